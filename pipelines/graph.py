@@ -1,0 +1,171 @@
+"""The stages as typed calls. A pipeline is a function over `Stages`; running it and planning it share that function."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from pydantic import BaseModel
+
+from rlhf_core.config.base import keyed
+from rlhf_core.config.engines import RuntimeConfig
+from rlhf_core.stage import StageSpec
+from rlhf_core.types import (
+    ArtifactRef,
+    DemonstrationsRef,
+    GenerationsRef,
+    PolicyRef,
+    PreferencesRef,
+    PreparedDataRef,
+    PromptsRef,
+    PublishedRef,
+    ReportRef,
+    RewardModelRef,
+    RolloutsRef,
+)
+from stages.dpo import DPOConfig
+from stages.evaluate import EvaluateConfig
+from stages.generate import GenerateConfig
+from stages.ppo import PPOConfig
+from stages.prepare_data import PrepareDataConfig
+from stages.publish import PublishConfig
+from stages.reward_model import RewardModelConfig
+from stages.score import ScoreConfig
+from stages.select import SelectConfig
+from stages.sft import SFTConfig
+
+R = TypeVar("R", bound=ArtifactRef)
+
+ENGINES: Mapping[str, tuple[str, ...]] = {
+    "prepare_data": (),
+    "sft": ("trainer",),
+    "reward_model": ("trainer",),
+    "generate": ("sampler",),
+    "score": ("trainer",),
+    "select": (),
+    "dpo": ("trainer",),
+    "ppo": ("trainer", "sampler"),
+    "evaluate": ("trainer",),
+    "publish": (),
+}
+"""What a stage leases from the runtime; the configuration of these engines is part of its key."""
+
+
+class RunStage(Protocol):
+    """Returns the artifact of a stage: from the store, by running it, or (in a plan) as a placeholder."""
+
+    def __call__(self, spec: StageSpec, kind: type[R]) -> R: ...
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Every stage as a typed call; `label` names the node in tables, graphs and the tracker, not in the key."""
+
+    run_stage: RunStage
+    seed: int
+    runtime: RuntimeConfig
+
+    def prepare_data(self, label: str, config: PrepareDataConfig) -> PreparedDataRef:
+        return self._run("prepare_data", label, config, PreparedDataRef, {})
+
+    def sft(
+        self, label: str, config: SFTConfig, *, policy: PolicyRef, demonstrations: DemonstrationsRef
+    ) -> PolicyRef:
+        return self._run("sft", label, config, PolicyRef, {"policy": policy, "demonstrations": demonstrations})
+
+    def reward_model(
+        self, label: str, config: RewardModelConfig, *, policy: PolicyRef, preferences: PreferencesRef
+    ) -> RewardModelRef:
+        return self._run("reward_model", label, config, RewardModelRef, {"policy": policy, "preferences": preferences})
+
+    def generate(
+        self, label: str, config: GenerateConfig, *, policy: PolicyRef, prompts: PromptsRef
+    ) -> GenerationsRef:
+        return self._run("generate", label, config, GenerationsRef, {"policy": policy, "prompts": prompts})
+
+    def score(
+        self,
+        label: str,
+        config: ScoreConfig,
+        *,
+        generations: GenerationsRef,
+        reward_models: dict[str, RewardModelRef],
+    ) -> RolloutsRef:
+        inputs = {"generations": generations, "reward_models": reward_models}
+        return self._run("score", label, config, RolloutsRef, inputs)
+
+    def select_demonstrations(self, label: str, config: SelectConfig, *, rollouts: RolloutsRef) -> DemonstrationsRef:
+        return self._run("select", label, config, DemonstrationsRef, {"rollouts": rollouts})
+
+    def select_pairs(self, label: str, config: SelectConfig, *, rollouts: RolloutsRef) -> PreferencesRef:
+        return self._run("select", label, config, PreferencesRef, {"rollouts": rollouts})
+
+    def dpo(
+        self, label: str, config: DPOConfig, *, policy: PolicyRef, reference: PolicyRef, preferences: PreferencesRef
+    ) -> PolicyRef:
+        inputs = {"policy": policy, "reference": reference, "preferences": preferences}
+        return self._run("dpo", label, config, PolicyRef, inputs)
+
+    def ppo(
+        self,
+        label: str,
+        config: PPOConfig,
+        *,
+        policy: PolicyRef,
+        reference: PolicyRef,
+        prompts: PromptsRef,
+        reward_models: dict[str, RewardModelRef],
+    ) -> PolicyRef:
+        inputs = {"policy": policy, "reference": reference, "prompts": prompts, "reward_models": reward_models}
+        return self._run("ppo", label, config, PolicyRef, inputs)
+
+    def evaluate(
+        self,
+        label: str,
+        config: EvaluateConfig,
+        *,
+        generations: dict[str, GenerationsRef],
+        reference: PolicyRef,
+        reward_model: RewardModelRef | None,
+    ) -> ReportRef:
+        inputs: dict[str, Any] = {"generations": generations, "reference": reference}
+        if reward_model is not None:
+            inputs["reward_model"] = reward_model
+        return self._run("evaluate", label, config, ReportRef, inputs)
+
+    def publish(self, label: str, config: PublishConfig, *, policy: PolicyRef, report: ReportRef) -> PublishedRef:
+        return self._run("publish", label, config, PublishedRef, {"policy": policy, "report": report})
+
+    def _run(self, name: str, label: str, config: BaseModel, kind: type[R], inputs: dict[str, Any]) -> R:
+        engines = keyed(self.runtime)
+        spec = StageSpec(
+            name=name,
+            module=f"stages.{name}",
+            config=config,
+            inputs=inputs,
+            seed=self.seed,
+            engines={engine: engines[engine] for engine in ENGINES[name]},
+            label=label,
+            callables=reward_functions(config),
+        )
+        return self.run_stage(spec, kind)
+
+
+def reward_functions(config: Any) -> tuple[str, ...]:
+    """Return the user functions that a configuration names (fields called `function`): their code enters the key."""
+    found: list[str] = []
+    if isinstance(config, BaseModel):
+        for name in type(config).model_fields:
+            value = getattr(config, name)
+            if name == "function" and isinstance(value, str):
+                found.append(value)
+            else:
+                found.extend(reward_functions(value))
+    elif isinstance(config, Mapping):
+        for value in config.values():
+            found.extend(reward_functions(value))
+    elif isinstance(config, (list, tuple)):
+        for value in config:
+            found.extend(reward_functions(value))
+    return tuple(found)

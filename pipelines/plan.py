@@ -1,0 +1,129 @@
+"""What a pipeline would do, without doing it: the same function over the same stages, with a runner that only decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from pipelines.full import lifecycle
+from pipelines.graph import ENGINES, Stages
+from pipelines.profile import PipelineConfig
+from rlhf_core.artifacts import ArtifactStore
+from rlhf_core.errors import ConfigError
+from rlhf_core.stage import Decision, StageSpec, decide
+from rlhf_core.types import (
+    ArtifactRef,
+    DemonstrationsRef,
+    PolicyRef,
+    PreferencesRef,
+    PreparedDataRef,
+    PromptsRef,
+)
+
+R = TypeVar("R", bound=ArtifactRef)
+Pipeline = Callable[[PipelineConfig, Stages], object]
+
+PENDING = "pending://"
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """One node of the pipeline: what it is and what would happen to it now."""
+
+    label: str
+    spec: StageSpec
+    decision: Decision
+
+
+class ReachedUntil(BaseException):
+    """Ends a pipeline after the stage that the person named; not an error."""
+
+
+def plan(
+    config: PipelineConfig,
+    store: ArtifactStore,
+    *,
+    pipeline: Pipeline = lifecycle,
+    until: str = "",
+    force: Collection[str] = (),
+    strict_code: bool = False,
+) -> list[PlannedStage]:
+    """Return the decision for every stage in order. A stage after one that will run is RUN, unless its content recurs."""
+    planner = Planner(store, until=until, force=frozenset(force), strict_code=strict_code)
+    try:
+        pipeline(config, Stages(planner, seed=config.seed, runtime=config.runtime))
+    except ReachedUntil:
+        pass
+    check_labels(planner.stages, {"--until": [until] if until else [], "--force": force})
+    return planner.stages
+
+
+def engines_needed(stages: list[PlannedStage]) -> set[str]:
+    """Return which engines (`trainer`, `sampler`) the stages that will not be hits lease."""
+    return {engine for stage in stages if stage.decision.action != "HIT" for engine in ENGINES[stage.spec.name]}
+
+
+def check_labels(stages: list[PlannedStage], named: Mapping[str, Collection[str]]) -> None:
+    """Raise ConfigError for a stage that the person named and the pipeline does not have."""
+    labels = [stage.label for stage in stages]
+    for option, wanted in named.items():
+        for label in wanted:
+            if label not in labels:
+                raise ConfigError(f"{option} {label!r}: no such stage; this pipeline has {', '.join(labels)}")
+
+
+@dataclass
+class Planner:
+    """A `RunStage` that decides, notes the decision and returns the artifact of a hit or a placeholder."""
+
+    store: ArtifactStore
+    until: str = ""
+    force: frozenset[str] = frozenset()
+    strict_code: bool = False
+    stages: list[PlannedStage] = field(default_factory=list)
+
+    def __call__(self, spec: StageSpec, kind: type[R]) -> R:
+        decision = self._decide(spec)
+        self.stages.append(PlannedStage(spec.label, spec, decision))
+        if spec.label == self.until:
+            raise ReachedUntil
+        if decision.action == "HIT":
+            record = self.store.record(decision.key)
+            if record is not None:
+                return kind.model_validate(record.handle.model_dump())
+        return placeholder(spec.label, kind)
+
+    def _decide(self, spec: StageSpec) -> Decision:
+        for ref in references(spec.inputs):
+            if ref.uri.startswith(PENDING):
+                upstream = ref.uri.removeprefix(PENDING)
+                return Decision(action="RUN", reason=f"{upstream} comes first; a hit if it makes the same content again", key="", step=None)
+        return decide(self.store, spec, force=spec.label in self.force, strict_code=self.strict_code)
+
+
+def references(inputs: Any) -> Iterator[ArtifactRef]:
+    """Yield every handle among the inputs of a stage."""
+    if isinstance(inputs, ArtifactRef):
+        yield inputs
+    elif isinstance(inputs, Mapping):
+        for value in inputs.values():
+            yield from references(value)
+    elif isinstance(inputs, (list, tuple)):
+        for value in inputs:
+            yield from references(value)
+
+
+def placeholder(label: str, kind: type[R]) -> R:
+    """Return a handle that stands for what the stage `label` will make."""
+    uri = PENDING + label
+    if kind is PreparedDataRef:
+        parts = {
+            "demonstrations": DemonstrationsRef(uri=uri, digest=uri),
+            "preferences": PreferencesRef(uri=uri, digest=uri),
+            "prompts": PromptsRef(uri=uri, digest=uri),
+            "eval_prompts": PromptsRef(uri=uri, digest=uri),
+            "base": PolicyRef(uri=uri, digest=uri),
+        }
+        return kind(uri=uri, digest=uri, **parts)
+    return kind(uri=uri, digest=uri)

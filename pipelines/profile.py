@@ -1,0 +1,269 @@
+"""The configuration of a pipeline run, and how a TOML profile becomes one.
+
+A section that a profile leaves out switches that part of the pipeline off. A profile may start from another one:
+`extends = "full.toml"`; tables are merged, everything else is replaced, `"none"` takes a section away.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from rlhf_core.config.base import OPERATIONAL, Config
+from rlhf_core.config.engines import RuntimeConfig
+from rlhf_core.errors import ConfigError
+from stages.dpo import DPOConfig
+from stages.evaluate import EvaluateConfig
+from stages.generate import GenerateConfig
+from stages.ppo import PPOConfig
+from stages.prepare_data import PrepareDataConfig
+from stages.publish import PublishConfig
+from stages.reward_model import RewardModelConfig
+from stages.score import ScoreConfig
+from stages.select import SelectConfig
+from stages.sft import SFTConfig
+
+Start = Literal["base", "sft", "rejection_sampling", "iterative_dpo"]
+
+
+# ---------------------------------------------------------------- sections
+
+
+class RejectionSamplingConfig(Config):
+    """Sample, score, keep the best, imitate it: generate -> score -> select -> sft."""
+
+    generate: GenerateConfig
+    score: ScoreConfig
+    select: SelectConfig
+    sft: SFTConfig
+
+
+class IterativeDPOConfig(Config):
+    """Rounds of generate -> score -> select (pairs) -> dpo, each from the policy of the round before."""
+
+    rounds: int = Field(2, ge=1)
+    start_from: Literal["base", "sft", "rejection_sampling"] = "sft"
+    reference: Literal["initial", "previous"] = "initial"
+    """`initial` holds every round near the first policy; `previous` lets the reference follow."""
+    generate: GenerateConfig
+    score: ScoreConfig
+    select: SelectConfig
+    dpo: DPOConfig
+
+
+class PolicyOptimisationConfig(PPOConfig):
+    """Policy optimisation and the policy that it starts from, which is also its reference."""
+
+    start_from: Annotated[Start, OPERATIONAL] = "sft"
+    """Not part of the key: the digest of the policy is."""
+
+
+class EvaluationConfig(Config):
+    """Every policy answers the held-out prompts; one report compares them."""
+
+    generate: GenerateConfig
+    best_of: int = Field(8, ge=1)
+    """Samples per prompt of the SFT policy, for the best-of-n row."""
+    evaluate: EvaluateConfig
+
+
+class PipelineConfig(Config):
+    """Everything about a run of the pipeline."""
+
+    name: str = "rlhf"
+    """Name of the run, and of the experiment in MLflow."""
+    seed: int = Field(17, ge=0)
+    store: Annotated[str, OPERATIONAL] = ""
+    """Folder of the artifact store; empty: `store` in the state folder (`.rlhf`, or `RLHF_HOME`)."""
+    runtime: RuntimeConfig = RuntimeConfig()
+    prepare_data: PrepareDataConfig
+    sft: SFTConfig | None = None
+    reward_model: RewardModelConfig | None = None
+    rejection_sampling: RejectionSamplingConfig | None = None
+    iterative_dpo: IterativeDPOConfig | None = None
+    ppo: PolicyOptimisationConfig | None = None
+    evaluate: EvaluationConfig | None = None
+    publish: PublishConfig | None = None
+
+    @model_validator(mode="after")
+    def _starts_exist(self) -> PipelineConfig:
+        starts = {"iterative_dpo": self.iterative_dpo, "ppo": self.ppo}
+        for section, config in starts.items():
+            if config is None or config.start_from == "base":
+                continue
+            if getattr(self, config.start_from) is None:
+                raise ValueError(
+                    f"{section}.start_from = {config.start_from!r}: the profile has no [{config.start_from}]; "
+                    "add that section or start from 'base'"
+                )
+        if self.publish is not None and self.evaluate is None:
+            raise ValueError("publish = {...}: its gate reads the report of [evaluate]; add that section")
+        return self
+
+
+# ---------------------------------------------------------------- loading
+
+
+def load_profile(profile: str | Path, overrides: Sequence[str] = ()) -> PipelineConfig:
+    """Return the configuration of a profile, by path or shipped name, with `dotted.key=value` overrides.
+
+    >>> load_profile("tiny/full", ["ppo.kl_coef=0.1"]).ppo.kl_coef
+    0.1
+    """
+    path = find_profile(profile)
+    tree = _read_tree(path, seen=())
+    for override in overrides:
+        _apply(tree, override)
+    return parse(tree, origin=str(profile))
+
+
+def parse(tree: Mapping[str, Any], *, origin: str) -> PipelineConfig:
+    """Return the configuration of a parsed profile; errors name the dotted key, the rule and the remedy."""
+    try:
+        return PipelineConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(_first_error(error, tree, origin)) from None
+
+
+def find_profile(profile: str | Path) -> Path:
+    """Return the file of a profile: a path, or the name of a shipped one such as `tiny/full`."""
+    name = str(profile)
+    shipped = shipped_profiles()
+    candidates = [Path(name), Path(f"{name}.toml"), shipped / name, shipped / f"{name}.toml"]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    names = profile_names()
+    near = difflib.get_close_matches(name.removesuffix(".toml"), names, n=1, cutoff=0.4)
+    remedy = f"did you mean {near[0]}?" if near else f"shipped are {', '.join(names)}"
+    raise ConfigError(f"profile = {name!r}: no such file or shipped profile; {remedy}")
+
+
+def shipped_profiles() -> Path:
+    """Return the folder of the profiles: inside the installed package, or at the root of a checkout."""
+    package = Path(__file__).resolve().parent
+    inside = package / "profiles"
+    return inside if inside.is_dir() else package.parent / "profiles"
+
+
+def profile_names() -> list[str]:
+    """Return the names of the shipped profiles, such as `tiny/full`."""
+    root = shipped_profiles()
+    return sorted(str(path.relative_to(root).with_suffix("")) for path in root.rglob("*.toml"))
+
+
+def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    path = path.resolve()
+    if path in seen:
+        raise ConfigError(f"extends = {path.name!r}: {' -> '.join(p.name for p in (*seen, path))} is a circle; break it")
+    try:
+        tree = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"extends = {str(path)!r}: no such file; the path is relative to {seen[-1]}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}; strings are quoted, tables are [in.brackets]") from None
+    if "extends" not in tree:
+        return tree
+    base = _read_tree(path.parent / tree.pop("extends"), (*seen, path))
+    return _merge(base, tree)
+
+
+def _merge(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in changes.items():
+        if value == "none":
+            merged.pop(key, None)
+        elif isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
+            merged[key] = _merge(merged[key], value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    key, text = key.strip(), text.strip()
+    if not separator or not key:
+        raise ConfigError(f"--set {override!r}: must read key=value; for example --set ppo.kl_coef=0.1")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *sections, last = key.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{key} = {value!r}: {section} is a value and has no keys; remove what follows it")
+    if value == "none":
+        tree.pop(last, None)
+    else:
+        tree[last] = value
+
+
+# ---------------------------------------------------------------- errors
+
+
+def _first_error(error: ValidationError, tree: Mapping[str, Any], origin: str) -> str:
+    unknown = [one for one in error.errors() if one["type"] == "extra_forbidden"]
+    first = (unknown or error.errors())[0]
+    keys = _real_keys(first["loc"], tree)
+    dotted = ".".join(keys)
+    if first["type"] == "extra_forbidden":
+        near = _nearest(keys)
+        remedy = f"did you mean {near}?" if near else "remove it"
+        return f"{dotted} = {first['input']!r}: unknown key; {remedy}"
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error":
+        return f"{dotted}.{message}" if dotted else message
+    if first["type"] == "missing":
+        return f"{dotted}: missing, and it has no default; add it to {origin}"
+    rule = message.replace("Input should be", "must be")
+    value = first["input"]
+    shown = repr(value) if not isinstance(value, (Mapping, list)) else "{...}"
+    return f"{dotted} = {shown}: {rule[0].lower()}{rule[1:]}; change it in {origin} or with --set {dotted}=..."
+
+
+def _real_keys(location: Sequence[int | str], tree: Any) -> list[str]:
+    """Return the keys of `location` that stand in the file: pydantic adds the tag of the union that it chose."""
+    keys = []
+    for position, part in enumerate(location):
+        last = position == len(location) - 1
+        if isinstance(tree, Mapping) and part in tree:
+            keys.append(str(part))
+            tree = tree[part]
+        elif isinstance(tree, list) and isinstance(part, int) and part < len(tree):
+            keys.append(str(part))
+            tree = tree[part]
+        elif last and isinstance(tree, Mapping):
+            keys.append(str(part))
+    return keys
+
+
+def _nearest(keys: Sequence[str]) -> str:
+    known = sorted(set(_dotted_names(PipelineConfig)))
+    parent = [name for name in known if name.split(".")[:-1] == list(keys[:-1])]
+    last = {name.split(".")[-1]: name for name in parent}
+    near = difflib.get_close_matches(keys[-1], last, n=1, cutoff=0.6)
+    if near:
+        return last[near[0]]
+    anywhere = difflib.get_close_matches(".".join(keys), known, n=1, cutoff=0.6)
+    return anywhere[0] if anywhere else ""
+
+
+def _dotted_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        for inner in _models_in(field.annotation):
+            yield from _dotted_names(inner, f"{prefix}{name}.")
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)

@@ -1,0 +1,239 @@
+"""The services of a project: started by `rlhf up`, found by `rlhf run`, stopped by `rlhf down`. All on 127.0.0.1."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pipelines.home import LOOPBACK, Home, client_environment, quiet_environment
+from rlhf_core.errors import RlhfError
+
+PREFECT_PORT = 4200
+MLFLOW_PORT = 5000
+UP_TIMEOUT_S = 240.0
+DOWN_TIMEOUT_S = 30.0
+SERVER_TIMEOUT_S = 180.0
+
+
+class ServiceError(RlhfError, RuntimeError):
+    """A service could not be started or did not answer; names its log."""
+
+
+@dataclass(frozen=True)
+class Services:
+    """What `rlhf up` started: the supervisor's identity, the addresses, and whether all of them answer."""
+
+    pid: int
+    started: str
+    """Start time of the process in the kernel's clock, so that a recycled process id is not mistaken for ours."""
+    prefect_port: int
+    mlflow_port: int
+    ready: bool
+
+    @property
+    def prefect_url(self) -> str:
+        return f"http://{LOOPBACK}:{self.prefect_port}"
+
+    @property
+    def mlflow_url(self) -> str:
+        return f"http://{LOOPBACK}:{self.mlflow_port}"
+
+    def write(self, home: Home) -> None:
+        part = home.services.with_suffix(".part")
+        part.write_text(json.dumps(asdict(self)))
+        part.replace(home.services)
+
+
+def running(home: Home) -> Services | None:
+    """Return the services of this state folder if their supervisor is alive."""
+    try:
+        services = Services(**json.loads(home.services.read_text()))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+    return services if process_start(services.pid) == services.started else None
+
+
+def up(home: Home, *, foreground: bool) -> Services:
+    """Start Prefect, MLflow and the deployments; return when all of them answer."""
+    services = running(home)
+    if services is not None and services.ready:
+        return services
+    home.make()
+    command = [sys.executable, "-m", "pipelines.supervisor", str(home.root)]
+    environment = os.environ | quiet_environment(home)
+    if foreground:
+        os.execve(sys.executable, command, environment)
+    if services is None:
+        with (home.logs / "supervisor.log").open("ab") as log:
+            subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+    deadline = time.monotonic() + UP_TIMEOUT_S
+    while time.monotonic() < deadline:
+        services = running(home)
+        if services is not None and services.ready:
+            return services
+        time.sleep(0.2)
+    raise ServiceError(f"rlhf up: not ready after {UP_TIMEOUT_S:.0f} s; read {home.logs} and run `rlhf down`")
+
+
+def down(home: Home) -> bool:
+    """Stop what `up` started; return whether there was anything. A Ray that others use is left alone."""
+    services = running(home)
+    if services is None:
+        home.services.unlink(missing_ok=True)
+        return False
+    os.kill(services.pid, signal.SIGTERM)
+    deadline = time.monotonic() + DOWN_TIMEOUT_S
+    while process_start(services.pid) == services.started:
+        if time.monotonic() > deadline:
+            os.kill(services.pid, signal.SIGKILL)
+            raise ServiceError(f"rlhf down: process {services.pid} did not stop in {DOWN_TIMEOUT_S:.0f} s; it was killed")
+        time.sleep(0.1)
+    home.services.unlink(missing_ok=True)
+    return True
+
+
+# ---------------------------------------------------------------- a server for one run
+
+
+@dataclass
+class PrivateServer:
+    """A Prefect server for the length of one run, on the database that `rlhf up` uses too."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    log: Path
+
+    def wait(self) -> None:
+        """Return when it answers; ServiceError if it ends or takes too long."""
+        await_health(f"http://{LOOPBACK}:{self.port}/api/health", self.process, SERVER_TIMEOUT_S, self.log)
+
+    def stop(self) -> None:
+        stop_process(self.process)
+
+
+@contextmanager
+def private_server(home: Home) -> Iterator[PrivateServer]:
+    """Start a Prefect server at once, without waiting for it; it stops when the block, or this process, ends."""
+    home.make()
+    port = free_port(PREFECT_PORT)
+    log = home.logs / "prefect_run.log"
+    environment = os.environ | client_environment(home, prefect_port=port)
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pipelines.prefect_server", str(port)],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=stream,
+            stderr=stream,
+            # Ctrl-C is for the run: the server has to hear how it ended.
+            start_new_session=True,
+        )
+    server = PrivateServer(process, port, log)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+# ---------------------------------------------------------------- processes, ports, health
+
+
+def prefect_command(port: int) -> list[str]:
+    """Return the command of the Prefect server."""
+    return [sys.executable, "-m", "pipelines.prefect_server", str(port)]
+
+
+def mlflow_command(home: Home, port: int) -> list[str]:
+    """Return the command of the MLflow server: one worker and no job runners (0.5 GB instead of 2.4)."""
+    return [
+        *(sys.executable, "-m", "mlflow", "server", "--host", LOOPBACK, "--port", str(port), "--workers", "1"),
+        *("--backend-store-uri", home.mlflow_uri, "--artifacts-destination", str(home.mlflow_artifacts)),
+    ]
+
+
+def free_port(wanted: int) -> int:
+    """Return `wanted`, or the next port above it that nobody listens on."""
+    for port in range(wanted, wanted + 200):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((LOOPBACK, port))
+            except OSError:
+                continue
+            return port
+    raise ServiceError(f"port = {wanted}: this and the 200 after it are taken; stop what listens there")
+
+
+def await_health(url: str, process: subprocess.Popen[bytes], timeout_s: float, log: Path) -> None:
+    """Return when `url` answers; ServiceError if the process ends first or the time is up."""
+    deadline = time.monotonic() + timeout_s
+    while not healthy(url):
+        if process.poll() is not None:
+            raise ServiceError(f"{url}: its process ended with status {process.returncode}; read {log}")
+        if time.monotonic() > deadline:
+            raise ServiceError(f"{url}: no answer after {timeout_s:.0f} s; read {log}")
+        time.sleep(0.1)
+
+
+def healthy(url: str) -> bool:
+    """Return whether `url` answers with success."""
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def stop_process(process: subprocess.Popen[bytes], *, patience_s: float = 10.0) -> None:
+    """End a child: asked first, killed when it does not listen."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
+
+
+def process_start(pid: int) -> str:
+    """Return what tells this process from a later one with the same id; empty if there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return _process_start_without_proc(pid)
+    fields = stat.rpartition(")")[2].split()
+    return "" if fields[0] == "Z" else fields[19]
+
+
+def _process_start_without_proc(pid: int) -> str:
+    ps = shutil.which("ps")
+    if Path("/proc/self").exists() or ps is None:
+        return ""
+    found = subprocess.run([ps, "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    return found.stdout.strip()
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float) -> bool:
+    """Return whether `condition` came true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True

@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Make .venv with the pinned dependencies: gpu.txt where an NVIDIA GPU answers, cpu.txt elsewhere.
+# Does nothing when it has already run for these pins. VENV and PYTHON choose folder and interpreter.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+venv=${VENV:-.venv}
+python=${PYTHON:-python3.11}
+
+pins=cpu
+if nvidia-smi -L >/dev/null 2>&1; then pins=gpu; fi
+stamp="$pins $(cat requirements/*.txt requirements/install.sh pyproject.toml | sha256sum | cut -c1-64)"
+if [ "$(cat "$venv/.installed" 2>/dev/null)" = "$stamp" ]; then exit 0; fi
+
+if ! command -v "$python" >/dev/null 2>&1; then
+  echo "PYTHON = '$python': not found; install Python 3.11 or name one: make PYTHON=/path/to/python3.11" >&2
+  exit 1
+fi
+if uv --version >/dev/null 2>&1; then
+  uv=uv
+  [ -x "$venv/bin/python" ] || uv venv -q --python "$python" "$venv"
+else
+  [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+  [ -x "$venv/bin/uv" ] || "$venv/bin/python" -m pip install -q uv
+  uv=$venv/bin/uv
+fi
+
+# The CPU build of torch: from pip's own find-links if the machine has one, else from PyTorch's CPU index.
+sources=()
+links=${PIP_FIND_LINKS:-$("$python" -m pip config get global.find-links 2>/dev/null || true)}
+for link in $links; do sources+=(--find-links "$link"); done
+if [ "$pins" = cpu ] && [ ${#sources[@]} -eq 0 ]; then
+  sources=(--extra-index-url https://download.pytorch.org/whl/cpu --index-strategy unsafe-best-match)
+fi
+
+# The pins are complete, so nothing is resolved here; compiled byte-code halves the first imports.
+echo "installing requirements/$pins.txt and requirements/dev.txt into $venv"
+"$uv" pip install -q --python "$venv/bin/python" --compile-bytecode --no-deps "${sources[@]}" \
+  -r "requirements/$pins.txt" -r requirements/dev.txt
+"$uv" pip install -q --python "$venv/bin/python" --no-deps -e .
+echo "$stamp" > "$venv/.installed"

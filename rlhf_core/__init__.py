@@ -1,0 +1,1 @@
+"""The importable library under the stages: types, store, losses, engines behind protocols."""

@@ -1,0 +1,271 @@
+"""The artifact store: immutable folders addressed by their content, and key records that say which stage made them.
+
+A folder without a manifest is not an artifact, and an object without a key record does not exist yet: the record,
+written last and in one step, is the only commit point. So a crash at any instant leaves either no result or a whole one.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from rlhf_core import leases, store_maintenance
+from rlhf_core.errors import ArtifactError, explain
+from rlhf_core.fingerprint import FileEntry, hash_files, hash_tree, list_files, sha256_text, tree_digest
+from rlhf_core.leases import Lease, Owner
+from rlhf_core.records import KeyRecord, Provenance
+from rlhf_core.store_layout import (
+    MANIFEST,
+    StoreLayout,
+    fsync_path,
+    fsync_tree,
+    make_folder,
+    make_read_only,
+    move_aside,
+    naming_a_full_disk,
+    read_json,
+    remove_tree,
+    write_json,
+)
+from rlhf_core.store_maintenance import Damage, GcReport
+from rlhf_core.types import ArtifactRef
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R", bound=ArtifactRef)
+_STORE = "store://"
+_FILE = "file://"
+
+
+class ArtifactStore:
+    """A store in the local folder `root`, shared by all processes that see that folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = Path(root).absolute()
+        self.layout = StoreLayout(self.root)
+        self.root.mkdir(parents=True, exist_ok=True)
+
+    # ------------------------------------------------------------ reading
+
+    def path(self, ref: ArtifactRef) -> Path:
+        """Return the folder of a handle; ArtifactError if it is gone."""
+        if ref.uri.startswith(_FILE):
+            folder = Path(ref.uri.removeprefix(_FILE))
+        elif ref.uri.startswith(_STORE):
+            digest, _, inside = ref.uri.removeprefix(_STORE).partition("/")
+            folder = self.layout.object(digest) / inside
+        else:
+            raise ArtifactError(explain("uri", ref.uri, "must begin with store:// or file://", "give another handle"))
+        if not folder.is_dir():
+            remedy = "run the pipeline again to make it, or bring the folder back"
+            raise ArtifactError(explain(f"{type(ref).__name__}.uri", ref.uri, f"is not in {self.root}", remedy))
+        return folder
+
+    def record(self, key: str) -> KeyRecord | None:
+        """Return the record of a key whose object is there with all files at their right sizes; None otherwise.
+
+        Damage is named in a warning, and record and object are put into quarantine, so that the stage is made again.
+        """
+        path = self.layout.key(key)
+        if not path.exists():
+            return None
+        record, damage = self._check(key)
+        if damage:
+            time.sleep(0.05)  # another process may be putting a sound object in the place of a damaged one
+            record, damage = self._check(key)
+        if not damage:
+            return record
+        logger.warning("store: the artifact of key %s is damaged: %s; put into quarantine", key[:12], damage)
+        move_aside(path, self.layout.quarantine)
+        if record is not None:
+            move_aside(self.layout.object(object_digest(record.handle)), self.layout.quarantine)
+        return None
+
+    def records(self) -> list[KeyRecord]:
+        """Return all readable key records, oldest first; their objects are not looked at."""
+        found = []
+        for path in sorted(self.layout.keys.glob("*/*.json")):
+            record = _parse_record(path)
+            if record is None:
+                logger.warning("store: %s is not a key record", path)
+            else:
+                found.append(record)
+        return sorted(found, key=lambda record: (record.started, record.key))
+
+    def used(self, key: str) -> None:
+        """Note that a run has just used the record of `key`, so that `gc` keeps it."""
+        try:
+            os.utime(self.layout.key(key))
+        except OSError as error:
+            logger.warning("store: the use of key %s could not be noted: %s", key[:12], error)
+
+    def external(self, kind: type[R], path: Path) -> R:
+        """Return a handle for a user's folder outside the store; files that have not changed are hashed only once."""
+        folder = Path(path).expanduser().absolute()
+        if not folder.is_dir():
+            raise ArtifactError(explain("path", str(path), "is not a folder", "mend the path"))
+        digest = tree_digest(self._hash_external(folder))
+        return kind(uri=f"{_FILE}{folder}", digest=digest)
+
+    # ------------------------------------------------------------ writing
+
+    def lease(self, key: str, *, on_wait: Callable[[Owner], None] | None = None) -> AbstractContextManager[Lease]:
+        """Hold the right to compute `key`; see `rlhf_core.leases.hold`."""
+        return leases.hold(self.layout.leases, key, on_wait=on_wait)
+
+    def commit(
+        self,
+        key: str,
+        out: Path,
+        kind: type[R],
+        *,
+        children: Mapping[str, tuple[str, type[ArtifactRef]]],
+        record: Provenance,
+        parents: Sequence[str] = (),
+        lease: Lease | None = None,
+    ) -> R:
+        """Move the folder `out` into the store, write the record of `key`, and return the handle.
+
+        `children` maps a field of `kind` to a folder of `out` and the type of its handle. With a `lease` the record is
+        written only while it is still held. After this call `out` is gone.
+        """
+        with naming_a_full_disk(self.root):
+            files = _seal(out)
+            handle = _handle(kind, files, children, tuple(parents))
+            self._store_object(out, files, object_digest(handle))
+            if lease is not None:
+                lease.check()
+            committed = KeyRecord(key=key, handle=handle, **dict(record))
+            write_json(self.layout.key(key), committed.to_json())
+        return handle
+
+    # ------------------------------------------------------------ upkeep
+
+    def verify(self) -> list[Damage]:
+        """Hash every object; put damaged ones and their records into quarantine and return what was found."""
+        return store_maintenance.verify(self.layout, self.records())
+
+    def pin(self, target: str, *, note: str = "") -> None:
+        """Keep an object from `gc` for good; `target` is a digest, a key or a `store://` uri."""
+        store_maintenance.pin(self.layout, target, note)
+
+    def unpin(self, target: str) -> None:
+        """Take a pin away; ArtifactError if there is none."""
+        store_maintenance.unpin(self.layout, target)
+
+    def pins(self) -> dict[str, str]:
+        """Return target -> note of all pins."""
+        return store_maintenance.pins(self.layout)
+
+    def gc(self, dry_run: bool, *, keep_days: float = 30.0) -> GcReport:
+        """Remove (or only list) what no pin and no record used in the last `keep_days` reaches."""
+        return store_maintenance.collect(self.layout, self.records(), dry_run=dry_run, keep_days=keep_days)
+
+    # ------------------------------------------------------------ private
+
+    def _check(self, key: str) -> tuple[KeyRecord | None, str]:
+        record = _parse_record(self.layout.key(key))
+        if record is None:
+            return None, "the record cannot be read"
+        return record, store_maintenance.object_damage(self.layout.object(object_digest(record.handle)), deep=False)
+
+    def _store_object(self, out: Path, files: Mapping[str, FileEntry], digest: str) -> None:
+        write_json(out / MANIFEST, {"schema": 1, "files": {path: _entry(entry) for path, entry in files.items()}})
+        target = self.layout.object(digest)
+        make_folder(target.parent)
+        try:
+            out.rename(target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            self._keep_one(out, target)
+        make_read_only(target)
+        fsync_path(target.parent)
+
+    def _keep_one(self, out: Path, target: Path) -> None:
+        """The same content is there already: drop ours, unless theirs is damaged."""
+        damage = store_maintenance.object_damage(target, deep=True)
+        if damage:
+            logger.warning("store: object %s is damaged: %s; replaced", target.name[:12], damage)
+            move_aside(target, self.layout.quarantine)
+            out.rename(target)
+        else:
+            os.utime(target)  # young again, so that gc leaves it alone until our record is written
+            remove_tree(out)
+
+    def _hash_external(self, folder: Path) -> dict[str, FileEntry]:
+        memory = self.layout.externals / f"{sha256_text(str(folder))}.json"
+        known = (read_json(memory) or {"files": {}})["files"]
+        paths = [path for path in list_files(folder) if not any(part.startswith(".") for part in path.split("/"))]
+        stats = {path: (folder / path).stat() for path in paths}
+        now = time.time_ns()
+        same = {
+            path: FileEntry(known[path]["size"], known[path]["sha256"])
+            for path, status in stats.items()
+            if path in known
+            and (known[path]["size"], known[path]["modified_ns"]) == (status.st_size, status.st_mtime_ns)
+        }
+        files = same | hash_files(folder, [path for path in paths if path not in same])
+        # A file that was written just now may change again within the resolution of its time: not remembered.
+        settled = {path: entry for path, entry in files.items() if now - stats[path].st_mtime_ns > 2_000_000_000}
+        table = {path: _entry(entry) | {"modified_ns": stats[path].st_mtime_ns} for path, entry in settled.items()}
+        if table != known:
+            write_json(memory, {"folder": str(folder), "files": table}, durable=False)
+        return files
+
+
+def object_digest(handle: ArtifactRef) -> str:
+    """Return the digest of the object that a `store://` handle lies in."""
+    return handle.uri.removeprefix(_STORE).partition("/")[0]
+
+
+def _seal(out: Path) -> dict[str, FileEntry]:
+    """Return the hashed files of `out`, all of them on the disk."""
+    if (out / MANIFEST).exists():
+        raise ArtifactError(explain("artifact", MANIFEST, "is the store's own file", "use another name"))
+    links = [path for path in list_files(out) if (out / path).is_symlink()]
+    if links:
+        raise ArtifactError(explain("artifact", links[0], "is a link, which may break later", "copy the file"))
+    files = hash_tree(out)
+    if not files:
+        raise ArtifactError(explain("artifact", str(out), "is empty", "write the artifact into context.out"))
+    fsync_tree(out)
+    return files
+
+
+def _handle(
+    kind: type[R],
+    files: Mapping[str, FileEntry],
+    children: Mapping[str, tuple[str, type[ArtifactRef]]],
+    parents: tuple[str, ...],
+) -> R:
+    digest = tree_digest(files)
+    fields: dict[str, Any] = {"uri": f"{_STORE}{digest}", "digest": digest, "parents": parents}
+    for field, (folder, child_kind) in children.items():
+        if not any(path.startswith(f"{folder}/") for path in files):
+            raise ArtifactError(explain(f"children.{field}", folder, "holds no files", "write them, or drop the child"))
+        child_digest = tree_digest(files, under=folder)
+        fields[field] = child_kind(uri=f"{_STORE}{digest}/{folder}", digest=child_digest, parents=parents)
+    return kind(**fields)
+
+
+def _entry(entry: FileEntry) -> dict[str, Any]:
+    return {"size": entry.size, "sha256": entry.sha256}
+
+
+def _parse_record(path: Path) -> KeyRecord | None:
+    stored = read_json(path)
+    if stored is None:
+        return None
+    try:
+        return KeyRecord.model_validate(stored)
+    except (ValidationError, ArtifactError, KeyError, TypeError):
+        return None

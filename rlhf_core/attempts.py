@@ -1,0 +1,103 @@
+"""The attempts at a key: how often it was tried, how each try ended, and what is left to go on from."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from rlhf_core.store_layout import CHECKPOINTS, read_json, remove_tree, write_json
+
+logger = logging.getLogger(__name__)
+
+HISTORY = "attempt.json"
+METRICS = "metrics.jsonl"
+
+Status = Literal["running", "failed", "interrupted", "committed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One try at a key. `status` stays `running` if the process was killed; `failure` is the error's class and text."""
+
+    number: int
+    started: str
+    host: str
+    pid: int
+    resumed_from: int | None
+    status: Status
+    failure: str
+    seconds: float
+
+
+def history(folder: Path) -> list[Attempt]:
+    """Return the attempts noted in `folder` (attempts/<key>), oldest first."""
+    table = read_json(folder / HISTORY)
+    try:
+        return [] if table is None else [Attempt(**item) for item in table["attempts"]]
+    except (KeyError, TypeError):
+        logger.warning("%s cannot be read; counting attempts from 1", folder / HISTORY)
+        return []
+
+
+def begin(folder: Path, *, label: str, resumed_from: int | None) -> Attempt:
+    """Note a new attempt and make its empty output folder; the caller holds the lease.
+
+    The output of attempts that were killed goes.
+    """
+    past = history(folder)
+    attempt = Attempt(
+        number=past[-1].number + 1 if past else 1,
+        started=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        resumed_from=resumed_from,
+        status="running",
+        failure="",
+        seconds=0.0,
+    )
+    for stale in folder.glob("out-*"):
+        remove_tree(stale)
+    _write(folder, label, [*past, attempt])
+    output(folder, attempt).mkdir(parents=True)
+    return attempt
+
+
+def end(folder: Path, attempt: Attempt, *, label: str, status: Status, failure: str, seconds: float) -> None:
+    """Note how the attempt ended and remove its output folder, if it is still there."""
+    remove_tree(output(folder, attempt))
+    past = [item for item in history(folder) if item.number != attempt.number]
+    _write(folder, label, [*past, replace(attempt, status=status, failure=failure, seconds=round(seconds, 3))])
+
+
+def output(folder: Path, attempt: Attempt) -> Path:
+    """Return the folder that the attempt writes its artifact into."""
+    return folder / f"out-{attempt.number}"
+
+
+def unfinished_work(folder: Path) -> list[str]:
+    """Return the names of what a stage left beside its checkpoints (shards, tables) to go on from."""
+    if not folder.is_dir():
+        return []
+    return sorted(path.name for path in folder.iterdir() if not _is_ours(path.name) and not path.name.endswith(".log"))
+
+
+def clear(folder: Path, *, keep_metrics: bool) -> None:
+    """Remove checkpoints and unfinished work; the history stays, and the logs, and on request the metrics."""
+    for path in [*folder.glob("out-*"), folder / CHECKPOINTS, *(folder / name for name in unfinished_work(folder))]:
+        remove_tree(path)
+    if not keep_metrics:
+        remove_tree(folder / METRICS)
+
+
+def _is_ours(name: str) -> bool:
+    return name in (HISTORY, METRICS, CHECKPOINTS) or name.startswith((".", "out-"))
+
+
+def _write(folder: Path, label: str, attempts: list[Attempt]) -> None:
+    table: dict[str, Any] = {"label": label, "attempts": [asdict(item) for item in attempts]}
+    write_json(folder / HISTORY, table)

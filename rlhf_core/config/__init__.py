@@ -1,0 +1,1 @@
+"""Configuration models. Importable without torch: pydantic and the standard library only."""

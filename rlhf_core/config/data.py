@@ -1,0 +1,136 @@
+"""Where the data come from: a synthetic world, or files and Hub datasets."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rlhf_core.config.base import Config
+
+# ---------------------------------------------------------------- synthetic worlds
+
+
+class SupportWorld(Config):
+    """Replies of a customer-support desk, with a gold reward that is a program (`rlhf_core.data.worlds.support`)."""
+
+    type: Literal["support"] = "support"
+    demonstrations: int = Field(4000, ge=1)
+    preferences: int = Field(3000, ge=1)
+    prompts: int = Field(1000, ge=1)
+    eval_demonstrations: int = Field(256, ge=1)
+    eval_preferences: int = Field(256, ge=1)
+    eval_prompts: int = Field(256, ge=1)
+    good_probability: float = Field(0.55, ge=0, le=1)
+    """How often a writer does each of the five things that a good reply does."""
+    bad_probability: float = Field(0.3, ge=0, le=1)
+    """How often a writer does each of the things that a reply should not do."""
+    annotator_temperature: float = Field(0.75, gt=0)
+    """Bradley-Terry temperature of the annotator: P(a preferred to b) = sigmoid((gold a - gold b) / temperature)."""
+
+
+class ArithmeticWorld(Config):
+    """Additions and subtractions, checked exactly (`rlhf_core.data.worlds.arithmetic`); careless demonstrations."""
+
+    type: Literal["arithmetic"] = "arithmetic"
+    demonstrations: int = Field(4000, ge=1)
+    preferences: int = Field(2000, ge=1)
+    prompts: int = Field(1000, ge=1)
+    eval_demonstrations: int = Field(256, ge=1)
+    eval_preferences: int = Field(256, ge=1)
+    eval_prompts: int = Field(256, ge=1)
+    largest_left: int = Field(99, ge=9, le=9999)
+    """Largest first operand; each digit is a token."""
+    largest_right: int = Field(5, ge=1, le=9999)
+    """Largest second operand; the harder the task, the more of the sums have carries."""
+    error_probability: float = Field(0.4, ge=0, lt=1)
+    """Share of demonstrations with a slip."""
+
+
+# ---------------------------------------------------------------- real data
+
+FileType = Literal["auto", "jsonl", "json", "csv", "parquet", "arrow", "saved_dataset", "hub"]
+RowFormat = Literal[
+    "auto",
+    "messages",
+    "text",
+    "prompt_completion",
+    "prompt",
+    "preference",
+    "implicit_preference",
+    "unpaired_preference",
+    "stepwise",
+    "hh",
+    "question_answer",
+]
+
+
+class Columns(Config):
+    """The source's own names of the columns that its format reads; empty keeps the format's name."""
+
+    prompt: str = ""
+    completion: str = ""
+    chosen: str = ""
+    rejected: str = ""
+    messages: str = ""
+    text: str = ""
+    label: str = ""
+    margin: str = ""
+    question: str = ""
+    answer: str = ""
+    completions: str = ""
+    labels: str = ""
+    id: str = ""
+
+
+class Use(Config):
+    """Which share of a source's prompts each table gets. A prompt is in one share only, by the hash of its content."""
+
+    demonstrations: float = Field(0.0, ge=0, le=1)
+    preferences: float = Field(0.0, ge=0, le=1)
+    prompts: float = Field(0.0, ge=0, le=1)
+    eval_prompts: float = Field(0.0, ge=0, le=1)
+
+
+class Source(Config):
+    """One file, folder or Hub dataset of one row format."""
+
+    name: str = Field(min_length=1)
+    """Written to the column `source` of every row."""
+    path: str
+    """A local file (JSONL, JSON, CSV, Parquet, Arrow; `.gz` too), a `save_to_disk` folder, or a Hub name."""
+    file_type: FileType = "auto"
+    revision: str = ""
+    """Commit of a Hub dataset; required there so that the key means one dataset."""
+    split: str = "train"
+    """Split of a Hub dataset or of a saved dataset dictionary."""
+    subset: str = ""
+    """Configuration name of a Hub dataset."""
+    format: RowFormat = "auto"
+    columns: Columns = Columns()
+    weight: float = Field(1.0, gt=0)
+    """Relative share of the mixture; the source that runs out first sets the size, none is repeated."""
+    use: Use
+
+
+class Files(Config):
+    """A mixture of real sources."""
+
+    type: Literal["files"] = "files"
+    sources: tuple[Source, ...] = Field(min_length=1)
+    eval_fraction: float = Field(0.05, gt=0, lt=1)
+    """Share of the prompts of demonstrations and of preferences held out as their `eval.parquet`."""
+    max_rows: int = Field(0, ge=0)
+    """Most rows per table after mixing; 0 keeps all."""
+    deduplicate: bool = True
+    decontaminate: Literal["off", "prompt", "ngram"] = "prompt"
+    """Drop training rows whose normalised prompt is in an evaluation table, or shares an n-gram with one."""
+    ngram: int = Field(13, ge=2)
+    """Words of an n-gram."""
+    min_tokens: int = Field(1, ge=0)
+    """Fewest trained tokens of an answer."""
+    max_bad_fraction: float = Field(0.05, ge=0, le=1)
+    """Most malformed rows per source; more is an error."""
+
+
+DataConfig = Annotated[SupportWorld | ArithmeticWorld | Files, Field(discriminator="type")]

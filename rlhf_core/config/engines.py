@@ -1,0 +1,137 @@
+"""Configuration shared by several stages: models, optimizer, trainer, sampler and runtime."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rlhf_core.config.base import OPERATIONAL, Config
+
+DType = Literal["float32", "bfloat16"]
+
+
+# ---------------------------------------------------------------- models
+
+
+class PretrainedModel(Config):
+    """A causal LM by folder or Hub name, or a GGUF file inside a folder."""
+
+    type: Literal["pretrained"] = "pretrained"
+    path: str
+    """Folder or Hub name; `package:<python package>/<folder>` finds a folder inside an installed package."""
+    revision: str = ""
+    """Commit of a Hub model; required for a Hub name so that the key means one model."""
+    gguf_file: str = ""
+    """Name of a GGUF file in `path` (dequantised on load)."""
+    trust_remote_code: bool = False
+
+
+class InitModel(Config):
+    """A Llama initialised from its shape, with a byte-level BPE tokenizer trained on the demonstrations."""
+
+    type: Literal["init"] = "init"
+    vocab_size: int = Field(1024, ge=300)
+    hidden_size: int = Field(256, ge=32)
+    layers: int = Field(4, ge=1)
+    heads: int = Field(4, ge=1)
+    kv_heads: int = Field(4, ge=1)
+    intermediate_size: int = Field(704, ge=32)
+    max_positions: int = Field(256, ge=32)
+
+
+BaseModelConfig = Annotated[PretrainedModel | InitModel, Field(discriminator="type")]
+
+
+class LoraConfig(Config):
+    """Low-rank adapters (arXiv 2106.09685), merged into the weights on export."""
+
+    rank: int = Field(16, ge=1)
+    alpha: float = Field(32.0, gt=0)
+    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+# ---------------------------------------------------------------- training
+
+
+class OptimizerConfig(Config):
+    """AdamW with clipping and a schedule over the true number of optimizer steps."""
+
+    learning_rate: float = Field(1e-5, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_fraction: float = Field(0.05, ge=0, lt=1)
+    min_lr_fraction: float = Field(0.1, ge=0, le=1)
+
+
+class TrainerConfig(Config):
+    """How models are trained; the numbers of rows and workers do not change the result, the precision does."""
+
+    engine: Literal["deepspeed", "torch"] = "deepspeed"
+    dtype: DType = "float32"
+    zero_stage: Annotated[Literal[0, 1, 2, 3], OPERATIONAL] = 0
+    offload_optimizer: Annotated[bool, OPERATIONAL] = False
+    micro_batch: Annotated[int, Field(ge=1), OPERATIONAL] = 8
+    """Rows per forward pass and rank; gradients do not depend on it."""
+    gradient_checkpointing: Annotated[bool, OPERATIONAL] = False
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+
+
+# ---------------------------------------------------------------- sampling
+
+
+class SamplingConfig(Config):
+    """How tokens are drawn. The trainer applies the same temperature."""
+
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    """0 keeps every token."""
+    max_tokens: int = Field(64, ge=1)
+
+
+class VllmSamplerConfig(Config):
+    """vLLM engines, each a Ray actor."""
+
+    type: Literal["vllm"] = "vllm"
+    dtype: DType = "float32"
+    max_model_len: int = Field(256, ge=16)
+    tensor_parallel: Annotated[int, Field(ge=1), OPERATIONAL] = 1
+    engines: Annotated[int, Field(ge=1), OPERATIONAL] = 1
+    max_num_seqs: Annotated[int, Field(ge=1), OPERATIONAL] = 256
+    kv_cache_gib: Annotated[float, Field(gt=0), OPERATIONAL] = 1.0
+    """CPU only: size of the KV cache."""
+    gpu_memory_fraction: Annotated[float, Field(gt=0, le=1), OPERATIONAL] = 0.5
+    enforce_eager: Annotated[bool, OPERATIONAL] = True
+
+
+class HFSamplerConfig(Config):
+    """Plain transformers generation, for tests and machines without vLLM; never chosen silently."""
+
+    type: Literal["hf"] = "hf"
+    dtype: DType = "float32"
+    batch_size: Annotated[int, Field(ge=1), OPERATIONAL] = 32
+
+
+SamplerConfig = Annotated[VllmSamplerConfig | HFSamplerConfig, Field(discriminator="type")]
+
+
+# ---------------------------------------------------------------- runtime
+
+
+class RuntimeConfig(Config):
+    """Where the engines run. `ray` starts a local Ray or joins `RAY_ADDRESS`; `local` is this process (tests)."""
+
+    type: Annotated[Literal["ray", "local"], OPERATIONAL] = "ray"
+    train_workers: Annotated[int, Field(ge=1), OPERATIONAL] = 1
+    gpus_per_train_worker: Annotated[float, Field(ge=0), OPERATIONAL] = 0
+    gpus_per_engine: Annotated[float, Field(ge=0), OPERATIONAL] = 0
+    cpu_threads: Annotated[int, Field(ge=0), OPERATIONAL] = 0
+    """Threads per worker; 0 takes all cores of the machine."""
+    worker_timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 600.0
+    """Deadline of one call into a worker."""
+    trainer: TrainerConfig = TrainerConfig()
+    sampler: SamplerConfig = VllmSamplerConfig()

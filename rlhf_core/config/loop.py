@@ -1,0 +1,25 @@
+"""The loop of epochs over a fixed dataset that SFT, reward models and DPO share."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from rlhf_core.config.base import OPERATIONAL, Config
+
+
+class LoopConfig(Config):
+    """How often the data is seen, and when the model is evaluated and saved."""
+
+    batch_size: int = Field(32, ge=1)
+    """Samples per optimizer step, over all ranks and micro-batches."""
+    epochs: int = Field(1, ge=1)
+    max_steps: int = Field(0, ge=0)
+    """Ends the loop early; 0 means the whole of `epochs`."""
+    eval_every: int = Field(50, ge=1)
+    """Optimizer steps between evaluations; there is always one at the end."""
+    keep_best: int = Field(0, ge=0)
+    """Keep this many checkpoints with the lowest evaluation loss and finish with the best one; 0 finishes with the last."""
+    checkpoint_every: Annotated[int, Field(ge=1), OPERATIONAL] = 50
+    log_every: Annotated[int, Field(ge=1), OPERATIONAL] = 1

@@ -1,0 +1,201 @@
+"""Conversations to tokens: the one place where a chat template is rendered and a loss mask is made.
+
+A conversation is cut into segments where an answer begins (the end of its generation prompt) and where it ends, and
+each segment is tokenised alone. So the tokens before an answer are exactly those the sampler is given
+(`prompt_ids`), whatever the tokenizer would merge across the border, and the mask is exact.
+
+Trained are, for each assistant turn, its content and the end-of-turn token (the tokenizer's EOS); what a template
+writes after that token (often a newline) is not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core.errors import ConfigError, DataError, explain
+from rlhf_core.types import Message, TokenSample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CHATML_LIKE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token + '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
+"""A template for tokenizers that have none, used only where a profile asks for it (`chat_template = "chatml"`).
+
+Roles are ordinary text and a turn ends with the tokenizer's own EOS, so no token is added to the vocabulary:
+
+    <|user|>
+    Hi</s>
+    <|assistant|>
+    Hello.</s>
+"""
+
+_PROBE = (Message("user", "Hi"), Message("assistant", "Hello"))
+
+
+class ChatTemplate:
+    """A tokenizer with its chat template, loaded from a policy's folder.
+
+    >>> ChatTemplate.load(folder).prompt_ids((Message("user", "Hi"),))    # doctest: +SKIP
+    (1, 42, 43, 4, 2)
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Check that `tokenizer` has a template and an EOS that ends each assistant turn; ConfigError otherwise."""
+        self.tokenizer: Any = tokenizer
+        name = str(self.tokenizer.name_or_path)
+        if not self.tokenizer.chat_template:
+            raise ConfigError(
+                explain(
+                    "chat_template",
+                    None,
+                    f"the tokenizer of {name} has no chat template",
+                    'set prepare_data.chat_template = "chatml" or give the path of a Jinja file',
+                )
+            )
+        if self.tokenizer.eos_token_id is None:
+            raise ConfigError(
+                explain("eos_token", None, f"the tokenizer of {name} has no EOS", "set eos_token in its config")
+            )
+        self.eos_id = int(self.tokenizer.eos_token_id)
+        self.pad_id = self.eos_id if self.tokenizer.pad_token_id is None else int(self.tokenizer.pad_token_id)
+        self._check_end_of_turn()
+
+    @classmethod
+    def load(cls, folder: Path) -> ChatTemplate:
+        """Return the template of the policy in `folder` (`tokenizer.json`, `chat_template.jinja`)."""
+        from transformers import AutoTokenizer
+
+        if not folder.is_dir():
+            raise ConfigError(explain("policy", str(folder), "is not a folder", "give the folder of a policy"))
+        return cls(AutoTokenizer.from_pretrained(str(folder), local_files_only=True))
+
+    @property
+    def digest(self) -> str:
+        """The sha256 over tokenizer, template and special tokens."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        vocabulary = backend.to_str() if backend is not None else json.dumps(sorted(self.tokenizer.get_vocab().items()))
+        parts = [vocabulary, str(self.tokenizer.chat_template), str(self.eos_id), str(self.pad_id)]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Return the tokens of `messages` up to and with the generation prompt."""
+        segments = self._segments(messages, generation_prompt=True)
+        return tuple(token for text, _ in segments for token in self._encode(text))
+
+    def conversation(self, messages: Sequence[Message], *, max_length: int) -> TokenSample | None:
+        """Return the conversation cut to `max_length` tokens, every assistant turn trained with its end-of-turn token.
+
+        None when no trained token is left. DataError when the template does not keep earlier turns as they were.
+        """
+        return self._sample(self._segments(messages, generation_prompt=False), max_length=max_length)
+
+    def continuation(
+        self, prompt_messages: Sequence[Message], answer_messages: Sequence[Message], *, max_length: int
+    ) -> TokenSample | None:
+        """Return prompt and answer cut to `max_length` tokens, only the answer's assistant turns trained.
+
+        None when no trained token is left.
+        """
+        before = sum(message.role == "assistant" for message in prompt_messages)
+        segments = self._segments([*prompt_messages, *answer_messages], generation_prompt=False)
+        answers_seen = 0
+        kept = []
+        for text, trained in segments:
+            answers_seen += trained
+            kept.append((text, trained and answers_seen > before))
+        return self._sample(kept, max_length=max_length)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids` without special tokens."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def preview(self, sample: TokenSample) -> str:
+        """Return the text of `sample`, special tokens included, with each run of trained tokens inside 【 】."""
+        parts: list[str] = []
+        run: list[int] = []
+        for position, (token, trained) in enumerate(zip(sample.token_ids, sample.loss_mask, strict=True)):
+            run.append(token)
+            last = position + 1 == len(sample.token_ids)
+            if last or sample.loss_mask[position + 1] != trained:
+                text = str(self.tokenizer.decode(run, skip_special_tokens=False))
+                parts.append(f"【{text}】" if trained else text)
+                run = []
+        return "".join(parts)
+
+    # ------------------------------------------------------------ private
+
+    def _render(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
+        rows = [{"role": message.role, "content": message.content} for message in messages]
+        if not rows and not generation_prompt:
+            return ""
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(rows, tokenize=False, add_generation_prompt=generation_prompt)
+            )
+        except Exception as error:  # templates raise their own errors, e.g. for a system turn they do not know
+            roles = [message.role for message in messages]
+            raise DataError(
+                explain("messages.role", roles, f"the chat template refuses them ({error})", "change the turns")
+            ) from error
+
+    def _segments(self, messages: Sequence[Message], *, generation_prompt: bool) -> list[tuple[str, bool]]:
+        """Return (text, is an answer) pieces that join to the rendered conversation."""
+        whole = self._render(messages, generation_prompt=generation_prompt)
+        segments: list[tuple[str, bool]] = []
+        done = 0
+        for index, message in enumerate(messages):
+            if message.role != "assistant":
+                continue
+            before = self._render(messages[:index], generation_prompt=True)
+            after = self._render(messages[: index + 1], generation_prompt=False)
+            if not (after.startswith(before) and whole.startswith(after) and len(before) >= done):
+                raise DataError(
+                    explain(
+                        "chat_template",
+                        f"turn {index + 1} of {len(messages)}",
+                        "renders differently once later turns follow, so no exact loss mask exists",
+                        "give a template that keeps earlier turns as they were (prepare_data.chat_template)",
+                    )
+                )
+            segments += [(whole[done : len(before)], False), (whole[len(before) : len(after)], True)]
+            done = len(after)
+        segments.append((whole[done:], False))
+        return [(text, answer) for text, answer in segments if text]
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _sample(self, segments: Sequence[tuple[str, bool]], *, max_length: int) -> TokenSample | None:
+        token_ids: list[int] = []
+        loss_mask: list[int] = []
+        for text, trained in segments:
+            tokens = self._encode(text)
+            # The last EOS ends the turn; what the template writes after it is the next turn's business.
+            end = len(tokens) - tokens[::-1].index(self.eos_id) if trained and self.eos_id in tokens else 0
+            token_ids += tokens
+            loss_mask += [1] * end + [0] * (len(tokens) - end)
+        if loss_mask:
+            loss_mask[0] = 0  # position 0 has no prediction
+        if not any(loss_mask[:max_length]):
+            return None
+        return TokenSample(tuple(token_ids[:max_length]), tuple(loss_mask[:max_length]))
+
+    def _check_end_of_turn(self) -> None:
+        answer = "".join(text for text, trained in self._segments(_PROBE, generation_prompt=False) if trained)
+        if self.eos_id not in self._encode(answer):
+            raise ConfigError(
+                explain(
+                    "eos_token",
+                    self.tokenizer.eos_token,
+                    f"the chat template ends an answer with {answer[-30:]!r}, which has no EOS: sampling would not stop",
+                    "make the end-of-turn token the tokenizer's eos_token, or give another chat template",
+                )
+            )

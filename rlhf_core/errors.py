@@ -1,0 +1,43 @@
+"""Errors of the library. Every message reads *dotted key = value: rule; remedy*.
+
+Each class is also the standard exception that it replaces, so callers may catch either.
+"""
+
+from __future__ import annotations
+
+
+class RlhfError(Exception):
+    """Anything that this library refuses or could not finish; the message says how to mend it."""
+
+
+class ConfigError(RlhfError, ValueError):
+    """A profile, an option or a model that cannot be used as given; raised before compute is spent."""
+
+
+class DataError(RlhfError, ValueError):
+    """Rows that cannot be read or used; names file, line and reason."""
+
+
+class ArtifactError(RlhfError, RuntimeError):
+    """The store could not read, verify or commit an artifact."""
+
+
+class SamplingError(RlhfError, RuntimeError):
+    """The sampler failed; names the request."""
+
+
+class TrainingError(RlhfError, RuntimeError):
+    """The trainer failed; names the role and the step."""
+
+
+class RewardError(RlhfError, RuntimeError):
+    """A reward could not be computed; names the reward and the sample. A failed sample is never scored 0."""
+
+
+def explain(key: str, value: object, rule: str, remedy: str) -> str:
+    """Return the one message form of the library.
+
+    >>> explain("ppo.kl_coef", -1, "must be >= 0", "use 0 to switch the penalty off")
+    'ppo.kl_coef = -1: must be >= 0; use 0 to switch the penalty off'
+    """
+    return f"{key} = {value!r}: {rule}; {remedy}"

@@ -1,0 +1,90 @@
+"""Writing a trained model where others can read it, and naming a set of weights by its digest."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_core.errors import ConfigError, explain
+from rlhf_core.models.heads import ValueModel
+from rlhf_core.models.lora import has_lora, merged_state_dict, save_adapter
+
+PROBES = 8
+"""How many tensors a weights digest reads."""
+SHARD_SIZE = "5GB"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
+"""What a tokenizer may consist of; the first two of most models, copied byte for byte so that its digest stays."""
+
+
+def export_model(model: nn.Module, folder: Path, *, tokenizer_from: Path) -> None:
+    """Write `model` in Hugging Face layout (safetensors, LoRA merged) with the tokenizer of `tokenizer_from`.
+
+    A model with adapters also gets them alone in `adapter/`. The same weights give the same bytes.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(model, ValueModel):
+        model.save(folder)
+    else:
+        _save(model, folder)
+    if has_lora(model):
+        save_adapter(model, folder / "adapter")
+    if tokenizer_from.resolve() != folder.resolve():
+        _copy_tokenizer(tokenizer_from, folder)
+
+
+def weights_digest(named_tensors: Mapping[str, Tensor]) -> str:
+    """Return the sha256 over every tensor's name, dtype and shape and the bytes of `PROBES` of them.
+
+    The probes are spread evenly over the sorted names, first and last included, so that a stale layer, a missing tensor
+    or a wrong cast shows, at a cost that does not grow with the model's depth.
+    """
+    digest = hashlib.sha256()
+    names = sorted(named_tensors)
+    last = len(names) - 1
+    probes = {names[round(index * last / (PROBES - 1))] for index in range(PROBES)} if names else set()
+    for name in names:
+        tensor = named_tensors[name]
+        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
+        if name in probes:
+            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> None:
+    if not (source / "tokenizer_config.json").is_file():
+        raise ConfigError(
+            explain(
+                "tokenizer", str(source), "has no tokenizer_config.json", "give the folder that the model came from"
+            )
+        )
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def _save(model: nn.Module, folder: Path) -> None:
+    from huggingface_hub import save_torch_state_dict
+
+    any_model: Any = model
+    any_model.config.architectures = [type(model).__name__]
+    any_model.config.dtype = str(any_model.dtype).removeprefix("torch.")
+    any_model.config.save_pretrained(folder)
+    if any_model.can_generate():
+        any_model.generation_config.save_pretrained(folder)
+    save_torch_state_dict(merged_state_dict(model), folder, max_shard_size=SHARD_SIZE, metadata={"format": "pt"})

@@ -1,0 +1,190 @@
+"""Log-probabilities, values and scores of a batch.
+
+Legend: N samples, B rows, L positions, H hidden, V vocabulary, T the positions that the loss mask selects.
+
+No attention mask is passed. With right padding a real token never sees padding under causal attention, so rows with
+one sample run as plain causal attention (the fast kernel); packed rows are told apart by their restarting
+`position_ids`, from which transformers builds a block-diagonal causal mask.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from rlhf_core.batches import TokenBatch
+from rlhf_core.errors import ConfigError, explain
+
+CHUNK_ELEMENTS = 2**24
+"""Logits held at once: 64 MiB in fp32. Fewer than this are computed in one piece."""
+
+
+def token_logprobs(
+    model: nn.Module, batch: TokenBatch, *, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return `logprobs_BL` and, if asked for, `entropy_BL` of the distribution that each token was drawn from.
+
+    `logprobs_BL[:, t]` is log p(token t | tokens < t) in fp32 from logits / temperature, 0 where the loss mask is 0. The LM
+    head runs only over the masked positions, in chunks that are recomputed in the backward pass, so the [tokens,
+    vocabulary] matrix never exists. `model` is a causal LM of `load_model`. Raises ConfigError if temperature <= 0.
+    """
+    if temperature <= 0:
+        raise ConfigError(
+            explain("temperature", temperature, "must be > 0", "a greedy policy has no log-probabilities")
+        )
+    hidden_BLH = hidden_states(model, batch)
+    rows_T, before_T = _masked_positions(batch)
+    hidden_TH = hidden_BLH[rows_T, before_T]
+    targets_T = batch.token_ids_BL[rows_T, before_T + 1]
+    logprobs_T, entropy_T = _head_logprobs(model, hidden_TH, targets_T, temperature, with_entropy)
+    logprobs_BL = _scatter(logprobs_T, rows_T, before_T + 1, batch)
+    return logprobs_BL, _scatter(entropy_T, rows_T, before_T + 1, batch) if with_entropy else None
+
+
+def token_values(model: nn.Module, batch: TokenBatch) -> Tensor:
+    """Return `values_BL`: the value of the state *before* token t (read at t - 1), fp32, 0 where the loss mask is 0.
+
+    `model` is a `rlhf_core.models.heads.ValueModel`.
+    """
+    value_model: Any = model
+    rows_T, before_T = _masked_positions(batch)
+    hidden_TH = hidden_states(model, batch)[rows_T, before_T]
+    values_T = value_model.value_head(hidden_TH).squeeze(-1).float()
+    return _scatter(values_T, rows_T, before_T + 1, batch)
+
+
+def sequence_scores(model: nn.Module, batch: TokenBatch) -> Tensor:
+    """Return `scores_N`: one score per sample, fp32, read at its last token, in the order of the samples.
+
+    `model` is a sequence classifier with one output (`head="score"`).
+    """
+    classifier: Any = model
+    device = batch.token_ids_BL.device
+    rows_N = torch.tensor([row for row, _, _ in batch.rows], device=device)
+    last_N = torch.tensor([start + length - 1 for _, start, length in batch.rows], device=device)
+    hidden_NH = hidden_states(model, batch)[rows_N, last_N]
+    return classifier.score(hidden_NH).squeeze(-1).float()
+
+
+@torch.no_grad()
+def check_head(model: nn.Module) -> None:
+    """Compare the logits that `token_logprobs` computes with the model's own on four tokens.
+
+    Raises ConfigError if they differ: the architecture then does something after its LM head that is not known here, and
+    every log-probability would be wrong.
+    """
+    any_model: Any = model
+    ids_1L = torch.arange(4, device=any_model.device).unsqueeze(0)
+    own_1LV = any_model(input_ids=ids_1L, use_cache=False).logits.float()
+    hidden_1LH = any_model.base_model(input_ids=ids_1L, use_cache=False).last_hidden_state
+    # A wrong scale or cap is off by far more than the rounding of bfloat16.
+    if not torch.allclose(_logits(model, hidden_1LH), own_1LV, rtol=1e-2, atol=1e-2 * own_1LV.abs().max().item()):
+        raise ConfigError(
+            explain(
+                "model.path",
+                type(model).__name__,
+                "its logits are not those of its LM head and the known scalings",
+                "teach rlhf_core.models.forward the architecture's rule, or use another model",
+            )
+        )
+
+
+def hidden_states(model: nn.Module, batch: TokenBatch) -> Tensor:
+    """Return the backbone's last hidden states `hidden_BLH`; samples that share a row do not see each other."""
+    any_model: Any = model
+    backbone = any_model.base_model
+    if batch.packed:
+        _check_packing(backbone)
+    ids_BL, positions_BL = batch.token_ids_BL, batch.position_ids_BL
+    if batch.packed and _is_flash(backbone):
+        # The variable-length kernels read the boundaries from the position ids of one long row only.
+        flat_1LH = _run(backbone, ids_BL.reshape(1, -1), positions_BL.reshape(1, -1))
+        return flat_1LH.reshape(*ids_BL.shape, -1)
+    return _run(backbone, ids_BL, positions_BL)
+
+
+def _run(backbone: Any, ids_BL: Tensor, positions_BL: Tensor) -> Tensor:
+    positions = {"position_ids": positions_BL} if _takes_positions(backbone) else {}
+    return backbone(input_ids=ids_BL, use_cache=False, **positions).last_hidden_state
+
+
+def _takes_positions(backbone: nn.Module) -> bool:
+    return "position_ids" in inspect.signature(backbone.forward).parameters
+
+
+def _is_flash(backbone: Any) -> bool:
+    return backbone.config._attn_implementation.startswith("flash")
+
+
+def _check_packing(backbone: Any) -> None:
+    if not _takes_positions(backbone):
+        raise ConfigError(
+            explain(
+                "pack_to",
+                type(backbone).__name__,
+                "this architecture takes no position ids, so packed samples would see each other",
+                "train without packing",
+            )
+        )
+
+
+def _masked_positions(batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    """Return rows_T and before_T: the positions t - 1 whose hidden state predicts a masked token t."""
+    rows_T, before_T = torch.nonzero(batch.loss_mask_BL[:, 1:], as_tuple=True)
+    return rows_T, before_T
+
+
+def _scatter(x_T: Tensor, rows_T: Tensor, positions_T: Tensor, batch: TokenBatch) -> Tensor:
+    # index_put keeps the graph alive when nothing is masked, so that every rank can call backward.
+    zeros_BL = torch.zeros(batch.token_ids_BL.shape, dtype=torch.float32, device=x_T.device)
+    return zeros_BL.index_put((rows_T, positions_T), x_T)
+
+
+def _head_logprobs(
+    model: nn.Module, hidden_TH: Tensor, targets_T: Tensor, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor]:
+    any_model: Any = model
+    chunk = max(1, CHUNK_ELEMENTS // any_model.config.get_text_config().vocab_size)
+    if len(hidden_TH) <= chunk:
+        return _chunk_logprobs(model, hidden_TH, targets_T, temperature, with_entropy)
+    recompute = torch.is_grad_enabled() and hidden_TH.requires_grad
+    pieces = []
+    for hidden_CH, targets_C in zip(hidden_TH.split(chunk), targets_T.split(chunk), strict=True):
+        arguments = (model, hidden_CH, targets_C, temperature, with_entropy)
+        if recompute:
+            pieces.append(checkpoint(_chunk_logprobs, *arguments, use_reentrant=False, preserve_rng_state=False))
+        else:
+            pieces.append(_chunk_logprobs(*arguments))
+    logprobs, entropies = zip(*pieces, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def _chunk_logprobs(
+    model: nn.Module, hidden_CH: Tensor, targets_C: Tensor, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor]:
+    logits_CV = _logits(model, hidden_CH) / temperature
+    normaliser_C = torch.logsumexp(logits_CV, dim=-1)
+    logprobs_C = logits_CV.gather(-1, targets_C.unsqueeze(-1)).squeeze(-1) - normaliser_C
+    if not with_entropy:
+        return logprobs_C, torch.zeros_like(normaliser_C)
+    probs_CV = torch.exp(logits_CV - normaliser_C.unsqueeze(-1))
+    return logprobs_C, normaliser_C - (probs_CV * logits_CV).sum(-1)
+
+
+def _logits(model: nn.Module, hidden_CH: Tensor) -> Tensor:
+    """Return fp32 logits as the model's own forward pass makes them, from hidden states."""
+    any_model: Any = model
+    config = any_model.config.get_text_config()
+    logits_CV = any_model.get_output_embeddings()(hidden_CH).float()
+    # Three families scale or squash after the head: Cohere multiplies, Granite divides, Gemma 2 caps.
+    if hasattr(config, "logit_scale"):
+        logits_CV = logits_CV * config.logit_scale
+    if hasattr(config, "logits_scaling"):
+        logits_CV = logits_CV / config.logits_scaling
+    if hasattr(config, "final_logit_softcapping") and config.final_logit_softcapping is not None:
+        logits_CV = torch.tanh(logits_CV / config.final_logit_softcapping) * config.final_logit_softcapping
+    return logits_CV

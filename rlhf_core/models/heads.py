@@ -1,0 +1,79 @@
+"""The value model: a backbone with a scalar head, saved as safetensors.
+
+Legend: B rows, L positions, H hidden.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+VALUE_HEAD_FILE = "value_head.safetensors"
+
+
+class ValueModel(nn.Module):
+    """V(state) = w . hidden; `rlhf_core.models.forward.token_values` shifts it so that values[t] is *before* token t.
+
+    The head has no bias, like a reward model's, so that it can start from one.
+    """
+
+    def __init__(self, backbone: nn.Module, head_1H: Tensor) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.value_head = nn.Linear(head_1H.shape[1], 1, bias=False)
+        self.value_head.weight = nn.Parameter(head_1H.detach().clone())
+
+    @property
+    def base_model(self) -> nn.Module:
+        """The backbone, under the name that transformers models give theirs."""
+        return self.backbone
+
+    @property
+    def config(self) -> Any:
+        """The backbone's configuration."""
+        return self.backbone.config
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Return values_BL of the states *after* each token."""
+        hidden_BLH = self.backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        return self.value_head(hidden_BLH).squeeze(-1)
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any]) -> None:
+        """Recompute the backbone's activations in the backward pass."""
+        backbone: Any = self.backbone
+        backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs=gradient_checkpointing_kwargs)
+
+    def save(self, folder: Path) -> None:
+        """Write the backbone in Hugging Face layout and the head beside it."""
+        from safetensors.torch import save_file
+
+        backbone: Any = self.backbone
+        backbone.save_pretrained(folder)
+        save_file({"weight": self.value_head.weight.detach().cpu().contiguous()}, folder / VALUE_HEAD_FILE)
+
+
+def initial_head(hidden_size: int, *, seed: int) -> Tensor:
+    """Return head_1H drawn from N(0, 1/(hidden + 1)) (arXiv 2009.01325), whatever the global random state."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn((1, hidden_size), generator=generator) / (hidden_size + 1) ** 0.5
+
+
+def read_head(folder: Path) -> Tensor | None:
+    """Return the scalar head_1H stored in a value-model or reward-model folder; None for a causal LM's folder."""
+    if (folder / VALUE_HEAD_FILE).is_file():
+        return _read(folder / VALUE_HEAD_FILE, "weight")
+    for file in sorted(folder.glob("*.safetensors")):
+        head_1H = _read(file, "score.weight")
+        if head_1H is not None:
+            return head_1H
+    return None
+
+
+def _read(file: Path, name: str) -> Tensor | None:
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as tensors:
+        return tensors.get_tensor(name) if name in tensors.keys() else None  # noqa: SIM118

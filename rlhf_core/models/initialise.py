@@ -1,0 +1,113 @@
+"""A language model from nothing: a byte-level BPE tokenizer trained on the task's own texts, and a small Llama."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from rlhf_core.config.engines import InitModel
+from rlhf_core.errors import ConfigError, explain
+
+PAD, USER, ASSISTANT, SYSTEM, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"
+SPECIAL_TOKENS = (PAD, USER, ASSISTANT, SYSTEM, END)
+
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+"""Each turn is its role token, its text and the end token; a prompt ends with the assistant's role token."""
+
+
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int, folder: Path) -> None:
+    """Write to `folder` a byte-level BPE tokenizer of at most `vocab_size` tokens trained on `texts`.
+
+    Every digit is a token of its own (arithmetic needs its columns), nothing is unknown, and no BOS is added. The same
+    texts in the same order give the same bytes. Raises ConfigError if `vocab_size` cannot hold the 256 bytes.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    smallest = 256 + len(SPECIAL_TOKENS)
+    if vocab_size < smallest:
+        raise ConfigError(
+            explain("model.vocab_size", vocab_size, f"must be >= {smallest}", "bytes and special tokens need that")
+        )
+    tokenizer = Tokenizer(models.BPE())
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=[USER, ASSISTANT, SYSTEM],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        padding_side="right",
+    )
+    wrapped.save_pretrained(folder)
+
+
+def initialise_llama(config: InitModel, folder: Path, *, seed: int) -> None:
+    """Write to `folder`, beside its tokenizer, a Llama of the shape of `config` with weights drawn from `seed`.
+
+    Embeddings are tied. The same seed gives the same bytes. Raises ConfigError if the tokenizer has more tokens than
+    `vocab_size`, or if the hidden size does not divide into heads of an even width.
+    """
+    import torch
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    from rlhf_core.models.export import export_model
+    from rlhf_core.models.loading import load_tokenizer
+
+    tokenizer = load_tokenizer(folder)
+    _check_shape(config, len(tokenizer))
+    shape = LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        head_dim=config.hidden_size // config.heads,
+        max_position_embeddings=config.max_positions,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(shape)
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=1.0, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    export_model(model, folder, tokenizer_from=folder)
+
+
+def _check_shape(config: InitModel, tokens: int) -> None:
+    if tokens > config.vocab_size:
+        raise ConfigError(
+            explain(
+                "model.vocab_size", config.vocab_size, f"the tokenizer has {tokens} tokens", f"set it to >= {tokens}"
+            )
+        )
+    if config.hidden_size % (2 * config.heads) != 0:
+        raise ConfigError(
+            explain(
+                "model.hidden_size", config.hidden_size, "must be an even multiple of heads", f"use {64 * config.heads}"
+            )
+        )
+    if config.heads % config.kv_heads != 0:
+        raise ConfigError(
+            explain("model.kv_heads", config.kv_heads, f"must divide heads = {config.heads}", "use heads")
+        )

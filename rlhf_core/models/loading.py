@@ -1,0 +1,258 @@
+"""From a folder, a Hub name or a GGUF file to a model with the head that its role wears."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlhf_core.config.engines import PretrainedModel
+from rlhf_core.errors import ConfigError, explain
+from rlhf_core.interfaces import ModelSpec
+from rlhf_core.models.export import export_model
+from rlhf_core.models.forward import check_head
+from rlhf_core.models.heads import ValueModel, initial_head, read_head
+from rlhf_core.models.lora import apply_lora
+
+logger = logging.getLogger(__name__)
+
+PAD_CANDIDATES = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>", "<|endoftext|>", "<unk>")
+"""Tokens that may serve as padding when a model has none of its own, in order of preference."""
+
+
+def load_model(spec: ModelSpec, *, dtype: str, attention: str, gradient_checkpointing: bool, device: str) -> nn.Module:
+    """Return the model of `spec` on `device`, dropout off, in evaluation mode unless activations are checkpointed.
+
+    `lm`: a causal LM, with adapters if `spec.lora`. `score`: a sequence classifier with one output. `value`: a
+    `ValueModel`. A missing `score` or `value` head is drawn from N(0, 1/(hidden + 1)) with `spec.seed`; a value model
+    made from a reward model starts from its head. Raises ConfigError if the folder is not a model or lacks weights.
+    """
+    folder = Path(spec.path)
+    _check_folder(folder)
+    if spec.lora is not None and spec.head != "lm":
+        raise ConfigError(explain("lora", spec.head, "adapters are for the lm head only", "remove lora from this role"))
+    config = _config_without_dropout(folder)
+    load = {"lm": _load_lm, "score": _load_score, "value": _load_value}[spec.head]
+    model: Any = load(folder, config, spec.seed, {"dtype": getattr(torch, dtype), "attn_implementation": attention})
+    if spec.lora is not None:
+        model = apply_lora(model, spec.lora, seed=spec.seed)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    model.eval()
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+    model = model.to(device)
+    if spec.head == "lm":
+        check_head(model)
+    return model
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer in `folder` (a transformers fast tokenizer). Raises ConfigError if there is none."""
+    from transformers import AutoTokenizer
+
+    if not (folder / "tokenizer_config.json").is_file():
+        raise ConfigError(
+            explain("tokenizer", str(folder), "has no tokenizer_config.json", "give a complete model folder")
+        )
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def materialise(config: PretrainedModel, folder: Path) -> None:
+    """Write the model of `config` to `folder` in Hugging Face layout: safetensors, tokenizer, chat template.
+
+    Makes sure of a padding token other than the end token, since a reward is read at the last token that is not
+    padding. Raises ConfigError for a missing folder, package or Hub model, a Hub name without a revision, weights that
+    are not safetensors or GGUF, and a tokenizer without a chat template.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source, options = _source(config)
+    tokenizer = _fetch(AutoTokenizer, config, source, options)
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            explain(
+                "model.path", config.path, "its tokenizer has no chat template", "add chat_template.jinja to the model"
+            )
+        )
+    model = _fetch(AutoModelForCausalLM, config, source, options | _weights_options(config))
+    _ensure_padding(model, tokenizer)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(folder)
+    export_model(model, folder, tokenizer_from=folder)
+
+
+# ---------------------------------------------------------------- heads
+
+
+def _load_lm(folder: Path, config: Any, seed: int, options: dict[str, Any]) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    return _from_pretrained(AutoModelForCausalLM, folder, config, options, allowed_missing=())
+
+
+def _load_score(folder: Path, config: Any, seed: int, options: dict[str, Any]) -> nn.Module:
+    from transformers import AutoModelForSequenceClassification
+
+    head_1H = read_head(folder)
+    config.num_labels = 1
+    if config.pad_token_id is None:
+        config.pad_token_id = load_tokenizer(folder).pad_token_id
+    model: Any = _from_pretrained(
+        AutoModelForSequenceClassification, folder, config, options, allowed_missing=("score.weight",)
+    )
+    if head_1H is None:
+        fresh_1H = initial_head(model.config.get_text_config().hidden_size, seed=seed)
+        model.score.weight.data.copy_(fresh_1H)
+    return model
+
+
+def _load_value(folder: Path, config: Any, seed: int, options: dict[str, Any]) -> nn.Module:
+    from transformers import AutoModel
+
+    backbone = _from_pretrained(AutoModel, folder, config, options, allowed_missing=())
+    head_1H = read_head(folder)
+    if head_1H is None:
+        head_1H = initial_head(config.get_text_config().hidden_size, seed=seed)
+    return ValueModel(backbone, head_1H.to(options["dtype"]))
+
+
+def _from_pretrained(
+    auto: Any, folder: Path, config: Any, options: dict[str, Any], allowed_missing: tuple[str, ...]
+) -> nn.Module:
+    # transformers draws missing weights from the global generator, which must not move: they are set by the caller.
+    with torch.random.fork_rng(devices=[]):
+        model, loading = auto.from_pretrained(
+            folder, config=config, use_safetensors=True, local_files_only=True, output_loading_info=True, **options
+        )
+    missing = sorted(set(loading["missing_keys"]) - set(allowed_missing))
+    if missing:
+        raise ConfigError(
+            explain(
+                "model.path", str(folder), f"lacks the weights {missing[:3]}", "give a folder of the same architecture"
+            )
+        )
+    return model
+
+
+def _config_without_dropout(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    for owner in {id(c): c for c in (config, config.get_text_config())}.values():
+        for name, value in vars(owner).items():
+            if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+                setattr(owner, name, 0.0)
+    return config
+
+
+def _check_folder(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            explain(
+                "model.path",
+                str(folder),
+                "must be a model folder with config.json",
+                "check the path, or materialise the model first",
+            )
+        )
+
+
+# ---------------------------------------------------------------- sources
+
+
+def _source(config: PretrainedModel) -> tuple[str, dict[str, Any]]:
+    """Return what transformers calls the model and the options that say where it is."""
+    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    if config.gguf_file:
+        options["gguf_file"] = config.gguf_file
+    folder = package_folder(config.path) if config.path.startswith("package:") else Path(config.path).expanduser()
+    if folder.is_dir():
+        _check_local(config, folder)
+        return str(folder), options | {"local_files_only": True}
+    if config.path.startswith((".", "/", "~")) or config.path.count("/") > 1:
+        raise ConfigError(explain("model.path", config.path, "there is no such folder", "check the path"))
+    if not re.fullmatch(r"[0-9a-f]{40}", config.revision):
+        raise ConfigError(
+            explain(
+                "model.revision",
+                config.revision,
+                f"must be the full commit of the Hub model {config.path!r}, since branches and tags move",
+                "copy the 40-digit hash from the model's page",
+            )
+        )
+    return config.path, options | {"revision": config.revision}
+
+
+def package_folder(path: str) -> Path:
+    """Return the folder that `package:<python package>[/<folder>]` names. Raises ConfigError if it is not there."""
+    package, _, inside = path.removeprefix("package:").partition("/")
+    spec = importlib.util.find_spec(package) if package else None
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(explain("model.path", path, "the Python package is not installed", f"pip install {package}"))
+    folder = Path(next(iter(spec.submodule_search_locations))) / inside
+    if not folder.is_dir():
+        raise ConfigError(explain("model.path", path, f"the package has no folder {inside!r}", "check the name"))
+    return folder
+
+
+def _check_local(config: PretrainedModel, folder: Path) -> None:
+    if config.gguf_file:
+        if not (folder / config.gguf_file).is_file():
+            found = sorted(file.name for file in folder.glob("*.gguf"))
+            raise ConfigError(
+                explain("model.gguf_file", config.gguf_file, f"is not in {config.path}", f"choose from {found}")
+            )
+        return
+    _check_folder(folder)
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(
+            explain(
+                "model.path", config.path, "has no .safetensors file", "convert the weights, or set model.gguf_file"
+            )
+        )
+
+
+def _weights_options(config: PretrainedModel) -> dict[str, Any]:
+    if not config.gguf_file:
+        return {"use_safetensors": True, "dtype": "auto"}
+    from transformers import GgufConfig
+
+    return {"quantization_config": GgufConfig(dequantize=True), "dtype": torch.float32}
+
+
+def _fetch(auto: Any, config: PretrainedModel, source: str, options: dict[str, Any]) -> Any:
+    try:
+        return auto.from_pretrained(source, **options)
+    except (OSError, ValueError, ImportError) as error:
+        remedy = (
+            "pip install gguf"
+            if isinstance(error, ImportError) and config.gguf_file
+            else "check the name, the revision and the network"
+        )
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(explain("model.path", config.path, f"could not be loaded ({reason})", remedy)) from error
+
+
+def _ensure_padding(model: Any, tokenizer: Any) -> None:
+    """Give the tokenizer and the model a padding token other than the end token."""
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+        vocabulary = tokenizer.get_vocab()
+        chosen = [t for t in PAD_CANDIDATES if t in vocabulary and t not in (tokenizer.eos_token, tokenizer.bos_token)]
+        if chosen:
+            tokenizer.pad_token = chosen[0]
+        else:
+            tokenizer.add_special_tokens({"pad_token": PAD_CANDIDATES[0]})
+            if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+                model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        logger.info("padding token of %s is now %s", json.dumps(type(model).__name__), tokenizer.pad_token)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id

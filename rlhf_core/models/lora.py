@@ -1,0 +1,124 @@
+"""Low-rank adapters (arXiv 2106.09685) and merged weights. The only module that imports peft.
+
+Adapters are put inside the model rather than around it, so a model with LoRA has the same class, backbone and head as
+one without.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_core.config.engines import LoraConfig
+from rlhf_core.errors import ConfigError, explain
+
+_LAYER = ".base_layer."
+_ADAPTER = "default"
+
+
+def apply_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> nn.Module:
+    """Return `model` with trainable adapters inside and everything else frozen; at first it computes what it did.
+
+    A ~ Kaiming-uniform from `seed`, B = 0. Raises ConfigError if no module matches `target_modules`.
+    """
+    import peft
+
+    linear = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    targets = [name for name in config.target_modules if name in linear]
+    if not targets:
+        raise ConfigError(
+            explain(
+                "lora.target_modules", config.target_modules, "none is in the model", f"choose from {sorted(linear)}"
+            )
+        )
+    settings = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=0.0,
+        target_modules=targets,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return peft.inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
+
+
+def has_lora(model: nn.Module) -> bool:
+    """Return whether `apply_lora` has put adapters into `model`."""
+    return any(".lora_A." in name for name, _ in model.named_parameters())
+
+
+def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Return the weights under Hugging Face checkpoint names, adapters merged, tied duplicates left out.
+
+    Tensors are contiguous, on the CPU and never share memory with an adapter; the live model does not change. The merge
+    is W + scaling * B A in fp32, rounded once to the dtype of W.
+    """
+    deltas = _deltas(model)
+    state: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if ".lora_" in name:
+            continue
+        delta = deltas.pop(name) if name in deltas else None
+        merged = tensor if delta is None else (tensor.float() + delta).to(tensor.dtype)
+        state[name.replace(_LAYER, ".")] = merged.detach().cpu().contiguous()
+    for name in _tied_duplicates(model):
+        state.pop(name, None)
+    return _checkpoint_names(model, state)
+
+
+def save_adapter(model: nn.Module, folder: Path) -> None:
+    """Write the adapters alone in peft's layout, so that `peft.PeftModel.from_pretrained(base, folder)` loads them."""
+    import peft
+    from safetensors.torch import save_file
+
+    any_model: Any = model
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = peft.get_peft_model_state_dict(model, adapter_name=_ADAPTER)
+    named = {f"base_model.model.{name}": tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    settings = any_model.peft_config[_ADAPTER].to_dict()
+    # The folder that the base came from is a path on one machine; peft is given the base when it loads an adapter.
+    settings |= {
+        "base_model_name_or_path": None,
+        "inference_mode": True,
+        "target_modules": sorted(settings["target_modules"]),
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True, default=str) + "\n")
+
+
+@torch.no_grad()
+def _deltas(model: nn.Module) -> dict[str, Tensor]:
+    """Return scaling * B A in fp32 by the name of the weight that it is added to."""
+    deltas = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_A") and _ADAPTER in module.lora_A:
+            layer: Any = module
+            a_RI, b_OR = layer.lora_A[_ADAPTER].weight.float(), layer.lora_B[_ADAPTER].weight.float()
+            deltas[f"{name}{_LAYER}weight"] = (b_OR @ a_RI) * layer.scaling[_ADAPTER]
+    return deltas
+
+
+def _tied_duplicates(model: nn.Module) -> list[str]:
+    """Return the names that repeat another parameter (a tied LM head)."""
+    duplicates, seen = [], set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in seen:
+            duplicates.append(name.replace(_LAYER, "."))
+        seen.add(id(parameter))
+    return duplicates
+
+
+def _checkpoint_names(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Undo what transformers does to names and tensors on load (fused experts, for one), as `save_pretrained` does."""
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import revert_weight_conversion
+
+    if not isinstance(model, PreTrainedModel):
+        return state
+    return {name: tensor.contiguous() for name, tensor in revert_weight_conversion(model, state).items()}

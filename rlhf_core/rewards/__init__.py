@@ -1,0 +1,1 @@
+"""Rewards: trained models and functions, their composition and shaping."""

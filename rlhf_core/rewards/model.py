@@ -1,0 +1,106 @@
+"""Scores of a trained reward model, read exactly as it was trained to be read."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from rlhf_core.errors import ArtifactError, ConfigError, explain
+from rlhf_core.interfaces import Trainer
+from rlhf_core.types import Generation, Message
+
+logger = logging.getLogger(__name__)
+
+PROBE_TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+"""Largest difference of a probe score, by the precision that the weights are stored in."""
+RENDERED = 8
+"""Prompts per batch whose rendering is compared with the policy's."""
+
+
+class PromptRenderer(Protocol):
+    """The part of a chat template that scoring needs."""
+
+    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What `contract.json` of a reward model promises: the longest input, and what it scored on leaving training."""
+
+    max_length: int
+    probe: tuple[tuple[int, ...], ...]
+    probe_scores: tuple[float, ...]
+    tolerance: float
+
+    @classmethod
+    def read(cls, folder: Path) -> Contract:
+        """Return the contract of the reward model in `folder`; ArtifactError if it is missing or not readable."""
+        path = folder / "contract.json"
+        try:
+            content = json.loads(path.read_text())
+            return cls(
+                max_length=content["max_length"],
+                probe=tuple(tuple(ids) for ids in content["probe"]),
+                probe_scores=tuple(content["probe_scores"]),
+                tolerance=PROBE_TOLERANCE[_stored_dtype(folder)],
+            )
+        except (OSError, KeyError, ValueError) as error:
+            raise ArtifactError(
+                explain("reward_model", str(path), f"is not a contract ({error!r})", "train the reward model again")
+            ) from error
+
+
+def verify_contract(trainer: Trainer, contract: Contract) -> None:
+    """Score the probe sequences again; ArtifactError if a score moved: wrong head, wrong padding, other weights."""
+    scores = trainer.scores(contract.probe)
+    for index, (score, expected) in enumerate(zip(scores, contract.probe_scores, strict=True)):
+        if not abs(score - expected) <= contract.tolerance * max(1.0, abs(expected)):  # NaN fails too
+            raise ArtifactError(
+                explain(
+                    f"reward_model.probe[{index}]",
+                    score,
+                    f"was {expected!r} after training, beyond the tolerance of {contract.tolerance:g}",
+                    "load the model with its own score head, padding and precision, or train it again",
+                )
+            )
+
+
+def score_with_reward_model(
+    trainer: Trainer, chat: PromptRenderer, generations: Sequence[Generation], *, max_length: int
+) -> list[float]:
+    """Return one score per generation of its prompt and completion tokens as sampled, read at the last token.
+
+    Nothing is decoded and tokenised again, and no end token is added to an answer that was cut off. Beyond
+    `max_length` tokens the sequence is cut, as it was in training. ConfigError when `chat`, the reward model's own
+    template, would render the prompts to other tokens than the policy saw.
+    """
+    for generation in generations[:RENDERED]:
+        _check_rendering(chat, generation)
+    sequences = [generation.prompt_ids + generation.completion.token_ids for generation in generations]
+    cut = sum(len(sequence) > max_length for sequence in sequences)
+    if cut:
+        logger.warning("%d of %d sequences are cut to the reward model's %d tokens", cut, len(sequences), max_length)
+    return trainer.scores([sequence[:max_length] for sequence in sequences])
+
+
+def _stored_dtype(folder: Path) -> str:
+    """The precision of the weights; transformers 4 wrote it as `torch_dtype`, and old files do not say."""
+    config = json.loads((folder / "config.json").read_text())
+    stated = [config[key] for key in ("dtype", "torch_dtype") if key in config]
+    return str(stated[0]) if stated else "float32"
+
+
+def _check_rendering(chat: PromptRenderer, generation: Generation) -> None:
+    if chat.prompt_ids(generation.prompt.messages) != generation.prompt_ids:
+        raise ConfigError(
+            explain(
+                "reward_model",
+                f"prompt {generation.prompt.id}",
+                "the reward model's tokenizer or chat template renders it to other tokens than the policy's",
+                "train the reward model from a model with the policy's tokenizer and template",
+            )
+        )

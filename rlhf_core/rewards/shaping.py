@@ -1,0 +1,70 @@
+"""Shaping of a composed reward: running normalisation, clip, and the penalty for overlong answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+STD_EPS = 1e-8
+
+
+@dataclass(frozen=True)
+class RunningNormaliser:
+    """Mean and variance of all rewards so far (Welford; merged by Chan et al., 1979). JSON-able by `asdict`.
+
+    >>> RunningNormaliser.empty().updated([1.0, 3.0]).normalised([2.0, 3.0])
+    [0.0, 0.99999999]
+    """
+
+    count: int
+    mean: float
+    squares: float
+    """Sum of squared distances to the mean."""
+
+    @classmethod
+    def empty(cls) -> RunningNormaliser:
+        """Return the normaliser that has seen nothing."""
+        return cls(count=0, mean=0.0, squares=0.0)
+
+    def updated(self, values: Sequence[float]) -> RunningNormaliser:
+        """Return the normaliser that has also seen `values`."""
+        if not values:
+            return self
+        mean, size = fmean(values), len(values)
+        squares = math.fsum((value - mean) ** 2 for value in values)
+        count, difference = self.count + size, mean - self.mean
+        return RunningNormaliser(
+            count=count,
+            mean=self.mean + difference * size / count,
+            squares=self.squares + squares + difference**2 * self.count * size / count,
+        )
+
+    def normalised(self, values: Sequence[float]) -> list[float]:
+        """Return (value - mean) / std with what was seen so far; 0.0 for each where nothing varied yet."""
+        std = math.sqrt(self.squares / self.count) if self.count else 0.0
+        return [(value - self.mean) / (std + STD_EPS) if std > 0 else 0.0 for value in values]
+
+
+def clipped(values: Sequence[float], *, limit: float) -> list[float]:
+    """Return the values within +-limit.
+
+    >>> clipped([-9.0, 0.5, 9.0], limit=5.0)
+    [-5.0, 0.5, 5.0]
+    """
+    return [min(max(value, -limit), limit) for value in values]
+
+
+def soft_overlong(length: int, *, max_tokens: int, buffer_tokens: int, factor: float) -> float:
+    """Return the penalty <= 0 of an answer of `length` tokens: DAPO, arXiv 2503.14476 eq. 13.
+
+    0 up to max_tokens - buffer_tokens, then falling linearly to -factor at max_tokens, and no lower.
+
+    >>> soft_overlong(95, max_tokens=100, buffer_tokens=20, factor=1.0)
+    -0.75
+    """
+    over = length - (max_tokens - buffer_tokens)
+    if over <= 0:
+        return 0.0
+    return -factor * min(over / buffer_tokens, 1.0)

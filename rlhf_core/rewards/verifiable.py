@@ -1,0 +1,154 @@
+"""Rewards that a program can check: numbers, exact answers and formats. Each is a `RewardFunction`.
+
+All but the format rewards compare with `prompt.label` and raise ValueError where a prompt has none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from decimal import Decimal, InvalidOperation
+
+from rlhf_core.types import Generation
+
+_NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+_THINK_THEN_ANSWER = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
+
+
+# ---------------------------------------------------------------- rewards
+
+
+def final_number(generations: Sequence[Generation]) -> list[float]:
+    """Return 1.0 where the final number of the answer equals that of the label, else 0.0 (GSM8K, arXiv 2110.14168)."""
+
+    def equal(text: str, label: str) -> bool:
+        expected = read_final_number(label)
+        if expected is None:
+            raise ValueError(f"the label {label!r} holds no number")
+        return read_final_number(text) == expected
+
+    return _against_label(generations, equal)
+
+
+def exact_match(generations: Sequence[Generation]) -> list[float]:
+    """Return 1.0 where the answer is the label, ignoring case, outer white space and a final period."""
+    return _against_label(generations, lambda text, label: _normalised(text) == _normalised(label))
+
+
+def boxed_match(generations: Sequence[Generation]) -> list[float]:
+    r"""Return 1.0 where the last `\boxed{...}` holds the label: the same number, or the same text."""
+
+    def equal(text: str, label: str) -> bool:
+        boxed = read_boxed(text)
+        if boxed is None:
+            return False
+        expected = read_boxed(label)
+        return _same(boxed, label if expected is None else expected)
+
+    return _against_label(generations, equal)
+
+
+def answer_tag_match(generations: Sequence[Generation]) -> list[float]:
+    """Return 1.0 where `<think>...</think><answer>...</answer>` holds the label as its answer."""
+
+    def equal(text: str, label: str) -> bool:
+        match = _THINK_THEN_ANSWER.fullmatch(text)
+        return match is not None and _same(match.group(2), label)
+
+    return _against_label(generations, equal)
+
+
+def think_format(generations: Sequence[Generation]) -> list[float]:
+    """Return 1.0 where the answer is one `<think>` block and then one `<answer>` block, neither empty nor nested."""
+
+    def well_formed(text: str) -> bool:
+        match = _THINK_THEN_ANSWER.fullmatch(text)
+        return match is not None and all(part.strip() and "<" not in part for part in match.groups())
+
+    return [float(well_formed(generation.completion.text)) for generation in generations]
+
+
+def boxed_format(generations: Sequence[Generation]) -> list[float]:
+    r"""Return 1.0 where the answer has exactly one `\boxed{...}` and it is closed."""
+    texts = [generation.completion.text for generation in generations]
+    return [float(text.count(r"\boxed{") == 1 and read_boxed(text) is not None) for text in texts]
+
+
+def finished(generations: Sequence[Generation]) -> list[float]:
+    """Return 1.0 where the answer ended by itself, 0.0 where the token limit cut it off."""
+    return [float(generation.completion.finish_reason == "stop") for generation in generations]
+
+
+# ---------------------------------------------------------------- reading answers
+
+
+def read_final_number(text: str) -> Decimal | None:
+    r"""Return the number after the last `####`, else in the last `\boxed{}`, else the last number of the text.
+
+    >>> read_final_number("so 3 apples cost $1,050.00. #### 1,050.")
+    Decimal('1050')
+    """
+    _, marker, after = text.rpartition("####")
+    if marker:
+        return _first_number(after)
+    boxed = read_boxed(text)
+    if boxed is not None:
+        return _first_number(boxed)
+    numbers = _NUMBER.findall(text)
+    return _decimal(numbers[-1]) if numbers else None
+
+
+def read_boxed(text: str) -> str | None:
+    r"""Return what the last `\boxed{...}` holds, braces balanced; None if there is none or it is not closed.
+
+    >>> read_boxed(r"\boxed{1} then \boxed{\frac{1}{2}}")
+    '\\frac{1}{2}'
+    """
+    _, marker, rest = text.rpartition(r"\boxed{")
+    if not marker:
+        return None
+    depth = 1
+    for position, character in enumerate(rest):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return rest[:position]
+    return None
+
+
+# ---------------------------------------------------------------- private
+
+
+def _against_label(generations: Sequence[Generation], equal: Callable[[str, str], bool]) -> list[float]:
+    for generation in generations:
+        if not generation.prompt.label.strip():
+            raise ValueError(f"prompt {generation.prompt.id} has no label to check against")
+    return [float(equal(generation.completion.text, generation.prompt.label)) for generation in generations]
+
+
+def _same(text: str, label: str) -> bool:
+    number, expected = _whole_number(text), _whole_number(label)
+    if number is not None and expected is not None:
+        return number == expected
+    return _normalised(text) == _normalised(label)
+
+
+def _whole_number(text: str) -> Decimal | None:
+    """The text as a number if it is nothing else, save a currency or percent sign."""
+    text = text.strip().strip("$%").rstrip(".").strip()
+    return _decimal(text) if _NUMBER.fullmatch(text) else None
+
+
+def _first_number(text: str) -> Decimal | None:
+    match = _NUMBER.search(text)
+    return _decimal(match.group()) if match else None
+
+
+def _decimal(text: str) -> Decimal | None:
+    try:
+        return Decimal(text.replace(",", "")).normalize()
+    except InvalidOperation:
+        return None
+
+
+def _normalised(text: str) -> str:
+    return " ".join(text.split()).rstrip(".").casefold()

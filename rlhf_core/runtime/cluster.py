@@ -1,0 +1,121 @@
+"""Joining or starting Ray, and the environment of our workers."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import socket
+import tempfile
+from pathlib import Path
+
+import psutil
+
+from rlhf_core.config.engines import RuntimeConfig
+from rlhf_core.errors import ConfigError, explain
+
+logger = logging.getLogger(__name__)
+
+PROBE_TIMEOUT_S = 5.0
+OBJECT_STORE_FRACTION = 0.1
+"""Share of the machine's memory that weights on their way may take; Ray's own default is 0.3."""
+SMALLEST_OBJECT_STORE = 256 << 20
+
+
+def connect(cores: int) -> bool:
+    """Join the Ray of `RAY_ADDRESS`, or start one on this machine. Return whether we started it (and must stop it).
+
+    Raises ConfigError within seconds if no Ray head answers at `RAY_ADDRESS`.
+    """
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # Without this Ray blanks CUDA_VISIBLE_DEVICES only with a warning on every start.
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "1"
+    import ray
+
+    if ray.is_initialized():
+        return False
+    address = os.environ.get("RAY_ADDRESS", "")
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "include_dashboard": False}
+    if address in ("", "local"):
+        ray.init(
+            address="local",
+            num_cpus=cores,
+            object_store_memory=max(SMALLEST_OBJECT_STORE, int(psutil.virtual_memory().total * OBJECT_STORE_FRACTION)),
+            # Unix sockets live below it and may be 107 characters long, so TMPDIR does not decide.
+            _temp_dir=str(Path("/tmp" if os.name == "posix" else tempfile.gettempdir()) / f"rlhf-ray-{os.getuid()}"),
+            **quiet,
+        )
+        return True
+    _join(address)
+    return False
+
+
+def worker_environment(config: RuntimeConfig, *, threads: int) -> dict[str, str]:
+    """Return the environment variables of a worker process.
+
+    Trainer and sampler take turns on the same cores, so idle OpenMP threads must sleep instead of spinning.
+    """
+    spec = importlib.util.find_spec("rlhf_core")
+    if spec is None or spec.origin is None:
+        raise ConfigError(explain("rlhf_core", None, "is not importable", "install the package"))
+    root = str(Path(spec.origin).parents[1])
+    inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != root]
+    return {
+        "PYTHONPATH": os.pathsep.join([root, *inherited]),
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "KMP_BLOCKTIME": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "RLHF_WORKER_THREADS": str(threads),
+    }
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_per_worker(config: RuntimeConfig, *, workers: int) -> int:
+    """Return `cpu_threads`, or an equal share of the cores for each of the `workers` that compute at the same time."""
+    return config.cpu_threads or max(1, available_cores() // workers)
+
+
+def free_port() -> int:
+    """Return a TCP port of this machine that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return int(listener.getsockname()[1])
+
+
+def _join(address: str) -> None:
+    import ray
+
+    if address.startswith("ray://"):
+        raise ConfigError(
+            explain(
+                "RAY_ADDRESS", address, "the Ray client protocol is not supported", "use the head's address, host:6379"
+            )
+        )
+    if address != "auto":
+        _probe(address)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise _no_head(address) from error
+
+
+def _probe(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=PROBE_TIMEOUT_S):
+            return
+    except (OSError, ValueError, OverflowError) as error:
+        raise _no_head(address) from error
+
+
+def _no_head(address: str) -> ConfigError:
+    return ConfigError(
+        f"RAY_ADDRESS = {address}: no Ray head answers; start one with `ray start --head` or unset it"
+    )

@@ -1,0 +1,119 @@
+"""What a stage holds: a `Trainer` and a `Sampler` whose work is done by Ray workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config.engines import SamplingConfig
+from rlhf_core.errors import SamplingError, explain
+from rlhf_core.interfaces import Metrics, Objective, Weights
+from rlhf_core.runtime.calls import WorkerGroup
+from rlhf_core.runtime.weights import StoredWeights
+from rlhf_core.types import Completion, SamplingRequest, TokenSample
+
+
+class RayTrainer:
+    """One role on all ranks. Rank r gets samples r, r + world, ...; sums are divided by the whole batch's denominators."""
+
+    def __init__(self, workers: WorkerGroup, role: str, lease: str) -> None:
+        self._workers = workers
+        self._role = role
+        self._lease = lease
+
+    def forward_backward(self, samples: Sequence[Any], objective: Objective) -> Metrics:
+        """Accumulate the gradient of `objective` over all ranks' shards; return the metrics of the whole batch."""
+        return self._reduced("forward_backward", samples, objective)
+
+    def optim_step(self, *, learning_rate: float) -> Metrics:
+        """Update on every rank; all ranks return the same metrics."""
+        return self._call("optim_step", learning_rate)[0]
+
+    def logprobs(self, samples: Sequence[TokenSample], *, temperature: float) -> list[tuple[float, ...]]:
+        """Return one tuple per sample, in order."""
+        return self._in_order("logprobs", samples, temperature)
+
+    def values(self, samples: Sequence[TokenSample]) -> list[tuple[float, ...]]:
+        """Return one tuple per sample, in order."""
+        return self._in_order("values", samples)
+
+    def scores(self, sequences: Sequence[tuple[int, ...]]) -> list[float]:
+        """Return one score per sequence, in order."""
+        return self._in_order("scores", sequences)
+
+    def loss(self, samples: Sequence[Any], objective: Objective) -> Metrics:
+        """Return the metrics of the whole batch without gradients."""
+        return self._reduced("loss", samples, objective)
+
+    def weights(self) -> Weights:
+        """Return a reference to the full weights, which stay in the object store."""
+        weights: Weights = self._call("weights")[0]
+        return weights
+
+    def save(self, folder: Path) -> None:
+        """Write every rank's part of a checkpoint."""
+        self._call("save", folder)
+
+    def load(self, folder: Path) -> None:
+        """Read every rank's part of a checkpoint."""
+        self._call("load", folder)
+
+    def export(self, folder: Path) -> None:
+        """Write the model in Hugging Face layout."""
+        self._call("export", folder)
+
+    def _call(self, method: str, *arguments: Any) -> list[Any]:
+        return self._workers.call(self._role, method, self._lease, *arguments)
+
+    def _shards(self, samples: Sequence[Any]) -> list[Sequence[Any]]:
+        from rlhf_core.training.trainer import shard
+
+        world = len(self._workers.actors)
+        return [shard(samples, rank, world) for rank in range(world)]
+
+    def _reduced(self, method: str, samples: Sequence[Any], objective: Objective) -> Metrics:
+        from rlhf_core.training.trainer import reduce
+
+        denominators = objective.denominators(samples)
+        arguments = [(self._lease, part, objective, denominators) for part in self._shards(samples)]
+        metrics: Metrics = reduce(self._workers.call_each(self._role, method, arguments))
+        return metrics
+
+    def _in_order(self, method: str, samples: Sequence[Any], *arguments: Any) -> list[Any]:
+        parts = self._shards(samples)
+        results = self._workers.call_each(self._role, method, [(self._lease, part, *arguments) for part in parts])
+        # Positions are sharded like the samples, so each result goes back to where its sample came from.
+        ordered: list[Any] = [None] * len(samples)
+        for positions, part in zip(self._shards(range(len(samples))), results, strict=True):
+            for position, result in zip(positions, part, strict=True):
+                ordered[position] = result
+        return ordered
+
+
+class RaySampler:
+    """One policy on all engines; engine e gets a run of consecutive requests."""
+
+    def __init__(self, workers: WorkerGroup) -> None:
+        self._workers = workers
+
+    def generate(self, requests: Sequence[SamplingRequest], sampling: SamplingConfig) -> list[Completion]:
+        """Return one completion per request, in order."""
+        engines = len(self._workers.actors)
+        bounds = [len(requests) * index // engines for index in range(engines + 1)]
+        parts = [(list(requests[start:end]), sampling) for start, end in zip(bounds, bounds[1:], strict=False)]
+        results = self._workers.call_each("policy", "generate", parts)
+        return [completion for part in results for completion in part]
+
+    def load_weights(self, weights: Weights, *, version: int) -> None:
+        """Load a `RayTrainer`'s weights into every engine; completions made after this carry `version`."""
+        if not isinstance(weights.payload, StoredWeights):
+            raise SamplingError(
+                explain(
+                    "weights.payload",
+                    type(weights.payload).__name__,
+                    "is not from this runtime's trainer",
+                    "load what trainer.weights() of the same runtime returned",
+                )
+            )
+        self._workers.call("policy", "load_weights", weights, version)

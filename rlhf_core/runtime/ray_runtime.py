@@ -1,0 +1,170 @@
+"""Engines on Ray: warm worker processes that stages lease from."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config.engines import OptimizerConfig, RuntimeConfig, VllmSamplerConfig
+from rlhf_core.errors import SamplingError, TrainingError, explain
+from rlhf_core.interfaces import ModelSpec, Role, Sampler, Trainer
+from rlhf_core.runtime.calls import WorkerGroup
+from rlhf_core.runtime.cluster import available_cores, connect, threads_per_worker, worker_environment
+from rlhf_core.runtime.handles import RaySampler, RayTrainer
+from rlhf_core.runtime.sample_worker import SampleWorker
+from rlhf_core.runtime.train_worker import TrainWorker
+
+logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 10.0
+
+
+class RayRuntime:
+    """A `Runtime` on a local Ray, or on the one of `RAY_ADDRESS`. Nothing starts before the first lease or `prewarm`.
+
+    Workers live until `close`, so imports and engine starts are paid once, not once per stage. A worker that died or
+    missed its deadline fails the call in progress and is replaced at the next lease.
+
+    >>> runtime = RayRuntime(RuntimeConfig())                                     # doctest: +SKIP
+    >>> with runtime.trainer("policy", spec, optimizer) as trainer: ...           # doctest: +SKIP
+    """
+
+    def __init__(self, config: RuntimeConfig) -> None:
+        self._config = config
+        self._connected = False
+        self._owns_ray = False
+        self._train: WorkerGroup | None = None
+        self._sample: WorkerGroup | None = None
+        self._sampler_leased = False
+        self._leases = itertools.count(1)
+        self._served: dict[str, str] = {}
+
+    # ------------------------------------------------------------ Runtime
+
+    @contextlib.contextmanager
+    def trainer(self, role: Role, model: ModelSpec, optimizer: OptimizerConfig | None) -> Iterator[Trainer]:
+        """Lease `model` on the train workers, with an optimizer if it is to be trained."""
+        workers = self._train_workers()
+        lease = f"{role}-{next(self._leases)}"
+        self._note_served(workers.call(role, "open", lease, model, optimizer))
+        try:
+            yield RayTrainer(workers, role, lease)
+        finally:
+            if not workers.broken:
+                workers.call(role, "release", lease)
+
+    @contextlib.contextmanager
+    def sampler(self, policy: Path) -> Iterator[Sampler]:
+        """Lease the engines with the weights of `policy`, version 0. One lease at a time."""
+        if self._sampler_leased:
+            raise SamplingError(
+                explain("sampler", str(policy), "the engines are leased already", "leave the other `with` block first")
+            )
+        workers = self._sample_workers()
+        self._sampler_leased = True
+        try:
+            self._note_served(workers.call("policy", "open", policy))
+            yield RaySampler(workers)
+        finally:
+            self._sampler_leased = False
+
+    def prewarm(self, *, trainer: bool, sampler: bool) -> None:
+        """Start the worker processes; they import their engines while the caller goes on."""
+        if trainer:
+            self._train_workers()
+        if sampler:
+            self._sample_workers()
+
+    def engines(self) -> dict[str, str]:
+        """Return name -> version of the engines that served a lease, as the workers reported them."""
+        return dict(self._served)
+
+    def close(self) -> None:
+        """End all workers, and Ray if this runtime started it."""
+        if not self._connected:
+            return
+        import ray
+
+        if self._sample is not None and not self._sample.broken:
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.get([actor.stop.remote() for actor in self._sample.actors], timeout=STOP_TIMEOUT_S)
+        for group in (self._train, self._sample):
+            if group is not None and not group.broken:
+                group.kill()
+        self._train = self._sample = None
+        if self._owns_ray:
+            ray.shutdown()
+        self._connected = False
+
+    # ------------------------------------------------------------ workers
+
+    def _train_workers(self) -> WorkerGroup:
+        if self._train is None or self._train.broken:
+            self._connect()
+            self._train = self._start_train_workers()
+        return self._train
+
+    def _sample_workers(self) -> WorkerGroup:
+        if self._sample is None or self._sample.broken:
+            self._connect()
+            self._sample = self._start_sample_workers()
+        return self._sample
+
+    def _start_train_workers(self) -> WorkerGroup:
+        world = self._config.train_workers
+        threads = threads_per_worker(self._config, workers=world)
+        actors = [
+            self._actor(TrainWorker, self._config.gpus_per_train_worker, threads).remote(
+                rank, world, threads, self._config.trainer
+            )
+            for rank in range(world)
+        ]
+        group = self._group("trainer", actors, TrainingError)
+        (host, port), *_ = group.call("start", "address")
+        group.send("join", host, port)
+        return group
+
+    def _start_sample_workers(self) -> WorkerGroup:
+        sampler = self._config.sampler
+        engines = sampler.engines if isinstance(sampler, VllmSamplerConfig) else 1
+        threads = threads_per_worker(self._config, workers=engines)
+        actors = [
+            self._actor(SampleWorker, self._config.gpus_per_engine, threads).remote(sampler, threads, "")
+            for _ in range(engines)
+        ]
+        group = self._group("sampler", actors, SamplingError)
+        group.send("warm")
+        return group
+
+    def _actor(self, worker: type, gpus: float, threads: int) -> Any:
+        import ray
+
+        return ray.remote(worker).options(
+            num_cpus=0,
+            num_gpus=gpus,
+            max_restarts=0,
+            max_task_retries=0,
+            runtime_env={"env_vars": worker_environment(self._config, threads=threads)},
+        )
+
+    def _group(self, kind: str, actors: list[Any], error: type[TrainingError] | type[SamplingError]) -> WorkerGroup:
+        import ray
+
+        log_folder = str(Path(ray._private.worker.global_worker.node.get_logs_dir_path()))
+        return WorkerGroup(kind, actors, error, timeout_s=self._config.worker_timeout_s, log_folder=log_folder)
+
+    def _connect(self) -> None:
+        if not self._connected:
+            self._owns_ray = connect(available_cores())
+            self._connected = True
+
+    def _note_served(self, reports: list[dict[str, str]]) -> None:
+        import ray
+
+        self._served["ray"] = ray.__version__
+        for report in reports:
+            self._served.update(report)

@@ -1,0 +1,67 @@
+"""The Ray actor that samples: one engine per process, kept warm between leases."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config.engines import SamplingConfig, VllmSamplerConfig
+from rlhf_core.interfaces import Weights
+from rlhf_core.runtime.weights import unpack
+from rlhf_core.types import Completion, SamplingRequest
+
+
+class SampleWorker:
+    """Hosts one sampler. `open` reuses the engine if only the weights of the policy differ, else replaces it."""
+
+    def __init__(self, config: Any, threads: int, transfer: str) -> None:
+        self._config = config
+        self._threads = threads
+        self._transfer = transfer
+        self._sampler: Any = None
+
+    def warm(self) -> None:
+        """Import the engine."""
+        if isinstance(self._config, VllmSamplerConfig):
+            from rlhf_core.sampling.vllm_sampler import prepare_environment
+
+            prepare_environment(self._config, threads=self._threads)
+            import vllm
+
+            _ = vllm.LLM  # lazily imported, most of the start-up time
+        else:
+            import rlhf_core.sampling.hf_sampler  # noqa: F401
+
+    def pid(self) -> int:
+        """Return the process id."""
+        return os.getpid()
+
+    def open(self, policy: Path) -> dict[str, str]:
+        """Serve `policy` from version 0; return the versions of the engines that do so."""
+        from rlhf_core.runtime.samplers import reopen_sampler
+        from rlhf_core.runtime.versions import sampler_versions
+
+        self._sampler = reopen_sampler(
+            self._sampler, policy, self._config, threads=self._threads, transfer=self._transfer
+        )
+        return sampler_versions(self._config)
+
+    def generate(self, requests: Sequence[SamplingRequest], sampling: SamplingConfig) -> list[Completion]:
+        """Return one completion per request, in order."""
+        completions: list[Completion] = self._sampler.generate(requests, sampling)
+        return completions
+
+    def load_weights(self, weights: Weights, version: int) -> None:
+        """Read the weights from the object store (shared memory on this node) and load them into the engine."""
+        import ray
+
+        tensors = unpack(ray.get(weights.payload.ref))
+        self._sampler.load_weights(Weights(payload=tensors, digest=weights.digest), version=version)
+
+    def stop(self) -> None:
+        """Shut the engine down, with the processes that it may have started for tensor parallelism."""
+        if self._sampler is not None:
+            self._sampler.close()
+            self._sampler = None

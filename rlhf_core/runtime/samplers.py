@@ -1,0 +1,31 @@
+"""Building samplers from their config, and reusing a warm one where only the weights differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config.engines import HFSamplerConfig, VllmSamplerConfig
+
+
+def open_sampler(policy: Path, config: VllmSamplerConfig | HFSamplerConfig, *, threads: int, transfer: str) -> Any:
+    """Return a sampler of `policy`. `transfer` names vLLM's weight transfer backend, "" for host memory."""
+    if isinstance(config, VllmSamplerConfig):
+        from rlhf_core.sampling.vllm_sampler import VllmSampler
+
+        return VllmSampler(policy, config, threads=threads, transfer=transfer)
+    from rlhf_core.sampling.hf_sampler import HFSampler
+
+    return HFSampler(policy, config)
+
+
+def reopen_sampler(
+    warm: Any, policy: Path, config: VllmSamplerConfig | HFSamplerConfig, *, threads: int, transfer: str
+) -> Any:
+    """Return `warm` with the weights of `policy` if it accepts them, else a new sampler in its place."""
+    if warm is not None and warm.accepts(policy):
+        warm.load_policy(policy)
+        return warm
+    if warm is not None:
+        warm.close()
+    return open_sampler(policy, config, threads=threads, transfer=transfer)

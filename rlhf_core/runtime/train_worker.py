@@ -1,0 +1,137 @@
+"""The Ray actor that trains: one process per rank, which hosts the models of several roles at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
+from rlhf_core.errors import TrainingError, explain
+from rlhf_core.interfaces import Metrics, ModelSpec, Weights
+from rlhf_core.runtime.weights import StoredWeights, pack
+
+
+class TrainWorker:
+    """Rank `rank` of `world`. Every lease is one `LocalTrainer`; all ranks must be called alike, in the same order."""
+
+    def __init__(self, rank: int, world: int, threads: int, config: TrainerConfig) -> None:
+        self._rank = rank
+        self._world = world
+        self._threads = threads
+        self._config = config
+        self._trainers: dict[str, Any] = {}
+
+    # ------------------------------------------------------------ process
+
+    def address(self) -> tuple[str, int]:
+        """Return the host of this worker and a free port on it, where the ranks of this group can meet."""
+        import ray.util
+
+        from rlhf_core.runtime.cluster import free_port
+
+        return ray.util.get_node_ip_address(), free_port()
+
+    def join(self, host: str, port: int) -> None:
+        """Set what torch.distributed reads from the environment, and fix the number of threads."""
+        os.environ.update(
+            RANK=str(self._rank),
+            LOCAL_RANK="0",  # Ray shows each worker its own GPU only
+            WORLD_SIZE=str(self._world),
+            MASTER_ADDR=host,
+            MASTER_PORT=str(port),
+        )
+        self._warm()
+
+    def pid(self) -> int:
+        """Return the process id."""
+        return os.getpid()
+
+    def versions(self) -> dict[str, str]:
+        """Return name -> version of the engines that train here."""
+        from rlhf_core.runtime.versions import trainer_versions
+
+        return trainer_versions(self._config)
+
+    def _warm(self) -> None:
+        import torch
+        import transformers
+
+        torch.set_num_threads(self._threads)
+        # On a GPU some kernels have no deterministic form: they warn instead of failing a long run.
+        torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        _ = transformers.AutoModelForCausalLM  # lazily imported, most of the start-up time
+        if self._config.engine == "deepspeed":
+            import rlhf_core.training.deepspeed_engine  # noqa: F401
+
+    # ------------------------------------------------------------ leases
+
+    def open(self, lease: str, model: ModelSpec, optimizer: OptimizerConfig | None) -> dict[str, str]:
+        """Load `model` under the name `lease`; return the versions of the engines that serve it."""
+        from rlhf_core.training.trainer import LocalTrainer
+
+        self._trainers[lease] = LocalTrainer(model, optimizer, self._config)
+        return self.versions()
+
+    def release(self, lease: str) -> None:
+        """Free the model of `lease`."""
+        import gc
+
+        self._trainers.pop(lease)
+        gc.collect()
+
+    def _trainer(self, lease: str) -> Any:
+        if lease not in self._trainers:
+            raise TrainingError(explain("lease", lease, "is not open on this worker", "take a new lease"))
+        return self._trainers[lease]
+
+    # ------------------------------------------------------------ Trainer, one shard each
+
+    def forward_backward(self, lease: str, samples: Sequence[Any], objective: Any, denominators: Metrics) -> Metrics:
+        """Accumulate the gradient of this rank's shard; `denominators` are those of the whole batch."""
+        return self._trainer(lease).forward_backward(samples, objective, denominators=denominators)
+
+    def optim_step(self, lease: str, learning_rate: float) -> Metrics:
+        """Update the weights."""
+        return self._trainer(lease).optim_step(learning_rate=learning_rate)
+
+    def logprobs(self, lease: str, samples: Sequence[Any], temperature: float) -> list[tuple[float, ...]]:
+        """Return the log-probabilities of this rank's shard."""
+        return self._trainer(lease).logprobs(samples, temperature=temperature)
+
+    def values(self, lease: str, samples: Sequence[Any]) -> list[tuple[float, ...]]:
+        """Return the values of this rank's shard."""
+        return self._trainer(lease).values(samples)
+
+    def scores(self, lease: str, sequences: Sequence[tuple[int, ...]]) -> list[float]:
+        """Return the scores of this rank's shard."""
+        return self._trainer(lease).scores(sequences)
+
+    def loss(self, lease: str, samples: Sequence[Any], objective: Any, denominators: Metrics) -> Metrics:
+        """Return the metrics of this rank's shard."""
+        return self._trainer(lease).loss(samples, objective, denominators=denominators)
+
+    def save(self, lease: str, folder: Path) -> None:
+        """Write this rank's part of a checkpoint."""
+        self._trainer(lease).save(folder)
+
+    def load(self, lease: str, folder: Path) -> None:
+        """Read this rank's part of a checkpoint."""
+        self._trainer(lease).load(folder)
+
+    def export(self, lease: str, folder: Path) -> None:
+        """Write the model; all ranks gather, rank 0 writes."""
+        self._trainer(lease).export(folder)
+
+    # ------------------------------------------------------------ weights
+
+    def weights(self, lease: str) -> Weights | None:
+        """Gather the full weights on all ranks; rank 0 puts them into the object store and returns where they are."""
+        import ray
+
+        weights = self._trainer(lease).weights()
+        if self._rank != 0:
+            return None
+        return Weights(payload=StoredWeights(ray.put(pack(weights.payload))), digest=weights.digest)

@@ -1,0 +1,52 @@
+"""What every sampler does with requests before and after the engine: length checks, stop tokens, completions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhf_core.errors import ConfigError, SamplingError, explain
+from rlhf_core.types import FinishReason, SamplingRequest
+
+
+def check_requests(requests: Sequence[SamplingRequest], *, vocab_size: int, max_tokens: int, max_model_len: int) -> None:
+    """Raise SamplingError, naming the request, if a prompt is empty, foreign to the vocabulary or leaves too little room."""
+    for index, request in enumerate(requests):
+        where = f"requests[{index}] (seed {request.seed})"
+        if not request.prompt_ids:
+            raise SamplingError(explain(where, (), "the prompt has no tokens", "render it with the chat template"))
+        if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocab_size:
+            rule = f"token ids must lie in [0, {vocab_size})"
+            raise SamplingError(explain(where, request.prompt_ids[:8], rule, "render it with this policy's tokenizer"))
+        needed = len(request.prompt_ids) + max_tokens
+        if needed > max_model_len:
+            rule = f"{len(request.prompt_ids)} prompt tokens + max_tokens {max_tokens} exceed max_model_len {max_model_len}"
+            raise SamplingError(
+                explain(where, needed, rule, "raise runtime.sampler.max_model_len, lower max_tokens or drop the prompt")
+            )
+
+
+def stop_token_ids(policy: Path, *, tokenizer_eos: int | None) -> tuple[int, ...]:
+    """Return the ids that end an answer: those of `generation_config.json` and `config.json`, and the tokenizer's own.
+
+    Raises ConfigError if there is none: such a policy would always run to `max_tokens`.
+    """
+    ids: set[int] = set() if tokenizer_eos is None else {tokenizer_eos}
+    for name in ("generation_config.json", "config.json"):
+        file = policy / name
+        declared = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        if declared is not None:
+            ids.update(declared if isinstance(declared, list) else [declared])
+    if not ids:
+        raise ConfigError(explain("policy", str(policy), "no end-of-sequence token", "set eos_token_id in its config.json"))
+    return tuple(sorted(ids))
+
+
+def finish_reason(last_token: int, stops: Sequence[int]) -> FinishReason:
+    """Return `stop` if the answer ended with a stop token, else `length`.
+
+    >>> finish_reason(2, (2, 5))
+    'stop'
+    """
+    return "stop" if last_token in stops else "length"

@@ -1,0 +1,293 @@
+"""Runs a stage: decide, hold the lease, hand the stage its context, and see that it committed what it returns."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from rlhf_core import attempts
+from rlhf_core.artifacts import ArtifactStore
+from rlhf_core.attempts import Attempt, Status
+from rlhf_core.checkpoints import Checkpoints
+from rlhf_core.errors import ArtifactError, explain
+from rlhf_core.interfaces import Runtime, StageTracker
+from rlhf_core.leases import Lease, Owner
+from rlhf_core.records import Provenance, environment
+from rlhf_core.stage_decision import Decision, Target, decide, decide_work, hit, remember, target_of
+from rlhf_core.stage_key import StageInput, StageSpec, key_payload, payload_key, stage_key, stage_module
+from rlhf_core.store_layout import CHECKPOINTS, disk_full, disk_is_full
+from rlhf_core.types import ArtifactRef
+
+__all__ = [
+    "Decision",
+    "StageContext",
+    "StageInput",
+    "StageSpec",
+    "decide",
+    "execute",
+    "key_payload",
+    "payload_key",
+    "stage_key",
+    "stage_module",
+]
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R", bound=ArtifactRef)
+Progress = Callable[[int, int, str], None]
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageContext:
+    """What a stage may use while it runs, beside its configuration and its inputs.
+
+    `out` is an empty folder for the artifact; `work` outlives a killed process, for what a stage wants to find again
+    (shards) beside its `checkpoints`. `progress(done, total, message)` tells a person how far it is.
+    """
+
+    label: str
+    key: str
+    seed: int
+    out: Path
+    work: Path
+    checkpoints: Checkpoints
+    tracker: StageTracker
+    runtime: Runtime
+    store: ArtifactStore
+    progress: Progress
+    _run: _Run
+    _logged: Mapping[str, int]
+
+    def path(self, ref: ArtifactRef) -> Path:
+        """Return the folder of an input."""
+        return self.store.path(ref)
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Record values at a step; `reward/mean` of the stage `ppo` becomes `ppo/reward/mean`.
+
+        After a resume, steps that were recorded before the kill are computed again but not recorded twice.
+        """
+        new = {
+            f"{self.label}/{name}": float(value)
+            for name, value in values.items()
+            if step > self._logged.get(f"{self.label}/{name}", step - 1)
+        }
+        if not new:
+            return
+        with (self.work / attempts.METRICS).open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps({"step": step, "values": new}) + "\n")
+        self.tracker.metrics(step, new)
+
+    def commit(
+        self,
+        kind: type[R],
+        *,
+        children: Mapping[str, tuple[str, type[ArtifactRef]]] = _NOTHING,
+        metrics: Mapping[str, float] = _NOTHING,
+    ) -> R:
+        """Move `out` into the store as the artifact of this stage and return its handle.
+
+        `children={"base": ("base", PolicyRef)}` gives the field `base` of the handle its own handle to the folder
+        `out/base`. `metrics` are the final numbers, kept in the key record.
+        """
+        return self.store.commit(
+            self.key,
+            self.out,
+            kind,
+            children=children,
+            record=self._run.provenance(metrics, self.runtime.engines()),
+            parents=tuple(dict.fromkeys(ref.digest for ref in self._run.spec.refs())),
+            lease=self._run.lease,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """One attempt at a stage: what its record will say, and the lease that allows it."""
+
+    spec: StageSpec
+    target: Target
+    lease: Lease
+    attempt: Attempt
+    tracking: Mapping[str, str]
+    earlier_seconds: float
+    clock: float = field(default_factory=time.monotonic)
+
+    def seconds(self) -> float:
+        return time.monotonic() - self.clock
+
+    def provenance(self, metrics: Mapping[str, float], engines: dict[str, str]) -> Provenance:
+        return Provenance(
+            label=self.spec.label,
+            stage=self.spec.name,
+            payload=self.target.payload,
+            inputs=tuple(dict.fromkeys(ref.uri for ref in self.spec.refs())),
+            code=self.target.code,
+            metrics={name: float(value) for name, value in metrics.items()},
+            engines=engines,
+            environment=environment(),
+            started=self.attempt.started,
+            seconds=round(self.earlier_seconds + self.seconds(), 3),
+            tracking=dict(self.tracking),
+            attempts=self.attempt.number,
+            resumed_from=self.attempt.resumed_from,
+        )
+
+
+def execute(
+    store: ArtifactStore,
+    spec: StageSpec,
+    *,
+    runtime: Runtime,
+    tracker: StageTracker,
+    progress: Progress,
+    force: bool = False,
+    strict_code: bool = False,
+    on_decision: Callable[[Decision], None] | None = None,
+    tracking: Mapping[str, str] = _NOTHING,
+) -> tuple[ArtifactRef, Decision]:
+    """Return the handle of the stage's artifact and how we came by it.
+
+    `on_decision` is told as soon as the decision is made, before anything is computed; when another process computes
+    the key, it is told ATTACH while we wait and, should that process fail, what we do then. `force` runs the stage
+    from its beginning and replaces the record. `tracking` (run ids, urls) is kept in the record.
+    """
+
+    def told(decision: Decision) -> Decision:
+        logger.info("%s: %s: %s", spec.label, decision.action, decision.reason)
+        if on_decision is not None:
+            on_decision(decision)
+        return decision
+
+    target = target_of(store, spec, strict_code=strict_code)
+    record = None if force else store.record(target.key)
+    if record is not None:
+        decision = told(hit(target, record))
+        store.used(target.key)
+        _remember(store, spec, target)
+        return record.handle, decision
+
+    attached: list[Decision] = []
+
+    def attach(owner: Owner) -> None:
+        attached.append(told(Decision("ATTACH", f"{owner} is computing it", target.key, None)))
+
+    with store.lease(target.key, on_wait=attach) as lease:
+        record = None if force else store.record(target.key)
+        if record is not None:
+            _remember(store, spec, target)
+            return record.handle, attached[0] if attached else told(hit(target, record))
+        decision = told(decide_work(store, spec, target, force=force))
+        _remember(store, spec, target)
+        run = _begin(store, spec, target, lease, decision, force=force, tracking=tracking)
+        return _finish(store, run, runtime, tracker, progress), decision
+
+
+def _begin(
+    store: ArtifactStore,
+    spec: StageSpec,
+    target: Target,
+    lease: Lease,
+    decision: Decision,
+    *,
+    force: bool,
+    tracking: Mapping[str, str],
+) -> _Run:
+    """Note a new attempt; a forced one finds nothing of the earlier ones."""
+    folder = store.layout.attempt(target.key)
+    if force:
+        attempts.clear(folder, keep_metrics=False)
+    ended = [item.seconds for item in attempts.history(folder) if item.status != "committed"]
+    return _Run(
+        spec=spec,
+        target=target,
+        lease=lease,
+        attempt=attempts.begin(folder, label=spec.label, resumed_from=decision.step),
+        tracking=tracking,
+        earlier_seconds=0.0 if force else sum(ended),
+    )
+
+
+def _finish(
+    store: ArtifactStore, run: _Run, runtime: Runtime, tracker: StageTracker, progress: Progress
+) -> ArtifactRef:
+    """Run the attempt and note how it ended; what it went on from is removed once it has committed."""
+    folder = store.layout.attempt(run.target.key)
+    context = StageContext(
+        label=run.spec.label,
+        key=run.target.key,
+        seed=run.spec.seed,
+        out=attempts.output(folder, run.attempt),
+        work=folder,
+        checkpoints=Checkpoints(folder / CHECKPOINTS),
+        tracker=tracker,
+        runtime=runtime,
+        store=store,
+        progress=progress,
+        _run=run,
+        _logged=_logged_steps(folder / attempts.METRICS),
+    )
+    try:
+        handle: ArtifactRef = stage_module(run.spec).run(run.spec.config, **run.spec.inputs, context=context)
+        _check_committed(store, run, handle)
+    except BaseException as error:
+        _note_failure(folder, run, error)
+        if isinstance(error, Exception) and not isinstance(error, ArtifactError) and disk_is_full(error, store.root):
+            raise disk_full(store.root) from error
+        raise
+    attempts.end(folder, run.attempt, label=run.spec.label, status="committed", failure="", seconds=run.seconds())
+    attempts.clear(folder, keep_metrics=True)
+    return handle
+
+
+def _check_committed(store: ArtifactStore, run: _Run, handle: object) -> None:
+    record = store.record(run.target.key)
+    name = f"{run.spec.module}.run"
+    if record is None or (record.attempts, record.started) != (run.attempt.number, run.attempt.started):
+        rule = "returned without a commit"
+        raise ArtifactError(explain(name, type(handle).__name__, rule, "return context.commit(...)"))
+    if record.handle != handle:
+        rule = "returned another handle than it committed"
+        raise ArtifactError(explain(name, handle, rule, "return what context.commit gave"))
+
+
+def _note_failure(folder: Path, run: _Run, error: BaseException) -> None:
+    status: Status = "failed" if isinstance(error, Exception) else "interrupted"
+    failure = f"{type(error).__name__}: {error}"[:500]
+    label = run.spec.label
+    try:
+        attempts.end(folder, run.attempt, label=label, status=status, failure=failure, seconds=run.seconds())
+    except OSError as full:  # the error that we note here matters more than that it could not be noted
+        logger.error("%s: the failure of attempt %d could not be noted: %s", label, run.attempt.number, full)
+
+
+def _remember(store: ArtifactStore, spec: StageSpec, target: Target) -> None:
+    try:
+        remember(store, spec, target)
+    except OSError as error:
+        logger.warning("%s: what it is now could not be noted: %s", spec.label, error)
+
+
+def _logged_steps(path: Path) -> dict[str, int]:
+    """Return metric name -> last step recorded by earlier attempts; a line that a kill cut short is taken off."""
+    if not path.exists():
+        return {}
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        with path.open("r+b") as stream:
+            stream.truncate(len(whole))
+    last: dict[str, int] = {}
+    for line in whole.splitlines():
+        entry = json.loads(line)
+        for name in entry["values"]:
+            last[name] = max(last.get(name, entry["step"]), entry["step"])
+    return last

@@ -1,0 +1,235 @@
+"""Upkeep of a store: check objects against their manifests, pin what must stay, remove what nothing reaches."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_core.errors import ArtifactError, explain
+from rlhf_core.fingerprint import FileEntry, hash_files, list_files, sha256_text, tree_digest
+from rlhf_core.leases import living_owner
+from rlhf_core.records import KeyRecord
+from rlhf_core.store_layout import (
+    CHECKPOINTS,
+    MANIFEST,
+    StoreLayout,
+    folder_bytes,
+    move_aside,
+    read_json,
+    remove_tree,
+    write_json,
+)
+
+logger = logging.getLogger(__name__)
+
+GRACE_SECONDS = 3600.0
+"""An object this young may belong to a commit whose record is not written yet."""
+
+KEEP_DAYS_WHILE_RUNNING = 7.0
+"""What was used this recently stays while a stage runs: it may be an input of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """An object that is not what its manifest says, or a record whose object is gone; both are in quarantine now."""
+
+    digest: str
+    problem: str
+    labels: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GcItem:
+    """Something that nothing reaches: `kind` is `object`, `record`, `attempt` or `quarantine`."""
+
+    kind: str
+    path: Path
+    bytes: int
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class GcReport:
+    """What `gc` removed, or would remove in a dry run."""
+
+    items: tuple[GcItem, ...]
+    dry_run: bool
+
+    @property
+    def bytes(self) -> int:
+        return sum(item.bytes for item in self.items)
+
+
+# ---------------------------------------------------------------- verify
+
+
+def object_damage(folder: Path, *, deep: bool) -> str:
+    """Return what is wrong with an object, or an empty text; `deep` hashes the files, otherwise sizes are compared."""
+    manifest = read_json(folder / MANIFEST)
+    if manifest is None:
+        return f"{folder} is gone" if not folder.exists() else f"{folder} has no readable {MANIFEST}"
+    try:
+        files = {path: FileEntry(int(item["size"]), str(item["sha256"])) for path, item in manifest["files"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return f"{folder} has no readable {MANIFEST}"
+    for path, entry in files.items():
+        try:
+            size = (folder / path).stat().st_size
+        except OSError:
+            return f"{path} is missing"
+        if size != entry.size:
+            return f"{path} has {size} bytes, not {entry.size}"
+    return _content_damage(folder, files) if deep else ""
+
+
+def _content_damage(folder: Path, files: dict[str, FileEntry]) -> str:
+    found = hash_files(folder, files)
+    changed = [path for path, entry in files.items() if found[path] != entry]
+    if changed:
+        return f"{changed[0]} has changed content"
+    extra = sorted(set(list_files(folder)) - set(files) - {MANIFEST})
+    if extra:
+        return f"{extra[0]} does not belong to it"
+    return "" if tree_digest(files) == folder.name else f"{MANIFEST} does not match the digest"
+
+
+def verify(layout: StoreLayout, records: Sequence[KeyRecord]) -> list[Damage]:
+    """Hash all objects; move damaged ones, and the records that lead to them, into quarantine."""
+    users: dict[str, list[KeyRecord]] = {}
+    for record in records:
+        users.setdefault(_object_of(record.handle.uri), []).append(record)
+    digests = {path.name for path in layout.objects.glob("*/*")} | set(users)
+    damages = []
+    for digest in sorted(digests):
+        problem = object_damage(layout.object(digest), deep=True)
+        if not problem:
+            continue
+        affected = users.get(digest, [])
+        for record in affected:
+            move_aside(layout.key(record.key), layout.quarantine)
+        move_aside(layout.object(digest), layout.quarantine)
+        labels = tuple(sorted({record.label for record in affected}))
+        logger.warning("store: object %s (%s): %s; put into quarantine", digest[:12], ", ".join(labels), problem)
+        damages.append(Damage(digest, problem, labels))
+    return damages
+
+
+# ---------------------------------------------------------------- pins
+
+
+def pin(layout: StoreLayout, target: str, note: str) -> None:
+    """Keep what `target` (a digest, a key or a uri) names."""
+    name = _object_of(target)
+    if not (layout.object(name).is_dir() or layout.key(name).is_file()):
+        raise ArtifactError(explain("pin", target, "names no object and no key of this store", "see `rlhf store ls`"))
+    write_json(_pin_path(layout, name), {"target": name, "note": note})
+
+
+def unpin(layout: StoreLayout, target: str) -> None:
+    """Take a pin away."""
+    path = _pin_path(layout, _object_of(target))
+    if not path.exists():
+        raise ArtifactError(explain("unpin", target, "is not pinned", f"pinned are {sorted(pins(layout))}"))
+    path.unlink()
+
+
+def pins(layout: StoreLayout) -> dict[str, str]:
+    """Return target -> note."""
+    tables = [read_json(path) for path in sorted(layout.pins.glob("*.json"))]
+    return {str(table["target"]): str(table["note"]) for table in tables if table is not None}
+
+
+def _pin_path(layout: StoreLayout, name: str) -> Path:
+    return layout.pins / f"{sha256_text(name)}.json"
+
+
+# ---------------------------------------------------------------- garbage collection
+
+
+def collect(layout: StoreLayout, records: Sequence[KeyRecord], *, dry_run: bool, keep_days: float) -> GcReport:
+    """Mark what pins and recently used records reach, through their inputs; remove the rest.
+
+    A record goes before its object, so a record never leads to nothing. Young objects and attempts of living owners
+    stay.
+    """
+    now = time.time()
+    if any(living_owner(layout.leases, path.stem) for path in layout.leases.glob("*.json")):
+        keep_days = max(keep_days, KEEP_DAYS_WHILE_RUNNING)
+    horizon = now - keep_days * 86400
+    live = _reached(layout, records, horizon)
+    items: list[GcItem] = []
+    for record in records:
+        if record.key not in live.keys and _modified(layout.key(record.key)) < horizon:
+            items.append(GcItem("record", layout.key(record.key), 0, record.label))
+    labels = {_object_of(record.handle.uri): record.label for record in records}
+    for path in sorted(layout.objects.glob("*/*")):
+        if path.name not in live.objects and _modified(path) < now - GRACE_SECONDS:
+            items.append(GcItem("object", path, folder_bytes(path), labels.get(path.name, "")))
+    items.extend(_dead_attempts(layout, records, horizon))
+    for path in sorted(layout.quarantine.glob("*")):
+        if _modified(path) < horizon:
+            items.append(GcItem("quarantine", path, folder_bytes(path), ""))
+    if not dry_run:
+        for item in items:
+            remove_tree(item.path)
+    return GcReport(tuple(items), dry_run)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reached:
+    keys: frozenset[str]
+    objects: frozenset[str]
+
+
+def _reached(layout: StoreLayout, records: Sequence[KeyRecord], horizon: float) -> _Reached:
+    pinned = set(pins(layout))
+    makers: dict[str, list[KeyRecord]] = {}
+    for record in records:
+        makers.setdefault(_object_of(record.handle.uri), []).append(record)
+    objects = set(pinned)
+    keys: set[str] = set()
+    waiting = [
+        record
+        for record in records
+        if record.key in pinned
+        or _object_of(record.handle.uri) in pinned
+        or _modified(layout.key(record.key)) >= horizon
+    ]
+    while waiting:
+        record = waiting.pop()
+        if record.key in keys:
+            continue
+        keys.add(record.key)
+        for digest in (_object_of(record.handle.uri), *map(_object_of, record.inputs)):
+            objects.add(digest)
+            waiting.extend(makers.get(digest, []))
+    return _Reached(frozenset(keys), frozenset(objects))
+
+
+def _dead_attempts(layout: StoreLayout, records: Iterable[KeyRecord], horizon: float) -> list[GcItem]:
+    labels = {record.key: record.label for record in records}
+    items = []
+    for folder in sorted(layout.attempts.glob("*")):
+        if living_owner(layout.leases, folder.name) is not None:
+            continue
+        label = labels.get(folder.name, "")
+        newest = max([_modified(path) for path in folder.rglob("*")], default=_modified(folder))
+        if newest < horizon:
+            items.append(GcItem("attempt", folder, folder_bytes(folder), label))
+        elif label and (folder / CHECKPOINTS).is_dir():  # its result is there: nobody will go on from these
+            items.append(GcItem("attempt", folder / CHECKPOINTS, folder_bytes(folder / CHECKPOINTS), label))
+    return items
+
+
+def _object_of(uri: str) -> str:
+    return uri.removeprefix("store://").partition("/")[0]
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return time.time()  # gone or going: somebody else is at work there

@@ -1,0 +1,108 @@
+"""A tracker that keeps everything in lists, for tests and for runs without a server."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rlhf_core.interfaces import StageTracker
+from rlhf_core.tracking.redaction import flatten
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+
+@dataclass
+class MemoryStageTracker(StageTracker):
+    """What one stage recorded. Also usable alone: `MemoryStageTracker()`."""
+
+    run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    label: str = ""
+    key: str = ""
+    status: str = "RUNNING"
+    params: dict[str, str] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
+    points: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    tables: dict[str, tuple[tuple[str, ...], list[tuple[Any, ...]]]] = field(default_factory=dict)
+    files: list[tuple[str, str]] = field(default_factory=list)
+    """(folder, file name)"""
+    datasets: list[tuple[str, str, str]] = field(default_factory=list)
+    models: list[tuple[str, str, str]] = field(default_factory=list)
+    input_models: list[str] = field(default_factory=list)
+    registered: list[tuple[str, str, tuple[str, ...], dict[str, str]]] = field(default_factory=list)
+    _last: dict[str, int] = field(default_factory=dict)
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        new = {name: float(value) for name, value in values.items() if step > self._last.get(name, step - 1)}
+        if new:
+            self.points.append((step, new))
+            self._last.update(dict.fromkeys(new, step))
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        self.tables[name] = (tuple(columns), [tuple(row) for row in rows])
+
+    def file(self, path: Path, folder: str) -> None:
+        self.files.append((folder, path.name))
+
+    def dataset(self, name: str, digest: str, context: str) -> None:
+        self.datasets.append((name, digest, context))
+
+    def model(self, name: str, digest: str, uri: str) -> None:
+        self.models.append((name, digest, uri))
+
+    def input_model(self, digest: str) -> None:
+        self.input_models.append(digest)
+
+    def register(self, name: str, digest: str, *, aliases: Sequence[str], tags: Mapping[str, str]) -> str:
+        self.registered.append((name, digest, tuple(aliases), dict(tags)))
+        return str(sum(entry[0] == name for entry in self.registered))
+
+    def finish(self, status: Status) -> None:
+        self.status = status
+
+
+class MemoryTracker:
+    """A pipeline run in memory, with the methods of `MlflowTracker`."""
+
+    def __init__(self) -> None:
+        self.run_id = ""
+        self.status = ""
+        self.note = ""
+        self.params: dict[str, str] = {}
+        self.tags: dict[str, str] = {}
+        self.stages: dict[str, MemoryStageTracker] = {}
+        """Key -> tracker, in the order of first use."""
+
+    def start(self, name: str, *, run_id: str | None, params: Mapping[str, Any], tags: Mapping[str, str]) -> str:
+        """Open the run; `run_id` re-opens an earlier one."""
+        self.run_id = run_id or uuid.uuid4().hex
+        self.status = "RUNNING"
+        self.params |= flatten(params)
+        self.tags |= {"name": name, **tags}
+        return self.run_id
+
+    def stage(
+        self, label: str, *, key: str, params: Mapping[str, Any], tags: Mapping[str, str]
+    ) -> MemoryStageTracker:
+        """Return the tracker of the stage with `key`; the same one when it was opened before."""
+        tracker = self.stages.setdefault(key, MemoryStageTracker(label=label, key=key))
+        tracker.status = "RUNNING"
+        tracker.params |= flatten(params)
+        tracker.tags |= {**tags, "store.key": key, "attempt": str(int(tracker.tags.get("attempt", "0")) + 1)}
+        self.tags[f"stage.{label}"] = tracker.run_id
+        return tracker
+
+    def cached(self, label: str, *, run_id: str | None, key: str) -> None:
+        """Note a stage that was taken from the store."""
+        known = self.stages[key].run_id if key in self.stages else ""
+        self.tags[f"stage.{label}"] = f"{run_id or known or key} (cached)"
+
+    def finish(self, status: Status, *, note: str) -> None:
+        """End the run."""
+        self.status, self.note = status, note
+
+    def url(self, run_id: str) -> str:
+        """Return an address of the run; nothing is served there."""
+        return f"memory:///runs/{run_id}"

@@ -1,0 +1,192 @@
+"""Records on their way to a tracking server: written to a spool file first, delivered by a thread in the background.
+
+A server that is slow, down or gone costs the caller one line in a file. What was not delivered when the process ended,
+killed or not, is delivered by the next process that opens the same folder. A record may be delivered twice (a kill
+between delivery and its removal from the spool), so delivery must be idempotent.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Any, TypeAlias
+
+logger = logging.getLogger(__name__)
+
+Record: TypeAlias = dict[str, Any]
+
+FLUSH_SECONDS = 2.0
+FLUSH_POINTS = 500
+FIRST_RETRY_SECONDS = 2.0
+LONGEST_RETRY_SECONDS = 60.0
+
+
+class Unreachable(Exception):
+    """The server could not be asked; the same records are tried again later."""
+
+
+class Outbox:
+    """An ordered queue of records with a file behind it.
+
+    `deliver(records)` gets the oldest records, delivers some of them and returns how many are done with (delivered or
+    given up, at least one); it raises `Unreachable` when it cannot go on now. It is called in the outbox's own thread.
+    """
+
+    def __init__(self, folder: Path, deliver: Callable[[Sequence[Record]], int]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._deliver = deliver
+        self._path = folder / f"{uuid.uuid4().hex}.jsonl"
+        self._file = self._path.open("a", encoding="utf-8")
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        self._queue: deque[Record] = deque()
+        self._points = 0
+        self._appended = 0
+        self._done = 0
+        self._tries = 0
+        self._offline = False
+        self._hurry = False
+        self._closing = False
+        self._condition = threading.Condition()
+        for record in _orphans(folder, but=self._path):
+            self.append(record)
+        self._thread = threading.Thread(target=self._work, name="tracking-outbox", daemon=True)
+        self._thread.start()
+
+    @property
+    def offline(self) -> bool:
+        """Whether the last delivery found no server."""
+        return self._offline
+
+    def append(self, record: Record) -> None:
+        """Queue `record` (JSON-able); returns at once."""
+        line = json.dumps(record, default=str) + "\n"
+        with self._condition:
+            self._file.write(line)
+            self._file.flush()
+            self._queue.append(record)
+            self._appended += 1
+            self._points += _points(record)
+            if self._points >= FLUSH_POINTS:
+                self._condition.notify_all()
+
+    def flush(self, timeout_s: float, *, retry: bool) -> bool:
+        """Wait until everything queued so far is delivered; return False when the server is away or time is up.
+
+        While the server is known to be away, only `retry` asks it again.
+        """
+        with self._condition:
+            if self._offline and not retry:
+                return False
+            target, tries = self._appended, self._tries
+            self._hurry = True
+            self._condition.notify_all()
+            self._condition.wait_for(
+                lambda: self._done >= target or (self._offline and self._tries > tries), timeout=timeout_s
+            )
+            return self._done >= target
+
+    def close(self, timeout_s: float) -> bool:
+        """Deliver what can be delivered, stop, and leave the rest in the spool for the next process."""
+        delivered = self.flush(timeout_s, retry=True)
+        with self._condition:
+            self._closing = True
+            self._condition.notify_all()
+        self._thread.join(timeout=timeout_s)
+        with self._condition:
+            if not self._queue:
+                self._path.unlink(missing_ok=True)
+            self._file.close()
+        if not delivered:
+            logger.warning("tracking: %d records wait in %s for the next run", len(self._queue), self._path)
+        return delivered
+
+    def _work(self) -> None:
+        retry_s = FIRST_RETRY_SECONDS
+        while self._wait(retry_s if self._offline else FLUSH_SECONDS):
+            try:
+                self._drain()
+            except Unreachable as error:
+                retry_s = min(2 * retry_s, LONGEST_RETRY_SECONDS) if self._offline else FIRST_RETRY_SECONDS
+                self._went_offline(error)
+            except Exception:  # a defect of the delivery must not end the thread, and through it the records
+                logger.exception("tracking: delivery failed")
+                self._went_offline(None)
+
+    def _wait(self, seconds: float) -> bool:
+        """Sleep until there is a reason to deliver; return False when it is time to stop."""
+        deadline = time.monotonic() + seconds
+        with self._condition:
+            while not self._closing and not self._hurry:
+                left = deadline - time.monotonic()
+                if left <= 0 or (self._points >= FLUSH_POINTS and not self._offline):
+                    break
+                self._condition.wait(left)
+            self._hurry = False
+            return not self._closing
+
+    def _drain(self) -> None:
+        while True:
+            with self._condition:
+                records = [self._queue[index] for index in range(min(len(self._queue), FLUSH_POINTS))]
+                if not records:
+                    self._tries += 1
+                    self._condition.notify_all()
+                    return
+            done = self._deliver(records)
+            with self._condition:
+                for _ in range(done):
+                    self._points -= _points(self._queue.popleft())
+                self._done += done
+                if self._offline:
+                    logger.info("tracking: the server is back")
+                    self._offline = False
+                if not self._queue:
+                    self._file.truncate(0)
+                self._condition.notify_all()
+            if self._closing:
+                return
+
+    def _went_offline(self, error: Unreachable | None) -> None:
+        with self._condition:
+            if not self._offline and error is not None:
+                logger.warning("tracking: %s; records are kept in %s and sent later", error, self._path)
+            self._offline = True
+            self._tries += 1
+            self._condition.notify_all()
+
+
+def _points(record: Record) -> int:
+    return len(record["values"]) if record["op"] == "metrics" else 1
+
+
+def _orphans(folder: Path, *, but: Path) -> list[Record]:
+    """Return the records of processes that are gone (their lock on their spool file is free) and remove the files."""
+    records: list[Record] = []
+    for path in sorted(folder.glob("*.jsonl"), key=lambda item: item.stat().st_mtime):
+        if path == but:
+            continue
+        try:
+            with path.open("r+", encoding="utf-8") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                records += _read(file)
+                path.unlink()
+        except (BlockingIOError, FileNotFoundError):
+            continue
+    return records
+
+
+def _read(file: IO[str]) -> list[Record]:
+    """Return the whole records of a spool file; a last line that a kill cut short is left out."""
+    records = []
+    for line in file:
+        if line.endswith("\n"):
+            records.append(json.loads(line))
+    return records

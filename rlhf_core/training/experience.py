@@ -1,0 +1,196 @@
+"""From scored rollouts to training samples: token rewards, advantages and returns.
+
+Shapes: B rollouts, T completion tokens (padded to the longest), P prompts, G samples per prompt; B = P * G, and the
+rollouts of a prompt stand together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rlhf_core.advantages import (
+    dr_grpo,
+    gae,
+    group_mean_baseline,
+    grpo,
+    reinforce_pp,
+    rloo,
+    whiten,
+    zero_variance_groups,
+)
+from rlhf_core.errors import ConfigError, explain
+from rlhf_core.interfaces import Metrics
+from rlhf_core.kl import k1, k3
+from rlhf_core.losses.correction import mismatch_metrics
+from rlhf_core.losses.value import explained_variance
+from rlhf_core.types import PolicySample, Rollout, TokenSample, ValueSample
+
+Estimator = Literal["gae", "reinforce++", "reinforce++-baseline", "rloo", "grpo", "dr_grpo"]
+GRPO_EPS = 1e-6
+GROUP_ESTIMATORS = {
+    "rloo": rloo,
+    "grpo": partial(grpo, eps=GRPO_EPS),
+    "dr_grpo": dr_grpo,
+    "reinforce++-baseline": group_mean_baseline,
+}
+WHITENED = ("gae", "reinforce++-baseline")
+"""Estimators whose papers whiten over the batch; `reinforce_pp` does so itself, the other group estimators must not."""
+
+
+@dataclass(frozen=True)
+class Experience:
+    """Rollouts as the models see them. `logprobs` and `values` rows are per token of the whole sequence (length L)."""
+
+    rollouts: tuple[Rollout, ...]
+    samples: tuple[TokenSample, ...]
+    old_logprobs: tuple[tuple[float, ...], ...]
+    ref_logprobs: tuple[tuple[float, ...], ...]
+    values: tuple[tuple[float, ...], ...]
+    """One row per sample, or empty where there is no value model."""
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """What the losses need: advantages and returns per completion token, and what was measured on the way."""
+
+    advantages_BT: Tensor
+    returns_BT: Tensor
+    metrics: Metrics
+
+
+def token_sample(rollout: Rollout) -> TokenSample:
+    """Return prompt and completion as one sequence whose actions are the completion's tokens."""
+    prompt, answer = rollout.prompt_ids, rollout.completion.token_ids
+    return TokenSample(token_ids=prompt + answer, loss_mask=(0,) * len(prompt) + (1,) * len(answer))
+
+
+def completion_tensor(rows: Sequence[Sequence[float]], experience: Experience) -> Tensor:
+    """Return the completion part of per-token rows (length L each) as a right-padded tensor (B, T)."""
+    parts = [
+        torch.tensor(row[len(rollout.prompt_ids) :], dtype=torch.float32)
+        for row, rollout in zip(rows, experience.rollouts, strict=True)
+    ]
+    return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
+
+
+def estimate_advantages(
+    experience: Experience,
+    *,
+    estimator: Estimator,
+    group_size: int,
+    kl_coef: float,
+    gamma: float,
+    gae_lambda: float,
+    whiten_advantages: bool,
+) -> Advantages:
+    """Return advantages by `estimator` from rewards with the KL penalty inside (`kl_coef` = 0 leaves it out).
+
+    Token rewards (arXiv 2203.02155): -kl_coef * (log pi_old - log pi_ref) on every token, the rollout's reward on the
+    last one. Group estimators see their sum per rollout. Raises ConfigError for groups of fewer than two.
+    """
+    mask_BT = completion_tensor([sample.loss_mask for sample in experience.samples], experience)
+    old_BT = completion_tensor(experience.old_logprobs, experience)
+    ref_BT = completion_tensor(experience.ref_logprobs, experience)
+    scores_B = torch.tensor([rollout.reward for rollout in experience.rollouts], dtype=torch.float32)
+    rewards_BT = token_rewards(scores_B, k1(old_BT, ref_BT), mask_BT, kl_coef=kl_coef)
+    metrics = _reward_metrics(scores_B, old_BT, ref_BT, mask_BT) | _rollout_metrics(experience, old_BT, mask_BT)
+
+    if estimator == "gae":
+        values_BT = completion_tensor(experience.values, experience)
+        advantages_BT, returns_BT = gae(rewards_BT, values_BT, mask_BT, gamma=gamma, gae_lambda=gae_lambda)
+        metrics["value/explained_variance"] = float(explained_variance(values_BT, returns_BT, mask_BT))
+    elif estimator == "reinforce++":
+        returns_BT = reinforce_pp(rewards_BT, mask_BT, gamma=gamma)
+        advantages_BT = returns_BT
+    else:
+        if group_size < 2:
+            rule = f"the estimator {estimator!r} compares the samples of a prompt, at least 2"
+            raise ConfigError(
+                explain("ppo.samples_per_prompt", group_size, rule, "raise it, or use gae or reinforce++")
+            )
+        rewards_PG = rewards_BT.sum(dim=1).reshape(-1, group_size)
+        advantages_BT = GROUP_ESTIMATORS[estimator](rewards_PG).reshape(-1, 1) * mask_BT
+        returns_BT = advantages_BT
+        metrics["reward/zero_variance_groups"] = float(zero_variance_groups(rewards_PG))
+    if whiten_advantages and estimator in WHITENED:
+        advantages_BT = whiten(advantages_BT, mask_BT, shift_mean=True)
+    return Advantages(advantages_BT, returns_BT, metrics)
+
+
+def token_rewards(scores_B: Tensor, kl_BT: Tensor, mask_BT: Tensor, *, kl_coef: float) -> Tensor:
+    """Return rewards (B, T): the KL penalty on every valid token and the score added on the last valid one."""
+    rewards_BT = -kl_coef * kl_BT * mask_BT
+    last_B = mask_BT.sum(dim=1).long() - 1
+    rewards_BT[torch.arange(len(scores_B)), last_B] += scores_B
+    return rewards_BT
+
+
+def policy_samples(experience: Experience, advantages: Advantages) -> list[PolicySample]:
+    """Return one training row per rollout; per-token values are 0 on the prompt."""
+    return [
+        PolicySample(
+            token_ids=sample.token_ids,
+            loss_mask=sample.loss_mask,
+            rollout_logprobs=_after_prompt(rollout, rollout.completion.logprobs),
+            old_logprobs=old,
+            ref_logprobs=ref,
+            advantages=_after_prompt(rollout, row),
+        )
+        for rollout, sample, old, ref, row in zip(
+            experience.rollouts,
+            experience.samples,
+            experience.old_logprobs,
+            experience.ref_logprobs,
+            advantages.advantages_BT.tolist(),
+            strict=True,
+        )
+    ]
+
+
+def value_samples(experience: Experience, advantages: Advantages) -> list[ValueSample]:
+    """Return one row per rollout for the value loss."""
+    return [
+        ValueSample(
+            token_ids=sample.token_ids,
+            loss_mask=sample.loss_mask,
+            old_values=values,
+            returns=_after_prompt(rollout, row),
+        )
+        for rollout, sample, values, row in zip(
+            experience.rollouts, experience.samples, experience.values, advantages.returns_BT.tolist(), strict=True
+        )
+    ]
+
+
+def _after_prompt(rollout: Rollout, values: Sequence[float]) -> tuple[float, ...]:
+    return (0.0,) * len(rollout.prompt_ids) + tuple(values[: len(rollout.completion.token_ids)])
+
+
+def _reward_metrics(scores_B: Tensor, old_BT: Tensor, ref_BT: Tensor, mask_BT: Tensor) -> Metrics:
+    tokens = mask_BT.sum()
+    kl_BT = k1(old_BT, ref_BT) * mask_BT
+    return {
+        "reward/mean": float(scores_B.mean()),
+        "reward/std": float(scores_B.std(correction=0)),
+        "kl/per_token": float(kl_BT.sum() / tokens),
+        "kl/per_sequence": float(kl_BT.sum(dim=1).mean()),
+        "kl/k3": float((k3(old_BT, ref_BT) * mask_BT).sum() / tokens),
+    }
+
+
+def _rollout_metrics(experience: Experience, old_BT: Tensor, mask_BT: Tensor) -> Metrics:
+    rollouts = experience.rollouts
+    sampled = [_after_prompt(rollout, rollout.completion.logprobs) for rollout in rollouts]
+    mismatch = mismatch_metrics(old_BT, completion_tensor(sampled, experience), mask_BT)
+    return {
+        "rollout/length": float(mask_BT.sum(dim=1).mean()),
+        "rollout/truncated": sum(r.completion.finish_reason == "length" for r in rollouts) / len(rollouts),
+        "rollout/entropy": float(-(old_BT * mask_BT).sum() / mask_BT.sum()),
+        **{f"mismatch/{name}": float(value) for name, value in mismatch.items()},
+    }

@@ -1,0 +1,144 @@
+"""The loop of epochs over a fixed dataset: the same for SFT, reward models and DPO, resumable at any checkpoint.
+
+Which samples a step sees depends on the seed and the step alone, so the data cursor *is* the step.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_core.checkpoints import Checkpoints
+from rlhf_core.config.engines import OptimizerConfig
+from rlhf_core.config.loop import LoopConfig
+from rlhf_core.errors import TrainingError, explain
+from rlhf_core.interfaces import Metrics, Objective, Trainer
+from rlhf_core.stage import StageContext
+from rlhf_core.training.schedule import learning_rate
+from rlhf_core.types import derive_seed
+
+logger = logging.getLogger(__name__)
+
+MAX_SKIPPED_IN_A_ROW = 5
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """`steps` optimizer steps were made; `initial` and `final` are the evaluation metrics before and after."""
+
+    steps: int
+    initial: Metrics
+    final: Metrics
+
+
+def total_steps(samples: int, loop: LoopConfig) -> int:
+    """Return the true number of optimizer steps of `loop` over `samples` samples."""
+    steps = math.ceil(samples / loop.batch_size) * loop.epochs
+    return min(steps, loop.max_steps) if loop.max_steps else steps
+
+
+def batch_at(step: int, samples: Sequence[Any], *, batch_size: int, seed: int) -> list[Any]:
+    """Return the samples of optimizer step `step`: epoch by epoch in an order drawn from `seed`; the last may be short."""
+    per_epoch = math.ceil(len(samples) / batch_size)
+    epoch, position = divmod(step, per_epoch)
+    order = list(range(len(samples)))
+    random.Random(derive_seed(seed, "order", epoch)).shuffle(order)
+    return [samples[i] for i in order[position * batch_size : (position + 1) * batch_size]]
+
+
+def fit(
+    trainer: Trainer,
+    train: Sequence[Any],
+    evaluation: Sequence[Any],
+    objective: Objective,
+    *,
+    optimizer: OptimizerConfig,
+    loop: LoopConfig,
+    context: StageContext,
+) -> FitResult:
+    """Train on `train`, evaluating on `evaluation`; resume from the newest checkpoint of this stage's key.
+
+    The trainer ends with the last weights, or with the best ones if `loop.keep_best` is set.
+    """
+    if not train:
+        raise TrainingError(
+            explain(
+                f"{context.label}.data", 0, "no training samples are left", "see the validation report of prepare_data"
+            )
+        )
+    steps = total_steps(len(train), loop)
+    checkpoints = Checkpoints(context.checkpoints.root, keep_best=loop.keep_best)
+    checkpoint = checkpoints.latest()
+    if checkpoint is None:
+        first, initial, skipped_in_a_row = 0, _evaluate(trainer, evaluation, objective), 0
+        context.metrics(0, initial)
+    else:
+        trainer.load(checkpoint.path)
+        first, initial = checkpoint.step, dict(checkpoint.state["initial"])
+        skipped_in_a_row = int(checkpoint.state["skipped_in_a_row"])
+    for step in range(first, steps):
+        batch = batch_at(step, train, batch_size=loop.batch_size, seed=context.seed)
+        metrics = trainer.forward_backward(batch, objective)
+        metrics |= trainer.optim_step(learning_rate=_rate(step, steps, optimizer))
+        skipped_in_a_row = count_skipped(skipped_in_a_row, metrics, label=context.label, step=step)
+        done = step + 1
+        if done % loop.log_every == 0:
+            context.metrics(done, {f"train/{name}": value for name, value in metrics.items()})
+        context.progress(done, steps, f"loss {metrics['loss']:.4f}")
+        evaluated = None
+        if done % loop.eval_every == 0 or done == steps:
+            evaluated = _evaluate(trainer, evaluation, objective)
+            context.metrics(done, evaluated)
+        if done % loop.checkpoint_every == 0 or done == steps or (evaluated and loop.keep_best):
+            state = {"initial": initial, "skipped_in_a_row": skipped_in_a_row, "final": evaluated or {}}
+            with checkpoints.saving(done, state, metric=-evaluated["eval/loss"] if evaluated else None) as folder:
+                trainer.save(folder)
+    return _finish(trainer, checkpoints, context.label, loop, steps, initial)
+
+
+def count_skipped(so_far: int, metrics: Metrics, *, label: str, step: int) -> int:
+    """Return how many updates in a row were skipped for a non-finite gradient; refuse to go on after five.
+
+    Raises TrainingError naming the stage and the step.
+    """
+    if not metrics["skipped"]:
+        return 0
+    logger.warning("%s: step %d skipped, the loss or the gradient is not finite", label, step)
+    if so_far + 1 >= MAX_SKIPPED_IN_A_ROW:
+        rule = f"{MAX_SKIPPED_IN_A_ROW} updates in a row had a non-finite loss or gradient"
+        raise TrainingError(
+            explain(f"{label}.step", step, rule, "lower the learning rate, or look at the samples of this step")
+        )
+    return so_far + 1
+
+
+def _finish(
+    trainer: Trainer, checkpoints: Checkpoints, label: str, loop: LoopConfig, steps: int, initial: Metrics
+) -> FitResult:
+    chosen = checkpoints.best() if loop.keep_best else checkpoints.latest()
+    if chosen is None:
+        raise TrainingError(explain(f"{label}.checkpoints", None, "the last checkpoint is gone", "run the stage again"))
+    if chosen.step != steps:
+        trainer.load(chosen.path)
+    return FitResult(steps=steps, initial=initial, final=dict(chosen.state["final"]))
+
+
+def _rate(step: int, steps: int, optimizer: OptimizerConfig) -> float:
+    return learning_rate(
+        step,
+        total_steps=steps,
+        peak=optimizer.learning_rate,
+        schedule=optimizer.schedule,
+        warmup_fraction=optimizer.warmup_fraction,
+        min_fraction=optimizer.min_lr_fraction,
+    )
+
+
+def _evaluate(trainer: Trainer, samples: Sequence[Any], objective: Objective) -> Metrics:
+    if not samples:
+        return {}
+    return {f"eval/{name}": value for name, value in trainer.loss(samples, objective).items()}

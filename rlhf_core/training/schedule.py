@@ -1,0 +1,42 @@
+"""The learning rate of every optimizer step, as a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, assert_never
+
+from rlhf_core.errors import ConfigError, explain
+
+Schedule = Literal["cosine", "linear", "constant"]
+
+
+def learning_rate(
+    step: int, *, total_steps: int, peak: float, schedule: Schedule, warmup_fraction: float, min_fraction: float
+) -> float:
+    """Return the rate of optimizer step `step` (0-based) of `total_steps`, the true number of optimizer steps.
+
+    The warm-up takes ceil(warmup_fraction * total_steps) steps: the first is above zero, the last is the peak. Then the
+    rate falls from `peak` towards `min_fraction * peak`, which it would reach at step `total_steps`; the rate of the
+    last step is still above it, so that with `min_fraction` 0 no step is spent on nothing.
+    Raises ConfigError if `step` is not one of `total_steps`.
+
+    >>> learning_rate(0, total_steps=10, peak=1.0, schedule="linear", warmup_fraction=0.2, min_fraction=0.0)
+    0.5
+    """
+    if not 0 <= step < total_steps:
+        raise ConfigError(explain("step", step, f"must be in [0, total_steps = {total_steps})", "count the true steps"))
+    # Rounded before ceil: 0.07 * 100 is 7.000000000000001 in binary.
+    warmup = math.ceil(round(warmup_fraction * total_steps, 9))
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step - warmup) / (total_steps - warmup)
+    match schedule:
+        case "constant":
+            return peak
+        case "linear":
+            remaining = 1 - progress
+        case "cosine":
+            remaining = (1 + math.cos(math.pi * progress)) / 2
+        case _:
+            assert_never(schedule)
+    return peak * (min_fraction + (1 - min_fraction) * remaining)

@@ -1,0 +1,233 @@
+"""The values that flow between stages, sampler, rewards and trainer. No tensors, no clients, no torch.
+
+Per-token sequences of a sample all have the length L of `token_ids` and are aligned with it: `logprobs[t]` is
+log p(token t | tokens < t), `values[t]` is the value of the state *before* token t, `loss_mask[t]` says whether
+token t is trained on (an action). Position 0 has no prediction: its log-prob is 0.0 and its mask is 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict
+
+FinishReason: TypeAlias = Literal["stop", "length"]
+
+
+# ---------------------------------------------------------------- between stages: artifact handles
+
+
+class ArtifactRef(BaseModel):
+    """A frozen, JSON-able handle to an immutable directory in the store (or to a folder inside one).
+
+    `uri` says where (`store://<object digest>[/<folder>]`), `digest` says what (sha256 over the folder's files);
+    only the digest enters the key of a stage. `parents` are the digests it was made from.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    uri: str
+    digest: str
+    parents: tuple[str, ...] = ()
+
+
+class PolicyRef(ArtifactRef):
+    """A causal language model with its tokenizer and chat template, in Hugging Face layout (safetensors)."""
+
+
+class RewardModelRef(ArtifactRef):
+    """A sequence classifier with one output, its tokenizer and `contract.json` (template, lengths, probe scores)."""
+
+
+class DemonstrationsRef(ArtifactRef):
+    """Parquet of conversations to imitate: `train.parquet`, `eval.parquet`; column `messages`."""
+
+
+class PreferencesRef(ArtifactRef):
+    """Parquet of pairs: `train.parquet`, `eval.parquet`; columns `prompt`, `chosen`, `rejected` (messages), `margin`."""
+
+
+class PromptsRef(ArtifactRef):
+    """Parquet `prompts.parquet` of `Prompt` values."""
+
+
+class GenerationsRef(ArtifactRef):
+    """Parquet shards of unscored `Generation` values."""
+
+
+class RolloutsRef(ArtifactRef):
+    """Parquet shards of scored `Rollout` values."""
+
+
+class ReportRef(ArtifactRef):
+    """`report.json` with figures beside it, and `report.html` where a person reads it."""
+
+
+class PublishedRef(ArtifactRef):
+    """A gate decision, a model card and the registry name and version that they led to."""
+
+
+class PreparedDataRef(ArtifactRef):
+    """What `prepare_data` makes: one object whose folders are handles of their own, so that each cuts off alone."""
+
+    demonstrations: DemonstrationsRef | None = None
+    preferences: PreferencesRef | None = None
+    prompts: PromptsRef | None = None
+    eval_prompts: PromptsRef | None = None
+    base: PolicyRef | None = None
+
+
+# ---------------------------------------------------------------- data to sampler to reward
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation.
+
+    >>> Message("user", "What is 2+2?").role
+    'user'
+    """
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A conversation that waits for an answer. `label` is what a verifiable reward checks against (JSON or text)."""
+
+    id: str
+    messages: tuple[Message, ...]
+    label: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRequest:
+    """One completion to sample: the rendered prompt and the seed that belongs to this sample alone."""
+
+    prompt_ids: tuple[int, ...]
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the sampler said, never edited and never re-tokenised. `token_ids` includes the end token if it was sampled.
+
+    `logprobs` has one entry per token: the sampler's processed log-probability (after temperature and filters).
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str
+    finish_reason: FinishReason
+    policy_version: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if len(self.token_ids) != len(self.logprobs):
+            raise ValueError(f"{len(self.token_ids)} tokens but {len(self.logprobs)} logprobs; one per token is needed")
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A completion with the prompt that it answers; not yet scored."""
+
+    prompt: Prompt
+    prompt_ids: tuple[int, ...]
+    completion: Completion
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """A scored generation. `reward` is what selection and training use; `reward_components` says what it is made of."""
+
+    prompt: Prompt
+    prompt_ids: tuple[int, ...]
+    completion: Completion
+    reward: float
+    reward_components: dict[str, float]
+
+
+# ---------------------------------------------------------------- advantage to collate: one row of a training batch
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSample:
+    """A sequence for supervised training, or one to score.
+
+    >>> TokenSample(token_ids=(5, 7, 2), loss_mask=(0, 1, 1)).token_ids
+    (5, 7, 2)
+    """
+
+    token_ids: tuple[int, ...]
+    loss_mask: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _check_lengths(self)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardPair:
+    """Two whole conversations (prompt and answer); a reward model should score `chosen_ids` higher by `margin`."""
+
+    chosen_ids: tuple[int, ...]
+    rejected_ids: tuple[int, ...]
+    margin: float
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceSample:
+    """A pair for DPO and its kin, with the reference's summed log-probability of each answer's masked tokens."""
+
+    chosen: TokenSample
+    rejected: TokenSample
+    ref_chosen_logprob: float
+    ref_rejected_logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySample:
+    """A rollout ready for the policy loss. `rollout_logprobs` are the sampler's, `old_logprobs` the trainer's before
+    the update, `ref_logprobs` the reference's. All per token, length L."""
+
+    token_ids: tuple[int, ...]
+    loss_mask: tuple[int, ...]
+    rollout_logprobs: tuple[float, ...]
+    old_logprobs: tuple[float, ...]
+    ref_logprobs: tuple[float, ...]
+    advantages: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        _check_lengths(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueSample:
+    """A rollout ready for the value loss: `old_values` before the update and the `returns` to fit, per token."""
+
+    token_ids: tuple[int, ...]
+    loss_mask: tuple[int, ...]
+    old_values: tuple[float, ...]
+    returns: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        _check_lengths(self)
+
+
+def _check_lengths(sample: TokenSample | PolicySample | ValueSample) -> None:
+    lengths = {name: len(getattr(sample, name)) for name in sample.__dataclass_fields__}
+    if len(set(lengths.values())) != 1:
+        raise ValueError(f"{type(sample).__name__}: {lengths}: every field has one entry per token; align them first")
+
+
+def derive_seed(*parts: int | str) -> int:
+    """Return a 31-bit seed that depends on all `parts` and on nothing else (sha256), so order and restarts do not matter.
+
+    >>> derive_seed(17, "ppo", 3, "prompt-1", 0) == derive_seed(17, "ppo", 3, "prompt-1", 0)
+    True
+    """
+    digest = hashlib.sha256(json.dumps(parts, separators=(",", ":")).encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1

@@ -1,0 +1,348 @@
+"""Policy optimisation: sample with vLLM, score, estimate advantages, update with a clipped loss, sync, repeat.
+
+PPO (arXiv 1707.06347, as used in 2203.02155) with a value model, or REINFORCE++, RLOO, GRPO and Dr.GRPO without one.
+One step, top to bottom:
+  rollouts     y ~ mu(. | x), a sampler that holds the policy's weights
+  rewards      reward models and functions; the KL to the reference is taken off per token (`kl_in = "reward"`)
+  advantages   `rlhf_core.advantages`
+  update       E[min(rho A, clip(rho) A)], rho = pi / pi_old, weighted by truncated pi_old / mu
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from rlhf_core.config.base import OPERATIONAL, Config
+from rlhf_core.config.engines import LoraConfig, OptimizerConfig, SamplingConfig
+from rlhf_core.config.rewards import RewardsConfig
+from rlhf_core.interfaces import Metrics, ModelSpec, Sampler, Trainer
+from rlhf_core.stage import StageContext
+from rlhf_core.types import (
+    Generation,
+    PolicyRef,
+    PolicySample,
+    Prompt,
+    PromptsRef,
+    RewardModelRef,
+    Rollout,
+    SamplingRequest,
+    ValueSample,
+    derive_seed,
+)
+
+if TYPE_CHECKING:
+    from rlhf_core.data.chat import ChatTemplate
+    from rlhf_core.kl import AdaptiveKL, FixedKL
+    from rlhf_core.rewards.scoring import Scorer
+    from rlhf_core.training.experience import Experience
+
+NAME = "ppo"
+VERSION = 1
+CODE = "warn"
+
+
+class PPOConfig(Config):
+    """Policy optimisation against rewards."""
+
+    steps: int = Field(100, ge=1)
+    """Rollout-and-update rounds."""
+    prompts_per_step: int = Field(64, ge=1)
+    samples_per_prompt: int = Field(1, ge=1)
+    """Group size of rloo, grpo, dr_grpo and reinforce++-baseline."""
+    sampling: SamplingConfig = SamplingConfig()
+    rewards: RewardsConfig = RewardsConfig()
+
+    advantage: Literal["gae", "reinforce++", "reinforce++-baseline", "rloo", "grpo", "dr_grpo"] = "gae"
+    gamma: float = Field(1.0, gt=0, le=1)
+    gae_lambda: float = Field(0.95, ge=0, le=1)
+    whiten_advantages: bool = True
+    """gae and reinforce++-baseline; the other estimators are used as their papers have them."""
+
+    kl_coef: float = Field(0.05, ge=0)
+    kl_in: Literal["reward", "loss"] = "reward"
+    """`reward`: k1 off every token's reward. `loss`: k2 added to the loss."""
+    kl_target: float = Field(0.0, ge=0)
+    """Adapts the coefficient to hold this KL per sequence; 0 keeps it fixed."""
+    kl_horizon: int = Field(10_000, ge=1)
+
+    epochs: int = Field(1, ge=1)
+    """Passes over the rollouts of a step."""
+    minibatches: int = Field(1, ge=1)
+    """Optimizer steps per pass."""
+    clip_low: float = Field(0.2, gt=0)
+    clip_high: float = Field(0.2, gt=0)
+    dual_clip: float = Field(0.0, ge=0)
+    """Bounds the loss of negative advantages (arXiv 1912.09729); 0 switches it off, 3 is common."""
+    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"] = "token_mean"
+    entropy_coef: float = 0.0
+    correction: Literal["off", "token", "sequence", "geometric"] = "token"
+    """Level of the importance correction between sampler and trainer."""
+    correction_mode: Literal["truncate", "mask"] = "truncate"
+    correction_cap: float = Field(2.0, gt=0)
+    correction_low: float = Field(0.5, ge=0)
+    """Lower edge of the window of `mask`."""
+
+    value_clip: float = Field(0.2, ge=0)
+    """0 switches value clipping off."""
+    value_warmup_steps: int = Field(0, ge=0)
+    """Steps that train the value model alone."""
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-6)
+    value_optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-6)
+    lora: LoraConfig | None = None
+
+    checkpoint_every: Annotated[int, Field(ge=1), OPERATIONAL] = 10
+    table_every: Annotated[int, Field(ge=1), OPERATIONAL] = 10
+
+    @model_validator(mode="after")
+    def _minibatches_divide_the_rollouts(self) -> PPOConfig:
+        rollouts = self.prompts_per_step * self.samples_per_prompt
+        if self.minibatches > rollouts:
+            raise ValueError(
+                f"minibatches = {self.minibatches}: must be <= the {rollouts} rollouts of a step; lower it"
+            )
+        group_estimators = ("rloo", "grpo", "dr_grpo", "reinforce++-baseline")
+        if self.advantage in group_estimators and self.samples_per_prompt < 2:
+            raise ValueError(
+                f"samples_per_prompt = {self.samples_per_prompt}: {self.advantage} compares the samples of a prompt, "
+                "at least 2; raise it, or use gae or reinforce++"
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class Models:
+    """The engines of one run, leased from the runtime. `value_model` is there for gae only."""
+
+    sampler: Sampler
+    policy: Trainer
+    reference: Trainer
+    value_model: Trainer | None
+    score: Scorer
+
+
+def run(
+    config: PPOConfig,
+    *,
+    policy: PolicyRef,
+    reference: PolicyRef,
+    prompts: PromptsRef,
+    reward_models: dict[str, RewardModelRef],
+    context: StageContext,
+) -> PolicyRef:
+    """Optimise `policy` on `prompts` for the rewards, held near `reference`; return the new policy."""
+    from rlhf_core.data.chat import ChatTemplate
+    from rlhf_core.data.tables import read_prompts
+    from rlhf_core.training.experience import estimate_advantages, policy_samples, value_samples
+
+    chat = ChatTemplate.load(context.path(policy))
+    dataset = read_prompts(context.path(prompts))
+    context.tracker.dataset("prompts", prompts.digest, "training")
+    context.tracker.input_model(policy.digest)
+    with ExitStack() as leases:
+        models = lease_models(config, policy, reference, reward_models, context, leases)
+        first, kl, metrics = resume(config, models, context)
+        for step in range(first, config.steps):
+            batch = prompts_at(step, dataset, count=config.prompts_per_step, seed=context.seed)
+            generations = sample(models.sampler, chat, batch, config, step=step, seed=context.seed)
+            rollouts = models.score(generations)
+            experience = measure(models, rollouts, temperature=config.sampling.temperature)
+            advantages = estimate_advantages(
+                experience,
+                estimator=config.advantage,
+                group_size=config.samples_per_prompt,
+                kl_coef=kl.coef if config.kl_in == "reward" else 0.0,
+                gamma=config.gamma,
+                gae_lambda=config.gae_lambda,
+                whiten_advantages=config.whiten_advantages,
+            )
+            value_rows = value_samples(experience, advantages) if models.value_model else []
+            updated = update(config, models, policy_samples(experience, advantages), value_rows, kl.coef, step, context)
+            models.sampler.load_weights(models.policy.weights(), version=step + 1)
+            metrics = advantages.metrics | updated | {"kl/coef": kl.coef}
+            kl = kl.updated(metrics["kl/per_sequence"], len(rollouts))
+            record(config, context, step + 1, metrics, rollouts)
+            save(config, models, context, step + 1, kl, metrics)
+        models.policy.export(context.out)
+    return context.commit(PolicyRef, metrics={"steps": config.steps} | metrics)
+
+
+def lease_models(
+    config: PPOConfig,
+    policy: PolicyRef,
+    reference: PolicyRef,
+    reward_models: dict[str, RewardModelRef],
+    context: StageContext,
+    leases: ExitStack,
+) -> Models:
+    """Lease the engines: the value model starts from the first reward model if there is one, else from the policy."""
+    from rlhf_core.rewards.scoring import open_scorer
+
+    folder = str(context.path(policy))
+    actor = ModelSpec(path=folder, head="lm", lora=config.lora, seed=context.seed)
+    frozen = ModelSpec(path=str(context.path(reference)), head="lm", lora=None, seed=context.seed)
+    critic = None
+    if config.advantage == "gae":
+        start = next((str(context.path(ref)) for ref in reward_models.values()), folder)
+        spec = ModelSpec(path=start, head="value", lora=None, seed=context.seed)
+        critic = leases.enter_context(context.runtime.trainer("value_model", spec, config.value_optimizer))
+    return Models(
+        sampler=leases.enter_context(context.runtime.sampler(context.path(policy))),
+        policy=leases.enter_context(context.runtime.trainer("policy", actor, config.optimizer)),
+        reference=leases.enter_context(context.runtime.trainer("reference", frozen, None)),
+        value_model=critic,
+        score=leases.enter_context(open_scorer(config.rewards, reward_models, context)),
+    )
+
+
+def prompts_at(step: int, prompts: Sequence[Prompt], *, count: int, seed: int) -> list[Prompt]:
+    """Return the prompts of a step: epoch by epoch in an order drawn from `seed`; a pure function of its arguments."""
+    chosen = []
+    for position in range(step * count, (step + 1) * count):
+        epoch, index = divmod(position, len(prompts))
+        chosen.append(prompts[_order(len(prompts), derive_seed(seed, "prompts", epoch))[index]])
+    return chosen
+
+
+def sample(
+    sampler: Sampler, chat: ChatTemplate, prompts: Sequence[Prompt], config: PPOConfig, *, step: int, seed: int
+) -> list[Generation]:
+    """Return `samples_per_prompt` completions per prompt, those of a prompt together, each from its own seed."""
+    work = [
+        (prompt, chat.prompt_ids(prompt.messages), i) for prompt in prompts for i in range(config.samples_per_prompt)
+    ]
+    requests = [SamplingRequest(ids, derive_seed(seed, "ppo", step, prompt.id, i)) for prompt, ids, i in work]
+    completions = sampler.generate(requests, config.sampling)
+    return [Generation(prompt, ids, completion) for (prompt, ids, _), completion in zip(work, completions, strict=True)]
+
+
+def measure(models: Models, rollouts: Sequence[Rollout], *, temperature: float) -> Experience:
+    """Return the rollouts with what policy, reference and value model say of every token, before the update."""
+    from rlhf_core.training.experience import Experience, token_sample
+
+    samples = tuple(token_sample(rollout) for rollout in rollouts)
+    return Experience(
+        rollouts=tuple(rollouts),
+        samples=samples,
+        old_logprobs=tuple(models.policy.logprobs(samples, temperature=temperature)),
+        ref_logprobs=tuple(models.reference.logprobs(samples, temperature=temperature)),
+        values=tuple(models.value_model.values(samples)) if models.value_model else (),
+    )
+
+
+def update(
+    config: PPOConfig,
+    models: Models,
+    policy_rows: Sequence[PolicySample],
+    value_rows: Sequence[ValueSample],
+    kl_coef: float,
+    step: int,
+    context: StageContext,
+) -> Metrics:
+    """Make `epochs * minibatches` optimizer steps on the rollouts; return the metrics averaged over them."""
+    from rlhf_core.training.objectives import PolicyObjective, ValueObjective
+
+    policy_objective = PolicyObjective(
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        dual_clip=config.dual_clip or None,
+        aggregation=config.aggregation,
+        max_length=config.sampling.max_tokens,
+        temperature=config.sampling.temperature,
+        kl_coef=kl_coef if config.kl_in == "loss" else 0.0,
+        entropy_coef=config.entropy_coef,
+        correction=config.correction,
+        correction_mode=config.correction_mode,
+        correction_cap=config.correction_cap,
+        correction_low=config.correction_low,
+    )
+    value_objective = ValueObjective(clip=config.value_clip or None)
+    history: list[Metrics] = []
+    for epoch in range(config.epochs):
+        order = _order(len(policy_rows), derive_seed(context.seed, "minibatches", step, epoch))
+        for i in range(config.minibatches):
+            rows = order[i :: config.minibatches]
+            metrics: Metrics = {}
+            if models.value_model:
+                made = models.value_model.forward_backward([value_rows[row] for row in rows], value_objective)
+                made |= models.value_model.optim_step(learning_rate=_rate(config.value_optimizer, step, config.steps))
+                metrics |= {f"value/{name}": value for name, value in made.items()}
+            if step >= config.value_warmup_steps:
+                made = models.policy.forward_backward([policy_rows[row] for row in rows], policy_objective)
+                made |= models.policy.optim_step(learning_rate=_rate(config.optimizer, step, config.steps))
+                metrics |= {f"policy/{name}": value for name, value in made.items()}
+            history.append(metrics)
+    return {name: sum(made[name] for made in history) / len(history) for name in history[0]}
+
+
+def resume(config: PPOConfig, models: Models, context: StageContext) -> tuple[int, FixedKL | AdaptiveKL, Metrics]:
+    """Return the first step to make, the KL controller and the last metrics; load the newest checkpoint if any."""
+    from rlhf_core.kl import AdaptiveKL, FixedKL
+
+    checkpoint = context.checkpoints.latest()
+    adaptive = config.kl_target > 0
+    if checkpoint is None:
+        if adaptive:
+            return 0, AdaptiveKL(coef=config.kl_coef, target=config.kl_target, horizon=config.kl_horizon), {}
+        return 0, FixedKL(coef=config.kl_coef), {}
+    models.policy.load(checkpoint.path / "policy")
+    if models.value_model:
+        models.value_model.load(checkpoint.path / "value_model")
+    models.sampler.load_weights(models.policy.weights(), version=checkpoint.step)
+    models.score.restore(checkpoint.state["rewards"])
+    kl = (AdaptiveKL if adaptive else FixedKL)(**checkpoint.state["kl"])
+    return checkpoint.step, kl, dict(checkpoint.state["metrics"])
+
+
+def save(
+    config: PPOConfig, models: Models, context: StageContext, step: int, kl: FixedKL | AdaptiveKL, metrics: Metrics
+) -> None:
+    """Write a checkpoint when it is due. Rollouts need no place in it: a step is repeated from its seeds, bitwise."""
+    if step % config.checkpoint_every and step != config.steps:
+        return
+    state = {"kl": asdict(kl), "rewards": models.score.state(), "metrics": metrics}
+    with context.checkpoints.saving(step, state) as folder:
+        models.policy.save(folder / "policy")
+        if models.value_model:
+            models.value_model.save(folder / "value_model")
+
+
+def record(config: PPOConfig, context: StageContext, step: int, metrics: Metrics, rollouts: Sequence[Rollout]) -> None:
+    """Log a step's metrics, and now and then a table of its rollouts."""
+    context.metrics(step, metrics)
+    context.progress(step, config.steps, f"reward {metrics['reward/mean']:.3f}  kl {metrics['kl/per_sequence']:.2f}")
+    if step % config.table_every == 0 or step == config.steps:
+        rows = [
+            [
+                rollout.prompt.messages[-1].content,
+                rollout.completion.text,
+                rollout.reward,
+                len(rollout.completion.token_ids),
+            ]
+            for rollout in rollouts[:16]
+        ]
+        context.tracker.table(f"samples/step_{step:05d}", ["prompt", "completion", "reward", "tokens"], rows)
+
+
+def _order(count: int, seed: int) -> list[int]:
+    order = list(range(count))
+    random.Random(seed).shuffle(order)
+    return order
+
+
+def _rate(optimizer: OptimizerConfig, step: int, steps: int) -> float:
+    from rlhf_core.training.schedule import learning_rate
+
+    return learning_rate(
+        step,
+        total_steps=steps,
+        peak=optimizer.learning_rate,
+        schedule=optimizer.schedule,
+        warmup_fraction=optimizer.warmup_fraction,
+        min_fraction=optimizer.min_lr_fraction,
+    )

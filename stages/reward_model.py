@@ -1,0 +1,136 @@
+"""Reward model: a scalar head on a language model, trained so that chosen answers score above rejected ones.
+
+Loss (Bradley-Terry): -log sigmoid(r_chosen - r_rejected - margin) [+ c (r_chosen + r_rejected)^2], mean over pairs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from rlhf_core.config.base import Config
+from rlhf_core.config.engines import LoraConfig, OptimizerConfig
+from rlhf_core.config.loop import LoopConfig
+from rlhf_core.interfaces import ModelSpec, Trainer
+from rlhf_core.stage import StageContext
+from rlhf_core.types import PolicyRef, PreferencesRef, RewardModelRef, RewardPair
+
+if TYPE_CHECKING:
+    from rlhf_core.data.chat import ChatTemplate
+    from rlhf_core.data.tables import Preference
+
+NAME = "reward_model"
+VERSION = 1
+CODE = "warn"
+
+PROBES = 32
+
+
+class RewardModelConfig(Config):
+    """Bradley-Terry reward model on preference pairs."""
+
+    max_length: int = Field(256, ge=8)
+    """Tokens of prompt and answer; pairs that are identical after truncation are dropped and counted."""
+    use_margin: bool = False
+    """Subtract the pair's `margin` column inside the sigmoid."""
+    centering_coef: float = Field(0.0, ge=0)
+    """Pulls the mean score to zero (arXiv 2312.09244); 0.01 is a common value."""
+    loop: LoopConfig = LoopConfig(batch_size=32, epochs=1)
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
+    lora: LoraConfig | None = None
+
+
+def run(
+    config: RewardModelConfig, *, policy: PolicyRef, preferences: PreferencesRef, context: StageContext
+) -> RewardModelRef:
+    """Train a reward model from the weights of `policy`; return it with its report (accuracy, calibration, length)."""
+    from rlhf_core.data.chat import ChatTemplate
+    from rlhf_core.data.tables import read_preferences
+    from rlhf_core.training.fit import fit
+    from rlhf_core.training.objectives import BradleyTerryObjective
+
+    chat = ChatTemplate.load(context.path(policy))
+    rows = {split: read_preferences(context.path(preferences) / f"{split}.parquet") for split in ("train", "eval")}
+    pairs = {split: reward_pairs(chat, rows[split], config) for split in rows}
+    context.tracker.dataset("preferences", preferences.digest, "training")
+    context.tracker.input_model(policy.digest)
+
+    model = ModelSpec(path=str(context.path(policy)), head="score", lora=config.lora, seed=context.seed)
+    with context.runtime.trainer("reward_model", model, config.optimizer) as trainer:
+        result = fit(
+            trainer,
+            pairs["train"],
+            pairs["eval"],
+            BradleyTerryObjective(centering_coef=config.centering_coef),
+            optimizer=config.optimizer,
+            loop=config.loop,
+            context=context,
+        )
+        trainer.export(context.out)
+        write_contract(trainer, pairs["eval"] or pairs["train"], chat, config, context.out)
+        report = write_report(trainer, pairs["eval"], context)
+    metrics = {
+        "steps": result.steps,
+        "train_pairs": len(pairs["train"]),
+        "dropped_pairs": sum(len(rows[split]) - len(pairs[split]) for split in rows),
+    }
+    return context.commit(RewardModelRef, metrics=metrics | result.final | report)
+
+
+def reward_pairs(chat: ChatTemplate, rows: Sequence[Preference], config: RewardModelConfig) -> list[RewardPair]:
+    """Return the rendered pairs; those that are cut to the same tokens, or to no answer, are left out."""
+    pairs = []
+    for row in rows:
+        chosen = chat.continuation(row.prompt, row.chosen, max_length=config.max_length)
+        rejected = chat.continuation(row.prompt, row.rejected, max_length=config.max_length)
+        if chosen is None or rejected is None or chosen.token_ids == rejected.token_ids:
+            continue
+        margin = row.margin if config.use_margin else 0.0
+        pairs.append(RewardPair(chosen_ids=chosen.token_ids, rejected_ids=rejected.token_ids, margin=margin))
+    return pairs
+
+
+def write_contract(
+    trainer: Trainer, pairs: Sequence[RewardPair], chat: ChatTemplate, config: RewardModelConfig, folder: Path
+) -> None:
+    """Write `contract.json`: what a user of the scores must reproduce, with probe scores to check it by."""
+    probe = [list(pair.chosen_ids) for pair in pairs[:PROBES]]
+    scores = trainer.scores([tuple(ids) for ids in probe])
+    contract = {
+        "max_length": config.max_length,
+        "eos_token_id": chat.eos_id,
+        "template": chat.digest,
+        "probe": probe,
+        "probe_scores": scores,
+        "mean": fmean(scores),
+        "std": pstdev(scores),
+    }
+    (folder / "contract.json").write_text(json.dumps(contract))
+
+
+def write_report(trainer: Trainer, pairs: Sequence[RewardPair], context: StageContext) -> dict[str, float]:
+    """Write `report.json` and its figures into the artifact; return the headline figures of the held-out pairs."""
+    from rlhf_core.evaluation.reward_report import reward_model_report
+
+    if not pairs:
+        return {}
+    report, figures = reward_model_report(
+        chosen_scores=trainer.scores([pair.chosen_ids for pair in pairs]),
+        rejected_scores=trainer.scores([pair.rejected_ids for pair in pairs]),
+        chosen_lengths=[len(pair.chosen_ids) for pair in pairs],
+        rejected_lengths=[len(pair.rejected_ids) for pair in pairs],
+        sources=["held-out"] * len(pairs),
+        seed=context.seed,
+    )
+    (context.out / "report.json").write_text(json.dumps(report, indent=2))
+    (context.out / "figures").mkdir()
+    for name, png in figures.items():
+        path = context.out / "figures" / f"{name}.png"
+        path.write_bytes(png)
+        context.tracker.file(path, "figures")
+    return {f"held_out/{name}": report[name] for name in ("accuracy", "ece", "length_correlation")}

@@ -1,0 +1,66 @@
+"""Supervised fine-tuning: maximise the likelihood of the assistant's tokens in demonstrations.
+
+Loss: -log pi(y_t | y_<t, x), token mean over the whole optimizer step, on assistant tokens and their end-of-turn token.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from rlhf_core.config.base import Config
+from rlhf_core.config.engines import LoraConfig, OptimizerConfig
+from rlhf_core.config.loop import LoopConfig
+from rlhf_core.interfaces import ModelSpec
+from rlhf_core.stage import StageContext
+from rlhf_core.types import DemonstrationsRef, PolicyRef
+
+NAME = "sft"
+VERSION = 1
+CODE = "warn"
+
+
+class SFTConfig(Config):
+    """Supervised fine-tuning on demonstrations."""
+
+    max_length: int = Field(256, ge=8)
+    """Tokens of a conversation; longer ones are cut, and dropped if no trained token is left."""
+    packing: bool = False
+    """Share rows of `max_length` tokens between conversations; attention and positions do not leak."""
+    loop: LoopConfig = LoopConfig(batch_size=32, epochs=2)
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=2e-5)
+    lora: LoraConfig | None = None
+
+
+def run(config: SFTConfig, *, policy: PolicyRef, demonstrations: DemonstrationsRef, context: StageContext) -> PolicyRef:
+    """Fine-tune `policy` on `demonstrations`; return the new policy with its evaluation loss before and after."""
+    from rlhf_core.data.chat import ChatTemplate
+    from rlhf_core.data.tables import read_demonstrations
+    from rlhf_core.training.fit import fit
+    from rlhf_core.training.objectives import SftObjective
+
+    chat = ChatTemplate.load(context.path(policy))
+    splits = {}
+    for split in ("train", "eval"):
+        rows = read_demonstrations(context.path(demonstrations) / f"{split}.parquet")
+        samples = [chat.conversation(row.messages, max_length=config.max_length) for row in rows]
+        splits[split] = [sample for sample in samples if sample is not None]
+    context.tracker.dataset("demonstrations", demonstrations.digest, "training")
+    context.tracker.input_model(policy.digest)
+    context.tracker.table("preview", ["what is trained on"], [[chat.preview(sample)] for sample in splits["train"][:8]])
+
+    objective = SftObjective(pack_to=config.max_length if config.packing else None)
+    model = ModelSpec(path=str(context.path(policy)), head="lm", lora=config.lora, seed=context.seed)
+    with context.runtime.trainer("policy", model, config.optimizer) as trainer:
+        result = fit(
+            trainer,
+            splits["train"],
+            splits["eval"],
+            objective,
+            optimizer=config.optimizer,
+            loop=config.loop,
+            context=context,
+        )
+        trainer.export(context.out)
+    metrics = {"steps": result.steps, "train_samples": len(splits["train"])}
+    metrics |= {f"before/{name}": value for name, value in result.initial.items()}
+    return context.commit(PolicyRef, metrics=metrics | result.final)

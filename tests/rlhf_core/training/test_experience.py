@@ -1,0 +1,103 @@
+"""Token rewards, advantages and training rows, with the arithmetic in the comments."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlhf_core.errors import ConfigError
+from rlhf_core.training.experience import (
+    Experience,
+    completion_tensor,
+    estimate_advantages,
+    policy_samples,
+    token_rewards,
+    token_sample,
+    value_samples,
+)
+from rlhf_core.types import Completion, Message, Prompt, Rollout
+
+PROMPT = Prompt(id="p", messages=(Message("user", "hi"),), label="", source="test")
+
+
+def rollout(prompt_ids: tuple[int, ...], token_ids: tuple[int, ...], reward: float) -> Rollout:
+    logprobs = tuple(-0.5 for _ in token_ids)
+    completion = Completion(token_ids, logprobs, "text", "stop", policy_version=0, seed=1)
+    return Rollout(PROMPT, prompt_ids, completion, reward, {"gold": reward})
+
+
+def experience(*rollouts: Rollout, old: float, ref: float, value: float) -> Experience:
+    samples = tuple(token_sample(item) for item in rollouts)
+
+    def rows(number: float) -> tuple[tuple[float, ...], ...]:
+        return tuple(tuple(number * mask for mask in sample.loss_mask) for sample in samples)
+
+    return Experience(tuple(rollouts), samples, rows(old), rows(ref), rows(value))
+
+
+SETTINGS = {"gamma": 1.0, "gae_lambda": 1.0, "whiten_advantages": False}
+
+
+def test_a_rollout_becomes_one_sequence_whose_actions_are_the_completion() -> None:
+    sample = token_sample(rollout((1, 2), (3, 4, 5), 1.0))
+    assert sample.token_ids == (1, 2, 3, 4, 5)
+    assert sample.loss_mask == (0, 0, 1, 1, 1)
+
+
+def test_completion_tensor_leaves_the_prompt_out_and_pads_on_the_right() -> None:
+    made = experience(rollout((1, 2), (3, 4), 0.0), rollout((1,), (3,), 0.0), old=-1.0, ref=0.0, value=0.0)
+    assert completion_tensor(made.old_logprobs, made).tolist() == [[-1.0, -1.0], [-1.0, 0.0]]
+
+
+def test_the_score_lands_on_the_last_valid_token_and_kl_on_every_one() -> None:
+    mask_BT = torch.tensor([[1.0, 1.0, 0.0]])
+    kl_BT = torch.tensor([[0.5, 0.25, 9.0]])
+    rewards_BT = token_rewards(torch.tensor([2.0]), kl_BT, mask_BT, kl_coef=0.1)
+    # -0.1 * 0.5 ; -0.1 * 0.25 + 2 ; padding carries nothing
+    torch.testing.assert_close(rewards_BT, torch.tensor([[-0.05, 1.975, 0.0]]))
+
+
+def test_gae_with_lambda_one_is_return_minus_value() -> None:
+    made = experience(rollout((1,), (2, 3), 1.0), old=-1.0, ref=-1.5, value=0.25)
+    result = estimate_advantages(made, estimator="gae", group_size=1, kl_coef=0.1, **SETTINGS)
+    # d = -1 - (-1.5) = 0.5 a token: rewards are -0.05 and 0.95, returns 0.90 and 0.95, values 0.25
+    torch.testing.assert_close(result.returns_BT, torch.tensor([[0.90, 0.95]]))
+    torch.testing.assert_close(result.advantages_BT, torch.tensor([[0.65, 0.70]]))
+    assert result.metrics["kl/per_sequence"] == pytest.approx(1.0)
+    assert result.metrics["reward/mean"] == 1.0
+
+
+def test_grpo_gives_each_token_of_a_rollout_the_normalised_group_reward() -> None:
+    group = [rollout((1,), (2, 3), 0.0), rollout((1,), (2,), 2.0)]
+    made = experience(*group, old=-1.0, ref=-1.0, value=0.0)
+    result = estimate_advantages(made, estimator="grpo", group_size=2, kl_coef=0.0, **SETTINGS)
+    # mean 1, sample standard deviation sqrt(2): -+ 1/sqrt(2)
+    half = 0.5**0.5
+    torch.testing.assert_close(result.advantages_BT, torch.tensor([[-half, -half], [half, 0.0]]))
+    assert result.metrics["reward/zero_variance_groups"] == 0.0
+
+
+def test_a_group_estimator_refuses_a_single_sample() -> None:
+    made = experience(rollout((1,), (2,), 1.0), old=-1.0, ref=-1.0, value=0.0)
+    with pytest.raises(ConfigError, match="ppo.samples_per_prompt = 1: .*at least 2"):
+        estimate_advantages(made, estimator="rloo", group_size=1, kl_coef=0.0, **SETTINGS)
+
+
+def test_whitening_makes_gae_advantages_zero_mean_and_unit_variance() -> None:
+    made = experience(rollout((1,), (2, 3), 1.0), rollout((1,), (2,), -2.0), old=-1.0, ref=-1.0, value=0.0)
+    settings = SETTINGS | {"whiten_advantages": True}
+    result = estimate_advantages(made, estimator="gae", group_size=1, kl_coef=0.0, **settings)
+    valid = result.advantages_BT[torch.tensor([[True, True], [True, False]])]
+    assert valid.mean().item() == pytest.approx(0.0, abs=1e-6)
+    assert valid.std(correction=0).item() == pytest.approx(1.0, abs=1e-5)
+
+
+def test_training_rows_are_zero_on_the_prompt_and_keep_the_samplers_logprobs() -> None:
+    made = experience(rollout((1, 9), (2, 3), 1.0), old=-1.0, ref=-1.0, value=0.5)
+    result = estimate_advantages(made, estimator="gae", group_size=1, kl_coef=0.0, **SETTINGS)
+    (policy_row,) = policy_samples(made, result)
+    (value_row,) = value_samples(made, result)
+    assert policy_row.rollout_logprobs == (0.0, 0.0, -0.5, -0.5)
+    assert policy_row.advantages == (0.0, 0.0, 0.5, 0.5)
+    assert value_row.returns == (0.0, 0.0, 1.0, 1.0)
+    assert value_row.old_values == (0.0, 0.0, 0.5, 0.5)
