@@ -87,6 +87,9 @@ class PlainDisplay:
     def note(self, text: str) -> None:
         self._console.print(text, style="dim", markup=False, highlight=False)
 
+    def warn(self, text: str) -> None:
+        self._console.print(f"warning: {text}", markup=False, highlight=False, soft_wrap=True)
+
     def _line(self, label: str, text: str) -> None:
         self._console.print(f"{label}: {text}", markup=False, highlight=False, soft_wrap=True)
 
@@ -140,6 +143,9 @@ class LiveDisplay:
 
     def note(self, text: str) -> None:
         self._note = text
+
+    def warn(self, text: str) -> None:
+        self._live.console.print(f"warning: {text}", style="yellow", markup=False, highlight=False)
 
     def _render(self) -> RenderableType:
         with self._lock:

@@ -70,6 +70,7 @@ def quiet_environment(home: Home) -> dict[str, str]:
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
         "PREFECT_SERVER_EPHEMERAL_ENABLED": "false",
+        "PREFECT__SERVER_FINAL": "1",
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
         "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
         "DO_NOT_TRACK": "1",
@@ -87,6 +88,8 @@ def client_environment(home: Home, *, prefect_port: int) -> dict[str, str]:
     """Return the settings of a process that talks to the Prefect server on `prefect_port`."""
     return quiet_environment(home) | {
         "PREFECT_API_URL": f"http://{LOOPBACK}:{prefect_port}/api",
-        "PREFECT_LOGGING_LEVEL": "WARNING",
+        # Prefect's pages keep every log line; the terminal belongs to our own display.
+        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+        "PREFECT_LOGGING_EXTRA_LOGGERS": "rlhf_core,stages,pipelines",
         "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
     }

@@ -21,7 +21,7 @@ def iterate_dpo(
         policy = dpo_round(
             config,
             stages,
-            label=f"iterative_dpo/round_{number}",
+            number=number,
             policy=policy,
             reference=reference,
             prompts=prompts,
@@ -36,14 +36,16 @@ def dpo_round(
     config: IterativeDPOConfig,
     stages: Stages,
     *,
-    label: str,
+    number: int,
     policy: PolicyRef,
     reference: PolicyRef,
     prompts: PromptsRef,
     reward_models: dict[str, RewardModelRef],
 ) -> PolicyRef:
-    """One round: generate -> score -> select (pairs) -> dpo."""
-    generations = stages.generate(f"{label}/generate", config.generate, policy=policy, prompts=prompts)
+    """One round: generate -> score -> select (pairs) -> dpo. Every round salts its samples' seeds anew."""
+    label = f"iterative_dpo/round_{number}"
+    generate = config.generate.model_copy(update={"round": config.generate.round + number - 1})
+    generations = stages.generate(f"{label}/generate", generate, policy=policy, prompts=prompts)
     rollouts = stages.score(f"{label}/score", config.score, generations=generations, reward_models=reward_models)
     pairs = stages.select_pairs(f"{label}/select", config.select, rollouts=rollouts)
     return stages.dpo(f"{label}/dpo", config.dpo, policy=policy, reference=reference, preferences=pairs)

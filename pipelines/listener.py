@@ -28,8 +28,6 @@ class Listener(Protocol):
 
     def failed(self, label: str, error: BaseException) -> None: ...
 
-    def note(self, text: str) -> None: ...
-
 
 class ShownTracker:
     """A stage's tracker that also tells the listener its metrics and keeps its newest table for the stage's card."""
@@ -65,3 +63,25 @@ class ShownTracker:
 
     def register(self, name: str, digest: str, *, aliases: Sequence[str], tags: Mapping[str, str]) -> str:
         return self._inner.register(name, digest, aliases=aliases, tags=tags)
+
+
+class Silent:
+    """Listens and says nothing: for runs that only Prefect's pages show."""
+
+    def planned(self, label: str, decision: Decision) -> None:
+        return None
+
+    def started(self, label: str, decision: Decision) -> None:
+        return None
+
+    def progress(self, label: str, done: int, total: int, message: str) -> None:
+        return None
+
+    def metrics(self, label: str, step: int, values: Mapping[str, float]) -> None:
+        return None
+
+    def finished(self, label: str, decision: Decision, metrics: Mapping[str, float], seconds: float) -> None:
+        return None
+
+    def failed(self, label: str, error: BaseException) -> None:
+        return None

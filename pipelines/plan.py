@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pipelines.full import lifecycle
 from pipelines.graph import ENGINES, Stages
@@ -91,27 +91,23 @@ class Planner:
         if decision.action == "HIT":
             record = self.store.record(decision.key)
             if record is not None:
-                return kind.model_validate(record.handle.model_dump())
+                return expect(record.handle, kind, spec.label)
         return placeholder(spec.label, kind)
 
     def _decide(self, spec: StageSpec) -> Decision:
-        for ref in references(spec.inputs):
+        for ref in spec.refs():
             if ref.uri.startswith(PENDING):
                 upstream = ref.uri.removeprefix(PENDING)
-                return Decision(action="RUN", reason=f"{upstream} comes first; a hit if it makes the same content again", key="", step=None)
+                # Its content may turn out the same as before; then this stage is a hit after all.
+                return Decision("RUN", f"after {upstream}", "", None)
         return decide(self.store, spec, force=spec.label in self.force, strict_code=self.strict_code)
 
 
-def references(inputs: Any) -> Iterator[ArtifactRef]:
-    """Yield every handle among the inputs of a stage."""
-    if isinstance(inputs, ArtifactRef):
-        yield inputs
-    elif isinstance(inputs, Mapping):
-        for value in inputs.values():
-            yield from references(value)
-    elif isinstance(inputs, (list, tuple)):
-        for value in inputs:
-            yield from references(value)
+def expect(ref: ArtifactRef, kind: type[R], label: str) -> R:
+    """Return `ref` as the kind that the pipeline awaits from a stage."""
+    if not isinstance(ref, kind):
+        raise TypeError(f"{label}: returned {type(ref).__name__}, not {kind.__name__}")
+    return ref
 
 
 def placeholder(label: str, kind: type[R]) -> R:

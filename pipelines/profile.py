@@ -130,6 +130,16 @@ def parse(tree: Mapping[str, Any], *, origin: str) -> PipelineConfig:
         raise ConfigError(_first_error(error, tree, origin)) from None
 
 
+def with_overrides(config: PipelineConfig, overrides: Sequence[str]) -> PipelineConfig:
+    """Return `config` with `dotted.key=value` changes; ConfigError as from a profile."""
+    if not overrides:
+        return config
+    tree = config.model_dump(mode="json", exclude_none=True)
+    for override in overrides:
+        _apply(tree, override)
+    return parse(tree, origin=config.name)
+
+
 def find_profile(profile: str | Path) -> Path:
     """Return the file of a profile: a path, or the name of a shipped one such as `tiny/full`."""
     name = str(profile)

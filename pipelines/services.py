@@ -12,10 +12,11 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from pipelines.home import LOOPBACK, Home, client_environment, quiet_environment
 from rlhf_core.errors import RlhfError
@@ -133,15 +134,7 @@ def private_server(home: Home) -> Iterator[PrivateServer]:
     log = home.logs / "prefect_run.log"
     environment = os.environ | client_environment(home, prefect_port=port)
     with log.open("wb") as stream:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pipelines.prefect_server", str(port)],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=stream,
-            stderr=stream,
-            # Ctrl-C is for the run: the server has to hear how it ended.
-            start_new_session=True,
-        )
+        process = start_leashed(prefect_command(port), environment, stream)
     server = PrivateServer(process, port, log)
     try:
         yield server
@@ -152,9 +145,24 @@ def private_server(home: Home) -> Iterator[PrivateServer]:
 # ---------------------------------------------------------------- processes, ports, health
 
 
+def start_leashed(command: list[str], environment: Mapping[str, str], log: BinaryIO) -> subprocess.Popen[bytes]:
+    """Start a command that ends with this process; Ctrl-C reaches only us, so that it hears how things end."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "pipelines.leash", *command],
+        env=dict(environment),
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
+
+
 def prefect_command(port: int) -> list[str]:
-    """Return the command of the Prefect server."""
-    return [sys.executable, "-m", "pipelines.prefect_server", str(port)]
+    """Return the command of the Prefect server: what `prefect server start` runs, without the wait for its own CLI."""
+    return [
+        *(sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app"),
+        *("--host", LOOPBACK, "--port", str(port), "--timeout-keep-alive", "5", "--log-level", "warning"),
+    ]
 
 
 def mlflow_command(home: Home, port: int) -> list[str]:
@@ -198,7 +206,7 @@ def healthy(url: str) -> bool:
         return False
 
 
-def stop_process(process: subprocess.Popen[bytes], *, patience_s: float = 10.0) -> None:
+def stop_process(process: subprocess.Popen[bytes], *, patience_s: float = 12.0) -> None:
     """End a child: asked first, killed when it does not listen."""
     if process.poll() is None:
         process.terminate()

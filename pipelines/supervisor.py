@@ -26,6 +26,7 @@ from pipelines.services import (
     prefect_command,
     process_start,
     running,
+    start_leashed,
     stop_process,
 )
 
@@ -48,27 +49,14 @@ class Child:
 
     def start(self) -> None:
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                self.command,
-                env=dict(self.environment),
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            self.process = start_leashed(self.command, self.environment, log)
 
     def dead(self) -> bool:
         return self.process is not None and self.process.poll() is not None
 
     def stop(self) -> None:
-        if self.process is None:
-            return
-        stop_process(self.process)
-        # MLflow's workers are its own children, in its session.
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
+        if self.process is not None:
+            stop_process(self.process)
 
 
 def supervise(home: Home) -> None:

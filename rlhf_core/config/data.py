@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlhf_core.config.base import Config
 
@@ -39,10 +39,8 @@ class ArithmeticWorld(Config):
     eval_demonstrations: int = Field(256, ge=1)
     eval_preferences: int = Field(256, ge=1)
     eval_prompts: int = Field(256, ge=1)
-    largest_left: int = Field(99, ge=9, le=9999)
-    """Largest first operand; each digit is a token."""
-    largest_right: int = Field(5, ge=1, le=9999)
-    """Largest second operand; the harder the task, the more of the sums have carries."""
+    largest: int = Field(9, ge=2, le=999)
+    """Largest operand; each digit is a token. Two digits make the task much harder for a model that starts from nothing."""
     error_probability: float = Field(0.4, ge=0, lt=1)
     """Share of demonstrations with a slip."""
 
@@ -91,6 +89,13 @@ class Use(Config):
     prompts: float = Field(0.0, ge=0, le=1)
     eval_prompts: float = Field(0.0, ge=0, le=1)
 
+    @model_validator(mode="after")
+    def _shares_add_up(self) -> Use:
+        total = self.demonstrations + self.preferences + self.prompts + self.eval_prompts
+        if not 0 < total <= 1 + 1e-9:
+            raise ValueError(f"the shares add to {total:g}; they must add to more than 0 and at most 1")
+        return self
+
 
 class Source(Config):
     """One file, folder or Hub dataset of one row format."""
@@ -109,7 +114,7 @@ class Source(Config):
     format: RowFormat = "auto"
     columns: Columns = Columns()
     weight: float = Field(1.0, gt=0)
-    """Relative share of the mixture; the source that runs out first sets the size, none is repeated."""
+    """Relative share of each table, where `data.mixture` is `weights`."""
     use: Use
 
 
@@ -118,6 +123,8 @@ class Files(Config):
 
     type: Literal["files"] = "files"
     sources: tuple[Source, ...] = Field(min_length=1)
+    mixture: Literal["all", "weights"] = "all"
+    """`all` takes every row; `weights` takes each source's share, until the first source is used up; none is repeated."""
     eval_fraction: float = Field(0.05, gt=0, lt=1)
     """Share of the prompts of demonstrations and of preferences held out as their `eval.parquet`."""
     max_rows: int = Field(0, ge=0)
@@ -131,6 +138,13 @@ class Files(Config):
     """Fewest trained tokens of an answer."""
     max_bad_fraction: float = Field(0.05, ge=0, le=1)
     """Most malformed rows per source; more is an error."""
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Files:
+        names = [source.name for source in self.sources]
+        if len(set(names)) != len(names):
+            raise ValueError(f"source names {names}: each source needs a name of its own")
+        return self
 
 
 DataConfig = Annotated[SupportWorld | ArithmeticWorld | Files, Field(discriminator="type")]

@@ -153,7 +153,7 @@ class ChatTemplate:
         for index, message in enumerate(messages):
             if message.role != "assistant":
                 continue
-            before = self._render(messages[:index], generation_prompt=True)
+            before = self._before_answer(messages[:index])
             after = self._render(messages[: index + 1], generation_prompt=False)
             if not (after.startswith(before) and whole.startswith(after) and len(before) >= done):
                 raise DataError(
@@ -168,6 +168,15 @@ class ChatTemplate:
             done = len(after)
         segments.append((whole[done:], False))
         return [(text, answer) for text, answer in segments if text]
+
+    def _before_answer(self, messages: Sequence[Message]) -> str:
+        if messages:
+            return self._render(messages, generation_prompt=True)
+        # Templates need not render an empty conversation; what opens an answer is what a generation prompt adds.
+        closed = self._render(_PROBE[:1], generation_prompt=False)
+        opened = self._render(_PROBE[:1], generation_prompt=True)
+        start = self._render(_PROBE[1:], generation_prompt=False).partition(opened.removeprefix(closed))
+        return start[0] + start[1]
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -1,6 +1,6 @@
 """The parquet layouts that flow between stages, and the values that one row of each becomes.
 
-Every write is atomic (temporary file, then `os.replace`), so a shard that is there is whole and a killed stage can go
+Every write is atomic (temporary file, then a rename), so a shard that is there is whole and a killed stage can go
 on after the last one.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,19 @@ class Tables:
     eval_preferences: tuple[Preference, ...]
     prompts: tuple[Prompt, ...]
     eval_prompts: tuple[Prompt, ...]
+
+    def named(self) -> dict[str, tuple[Demonstration, ...] | tuple[Preference, ...] | tuple[Prompt, ...]]:
+        """Return the tables by name, in order of their fields."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def training_texts(self) -> Iterator[str]:
+        """Yield the texts to train a tokenizer on: of the demonstrations, or, without any, of pairs and prompts."""
+        if self.demonstrations:
+            turns: Iterable[Message] = (message for row in self.demonstrations for message in row.messages)
+        else:
+            pairs = (message for row in self.preferences for message in (*row.prompt, *row.chosen, *row.rejected))
+            turns = (*pairs, *(message for prompt in self.prompts for message in prompt.messages))
+        yield from (message.content for message in turns)
 
 
 def content_id(*parts: object) -> str:
@@ -229,8 +242,7 @@ def write_rollouts(folder: Path, shard: int, rows: Sequence[Rollout]) -> None:
         shard_path(folder, shard),
         ROLLOUTS_SCHEMA,
         [
-            _generation_row(row)
-            | {"reward": row.reward, "reward_components": sorted(row.reward_components.items())}
+            _generation_row(row) | {"reward": row.reward, "reward_components": sorted(row.reward_components.items())}
             for row in rows
         ],
     )
@@ -308,14 +320,14 @@ def _write(path: Path, schema: pa.Schema, rows: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     pq.write_table(pa.Table.from_pylist(rows, schema=schema), temporary)
-    os.replace(temporary, path)
+    temporary.replace(path)
 
 
 def _replace(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_bytes(content)
-    os.replace(temporary, path)
+    temporary.replace(path)
 
 
 def _read(path: Path, schema: pa.Schema) -> list[dict[str, Any]]:

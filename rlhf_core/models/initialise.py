@@ -60,7 +60,8 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, folder: Path) -> N
 def initialise_llama(config: InitModel, folder: Path, *, seed: int) -> None:
     """Write to `folder`, beside its tokenizer, a Llama of the shape of `config` with weights drawn from `seed`.
 
-    Embeddings are tied. The same seed gives the same bytes. Raises ConfigError if the tokenizer has more tokens than
+    Embeddings are tied. The same seed gives the same bytes. A head is hidden_size / heads wide; vLLM on a CPU wants 32, 64
+    or more of certain sizes, so 256 / 4 suits it. Raises ConfigError if the tokenizer has more tokens than
     `vocab_size`, or if the hidden size does not divide into heads of an even width.
     """
     import torch

@@ -66,8 +66,10 @@ def load_tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def materialise(config: PretrainedModel, folder: Path) -> None:
+def materialise(config: PretrainedModel, folder: Path, *, chat_template: str | None = None) -> None:
     """Write the model of `config` to `folder` in Hugging Face layout: safetensors, tokenizer, chat template.
+
+    `chat_template` replaces the tokenizer's own, or stands in for one that it lacks.
 
     Makes sure of a padding token other than the end token, since a reward is read at the last token that is not
     padding. Raises ConfigError for a missing folder, package or Hub model, a Hub name without a revision, weights that
@@ -77,11 +79,11 @@ def materialise(config: PretrainedModel, folder: Path) -> None:
 
     source, options = _source(config)
     tokenizer = _fetch(AutoTokenizer, config, source, options)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
     if not tokenizer.chat_template:
         raise ConfigError(
-            explain(
-                "model.path", config.path, "its tokenizer has no chat template", "add chat_template.jinja to the model"
-            )
+            explain("model.path", config.path, "its tokenizer has no chat template", "set prepare_data.chat_template")
         )
     model = _fetch(AutoModelForCausalLM, config, source, options | _weights_options(config))
     _ensure_padding(model, tokenizer)
@@ -177,7 +179,7 @@ def _source(config: PretrainedModel) -> tuple[str, dict[str, Any]]:
     folder = package_folder(config.path) if config.path.startswith("package:") else Path(config.path).expanduser()
     if folder.is_dir():
         _check_local(config, folder)
-        return str(folder), options | {"local_files_only": True}
+        return str(folder), options
     if config.path.startswith((".", "/", "~")) or config.path.count("/") > 1:
         raise ConfigError(explain("model.path", config.path, "there is no such folder", "check the path"))
     if not re.fullmatch(r"[0-9a-f]{40}", config.revision):

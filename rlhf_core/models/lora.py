@@ -7,6 +7,7 @@ one without.
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 
 from rlhf_core.config.engines import LoraConfig
 from rlhf_core.errors import ConfigError, explain
+
+logger = logging.getLogger(__name__)
 
 _LAYER = ".base_layer."
 _ADAPTER = "default"
@@ -35,6 +38,8 @@ def apply_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> nn.Module:
                 "lora.target_modules", config.target_modules, "none is in the model", f"choose from {sorted(linear)}"
             )
         )
+    if len(targets) < len(config.target_modules):
+        logger.warning("lora: %s has no modules %s", type(model).__name__, sorted(set(config.target_modules) - linear))
     settings = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
@@ -56,8 +61,9 @@ def has_lora(model: nn.Module) -> bool:
 def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the weights under Hugging Face checkpoint names, adapters merged, tied duplicates left out.
 
-    Tensors are contiguous, on the CPU and never share memory with an adapter; the live model does not change. The merge
-    is W + scaling * B A in fp32, rounded once to the dtype of W.
+    The live model does not change. Tensors are contiguous and on the CPU; weights without an adapter may share memory with
+    a model on the CPU, so use or copy them before the next optimizer step. The merge is W + scaling * B A in fp32,
+    rounded once to the dtype of W.
     """
     deltas = _deltas(model)
     state: dict[str, Tensor] = {}

@@ -14,8 +14,8 @@ STD_EPS = 1e-8
 class RunningNormaliser:
     """Mean and variance of all rewards so far (Welford; merged by Chan et al., 1979). JSON-able by `asdict`.
 
-    >>> RunningNormaliser.empty().updated([1.0, 3.0]).normalised([2.0, 3.0])
-    [0.0, 0.99999999]
+    >>> RunningNormaliser.empty().updated([1.0, 3.0])
+    RunningNormaliser(count=2, mean=2.0, squares=2.0)
     """
 
     count: int

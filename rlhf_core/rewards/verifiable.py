@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 
 from rlhf_core.types import Generation
 
-_NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+_NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+"""A dash after a digit, a letter or a bracket is a range or a subtraction, not a sign."""
 _THINK_THEN_ANSWER = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
 
 
@@ -143,11 +144,8 @@ def _first_number(text: str) -> Decimal | None:
     return _decimal(match.group()) if match else None
 
 
-def _decimal(text: str) -> Decimal | None:
-    try:
-        return Decimal(text.replace(",", "")).normalize()
-    except InvalidOperation:
-        return None
+def _decimal(text: str) -> Decimal:
+    return Decimal(text.replace(",", ""))
 
 
 def _normalised(text: str) -> str:

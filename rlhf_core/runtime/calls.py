@@ -43,14 +43,16 @@ class WorkerGroup:
 
         Raises the worker's own error if it is one of this library's, else TrainingError or SamplingError.
         """
-        if self.broken:
-            raise self._error(
-                explain(f"{self.kind}.{role}", method, "its worker is gone", "leave this lease and take a new one")
-            )
+        self._check_alive(role, method)
         refs = [
             getattr(actor, method).remote(*args) for actor, args in zip(self.actors, arguments, strict=True)
         ]
         return self._gather(role, method, refs)
+
+    def call_first(self, role: str, method: str, *arguments: Any) -> Any:
+        """Call `method(*arguments)` on rank 0 alone; return its result."""
+        self._check_alive(role, method)
+        return self._gather(role, method, [getattr(self.actors[0], method).remote(*arguments)])[0]
 
     def send(self, method: str, *arguments: Any) -> None:
         """Call `method` on every actor without waiting for it."""
@@ -64,6 +66,12 @@ class WorkerGroup:
         self.broken = True
         for actor in self.actors:
             ray.kill(actor)
+
+    def _check_alive(self, role: str, method: str) -> None:
+        if self.broken:
+            raise self._error(
+                explain(f"{self.kind}.{role}", method, "its worker is gone", "leave this lease and take a new one")
+            )
 
     def _gather(self, role: str, method: str, refs: Sequence[Any]) -> list[Any]:
         import ray

@@ -50,7 +50,7 @@ def connect(cores: int) -> bool:
     return False
 
 
-def worker_environment(config: RuntimeConfig, *, threads: int) -> dict[str, str]:
+def worker_environment(*, threads: int) -> dict[str, str]:
     """Return the environment variables of a worker process.
 
     Trainer and sampler take turns on the same cores, so idle OpenMP threads must sleep instead of spinning.
@@ -68,7 +68,6 @@ def worker_environment(config: RuntimeConfig, *, threads: int) -> dict[str, str]
         "KMP_BLOCKTIME": "0",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
-        "RLHF_WORKER_THREADS": str(threads),
     }
 
 
@@ -87,6 +86,14 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("", 0))
         return int(listener.getsockname()[1])
+
+
+def own_gpus() -> list[str]:
+    """Return the GPUs that Ray gave to the calling worker, as `node:index`."""
+    import ray
+
+    node = ray.get_runtime_context().get_node_id()
+    return [f"{node}:{gpu}" for gpu in ray.get_runtime_context().get_accelerator_ids()["GPU"]]
 
 
 def _join(address: str) -> None:

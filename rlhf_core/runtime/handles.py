@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.engines import SamplingConfig
-from rlhf_core.errors import SamplingError, explain
+from rlhf_core.errors import RlhfError, SamplingError, explain
 from rlhf_core.interfaces import Metrics, Objective, Weights
 from rlhf_core.runtime.calls import WorkerGroup
+from rlhf_core.runtime.weight_sync import DeviceWeights, Transfer
 from rlhf_core.runtime.weights import StoredWeights
 from rlhf_core.types import Completion, SamplingRequest, TokenSample
 
@@ -17,8 +19,9 @@ from rlhf_core.types import Completion, SamplingRequest, TokenSample
 class RayTrainer:
     """One role on all ranks. Rank r gets samples r, r + world, ...; sums are divided by the whole batch's denominators."""
 
-    def __init__(self, workers: WorkerGroup, role: str, lease: str) -> None:
+    def __init__(self, workers: WorkerGroup, role: str, lease: str, *, transfer: Transfer) -> None:
         self._workers = workers
+        self._transfer = transfer
         self._role = role
         self._lease = lease
 
@@ -47,7 +50,10 @@ class RayTrainer:
         return self._reduced("loss", samples, objective)
 
     def weights(self) -> Weights:
-        """Return a reference to the full weights, which stay in the object store."""
+        """Return a reference to the full weights, which stay in the object store, or on rank 0 if GPUs will send them."""
+        if self._transfer:
+            ticket, digest = self._call("stage_weights")[0]
+            return Weights(payload=DeviceWeights(self._workers, ticket), digest=digest)
         weights: Weights = self._call("weights")[0]
         return weights
 
@@ -94,26 +100,37 @@ class RayTrainer:
 class RaySampler:
     """One policy on all engines; engine e gets a run of consecutive requests."""
 
-    def __init__(self, workers: WorkerGroup) -> None:
+    def __init__(self, workers: WorkerGroup, *, transfer: Transfer, tensor_parallel: int) -> None:
         self._workers = workers
+        self._transfer = transfer
+        self._tensor_parallel = tensor_parallel
 
     def generate(self, requests: Sequence[SamplingRequest], sampling: SamplingConfig) -> list[Completion]:
         """Return one completion per request, in order."""
         engines = len(self._workers.actors)
         bounds = [len(requests) * index // engines for index in range(engines + 1)]
-        parts = [(list(requests[start:end]), sampling) for start, end in zip(bounds, bounds[1:], strict=False)]
+        parts = [(list(requests[start:end]), sampling) for start, end in itertools.pairwise(bounds)]
         results = self._workers.call_each("policy", "generate", parts)
         return [completion for part in results for completion in part]
 
     def load_weights(self, weights: Weights, *, version: int) -> None:
         """Load a `RayTrainer`'s weights into every engine; completions made after this carry `version`."""
-        if not isinstance(weights.payload, StoredWeights):
-            raise SamplingError(
-                explain(
-                    "weights.payload",
-                    type(weights.payload).__name__,
-                    "is not from this runtime's trainer",
-                    "load what trainer.weights() of the same runtime returned",
-                )
+        match weights.payload:
+            case StoredWeights():
+                self._workers.call("policy", "load_weights", weights, version)
+            case DeviceWeights(trainers, ticket):
+                self._receive(trainers, ticket)
+                self._workers.call("policy", "adopt", version)
+            case other:
+                rule, remedy = "is not from this runtime's trainer", "load what its trainer.weights() returned"
+                raise SamplingError(explain("weights.payload", type(other).__name__, rule, remedy))
+
+    def _receive(self, trainers: WorkerGroup, ticket: int) -> None:
+        try:
+            trainers.call_first(
+                "policy", "send_weights", ticket, self._workers.actors, self._transfer, self._tensor_parallel
             )
-        self._workers.call("policy", "load_weights", weights, version)
+        except RlhfError:
+            # A half-received update, or an engine that still waits in a broadcast: neither can be used again.
+            self._workers.kill()
+            raise

@@ -15,8 +15,10 @@ from rlhf_core.interfaces import ModelSpec, Role, Sampler, Trainer
 from rlhf_core.runtime.calls import WorkerGroup
 from rlhf_core.runtime.cluster import available_cores, connect, threads_per_worker, worker_environment
 from rlhf_core.runtime.handles import RaySampler, RayTrainer
+from rlhf_core.runtime.placement import Placement, reserve
 from rlhf_core.runtime.sample_worker import SampleWorker
 from rlhf_core.runtime.train_worker import TrainWorker
+from rlhf_core.runtime.weight_sync import Transfer, choose_transfer
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +37,7 @@ class RayRuntime:
 
     def __init__(self, config: RuntimeConfig) -> None:
         self._config = config
-        self._connected = False
+        self._placement: Placement | None = None
         self._owns_ray = False
         self._train: WorkerGroup | None = None
         self._sample: WorkerGroup | None = None
@@ -52,7 +54,7 @@ class RayRuntime:
         lease = f"{role}-{next(self._leases)}"
         self._note_served(workers.call(role, "open", lease, model, optimizer))
         try:
-            yield RayTrainer(workers, role, lease)
+            yield RayTrainer(workers, role, lease, transfer=self._transfer())
         finally:
             if not workers.broken:
                 workers.call(role, "release", lease)
@@ -67,8 +69,9 @@ class RayRuntime:
         workers = self._sample_workers()
         self._sampler_leased = True
         try:
-            self._note_served(workers.call("policy", "open", policy))
-            yield RaySampler(workers)
+            transfer = self._transfer()
+            self._note_served(workers.call("policy", "open", policy, transfer))
+            yield RaySampler(workers, transfer=transfer, tensor_parallel=self._tensor_parallel())
         finally:
             self._sampler_leased = False
 
@@ -85,7 +88,7 @@ class RayRuntime:
 
     def close(self) -> None:
         """End all workers, and Ray if this runtime started it."""
-        if not self._connected:
+        if self._placement is None:
             return
         import ray
 
@@ -96,59 +99,66 @@ class RayRuntime:
             if group is not None and not group.broken:
                 group.kill()
         self._train = self._sample = None
+        if self._placement.group is not None:
+            ray.util.remove_placement_group(self._placement.group)
         if self._owns_ray:
             ray.shutdown()
-        self._connected = False
+        self._placement = None
 
     # ------------------------------------------------------------ workers
 
     def _train_workers(self) -> WorkerGroup:
         if self._train is None or self._train.broken:
-            self._connect()
-            self._train = self._start_train_workers()
+            self._train = self._start_train_workers(self._place())
         return self._train
 
     def _sample_workers(self) -> WorkerGroup:
         if self._sample is None or self._sample.broken:
-            self._connect()
-            self._sample = self._start_sample_workers()
+            self._sample = self._start_sample_workers(self._place())
         return self._sample
 
-    def _start_train_workers(self) -> WorkerGroup:
+    def _start_train_workers(self, placement: Placement) -> WorkerGroup:
         world = self._config.train_workers
         threads = threads_per_worker(self._config, workers=world)
         actors = [
-            self._actor(TrainWorker, self._config.gpus_per_train_worker, threads).remote(
-                rank, world, threads, self._config.trainer
-            )
-            for rank in range(world)
+            self._actor(TrainWorker, options, threads).remote(rank, world, threads, self._config.trainer)
+            for rank, options in enumerate(placement.train)
         ]
+        # Not awaited: rank 0's answer goes straight to the other workers, which import their engines meanwhile.
+        address = actors[0].address.remote()
         group = self._group("trainer", actors, TrainingError)
-        (host, port), *_ = group.call("start", "address")
-        group.send("join", host, port)
+        group.send("join", address)
         return group
 
-    def _start_sample_workers(self) -> WorkerGroup:
+    def _start_sample_workers(self, placement: Placement) -> WorkerGroup:
         sampler = self._config.sampler
-        engines = sampler.engines if isinstance(sampler, VllmSamplerConfig) else 1
-        threads = threads_per_worker(self._config, workers=engines)
-        actors = [
-            self._actor(SampleWorker, self._config.gpus_per_engine, threads).remote(sampler, threads, "")
-            for _ in range(engines)
-        ]
+        threads = threads_per_worker(self._config, workers=len(placement.sample))
+        actors = [self._actor(SampleWorker, options, threads).remote(sampler, threads) for options in placement.sample]
         group = self._group("sampler", actors, SamplingError)
         group.send("warm")
         return group
 
-    def _actor(self, worker: type, gpus: float, threads: int) -> Any:
+    def _actor(self, worker: type, options: dict[str, Any], threads: int) -> Any:
         import ray
 
+        environment = worker_environment(threads=threads)
         return ray.remote(worker).options(
-            num_cpus=0,
-            num_gpus=gpus,
-            max_restarts=0,
-            max_task_retries=0,
-            runtime_env={"env_vars": worker_environment(self._config, threads=threads)},
+            max_restarts=0, max_task_retries=0, runtime_env={"env_vars": environment}, **options
+        )
+
+    def _tensor_parallel(self) -> int:
+        sampler = self._config.sampler
+        return sampler.tensor_parallel if isinstance(sampler, VllmSamplerConfig) else 1
+
+    def _transfer(self) -> Transfer:
+        """Return how weights travel: through host memory without GPUs, else as the GPUs of both sides allow."""
+        sampler = self._config.sampler
+        on_gpus = self._config.gpus_per_train_worker > 0 and self._config.gpus_per_engine > 0
+        if not on_gpus or not isinstance(sampler, VllmSamplerConfig):
+            return ""
+        train, sample = self._train_workers(), self._sample_workers()
+        return choose_transfer(
+            [gpus[0] for gpus in train.call("placement", "gpus")], sample.call("placement", "gpus")
         )
 
     def _group(self, kind: str, actors: list[Any], error: type[TrainingError] | type[SamplingError]) -> WorkerGroup:
@@ -157,10 +167,11 @@ class RayRuntime:
         log_folder = str(Path(ray._private.worker.global_worker.node.get_logs_dir_path()))
         return WorkerGroup(kind, actors, error, timeout_s=self._config.worker_timeout_s, log_folder=log_folder)
 
-    def _connect(self) -> None:
-        if not self._connected:
+    def _place(self) -> Placement:
+        if self._placement is None:
             self._owns_ray = connect(available_cores())
-            self._connected = True
+            self._placement = reserve(self._config)
+        return self._placement
 
     def _note_served(self, reports: list[dict[str, str]]) -> None:
         import ray

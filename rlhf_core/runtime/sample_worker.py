@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.engines import SamplingConfig, VllmSamplerConfig
+from rlhf_core.config.engines import HFSamplerConfig, SamplingConfig, VllmSamplerConfig
 from rlhf_core.interfaces import Weights
 from rlhf_core.runtime.weights import unpack
+from rlhf_core.sampling.vllm_sampler import TransferVerb
 from rlhf_core.types import Completion, SamplingRequest
 
 
 class SampleWorker:
     """Hosts one sampler. `open` reuses the engine if only the weights of the policy differ, else replaces it."""
 
-    def __init__(self, config: Any, threads: int, transfer: str) -> None:
+    def __init__(self, config: VllmSamplerConfig | HFSamplerConfig, threads: int) -> None:
         self._config = config
         self._threads = threads
-        self._transfer = transfer
         self._sampler: Any = None
 
     def warm(self) -> None:
@@ -38,13 +38,22 @@ class SampleWorker:
         """Return the process id."""
         return os.getpid()
 
-    def open(self, policy: Path) -> dict[str, str]:
-        """Serve `policy` from version 0; return the versions of the engines that do so."""
+    def gpus(self) -> list[str]:
+        """Return the GPUs that Ray gave this process, as `node:index`."""
+        from rlhf_core.runtime.cluster import own_gpus
+
+        return own_gpus()
+
+    def open(self, policy: Path, transfer: str) -> dict[str, str]:
+        """Serve `policy` from version 0; return the versions of the engines that do so.
+
+        `transfer` names vLLM's weight transfer backend, "" for host memory; it is the same in every call.
+        """
         from rlhf_core.runtime.samplers import reopen_sampler
         from rlhf_core.runtime.versions import sampler_versions
 
         self._sampler = reopen_sampler(
-            self._sampler, policy, self._config, threads=self._threads, transfer=self._transfer
+            self._sampler, policy, self._config, threads=self._threads, transfer=transfer
         )
         return sampler_versions(self._config)
 
@@ -59,6 +68,20 @@ class SampleWorker:
 
         tensors = unpack(ray.get(weights.payload.ref))
         self._sampler.load_weights(Weights(payload=tensors, digest=weights.digest), version=version)
+
+    # ------------------------------------------------------------ device transfer, called by the trainer's rank 0
+
+    def transfer(self, verb: TransferVerb, info: dict[str, Any]) -> None:
+        """Take one step of vLLM's weight transfer."""
+        self._sampler.transfer(verb, info)
+
+    def check_probes(self, probes: Any) -> None:
+        """Raise SamplingError if the engine holds other values than were sent."""
+        self._sampler.check_probes(probes)
+
+    def adopt(self, version: int) -> None:
+        """Name the weights that were transferred."""
+        self._sampler.version = version
 
     def stop(self) -> None:
         """Shut the engine down, with the processes that it may have started for tensor parallelism."""

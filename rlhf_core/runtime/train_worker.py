@@ -10,6 +10,7 @@ from typing import Any
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import TrainingError, explain
 from rlhf_core.interfaces import Metrics, ModelSpec, Weights
+from rlhf_core.runtime.weight_sync import DeviceSender, Transfer
 from rlhf_core.runtime.weights import StoredWeights, pack
 
 
@@ -22,19 +23,22 @@ class TrainWorker:
         self._threads = threads
         self._config = config
         self._trainers: dict[str, Any] = {}
+        self._ticket = 0
+        self._staged: Any = None
+        self._sender: DeviceSender | None = None
+        self._sender_engines: list[Any] = []
 
     # ------------------------------------------------------------ process
 
     def address(self) -> tuple[str, int]:
         """Return the host of this worker and a free port on it, where the ranks of this group can meet."""
-        import ray.util
-
         from rlhf_core.runtime.cluster import free_port
 
-        return ray.util.get_node_ip_address(), free_port()
+        return self._host(), free_port()
 
-    def join(self, host: str, port: int) -> None:
-        """Set what torch.distributed reads from the environment, and fix the number of threads."""
+    def join(self, address: tuple[str, int]) -> None:
+        """Set what torch.distributed reads from the environment, fix the number of threads and import the engine."""
+        host, port = address
         os.environ.update(
             RANK=str(self._rank),
             LOCAL_RANK="0",  # Ray shows each worker its own GPU only
@@ -48,11 +52,23 @@ class TrainWorker:
         """Return the process id."""
         return os.getpid()
 
+    def gpus(self) -> list[str]:
+        """Return the GPUs that Ray gave this process, as `node:index`."""
+        from rlhf_core.runtime.cluster import own_gpus
+
+        return own_gpus()
+
     def versions(self) -> dict[str, str]:
         """Return name -> version of the engines that train here."""
         from rlhf_core.runtime.versions import trainer_versions
 
         return trainer_versions(self._config)
+
+    def _host(self) -> str:
+        import ray.util
+
+        host: str = ray.util.get_node_ip_address() if self._world > 1 or self.gpus() else "127.0.0.1"
+        return host
 
     def _warm(self) -> None:
         import torch
@@ -79,7 +95,7 @@ class TrainWorker:
         """Free the model of `lease`."""
         import gc
 
-        self._trainers.pop(lease)
+        self._trainers.pop(lease).close()
         gc.collect()
 
     def _trainer(self, lease: str) -> Any:
@@ -135,3 +151,23 @@ class TrainWorker:
         if self._rank != 0:
             return None
         return Weights(payload=StoredWeights(ray.put(pack(weights.payload))), digest=weights.digest)
+
+    def stage_weights(self, lease: str) -> tuple[int, str] | None:
+        """Gather the full weights on all ranks; rank 0 keeps them to be sent and returns their ticket and digest."""
+        weights = self._trainer(lease).weights()
+        if self._rank != 0:
+            return None
+        self._ticket += 1
+        self._staged = weights.payload
+        return self._ticket, weights.digest
+
+    def send_weights(self, ticket: int, engines: Sequence[Any], transfer: Transfer, tensor_parallel: int) -> None:
+        """Send the weights of `ticket` to `engines`, GPU to GPU. Only the newest can be sent, and only once."""
+        if ticket != self._ticket or self._staged is None:
+            remedy = "load weights before asking for newer ones"
+            raise TrainingError(explain("weights", ticket, f"is not the newest staged, {self._ticket}", remedy))
+        staged, self._staged = self._staged, None
+        if self._sender is None or self._sender_engines != list(engines):
+            self._sender_engines = list(engines)
+            self._sender = DeviceSender(transfer, engines, tensor_parallel=tensor_parallel, host=self._host())
+        self._sender.send(staged)

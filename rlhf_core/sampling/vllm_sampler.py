@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlhf_core.config.engines import SamplingConfig, VllmSamplerConfig
 from rlhf_core.errors import ConfigError, SamplingError, explain
@@ -24,6 +24,8 @@ from rlhf_core.types import Completion, SamplingRequest
 logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
+
+TransferVerb = Literal["init", "start", "update", "finish"]
 
 
 class VllmSampler:
@@ -70,6 +72,8 @@ class VllmSampler:
 
         Raises SamplingError if what arrived is not what the trainer sent, or if the engine refuses it.
         """
+        from rlhf_core.sampling.vllm_worker import probe_weights
+
         tensors = weights.payload
         if not isinstance(tensors, Mapping):
             raise SamplingError(
@@ -77,7 +81,7 @@ class VllmSampler:
             )
         self._check_digest(tensors, weights.digest)
         self._reload(weights_iterator=list(tensors.items()))
-        self._check_engine_probe(tensors)
+        self.check_probes(probe_weights(tensors))
         self.version = version
 
     # ------------------------------------------------------------ warm engine
@@ -118,8 +122,12 @@ class VllmSampler:
             rule = f"the trainer sent {expected[:12]}"
             raise SamplingError(explain("weights.digest", received[:12], rule, "report this: the transfer is broken"))
 
-    def _check_engine_probe(self, tensors: Mapping[str, Any]) -> None:
-        """Compare tensors that vLLM keeps as they are (norms) with what was sent."""
+    def check_probes(self, probes: Any) -> None:
+        """Raise SamplingError if the engine holds other values than `probes` (of `vllm_worker.probe_weights`)."""
+        for wrong in self._llm.collective_rpc("mismatched_weights", args=(probes,)):
+            if wrong:
+                rule = "the engine still holds other values than were sent"
+                raise SamplingError(explain("weights", wrong[:3], rule, "report this: the reload is broken"))
 
     def _check_positions(self, policy: Path) -> None:
         positions = _read_config(policy).get("max_position_embeddings")
@@ -163,6 +171,20 @@ class VllmSampler:
             seed=request.seed,
         )
 
+    # ------------------------------------------------------------ device transfer
+
+    def transfer(self, verb: TransferVerb, info: dict[str, Any]) -> None:
+        """Take one step of vLLM's weight transfer (`rlhf_core.runtime.weight_sync` drives it from the trainer)."""
+        if verb == "init":
+            self._llm.init_weight_transfer_engine({"init_info": info})
+        elif verb == "start":
+            self._llm.start_weight_update()
+        elif verb == "update":
+            self._llm.update_weights({"update_info": info})
+        else:
+            self._llm.finish_weight_update()
+            self._llm.reset_prefix_cache()
+
     def close(self) -> None:
         """Shut the engine down and free its KV cache."""
         self._llm.llm_engine.engine_core.shutdown()
@@ -170,6 +192,7 @@ class VllmSampler:
 
 def prepare_environment(config: VllmSamplerConfig, *, threads: int) -> None:
     """Set what vLLM reads at import. Must run before the first `import vllm` of the process."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve whoever shares the cores
     os.environ.update(
         {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -214,6 +237,7 @@ def _start_engine(policy: Path, config: VllmSamplerConfig, *, transfer: str) -> 
             async_scheduling=False,
             logprobs_mode="processed_logprobs",
             seed=0,
+            worker_extension_cls="rlhf_core.sampling.vllm_worker.WeightProbe",
             **place,
         )
     except Exception as error:

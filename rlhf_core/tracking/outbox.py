@@ -55,8 +55,7 @@ class Outbox:
         self._hurry = False
         self._closing = False
         self._condition = threading.Condition()
-        for record in _orphans(folder, but=self._path):
-            self.append(record)
+        self._adopt()
         self._thread = threading.Thread(target=self._work, name="tracking-outbox", daemon=True)
         self._thread.start()
 
@@ -69,8 +68,14 @@ class Outbox:
         """Queue `record` (JSON-able); returns at once."""
         line = json.dumps(record, default=str) + "\n"
         with self._condition:
-            self._file.write(line)
-            self._file.flush()
+            if self._closing:
+                logger.warning("tracking: a record of %s came after the end and is dropped", record["op"])
+                return
+            try:
+                self._file.write(line)
+                self._file.flush()
+            except OSError as error:  # a full disk costs the spool its safety, not the caller its training
+                logger.warning("tracking: %s: %s; the record is kept in memory only", self._path, error)
             self._queue.append(record)
             self._appended += 1
             self._points += _points(record)
@@ -83,8 +88,8 @@ class Outbox:
         While the server is known to be away, only `retry` asks it again.
         """
         with self._condition:
-            if self._offline and not retry:
-                return False
+            if self._closing or (self._offline and not retry):
+                return self._done >= self._appended
             target, tries = self._appended, self._tries
             self._hurry = True
             self._condition.notify_all()
@@ -107,6 +112,20 @@ class Outbox:
         if not delivered:
             logger.warning("tracking: %d records wait in %s for the next run", len(self._queue), self._path)
         return delivered
+
+    def _adopt(self) -> None:
+        """Take over the records of processes that are gone: those whose lock on their spool file is free."""
+        for path in sorted(self.folder.glob("*.jsonl"), key=lambda item: item.stat().st_mtime):
+            if path == self._path:
+                continue
+            try:
+                with path.open("r+", encoding="utf-8") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    for record in _read(file):
+                        self.append(record)
+                    path.unlink()
+            except (BlockingIOError, FileNotFoundError):
+                continue
 
     def _work(self) -> None:
         retry_s = FIRST_RETRY_SECONDS
@@ -165,22 +184,6 @@ class Outbox:
 
 def _points(record: Record) -> int:
     return len(record["values"]) if record["op"] == "metrics" else 1
-
-
-def _orphans(folder: Path, *, but: Path) -> list[Record]:
-    """Return the records of processes that are gone (their lock on their spool file is free) and remove the files."""
-    records: list[Record] = []
-    for path in sorted(folder.glob("*.jsonl"), key=lambda item: item.stat().st_mtime):
-        if path == but:
-            continue
-        try:
-            with path.open("r+", encoding="utf-8") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                records += _read(file)
-                path.unlink()
-        except (BlockingIOError, FileNotFoundError):
-            continue
-    return records
 
 
 def _read(file: IO[str]) -> list[Record]:

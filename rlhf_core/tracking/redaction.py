@@ -59,7 +59,7 @@ def without_secrets(text: str) -> str:
 def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, BaseModel):
         value = value.model_dump(mode="json")
-    if isinstance(value, Mapping) and value:
+    if isinstance(value, Mapping) and (value or not prefix):
         for name, item in value.items():
             part = _ODD.sub("_", str(name))
             yield from _leaves(f"{prefix}.{part}" if prefix else part, item)

@@ -1,7 +1,7 @@
-"""Which samples go through the model together, on which rank, and how their results come back together.
+"""Which samples go through the model together, which rank they belong to, and how the ranks' metrics come together.
 
-Everything here depends on the contents of the samples alone and not on the order in which they come. The log-probs of
-a set of rollouts are therefore computed in the same micro-batches before the update and in it, bit for bit, and the
+Micro-batches depend on the contents of the samples and not on the order in which they come. The log-probs of a set of
+rollouts are therefore computed in the same micro-batches before the update and in it, bit for bit, and on one rank the
 first ratio of the policy loss is exactly 1.
 """
 
@@ -13,8 +13,7 @@ from typing import TypeAlias, TypeVar
 from rlhf_core.types import PolicySample, PreferenceSample, RewardPair, TokenSample, ValueSample
 
 Row: TypeAlias = TokenSample | RewardPair | PreferenceSample | PolicySample | ValueSample
-S = TypeVar("S", bound=Row)
-R = TypeVar("R")
+T = TypeVar("T")
 
 
 def ordered(samples: Sequence[Row]) -> list[int]:
@@ -33,9 +32,7 @@ def micro_batches(samples: Sequence[Row], *, rows: int, pack_to: int | None) -> 
     tokens = 0
     for index in ordered(samples):
         length = _length(samples[index])
-        full = not batches or (
-            len(batches[-1]) >= rows if pack_to is None else tokens + length > rows * pack_to
-        )
+        full = not batches or (len(batches[-1]) >= rows if pack_to is None else tokens + length > rows * pack_to)
         if full:
             batches.append([])
             tokens = 0
@@ -44,29 +41,21 @@ def micro_batches(samples: Sequence[Row], *, rows: int, pack_to: int | None) -> 
     return batches
 
 
-def shard(samples: Sequence[S], rank: int, world: int) -> list[S]:
-    """Return the samples of `rank` out of `world`: every world-th of `ordered`, so that ranks have like lengths.
+def shard(samples: Sequence[T], rank: int, world: int) -> Sequence[T]:
+    """Return the samples of `rank` out of `world`: every world-th, so that ranks differ by at most one sample.
 
-    Ranks differ by at most one sample; a rank has none if there are fewer samples than ranks.
+    >>> [list(shard(range(5), rank, 2)) for rank in (0, 1)]
+    [[0, 2, 4], [1, 3]]
     """
-    return [samples[index] for index in ordered(samples)[rank::world]]
+    return samples[rank::world]
 
 
-def unshard(samples: Sequence[Row], parts: Sequence[Sequence[R]]) -> list[R]:
-    """Return one result per sample in the order of `samples`; `parts[r]` are the results of `shard(samples, r, ...)`."""
-    results: dict[int, R] = {}
-    order = ordered(samples)
-    for rank, part in enumerate(parts):
-        results.update(zip(order[rank :: len(parts)], part, strict=True))
-    return [results[index] for index in range(len(samples))]
-
-
-def reduce_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def reduce(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the metrics of a step from those of its ranks: sums, or the maximum where the name ends in `_max`.
 
     For what `forward_backward` and `loss` return; what `optim_step` returns is the same on every rank.
 
-    >>> reduce_metrics([{"loss": 0.25, "ratio_max": 1.5}, {"loss": 0.5, "ratio_max": 1.25}])
+    >>> reduce([{"loss": 0.25, "ratio_max": 1.5}, {"loss": 0.5, "ratio_max": 1.25}])
     {'loss': 0.75, 'ratio_max': 1.5}
     """
     total: dict[str, float] = {}

@@ -45,7 +45,7 @@ def test_a_record_comes_back_from_json_unchanged() -> None:
     restored = KeyRecord.model_validate(json.loads(json.dumps(record.to_json())))
     assert restored.handle == PREPARED and type(restored.handle) is PreparedDataRef
     assert restored.metrics["reward"] == 1.5 and math.isnan(restored.metrics["bad"])
-    same = {"metrics": {}}
+    same: dict[str, dict[str, float]] = {"metrics": {}}
     assert restored.model_copy(update=same) == record.model_copy(update=same)
 
 

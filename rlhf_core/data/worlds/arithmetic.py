@@ -1,7 +1,7 @@
 """A world with a verifiable reward: additions and subtractions, checked exactly.
 
-    What is 27 + 18?
-    27 + 18 = 45
+    What is 7 + 5?
+    7 + 5 = 12
 
 The demonstrations' writer is careless: a part of the answers has a slip, so a policy that imitates samples wrong answers
 about as often, and reinforcement learning on the exact reward has something to gain. Prompts carry the right answer
@@ -21,21 +21,23 @@ from rlhf_core.errors import RewardError, explain
 from rlhf_core.types import Generation, Message, Prompt, derive_seed
 
 SOURCE = "arithmetic"
-HELD_OUT = 8
-"""One problem in so many is for evaluation only."""
+WORDINGS = ("What is {}?", "Compute {}.", "How much is {}?", "Please solve {}.")
+HELD_OUT = 6
+"""One question (a problem in one wording) in so many is for evaluation only; its problem may occur in other words."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Two numbers and an operation.
+    """Two numbers and an operation, asked for in some words.
 
-    >>> Problem(27, "+", 18).answer
-    45
+    >>> Problem(7, "+", 5, "What is {}?").answer
+    12
     """
 
     left: int
     sign: str
     right: int
+    wording: str
 
     @property
     def answer(self) -> int:
@@ -45,7 +47,7 @@ class Problem:
     @property
     def question(self) -> str:
         """The text of the prompt."""
-        return f"What is {self.left} {self.sign} {self.right}?"
+        return self.wording.format(f"{self.left} {self.sign} {self.right}")
 
     def written(self, result: int) -> str:
         """The text of a reply that claims `result`."""
@@ -66,8 +68,8 @@ def exact_match(generations: Sequence[Generation]) -> list[float]:
 
 
 def make_tables(config: ArithmeticWorld, *, seed: int) -> tuple[Tables, dict[str, float]]:
-    """Return all tables and the share of right demonstrations; evaluation problems occur in no training table."""
-    problems = _problems(config)
+    """Return all tables and the share of right demonstrations; evaluation questions occur in no training table."""
+    problems = _problems(config.largest)
     random.Random(derive_seed(seed, "problems")).shuffle(problems)
     border = max(1, len(problems) // HELD_OUT)
     held_out, train = problems[:border], problems[border:]
@@ -96,10 +98,11 @@ def slip(problem: Problem, rng: random.Random) -> int:
 # ---------------------------------------------------------------- private
 
 
-def _problems(config: ArithmeticWorld) -> list[Problem]:
-    pairs = [(left, right) for left in range(config.largest_left + 1) for right in range(config.largest_right + 1)]
-    additions = [Problem(left, "+", right) for left, right in pairs]
-    return additions + [Problem(left, "-", right) for left, right in pairs if left >= right]
+def _problems(largest: int) -> list[Problem]:
+    pairs = [(left, right) for left in range(largest + 1) for right in range(largest + 1)]
+    signed = [(left, "+", right) for left, right in pairs]
+    signed += [(left, "-", right) for left, right in pairs if left >= right]
+    return [Problem(*terms, wording) for terms in signed for wording in WORDINGS]
 
 
 def _draw(problems: Sequence[Problem], count: int, rng: random.Random) -> list[Problem]:

@@ -20,6 +20,21 @@ from dataclasses import dataclass
 
 from rlhf_core.config.data import SupportWorld
 from rlhf_core.data.tables import Demonstration, Preference, Tables, content_id
+from rlhf_core.data.worlds.support_phrases import (
+    APOLOGIES,
+    BLAMES,
+    BLANK_GREETINGS,
+    COLOURS,
+    FILLERS,
+    GREETINGS,
+    ITEMS,
+    MEN,
+    PROBLEMS,
+    REMEDIES,
+    THANKS,
+    THINGS,
+    WOMEN,
+)
 from rlhf_core.errors import RewardError, explain
 from rlhf_core.types import Generation, Message, Prompt, derive_seed
 
@@ -42,35 +57,6 @@ EXTRA_WORD = -0.05
 EMPTY = -2.0
 FLOOR = -5.0
 BEST = GREETED + APOLOGISED + NAMED_ITEM + RIGHT_REMEDY + CLOSED_WITH_THANKS
-
-_WOMEN = "Maria Anna Laura Julia Emma Clara Nina Sara Helen Alice Ruth Grace Elena Irene Paula".split()
-_MEN = "Peter Paul Martin David Simon Oscar Henry Frank Victor Daniel Robert Thomas Philip Walter Adam".split()
-_COLOURS = "blue red green black white yellow grey brown".split()
-_THINGS = (
-    "kettle lamp chair table sofa jacket bag phone watch camera radio clock mirror toaster blender umbrella "
-    "blanket carpet pillow backpack"
-).split()
-_PROBLEMS = {
-    "broken": ("arrived broken", "came in pieces"),
-    "late": ("is two weeks late", "has still not arrived"),
-    "colour": ("has the wrong colour", "came in another colour"),
-    "part": ("has a part missing", "came without a screw"),
-    "charge": ("was charged twice", "was billed two times"),
-}
-_REMEDIES = {
-    "broken": ("We will send a replacement.", "You will get a replacement today."),
-    "late": ("We will refund the shipping fee.", "You will get the shipping fee back."),
-    "colour": ("We will exchange it for free.", "You can exchange it for free."),
-    "part": ("We will post the missing part.", "You will get the missing part tomorrow."),
-    "charge": ("We will return the second payment.", "You will get the second payment back."),
-}
-_GREETINGS = ("Hello {name},", "Dear {name},", "Hi {name},")
-_APOLOGIES = ("I am sorry to hear that.", "We are sorry for the trouble.", "Please accept our apology.")
-_ITEMS = ("I checked your {item}.", "This is about your {item}.", "I found your order of the {item}.")
-_THANKS = ("Thank you for writing.", "Thank you for your patience.", "Many thanks for telling us.")
-_BLAMES = ("You must have caused this yourself.", "You should have read the manual.", "This is your own fault.")
-_FILLERS = ("We value every customer.", "Your opinion matters to us.", "We always do our best.")
-_BLANK_GREETINGS = ("Hello,",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +88,9 @@ def facts_of(prompt: Prompt) -> Facts:
         return Facts(**json.loads(prompt.label))
     except (ValueError, TypeError) as error:
         raise RewardError(
-            explain(f"prompt[{prompt.id}].label", prompt.label, "has no facts", "only evaluation prompts have a gold reward")
+            explain(
+                f"prompt[{prompt.id}].label", prompt.label, "has no facts", "only evaluation prompts have a gold reward"
+            )
         ) from error
 
 
@@ -175,31 +163,31 @@ def write_reply(facts: Facts, config: SupportWorld, rng: random.Random) -> str:
 
     sentences: list[str] = []
     if good():
-        sentences.append(rng.choice(_GREETINGS).format(name=facts.name))
+        sentences.append(rng.choice(GREETINGS).format(name=facts.name))
     elif bad():
-        sentences.append(rng.choice(_GREETINGS).format(name=_other(_WOMEN + _MEN, facts.name, rng)))
+        sentences.append(rng.choice(GREETINGS).format(name=_other(WOMEN + MEN, facts.name, rng)))
     elif bad():
-        sentences.append(rng.choice(_BLANK_GREETINGS))
+        sentences.append(rng.choice(BLANK_GREETINGS))
     if good():
-        sentences.append(rng.choice(_APOLOGIES))
+        sentences.append(rng.choice(APOLOGIES))
     if good():
-        sentences.append(rng.choice(_ITEMS).format(item=facts.item))
+        sentences.append(rng.choice(ITEMS).format(item=facts.item))
     elif bad():
-        sentences.append(rng.choice(_ITEMS).format(item=_wrong_item(facts.item, rng)))
+        sentences.append(rng.choice(ITEMS).format(item=_wrong_item(facts.item, rng)))
     if bad():
-        sentences.append(rng.choice(_BLAMES))
+        sentences.append(rng.choice(BLAMES))
     if good():
-        sentences.append(rng.choice(_REMEDIES[facts.problem]))
+        sentences.append(rng.choice(REMEDIES[facts.problem]))
     elif bad():
-        sentences.append(rng.choice(_REMEDIES[_other(list(_REMEDIES), facts.problem, rng)]))
+        sentences.append(rng.choice(REMEDIES[_other(list(REMEDIES), facts.problem, rng)]))
     if bad():
-        sentences.insert(rng.randint(len(sentences[:1]), len(sentences)), rng.choice(_FILLERS))
+        sentences.insert(rng.randint(len(sentences[:1]), len(sentences)), rng.choice(FILLERS))
     body = [sentence for sentence in sentences if sentence.endswith(".")]
     if body and bad():
         again = rng.choice(body)
         sentences.insert(sentences.index(again) + 1, again)
     if good() or not body:
-        sentences.append(rng.choice(_THANKS))
+        sentences.append(rng.choice(THANKS))
     return " ".join(sentences)
 
 
@@ -212,30 +200,32 @@ def _pattern(templates: Sequence[str]) -> re.Pattern[str]:
     for number, template in enumerate(templates):
         option = re.escape(template)
         for slot, regex in slots.items():
-            option = option.replace(slot, regex.replace("P<name>", f"P<name{number}>").replace("P<item>", f"P<item{number}>"))
+            option = option.replace(
+                slot, regex.replace("P<name>", f"P<name{number}>").replace("P<item>", f"P<item{number}>")
+            )
         options.append(option)
     return re.compile("|".join(options))
 
 
-_GREETING = _pattern(_GREETINGS)
-_ITEM = _pattern(_ITEMS)
-_REMEDY_OF = {sentence: problem for problem, sentences in _REMEDIES.items() for sentence in sentences}
+_GREETING = _pattern(GREETINGS)
+_ITEM = _pattern(ITEMS)
+_REMEDY_OF = {sentence: problem for problem, sentences in REMEDIES.items() for sentence in sentences}
 
 
 def _judge(sentence: str, facts: Facts, *, first: bool, last: bool) -> tuple[str, float]:
     """Return (property, value) of one sentence; greeting counts where it is first, thanks where they are last."""
-    if sentence in _APOLOGIES:
+    if sentence in APOLOGIES:
         return "apologised", APOLOGISED
-    if sentence in _THANKS:
+    if sentence in THANKS:
         return "closed_with_thanks", CLOSED_WITH_THANKS if last else 0.0
     if sentence in _REMEDY_OF:
         right = _REMEDY_OF[sentence] == facts.problem
         return ("right_remedy", RIGHT_REMEDY) if right else ("wrong_remedy", WRONG_FACT)
-    if sentence in _BLAMES:
+    if sentence in BLAMES:
         return "blamed", BLAMED
-    if sentence in _FILLERS:
+    if sentence in FILLERS:
         return "filler", FILLER
-    if sentence in _BLANK_GREETINGS and first:
+    if sentence in BLANK_GREETINGS and first:
         return "blank_greeting", 0.0
     greeting = _slot(_GREETING, sentence)
     if greeting is not None and first:
@@ -257,7 +247,7 @@ def _slot(pattern: re.Pattern[str], sentence: str) -> str | None:
 def _cases(seed: int) -> tuple[Iterator[tuple[Facts, str]], Iterator[tuple[Facts, str]]]:
     """Return endless iterators over training and held-out (facts, prompt text); one in eight name-thing pairs is held out."""
     rng = random.Random(derive_seed(seed, "cases"))
-    pairs = [(name, thing) for name in _WOMEN + _MEN for thing in _THINGS]
+    pairs = [(name, thing) for name in WOMEN + MEN for thing in THINGS]
     rng.shuffle(pairs)
     border = len(pairs) // 8
     return _endless(_spelled(pairs[border:]), rng), _endless(_spelled(pairs[:border]), rng)
@@ -266,9 +256,9 @@ def _cases(seed: int) -> tuple[Iterator[tuple[Facts, str]], Iterator[tuple[Facts
 def _spelled(pairs: Sequence[tuple[str, str]]) -> list[tuple[Facts, str]]:
     cases = []
     for name, thing in pairs:
-        pronoun = "her" if name in _WOMEN else "him"
-        for colour in _COLOURS:
-            for problem, wordings in _PROBLEMS.items():
+        pronoun = "her" if name in WOMEN else "him"
+        for colour in COLOURS:
+            for problem, wordings in PROBLEMS.items():
                 for wording in wordings:
                     text = f"{name} writes: my {colour} {thing} {wording}. Reply to {pronoun}."
                     cases.append((Facts(name, f"{colour} {thing}", problem), text))
@@ -314,7 +304,9 @@ def _clean_pair(facts: Facts, text: str, config: SupportWorld, rng: random.Rando
 def _ranked(facts: Facts, config: SupportWorld, rng: random.Random) -> tuple[str, str, float]:
     """Return (better reply, worse reply, difference of gold > 0); ties are written anew."""
     while True:
-        scored = [(sum_of(gold_components(reply, facts)), reply) for reply in (write_reply(facts, config, rng) for _ in "ab")]
+        scored = [
+            (sum_of(gold_components(reply, facts)), reply) for reply in (write_reply(facts, config, rng) for _ in "ab")
+        ]
         (low, worse), (high, better) = sorted(scored)
         if high > low:
             return better, worse, high - low
@@ -343,5 +335,5 @@ def _other(values: Sequence[str], value: str, rng: random.Random) -> str:
 def _wrong_item(item: str, rng: random.Random) -> str:
     colour, thing = item.split()
     if rng.random() < 0.5:
-        return f"{_other(_COLOURS, colour, rng)} {thing}"
-    return f"{colour} {_other(_THINGS, thing, rng)}"
+        return f"{_other(COLOURS, colour, rng)} {thing}"
+    return f"{colour} {_other(THINGS, thing, rng)}"

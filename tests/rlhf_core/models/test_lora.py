@@ -125,6 +125,38 @@ def test_a_saved_adapter_has_the_same_bytes_each_time(tiny_llama: Path, tmp_path
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
 
+def test_adapters_learn_through_checkpointed_activations(tiny_llama: Path) -> None:
+    spec = ModelSpec(str(tiny_llama), "lm", LORA, 5)
+    model: Any = load_model(spec, dtype="float32", attention="sdpa", gradient_checkpointing=True, device="cpu")
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    assert model.model.layers[0].self_attn.q_proj.lora_B["default"].weight.grad.abs().sum() > 0
+    assert model.model.embed_tokens.weight.grad is None
+
+
+def test_fused_experts_get_their_checkpoint_names_back(tiny_llama: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    shape = Qwen3MoeConfig(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    Qwen3MoeForCausalLM(shape).save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert "model.layers.0.mlp.experts.3.down_proj.weight" in stored
+    state = merged_state_dict(loaded(tmp_path, None))
+    assert set(state) == set(stored)
+    assert all(torch.equal(state[name], stored[name]) for name in stored)
+
+
 def test_targets_that_are_not_in_the_model_are_refused_with_the_choices(tiny_llama: Path) -> None:
     with pytest.raises(ConfigError, match=r"lora.target_modules = \('c_attn',\).*q_proj"):
         loaded(tiny_llama, LoraConfig(target_modules=("c_attn",)))

@@ -36,6 +36,9 @@ def answer(text: str, label: str = "", finish_reason: FinishReason = "stop") -> 
         ("the answer is 0.50", "0.5"),
         ("100", "100"),
         ("half: .5", "0.5"),
+        ("a walk of 3-4 km", "4"),
+        ("(2)-5", "5"),
+        ("it falls to -5", "-5"),
     ],
 )
 def test_the_final_number_is_read_as_people_write_it(text: str, number: str) -> None:

@@ -1,0 +1,113 @@
+"""The command `rlhf`: verbs only. Hyper-parameters live in profiles; `--set key=value` changes one for a run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+
+from rlhf_core.errors import RlhfError
+
+EXIT_REFUSED = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb; return 0, or 2 after one line that says what was refused, or 130 after an interruption."""
+    options = _parser().parse_args(arguments)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return int(_verb(options.verb)(options) or 0)
+    except RlhfError as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_REFUSED
+    except KeyboardInterrupt:
+        sys.stderr.write(f"stopped; what was done is kept: {_resume(options)}\n")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="rlhf", description=__doc__)
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    up = verbs.add_parser("up", help="start Prefect, MLflow and the deployments on 127.0.0.1")
+    up.add_argument("--foreground", action="store_true", help="stay and supervise until Ctrl-C")
+    verbs.add_parser("down", help="stop what `rlhf up` started")
+    verbs.add_parser("status", help="say what is running and where")
+
+    run = verbs.add_parser("run", help="run a pipeline here and now; what is done is not done again")
+    _profile_options(run)
+    plan = verbs.add_parser("plan", help="say what `run` would do, and why, without doing it")
+    _profile_options(plan)
+    explain = verbs.add_parser("explain", help="say everything about the decision for one stage")
+    explain.add_argument("stage", help="label of a stage, as `rlhf plan` shows it")
+    _profile_options(explain, positional=False)
+
+    verbs.add_parser("runs", help="what the store holds: stages that were made, newest first")
+    chat = verbs.add_parser("chat", help="talk to a policy")
+    chat.add_argument("policy", help="label of a stage (sft, ppo), digest, or a folder")
+    chat.add_argument("--once", metavar="TEXT", help="answer this and stop")
+    chat.add_argument("--max-tokens", type=int, default=64)
+    chat.add_argument("--temperature", type=float, default=0.7)
+    verbs.add_parser("doctor", help="check this machine: versions, memory, disk, ports, engines")
+
+    store = verbs.add_parser("store", help="look after the artifact store").add_subparsers(
+        dest="store_verb", required=True, metavar="VERB"
+    )
+    store.add_parser("ls", help="every artifact with its size")
+    store.add_parser("verify", help="hash every file; damage goes into quarantine")
+    pin = store.add_parser("pin", help="keep an artifact from gc")
+    pin.add_argument("target", help="digest, key or store:// uri")
+    pin.add_argument("--note", default="")
+    collect = store.add_parser("gc", help="remove what no recent run and no pin reaches")
+    collect.add_argument("--dry-run", action="store_true", help="only list it")
+    collect.add_argument("--keep-days", type=float, default=30.0)
+    return parser
+
+
+def _profile_options(parser: argparse.ArgumentParser, *, positional: bool = True) -> None:
+    if positional:
+        parser.add_argument("profile", help="a TOML file, or the name of a shipped one: tiny/full")
+    else:
+        parser.add_argument("--profile", default="tiny/full", help="a TOML file, or the name of a shipped one")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--until", default="", metavar="STAGE", help="stop after this stage")
+    parser.add_argument("--force", action="append", default=[], metavar="STAGE", help="run it even if it is done")
+    parser.add_argument("--strict-code", action="store_true", help="every change of code counts")
+
+
+def _verb(name: str) -> Callable[[argparse.Namespace], int | None]:
+    """Return the function of a verb; each lives with what it needs, so that `rlhf --help` imports none of it."""
+    from pipelines import verbs
+
+    table: dict[str, Callable[[argparse.Namespace], int | None]] = {
+        "up": verbs.up,
+        "down": verbs.down,
+        "status": verbs.status,
+        "run": verbs.run,
+        "plan": verbs.plan,
+        "explain": verbs.explain,
+        "runs": verbs.runs,
+        "chat": verbs.chat,
+        "doctor": verbs.doctor,
+        "store": verbs.store,
+    }
+    return table[name]
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _resume(options: argparse.Namespace) -> str:
+    return "resume with the same command" if options.verb == "run" else "nothing is lost"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""`rlhf run`: a pipeline in this process, with a Prefect server for its duration where none is up."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from uuid import UUID
+
+from rich.console import Console
+
+from pipelines.display import LiveDisplay, PlainDisplay, open_display, results_table
+from pipelines.home import Home, client_environment
+from pipelines.profile import PipelineConfig, load_profile
+from pipelines.run import PipelineRun, RunOptions, open_run, open_tracker
+from pipelines.services import PrivateServer, private_server, running
+from rlhf_core.types import ReportRef
+
+OUR_LOGGERS = ("pipelines", "stages", "rlhf_core")
+
+
+def run_profile(options: argparse.Namespace, console: Console) -> None:
+    """Run a profile and print its results; RlhfError for what a person can mend."""
+    from pipelines.full import lifecycle
+
+    home = Home.here().make()
+    config = load_profile(options.profile, options.overrides)
+    wanted = RunOptions(until=options.until, force=tuple(options.force), strict_code=options.strict_code)
+    with _server(home) as server, open_display(console) as display:
+        _keep_log(home, display)
+        with open_run(
+            config, lifecycle, wanted, home=home, tracker=open_tracker(config, home), listener=display
+        ) as pipeline_run:
+            if server is not None:
+                display.note("waiting for Prefect ...")
+                server.wait()
+                display.note("")
+            _run_flow(pipeline_run, config, options)
+    _print_results(pipeline_run, console)
+    _say_where_to_look(home, console)
+
+
+@contextmanager
+def _server(home: Home) -> Iterator[PrivateServer | None]:
+    """Point Prefect's client at the services that are up, or at a server that starts now and ends with the run."""
+    services = running(home)
+    with nullcontext() if services is not None else private_server(home) as server:
+        port = services.prefect_port if services is not None else server.port
+        os.environ.update(client_environment(home, prefect_port=port))
+        yield server
+
+
+def _run_flow(pipeline_run: PipelineRun, config: PipelineConfig, options: argparse.Namespace) -> None:
+    from prefect import flow
+    from prefect.context import FlowRunContext
+
+    from pipelines.full import lifecycle
+    from pipelines.tasks import FLOW_NAME, run_in_flow, settle
+
+    @flow(name=FLOW_NAME, flow_run_name=config.name, validate_parameters=False, persist_result=False)
+    def full(profile: str, overrides: list[str], until: str, force: list[str]) -> None:
+        flow_runs.append(FlowRunContext.get().flow_run.id)
+        run_in_flow(pipeline_run, lifecycle)
+
+    flow_runs: list[UUID] = []
+    try:
+        full(options.profile, options.overrides, options.until, options.force)
+    finally:
+        for flow_run in flow_runs:
+            settle(flow_run, pipeline_run.started)
+
+
+def _print_results(pipeline_run: PipelineRun, console: Console) -> None:
+    report = pipeline_run.results["evaluate"] if "evaluate" in pipeline_run.results else None
+    if isinstance(report, ReportRef):
+        folder = pipeline_run.store.path(report)
+        console.print(results_table(json.loads((folder / "report.json").read_text())))
+        console.print(f"report: {folder / 'report.html'}", highlight=False, soft_wrap=True)
+
+
+def _say_where_to_look(home: Home, console: Console) -> None:
+    services = running(home)
+    if services is None:
+        console.print("look at it in a browser (Prefect and MLflow): rlhf up", highlight=False)
+    else:
+        console.print(f"Prefect {services.prefect_url}   MLflow {services.mlflow_url}", highlight=False)
+
+
+def _keep_log(home: Home, display: PlainDisplay | LiveDisplay) -> None:
+    """Write our log to a file, and warnings to the person too."""
+    to_file = logging.FileHandler(home.logs / "run.log")
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    to_person = _Warnings(display)
+    for name in OUR_LOGGERS:
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO)
+        logger.addHandler(to_file)
+        logger.addHandler(to_person)
+
+
+class _Warnings(logging.Handler):
+    """Hands warnings to the display, above its table."""
+
+    def __init__(self, display: PlainDisplay | LiveDisplay) -> None:
+        super().__init__(logging.WARNING)
+        self._display = display
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._display.warn(record.getMessage())

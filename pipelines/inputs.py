@@ -1,0 +1,43 @@
+"""How a person names an artifact: the label of the stage that made it, a digest, or a folder of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+from rlhf_core.artifacts import ArtifactStore
+from rlhf_core.errors import ArtifactError
+from rlhf_core.types import ArtifactRef
+
+R = TypeVar("R", bound=ArtifactRef)
+
+SHORTEST_DIGEST = 8
+
+
+def find_artifact(store: ArtifactStore, kind: type[R], name: str) -> R:
+    """Return the newest artifact that `name` means: `sft`, `prepare_data.base`, `3fa9c1d2`, or a folder's path.
+
+    A label that was made several times means its newest artifact. ArtifactError if nothing of `kind` is meant.
+    """
+    label, _, part = name.partition(".")
+    for record in reversed(store.records()):
+        for ref in (record.handle, *_parts(record.handle)):
+            if isinstance(ref, kind) and len(name) >= SHORTEST_DIGEST and ref.digest.startswith(name):
+                return ref
+        if record.label != label or store.record(record.key) is None:
+            continue
+        found = getattr(record.handle, part, None) if part else record.handle
+        if isinstance(found, kind):
+            return found
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return store.external(kind, folder)
+    labels = sorted({record.label for record in store.records()})
+    raise ArtifactError(
+        f"input = {name!r}: no {kind.__name__} has this label or digest and no folder this path; "
+        + (f"the store has {', '.join(labels)}" if labels else "the store is empty: run `rlhf run tiny/full` first")
+    )
+
+
+def _parts(ref: ArtifactRef) -> list[ArtifactRef]:
+    return [value for _, value in ref if isinstance(value, ArtifactRef)]

@@ -1,0 +1,251 @@
+"""One run of a pipeline: its plan, its engines, its tracker, and each stage decided and executed in turn. No Prefect."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+from pipelines.deferred import DeferredRuntime
+from pipelines.graph import RunStage, Stages
+from pipelines.home import Home
+from pipelines.listener import Listener, ShownTracker
+from pipelines.plan import Pipeline, PlannedStage, ReachedUntil, engines_needed, plan
+from pipelines.profile import PipelineConfig
+from pipelines.services import running
+from rlhf_core.artifacts import ArtifactStore
+from rlhf_core.interfaces import StageTracker
+from rlhf_core.stage import Decision, StageSpec, decide, execute
+from rlhf_core.types import ArtifactRef
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R", bound=ArtifactRef)
+Progress = Callable[[int, int, str], None]
+
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+
+class TrackedStage(StageTracker, Protocol):
+    """A stage's tracker with the identity of its run and an end."""
+
+    run_id: str
+
+    def finish(self, status: Status) -> None: ...
+
+
+class Tracker(Protocol):
+    """One run of the pipeline where a person looks things up later: `MlflowTracker`, or `MemoryTracker`."""
+
+    def start(self, name: str, *, run_id: str | None, params: Mapping[str, Any], tags: Mapping[str, str]) -> str: ...
+
+    def stage(
+        self, label: str, *, key: str, params: Mapping[str, Any], tags: Mapping[str, str]
+    ) -> TrackedStage: ...
+
+    def cached(self, label: str, *, run_id: str | None, key: str) -> None: ...
+
+    def finish(self, status: Status, *, note: str) -> None: ...
+
+    def url(self, run_id: str) -> str: ...
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What a person may ask of a run beside its configuration."""
+
+    until: str = ""
+    """Label of the last stage to run; empty: all of them."""
+    force: tuple[str, ...] = ()
+    """Labels of stages that run although their result is there."""
+    strict_code: bool = False
+    """Every change of code counts, also in stages that normally only warn."""
+
+
+@dataclass(frozen=True)
+class StageOutcome:
+    """What a stage gave, and what its card shows."""
+
+    ref: ArtifactRef
+    decision: Decision
+    metrics: Mapping[str, float]
+    seconds: float
+    samples: list[dict[str, str]]
+    tracking_url: str
+
+
+@dataclass
+class PipelineRun:
+    """State of one run. `results` holds the artifact of every stage that is done, by label."""
+
+    config: PipelineConfig
+    options: RunOptions
+    store: ArtifactStore
+    runtime: DeferredRuntime
+    tracker: Tracker
+    listener: Listener
+    planned: list[PlannedStage]
+    results: dict[str, ArtifactRef] = field(default_factory=dict)
+    started: int = 0
+    """Stages that were begun, hits among them."""
+
+    def stage(self, spec: StageSpec, show_progress: Progress) -> StageOutcome:
+        """Return the artifact of a stage, from the store or by running it, with its tracking run closed truthfully."""
+        self.started += 1
+        force = spec.label in self.options.force
+        decision = decide(self.store, spec, force=force, strict_code=self.options.strict_code)
+        self.listener.started(spec.label, decision)
+        try:
+            outcome = self._hit(spec, decision) if decision.action == "HIT" else None
+            outcome = outcome or self._execute(spec, decision, show_progress)
+        except BaseException as error:
+            self.listener.failed(spec.label, error)
+            raise
+        self.results[spec.label] = outcome.ref
+        self.listener.finished(spec.label, outcome.decision, outcome.metrics, outcome.seconds)
+        return outcome
+
+    def _hit(self, spec: StageSpec, decision: Decision) -> StageOutcome | None:
+        record = self.store.record(decision.key)
+        if record is None:
+            return None
+        self.store.used(decision.key)
+        tracking_id = record.tracking["run_id"] if "run_id" in record.tracking else None
+        self.tracker.cached(spec.label, run_id=tracking_id, key=decision.key)
+        url = self.tracker.url(tracking_id) if tracking_id else ""
+        return StageOutcome(record.handle, decision, record.metrics, 0.0, [], url)
+
+    def _execute(self, spec: StageSpec, decision: Decision, show_progress: Progress) -> StageOutcome:
+        began = time.monotonic()
+        inner = self.tracker.stage(
+            spec.label, key=decision.key, params=spec.config.model_dump(mode="json"), tags={"stage": spec.name}
+        )
+        shown = ShownTracker(inner, spec.label, self.listener)
+
+        def progress(done: int, total: int, message: str) -> None:
+            self.listener.progress(spec.label, done, total, message)
+            show_progress(done, total, message)
+
+        status: Status = "FAILED"
+        try:
+            ref, decision = self._call(spec, shown, progress, {"run_id": inner.run_id})
+            status = "FINISHED"
+        except KeyboardInterrupt:
+            status = "KILLED"
+            raise
+        finally:
+            inner.finish(status)
+        record = self.store.record(decision.key)
+        metrics = record.metrics if record is not None else {}
+        url = self.tracker.url(inner.run_id)
+        return StageOutcome(ref, decision, metrics, time.monotonic() - began, shown.samples, url)
+
+    def _call(
+        self, spec: StageSpec, tracker: StageTracker, progress: Progress, tracking: Mapping[str, str]
+    ) -> tuple[ArtifactRef, Decision]:
+        return execute(
+            self.store,
+            spec,
+            runtime=self.runtime,
+            tracker=tracker,
+            progress=progress,
+            force=spec.label in self.options.force,
+            strict_code=self.options.strict_code,
+            tracking=tracking,
+        )
+
+
+@dataclass(frozen=True)
+class UntilStage:
+    """Passes stages on and ends the pipeline after the one that the person named."""
+
+    run_stage: RunStage
+    until: str
+
+    def __call__(self, spec: StageSpec, kind: type[R]) -> R:
+        ref = self.run_stage(spec, kind)
+        if spec.label == self.until:
+            raise ReachedUntil
+        return ref
+
+
+def store_of(config: PipelineConfig, home: Home) -> ArtifactStore:
+    """Return the store that a profile names, or the one in the state folder."""
+    return ArtifactStore(Path(config.store).expanduser() if config.store else home.store)
+
+
+def tracking_uri(home: Home) -> str:
+    """Return the user's own MLflow server, that of `rlhf up`, or the database itself."""
+    if "MLFLOW_TRACKING_URI" in os.environ:
+        return os.environ["MLFLOW_TRACKING_URI"]
+    services = running(home)
+    return services.mlflow_url if services is not None and services.ready else home.mlflow_uri
+
+
+@contextmanager
+def open_run(
+    config: PipelineConfig, pipeline: Pipeline, options: RunOptions, *, home: Home, tracker: Tracker, listener: Listener
+) -> Iterator[PipelineRun]:
+    """Plan the run and begin to start the engines that the plan needs; close them at the end."""
+    store = store_of(config, home)
+    planned = plan(
+        config, store, pipeline=pipeline, until=options.until, force=options.force, strict_code=options.strict_code
+    )
+    for stage in planned:
+        listener.planned(stage.label, stage.decision)
+    runtime = DeferredRuntime(config.runtime)
+    needed = engines_needed(planned)
+    if needed:
+        threading.Thread(target=_prewarm, args=(runtime, needed), daemon=True, name="prewarm").start()
+    try:
+        yield PipelineRun(config, options, store, runtime, tracker, listener, planned)
+    finally:
+        runtime.close()
+
+
+def run_stages(
+    run: PipelineRun, pipeline: Pipeline, run_stage: RunStage, *, tags: Mapping[str, str]
+) -> dict[str, ArtifactRef]:
+    """Run the pipeline through `run_stage`; return the artifacts by label. The tracker's run gets the true status."""
+    run.tracker.start(run.config.name, run_id=None, params=run.config.model_dump(mode="json"), tags=tags)
+    status: Status = "FAILED"
+    try:
+        limited = UntilStage(run_stage, run.options.until)
+        pipeline(run.config, Stages(limited, seed=run.config.seed, runtime=run.config.runtime))
+        status = "FINISHED"
+    except ReachedUntil:
+        status = "FINISHED"
+    except KeyboardInterrupt:
+        status = "KILLED"
+        raise
+    finally:
+        run.tracker.finish(status, note=_note(run))
+    return run.results
+
+
+def open_tracker(config: PipelineConfig, home: Home) -> Tracker:
+    """Return the MLflow tracker of a run."""
+    from rlhf_core.tracking.mlflow import MlflowTracker
+
+    tracker: Tracker = MlflowTracker(tracking_uri(home), experiment=config.name, artifact_root=home.mlflow_artifacts)
+    return tracker
+
+
+def _prewarm(runtime: DeferredRuntime, needed: set[str]) -> None:
+    try:
+        runtime.prewarm(trainer="trainer" in needed, sampler="sampler" in needed)
+    except Exception as error:
+        # The stage that needs the engine fails with the same error, and then somebody hears it.
+        logger.debug("engines could not be started ahead: %s", error)
+
+
+def _note(run: PipelineRun) -> str:
+    lines = [f"{label}: {ref.digest[:12]}" for label, ref in run.results.items()]
+    return "\n".join(f"- {line}" for line in lines)

@@ -1,0 +1,290 @@
+"""Each stage as a flow of its own, with a typed form. An input is the label of a stage that made it, a digest or a path.
+
+The same stage in the full pipeline and here has the same key, so each finds the other's results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from prefect import flow
+from pydantic import Field
+
+from pipelines.flows import run_served
+from pipelines.full import sample_and_imitate
+from pipelines.graph import Stages
+from pipelines.home import Home
+from pipelines.inputs import find_artifact
+from pipelines.iterative_dpo import iterate_dpo
+from pipelines.profile import IterativeDPOConfig, PipelineConfig, RejectionSamplingConfig
+from pipelines.run import RunOptions, store_of
+from pipelines.tasks import FLOW_NAME
+from rlhf_core.config.base import Config
+from rlhf_core.config.engines import RuntimeConfig
+from rlhf_core.types import (
+    ArtifactRef,
+    DemonstrationsRef,
+    GenerationsRef,
+    PolicyRef,
+    PreferencesRef,
+    PromptsRef,
+    ReportRef,
+    RewardModelRef,
+    RolloutsRef,
+)
+from stages.dpo import DPOConfig
+from stages.evaluate import EvaluateConfig
+from stages.generate import GenerateConfig
+from stages.ppo import PPOConfig
+from stages.prepare_data import PrepareDataConfig
+from stages.publish import PublishConfig
+from stages.reward_model import RewardModelConfig
+from stages.score import ScoreConfig
+from stages.select import SelectConfig
+from stages.sft import SFTConfig
+
+R = TypeVar("R", bound=ArtifactRef)
+
+
+class Settings(Config):
+    """Where and how the stage runs."""
+
+    name: str = "rlhf"
+    """Name of the run, and of the experiment in MLflow."""
+    seed: int = Field(17, ge=0)
+    store: str = ""
+    """Folder of the artifact store; empty: the one in the state folder."""
+    runtime: RuntimeConfig = RuntimeConfig()
+    force: bool = False
+    """Run it although its result is there."""
+
+
+@flow(name=FLOW_NAME, flow_run_name="prepare_data", persist_result=False)
+def prepare_data(config: PrepareDataConfig, settings: Settings) -> dict[str, str]:
+    """Read or invent the data, and make the base model."""
+    return _run(settings, "prepare_data", lambda stages, find: stages.prepare_data("prepare_data", config))
+
+
+@flow(name=FLOW_NAME, flow_run_name="sft", persist_result=False)
+def sft(
+    config: SFTConfig,
+    settings: Settings,
+    policy: str = "prepare_data.base",
+    demonstrations: str = "prepare_data.demonstrations",
+) -> dict[str, str]:
+    """Supervised fine-tuning of `policy` on `demonstrations`."""
+
+    def body(stages: Stages, find: Find) -> PolicyRef:
+        return stages.sft(
+            "sft", config, policy=find(PolicyRef, policy), demonstrations=find(DemonstrationsRef, demonstrations)
+        )
+
+    return _run(settings, "sft", body)
+
+
+@flow(name=FLOW_NAME, flow_run_name="reward_model", persist_result=False)
+def reward_model(
+    config: RewardModelConfig,
+    settings: Settings,
+    policy: str = "sft",
+    preferences: str = "prepare_data.preferences",
+) -> dict[str, str]:
+    """A reward model from the weights of `policy`, on `preferences`."""
+
+    def body(stages: Stages, find: Find) -> RewardModelRef:
+        return stages.reward_model(
+            "reward_model", config, policy=find(PolicyRef, policy), preferences=find(PreferencesRef, preferences)
+        )
+
+    return _run(settings, "reward_model", body)
+
+
+@flow(name=FLOW_NAME, flow_run_name="generate", persist_result=False)
+def generate(
+    config: GenerateConfig, settings: Settings, policy: str = "sft", prompts: str = "prepare_data.prompts"
+) -> dict[str, str]:
+    """Answers of `policy` to `prompts`."""
+
+    def body(stages: Stages, find: Find) -> GenerationsRef:
+        return stages.generate("generate", config, policy=find(PolicyRef, policy), prompts=find(PromptsRef, prompts))
+
+    return _run(settings, "generate", body)
+
+
+@flow(name=FLOW_NAME, flow_run_name="score", persist_result=False)
+def score(
+    config: ScoreConfig,
+    settings: Settings,
+    generations: str = "generate",
+    reward_models: dict[str, str] = {"reward_model": "reward_model"},  # noqa: B006
+) -> dict[str, str]:
+    """Rewards for `generations`."""
+
+    def body(stages: Stages, find: Find) -> RolloutsRef:
+        models = {name: find(RewardModelRef, where) for name, where in reward_models.items()}
+        return stages.score("score", config, generations=find(GenerationsRef, generations), reward_models=models)
+
+    return _run(settings, "score", body)
+
+
+@flow(name=FLOW_NAME, flow_run_name="select", persist_result=False)
+def select(config: SelectConfig, settings: Settings, rollouts: str = "score") -> dict[str, str]:
+    """Demonstrations or pairs from `rollouts`."""
+
+    def body(stages: Stages, find: Find) -> ArtifactRef:
+        ref = find(RolloutsRef, rollouts)
+        if config.type == "pairs":
+            return stages.select_pairs("select", config, rollouts=ref)
+        return stages.select_demonstrations("select", config, rollouts=ref)
+
+    return _run(settings, "select", body)
+
+
+@flow(name=FLOW_NAME, flow_run_name="rejection_sampling", persist_result=False)
+def rejection_sampling(
+    config: RejectionSamplingConfig,
+    settings: Settings,
+    policy: str = "sft",
+    prompts: str = "prepare_data.prompts",
+    reward_models: dict[str, str] = {"reward_model": "reward_model"},  # noqa: B006
+) -> dict[str, str]:
+    """Sample, score, keep the best, imitate it."""
+
+    def body(stages: Stages, find: Find) -> PolicyRef:
+        models = {name: find(RewardModelRef, where) for name, where in reward_models.items()}
+        return sample_and_imitate(
+            config, stages, policy=find(PolicyRef, policy), prompts=find(PromptsRef, prompts), reward_models=models
+        )
+
+    return _run(settings, "rejection_sampling/sft", body)
+
+
+@flow(name=FLOW_NAME, flow_run_name="iterative_dpo", persist_result=False)
+def iterative_dpo(
+    config: IterativeDPOConfig,
+    settings: Settings,
+    policy: str = "sft",
+    prompts: str = "prepare_data.prompts",
+    reward_models: dict[str, str] = {"reward_model": "reward_model"},  # noqa: B006
+) -> dict[str, str]:
+    """Rounds of generate, score, pair, dpo. `policy` takes the place of `config.start_from`."""
+
+    def body(stages: Stages, find: Find) -> PolicyRef:
+        models = {name: find(RewardModelRef, where) for name, where in reward_models.items()}
+        return iterate_dpo(
+            config, stages, policy=find(PolicyRef, policy), prompts=find(PromptsRef, prompts), reward_models=models
+        )
+
+    return _run(settings, "iterative_dpo/round_1/dpo", body)
+
+
+@flow(name=FLOW_NAME, flow_run_name="dpo", persist_result=False)
+def dpo(
+    config: DPOConfig,
+    settings: Settings,
+    policy: str = "sft",
+    reference: str = "sft",
+    preferences: str = "prepare_data.preferences",
+) -> dict[str, str]:
+    """Direct preference optimisation of `policy` on `preferences`."""
+
+    def body(stages: Stages, find: Find) -> PolicyRef:
+        return stages.dpo(
+            "dpo",
+            config,
+            policy=find(PolicyRef, policy),
+            reference=find(PolicyRef, reference),
+            preferences=find(PreferencesRef, preferences),
+        )
+
+    return _run(settings, "dpo", body)
+
+
+@flow(name=FLOW_NAME, flow_run_name="ppo", persist_result=False)
+def ppo(
+    config: PPOConfig,
+    settings: Settings,
+    policy: str = "sft",
+    reference: str = "sft",
+    prompts: str = "prepare_data.prompts",
+    reward_models: dict[str, str] = {"reward_model": "reward_model"},  # noqa: B006
+) -> dict[str, str]:
+    """Policy optimisation of `policy` on `prompts`, held near `reference`."""
+
+    def body(stages: Stages, find: Find) -> PolicyRef:
+        return stages.ppo(
+            "ppo",
+            config,
+            policy=find(PolicyRef, policy),
+            reference=find(PolicyRef, reference),
+            prompts=find(PromptsRef, prompts),
+            reward_models={name: find(RewardModelRef, where) for name, where in reward_models.items()},
+        )
+
+    return _run(settings, "ppo", body)
+
+
+@flow(name=FLOW_NAME, flow_run_name="evaluate", persist_result=False)
+def evaluate(
+    config: EvaluateConfig,
+    settings: Settings,
+    generations: dict[str, str] = {"sft": "evaluate/sft/generate", "ppo": "evaluate/ppo/generate"},  # noqa: B006
+    reference: str = "sft",
+    reward_model: str = "reward_model",
+) -> dict[str, str]:
+    """One report over the `generations` of several policies; an empty `reward_model` leaves its column out."""
+
+    def body(stages: Stages, find: Find) -> ReportRef:
+        return stages.evaluate(
+            "evaluate",
+            config,
+            generations={name: find(GenerationsRef, where) for name, where in generations.items()},
+            reference=find(PolicyRef, reference),
+            reward_model=find(RewardModelRef, reward_model) if reward_model else None,
+        )
+
+    return _run(settings, "evaluate", body)
+
+
+@flow(name=FLOW_NAME, flow_run_name="publish", persist_result=False)
+def publish(
+    config: PublishConfig, settings: Settings, policy: str = "ppo", report: str = "evaluate"
+) -> dict[str, str]:
+    """Gate, model card and registration of `policy`."""
+
+    def body(stages: Stages, find: Find) -> ArtifactRef:
+        return stages.publish(
+            "publish", config, policy=find(PolicyRef, policy), report=find(ReportRef, report)
+        )
+
+    return _run(settings, "publish", body)
+
+
+# ---------------------------------------------------------------- what they share
+
+
+class Find:
+    """Finds an input of a kind by the name that a person gave."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def __call__(self, kind: type[R], name: str) -> R:
+        return find_artifact(self._store, kind, name)
+
+
+def _run(settings: Settings, label: str, body: Callable[[Stages, Find], ArtifactRef]) -> dict[str, str]:
+    config = PipelineConfig(
+        name=settings.name,
+        seed=settings.seed,
+        store=settings.store,
+        runtime=settings.runtime,
+        prepare_data=PrepareDataConfig(),
+    )
+    find = Find(store_of(config, Home.here()))
+
+    def pipeline(_: PipelineConfig, stages: Stages) -> ArtifactRef:
+        return body(stages, find)
+
+    return run_served(config, pipeline, RunOptions(force=(label,) if settings.force else ()))

@@ -1,0 +1,85 @@
+"""Stages as Prefect tasks: the store decides, Prefect shows. A hit is a task in state Cached, with its edges.
+
+Prefect's own caching is off: it remembers return values, sees neither changed files nor changed code, and its locks
+outlive their owner.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, TypeVar
+from uuid import UUID
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.objects import State
+from prefect.context import FlowRunContext
+from prefect.events.worker import EventsWorker
+from prefect.states import Completed
+
+from pipelines.cards import ProgressCard, show_plan, show_samples, show_stage
+from pipelines.plan import Pipeline, expect
+from pipelines.run import PipelineRun, run_stages
+from pipelines.services import wait_for
+from rlhf_core.stage import StageSpec
+from rlhf_core.types import ArtifactRef
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R", bound=ArtifactRef)
+
+FLOW_NAME = "rlhf-pipeline"
+
+
+def run_in_flow(run: PipelineRun, pipeline: Pipeline) -> dict[str, ArtifactRef]:
+    """Run the pipeline inside the flow that is active, each stage as a task; return the artifacts by label."""
+    show_plan([(stage.label, stage.decision) for stage in run.planned])
+    return run_stages(run, pipeline, TaskRunner(run), tags=_links())
+
+
+def settle(flow_run_id: UUID, tasks: int, *, patience_s: float = 10.0) -> None:
+    """Wait until the server has written down the end of `tasks` tasks: it does so a little later, from events."""
+
+    def all_written() -> bool:
+        task_runs = client.read_task_runs(flow_run_filter=flow_run)
+        return sum(task_run.state is not None and task_run.state.is_final() for task_run in task_runs) >= tasks
+
+    EventsWorker.drain_all(timeout=patience_s)
+    flow_run = FlowRunFilter(id={"any_": [flow_run_id]})
+    try:
+        with get_client(sync_client=True) as client:
+            wait_for(all_written, patience_s)
+    except Exception as error:
+        # The run has ended, well or not, and its result must not hang on what the page shows.
+        logger.warning("Prefect may show tasks of this run as running: %s", error)
+
+
+class TaskRunner:
+    """A `RunStage` that runs a stage as a task of the active flow."""
+
+    def __init__(self, run: PipelineRun) -> None:
+        self._run = run
+
+    def __call__(self, spec: StageSpec, kind: type[R]) -> R:
+        run = self._run
+
+        @task(name=spec.label, task_run_name=spec.label, cache_policy=NO_CACHE, persist_result=False)
+        def stage(**inputs: Any) -> State[R]:
+            outcome = run.stage(spec, ProgressCard(spec.label).show)
+            show_stage(spec.label, outcome.decision, outcome.metrics, outcome.seconds, outcome.tracking_url)
+            show_samples(spec.label, outcome.samples)
+            name = "Cached" if outcome.decision.action == "HIT" else "Completed"
+            message = f"{outcome.decision.action}: {outcome.decision.reason}"
+            return Completed(name=name, message=message, data=outcome.ref)
+
+        state = stage(**spec.inputs, return_state=True)
+        return expect(state.result(), kind, spec.label)
+
+
+def _links() -> dict[str, str]:
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        return {}
+    return {"prefect.flow_run_id": str(context.flow_run.id), "prefect.flow_run_name": context.flow_run.name}

@@ -1,0 +1,77 @@
+"""Duplicates, and training rows that give the evaluation away."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
+
+from rlhf_core.data.formats import Example, Turns
+from rlhf_core.data.validation import DropReport
+
+_NOT_WORD = re.compile(r"[^\w]+")
+
+
+def normalise(turns: Turns) -> str:
+    """Return the text of `turns` with roles, case-folded, of words and single spaces only (NFKC)."""
+    text = "\n".join(f"{message.role} {message.content}" for message in turns)
+    return _NOT_WORD.sub(" ", unicodedata.normalize("NFKC", text).casefold()).strip()
+
+
+def exact(turns: Turns) -> str:
+    """Return the text of `turns` with white space evened out; unlike `normalise` it keeps case and signs."""
+    return "\n".join(f"{message.role}: {' '.join(message.content.split())}" for message in turns)
+
+
+def deduplicate(examples: Iterable[Example], report: DropReport) -> list[Example]:
+    """Return `examples` without those whose prompt and answers were there before, white space aside.
+
+    Signs count here: 3 - 2 and 3 + 2 are two prompts.
+    """
+    seen: dict[tuple[str, str, str], Example] = {}
+    for example in examples:
+        key = (exact(example.prompt), exact(example.chosen), exact(example.rejected))
+        if key in seen:
+            first = seen[key].origin
+            report.add(example.source, example.origin, f"duplicate: of {first.file}:{first.line}")
+        else:
+            seen[key] = example
+    return list(seen.values())
+
+
+def decontaminate(
+    training: Sequence[Example], evaluation: Iterable[Example], *, ngram: int | None, report: DropReport
+) -> list[Example]:
+    """Return the `training` rows whose prompt is not in `evaluation`, white space and case aside.
+
+    With `ngram`, a row also goes if its prompt or an answer shares that many consecutive words with an evaluation
+    prompt (the overlap test of GPT-3, arXiv 2005.14165, appendix C).
+    """
+    held_out = list(evaluation)
+    prompts = {exact(example.prompt).casefold() for example in held_out if example.prompt}
+    grams = {gram for example in held_out for gram in _ngrams(example.prompt, ngram)} if ngram else set()
+    kept = []
+    for example in training:
+        if exact(example.prompt).casefold() in prompts:
+            report.add(example.source, example.origin, "contaminated: its prompt is an evaluation prompt")
+        elif grams and any(
+            gram in grams
+            for turns in (example.prompt, example.chosen, example.rejected)
+            for gram in _ngrams(turns, ngram)
+        ):
+            report.add(
+                example.source, example.origin, f"contaminated: shares {ngram} words in a row with an evaluation prompt"
+            )
+        else:
+            kept.append(example)
+    return kept
+
+
+def _ngrams(turns: Turns, size: int | None) -> Iterator[tuple[str, ...]]:
+    """Yield the word n-grams of each turn; roles are no words."""
+    if size is None:
+        return
+    for message in turns:
+        words = normalise((message,)).split()[1:]
+        for start in range(len(words) - size + 1):
+            yield tuple(words[start : start + size])

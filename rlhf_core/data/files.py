@@ -1,0 +1,201 @@
+"""Real data to tables: read -> adapt -> deduplicate -> pair -> split -> decontaminate -> mix."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rlhf_core.config.data import Files, Source
+from rlhf_core.data.cleaning import decontaminate, deduplicate, exact
+from rlhf_core.data.formats import Example, convert, detect, rename
+from rlhf_core.data.mixing import is_evaluation, misfit, mix, shuffled, table_of
+from rlhf_core.data.sources import read
+from rlhf_core.data.tables import Demonstration, Preference, Tables, content_id
+from rlhf_core.data.validation import Drop, DropReport, Origin
+from rlhf_core.errors import DataError
+from rlhf_core.types import Prompt, derive_seed
+
+TRAINING = ("demonstrations", "preferences", "prompts")
+EVALUATION = ("eval_demonstrations", "eval_preferences", "eval_prompts")
+
+
+def make_tables(config: Files, *, seed: int, report: DropReport) -> tuple[Tables, dict[str, Origin]]:
+    """Return the tables and where each row (by id) came from; what is left out is in `report`.
+
+    DataError when a source has more malformed rows than `max_bad_fraction`, naming the first.
+    """
+    assigned: dict[str, dict[str, list[Example]]] = defaultdict(lambda: defaultdict(list))
+    for source in config.sources:
+        examples = read_examples(source, max_bad_fraction=config.max_bad_fraction, report=report)
+        if config.deduplicate:
+            examples = deduplicate(examples, report)
+        _assign(pair_unpaired(examples), source, config, assigned, report)
+    if config.deduplicate:
+        _deduplicate_across(assigned, report)
+    if config.decontaminate != "off":
+        _decontaminate(assigned, config, report)
+    rows = {
+        table: _mixed(assigned[table], config, seed=derive_seed(seed, table), report=report)
+        for table in (*TRAINING, *EVALUATION)
+    }
+    return _tables(rows)
+
+
+def read_examples(source: Source, *, max_bad_fraction: float, report: DropReport) -> list[Example]:
+    """Return the rows of `source` as examples; malformed ones are reported, too many raise DataError.
+
+    With format `auto`, the first readable row decides for all.
+    """
+    examples: list[Example] = []
+    malformed: list[Drop] = []
+    format_name: str = "" if source.format == "auto" else source.format
+    for record in read(source):
+        report.rows_read[source.name] += 1
+        try:
+            if record.problem:
+                raise DataError(record.problem)
+            row = rename(record.row, source.columns)
+            format_name = format_name or detect(row)
+            content = convert(row, format_name)
+        except DataError as error:
+            malformed.append(Drop(source.name, record.origin, f"malformed: {error}"))
+            continue
+        examples.append(
+            Example(
+                prompt=content.prompt,
+                chosen=content.chosen,
+                rejected=content.rejected,
+                label=content.label,
+                margin=content.margin,
+                source=source.name,
+                origin=record.origin,
+            )
+        )
+    report.drops += malformed
+    report.check_malformed(source.name, malformed, max_bad_fraction=max_bad_fraction)
+    return examples
+
+
+def pair_unpaired(examples: Sequence[Example]) -> list[Example]:
+    """Return the examples with good and bad answers to one prompt joined to pairs (KTO and stepwise rows).
+
+    What finds no partner stays as it is: a good answer can still be imitated.
+    """
+    bad: dict[str, list[Example]] = defaultdict(list)
+    for example in examples:
+        if example.rejected and not example.chosen:
+            bad[exact(example.prompt)].append(example)
+    joined = []
+    for example in examples:
+        if example.rejected:
+            if example.chosen:
+                joined.append(example)
+            continue
+        partners = bad[exact(example.prompt)] if example.chosen else []
+        joined.append(replace(example, rejected=partners.pop(0).rejected) if partners else example)
+    return joined + [example for rest in bad.values() for example in rest]
+
+
+# ---------------------------------------------------------------- private
+
+
+def _assign(
+    examples: Sequence[Example],
+    source: Source,
+    config: Files,
+    assigned: dict[str, dict[str, list[Example]]],
+    report: DropReport,
+) -> None:
+    """Put each example into the table of its prompt: `assigned[table][source name]`."""
+    for example in examples:
+        table = table_of(example, source.use)
+        if table is None:
+            report.unused[source.name] += 1
+            continue
+        reason = misfit(example, table)
+        if reason is not None:
+            report.add(source.name, example.origin, reason)
+            continue
+        held_out = table in ("demonstrations", "preferences") and is_evaluation(example, config.eval_fraction)
+        assigned[f"eval_{table}" if held_out else table][source.name].append(example)
+
+
+def _deduplicate_across(assigned: dict[str, dict[str, list[Example]]], report: DropReport) -> None:
+    """Drop what an earlier source has already given to the same table; a table of prompts holds a prompt once."""
+    for table, by_source in assigned.items():
+        rows = [example for found in by_source.values() for example in found]
+        if table in ("prompts", "eval_prompts"):
+            rows = [replace(example, chosen=(), rejected=()) for example in rows]
+        kept = deduplicate(rows, report)
+        for name in by_source:
+            by_source[name] = [example for example in kept if example.source == name]
+
+
+def _decontaminate(assigned: dict[str, dict[str, list[Example]]], config: Files, report: DropReport) -> None:
+    held_out = [example for table in EVALUATION for found in assigned[table].values() for example in found]
+    ngram = config.ngram if config.decontaminate == "ngram" else None
+    for table in TRAINING:
+        for name, found in assigned[table].items():
+            assigned[table][name] = decontaminate(found, held_out, ngram=ngram, report=report)
+
+
+def _mixed(by_source: dict[str, list[Example]], config: Files, *, seed: int, report: DropReport) -> list[Example]:
+    """Return one table's rows in their final order."""
+    if config.mixture == "weights":
+        rows = mix(by_source, {source.name: source.weight for source in config.sources}, seed=seed)
+    else:
+        rows = shuffled([example for found in by_source.values() for example in found], seed=seed)
+    if config.max_rows:
+        rows = rows[: config.max_rows]
+    for name, found in by_source.items():
+        left = len(found) - sum(example.source == name for example in rows)
+        if left:
+            report.unused[name] += left
+    return rows
+
+
+def _tables(rows: dict[str, list[Example]]) -> tuple[Tables, dict[str, Origin]]:
+    """Return typed tables, and the origin of each row by its id."""
+    origins: dict[str, Origin] = {}
+
+    def identify(example: Example, *parts: object) -> str:
+        # Without deduplication equal rows stay; their ids must still differ.
+        name, copies = content_id(*parts), 0
+        while name in origins:
+            copies += 1
+            name = content_id(*parts, copies)
+        origins[name] = example.origin
+        return name
+
+    def demonstrations(name: str) -> tuple[Demonstration, ...]:
+        return tuple(
+            Demonstration(identify(row, name, row.prompt, row.chosen), (*row.prompt, *row.chosen), row.source)
+            for row in rows[name]
+        )
+
+    def preferences(name: str) -> tuple[Preference, ...]:
+        return tuple(
+            Preference(
+                identify(row, name, row.prompt, row.chosen, row.rejected),
+                row.prompt,
+                row.chosen,
+                row.rejected,
+                row.margin,
+                row.source,
+            )
+            for row in rows[name]
+        )
+
+    def prompts(name: str) -> tuple[Prompt, ...]:
+        return tuple(Prompt(identify(row, name, row.prompt), row.prompt, row.label, row.source) for row in rows[name])
+
+    tables = Tables(
+        demonstrations=demonstrations("demonstrations"),
+        eval_demonstrations=demonstrations("eval_demonstrations"),
+        preferences=preferences("preferences"),
+        eval_preferences=preferences("eval_preferences"),
+        prompts=prompts("prompts"),
+        eval_prompts=prompts("eval_prompts"),
+    )
+    return tables, origins

@@ -1,0 +1,304 @@
+"""Row formats of the wild, one adapter each, and what they all become: an `Example`.
+
+Column names are TRL's (https://huggingface.co/docs/trl/dataset_formats); turns may be `role`/`content` or ShareGPT's
+`from`/`value`; prompts and answers may be text or turns. Raw HH-RLHF transcripts and GSM8K are known as they are.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_core.config.data import Columns
+from rlhf_core.data.validation import Origin
+from rlhf_core.errors import DataError
+from rlhf_core.types import Message
+
+Row = Mapping[str, Any]
+Turns = tuple[Message, ...]
+
+_ROLES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+}
+_HH_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):[ \t]?")
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One row, whatever it was: a prompt and up to two answers. An absent answer is the empty tuple.
+
+    `chosen` alone is a demonstration, both are a pair, neither is a bare prompt; `rejected` alone is an answer that was
+    found bad (KTO) and waits for a good one to the same prompt.
+    """
+
+    prompt: Turns
+    chosen: Turns
+    rejected: Turns
+    label: str
+    margin: float
+    source: str
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What an adapter returns: an `Example` without its origin."""
+
+    prompt: Turns
+    chosen: Turns = ()
+    rejected: Turns = ()
+    label: str = ""
+    margin: float = 0.0
+
+
+def rename(row: Row, columns: Columns) -> dict[str, Any]:
+    """Return `row` with the source's own column names replaced by those of the formats."""
+    own = {theirs: ours for ours in type(columns).model_fields if (theirs := getattr(columns, ours))}
+    missing = sorted(set(own) - set(row))
+    if missing:
+        raise DataError(f"no such column: {missing[0]!r}; the row has {sorted(row)}")
+    # A mapped column wins over one that already bears the name.
+    rest = {name: value for name, value in row.items() if name not in own and name not in own.values()}
+    return rest | {ours: row[theirs] for theirs, ours in own.items()}
+
+
+def detect(row: Row) -> str:
+    """Return the format of `row`, by its columns; DataError for columns that no format has.
+
+    >>> detect({"prompt": "2+2?", "chosen": "4", "rejected": "5"})
+    'preference'
+    """
+    has = {name for name, value in row.items() if value is not None}
+    if {"chosen", "rejected"} <= has:
+        if "prompt" in has:
+            return "preference"
+        chosen = row["chosen"]
+        return "hh" if isinstance(chosen, str) and _HH_TURN.match(chosen) else "implicit_preference"
+    for name, needed in (
+        ("stepwise", {"prompt", "completions", "labels"}),
+        ("messages", {"messages"}),
+        ("messages", {"conversations"}),
+        ("question_answer", {"question", "answer"}),
+        ("prompt", {"prompt"}),
+        ("text", {"text"}),
+    ):
+        if needed <= has:
+            if name != "prompt" or "completion" not in has:
+                return name
+            return "unpaired_preference" if "label" in has else "prompt_completion"
+    raise DataError(f"unknown columns: {sorted(row)}; known formats are {sorted(ADAPTERS)}")
+
+
+def convert(row: Row, format_name: str) -> Content:
+    """Return the content of `row` read as `format_name`; DataError says what is wrong with it."""
+    try:
+        content = ADAPTERS[format_name](row)
+    except KeyError as error:
+        raise DataError(f"missing column: {error.args[0]!r}; the row has {sorted(row)}") from error
+    _check(content)
+    return content
+
+
+# ---------------------------------------------------------------- adapters
+
+
+def _messages(row: Row) -> Content:
+    """Return a conversation that ends with an answer, or one that waits for it."""
+    turns = _turns(row["messages"] if "messages" in row else row["conversations"], role="")
+    if turns[-1].role == "assistant":
+        return Content(turns[:-1], turns[-1:])
+    return Content(turns, label=_label(row))
+
+
+def _text(row: Row) -> Content:
+    """Return running text as one answer without a prompt."""
+    return Content((), _turns(row["text"], role="assistant"))
+
+
+def _prompt(row: Row) -> Content:
+    return Content(_turns(row["prompt"], role="user"), label=_label(row))
+
+
+def _prompt_completion(row: Row) -> Content:
+    return Content(_turns(row["prompt"], role="user"), _turns(row["completion"], role="assistant"))
+
+
+def _preference(row: Row) -> Content:
+    prompt = _turns(row["prompt"], role="user")
+    chosen, rejected = (_without_prompt(_turns(row[name], role="assistant"), prompt) for name in ("chosen", "rejected"))
+    return Content(prompt, chosen, rejected, margin=_margin(row))
+
+
+def _implicit_preference(row: Row) -> Content:
+    """Return the pair whose prompt is the longest common beginning of both sides."""
+    chosen, rejected = row["chosen"], row["rejected"]
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        border = _common_words(chosen, rejected)
+        prompt = _turns(chosen[:border].strip(), role="user")
+        better, worse = (_turns(side[border:].strip(), role="assistant") for side in (chosen, rejected))
+        return Content(prompt, better, worse, margin=_margin(row))
+    return _split_pair(_turns(chosen, role=""), _turns(rejected, role=""), margin=_margin(row))
+
+
+def _hh(row: Row) -> Content:
+    return _split_pair(_transcript(row["chosen"]), _transcript(row["rejected"]), margin=_margin(row))
+
+
+def _unpaired_preference(row: Row) -> Content:
+    prompt, answer = _turns(row["prompt"], role="user"), _turns(row["completion"], role="assistant")
+    return Content(prompt, chosen=answer) if _truth(row["label"]) else Content(prompt, rejected=answer)
+
+
+def _stepwise(row: Row) -> Content:
+    """Return the steps joined: a good answer if every step is right, a bad one otherwise."""
+    steps, labels = row["completions"], row["labels"]
+    if not isinstance(steps, (list, tuple)) or not isinstance(labels, (list, tuple)) or len(steps) != len(labels):
+        raise DataError("completions and labels: must be lists of one length")
+    answer = _turns("\n".join(_string(step, "completions") for step in steps), role="assistant")
+    prompt = _turns(row["prompt"], role="user")
+    right = all(_truth(label) for label in labels)
+    return Content(prompt, chosen=answer) if right else Content(prompt, rejected=answer)
+
+
+def _question_answer(row: Row) -> Content:
+    """Return a question with its answer; the label is what follows `####` (GSM8K), else the whole answer."""
+    answer = _string(row["answer"], "answer")
+    _, mark, final = answer.rpartition("####")
+    label = final.strip().replace(",", "") if mark else answer.strip()
+    return Content(_turns(row["question"], role="user"), _turns(answer, role="assistant"), label=label)
+
+
+ADAPTERS: dict[str, Callable[[Row], Content]] = {
+    "messages": _messages,
+    "text": _text,
+    "prompt": _prompt,
+    "prompt_completion": _prompt_completion,
+    "preference": _preference,
+    "implicit_preference": _implicit_preference,
+    "hh": _hh,
+    "unpaired_preference": _unpaired_preference,
+    "stepwise": _stepwise,
+    "question_answer": _question_answer,
+}
+
+
+# ---------------------------------------------------------------- private: turns
+
+
+def _turns(value: Any, *, role: str) -> Turns:
+    """Return `value` as turns: text becomes one turn of `role`, a list is read turn by turn."""
+    if isinstance(value, str) and role:
+        return (Message(role, _string(value, role)),)
+    if not isinstance(value, (list, tuple)) or not value:
+        raise DataError(f"not turns: {type(value).__name__}; a list of role and content is needed")
+    return tuple(_turn(item) for item in value)
+
+
+def _turn(item: Any) -> Message:
+    if not isinstance(item, Mapping):
+        raise DataError(f"not a turn: {type(item).__name__}; role and content are needed")
+    for role_name, content_name in (("role", "content"), ("from", "value")):
+        if role_name in item and content_name in item:
+            said = str(item[role_name]).lower()
+            if said not in _ROLES:
+                raise DataError(f"unknown role: {said!r}; known are {sorted(_ROLES)}")
+            return Message(_ROLES[said], _string(item[content_name], "content"))
+    raise DataError(f"not a turn: {sorted(item)}; role and content, or from and value, are needed")
+
+
+def _transcript(text: Any) -> Turns:
+    """Return the turns of a raw transcript: `Human:` and `Assistant:` after an empty line."""
+    pieces = _HH_TURN.split(_string(text, "transcript"))
+    if len(pieces) < 3 or pieces[0].strip():
+        raise DataError("not a transcript: it must begin with 'Human:' or 'Assistant:'")
+    roles = {"Human": "user", "Assistant": "assistant"}
+    spoken = zip(pieces[1::2], pieces[2::2], strict=True)
+    return tuple(Message(roles[speaker], content.strip()) for speaker, content in spoken)
+
+
+def _split_pair(chosen: Turns, rejected: Turns, *, margin: float) -> Content:
+    """Return the common turns as prompt, the rest as answers."""
+    common = 0
+    while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
+        common += 1
+    return Content(chosen[:common], chosen[common:], rejected[common:], margin=margin)
+
+
+def _without_prompt(answer: Turns, prompt: Turns) -> Turns:
+    """Return `answer` without the prompt, which some data sets repeat in it."""
+    return answer[len(prompt) :] if answer[: len(prompt)] == prompt else answer
+
+
+def _common_words(left: str, right: str) -> int:
+    """Return the length of the longest common beginning that ends between words."""
+    border = 0
+    while border < min(len(left), len(right)) and left[border] == right[border]:
+        border += 1
+    while border > 0 and not left[border - 1].isspace():
+        border -= 1
+    return border
+
+
+# ---------------------------------------------------------------- private: values and checks
+
+
+def _check(content: Content) -> None:
+    """Refuse a content that cannot be rendered or compared; the reason begins with a fixed phrase."""
+    for answer in (content.chosen, content.rejected):
+        if answer and (answer[0].role != "assistant" or answer[-1].role != "assistant"):
+            raise DataError("answer is not the assistant's: its turns must begin and end with the assistant")
+    paired = bool(content.chosen and content.rejected)
+    if paired and not content.prompt:
+        raise DataError("no common prompt: chosen and rejected differ from the first word")
+    if paired and content.chosen == content.rejected:
+        raise DataError("chosen equals rejected")
+    if not content.prompt and not content.chosen:
+        raise DataError("empty row")
+    if content.prompt and content.prompt[-1].role == "assistant":
+        raise DataError("prompt ends with the assistant: a prompt must end with another's turn")
+    for message in (*content.prompt, *content.chosen, *content.rejected):
+        if not message.content.strip():
+            raise DataError(f"empty turn: role {message.role}")
+
+
+def _string(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"not text: {name} is {type(value).__name__}")
+    return value
+
+
+def _label(row: Row) -> str:
+    return "" if "label" not in row or row["label"] is None else str(row["label"])
+
+
+def _margin(row: Row) -> float:
+    """Return the margin, 0.0 for a row without one."""
+    if "margin" not in row or row["margin"] in (None, ""):
+        return 0.0
+    try:
+        margin = float(row["margin"])
+    except (TypeError, ValueError) as error:
+        raise DataError(f"not a number: margin is {row['margin']!r}") from error
+    if not math.isfinite(margin):
+        raise DataError(f"not a number: margin is {margin}")
+    return margin
+
+
+def _truth(value: Any) -> bool:
+    """Return a label of good or bad: booleans, 0 and 1, and their spellings in CSV."""
+    truths = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+    said = str(value).strip().lower()
+    if said not in truths:
+        raise DataError(f"not true or false: label is {value!r}")
+    return truths[said]

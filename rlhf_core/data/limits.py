@@ -1,0 +1,99 @@
+"""Limits in tokens, and control tokens in content: the checks that need the policy's tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.data.tables import Demonstration, Preference, Tables
+from rlhf_core.data.validation import DropReport, Origin
+from rlhf_core.errors import DataError
+from rlhf_core.types import Message, Prompt
+
+Row = TypeVar("Row", Demonstration, Preference, Prompt)
+
+_UNLIMITED = 1 << 40
+
+
+def limit(
+    tables: Tables,
+    chat: ChatTemplate,
+    *,
+    max_prompt_tokens: int,
+    max_tokens: int,
+    min_answer_tokens: int,
+    origins: Mapping[str, Origin],
+    report: DropReport,
+) -> Tables:
+    """Return `tables` without the rows that break a limit; each is noted in `report`.
+
+    A prompt is counted with its generation prompt, a row with its longest answer, an answer by its trained tokens (its
+    end-of-turn token included). Content that spells a control token of the tokenizer is dropped: it would forge turns.
+    """
+    control = sorted(chat.tokenizer.all_special_tokens)
+
+    def kept(rows: Sequence[Row]) -> tuple[Row, ...]:
+        good: list[Row] = []
+        for row in rows:
+            reason = _broken(
+                row,
+                chat,
+                control,
+                max_prompt_tokens=max_prompt_tokens,
+                max_tokens=max_tokens,
+                min_answer_tokens=min_answer_tokens,
+            )
+            if reason is None:
+                good.append(row)
+            else:
+                report.add(row.source, origins[row.id], reason)
+        return tuple(good)
+
+    return Tables(
+        demonstrations=kept(tables.demonstrations),
+        eval_demonstrations=kept(tables.eval_demonstrations),
+        preferences=kept(tables.preferences),
+        eval_preferences=kept(tables.eval_preferences),
+        prompts=kept(tables.prompts),
+        eval_prompts=kept(tables.eval_prompts),
+    )
+
+
+def parts(row: Demonstration | Preference | Prompt) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
+    """Return (prompt, answers) of a row; a demonstration's prompt is all before its last turn."""
+    if isinstance(row, Preference):
+        return row.prompt, (row.chosen, row.rejected)
+    if isinstance(row, Demonstration):
+        return row.messages[:-1], (row.messages[-1:],)
+    return row.messages, ()
+
+
+def _broken(
+    row: Demonstration | Preference | Prompt,
+    chat: ChatTemplate,
+    control: Sequence[str],
+    *,
+    max_prompt_tokens: int,
+    max_tokens: int,
+    min_answer_tokens: int,
+) -> str | None:
+    """Return the reason to drop `row`, or None."""
+    prompt, answers = parts(row)
+    for message in (*prompt, *(message for answer in answers for message in answer)):
+        for token in control:
+            if token in message.content:
+                return f"content holds a control token: {token}"
+    try:
+        length = len(chat.prompt_ids(prompt)) if prompt else 0
+        samples = [chat.continuation(prompt, answer, max_length=_UNLIMITED) for answer in answers]
+    except DataError as error:
+        return f"chat template: {error}"
+    if length > max_prompt_tokens:
+        return f"prompt too long: {length} tokens, at most {max_prompt_tokens}"
+    for sample in samples:
+        if sample is None or sum(sample.loss_mask) < min_answer_tokens:
+            return f"answer too short: fewer than {min_answer_tokens} trained tokens"
+        if len(sample.token_ids) > max_tokens:
+            return f"conversation too long: {len(sample.token_ids)} tokens, at most {max_tokens}"
+    return None

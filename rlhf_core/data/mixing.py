@@ -1,0 +1,78 @@
+"""Which table a row belongs to, and how many rows of each source a mixture takes."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypeVar
+
+from rlhf_core.config.data import Use
+from rlhf_core.data.cleaning import exact
+from rlhf_core.data.formats import Example, Turns
+
+Table = Literal["demonstrations", "preferences", "prompts", "eval_prompts"]
+TABLES: tuple[Table, ...] = ("demonstrations", "preferences", "prompts", "eval_prompts")
+
+T = TypeVar("T")
+
+
+def place(prompt: Turns, salt: str) -> float:
+    """Return a number in [0, 1) that depends on the prompt's content and `salt` only, so a prompt has one place."""
+    digest = hashlib.sha256(f"{salt}\0{exact(prompt).casefold()}".encode()).digest()
+    return int.from_bytes(digest[:7], "big") / (1 << 56)
+
+
+def table_of(example: Example, use: Use) -> Table | None:
+    """Return the table that the example's prompt falls into; None where the shares of `use` leave it out.
+
+    A row without a prompt (running text) goes by its answer.
+    """
+    position = place(example.prompt or example.chosen, "table")
+    border = 0.0
+    for table in TABLES:
+        border += getattr(use, table)
+        if position < border:
+            return table
+    return None
+
+
+def is_evaluation(example: Example, eval_fraction: float) -> bool:
+    """Return whether a demonstration or a pair is held out as evaluation, by its prompt."""
+    return place(example.prompt or example.chosen, "eval") < eval_fraction
+
+
+def misfit(example: Example, table: Table) -> str | None:
+    """Return why `example` cannot serve in `table`, or None."""
+    if table == "demonstrations" and not example.chosen:
+        return "no good answer: demonstrations need one"
+    if table == "preferences" and not (example.chosen and example.rejected):
+        return "no pair of answers: preferences need a good and a bad one"
+    if table in ("prompts", "eval_prompts") and not example.prompt:
+        return "no prompt"
+    return None
+
+
+def mix(rows: Mapping[str, Sequence[T]], weights: Mapping[str, float], *, seed: int) -> list[T]:
+    """Return shuffled rows of all sources in the proportion of `weights`; the scarcest source sets the size.
+
+    No row is repeated. Each source gives a random part of its rows.
+
+    >>> len(mix({"a": range(10), "b": range(100)}, {"a": 1.0, "b": 3.0}, seed=0))
+    40
+    """
+    present = {name: list(found) for name, found in rows.items() if found}
+    if not present:
+        return []
+    scale = min(len(found) / weights[name] for name, found in present.items())
+    rng = random.Random(seed)
+    mixed: list[T] = []
+    for name, found in present.items():
+        mixed += rng.sample(found, k=min(len(found), max(1, round(scale * weights[name]))))
+    rng.shuffle(mixed)
+    return mixed
+
+
+def shuffled(rows: Sequence[T], *, seed: int) -> list[T]:
+    """Return the rows in a random order that belongs to `seed`."""
+    return random.Random(seed).sample(rows, k=len(rows))

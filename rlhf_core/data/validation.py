@@ -1,0 +1,79 @@
+"""The drop report: every row that did not make it, with file, line and reason, and counts per reason."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rlhf_core.errors import DataError, explain
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a row came from; `line` counts from 1 (rows of a table likewise), 0 for rows that a program wrote.
+
+    >>> Origin("faq.jsonl", 7).line
+    7
+    """
+
+    file: str
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """One row that was left out. `reason` starts with a fixed phrase; what follows a colon is detail."""
+
+    source: str
+    origin: Origin
+    reason: str
+
+    @property
+    def kind(self) -> str:
+        """The reason without its detail."""
+        return self.reason.partition(":")[0]
+
+
+@dataclass(slots=True)
+class DropReport:
+    """Collects the drops of a run; filled by reading, cleaning and limiting."""
+
+    drops: list[Drop] = field(default_factory=list)
+    rows_read: Counter[str] = field(default_factory=Counter)
+    unused: Counter[str] = field(default_factory=Counter)
+    """Good rows per source that no table asked for (shares below 1, weights, `max_rows`)."""
+
+    def add(self, source: str, origin: Origin, reason: str) -> None:
+        """Note that a row is left out."""
+        self.drops.append(Drop(source, origin, reason))
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of drops per kind of reason, most frequent first."""
+        return dict(Counter(drop.kind for drop in self.drops).most_common())
+
+    def check_malformed(self, source: str, malformed: Iterable[Drop], *, max_bad_fraction: float) -> None:
+        """Raise DataError, naming the first malformed row, when more than `max_bad_fraction` of a source is malformed."""
+        bad = list(malformed)
+        if len(bad) > max_bad_fraction * self.rows_read[source]:
+            first = bad[0]
+            raise DataError(
+                explain(
+                    f"data.sources[{source}]",
+                    f"{first.origin.file}:{first.origin.line}",
+                    f"{first.reason} ({len(bad)} of {self.rows_read[source]} rows are malformed, "
+                    f"at most {max_bad_fraction:.1%} may be)",
+                    "mend the rows, set `format` and `columns` for this source, or raise data.max_bad_fraction",
+                )
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of `validation.json`."""
+        return {
+            "rows_read": dict(self.rows_read),
+            "unused": dict(self.unused),
+            "dropped": len(self.drops),
+            "reasons": self.counts(),
+            "drops": [{"source": drop.source, **asdict(drop.origin), "reason": drop.reason} for drop in self.drops],
+        }

@@ -1,0 +1,1 @@
+"""Numbers with intervals, figures and reports for people."""

@@ -1,0 +1,66 @@
+"""Intervals by the percentile bootstrap (Efron 1979): resample what was sampled, independently, with replacement.
+
+The unit of resampling is one value of the arguments. Several samples of one prompt are not independent: average them
+per prompt first and pass one value per prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from rlhf_core.errors import DataError, explain
+
+_CHUNK = 2**22
+"""Drawn indices at a time (32 MiB)."""
+
+
+class Interval(NamedTuple):
+    """A mean with the ends of its confidence interval.
+
+    >>> Interval(0.5, 0.4, 0.6).low
+    0.4
+    """
+
+    mean: float
+    low: float
+    high: float
+
+
+def bootstrap_interval(values: Sequence[float], *, level: float, resamples: int, seed: int) -> Interval:
+    """Return the mean of `values` and the interval that covers the true mean with probability `level`.
+
+    >>> bootstrap_interval([2.0, 2.0, 2.0], level=0.95, resamples=100, seed=1)
+    Interval(mean=2.0, low=2.0, high=2.0)
+    """
+    numbers = np.asarray(values, dtype=np.float64)
+    if numbers.size == 0 or not np.isfinite(numbers).all():
+        raise DataError(explain("values", list(values)[:5], "must be finite and at least one", "leave out failed samples"))
+    rng = np.random.default_rng(seed)
+    means = np.empty(resamples)
+    rows = max(1, _CHUNK // numbers.size)
+    for start in range(0, resamples, rows):
+        count = min(rows, resamples - start)
+        means[start : start + count] = numbers[rng.integers(0, numbers.size, size=(count, numbers.size))].mean(axis=1)
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    return Interval(float(numbers.mean()), float(low), float(high))
+
+
+def paired_difference(
+    ours: Sequence[float], theirs: Sequence[float], *, level: float, resamples: int, seed: int
+) -> Interval:
+    """Return mean(ours - theirs) over pairs on the same prompts, with its interval."""
+    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
+    return bootstrap_interval(differences, level=level, resamples=resamples, seed=seed)
+
+
+def win_rate(ours: Sequence[float], theirs: Sequence[float], *, level: float, resamples: int, seed: int) -> Interval:
+    """Return the fraction of pairs on the same prompts in which ours is higher, a tie counting half.
+
+    >>> win_rate([1.0, 2.0], [0.0, 2.0], level=0.95, resamples=100, seed=1).mean
+    0.75
+    """
+    wins = [1.0 if a > b else 0.5 if a == b else 0.0 for a, b in zip(ours, theirs, strict=True)]
+    return bootstrap_interval(wins, level=level, resamples=resamples, seed=seed)

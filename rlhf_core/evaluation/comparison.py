@@ -1,0 +1,162 @@
+"""Compares policies by their answers to the same prompts: rewards with intervals, distance, style, win rates.
+
+The unit of every interval is the prompt: several answers to one prompt are averaged first. Percentages are fractions;
+lengths are tokens; KL and entropy are nats.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from rlhf_core.errors import ConfigError, DataError, explain
+from rlhf_core.evaluation.bootstrap import Interval, bootstrap_interval
+from rlhf_core.evaluation.metrics import best_of_n_kl, correlation, distinct_n, entropy_estimate, repetition
+from rlhf_core.types import Generation
+
+REPEATED_N = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """A policy's answers with what was measured on each; a measure that was not taken is an empty tuple.
+
+    `gold` and `scores` (of the reward model) hold one value per generation; `log_ratios` holds, per generation,
+    sum over tokens of log mu(token) - log pi_ref(token), mu being what was sampled from.
+    """
+
+    name: str
+    digest: str
+    generations: tuple[Generation, ...]
+    gold: tuple[float, ...] = ()
+    scores: tuple[float, ...] = ()
+    log_ratios: tuple[float, ...] = ()
+    kl_bound: float = math.nan
+    """Instead of `log_ratios` for a best-of-n row: a bound of its KL, in nats."""
+
+    def __post_init__(self) -> None:
+        if not self.generations:
+            raise DataError(explain(f"evaluate.generations.{self.name}", 0, "holds no answers", "generate some"))
+        for measure in (self.gold, self.scores, self.log_ratios):
+            if measure and len(measure) != len(self.generations):
+                raise ValueError(f"{self.name}: {len(measure)} values for {len(self.generations)} answers")
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """What answers are compared by: gold where there is gold, the reward model's scores otherwise."""
+        return self.gold or self.scores
+
+    def by_prompt(self, values: Sequence[float]) -> dict[str, list[float]]:
+        """Return prompt id -> values of its answers, prompts in order of first appearance."""
+        grouped: dict[str, list[float]] = {}
+        for generation, value in zip(self.generations, values, strict=True):
+            grouped.setdefault(generation.prompt.id, []).append(value)
+        return grouped
+
+
+@dataclass(frozen=True, slots=True)
+class Intervals:
+    """How intervals are made."""
+
+    level: float
+    resamples: int
+    seed: int
+
+    def of(self, values: Sequence[float]) -> Interval:
+        """Return the mean of independent `values` with its interval."""
+        return bootstrap_interval(values, level=self.level, resamples=self.resamples, seed=self.seed)
+
+
+def summary(answers: Answers, intervals: Intervals) -> dict[str, Any]:
+    """Return the row of one policy: JSON-able; measured means are {mean, low, high}, absent measures are left out."""
+    tokens = [generation.completion.token_ids for generation in answers.generations]
+    lengths = [len(ids) for ids in tokens]
+    prompts = answers.by_prompt(lengths)
+    row: dict[str, Any] = {"digest": answers.digest, "prompts": len(prompts), "samples": len(lengths)}
+
+    def mean(values: Sequence[float]) -> dict[str, float]:
+        return intervals.of([fmean(group) for group in answers.by_prompt(values).values()])._asdict()
+
+    if answers.gold:
+        row["gold"] = mean(answers.gold)
+        row["gold_length_correlation"] = correlation(lengths, answers.gold)
+    if answers.scores:
+        row["reward_model"] = mean(answers.scores)
+    if answers.gold and answers.scores:
+        row["gold_reward_model_correlation"] = correlation(answers.gold, answers.scores)
+    if answers.log_ratios:
+        row["kl"] = mean(answers.log_ratios) | {"kind": "estimate"}
+        row["kl_per_token"] = math.fsum(answers.log_ratios) / max(1, sum(lengths))
+    elif not math.isnan(answers.kl_bound):
+        row["kl"] = {"mean": answers.kl_bound, "low": answers.kl_bound, "high": answers.kl_bound, "kind": "bound"}
+    completions = [generation.completion for generation in answers.generations]
+    row["tokens"] = mean(lengths)
+    row["truncated"] = mean([float(completion.finish_reason == "length") for completion in completions])
+    row["entropy"] = entropy_estimate([completion.logprobs for completion in completions])
+    row["repetition"] = fmean(repetition(ids, REPEATED_N) for ids in tokens)
+    row["distinct_2"] = distinct_n(tokens, 2)
+    return row
+
+
+def best_of(answers: Answers, n: int) -> Answers:
+    """Return, per prompt, the one of its first `n` answers that the reward model likes best.
+
+    ConfigError when there is no score, or a prompt has fewer than `n` answers.
+    """
+    key = f"evaluate.best_of.{answers.name}"
+    if not answers.scores:
+        raise ConfigError(explain(key, n, "needs a reward model to choose by", "train one, or take best_of out"))
+    places = answers.by_prompt(range(len(answers.generations)))
+    least = min(len(group) for group in places.values())
+    if least < n:
+        raise ConfigError(
+            explain(key, n, f"a prompt has only {least} answers", "generate more per prompt, or choose a smaller n")
+        )
+    picks = [int(max(group[:n], key=lambda i: answers.scores[int(i)])) for group in places.values()]
+    return replace(
+        answers,
+        name=f"best-of-{n} ({answers.name})",
+        generations=tuple(answers.generations[i] for i in picks),
+        gold=tuple(answers.gold[i] for i in picks) if answers.gold else (),
+        scores=tuple(answers.scores[i] for i in picks),
+        log_ratios=(),
+        kl_bound=best_of_n_kl(n),
+    )
+
+
+def win_rate(ours: Answers, theirs: Answers, intervals: Intervals) -> dict[str, Any]:
+    """Return how often ours is the better answer on a prompt that both answered, ties half, over all pairs of answers."""
+    return _paired(ours, theirs, intervals, _wins)
+
+
+def improvement(ours: Answers, theirs: Answers, intervals: Intervals) -> dict[str, Any]:
+    """Return the mean difference of the reward on the prompts that both answered: sharper than two means."""
+    return _paired(ours, theirs, intervals, lambda mine, other: fmean(mine) - fmean(other))
+
+
+def _paired(
+    ours: Answers,
+    theirs: Answers,
+    intervals: Intervals,
+    compare: Callable[[Sequence[float], Sequence[float]], float],
+) -> dict[str, Any]:
+    mine, other = ours.by_prompt(ours.rewards), theirs.by_prompt(theirs.rewards)
+    shared = [prompt for prompt in mine if prompt in other]
+    if not shared:
+        raise DataError(
+            explain(
+                "evaluate.generations",
+                f"{ours.name}, {theirs.name}",
+                "no prompt was answered by both",
+                "generate both from the same evaluation prompts",
+            )
+        )
+    interval = intervals.of([compare(mine[prompt], other[prompt]) for prompt in shared])
+    return interval._asdict() | {"against": theirs.name, "prompts": len(shared)}
+
+
+def _wins(mine: Sequence[float], other: Sequence[float]) -> float:
+    return fmean(1.0 if a > b else 0.5 if a == b else 0.0 for a in mine for b in other)

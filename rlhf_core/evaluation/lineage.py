@@ -1,0 +1,61 @@
+"""What an artifact was made from, read from the key records of the store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rlhf_core.records import KeyRecord
+from rlhf_core.types import ArtifactRef
+
+
+@dataclass(frozen=True, slots=True)
+class Ancestor:
+    """One stage on the way to an artifact; `parents` are labels of others, or digests of what no stage made.
+
+    >>> Ancestor("sft", "sft", "key", "digest", ("prepare_data",), {}).label
+    'sft'
+    """
+
+    label: str
+    stage: str
+    key: str
+    digest: str
+    parents: tuple[str, ...]
+    config: dict[str, Any]
+
+    def plain(self) -> dict[str, Any]:
+        """Return the fields as JSON-able values."""
+        return asdict(self)
+
+
+def lineage(records: Sequence[KeyRecord], digests: Iterable[str]) -> list[Ancestor]:
+    """Return the stages that led to the artifacts with `digests`, those made first first; each stands there once.
+
+    An artifact that several stages made with equal content counts for the newest of them.
+    """
+    makers = {ref.digest: record for record in records for ref in handles(record.handle)}
+    found: dict[str, Ancestor] = {}
+
+    def visit(digest: str, path: tuple[str, ...]) -> str:
+        record = makers.get(digest)
+        if record is None or digest in path:
+            return digest[:12]
+        if record.key not in found:
+            parents = tuple(dict.fromkeys(visit(parent, (*path, digest)) for parent in record.handle.parents))
+            config = record.payload["config"] if "config" in record.payload else {}
+            found[record.key] = Ancestor(
+                record.label, record.stage, record.key, record.handle.digest, parents, config
+            )
+        return record.label
+
+    for digest in digests:
+        visit(digest, ())
+    return list(found.values())
+
+
+def handles(handle: ArtifactRef) -> list[ArtifactRef]:
+    """Return `handle` and the handles of its folders."""
+    fields = [getattr(handle, name) for name in type(handle).model_fields]
+    return [handle, *(field for field in fields if isinstance(field, ArtifactRef))]

@@ -1,0 +1,187 @@
+"""Figures as PNG bytes, in one style. matplotlib is imported on first use, with the Agg canvas (no display)."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.evaluation.metrics import ReliabilityBin
+
+PALETTE = ("#2563eb", "#d97706", "#059669", "#db2777", "#7c3aed", "#0891b2", "#65a30d", "#dc2626")
+"""Told apart by colour-blind readers too, on white; the text of a figure names every series as well."""
+INK, SOFT, GRID = "#1f2937", "#6b7280", "#e5e7eb"
+DPI = 160
+
+Curve = list[tuple[int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class FrontierPoint:
+    """A policy on the frontier: distance from the reference (nats) and reward with the ends of its interval."""
+
+    name: str
+    kl: float
+    reward: float
+    low: float
+    high: float
+
+
+def frontier(points: Sequence[FrontierPoint], *, reward_name: str, reference: str) -> bytes:
+    """Draw reward against KL(policy || reference) with intervals; the axis is the root of KL (arXiv 2210.10760)."""
+    figure, axes = _figure(6.4, 4.2)
+    places = [math.sqrt(max(point.kl, 0.0)) for point in points]
+    for index, (point, x) in enumerate(zip(points, places)):
+        colour = PALETTE[index % len(PALETTE)]
+        error = [[point.reward - point.low], [point.high - point.reward]]
+        axes.errorbar(
+            x, point.reward, _clipped(error), fmt="o", color=colour, markersize=8, capsize=4, elinewidth=1.6,
+            markeredgecolor="white", markeredgewidth=1.0, zorder=3, label=point.name,
+        )  # fmt: skip
+    width = max([*places, 0.5])
+    for index, (point, x) in enumerate(zip(points, places)):
+        # Neighbours on the axis write on opposite sides, so that their names do not meet.
+        near = any(other < index and abs(places[other] - x) < 0.22 * width for other in range(index))
+        left = (x > 0.72 * width) != near and x > 0.2 * width
+        axes.annotate(
+            point.name, (x, point.reward), xytext=(-9 if left else 9, 7), textcoords="offset points",
+            ha="right" if left else "left", fontsize=9, color=INK,
+        )  # fmt: skip
+    axes.set_xlim(-0.06 * width, 1.12 * width)
+    axes.margins(y=0.15)
+    axes.set_xlabel(f"√KL(policy ‖ {reference})   [√nats per answer]")
+    axes.set_ylabel(reward_name)
+    return _png(figure)
+
+
+def _clipped(error: list[list[float]]) -> list[list[float]]:
+    """Return the bars with rounding below zero taken off (the mean of equal values may pass its own interval)."""
+    return [[max(0.0, value) for value in side] for side in error]
+
+
+def curves(series: Mapping[str, Curve], *, title: str, y_label: str) -> bytes:
+    """Draw one line per series over steps, with a smoothed line over it when it has more than 30 points."""
+    figure, axes = _figure(6.4, 3.6)
+    for index, (name, points) in enumerate(series.items()):
+        colour = PALETTE[index % len(PALETTE)]
+        steps, values = [step for step, _ in points], [value for _, value in points]
+        if len(points) > 30:
+            axes.plot(steps, values, color=colour, linewidth=0.8, alpha=0.3)
+            values = smoothed(values, span=max(5, len(values) // 15))
+        marker = "o" if len(points) < 12 else None
+        axes.plot(steps, values, color=colour, linewidth=1.8, marker=marker, markersize=4, label=name)
+    axes.set_xlabel("step")
+    axes.set_ylabel(y_label)
+    axes.set_title(title)
+    if len(series) > 1:
+        axes.legend(frameon=False, fontsize=8)
+    return _png(figure)
+
+
+def reliability_diagram(rows: Sequence[ReliabilityBin], *, ece: float) -> bytes:
+    """Draw accuracy against confidence per bin; a calibrated model lies on the diagonal."""
+    figure, axes = _figure(4.6, 4.2)
+    axes.plot([0, 1], [0, 1], color=SOFT, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+    largest = max((row.count for row in rows), default=1)
+    for row in rows:
+        share = row.count / largest
+        axes.bar(
+            row.low, row.accuracy, width=row.high - row.low, align="edge", color=PALETTE[0], alpha=0.25 + 0.55 * share,
+            edgecolor="white", linewidth=1, zorder=2,
+        )  # fmt: skip
+        axes.plot([row.confidence], [row.accuracy], "o", color=INK, markersize=3.5, zorder=3)
+    axes.set_xlim(min((row.low for row in rows), default=0.0), 1)
+    axes.set_ylim(0, 1)
+    axes.set_xlabel("how sure the model is of the answer that it scores higher")
+    axes.set_ylabel("how often that is the chosen one")
+    axes.set_title(f"expected calibration error {ece:.3f}")
+    return _png(figure)
+
+
+def margin_histogram(margins: Sequence[float], *, title: str) -> bytes:
+    """Draw how far chosen answers score above rejected ones; those on the wrong side are another colour."""
+    figure, axes = _figure(5.6, 3.6)
+    bins = min(40, max(8, int(math.sqrt(len(margins)) * 1.5)))
+    _, _, patches = axes.hist(margins, bins=bins, color=PALETTE[0], alpha=0.85, edgecolor="white", linewidth=0.6)
+    for patch in patches:
+        if patch.get_x() + patch.get_width() / 2 < 0:
+            patch.set_facecolor(PALETTE[7])
+    axes.axvline(0, color=INK, linewidth=1)
+    axes.set_xlabel("score of chosen − score of rejected")
+    axes.set_ylabel("pairs")
+    axes.set_title(title)
+    return _png(figure)
+
+
+def length_scatter(groups: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, x_label: str, y_label: str) -> bytes:
+    """Draw score against length, one colour per group of (lengths, scores)."""
+    figure, axes = _figure(5.6, 3.8)
+    for index, (name, (lengths, scores)) in enumerate(groups.items()):
+        colour = PALETTE[index % len(PALETTE)]
+        alpha = max(0.15, min(0.7, 80 / max(1, len(lengths))))
+        axes.scatter(lengths, scores, s=14, color=colour, alpha=alpha, linewidths=0)
+        axes.scatter([], [], s=24, color=colour, label=name)  # the legend's dot is opaque
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    if len(groups) > 1:
+        axes.legend(frameon=False, fontsize=8)
+    return _png(figure)
+
+
+def read_curves(metrics_jsonl: Path) -> dict[str, Curve]:
+    """Return metric name -> (step, value) in order, from a `metrics.jsonl`; a broken last line is left out."""
+    series: dict[str, Curve] = {}
+    for line in metrics_jsonl.read_text(encoding="utf-8").splitlines():
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        for name, value in entry["values"].items():
+            if math.isfinite(value):
+                series.setdefault(name, []).append((entry["step"], value))
+    return series
+
+
+def smoothed(values: Sequence[float], *, span: int) -> list[float]:
+    """Return the exponential moving average of weight 2 / (span + 1), corrected for its start.
+
+    >>> smoothed([1.0, 1.0, 1.0], span=5)
+    [1.0, 1.0, 1.0]
+    """
+    weight, average, total, result = 2 / (span + 1), 0.0, 0.0, []
+    for value in values:
+        average = (1 - weight) * average + weight * value
+        total = (1 - weight) * total + weight
+        result.append(round(average / total, 12))
+    return result
+
+
+def _figure(width: float, height: float) -> tuple[Any, Any]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.set_facecolor("white")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(SOFT)
+    axes.grid(True, color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=SOFT, labelsize=9)
+    axes.xaxis.label.set(color=INK, fontsize=10)
+    axes.yaxis.label.set(color=INK, fontsize=10)
+    axes.title.set(color=INK, fontsize=11)
+    return figure, axes
+
+
+def _png(figure: Any) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", metadata={"Software": None})
+    return buffer.getvalue()

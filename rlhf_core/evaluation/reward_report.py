@@ -1,0 +1,92 @@
+"""How good a reward model is: accuracy with intervals, calibration, dependence on length, margins."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rlhf_core.evaluation import plots
+from rlhf_core.evaluation.bootstrap import bootstrap_interval
+from rlhf_core.evaluation.metrics import ReliabilityBin, calibration_error, correlation, rank_correlation, reliability
+
+LEVEL = 0.95
+RESAMPLES = 2000
+BINS = 10
+"""Bins over [0.5, 1]."""
+
+
+def reward_model_report(
+    *,
+    chosen_scores: Sequence[float],
+    rejected_scores: Sequence[float],
+    chosen_lengths: Sequence[int],
+    rejected_lengths: Sequence[int],
+    sources: Sequence[str],
+    seed: int,
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Return the report (JSON-able) and its figures (name -> PNG), one entry of each argument per held-out pair.
+
+    `accuracy` counts ties half. `ece` is the calibration error of sigmoid(|score difference|) as
+    the probability that the answer with the higher score is the chosen one. `slices` cuts
+    the pairs by source, and by which answer is longer: a model that follows length is right only where the chosen one is.
+    """
+    margins = [a - b for a, b in zip(chosen_scores, rejected_scores, strict=True)]
+    gaps = [a - b for a, b in zip(chosen_lengths, rejected_lengths, strict=True)]
+    hits = [1.0 if margin > 0 else 0.5 if margin == 0 else 0.0 for margin in margins]
+    rows = _reliability(margins, hits)
+    scores, lengths = [*chosen_scores, *rejected_scores], [*chosen_lengths, *rejected_lengths]
+    ece = calibration_error(rows)
+    overall = _accuracy(hits, seed)
+    report = {
+        "pairs": len(margins),
+        "accuracy": overall["accuracy"],
+        "accuracy_low": overall["low"],
+        "accuracy_high": overall["high"],
+        "ece": ece,
+        "length_correlation": correlation(lengths, scores),
+        "length_rank_correlation": rank_correlation(lengths, scores),
+        "margin_length_correlation": correlation(gaps, margins),
+        "margin_mean": math.fsum(margins) / len(margins),
+        "margin_std": _std(margins),
+        "score_mean": math.fsum(scores) / len(scores),
+        "score_std": _std(scores),
+        "reliability": [row._asdict() for row in rows],
+        "slices": {
+            name: _accuracy([hits[i] for i in places], seed) for name, places in _slices(sources, gaps).items() if places
+        },
+    }
+    figures = {
+        "reliability": plots.reliability_diagram(rows, ece=ece),
+        "margins": plots.margin_histogram(margins, title=f"{overall['accuracy']:.1%} of {len(margins)} pairs ordered right"),
+        "length": plots.length_scatter(
+            {"chosen": (chosen_lengths, chosen_scores), "rejected": (rejected_lengths, rejected_scores)},
+            x_label="tokens",
+            y_label="score",
+        ),
+    }
+    return report, figures
+
+
+def _reliability(margins: Sequence[float], hits: Sequence[float]) -> list[ReliabilityBin]:
+    """Bin P(the higher-scored answer is the chosen one) = sigmoid(|margin|), in [0.5, 1], against how often it is."""
+    sure = [1 / (1 + math.exp(-min(abs(margin), 700.0))) for margin in margins]
+    return reliability(sure, hits, bins=2 * BINS)
+
+
+def _slices(sources: Sequence[str], gaps: Sequence[int]) -> dict[str, list[int]]:
+    slices = {f"source: {name}": [i for i, item in enumerate(sources) if item == name] for name in sorted(set(sources))}
+    slices["chosen is longer"] = [i for i, gap in enumerate(gaps) if gap > 0]
+    slices["chosen is shorter"] = [i for i, gap in enumerate(gaps) if gap < 0]
+    slices["same length"] = [i for i, gap in enumerate(gaps) if gap == 0]
+    return slices
+
+
+def _accuracy(hits: Sequence[float], seed: int) -> dict[str, float]:
+    interval = bootstrap_interval(hits, level=LEVEL, resamples=RESAMPLES, seed=seed)
+    return {"accuracy": interval.mean, "low": interval.low, "high": interval.high, "pairs": len(hits)}
+
+
+def _std(values: Sequence[float]) -> float:
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))

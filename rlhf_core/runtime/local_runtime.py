@@ -1,0 +1,68 @@
+"""Engines in this process: for tests and machines too small for Ray."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config.engines import OptimizerConfig, RuntimeConfig
+from rlhf_core.errors import SamplingError, explain
+from rlhf_core.interfaces import ModelSpec, Role, Sampler, Trainer
+from rlhf_core.runtime.cluster import threads_per_worker
+
+
+class LocalRuntime:
+    """A `Runtime` without workers: one trainer per lease, one sampler at a time, both in the calling process.
+
+    >>> runtime = LocalRuntime(RuntimeConfig(type="local", sampler=HFSamplerConfig()))   # doctest: +SKIP
+    """
+
+    def __init__(self, config: RuntimeConfig) -> None:
+        self._config = config
+        self._sampler: Any = None
+        self._sampler_leased = False
+        self._served: dict[str, str] = {}
+
+    @contextlib.contextmanager
+    def trainer(self, role: Role, model: ModelSpec, optimizer: OptimizerConfig | None) -> Iterator[Trainer]:
+        """Load `model`, with an optimizer if it is to be trained; it is freed at the end of the `with` block."""
+        from rlhf_core.runtime.versions import trainer_versions
+        from rlhf_core.training.trainer import LocalTrainer
+
+        self._served.update(trainer_versions(self._config.trainer))
+        with contextlib.closing(LocalTrainer(model, optimizer, self._config.trainer)) as trainer:
+            yield trainer
+
+    @contextlib.contextmanager
+    def sampler(self, policy: Path) -> Iterator[Sampler]:
+        """Lease a sampler of `policy`, version 0; an engine that only needs other weights is reused."""
+        from rlhf_core.runtime.samplers import reopen_sampler
+        from rlhf_core.runtime.versions import sampler_versions
+
+        if self._sampler_leased:
+            raise SamplingError(
+                explain("sampler", str(policy), "the engine is leased already", "leave the other `with` block first")
+            )
+        threads = threads_per_worker(self._config, workers=1)
+        self._sampler = reopen_sampler(self._sampler, policy, self._config.sampler, threads=threads, transfer="")
+        self._served.update(sampler_versions(self._config.sampler))
+        self._sampler_leased = True
+        try:
+            yield self._sampler
+        finally:
+            self._sampler_leased = False
+
+    def prewarm(self, *, trainer: bool, sampler: bool) -> None:
+        """Do nothing: imports in this process would make the caller wait now instead of later."""
+
+    def engines(self) -> dict[str, str]:
+        """Return name -> version of the engines that served a lease."""
+        return dict(self._served)
+
+    def close(self) -> None:
+        """Free the sampler."""
+        if self._sampler is not None:
+            self._sampler.close()
+            self._sampler = None

@@ -1,0 +1,140 @@
+"""How a trainer's weights reach the sampling engines.
+
+Host memory always works: rank 0 packs the full weights into Ray's object store, engines on the same node map them
+(`weights.py`). Between GPUs vLLM's own weight transfer moves them, `vllm.distributed.weight_transfer`: by CUDA IPC where
+trainer and engine share a GPU, by an NCCL broadcast where they do not. Either way the digest of what is sent is that of
+`Trainer.weights()`, and the engine compares what it then holds with rows of what was sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rlhf_core.runtime.cluster import free_port
+
+Transfer = Literal["", "nccl", "ipc"]
+"""Backend of vLLM's weight transfer; "" is host memory."""
+
+
+@dataclass(frozen=True)
+class DeviceWeights:
+    """Payload of `Weights` that wait in the trainer's rank 0 to be sent. `trainers` is its `WorkerGroup`."""
+
+    trainers: Any
+    ticket: int
+
+
+def choose_transfer(train_gpus: Sequence[str], engine_gpus: Sequence[Sequence[str]]) -> Transfer:
+    """Return the transfer for trainer ranks on `train_gpus` (one each, rank 0 sends) and engines on `engine_gpus`.
+
+    GPUs are named `node:index`. CUDA IPC needs every engine on the sender's own GPU; NCCL refuses two ranks on one GPU, so
+    it needs every engine elsewhere. Anything else, and anything without GPUs, goes through host memory.
+
+    >>> choose_transfer(["n0:0"], [["n0:1"], ["n0:2"]]), choose_transfer(["n0:0"], [["n0:0"]]), choose_transfer([], [[]])
+    ('nccl', 'ipc', '')
+    """
+    if not train_gpus or not all(engine_gpus):
+        return ""
+    sender = train_gpus[0]
+    if all(list(gpus) == [sender] for gpus in engine_gpus) and len(train_gpus) == 1:
+        return "ipc"
+    if all(sender not in gpus for gpus in engine_gpus):
+        return "nccl"
+    return ""
+
+
+class DeviceSender:
+    """Rank 0's end of the transfer; opened at the first `send` and kept, since an NCCL group takes seconds to form."""
+
+    def __init__(self, transfer: Transfer, engines: Sequence[Any], *, tensor_parallel: int, host: str) -> None:
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+        self._client = EngineClient(engines, tensor_parallel=tensor_parallel)
+        self._source = _source()
+        self._engine = WeightTransferTrainerFactory.trainer_init(
+            _init_info(transfer, world=1 + len(engines) * tensor_parallel, host=host),
+            client=self._client,
+            source=self._source,
+        )
+
+    def send(self, tensors: Mapping[str, Any]) -> None:
+        """Send name -> CPU tensor to all engines and let them check what arrived. Raises SamplingError if it differs."""
+        from rlhf_core.sampling.vllm_worker import probe_weights
+
+        self._source.tensors = tensors
+        try:
+            self._engine.send_weights()
+        finally:
+            self._source.tensors = {}
+        self._client.check(probe_weights(tensors))
+
+
+class EngineClient:
+    """vLLM's `VLLMWeightSyncClient` over several one-process engines (its own gives all of them the same NCCL ranks)."""
+
+    def __init__(self, engines: Sequence[Any], *, tensor_parallel: int) -> None:
+        self._engines = engines
+        self._tensor_parallel = tensor_parallel
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Let every engine join; engine e takes the NCCL ranks after those of the engines before it."""
+        import ray
+
+        infos = [dict(init_info) for _ in self._engines]
+        if "rank_offset" in init_info:
+            for index, info in enumerate(infos):
+                info["rank_offset"] = init_info["rank_offset"] + index * self._tensor_parallel
+        ray.get([engine.transfer.remote("init", info) for engine, info in zip(self._engines, infos, strict=True)])
+
+    def start_weight_update(self) -> None:
+        """Prepare every engine."""
+        self._all("start", {})
+
+    def update_weights(self, update_info: Any) -> None:
+        """Let every engine receive."""
+        self._all("update", update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Let every engine repack what it received."""
+        self._all("finish", {})
+
+    def check(self, probes: Any) -> None:
+        """Let every engine compare what it holds with rows of what was sent."""
+        import ray
+
+        ray.get([engine.check_probes.remote(probes) for engine in self._engines])
+
+    def _all(self, verb: str, info: dict[str, Any]) -> None:
+        import ray
+
+        ray.get([engine.transfer.remote(verb, info) for engine in self._engines])
+
+
+def _init_info(transfer: Transfer, *, world: int, host: str) -> Any:
+    if transfer == "ipc":
+        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+        return IPCTrainerInitInfo(packed=True, rank=0)
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+    return NCCLTrainerInitInfo(master_address=host, master_port=free_port(), world_size=world, packed=True, rank=0)
+
+
+def _source() -> Any:
+    """Return vLLM's `WeightSource` over a mapping that is set before each send; its tensors go to the GPU one by one."""
+    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+
+    class MappingSource(WeightSource):
+        def __init__(self) -> None:
+            self.tensors: Mapping[str, Any] = {}
+
+        def metadata(self) -> list[Any]:
+            return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
+
+        def __iter__(self) -> Iterator[tuple[str, Any]]:
+            for name, tensor in self.tensors.items():
+                yield name, tensor.to("cuda")
+
+    return MappingSource()

@@ -1,0 +1,183 @@
+"""Sampling with plain transformers: for tests and machines without vLLM. Never chosen silently.
+
+Legend: B rows of a batch, L positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_core.config.engines import HFSamplerConfig, SamplingConfig
+from rlhf_core.errors import SamplingError, explain
+from rlhf_core.interfaces import ModelSpec, Weights
+from rlhf_core.models.export import weights_digest
+from rlhf_core.models.loading import load_model, load_tokenizer
+from rlhf_core.sampling.requests import check_requests, finish_reason, stop_token_ids
+from rlhf_core.types import Completion, SamplingRequest
+
+
+class HFSampler:
+    """A `Sampler` over one transformers model in this process, on CPU or the current GPU.
+
+    Each request draws its uniforms from a generator of its own, so its completion depends on the other rows of its batch
+    only through rounding.
+
+    >>> HFSampler(Path("policy"), HFSamplerConfig()).generate(requests, SamplingConfig())   # doctest: +SKIP
+    """
+
+    def __init__(self, policy: Path, config: HFSamplerConfig) -> None:
+        spec = ModelSpec(path=str(policy), head="lm", lora=None, seed=0)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._model: Any = load_model(
+            spec, dtype=config.dtype, attention="sdpa", gradient_checkpointing=False, device=device
+        )
+        self._tokenizer = load_tokenizer(policy)
+        self._stops = stop_token_ids(policy, tokenizer_eos=self._tokenizer.eos_token_id)
+        self._batch_size = config.batch_size
+        self._version = 0
+
+    def generate(self, requests: Sequence[SamplingRequest], sampling: SamplingConfig) -> list[Completion]:
+        """Return one completion per request, in order. Raises SamplingError naming a request that does not fit."""
+        text_config = self._model.config.get_text_config()
+        check_requests(
+            requests,
+            vocab_size=text_config.vocab_size,
+            max_tokens=sampling.max_tokens,
+            max_model_len=text_config.max_position_embeddings,
+        )
+        completions: list[Completion] = []
+        for start in range(0, len(requests), self._batch_size):
+            rows = [_Row.start(request, sampling) for request in requests[start : start + self._batch_size]]
+            with torch.inference_mode():
+                self._fill(rows, sampling)
+            completions.extend(self._completion(row) for row in rows)
+        return completions
+
+    def load_weights(self, weights: Weights, *, version: int) -> None:
+        """Replace the policy by `weights` (payload: name -> tensor). Raises SamplingError if they are not the policy's."""
+        received = weights_digest(weights.payload)
+        if received != weights.digest:
+            rule = f"the trainer sent {weights.digest[:12]}"
+            raise SamplingError(explain("weights.digest", received[:12], rule, "report this: the transfer is broken"))
+        missing, unexpected = self._model.load_state_dict(weights.payload, strict=False)
+        tied = set(self._model.all_tied_weights_keys)
+        if unexpected or set(missing) - tied:
+            wrong = sorted({*unexpected, *(set(missing) - tied)})[:3]
+            raise SamplingError(
+                explain("weights", wrong, "do not match the policy", "train and sample the same architecture")
+            )
+        self._model.tie_weights()
+        self._version = version
+
+    def accepts(self, policy: Path) -> bool:
+        """Return False: opening another policy costs as little as loading its weights in place."""
+        return False
+
+    def close(self) -> None:
+        """Free the model."""
+        self._model = None
+
+    # ------------------------------------------------------------ one batch
+
+    def _fill(self, rows: list[_Row], sampling: SamplingConfig) -> None:
+        """Run the rows together, left-padded, until each has a stop token or `max_tokens` tokens."""
+        ids_BL, mask_BL = _left_pad([row.request.prompt_ids for row in rows], device=self._model.device)
+        positions_BL = (mask_BL.cumsum(-1) - 1).clamp(min=0)
+        cache = None
+        for step in range(sampling.max_tokens):
+            output = self._model(
+                input_ids=ids_BL,
+                attention_mask=mask_BL,
+                position_ids=positions_BL,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            cache = output.past_key_values
+            logprobs_BV = processed_logprobs(output.logits[:, -1].float(), sampling)
+            tokens_B = self._draw(rows, logprobs_BV, step, greedy=sampling.temperature == 0)
+            if all(row.finished for row in rows):
+                return
+            ids_BL = tokens_B[:, None]
+            positions_BL = positions_BL[:, -1:] + 1
+            mask_BL = torch.cat([mask_BL, mask_BL.new_ones(len(rows), 1)], dim=-1)
+
+    def _draw(self, rows: list[_Row], logprobs_BV: Tensor, step: int, *, greedy: bool) -> Tensor:
+        """Append a token to every unfinished row; return the next input `tokens_B` (a finished row repeats its last)."""
+        uniforms_B = torch.stack([row.uniforms[step] for row in rows]).to(logprobs_BV.device)
+        tokens_B = logprobs_BV.argmax(-1) if greedy else inverse_cdf(logprobs_BV, uniforms_B)
+        drawn_B = logprobs_BV.gather(-1, tokens_B[:, None]).squeeze(-1)
+        for row, token, logprob in zip(rows, tokens_B.tolist(), drawn_B.tolist(), strict=True):
+            if not row.finished:
+                row.token_ids.append(token)
+                row.logprobs.append(logprob)
+                row.finished = token in self._stops
+        return torch.tensor([row.token_ids[-1] for row in rows], device=logprobs_BV.device)
+
+    def _completion(self, row: _Row) -> Completion:
+        return Completion(
+            token_ids=tuple(row.token_ids),
+            logprobs=tuple(row.logprobs),
+            text=self._tokenizer.decode(row.token_ids, skip_special_tokens=True),
+            finish_reason=finish_reason(row.token_ids[-1], self._stops),
+            policy_version=self._version,
+            seed=row.request.seed,
+        )
+
+
+def processed_logprobs(logits_BV: Tensor, sampling: SamplingConfig) -> Tensor:
+    """Return log-probabilities after temperature, top-k and top-p, in this order; -inf for tokens filtered out.
+
+    Temperature 0 leaves the logits as they are, as vLLM does for greedy requests.
+    """
+    if sampling.temperature == 0:
+        return logits_BV.log_softmax(-1)
+    scaled_BV = logits_BV / sampling.temperature
+    if sampling.top_k:
+        kth_B1 = scaled_BV.topk(min(sampling.top_k, scaled_BV.shape[-1])).values[:, -1:]
+        scaled_BV = scaled_BV.masked_fill(scaled_BV < kth_B1, -torch.inf)
+    if sampling.top_p < 1:
+        sorted_BV, order_BV = scaled_BV.sort(dim=-1, descending=True, stable=True)
+        # A token stays if the tokens before it hold less than top_p, so the most likely one always does.
+        before_BV = sorted_BV.softmax(-1).cumsum(-1) - sorted_BV.softmax(-1)
+        drop_BV = torch.zeros_like(before_BV, dtype=torch.bool).scatter(-1, order_BV, before_BV >= sampling.top_p)
+        scaled_BV = scaled_BV.masked_fill(drop_BV, -torch.inf)
+    return scaled_BV.log_softmax(-1)
+
+
+def inverse_cdf(logprobs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
+    """Return `tokens_B`: the first token at which the cumulative probability exceeds the uniform of its row."""
+    cumulative_BV = logprobs_BV.double().exp().cumsum(-1)
+    thresholds_B1 = uniforms_B[:, None] * cumulative_BV[:, -1:]
+    return torch.searchsorted(cumulative_BV, thresholds_B1, right=True).squeeze(-1)
+
+
+@dataclass
+class _Row:
+    """A request being answered; `uniforms` are the draws in [0, 1) of all its steps."""
+
+    request: SamplingRequest
+    uniforms: Tensor
+    token_ids: list[int]
+    logprobs: list[float]
+    finished: bool
+
+    @classmethod
+    def start(cls, request: SamplingRequest, sampling: SamplingConfig) -> _Row:
+        generator = torch.Generator().manual_seed(request.seed)
+        uniforms = torch.rand(sampling.max_tokens, generator=generator, dtype=torch.float64)
+        return cls(request, uniforms, [], [], False)
+
+
+def _left_pad(prompts: Sequence[Sequence[int]], *, device: Any) -> tuple[Tensor, Tensor]:
+    """Return `ids_BL` and `mask_BL`, prompts flush right; the padding id is 0 and never attended to."""
+    length = max(map(len, prompts))
+    ids_BL = torch.tensor([[0] * (length - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    mask_BL = torch.tensor([[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    return ids_BL, mask_BL

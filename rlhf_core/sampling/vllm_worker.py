@@ -1,0 +1,51 @@
+"""What we add to vLLM's worker: comparing what the engine holds with what the trainer sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PROBE_ROWS = 64
+
+Probes = dict[str, tuple[tuple[int, ...], Tensor]]
+"""Name -> (shape of the whole tensor, some of its rows in float32 on the CPU)."""
+
+
+class WeightProbe:
+    """Mixed into vLLM's worker by `worker_extension_cls`, so that `collective_rpc("mismatched_weights", ...)` finds it."""
+
+    model_runner: Any
+
+    def mismatched_weights(self, probes: Probes) -> list[str]:
+        """Return the names whose values here are not the probed ones, among those that this worker holds as they came.
+
+        Linear layers are fused, sharded or repacked; norms and, without tensor parallelism, embeddings are not.
+        """
+        held = dict(self.model_runner.get_model().named_parameters())
+        return [
+            name
+            for name, (shape, rows) in probes.items()
+            if name in held and _same_but_for_padding(tuple(held[name].shape), shape)
+            and not torch.equal(_rows(held[name].detach()[: shape[0]]).cpu(), rows.to(held[name].dtype))
+        ]
+
+
+def probe_weights(tensors: Mapping[str, Tensor]) -> Probes:
+    """Return some rows of the tensors that an engine may keep as they are: vectors, and the embedding."""
+    return {
+        name: (tuple(tensor.shape), _rows(tensor.detach()).float().cpu())
+        for name, tensor in tensors.items()
+        if tensor.ndim == 1 or (tensor.ndim == 2 and "embed" in name)
+    }
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """Return some `PROBE_ROWS` rows, evenly spread over the first dimension."""
+    return tensor[:: max(1, tensor.shape[0] // PROBE_ROWS)]
+
+
+def _same_but_for_padding(held: tuple[int, ...], sent: tuple[int, ...]) -> bool:
+    return len(held) == len(sent) and held[0] >= sent[0] and held[1:] == sent[1:]

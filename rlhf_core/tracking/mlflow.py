@@ -1,0 +1,211 @@
+"""Pipeline runs in MLflow: one parent run per pipeline run, one child run per stage key, re-opened on resume.
+
+    tracker = MlflowTracker("sqlite:////data/mlflow.db", experiment="rlhf", artifact_root=Path("/data/artifacts"))
+    run_id = tracker.start("nightly", run_id=None, params=profile, tags={"git.sha": sha})
+    stage = tracker.stage("sft", key=key, params=config, tags={})
+    stage.metrics(10, {"sft/loss": 2.1})
+    stage.finish("FINISHED")
+    tracker.finish("FINISHED", note="")
+
+Nothing here raises for a server that is slow or down: every record goes through an `Outbox`. The step from which on a
+resumed stage records again is taken from MLflow itself, per metric, so charts have no saw-tooth.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from rlhf_core.interfaces import StageTracker
+from rlhf_core.leases import Owner, is_gone
+from rlhf_core.tracking import owner, redaction
+from rlhf_core.tracking.mlflow_delivery import Delivery, open_client, run_url
+from rlhf_core.tracking.outbox import Outbox
+
+logger = logging.getLogger(__name__)
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+OPEN_SECONDS = 120.0
+"""The first contact may import MLflow on a cold disk and create a database; later ones take milliseconds."""
+CLOSE_SECONDS = 30.0
+LARGEST_FILE = 64 * 2**20
+"""Bytes. Files for people (figures, reports); weights and data stay in the store."""
+
+
+class MlflowTracker:
+    """One pipeline run. `uri` is a server (`http://127.0.0.1:5000`) or a database (`sqlite:////data/mlflow.db`).
+
+    `artifact_root` is where a new experiment keeps its files; None leaves that to the server. `spool` keeps records
+    that are not delivered yet (a folder of the machine; shared by runs; by default beside the database or the root).
+    """
+
+    def __init__(
+        self, uri: str, *, experiment: str, artifact_root: Path | None, spool: Path | None = None
+    ) -> None:
+        self._uri = uri
+        self._token = uuid.uuid4().hex
+        self._delivery = Delivery(uri, experiment=experiment, artifact_root=artifact_root)
+        folder = spool or _spool_folder(uri, artifact_root)
+        self._outbox = Outbox(folder / _short(f"{uri} {experiment}"), self._delivery)
+
+    @property
+    def run_id(self) -> str:
+        """The run's id; "" as long as the server has not been reached."""
+        return self._id_of(self._token)
+
+    @property
+    def offline(self) -> bool:
+        """Whether the server was away when last asked; records then wait in the spool."""
+        return self._outbox.offline
+
+    def start(self, name: str, *, run_id: str | None, params: Mapping[str, Any], tags: Mapping[str, str]) -> str:
+        """Open the parent run, or `run_id` again; return its id ("" while the server is away).
+
+        Runs that a killed process left RUNNING on this machine are ended as KILLED.
+        """
+        self._append(
+            "open_run", self._token, run_id=run_id or "", name=name, params=redaction.flatten(params),
+            tags=redaction.tags({**tags, **owner.tags()}), attempt=uuid.uuid4().hex,
+        )  # fmt: skip
+        if self._outbox.flush(OPEN_SECONDS, retry=True):
+            self._reconcile()
+        return self.run_id
+
+    def stage(
+        self, label: str, *, key: str, params: Mapping[str, Any], tags: Mapping[str, str]
+    ) -> MlflowStageTracker:
+        """Open the run of the stage `key` below this one: one run per key, found again by its tag."""
+        self._append(
+            "open_stage", key, parent=self._token, label=label, params=redaction.flatten(params),
+            tags=redaction.tags({**tags, **owner.tags()}), attempt=uuid.uuid4().hex,
+        )  # fmt: skip
+        self._outbox.flush(OPEN_SECONDS, retry=False)
+        return MlflowStageTracker(self, key)
+
+    def cached(self, label: str, *, run_id: str | None, key: str) -> None:
+        """Note on the parent run that `label` was taken from the store, with the run that made it."""
+        self._append("cached", self._token, label=label, run_id=run_id or "", key=key)
+
+    def finish(self, status: Status, *, note: str) -> None:
+        """End the run with its true status, append `note` (markdown) to its description, and deliver everything."""
+        self._append("finish", self._token, status=status, note=note)
+        self._outbox.close(CLOSE_SECONDS)
+
+    def url(self, run_id: str) -> str:
+        """Return the address of a run."""
+        return run_url(self._uri, self._delivery.experiment_id, run_id)
+
+    def _append(self, op: str, run: str, **fields: Any) -> None:
+        self._outbox.append({"op": op, "run": run, **fields})
+
+    def _id_of(self, token: str) -> str:
+        return self._delivery.runs[token].run_id if token in self._delivery.runs else ""
+
+    def _reconcile(self) -> None:
+        try:
+            reconcile(self._delivery.client(), self._delivery.experiment_id)
+        except Exception as error:  # tidying up must not cost a run its start
+            logger.warning("tracking: runs of dead processes could not be ended: %s", error)
+
+
+class MlflowStageTracker(StageTracker):
+    """Where one stage records what happened; made by `MlflowTracker.stage`."""
+
+    def __init__(self, tracker: MlflowTracker, key: str) -> None:
+        self._tracker = tracker
+        self._key = key
+
+    @property
+    def run_id(self) -> str:
+        """The run's id; "" as long as the server has not been reached."""
+        return self._tracker._id_of(self._key)
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        finite = {name: float(value) for name, value in values.items() if math.isfinite(value)}
+        if len(finite) < len(values):  # charts cannot show them; metrics.jsonl keeps them
+            logger.warning("step %d: not finite: %s", step, ", ".join(sorted(set(values) - set(finite))))
+        if finite:
+            self._append("metrics", step=step, values=finite, time=int(time.time() * 1000))
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        self._append("table", name=name, columns=list(columns), rows=[list(row) for row in rows])
+
+    def file(self, path: Path, folder: str) -> None:
+        size = path.stat().st_size
+        if size > LARGEST_FILE:
+            logger.warning("tracking: %s has %d bytes and is not copied to the tracking server", path, size)
+            return
+        # The original may move into the store before the background thread reads it.
+        holder = Path(tempfile.mkdtemp(dir=self._tracker._outbox.folder, prefix="file-"))
+        self._append("file", path=str(Path(shutil.copyfile(path, holder / path.name)).resolve()), folder=folder)
+
+    def dataset(self, name: str, digest: str, context: str) -> None:
+        self._append("dataset", name=name, digest=digest, context=context)
+
+    def model(self, name: str, digest: str, uri: str) -> None:
+        self._append("model", name=name, digest=digest, uri=uri)
+
+    def input_model(self, digest: str) -> None:
+        self._append("input_model", digest=digest)
+
+    def register(self, name: str, digest: str, *, aliases: Sequence[str], tags: Mapping[str, str]) -> str:
+        """Register the model of `digest` under `name`; return the version, "pending" while the server is away."""
+        token = uuid.uuid4().hex
+        self._append("register", id=token, name=name, digest=digest, aliases=list(aliases), tags=dict(tags))
+        self._tracker._outbox.flush(OPEN_SECONDS, retry=False)
+        versions = self._tracker._delivery.versions
+        return versions[token] if token in versions else "pending"
+
+    def flush(self) -> bool:
+        """Deliver what is waiting, for instance at a checkpoint; return whether everything arrived."""
+        return self._tracker._outbox.flush(CLOSE_SECONDS, retry=False)
+
+    def finish(self, status: Status) -> None:
+        """End the stage's run with its true status."""
+        self._append("finish", status=status, note="")
+        self._tracker._outbox.flush(CLOSE_SECONDS, retry=False)
+
+    def _append(self, op: str, **fields: Any) -> None:
+        self._tracker._append(op, self._key, **fields)
+
+
+def reconcile(client: Any, experiment_id: str) -> list[str]:
+    """End, as KILLED, the RUNNING runs whose process is gone; return their ids.
+
+    Only processes of this machine are judged: those of another one may well be alive.
+    """
+    ended = []
+    for run in client.search_runs([experiment_id], filter_string="attributes.status = 'RUNNING'"):
+        process: Owner | None = owner.from_tags(run.data.tags)
+        if process is not None and is_gone(process):
+            client.set_terminated(run.info.run_id, status="KILLED")
+            ended.append(run.info.run_id)
+    return ended
+
+
+def reconcile_at(uri: str, *, experiment: str) -> list[str]:
+    """`reconcile` for an experiment by name, without a pipeline run (the CLI's `up` and `down`)."""
+    client = open_client(uri)
+    found = client.get_experiment_by_name(experiment)
+    return reconcile(client, found.experiment_id) if found else []
+
+
+def _spool_folder(uri: str, artifact_root: Path | None) -> Path:
+    if artifact_root is not None:
+        return artifact_root / ".spool"
+    if uri.startswith("sqlite:///"):
+        return Path(uri.removeprefix("sqlite:///")).parent / ".mlflow-spool"
+    return Path(tempfile.gettempdir()) / "rlhf-mlflow-spool"
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -1,0 +1,423 @@
+"""Applies records to MLflow. With `mlflow.py` the only place that knows MLflow; it is imported on first use.
+
+Only `MlflowClient` with explicit run ids is used: the fluent API keeps a run stack per thread. Every operation may come
+twice and then changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import sqlite3
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.tracking import redaction
+from rlhf_core.tracking.outbox import Record, Unreachable
+
+logger = logging.getLogger(__name__)
+
+RUN_TAG = "rlhf.run"
+KEY_TAG = "store.key"
+DIGEST_TAG = "store.digest"
+ATTEMPT_TAG = "attempt"
+NOTE_TAG = "mlflow.note.content"
+PARENT_TAG = "mlflow.parentRunId"
+TABLES_TAG = "mlflow.loggedArtifacts"
+EXTERNAL_TAG = "mlflow.model.isExternal"
+VERSIONS_TAG = "mlflow.modelVersions"
+
+METRICS_PER_REQUEST = 1000
+PARAMS_PER_REQUEST = 100
+DATASET_DIGEST = 32
+"""MLflow takes at most 36 characters."""
+TRIES_OF_ONE_RECORD = 3
+
+_REFUSED = {
+    "BAD_REQUEST",
+    "ENDPOINT_NOT_FOUND",
+    "INVALID_PARAMETER_VALUE",
+    "INVALID_STATE",
+    "MALFORMED_REQUEST",
+    "NOT_FOUND",
+    "PERMISSION_DENIED",
+    "RESOURCE_ALREADY_EXISTS",
+    "RESOURCE_DOES_NOT_EXIST",
+}
+_PATIENCE = {  # short: a server that is down must be noticed in seconds, and we try again ourselves
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
+
+
+@dataclass
+class Run:
+    """A run as MLflow has it. `last_step` is the watermark: metric name -> last step that was recorded."""
+
+    run_id: str
+    params: dict[str, str]
+    tags: dict[str, str]
+    last_step: dict[str, int] = field(default_factory=dict)
+
+
+class Delivery:
+    """The connection to one experiment. Called by the outbox's thread alone; `runs` and `versions` may be read."""
+
+    def __init__(self, uri: str, *, experiment: str, artifact_root: Path | None) -> None:
+        self._uri = uri
+        self._experiment = experiment
+        self._artifact_root = artifact_root
+        self._client: Any = None
+        self._failing: tuple[Record | None, int] = (None, 0)
+        self.experiment_id = ""
+        self.runs: dict[str, Run] = {}
+        """Our own name of a run (a stage's key, a pipeline run's token) -> the run."""
+        self.versions: dict[str, str] = {}
+        """Token of a register record -> version."""
+
+    def __call__(self, records: Sequence[Record]) -> int:
+        """Apply the oldest of `records`; return how many are done with (see `Outbox`)."""
+        batch = _same_run_metrics(records)
+        try:
+            client = self.client()
+            if batch:
+                self._metrics(client, batch)
+            else:
+                getattr(self, f"_{records[0]['op']}")(client, records[0])
+        except Exception as error:
+            if self._may_recover(error, records[0]):
+                raise Unreachable(f"{self._uri} does not answer ({_first_line(error)})") from error
+            logger.warning("tracking: %s was refused and is skipped: %s", records[0]["op"], _first_line(error))
+        return max(1, len(batch))
+
+    def client(self) -> Any:
+        """Return the MlflowClient, connected on first use."""
+        if self._client is None:
+            client = open_client(self._uri)
+            self.experiment_id = _experiment_id(client, self._experiment, self._artifact_root)
+            self._client = client
+        return self._client
+
+    def _may_recover(self, error: Exception, record: Record) -> bool:
+        """Say whether the same record may go through later: not if MLflow refused it, nor if only it keeps failing."""
+        if self._client is None:
+            return True
+        if isinstance(error, (FileNotFoundError, KeyError, TypeError)) or getattr(error, "error_code", "") in _REFUSED:
+            return False
+        failing, times = self._failing
+        self._failing = (record, times + 1 if failing is record else 1)
+        if self._failing[1] < TRIES_OF_ONE_RECORD:
+            return True
+        try:
+            self._client.get_experiment(self.experiment_id)
+        except Exception:  # the server is away for every record, not for this one
+            return True
+        return False
+
+    # ---------------------------------------------------------------- runs
+
+    def _open_run(self, client: Any, record: Record) -> None:
+        found = _get_run(client, record["run_id"]) if record["run_id"] else self._search(client, RUN_TAG, record["run"])
+        tags = redaction.tags(record["tags"]) | {RUN_TAG: record["run"]}
+        tags[NOTE_TAG] = _note(f"**{record['name']}**: a run of the pipeline; its stages are the runs below it.", tags)
+        self._open(client, record, found, record["name"], tags)
+
+    def _open_stage(self, client: Any, record: Record) -> None:
+        parent = self._run(client, record["parent"])
+        key, label = record["run"], record["label"]
+        found = self._search(client, KEY_TAG, key)
+        tags = redaction.tags(record["tags"]) | {KEY_TAG: key, PARENT_TAG: parent.run_id, "stage": label}
+        link = f"[pipeline run]({run_url(self._uri, self.experiment_id, parent.run_id)})"
+        tags[NOTE_TAG] = _note(f"**{label}** of {link}, store key `{key}`", tags)
+        run = self._open(client, record, found, label, tags)
+        client.set_tag(parent.run_id, f"stage.{label}", run.run_id)
+
+    def _open(self, client: Any, record: Record, found: Any, name: str, tags: dict[str, str]) -> Run:
+        from mlflow.entities import Param, RunTag
+
+        first = found is None
+        entity = client.create_run(self.experiment_id, tags=tags, run_name=name) if first else found
+        run = _as_run(entity)
+        if run.tags.get("attempt.id") != record["attempt"]:
+            tags |= {ATTEMPT_TAG: str(int(run.tags.get(ATTEMPT_TAG, "0")) + 1), "attempt.id": record["attempt"]}
+        params = redaction.flatten(record["params"])
+        new = {key: value for key, value in params.items() if key not in run.params}
+        changed = {key: value for key, value in params.items() if run.params.get(key, value) != value}
+        tags |= {f"attempt.{key}"[: redaction.KEY_CHARACTERS]: value for key, value in changed.items()}
+        if not first:
+            client.update_run(run.run_id, status="RUNNING")
+        rows = [Param(key, value) for key, value in new.items()]
+        for start in range(0, len(rows), PARAMS_PER_REQUEST):
+            client.log_batch(run.run_id, params=rows[start : start + PARAMS_PER_REQUEST])
+        client.log_batch(run.run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+        run.tags |= tags
+        run.params |= new
+        self.runs[record["run"]] = run
+        return run
+
+    def _cached(self, client: Any, record: Record) -> None:
+        parent = self._run(client, record["run"])
+        run_id = record["run_id"]
+        if not run_id:
+            found = self._search(client, KEY_TAG, record["key"])
+            run_id = found.info.run_id if found else f"key {record['key'][:12]}"
+        client.set_tag(parent.run_id, f"stage.{record['label']}", f"{run_id} (cached)")
+
+    def _finish(self, client: Any, record: Record) -> None:
+        run = self._run(client, record["run"])
+        if record["note"]:
+            note = f"{run.tags.get(NOTE_TAG, '')}\n\n{redaction.without_secrets(record['note'])}"
+            client.set_tag(run.run_id, NOTE_TAG, note[: redaction.TAG_CHARACTERS])
+        client.set_terminated(run.run_id, status=record["status"])
+
+    def _run(self, client: Any, token: str) -> Run:
+        """Return the run that we call `token`; one that an earlier process opened is found by its tag."""
+        if token not in self.runs:
+            found = self._search(client, KEY_TAG, token) or self._search(client, RUN_TAG, token)
+            if found is None:
+                raise KeyError(f"no run is tagged {token}")
+            self.runs[token] = _as_run(found)
+        return self.runs[token]
+
+    def _search(self, client: Any, tag: str, value: str) -> Any:
+        found = client.search_runs([self.experiment_id], filter_string=f"tags.`{tag}` = '{value}'", max_results=1)
+        return found[0] if found else None
+
+    # ---------------------------------------------------------------- what happened in a run
+
+    def _metrics(self, client: Any, records: Sequence[Record]) -> None:
+        """Log the points that are new: MLflow keeps both points of a step that is logged twice (saw-tooth charts)."""
+        from mlflow.entities import Metric
+
+        run = self._run(client, records[0]["run"])
+        last = dict(run.last_step)
+        points = []
+        for record in records:
+            for name, value in record["values"].items():
+                if name in last and record["step"] <= last[name]:
+                    continue
+                last[name] = record["step"]
+                points.append(Metric(name, value, record["time"], record["step"]))
+        for start in range(0, len(points), METRICS_PER_REQUEST):
+            client.log_batch(run.run_id, metrics=points[start : start + METRICS_PER_REQUEST])
+        run.last_step = last
+
+    def _table(self, client: Any, record: Record) -> None:
+        """Write a table as `mlflow.log_table` does, without downloading and appending to an earlier one."""
+        run = self._run(client, record["run"])
+        path = f"{record['name']}.json"
+        client.log_text(run.run_id, json.dumps({"columns": record["columns"], "data": record["rows"]}), path)
+        listed = json.loads(run.tags.get(TABLES_TAG, "[]"))
+        entry = {"path": path, "type": "table"}
+        if entry not in listed:
+            run.tags[TABLES_TAG] = json.dumps([*listed, entry])
+            client.set_tag(run.run_id, TABLES_TAG, run.tags[TABLES_TAG])
+
+    def _file(self, client: Any, record: Record) -> None:
+        run = self._run(client, record["run"])
+        copy = Path(record["path"])
+        client.log_artifact(run.run_id, str(copy), record["folder"] or None)
+        shutil.rmtree(copy.parent, ignore_errors=True)
+
+    def _dataset(self, client: Any, record: Record) -> None:
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        source = json.dumps({"digest": record["digest"]})
+        dataset = Dataset(record["name"], record["digest"][:DATASET_DIGEST], "store", source)
+        inputs = [DatasetInput(dataset, [InputTag("mlflow.data.context", record["context"])])]
+        client.log_inputs(self._run(client, record["run"]).run_id, datasets=inputs)
+
+    # ---------------------------------------------------------------- models, by reference
+
+    def _model(self, client: Any, record: Record) -> None:
+        from mlflow.entities import LoggedModelOutput
+
+        run = self._run(client, record["run"])
+        model_id = self._find_model(client, record["digest"])
+        model_id = model_id or self._create_model(client, record["name"], record["digest"], record["uri"], run.run_id)
+        outputs = client.get_run(run.run_id).outputs
+        if model_id not in {output.model_id for output in (outputs.model_outputs if outputs else ())}:
+            client.log_outputs(run.run_id, [LoggedModelOutput(model_id, 0)])
+
+    def _input_model(self, client: Any, record: Record) -> None:
+        from mlflow.entities import LoggedModelInput
+
+        run = self._run(client, record["run"])
+        model_id = self._find_model(client, record["digest"])
+        if model_id is None:  # a model that no stage made, such as a user's own
+            model_id = self._create_model(client, "input", record["digest"], "", None)
+        client.log_inputs(run.run_id, models=[LoggedModelInput(model_id)])
+
+    def _register(self, client: Any, record: Record) -> None:
+        name, digest = registry_name(record["name"]), record["digest"]
+        run = self._run(client, record["run"])
+        model_id = self._find_model(client, digest) or self._create_model(client, name, digest, "", run.run_id)
+        if not client.search_registered_models(filter_string=f"name = '{name}'"):
+            client.create_registered_model(name)
+        tags = redaction.tags(record["tags"]) | {DIGEST_TAG: digest}
+        versions = client.search_model_versions(f"name = '{name}'")
+        version = next((item for item in versions if item.tags.get(DIGEST_TAG) == digest), None)
+        if version is None:
+            version = self._create_version(client, name, model_id, tags)
+        else:
+            for key, value in tags.items():
+                client.set_model_version_tag(name, version.version, key, value)
+        for alias in record["aliases"]:
+            client.set_registered_model_alias(name, alias, version.version)
+        self.versions[record["id"]] = str(version.version)
+
+    def _create_version(self, client: Any, name: str, model_id: str, tags: dict[str, str]) -> Any:
+        model = client.get_logged_model(model_id)
+        version = client.create_model_version(
+            name, source=f"models:/{model_id}", run_id=model.source_run_id, tags=tags, model_id=model_id
+        )
+        listed = json.loads(model.tags.get(VERSIONS_TAG, "[]"))
+        listed.append({"name": name, "version": version.version})
+        client.set_logged_model_tags(model_id, {VERSIONS_TAG: json.dumps(listed, default=str)})  # the link in the UI
+        return version
+
+    def _find_model(self, client: Any, digest: str) -> str | None:
+        found = client.search_logged_models(
+            [self.experiment_id], filter_string=f"tags.`{DIGEST_TAG}` = '{digest}'", max_results=1
+        )
+        return found[0].model_id if found else None
+
+    def _create_model(self, client: Any, name: str, digest: str, uri: str, run_id: str | None) -> str:
+        """Create an external model (`mlflow.create_external_model` without its global state); weights stay where they
+        are."""
+        from mlflow.models.utils import get_external_mlflow_model_spec
+
+        tags = {DIGEST_TAG: digest, EXTERNAL_TAG: "true"} | ({"store.uri": uri} if uri else {})
+        name = re.sub(r"[/:.%\"']", "-", name)
+        model = client.create_logged_model(
+            self.experiment_id, name=name, source_run_id=run_id, tags=tags, model_type="causal-lm"
+        )
+        with tempfile.TemporaryDirectory() as folder:  # the registry wants to see an MLmodel file
+            get_external_mlflow_model_spec(model).save(str(Path(folder) / "MLmodel"))
+            client.log_model_artifacts(model.model_id, folder)
+        client.finalize_logged_model(model.model_id, "READY")
+        return str(model.model_id)
+
+
+# ---------------------------------------------------------------- client, database, addresses
+
+
+def open_client(uri: str) -> Any:
+    """Return an MlflowClient of `uri`; an SQLite database that is not there is created (4-6 s, once)."""
+    for name, value in _PATIENCE.items():
+        os.environ.setdefault(name, value)
+    import mlflow
+    from mlflow import MlflowClient
+
+    # The registry of a direct SQLite store looks the model up through the process's own tracking URI.
+    mlflow.set_tracking_uri(uri)
+    if uri.startswith("sqlite:///"):
+        create_database(Path(uri.removeprefix("sqlite:///")))
+    return MlflowClient(tracking_uri=uri)
+
+
+_CREATING = threading.Lock()
+
+
+def create_database(path: Path) -> None:
+    """Create MLflow's SQLite database at `path` if it is not there.
+
+    Its 60 or so migrations commit one by one, so they run in memory-backed storage where there is some (4 s instead of
+    6 s and more on a slow disk); the finished database then appears at once, also for a process that waits for it.
+    """
+    with _CREATING:
+        if path.exists() and path.stat().st_size:
+            return
+        from mlflow import MlflowClient
+
+        logger.info("tracking: creating %s (some seconds, once)", path)
+        clock = time.monotonic()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        memory = Path("/dev/shm")
+        with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
+            draft = Path(folder) / "mlflow.db"
+            MlflowClient(tracking_uri=f"sqlite:///{draft}").search_experiments(max_results=1)
+            ready = path.with_name(f".{path.name}.{os.getpid()}")
+            source, target = sqlite3.connect(draft), sqlite3.connect(ready)
+            source.backup(target)
+            source.close()
+            target.close()
+        try:
+            os.link(ready, path)  # unlike a rename, this does not replace what another process has made meanwhile
+        except FileExistsError:
+            if not path.stat().st_size:
+                ready.replace(path)
+        ready.unlink(missing_ok=True)
+        logger.info("tracking: %s is ready after %.1f s", path, time.monotonic() - clock)
+
+
+def run_url(uri: str, experiment_id: str, run_id: str) -> str:
+    """Return the address of a run in the web interface, or `runs:/<id>` where there is no server."""
+    if uri.startswith(("http://", "https://")):
+        return redaction.without_secrets(f"{uri.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}")
+    return f"runs:/{run_id}"
+
+
+def registry_name(name: str) -> str:
+    """Return `name` as the registry takes it."""
+    return re.sub(r"[/:]", "-", name)
+
+
+def _experiment_id(client: Any, name: str, artifact_root: Path | None) -> str:
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        location = None if artifact_root is None else artifact_root.resolve().as_uri()
+        try:
+            return str(client.create_experiment(name, artifact_location=location))
+        except Exception:  # another process was faster, or the server is away: the next line tells
+            found = client.get_experiment_by_name(name)
+            if found is None:
+                raise
+    if found.lifecycle_stage == "deleted":
+        client.restore_experiment(found.experiment_id)
+    return str(found.experiment_id)
+
+
+def _get_run(client: Any, run_id: str) -> Any:
+    try:
+        return client.get_run(run_id)
+    except Exception as error:
+        if getattr(error, "error_code", "") == "RESOURCE_DOES_NOT_EXIST":
+            logger.warning("tracking: run %s is gone; a new one is opened", run_id)
+            return None
+        raise
+
+
+def _as_run(entity: Any) -> Run:
+    # `_metric_objs` is the latest point of every metric with its step; the public history is one request per metric.
+    last = {metric.key: metric.step for metric in entity.data._metric_objs}
+    return Run(entity.info.run_id, dict(entity.data.params), dict(entity.data.tags), last)
+
+
+def _same_run_metrics(records: Sequence[Record]) -> list[Record]:
+    """Return the metrics records at the front that belong to one run."""
+    batch: list[Record] = []
+    for record in records:
+        if record["op"] != "metrics" or record["run"] != records[0]["run"]:
+            break
+        batch.append(record)
+    return batch
+
+
+def _note(heading: str, tags: Mapping[str, str]) -> str:
+    links = [f"- [{name}]({value})" for name, value in sorted(tags.items()) if value.startswith(("http://", "https://"))]
+    return "\n".join([heading, "", *links]).strip()
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return redaction.without_secrets(text[0][:300] if text else type(error).__name__)

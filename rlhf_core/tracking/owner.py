@@ -1,0 +1,36 @@
+"""Which process a run belongs to, as tags of the run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from rlhf_core import leases
+from rlhf_core.leases import Owner
+
+_FIELDS = ("host", "boot_id", "pid_namespace", "pid", "pid_started")
+
+
+def tags() -> dict[str, str]:
+    """Return the tags of a run that this process drives."""
+    process = leases._ourselves()
+    return {f"owner.{name}": str(getattr(process, name)) for name in _FIELDS}
+
+
+def from_tags(values: Mapping[str, str]) -> Owner | None:
+    """Return the owner that `tags` described; None for a run of something else.
+
+    It never expires: without a heartbeat in the tags, a process of another machine cannot be judged.
+    """
+    if any(f"owner.{name}" not in values for name in _FIELDS):
+        return None
+    host, boot_id, pid_namespace, pid, pid_started = (values[f"owner.{name}"] for name in _FIELDS)
+    return Owner(
+        host=host,
+        boot_id=boot_id,
+        pid_namespace=pid_namespace,
+        pid=int(pid),
+        pid_started=int(pid_started),
+        token="",
+        expires=math.inf,
+    )

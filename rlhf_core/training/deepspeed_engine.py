@@ -1,0 +1,203 @@
+"""The DeepSpeed engine: ZeRO stages 0 to 3, on one rank or several.
+
+Gradient accumulation is ours (`managed_gradient_accumulation: false`): DeepSpeed scales no loss by a number of
+micro-batches and reduces in `step`. It averages gradients over ranks, but losses are partial sums over global
+denominators, so each is multiplied by the number of ranks first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
+from rlhf_core.errors import ConfigError, explain
+from rlhf_core.losses.output import LossOutput
+from rlhf_core.training.adamw import ClippedAdamW, adamw, parameter_groups
+from rlhf_core.training.distributed import join, largest, rank_and_world
+from rlhf_core.training.state import load_training_state, save_training_state
+
+T = TypeVar("T")
+STATE_FILE = "training_state.pt"
+ZERO_FOLDER = "zero"
+ZERO_TAG = "state"
+
+
+class DeepSpeedEngine:
+    """Trains `module` with DeepSpeed; without an optimizer (ZeRO stage 3 only) it serves the partitioned weights.
+
+    In bfloat16, stage 0 runs as stage 1: only there does DeepSpeed accumulate gradients in float32.
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizer: OptimizerConfig | None, config: TrainerConfig, *, device: torch.device
+    ) -> None:
+        self.module = module
+        self.device = device
+        self.rank, self._world = rank_and_world()
+        self._stage = max(config.zero_stage, 1) if config.dtype == "bfloat16" else config.zero_stage
+        self._trained = optimizer is not None
+        settings = deepspeed_config(optimizer, config, stage=self._stage)
+        with _quiet():
+            deepspeed = _import_deepspeed(device)
+            join()
+            self._engine: Any = deepspeed.initialize(
+                model=_Carrier(module),
+                optimizer=None if optimizer is None else self._client_optimizer(optimizer, config),
+                config=settings,
+                dist_init_required=False,
+            )[0]
+
+    def forward(self, compute: Callable[[nn.Module], T]) -> T:
+        """Return `compute(module)`, run through DeepSpeed's own forward so that its hooks see the model and the loss."""
+        visible, result = self._engine(compute)
+        if isinstance(result, LossOutput):
+            # ZeRO stage 3 hands back other tensors than it was given: the loss to differentiate is the visible one.
+            return replace(result, loss=visible)  # type: ignore[return-value]
+        return result
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of `loss`; ranks are summed."""
+        self._engine.backward(loss * self._world)
+
+    def step(self, learning_rate: float) -> float:
+        """Reduce, clip, update, clear the gradient; return its norm before clipping, infinite if it was skipped."""
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._engine.step()
+        return float(self._engine.get_global_grad_norm()) if self._engine.was_step_applied() else math.inf
+
+    def passes(self, wanted: int) -> int:
+        """Return the largest `wanted` of all ranks: ZeRO reduces in every pass (2, 3) or needs every gradient (1)."""
+        return wanted if self._world == 1 else largest(wanted)
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Inside, `module` holds whole weights on every rank."""
+        if self._stage < 3:
+            return nullcontext()
+        import deepspeed
+
+        return deepspeed.zero.GatheredParameters(list(self.module.parameters()), modifier_rank=None)
+
+    def save(self, folder: Path) -> None:
+        """Write trained weights and optimizer: one file at stage 0 (every rank has the same), DeepSpeed's own above."""
+        if not self._trained:
+            return
+        if self._stage > 0:
+            with _quiet():
+                self._engine.save_checkpoint(str(folder / ZERO_FOLDER), tag=ZERO_TAG, exclude_frozen_parameters=True)
+        elif self.rank == 0:
+            save_training_state(folder / STATE_FILE, self.module, self._engine.optimizer)
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote. At stage 1 and above the number of ranks must be the same."""
+        if not self._trained:
+            return
+        if self._stage == 0:
+            load_training_state(folder / STATE_FILE, self.module, self._engine.optimizer)
+            self._engine.zero_grad()
+            return
+        with _quiet(), _weights_only():
+            self._engine.load_checkpoint(str(folder / ZERO_FOLDER), tag=ZERO_TAG, load_module_strict=False)
+
+    def close(self) -> None:
+        """Let go of the model and the optimizer; the process group stays for the next engine."""
+        self._engine.destroy()
+        self._engine = None
+        self.module = nn.Module()
+
+    def _client_optimizer(self, optimizer: OptimizerConfig, config: TrainerConfig) -> torch.optim.AdamW:
+        fused = self.device.type == "cuda" and not config.offload_optimizer
+        if self._stage > 0:
+            return adamw(self.module, optimizer, fused=fused)
+        groups = parameter_groups(self.module, weight_decay=optimizer.weight_decay)
+        return ClippedAdamW(groups, optimizer, fused=fused)
+
+
+def deepspeed_config(optimizer: OptimizerConfig | None, config: TrainerConfig, *, stage: int) -> dict[str, Any]:
+    """Return DeepSpeed's own configuration. Raises ConfigError for offloading at stage 0, where nothing is partitioned."""
+    zero: dict[str, Any] = {"stage": stage}
+    if config.offload_optimizer:
+        if stage == 0:
+            key, remedy = "runtime.trainer.offload_optimizer", "set zero_stage to 1, 2 or 3"
+            raise ConfigError(explain(key, True, "ZeRO stage 0 keeps the optimizer on its device", remedy))
+        zero["offload_optimizer"] = {"device": "cpu"}
+    settings: dict[str, Any] = {
+        # Batch sizes are ours; DeepSpeed wants numbers that agree with each other.
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": None,
+        # Stage 0 in float32 has no check for a non-finite gradient: there the optimizer clips and checks.
+        "gradient_clipping": 0.0 if stage == 0 or optimizer is None else optimizer.max_grad_norm,
+    }
+    if config.dtype == "bfloat16":
+        settings["bf16"] = {"enabled": True}
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    return settings
+
+
+class _Carrier(nn.Module):
+    """Gives DeepSpeed one module whose forward pass is whatever the objective computes with the model.
+
+    The loss is returned on its own as well: DeepSpeed looks for tensors in tuples and not in dataclasses.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, compute: Callable[[nn.Module], Any]) -> tuple[Tensor | None, Any]:
+        result = compute(self.model)
+        return (result.loss if isinstance(result, LossOutput) else None), result
+
+
+def _import_deepspeed(device: torch.device) -> Any:
+    # Found by probing otherwise; the launcher's variable is required even where no launcher is.
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
+    import deepspeed
+
+    return deepspeed
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep DeepSpeed's start-up messages (prints, and a logger of its own on stdout) out of the log; errors stay."""
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+
+
+@contextmanager
+def _weights_only() -> Iterator[None]:
+    """Make DeepSpeed's `torch.load` refuse to run code from a checkpoint; only its loss scaler is let through."""
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+
+    name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        with torch.serialization.safe_globals([LossScaler]):
+            yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before

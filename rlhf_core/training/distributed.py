@@ -1,0 +1,60 @@
+"""Which of how many train workers this process is, and the group through which they talk.
+
+A launcher sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without them the process is alone.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from rlhf_core.errors import ConfigError, explain
+
+LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def rank_and_world() -> tuple[int, int]:
+    """Return this process's rank and the number of processes, (0, 1) without a launcher.
+
+    Raises ConfigError if only some of the launcher's variables are set.
+    """
+    there = [name for name in LAUNCHER if name in os.environ]
+    if not there:
+        return 0, 1
+    if len(there) < len(LAUNCHER):
+        missing = sorted(set(LAUNCHER) - set(there))
+        raise ConfigError(explain("environment", there, f"{missing} must be set too", "set all four or none"))
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def local_device() -> torch.device:
+    """Return the GPU of this process, or the CPU where there is none. A launcher that shows one GPU needs no LOCAL_RANK."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    several = torch.cuda.device_count() > 1 and "LOCAL_RANK" in os.environ
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]) if several else 0)
+
+
+def join() -> None:
+    """Join the process group (NCCL on GPUs, gloo on CPUs); does nothing the second time.
+
+    A process that is alone makes a group of one without opening a port.
+    """
+    if dist.is_initialized():
+        return
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if any(name in os.environ for name in LAUNCHER):
+        rank, world = rank_and_world()
+        dist.init_process_group(backend, init_method="env://", rank=rank, world_size=world)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def largest(value: int) -> int:
+    """Return the largest `value` over all processes of the group (a collective call)."""
+    device = local_device() if dist.get_backend() == "nccl" else torch.device("cpu")
+    tensor = torch.tensor([value], dtype=torch.int64, device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return int(tensor.item())

@@ -1,0 +1,105 @@
+"""What the trainer asks of an engine: forward, backward, step, and a state that can be saved.
+
+An engine owns one model on this rank and, unless the model is frozen, its optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
+from rlhf_core.errors import ConfigError, explain
+from rlhf_core.interfaces import ModelSpec
+from rlhf_core.models.loading import load_model
+from rlhf_core.training.distributed import local_device, rank_and_world
+
+T = TypeVar("T")
+
+
+class Engine(Protocol):
+    """One rank's model and optimizer. Gradients of several `backward` calls add up until `step`."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The bare model, for reading; pass what computes with it to `forward`."""
+        ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    def forward(self, compute: Callable[[nn.Module], T]) -> T:
+        """Return `compute(model)`; under ZeRO the weights are there only inside."""
+        ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of `loss`, a partial sum over global denominators, so that ranks are summed, not averaged."""
+        ...
+
+    def step(self, learning_rate: float) -> float:
+        """Clip, update, clear the gradient; return its norm before clipping, infinite if it was not finite and nothing
+        was updated."""
+        ...
+
+    def passes(self, wanted: int) -> int:
+        """Return how many forward passes this rank must make when it has work for `wanted` (collective under ZeRO)."""
+        ...
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Inside, `module` holds whole weights on every rank; read them, do not change them."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the trained weights and the optimizer; every rank calls it with the same folder."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote, bit for bit, and forget any gradient."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the model and the optimizer; the process stays usable."""
+        ...
+
+
+def open_engine(spec: ModelSpec, optimizer: OptimizerConfig | None, config: TrainerConfig) -> Engine:
+    """Return the engine of `config` for the model of `spec`, frozen if there is no optimizer.
+
+    A frozen model that fits (ZeRO below stage 3) needs nothing of DeepSpeed and is served by the plain engine.
+    Raises ConfigError where the plain engine is asked to train on several ranks.
+    """
+    rank, world = rank_and_world()
+    device = local_device()
+    if config.engine == "deepspeed" and (optimizer is not None or config.zero_stage == 3):
+        from rlhf_core.training.deepspeed_engine import DeepSpeedEngine
+
+        module = _load(spec, config, dtype=config.dtype, trained=optimizer is not None, device=device)
+        return DeepSpeedEngine(module, optimizer, config, device=device)
+    if optimizer is not None and world > 1:
+        rule = f"trains in one process, but there are {world} train workers"
+        raise ConfigError(explain("runtime.trainer.engine", "torch", rule, "use deepspeed, or one worker"))
+    from rlhf_core.training.torch_engine import TorchEngine
+
+    # Updates of 1e-6 vanish in bfloat16 weights: a trained model keeps float32 ones and computes under autocast.
+    master = "float32" if optimizer is not None else config.dtype
+    module = _load(spec, config, dtype=master, trained=optimizer is not None, device=device)
+    return TorchEngine(module, optimizer, device=device, rank=rank, compute_dtype=getattr(torch, config.dtype))
+
+
+def _load(spec: ModelSpec, config: TrainerConfig, *, dtype: str, trained: bool, device: torch.device) -> nn.Module:
+    module = load_model(
+        spec,
+        dtype=dtype,
+        attention=config.attention,
+        gradient_checkpointing=config.gradient_checkpointing and trained,
+        device=str(device),
+    )
+    return module if trained else module.requires_grad_(False)

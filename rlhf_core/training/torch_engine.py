@@ -1,0 +1,94 @@
+"""The plain engine: one process, torch autograd, clipped AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_core.config.engines import OptimizerConfig
+from rlhf_core.errors import TrainingError, explain
+from rlhf_core.training.adamw import ClippedAdamW, parameter_groups
+from rlhf_core.training.state import load_training_state, save_training_state
+
+T = TypeVar("T")
+STATE_FILE = "training_state.pt"
+
+
+class TorchEngine:
+    """Trains `module` in this process, or serves it frozen if there is no optimizer.
+
+    With `compute_dtype` bfloat16 a float32 module computes under autocast and keeps its float32 weights.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: OptimizerConfig | None,
+        *,
+        device: torch.device,
+        rank: int,
+        compute_dtype: torch.dtype,
+    ) -> None:
+        self.module = module
+        self.device = device
+        self.rank = rank
+        self._compute_dtype = compute_dtype
+        self._optimizer = None
+        if optimizer is not None:
+            groups = parameter_groups(module, weight_decay=optimizer.weight_decay)
+            self._optimizer = ClippedAdamW(groups, optimizer, fused=device.type == "cuda")
+
+    def forward(self, compute: Callable[[nn.Module], T]) -> T:
+        """Return `compute(module)`."""
+        mixed = self._compute_dtype != torch.float32 and self._optimizer is not None
+        with torch.autocast(self.device.type, dtype=self._compute_dtype, enabled=mixed):
+            return compute(self.module)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of `loss`."""
+        loss.backward()
+
+    def step(self, learning_rate: float) -> float:
+        """Clip, update, clear the gradient; return its norm before clipping, infinite if the update was skipped."""
+        optimizer = self._trained()
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return optimizer.grad_norm
+
+    def passes(self, wanted: int) -> int:
+        """Return `wanted`: there is no other rank to wait for."""
+        return wanted
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Weights are always whole."""
+        return nullcontext()
+
+    def save(self, folder: Path) -> None:
+        """Write trained weights and optimizer; a frozen model writes nothing."""
+        if self._optimizer is not None:
+            save_training_state(folder / STATE_FILE, self.module, self._optimizer)
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote and forget any gradient."""
+        if self._optimizer is not None:
+            load_training_state(folder / STATE_FILE, self.module, self._optimizer)
+            self._optimizer.zero_grad(set_to_none=True)
+
+    def close(self) -> None:
+        """Let go of the model and the optimizer."""
+        self._optimizer = None
+        self.module = nn.Module()
+
+    def _trained(self) -> ClippedAdamW:
+        if self._optimizer is None:
+            raise TrainingError(
+                explain("optimizer", None, "a frozen model cannot be trained", "give the role an optimizer")
+            )
+        return self._optimizer

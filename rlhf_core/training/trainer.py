@@ -1,0 +1,246 @@
+"""One rank's trainer: micro-batches, global denominators and measurements, over any engine.
+
+A runtime with several ranks computes the denominators over all samples, gives them to every rank with its `shard`, and
+puts the metrics of `forward_backward` and `loss` together with `reduce`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_core.batches import TokenBatch, collate, unpack
+from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
+from rlhf_core.errors import TrainingError, explain
+from rlhf_core.interfaces import Metrics, ModelSpec, Weights
+from rlhf_core.losses.output import LossOutput
+from rlhf_core.models.export import export_model, weights_digest
+from rlhf_core.models.forward import sequence_scores, token_logprobs, token_values
+from rlhf_core.models.lora import merged_state_dict
+from rlhf_core.training.batching import Row, micro_batches, reduce, shard
+from rlhf_core.training.engines import Engine, open_engine
+from rlhf_core.training.objectives import SftObjective, TrainingObjective, unmasked
+from rlhf_core.training.state import load_random_state, save_random_state
+from rlhf_core.types import TokenSample
+
+__all__ = ["LocalTrainer", "reduce", "shard"]
+
+
+class LocalTrainer:
+    """The `Trainer` of one role on this rank, frozen without an optimizer.
+
+    `engine` is the one that `config` names unless it is given; a launcher's environment says which rank this is.
+
+    >>> trainer = LocalTrainer(spec, OptimizerConfig(), TrainerConfig(engine="torch"))  # doctest: +SKIP
+    >>> trainer.forward_backward(samples, SftObjective(pack_to=None))["loss"]  # doctest: +SKIP
+    6.93
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        optimizer: OptimizerConfig | None,
+        config: TrainerConfig,
+        *,
+        engine: Engine | None = None,
+    ) -> None:
+        self._spec = spec
+        self._trained = optimizer is not None
+        self._rows = config.micro_batch
+        self._engine = open_engine(spec, optimizer, config) if engine is None else engine
+        any_module: Any = self._engine.module
+        # Any token will do where nothing is told apart by it: no sample ever sees its padding.
+        pad_id = any_module.config.get_text_config().pad_token_id
+        self._pad_id = 0 if pad_id is None else int(pad_id)
+
+    # ------------------------------------------------------------ training
+
+    def forward_backward(
+        self, samples: Sequence[Any], objective: TrainingObjective, denominators: Mapping[str, float] | None = None
+    ) -> Metrics:
+        """Accumulate the gradient of `objective` over `samples`; return their share of its metrics.
+
+        `denominators` count the whole optimizer step; without them `samples` are all of it. A micro-batch whose loss is
+        not finite makes the whole gradient so, on every rank, and `optim_step` will skip it.
+        Raises TrainingError for a frozen model.
+        """
+        self._check_trained("forward_backward")
+        return self._run(samples, objective, denominators, backward=True)
+
+    def optim_step(self, *, learning_rate: float) -> Metrics:
+        """Clip, update and clear the gradient; return `grad_norm` (before clipping), `learning_rate` and `skipped`.
+
+        `skipped` is 1 if the gradient was not finite: then nothing changed, and `grad_norm` is infinite.
+        """
+        self._check_trained("optim_step")
+        grad_norm = self._engine.step(learning_rate)
+        skipped = not math.isfinite(grad_norm)
+        return {"grad_norm": grad_norm, "learning_rate": learning_rate, "skipped": float(skipped)}
+
+    def loss(
+        self, samples: Sequence[Any], objective: TrainingObjective, denominators: Mapping[str, float] | None = None
+    ) -> Metrics:
+        """Return the metrics of `objective` over `samples`, without gradients."""
+        with torch.no_grad():
+            return self._run(samples, objective, denominators, backward=False)
+
+    # ------------------------------------------------------------ measuring
+
+    def logprobs(self, samples: Sequence[TokenSample], *, temperature: float) -> list[tuple[float, ...]]:
+        """Return log p(token t | tokens < t) per token of each sample, 0.0 where the mask is 0."""
+
+        def compute(module: nn.Module, batch: TokenBatch) -> list[Tensor]:
+            return unpack(token_logprobs(module, batch, temperature=temperature, with_entropy=False)[0].cpu(), batch)
+
+        return [tuple(row.tolist()) for row in self._measure(samples, compute)]
+
+    def values(self, samples: Sequence[TokenSample]) -> list[tuple[float, ...]]:
+        """Return the value before each token, 0.0 where the mask is 0."""
+
+        def compute(module: nn.Module, batch: TokenBatch) -> list[Tensor]:
+            return unpack(token_values(module, batch).cpu(), batch)
+
+        return [tuple(row.tolist()) for row in self._measure(samples, compute)]
+
+    def scores(self, sequences: Sequence[tuple[int, ...]]) -> list[float]:
+        """Return one reward-model score per token sequence, read at its last token."""
+
+        def compute(module: nn.Module, batch: TokenBatch) -> list[Tensor]:
+            return list(sequence_scores(module, batch).cpu())
+
+        return [float(score) for score in self._measure(unmasked(sequences), compute)]
+
+    # ------------------------------------------------------------ weights and state
+
+    def weights(self) -> Weights:
+        """Return the full weights (LoRA merged) as CPU tensors of their own, by Hugging Face name."""
+        with self._engine.gathered():
+            payload = merged_state_dict(self._engine.module)
+            if self._engine.device.type == "cpu":
+                payload = {name: tensor.clone() for name, tensor in payload.items()}
+        return Weights(payload=payload, digest=weights_digest(payload))
+
+    def save(self, folder: Path) -> None:
+        """Write weights, optimizer and this rank's random state; every rank calls it with the same folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._engine.save(folder)
+        save_random_state(self._random_file(folder))
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote. Raises TrainingError if the folder is of another model or of fewer ranks."""
+        self._engine.load(folder)
+        load_random_state(self._random_file(folder))
+
+    def export(self, folder: Path) -> None:
+        """Write the model in Hugging Face layout with its tokenizer; every rank calls it, rank 0 writes."""
+        with self._engine.gathered():
+            if self._engine.rank == 0:
+                export_model(self._engine.module, folder, tokenizer_from=Path(self._spec.path))
+
+    def close(self) -> None:
+        """Free the model and the optimizer."""
+        self._engine.close()
+
+    # ------------------------------------------------------------ private
+
+    def _run(
+        self,
+        samples: Sequence[Any],
+        objective: TrainingObjective,
+        denominators: Mapping[str, float] | None,
+        *,
+        backward: bool,
+    ) -> Metrics:
+        counts = objective.denominators(samples) if denominators is None else denominators
+        pack_to = objective.pack_to if isinstance(objective, SftObjective) else None
+        total = _Total()
+        for batch in self._passes(samples, pack_to=pack_to):
+
+            def compute(module: nn.Module, rows: list[Any] = [samples[i] for i in batch]) -> LossOutput:  # noqa: B006
+                if not rows:
+                    return self._idle(module)
+                return objective.compute(module, rows, counts, pad_id=self._pad_id, device=self._engine.device)
+
+            output = self._engine.forward(compute)
+            total.add(output.metrics)
+            if backward:
+                self._engine.backward(_poisoned(output.loss))
+        return total.floats()
+
+    def _measure(
+        self, samples: Sequence[TokenSample], compute: Callable[[nn.Module, TokenBatch], list[Tensor]]
+    ) -> list[Tensor]:
+        """Return what `compute` says of each sample, in the order of `samples`."""
+        results: dict[int, Tensor] = {}
+        for indices in self._passes(samples, pack_to=None):
+            rows = [samples[i] for i in indices] or [self._idle_sample()]
+            batch = collate(rows, pad_id=self._pad_id).to(self._engine.device)
+            with torch.no_grad():
+                answers = self._engine.forward(lambda module, batch=batch: compute(module, batch))  # type: ignore[misc]
+            results.update(zip(indices, answers, strict=False))
+        return [results[index] for index in range(len(samples))]
+
+    def _passes(self, samples: Sequence[Row], *, pack_to: int | None) -> Iterator[list[int]]:
+        """Yield the indices of each micro-batch, then empty ones while other ranks still work."""
+        batches = micro_batches(samples, rows=self._rows, pack_to=pack_to)
+        yield from batches
+        for _ in range(self._engine.passes(len(batches)) - len(batches)):
+            yield []
+
+    def _idle(self, module: nn.Module) -> LossOutput:
+        """Return a zero loss that reaches the weights, so that this rank takes part in the others' reductions."""
+        batch = collate([self._idle_sample()], pad_id=self._pad_id).to(self._engine.device)
+        match self._spec.head:
+            case "lm":
+                value = token_logprobs(module, batch, temperature=1.0, with_entropy=False)[0]
+            case "score":
+                value = sequence_scores(module, batch)
+            case "value":
+                value = token_values(module, batch)
+        return LossOutput(value.sum() * 0.0, {})
+
+    def _idle_sample(self) -> TokenSample:
+        return TokenSample((self._pad_id, self._pad_id), (0, 1))
+
+    def _check_trained(self, verb: str) -> None:
+        if not self._trained:
+            rule = "the model is frozen: it has no optimizer"
+            raise TrainingError(explain(f"trainer.{verb}", self._spec.path, rule, "give the role an optimizer"))
+
+    def _random_file(self, folder: Path) -> Path:
+        return folder / f"random_state_{self._engine.rank:05d}.pt"
+
+
+class _Total:
+    """Adds up the metrics of micro-batches on the device; read once at the end."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Tensor] = {}
+
+    def add(self, metrics: Mapping[str, Tensor]) -> None:
+        for name, value in metrics.items():
+            value = value.detach().double()
+            if name not in self._values:
+                self._values[name] = value
+            elif name.endswith("_max"):
+                self._values[name] = torch.maximum(self._values[name], value)
+            else:
+                self._values[name] = self._values[name] + value
+
+    def floats(self) -> Metrics:
+        if not self._values:
+            return {}
+        return dict(zip(self._values, torch.stack(list(self._values.values())).tolist(), strict=True))
+
+
+def _poisoned(loss: Tensor) -> Tensor:
+    """Return `loss`, or NaN with NaN gradients everywhere if it is not finite.
+
+    An infinite loss can have a finite gradient; and a NaN in every gradient is how the other ranks learn of it.
+    """
+    return loss * torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)

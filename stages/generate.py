@@ -1,0 +1,153 @@
+"""Sampling: n answers to every prompt, unscored, so that selection, scoring and debugging can share them.
+
+Every sample has a seed of its own, derived from (run seed, round, prompt, index): neither the order of the prompts nor
+a restart changes what is drawn. Finished shards outlive a killed run.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from rlhf_core.config.base import Config
+from rlhf_core.config.engines import SamplingConfig
+from rlhf_core.errors import DataError, explain
+from rlhf_core.interfaces import Metrics, Sampler
+from rlhf_core.stage import StageContext
+from rlhf_core.types import Generation, GenerationsRef, PolicyRef, Prompt, PromptsRef, SamplingRequest, derive_seed
+
+if TYPE_CHECKING:
+    from rlhf_core.data.chat import ChatTemplate
+
+NAME = "generate"
+VERSION = 1
+CODE = "warn"
+
+TABLE_ROWS = 16
+
+
+class GenerateConfig(Config):
+    """How many answers are drawn, and how."""
+
+    samples_per_prompt: int = Field(8, ge=1)
+    sampling: SamplingConfig = SamplingConfig()
+    max_prompts: int = Field(0, ge=0)
+    """Takes this many prompts from the start; 0 takes all."""
+    shard_size: int = Field(128, ge=1)
+    """Prompts per shard: what a killed run loses at most."""
+    round: int = Field(0, ge=0)
+    """Salt of the seeds, so that each round of iterative DPO draws anew."""
+
+
+def run(config: GenerateConfig, *, policy: PolicyRef, prompts: PromptsRef, context: StageContext) -> GenerationsRef:
+    """Draw `samples_per_prompt` answers of `policy` to each prompt; those of a prompt stand together."""
+    from rlhf_core.data.chat import ChatTemplate
+    from rlhf_core.data.tables import read_generations, read_prompts, shards, write_index
+
+    chat = ChatTemplate.load(context.path(policy))
+    pieces = cut(read_prompts(context.path(prompts)), config)
+    context.tracker.dataset("prompts", prompts.digest, "training")
+    context.tracker.input_model(policy.digest)
+
+    folder = context.work / "shards"
+    sample_shards(config, pieces, chat, context.path(policy), folder, context)
+    for path in shards(folder):  # copied, not moved: a kill in between must not lose them
+        shutil.copyfile(path, context.out / path.name)
+
+    generations = read_generations(context.out)
+    write_index(
+        context.out,
+        {
+            "count": len(generations),
+            "samples_per_prompt": config.samples_per_prompt,
+            "policy": policy.digest,
+            "prompts": prompts.digest,
+            "template": chat.digest,
+            "sampling": config.sampling.model_dump(),
+        },
+    )
+    record_table(generations, context)
+    return context.commit(GenerationsRef, metrics=generation_metrics(generations))
+
+
+def cut(prompts: Sequence[Prompt], config: GenerateConfig) -> list[list[Prompt]]:
+    """Return the prompts to answer, in pieces of `shard_size`; DataError if there are none."""
+    chosen = list(prompts[: config.max_prompts] if config.max_prompts else prompts)
+    if not chosen:
+        raise DataError(explain("generate.prompts", len(chosen), "there is nothing to answer", "prepare more prompts"))
+    return [chosen[start : start + config.shard_size] for start in range(0, len(chosen), config.shard_size)]
+
+
+def sample_shards(
+    config: GenerateConfig,
+    pieces: Sequence[Sequence[Prompt]],
+    chat: ChatTemplate,
+    policy: Path,
+    folder: Path,
+    context: StageContext,
+) -> None:
+    """Write the shards that an earlier attempt did not finish; the sampler is not started if there are none."""
+    from rlhf_core.data.tables import shard_path, write_generations
+
+    missing = [index for index in range(len(pieces)) if not shard_path(folder, index).exists()]
+    if not missing:
+        return
+    with context.runtime.sampler(policy) as sampler:
+        for index in missing:
+            generations = sample(sampler, chat, pieces[index], config, seed=context.seed)
+            write_generations(folder, index, generations)
+            context.metrics(index + 1, generation_metrics(generations))
+            context.progress(index + 1, len(pieces), f"{len(generations)} answers")
+
+
+def sample(
+    sampler: Sampler, chat: ChatTemplate, prompts: Sequence[Prompt], config: GenerateConfig, *, seed: int
+) -> list[Generation]:
+    """Return `samples_per_prompt` generations per prompt, each from its own seed."""
+    work = [
+        (prompt, prompt_ids, derive_seed(seed, "generate", config.round, prompt.id, i))
+        for prompt in prompts
+        for prompt_ids in [chat.prompt_ids(prompt.messages)]
+        for i in range(config.samples_per_prompt)
+    ]
+    completions = sampler.generate([SamplingRequest(ids, own_seed) for _, ids, own_seed in work], config.sampling)
+    return [Generation(prompt, ids, completion) for (prompt, ids, _), completion in zip(work, completions, strict=True)]
+
+
+def generation_metrics(generations: Sequence[Generation]) -> Metrics:
+    """Return length (tokens), entropy estimate (nats per token), truncation and variety of the answers.
+
+    `entropy` is the mean of -log p over sampled tokens, `distinct` the mean over prompts of the share of different
+    texts among the answers to one prompt.
+    """
+    completions = [generation.completion for generation in generations]
+    logprobs = [logprob for completion in completions for logprob in completion.logprobs]
+    texts: defaultdict[str, list[str]] = defaultdict(list)
+    for generation in generations:
+        texts[generation.prompt.id].append(generation.completion.text)
+    return {
+        "length_mean": fmean(len(completion.token_ids) for completion in completions),
+        "entropy": -fmean(logprobs) if logprobs else 0.0,
+        "truncated": fmean(completion.finish_reason == "length" for completion in completions),
+        "distinct": fmean(len(set(answers)) / len(answers) for answers in texts.values()),
+    }
+
+
+def record_table(generations: Sequence[Generation], context: StageContext) -> None:
+    """Record the first answers as a table."""
+    rows = [
+        [
+            one.prompt.messages[-1].content,
+            one.completion.text,
+            len(one.completion.token_ids),
+            one.completion.finish_reason,
+        ]
+        for one in generations[:TABLE_ROWS]
+    ]
+    context.tracker.table("samples/generations", ["prompt", "completion", "tokens", "finish_reason"], rows)

@@ -1,0 +1,239 @@
+"""Prepare the data and the base model: read or invent rows, clean, split, check against the tokenizer, write tables.
+
+In order: rows -> clean and split (a prompt is in one split only) -> base model with its tokenizer -> limits in
+tokens -> parquet, `validation.json` (every dropped row and why), `preview.md` (what the model sees).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from rlhf_core.config.base import Config
+from rlhf_core.config.data import ArithmeticWorld, DataConfig, Files, SupportWorld
+from rlhf_core.config.engines import BaseModelConfig, InitModel, PretrainedModel
+from rlhf_core.errors import ConfigError, DataError, explain
+from rlhf_core.types import ArtifactRef, DemonstrationsRef, PolicyRef, PreferencesRef, PreparedDataRef, PromptsRef
+
+if TYPE_CHECKING:
+    from rlhf_core.data.chat import ChatTemplate
+    from rlhf_core.data.tables import Tables
+    from rlhf_core.data.validation import DropReport, Origin
+    from rlhf_core.stage import StageContext
+
+NAME = "prepare_data"
+VERSION = 1
+CODE = "strict"
+
+MODEL_TEMPLATE = "model"
+CHATML_TEMPLATE = "chatml"
+
+
+class PrepareDataConfig(Config):
+    """The data, the base model, and the limits that rows must keep."""
+
+    data: DataConfig = SupportWorld()
+    model: BaseModelConfig = InitModel()
+    chat_template: str = MODEL_TEMPLATE
+    """`model`: the tokenizer's own; `chatml`: `rlhf_core.data.chat.CHATML_LIKE`; else the path of a Jinja file."""
+    max_prompt_tokens: int = Field(128, ge=4)
+    """Most tokens of a prompt, with its generation prompt."""
+    max_tokens: int = Field(256, ge=8)
+    """Most tokens of prompt and answer together."""
+    preview_rows: int = Field(8, ge=1)
+    """Rows per table in `preview.md` and in the tracker."""
+
+
+def run(config: PrepareDataConfig, *, context: StageContext) -> PreparedDataRef:
+    """Write the tables and the base model; return one handle whose parts are handles of their own."""
+    from rlhf_core.data.chat import ChatTemplate
+    from rlhf_core.data.limits import limit
+    from rlhf_core.data.preview import preview
+
+    context.progress(0, 4, "reading rows")
+    tables, facts, origins, report = _rows(config.data, seed=context.seed)
+    context.progress(1, 4, "making the base model")
+    _base_model(config, tables, context.out / "base", seed=context.seed)
+    chat = ChatTemplate.load(context.out / "base")
+    context.progress(2, 4, "checking rows against the tokenizer")
+    tables = limit(
+        tables,
+        chat,
+        max_prompt_tokens=config.max_prompt_tokens,
+        max_tokens=config.max_tokens,
+        min_answer_tokens=config.data.min_tokens if isinstance(config.data, Files) else 1,
+        origins=origins,
+        report=report,
+    )
+    context.progress(3, 4, "writing tables")
+    children = _write(tables, report, context.out)
+    (context.out / "validation.json").write_text(json.dumps(report.to_json(), indent=1, ensure_ascii=False))
+    (context.out / "preview.md").write_text(preview(tables, chat, rows=config.preview_rows))
+    _show(tables, report, config, context)
+    context.progress(4, 4, "done")
+    return context.commit(PreparedDataRef, children=children, metrics=facts | _metrics(tables, report, chat))
+
+
+def content_digests(config: PrepareDataConfig) -> dict[str, str]:
+    """Return path -> sha256 of all local files that `config` names (data, model, template): they belong to the key.
+
+    Hub data and models are named by their commit in the configuration itself. DataError for data that are not there.
+    """
+    from rlhf_core.fingerprint import hash_file, hash_tree, tree_digest
+
+    named: list[str] = []
+    if isinstance(config.data, Files):
+        from rlhf_core.data.sources import is_hub
+
+        named += [source.path for source in config.data.sources if not is_hub(source)]
+    if isinstance(config.model, PretrainedModel) and Path(config.model.path).expanduser().is_dir():
+        named.append(config.model.path)
+    if config.chat_template not in (MODEL_TEMPLATE, CHATML_TEMPLATE):
+        named.append(config.chat_template)
+    digests = {}
+    for name in named:
+        path = Path(name).expanduser()
+        if not path.exists():
+            raise DataError(explain("prepare_data", name, "there is no such file or folder", "check the path"))
+        digests[name] = tree_digest(hash_tree(path)) if path.is_dir() else hash_file(path)
+    return digests
+
+
+# ---------------------------------------------------------------- rows and model
+
+
+def _rows(
+    data: SupportWorld | ArithmeticWorld | Files, *, seed: int
+) -> tuple[Tables, dict[str, float], dict[str, Origin], DropReport]:
+    """Return the tables, facts about them, where each row (by id) came from, and the report of drops so far."""
+    from rlhf_core.data.validation import DropReport, Origin
+
+    report = DropReport()
+    facts: dict[str, float] = {}
+    if isinstance(data, Files):
+        from rlhf_core.data.files import make_tables as from_files
+
+        tables, origins = from_files(data, seed=seed, report=report)
+        return tables, facts, origins, report
+    if isinstance(data, SupportWorld):
+        from rlhf_core.data.worlds.support import make_tables as support
+
+        tables, facts = support(data, seed=seed)
+    else:
+        from rlhf_core.data.worlds.arithmetic import make_tables as arithmetic
+
+        tables, facts = arithmetic(data, seed=seed)
+    report.rows_read[data.type] = sum(len(rows) for rows in tables.named().values())
+    return tables, facts, {row.id: Origin(data.type, 0) for rows in tables.named().values() for row in rows}, report
+
+
+def _base_model(config: PrepareDataConfig, tables: Tables, folder: Path, *, seed: int) -> None:
+    """Write the base model to `folder`: initialised from nothing, or a pretrained one in one common layout."""
+    template = _template(config.chat_template)
+    if isinstance(config.model, PretrainedModel):
+        from rlhf_core.models.loading import materialise
+
+        materialise(config.model, folder, chat_template=template)
+        return
+    from rlhf_core.models.initialise import initialise_llama, train_tokenizer
+
+    if template is not None:
+        raise ConfigError(
+            explain(
+                "prepare_data.chat_template",
+                config.chat_template,
+                "an initialised model has a template of its own",
+                f'set it to "{MODEL_TEMPLATE}"',
+            )
+        )
+    train_tokenizer(tables.training_texts(), vocab_size=config.model.vocab_size, folder=folder)
+    initialise_llama(config.model, folder, seed=seed)
+
+
+def _template(name: str) -> str | None:
+    """Return the template that `name` stands for; None for the model's own."""
+    from rlhf_core.data.chat import CHATML_LIKE
+
+    if name == MODEL_TEMPLATE:
+        return None
+    if name == CHATML_TEMPLATE:
+        return CHATML_LIKE
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise ConfigError(
+            explain("prepare_data.chat_template", name, "is not a file", 'give "model", "chatml" or a Jinja file')
+        )
+    return path.read_text(encoding="utf-8")
+
+
+# ---------------------------------------------------------------- what is written and shown
+
+
+def _write(tables: Tables, report: DropReport, out: Path) -> dict[str, tuple[str, type[ArtifactRef]]]:
+    """Write the tables that have rows; return the handles to make."""
+    from rlhf_core.data.tables import write_demonstrations, write_preferences, write_prompts
+
+    children: dict[str, tuple[str, type[ArtifactRef]]] = {"base": ("base", PolicyRef)}
+    if tables.demonstrations:
+        write_demonstrations(out / "demonstrations" / "train.parquet", tables.demonstrations)
+        write_demonstrations(out / "demonstrations" / "eval.parquet", tables.eval_demonstrations)
+        children["demonstrations"] = ("demonstrations", DemonstrationsRef)
+    if tables.preferences:
+        write_preferences(out / "preferences" / "train.parquet", tables.preferences)
+        write_preferences(out / "preferences" / "eval.parquet", tables.eval_preferences)
+        children["preferences"] = ("preferences", PreferencesRef)
+    for name, prompts in (("prompts", tables.prompts), ("eval_prompts", tables.eval_prompts)):
+        if prompts:
+            write_prompts(out / name, prompts)
+            children[name] = (name, PromptsRef)
+    if len(children) == 1:
+        raise DataError(
+            explain(
+                "prepare_data.data",
+                0,
+                "no row is left",
+                f"raise the limits or mend the data; reasons: {report.counts()}",
+            )
+        )
+    return children
+
+
+def _metrics(tables: Tables, report: DropReport, chat: ChatTemplate) -> dict[str, float]:
+    """Return rows per table, drops per reason, and mean tokens of prompts and demonstrations."""
+    metrics: dict[str, float] = {f"rows/{name}": len(rows) for name, rows in tables.named().items()}
+    metrics["dropped/all"] = len(report.drops)
+    metrics |= {f"dropped/{reason.replace(' ', '_')}": count for reason, count in report.counts().items()}
+    prompts = [len(chat.prompt_ids(row.messages)) for row in tables.prompts[:1000]]
+    answers = [
+        sum(sample.loss_mask)
+        for row in tables.demonstrations[:1000]
+        if (sample := chat.conversation(row.messages, max_length=1 << 40)) is not None
+    ]
+    for name, lengths in (("prompt", prompts), ("answer", answers)):
+        if lengths:
+            metrics[f"tokens/{name}_mean"] = sum(lengths) / len(lengths)
+            metrics[f"tokens/{name}_max"] = max(lengths)
+    return metrics
+
+
+def _show(tables: Tables, report: DropReport, config: PrepareDataConfig, context: StageContext) -> None:
+    """Send samples of each table, the preview and the drop report to the tracker."""
+    from rlhf_core.data.limits import parts
+
+    for name, rows in tables.named().items():
+        shown = []
+        for row in rows[: config.preview_rows]:
+            prompt, answers = parts(row)
+            texts = ["\n".join(message.content for message in turns) for turns in (prompt, *answers)]
+            shown.append([row.id, row.source, *texts, *[""] * (3 - len(texts))])
+        if shown:
+            columns = ["id", "source", "prompt", "answer or chosen", "rejected"]
+            context.tracker.table(f"samples/{name}", columns, shown)
+    if report.drops:
+        dropped = [[reason, count] for reason, count in report.counts().items()]
+        context.tracker.table("dropped", ["reason", "rows"], dropped)
+    context.tracker.file(context.out / "preview.md", "data")
+    context.tracker.file(context.out / "validation.json", "data")

@@ -1,0 +1,147 @@
+"""Scoring: rewards for generations that are already there. A change of the reward scores again, it does not sample again."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import TYPE_CHECKING
+
+from rlhf_core.config.base import Config
+from rlhf_core.config.rewards import RewardsConfig
+from rlhf_core.errors import DataError, explain
+from rlhf_core.interfaces import Metrics
+from rlhf_core.stage import StageContext
+from rlhf_core.types import Generation, GenerationsRef, RewardModelRef, Rollout, RolloutsRef
+
+if TYPE_CHECKING:
+    from rlhf_core.rewards.scoring import Scorer
+
+NAME = "score"
+VERSION = 1
+CODE = "warn"
+
+SHARD_ROWS = 1024
+"""Generations scored and kept at a time."""
+TABLE_ROWS = 8
+
+
+class ScoreConfig(Config):
+    """What the answers are rewarded for."""
+
+    rewards: RewardsConfig = RewardsConfig()
+
+
+def run(
+    config: ScoreConfig,
+    *,
+    generations: GenerationsRef,
+    reward_models: dict[str, RewardModelRef],
+    context: StageContext,
+) -> RolloutsRef:
+    """Score every generation; return the rollouts in the same order, each with its reward and what it is made of."""
+    from rlhf_core.data.tables import read_generations, read_index, read_rollouts, shards, write_index
+    from rlhf_core.rewards.scoring import check_reward_models
+
+    check_reward_models(config.rewards, reward_models)
+    source = context.path(generations)
+    rows = read_generations(source)
+    if not rows:
+        raise DataError(explain("score.generations", generations.uri, "holds no generation", "generate again"))
+    context.tracker.dataset("generations", generations.digest, "evaluation")
+    for ref in reward_models.values():
+        context.tracker.input_model(ref.digest)
+
+    folder = context.work / "shards"
+    score_shards(config, rows, reward_models, folder, context)
+    for path in shards(folder):  # copied, not moved: a kill in between must not lose them
+        shutil.copyfile(path, context.out / path.name)
+
+    rollouts = read_rollouts(context.out)
+    facts = {"generations": generations.digest, "rewards": config.rewards.model_dump(mode="json")}
+    write_index(context.out, read_index(source) | facts)
+    record_table(rollouts, context)
+    return context.commit(RolloutsRef, metrics=reward_metrics(rollouts))
+
+
+def score_shards(
+    config: ScoreConfig,
+    rows: Sequence[Generation],
+    reward_models: dict[str, RewardModelRef],
+    folder: Path,
+    context: StageContext,
+) -> None:
+    """Write the shards that an earlier attempt did not finish; no reward is opened if there are none."""
+    from rlhf_core.data.tables import shards, write_rollouts
+    from rlhf_core.rewards.scoring import open_scorer
+
+    pieces = [rows[start : start + SHARD_ROWS] for start in range(0, len(rows), SHARD_ROWS)]
+    done = len(shards(folder))
+    if done == len(pieces):
+        return
+    with open_scorer(config.rewards, reward_models, context) as score:
+        restore(score, folder, done)
+        for index in range(done, len(pieces)):
+            rollouts = score(pieces[index])
+            keep(score, folder, index)  # before its shard: a shard that is there has its state
+            write_rollouts(folder, index, rollouts)
+            metrics = reward_metrics(rollouts)
+            context.metrics(index + 1, metrics)
+            context.progress(index + 1, len(pieces), f"reward {metrics['reward/mean']:.3f}")
+
+
+def keep(score: Scorer, folder: Path, shard: int) -> None:
+    """Write the scorer's state after `shard`, atomically."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = _state_path(folder, shard)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(score.state()))
+    temporary.replace(path)
+
+
+def restore(score: Scorer, folder: Path, done: int) -> None:
+    """Let the scorer go on as if it had scored the `done` shards that are there."""
+    if done:
+        score.restore(json.loads(_state_path(folder, done - 1).read_text()))
+
+
+def reward_metrics(rollouts: Sequence[Rollout]) -> Metrics:
+    """Return the distribution of the reward, the mean of each component, and what selection could gain.
+
+    `reward/best` is the mean over prompts of the best reward; `reward/undecided` the share of prompts whose answers all
+    earn the same: neither pairs nor group advantages come of them.
+    """
+    rewards = [rollout.reward for rollout in rollouts]
+    components: defaultdict[str, list[float]] = defaultdict(list)
+    groups: defaultdict[str, list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        groups[rollout.prompt.id].append(rollout.reward)
+        for name, value in rollout.reward_components.items():
+            components[name].append(value)
+    return {
+        "reward/mean": fmean(rewards),
+        "reward/std": pstdev(rewards),
+        "reward/min": min(rewards),
+        "reward/max": max(rewards),
+        "reward/best": fmean(max(group) for group in groups.values()),
+        "reward/undecided": fmean(max(group) == min(group) for group in groups.values()),
+    } | {f"reward_component/{name}": fmean(values) for name, values in components.items()}
+
+
+def record_table(rollouts: Sequence[Rollout], context: StageContext) -> None:
+    """Record the best and the worst answers as a table."""
+    ranked = sorted(rollouts, key=lambda rollout: rollout.reward, reverse=True)
+    shown = [("best", one) for one in ranked[:TABLE_ROWS]] + [("worst", one) for one in ranked[-TABLE_ROWS:][::-1]]
+    rows = [
+        [rank, one.prompt.messages[-1].content, one.completion.text, one.reward, json.dumps(one.reward_components)]
+        for rank, one in shown
+    ]
+    context.tracker.table("samples/rewards", ["rank", "prompt", "completion", "reward", "components"], rows)
+
+
+def _state_path(folder: Path, shard: int) -> Path:
+    return folder / f"state-{shard:05d}.json"

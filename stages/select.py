@@ -1,0 +1,280 @@
+"""Selection from scored rollouts: answers to imitate (rejection sampling, RAFT) or pairs to prefer (iterative DPO)."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
+
+from pydantic import Field
+
+from rlhf_core.config.base import Config
+from rlhf_core.errors import DataError, explain
+from rlhf_core.interfaces import Metrics
+from rlhf_core.stage import StageContext
+from rlhf_core.types import DemonstrationsRef, Message, PreferencesRef, Rollout, RolloutsRef, derive_seed
+
+if TYPE_CHECKING:
+    from rlhf_core.data.tables import Demonstration, Preference
+
+NAME = "select"
+VERSION = 1
+CODE = "strict"
+
+TABLE_ROWS = 16
+
+Group: TypeAlias = list[Rollout]
+"""The rollouts of one prompt, in the order of sampling."""
+T = TypeVar("T")
+
+
+# ---------------------------------------------------------------- configuration
+
+
+class _Selection(Config):
+    eval_fraction: float = Field(0.05, ge=0, lt=1)
+    """Share of the prompts held out as `eval.parquet`: at least one prompt unless 0."""
+    drop_truncated: bool = True
+    """Leave out answers that the token limit cut off: as text they would be taught to end there."""
+
+
+class BestOfN(_Selection):
+    """The best answer to each prompt."""
+
+    type: Literal["best_of_n"] = "best_of_n"
+
+
+class TopK(_Selection):
+    """The k best different answers to each prompt."""
+
+    type: Literal["top_k"] = "top_k"
+    k: int = Field(2, ge=1)
+
+
+class Threshold(_Selection):
+    """All different answers with at least a given reward."""
+
+    type: Literal["threshold"] = "threshold"
+    minimum: float
+
+
+class Pairs(_Selection):
+    """One preferred and one rejected answer per prompt; ties are dropped and counted."""
+
+    type: Literal["pairs"] = "pairs"
+    rule: Literal["max_min", "random", "max_random"] = "max_min"
+    """Best against worst; two at random; best against another at random."""
+    margin_threshold: float = Field(0.0, ge=0)
+    """Pairs closer than this are dropped and counted."""
+    length_penalty: float = Field(0.0, ge=0)
+    """Taken off the reward per token before answers are compared."""
+
+
+SelectConfig: TypeAlias = Annotated[BestOfN | TopK | Threshold | Pairs, Field(discriminator="type")]
+
+
+# ---------------------------------------------------------------- the stage
+
+
+def run(
+    config: BestOfN | TopK | Threshold | Pairs, *, rollouts: RolloutsRef, context: StageContext
+) -> DemonstrationsRef | PreferencesRef:
+    """Return demonstrations, or preferences for `pairs`, split by prompt into train and eval."""
+    from rlhf_core.data.tables import read_rollouts, write_demonstrations, write_preferences
+
+    context.tracker.dataset("rollouts", rollouts.digest, "training")
+    everything = read_rollouts(context.path(rollouts))
+    groups = by_prompt(everything, drop_truncated=config.drop_truncated)
+    counts = {"prompts": float(len(groups)), "truncated": float(len(everything) - sum(map(len, groups)))}
+    if isinstance(config, Pairs):
+        pairs, dropped = make_pairs(groups, config, seed=context.seed)
+        for split, part in split_by_prompt(pairs, prompt_of_pair, config, seed=context.seed).items():
+            write_preferences(context.out / f"{split}.parquet", [preference(pair) for pair in part])
+            counts[split] = len(part)
+        record_pairs(pairs, context)
+        return context.commit(PreferencesRef, metrics=counts | dropped | pair_metrics(pairs))
+
+    chosen = [rollout for group in groups for rollout in best(group, config)]
+    for split, kept in split_by_prompt(chosen, prompt_of_rollout, config, seed=context.seed).items():
+        write_demonstrations(context.out / f"{split}.parquet", demonstrations(kept))
+        counts[split] = len(kept)
+    record_demonstrations(chosen, context)
+    gain = {"reward/all": _mean_reward(everything), "reward/selected": _mean_reward(chosen)}
+    return context.commit(DemonstrationsRef, metrics=counts | gain)
+
+
+def by_prompt(rollouts: Sequence[Rollout], *, drop_truncated: bool) -> list[Group]:
+    """Return the rollouts of each prompt, prompts in order of first appearance; none of a group may be left."""
+    groups: dict[str, Group] = {}
+    for rollout in rollouts:
+        group = groups.setdefault(rollout.prompt.id, [])
+        if not (drop_truncated and rollout.completion.finish_reason == "length"):
+            group.append(rollout)
+    return list(groups.values())
+
+
+# ---------------------------------------------------------------- demonstrations
+
+
+def best(group: Group, config: BestOfN | TopK | Threshold) -> Group:
+    """Return the answers of a prompt to imitate, best first; of equal texts the first one, of equal rewards too."""
+    ranked = sorted(_different(group), key=lambda rollout: -rollout.reward)
+    match config:
+        case BestOfN():
+            return ranked[:1]
+        case TopK(k=k):
+            return ranked[:k]
+        case Threshold(minimum=minimum):
+            return [rollout for rollout in ranked if rollout.reward >= minimum]
+
+
+def demonstrations(rollouts: Sequence[Rollout]) -> list[Demonstration]:
+    """Return each answer with its prompt as a conversation; ids are the prompt's with a running number."""
+    from rlhf_core.data.tables import Demonstration
+
+    numbers: Counter[str] = Counter()
+    rows = []
+    for rollout in rollouts:
+        prompt = rollout.prompt
+        answer = Message("assistant", rollout.completion.text)
+        rows.append(Demonstration(f"{prompt.id}/{numbers[prompt.id]}", (*prompt.messages, answer), prompt.source))
+        numbers[prompt.id] += 1
+    return rows
+
+
+# ---------------------------------------------------------------- pairs
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two answers to one prompt. `margin` > 0 is the difference of their rewards, length penalty included."""
+
+    chosen: Rollout
+    rejected: Rollout
+    margin: float
+
+
+def make_pairs(groups: Sequence[Group], config: Pairs, *, seed: int) -> tuple[list[Pair], Metrics]:
+    """Return at most one pair per prompt, and why the other prompts gave none.
+
+    `too_few`: fewer than two different answers; `ties`: equal rewards; `below_margin`: closer than `margin_threshold`.
+    """
+    pairs: list[Pair] = []
+    dropped = {"too_few": 0.0, "ties": 0.0, "below_margin": 0.0}
+    for group in groups:
+        answers = _different(group)
+        if len(answers) < 2:
+            dropped["too_few"] += 1
+            continue
+        pair = _pair(answers, config, random.Random(derive_seed(seed, "select", answers[0].prompt.id)))
+        if pair.margin == 0:
+            dropped["ties"] += 1
+        elif pair.margin < config.margin_threshold:
+            dropped["below_margin"] += 1
+        else:
+            pairs.append(pair)
+    return pairs, dropped
+
+
+def preference(pair: Pair) -> Preference:
+    """Return the row of a pair."""
+    from rlhf_core.data.tables import Preference
+
+    prompt = pair.chosen.prompt
+    chosen, rejected = (Message("assistant", one.completion.text) for one in (pair.chosen, pair.rejected))
+    return Preference(prompt.id, prompt.messages, (chosen,), (rejected,), pair.margin, prompt.source)
+
+
+def pair_metrics(pairs: Sequence[Pair]) -> Metrics:
+    """Return the mean rewards, margin and lengths (tokens) of both sides: a length gap is what DPO learns first."""
+    chosen, rejected = [pair.chosen for pair in pairs], [pair.rejected for pair in pairs]
+    return {
+        "reward/chosen": _mean_reward(chosen),
+        "reward/rejected": _mean_reward(rejected),
+        "margin": fmean(pair.margin for pair in pairs),
+        "length/chosen": fmean(len(one.completion.token_ids) for one in chosen),
+        "length/rejected": fmean(len(one.completion.token_ids) for one in rejected),
+    }
+
+
+def _pair(answers: Group, config: Pairs, generator: random.Random) -> Pair:
+    def value(rollout: Rollout) -> float:
+        return rollout.reward - config.length_penalty * len(rollout.completion.token_ids)
+
+    ranked = sorted(answers, key=lambda rollout: -value(rollout))
+    match config.rule:
+        case "max_min":
+            chosen, rejected = ranked[0], ranked[-1]
+        case "max_random":
+            chosen, rejected = ranked[0], generator.choice(ranked[1:])
+        case "random":
+            chosen, rejected = sorted(generator.sample(ranked, 2), key=lambda rollout: -value(rollout))
+    return Pair(chosen, rejected, value(chosen) - value(rejected))
+
+
+# ---------------------------------------------------------------- splitting and recording
+
+
+def split_by_prompt(
+    rows: Sequence[T], prompt_of: Callable[[T], str], config: _Selection, *, seed: int
+) -> dict[str, list[T]]:
+    """Return {"train": rows, "eval": rows}: no prompt is in both. DataError if nothing is left to train on."""
+    prompts = sorted({prompt_of(row) for row in rows}, key=lambda prompt: (derive_seed(seed, "eval", prompt), prompt))
+    held_out = max(1, round(config.eval_fraction * len(prompts))) if config.eval_fraction and len(prompts) > 1 else 0
+    evaluation = set(prompts[:held_out])
+    train = [row for row in rows if prompt_of(row) not in evaluation]
+    if not train:
+        raise DataError(
+            explain(
+                "select",
+                config.model_dump(mode="json"),
+                f"leaves {len(rows)} of the rollouts and none to train on",
+                "lower minimum or margin_threshold, sample more per prompt, or raise sampling.max_tokens",
+            )
+        )
+    return {"train": train, "eval": [row for row in rows if prompt_of(row) in evaluation]}
+
+
+def prompt_of_rollout(rollout: Rollout) -> str:
+    """Return the id of the prompt."""
+    return rollout.prompt.id
+
+
+def prompt_of_pair(pair: Pair) -> str:
+    """Return the id of the prompt that both answers share."""
+    return pair.chosen.prompt.id
+
+
+def record_demonstrations(rollouts: Sequence[Rollout], context: StageContext) -> None:
+    """Record the first selected answers as a table."""
+    rows = [[one.prompt.messages[-1].content, one.completion.text, one.reward] for one in rollouts[:TABLE_ROWS]]
+    context.tracker.table("samples/selected", ["prompt", "completion", "reward"], rows)
+
+
+def record_pairs(pairs: Sequence[Pair], context: StageContext) -> None:
+    """Record the first pairs as a table."""
+    rows: list[list[Any]] = [
+        [
+            pair.chosen.prompt.messages[-1].content,
+            pair.chosen.completion.text,
+            pair.rejected.completion.text,
+            pair.margin,
+        ]
+        for pair in pairs[:TABLE_ROWS]
+    ]
+    context.tracker.table("samples/pairs", ["prompt", "chosen", "rejected", "margin"], rows)
+
+
+def _different(group: Group) -> Group:
+    """The rollouts without later copies of the same text."""
+    first: dict[str, Rollout] = {}
+    for rollout in group:
+        first.setdefault(rollout.completion.text, rollout)
+    return list(first.values())
+
+
+def _mean_reward(rollouts: Sequence[Rollout]) -> float:
+    return fmean(rollout.reward for rollout in rollouts)

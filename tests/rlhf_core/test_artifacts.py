@@ -1,0 +1,275 @@
+from __future__ import annotations
+
+import errno
+import logging
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.artifacts import ArtifactStore, object_digest
+from rlhf_core.errors import ArtifactError
+from rlhf_core.fingerprint import hash_tree, sha256_text, tree_digest
+from rlhf_core.records import Provenance
+from rlhf_core.store_layout import write_json
+from rlhf_core.types import ArtifactRef, DemonstrationsRef, PolicyRef, PreparedDataRef
+
+FORK = multiprocessing.get_context("fork")
+PROVENANCE = Provenance(
+    label="toy",
+    stage="toy",
+    payload={},
+    inputs=(),
+    code={},
+    metrics={"loss": 0.5},
+    engines={},
+    environment={},
+    started="2030-01-01T00:00:00.000+00:00",
+    seconds=1.0,
+    tracking={},
+    attempts=1,
+    resumed_from=None,
+)
+KEY = sha256_text("key")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ArtifactStore:
+    return ArtifactStore(tmp_path / "store")
+
+
+def _out(store: ArtifactStore, files: dict[str, str], name: str = "out") -> Path:
+    folder = store.root / "attempts" / name
+    for path, content in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(content)
+    return folder
+
+
+def _commit(store: ArtifactStore, files: dict[str, str], key: str = KEY) -> PolicyRef:
+    return store.commit(key, _out(store, files), PolicyRef, children={}, record=PROVENANCE)
+
+
+def _object(store: ArtifactStore, ref: ArtifactRef) -> Path:
+    return store.layout.object(object_digest(ref))
+
+
+def test_a_commit_moves_the_folder_and_its_digest_is_that_of_the_files(store: ArtifactStore, tmp_path: Path) -> None:
+    ref = _commit(store, {"a.txt": "1", "sub/b.txt": "2"})
+    assert not (store.root / "attempts" / "out").exists()
+    assert (store.path(ref) / "sub" / "b.txt").read_text() == "2"
+    (tmp_path / "same" / "sub").mkdir(parents=True)
+    (tmp_path / "same" / "a.txt").write_text("1")
+    (tmp_path / "same" / "sub" / "b.txt").write_text("2")
+    assert ref.digest == tree_digest(hash_tree(tmp_path / "same"))
+    assert ref.uri == f"store://{ref.digest}"
+    record = store.record(KEY)
+    assert record is not None and record.handle == ref and record.metrics == {"loss": 0.5}
+    assert [item.key for item in store.records()] == [KEY]
+
+
+def test_objects_are_read_only(store: ArtifactStore) -> None:
+    folder = store.path(_commit(store, {"a": "1", "sub/b": "2"}))
+    modes = {path.stat().st_mode & 0o222 for path in (folder, folder / "a", folder / "sub", folder / "sub" / "b")}
+    assert modes == {0}
+
+
+def test_children_are_handles_with_the_digest_of_their_folder(store: ArtifactStore) -> None:
+    out = _out(store, {"base/w": "1", "demonstrations/train.parquet": "2", "validation.json": "{}"})
+    children: dict[str, tuple[str, type[ArtifactRef]]] = {
+        "base": ("base", PolicyRef),
+        "demonstrations": ("demonstrations", DemonstrationsRef),
+    }
+    ref = store.commit(KEY, out, PreparedDataRef, children=children, record=PROVENANCE, parents=("p",))
+    alone = _commit(store, {"w": "1"}, key=sha256_text("other"))
+    assert ref.base is not None and ref.base.digest == alone.digest and ref.base.parents == ("p",)
+    assert (store.path(ref.base) / "w").read_text() == "1"
+    assert isinstance(ref.demonstrations, DemonstrationsRef) and ref.prompts is None
+    record = store.record(KEY)
+    assert record is not None and record.handle == ref
+
+
+def test_the_same_content_is_kept_once(store: ArtifactStore) -> None:
+    first = _commit(store, {"a": "1"})
+    second = _commit(store, {"a": "1"}, key=sha256_text("other"))
+    assert first == second
+    assert len(list(store.layout.objects.glob("*/*"))) == 1
+    assert len(store.records()) == 2
+    assert not (store.root / "attempts" / "out").exists()
+
+
+def test_a_commit_replaces_a_damaged_object_of_the_same_content(store: ArtifactStore) -> None:
+    ref = _commit(store, {"a": "1"})
+    _flip(store.path(ref) / "a", "2")
+    _commit(store, {"a": "1"})
+    assert (store.path(ref) / "a").read_text() == "1"
+    assert store.verify() == []
+
+
+def _flip(path: Path, content: str) -> None:
+    path.chmod(0o644)
+    path.write_text(content)
+
+
+@pytest.mark.parametrize("harm", ["missing file", "short file", "missing object", "no manifest", "bad record"])
+def test_damage_is_named_and_put_into_quarantine_so_that_the_key_is_free(
+    store: ArtifactStore, harm: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = store.path(_commit(store, {"weights": "123", "other": "4"}))
+    folder.chmod(0o755)
+    if harm == "missing file":
+        (folder / "weights").unlink()
+    elif harm == "short file":
+        _flip(folder / "weights", "1")
+    elif harm == "missing object":
+        folder.rename(store.root / "elsewhere")
+    elif harm == "no manifest":
+        (folder / "manifest.json").unlink()
+    else:
+        store.layout.key(KEY).write_text('{"key": "x"}')
+    with caplog.at_level(logging.WARNING):
+        assert store.record(KEY) is None
+    expected = {"missing file": "weights is missing", "short file": "weights has 1 bytes, not 3"}
+    assert expected.get(harm, "damaged") in caplog.text
+    assert not store.layout.key(KEY).exists()
+    assert list(store.layout.quarantine.iterdir())
+    ref = _commit(store, {"weights": "123", "other": "4"})
+    assert (store.path(ref) / "weights").read_text() == "123"
+    assert store.record(KEY) is not None
+
+
+def test_a_gone_artifact_and_a_foreign_uri_are_refused_by_name(store: ArtifactStore) -> None:
+    with pytest.raises(ArtifactError, match=r"PolicyRef\.uri = 'store://abcd'"):
+        store.path(PolicyRef(uri="store://abcd", digest="abcd"))
+    with pytest.raises(ArtifactError, match="must begin with"):
+        store.path(PolicyRef(uri="http://x", digest="abcd"))
+
+
+@pytest.mark.parametrize(
+    ("files", "text"),
+    [({}, "is empty"), ({"manifest.json": "{}"}, "is the store's own file"), ({"a": "1"}, "no files")],
+)
+def test_an_artifact_that_cannot_be_kept_is_refused(store: ArtifactStore, files: dict[str, str], text: str) -> None:
+    out = _out(store, files)
+    out.mkdir(parents=True, exist_ok=True)
+    with pytest.raises(ArtifactError, match=text):
+        store.commit(KEY, out, PreparedDataRef, children={"base": ("base", PolicyRef)}, record=PROVENANCE)
+    assert store.record(KEY) is None and not store.layout.objects.exists()
+
+
+def test_links_are_refused(store: ArtifactStore) -> None:
+    out = _out(store, {"a": "1"})
+    (out / "link").symlink_to(out / "a")
+    with pytest.raises(ArtifactError, match="is a link"):
+        store.commit(KEY, out, PolicyRef, children={}, record=PROVENANCE)
+
+
+def test_a_commit_without_the_lease_writes_no_record(store: ArtifactStore) -> None:
+    with store.lease(KEY) as lease:
+        stolen = {**{name: getattr(lease.owner, name) for name in lease.owner.__slots__}, "token": "thief"}
+        write_json(store.layout.leases / f"{KEY}.json", stolen)
+        with pytest.raises(ArtifactError, match="took over"):
+            store.commit(KEY, _out(store, {"a": "1"}), PolicyRef, children={}, record=PROVENANCE, lease=lease)
+    assert store.record(KEY) is None
+
+
+@pytest.mark.parametrize("call", ["fsync", "rename"])
+def test_a_full_disk_in_a_commit_leaves_no_record(
+    store: ArtifactStore, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = _out(store, {"a": "1"})
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, full)
+        with pytest.raises(ArtifactError, match=r"store\.root = .*: the disk is full; free space or "):
+            store.commit(KEY, out, PolicyRef, children={}, record=PROVENANCE)
+    assert store.record(KEY) is None
+    assert store.verify() == []
+
+
+# ---------------------------------------------------------------- folders outside the store
+
+
+def test_an_external_folder_has_the_digest_of_its_visible_files(store: ArtifactStore, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    (model / ".cache").mkdir(parents=True)
+    (model / ".cache" / "junk").write_text("x")
+    (model / "config.json").write_text("{}")
+    ref = store.external(PolicyRef, model)
+    assert ref.uri == f"file://{model}" and store.path(ref) == model
+    assert ref.digest == _commit(store, {"config.json": "{}"}).digest
+    (model / ".cache" / "junk").write_text("y")
+    assert store.external(PolicyRef, model) == ref
+    (model / "config.json").write_text("[]")
+    assert store.external(PolicyRef, model).digest != ref.digest
+
+
+def test_an_unchanged_external_folder_is_not_read_again(store: ArtifactStore, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "w").write_text("1")
+    long_ago = time.time() - 100
+    os.utime(model / "w", (long_ago, long_ago))
+    ref = store.external(PolicyRef, model)
+    status = (model / "w").stat()
+    (model / "w").write_text("2")  # the same size, and put back to the same time: only reading could tell
+    os.utime(model / "w", ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert store.external(PolicyRef, model) == ref
+    os.utime(model / "w")
+    assert store.external(PolicyRef, model) != ref
+
+
+def test_an_external_folder_must_be_there(store: ArtifactStore, tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="is not a folder"):
+        store.external(PolicyRef, tmp_path / "nowhere")
+
+
+# ---------------------------------------------------------------- kills
+
+
+def _commit_for_ever(root: Path, first: int) -> None:
+    store = ArtifactStore(root)
+    for number in range(first, first + 10_000):
+        key = sha256_text(str(number))
+        files = {f"{name}.bin": str(number) * 500 for name in range(4)}
+        with store.lease(key) as lease:
+            if store.record(key) is None:
+                out = _out(store, files, f"out-{number}-{os.getpid()}")
+                store.commit(key, out, PolicyRef, children={}, record=PROVENANCE, lease=lease)
+
+
+def test_kills_at_any_instant_leave_only_whole_records_and_work_goes_on(store: ArtifactStore) -> None:
+    done = 0
+    for kill in range(10):
+        # Two contenders for the same keys: one finds the other's work, or takes over its lease.
+        processes = [FORK.Process(target=_commit_for_ever, args=(store.root, done)) for _ in range(2)]
+        for process in processes:
+            process.start()
+        time.sleep(0.1 + 0.037 * (kill % 5))
+        for process in processes:
+            process.kill()
+            process.join()
+        records = store.records()
+        assert len(records) >= done
+        done = len(records)
+        numbers = {sha256_text(str(number)): str(number) for number in range(done)}
+        for record in records:
+            folder = store.path(record.handle)
+            content = {(folder / f"{name}.bin").read_text() for name in range(4)}
+            assert content == {numbers[record.key] * 500}
+    assert done > 10, "the fuzz must have committed something"
+    assert store.verify() == [], "no object may be torn"
+    for number in range(done + 1):
+        key = sha256_text(str(number))
+        with store.lease(key) as lease:
+            if store.record(key) is None:
+                out = _out(store, {f"{name}.bin": str(number) * 500 for name in range(4)}, f"again-{number}")
+                store.commit(key, out, PolicyRef, children={}, record=PROVENANCE, lease=lease)
+        found = store.record(key)
+        assert found is not None
+        assert (store.path(found.handle) / "0.bin").read_text() == str(number) * 500

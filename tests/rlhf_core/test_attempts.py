@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlhf_core import attempts
+
+
+def test_attempts_are_counted_and_keep_how_they_ended(tmp_path: Path) -> None:
+    first = attempts.begin(tmp_path, label="sft", resumed_from=None)
+    assert attempts.output(tmp_path, first) == tmp_path / "out-1" and (tmp_path / "out-1").is_dir()
+    attempts.end(tmp_path, first, label="sft", status="failed", failure="ValueError: no", seconds=1.23456)
+    second = attempts.begin(tmp_path, label="sft", resumed_from=40)
+    past = attempts.history(tmp_path)
+    assert [(item.number, item.status, item.failure, item.seconds, item.resumed_from) for item in past] == [
+        (1, "failed", "ValueError: no", 1.235, None),
+        (2, "running", "", 0.0, 40),
+    ]
+    assert second.number == 2 and not (tmp_path / "out-1").exists()
+
+
+def test_the_output_of_a_killed_attempt_is_removed_by_the_next(tmp_path: Path) -> None:
+    attempts.begin(tmp_path, label="sft", resumed_from=None)
+    (tmp_path / "out-1" / "half").write_text("x")
+    attempts.begin(tmp_path, label="sft", resumed_from=None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["attempt.json", "out-2"]
+
+
+def test_unfinished_work_is_what_the_stage_left_itself(tmp_path: Path) -> None:
+    assert attempts.unfinished_work(tmp_path / "nowhere") == []
+    attempts.begin(tmp_path, label="sft", resumed_from=None)
+    (tmp_path / "ckpt").mkdir()
+    for name in ("metrics.jsonl", "worker.log", "shard-00001.parquet"):
+        (tmp_path / name).write_text("x")
+    assert attempts.unfinished_work(tmp_path) == ["shard-00001.parquet"]
+    attempts.clear(tmp_path, keep_metrics=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["attempt.json", "metrics.jsonl", "worker.log"]
+    attempts.clear(tmp_path, keep_metrics=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["attempt.json", "worker.log"]
+
+
+def test_an_unreadable_history_starts_again(tmp_path: Path) -> None:
+    (tmp_path / "attempt.json").write_text('{"attempts": [{"x": 1}]}')
+    assert attempts.history(tmp_path) == []
+    assert attempts.begin(tmp_path, label="sft", resumed_from=None).number == 1

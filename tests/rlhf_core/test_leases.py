@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core import leases
+from rlhf_core.errors import ArtifactError
+from rlhf_core.leases import Owner, hold, is_gone, living_owner
+from rlhf_core.store_layout import read_json, write_json
+
+FORK = multiprocessing.get_context("fork")
+
+
+def _hold_for_ever(folder: Path) -> None:
+    with hold(folder, "k"):
+        time.sleep(60)
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "waited 10 s in vain"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def other(tmp_path: Path):  # type: ignore[no-untyped-def]
+    """A process that holds the lease of `k`."""
+    process = FORK.Process(target=_hold_for_ever, args=(tmp_path,), daemon=True)
+    process.start()
+    _until(lambda: living_owner(tmp_path, "k") is not None)
+    yield process
+    process.kill()
+    process.join()
+
+
+def _our_owner(folder: Path) -> Owner:
+    with hold(folder, "k") as lease:
+        return lease.owner
+
+
+def test_a_lease_is_held_inside_the_block_and_gone_after_it(tmp_path: Path) -> None:
+    with hold(tmp_path, "k") as lease:
+        owner = living_owner(tmp_path, "k")
+        assert owner is not None and owner.pid == os.getpid() and owner.token == lease.owner.token
+        lease.check()
+        assert not lease.waited
+    assert living_owner(tmp_path, "k") is None
+    with pytest.raises(ZeroDivisionError), hold(tmp_path, "k"):
+        1 / 0  # noqa: B018
+    assert living_owner(tmp_path, "k") is None
+
+
+def test_the_lease_of_a_killed_process_is_taken_over_at_once(tmp_path: Path, other) -> None:  # type: ignore[no-untyped-def]
+    os.kill(other.pid, signal.SIGKILL)
+    other.join()
+    assert (tmp_path / "k.json").exists(), "a killed process cannot tidy up"
+    started = time.monotonic()
+    with hold(tmp_path, "k") as lease:
+        assert time.monotonic() - started < 2.0
+        lease.check()
+
+
+def test_a_living_owner_is_waited_for_and_named_once(tmp_path: Path, other) -> None:  # type: ignore[no-untyped-def]
+    told: list[Owner] = []
+
+    def kill_later(owner: Owner) -> None:
+        told.append(owner)
+        threading.Timer(0.6, other.kill).start()
+        threading.Timer(0.6, other.join).start()
+
+    with hold(tmp_path, "k", on_wait=kill_later) as lease:
+        assert lease.waited
+    assert [owner.pid for owner in told] == [other.pid]
+
+
+def test_threads_of_one_process_exclude_each_other(tmp_path: Path) -> None:
+    inside: list[int] = []
+    most: list[int] = []
+
+    def work() -> None:
+        with hold(tmp_path, "k"):
+            inside.append(1)
+            most.append(len(inside))
+            time.sleep(0.05)
+            inside.pop()
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1, 1, 1]
+
+
+def test_an_owner_that_was_taken_over_is_stopped_at_the_fence(tmp_path: Path) -> None:
+    with hold(tmp_path, "k") as lease:
+        thief = replace(lease.owner, token="thief")
+        write_json(tmp_path / "k.json", asdict(thief))
+        with pytest.raises(ArtifactError, match="took over"):
+            lease.check()
+    assert (read_json(tmp_path / "k.json") or {})["token"] == "thief", "the new owner's lease must not be released"
+
+
+def test_the_heartbeat_renews_a_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "HEARTBEAT_SECONDS", 0.05)
+    with hold(tmp_path, "k") as lease:
+        _until(lambda: (read_json(tmp_path / "k.json") or {"expires": 0})["expires"] > lease.owner.expires)
+
+
+def test_a_process_number_given_to_another_process_is_not_the_owner(tmp_path: Path) -> None:
+    owner = _our_owner(tmp_path)
+    assert not is_gone(owner)
+    assert is_gone(replace(owner, pid_started=owner.pid_started - 1))
+
+
+def test_on_our_machine_a_late_but_living_process_keeps_its_lease(tmp_path: Path) -> None:
+    assert not is_gone(replace(_our_owner(tmp_path), expires=time.time() - 1000))
+
+
+def test_a_stopped_process_loses_its_lease_when_it_is_late(tmp_path: Path, other) -> None:  # type: ignore[no-untyped-def]
+    os.kill(other.pid, signal.SIGSTOP)
+    owner = living_owner(tmp_path, "k")
+    assert owner is not None
+    _until(lambda: is_gone(replace(owner, expires=time.time() - 1)))
+    assert not is_gone(owner)
+
+
+@pytest.mark.parametrize("field", ["host", "boot_id", "pid_namespace"])
+def test_elsewhere_only_the_time_decides(tmp_path: Path, field: str) -> None:
+    elsewhere: dict[str, Any] = {field: "elsewhere", "pid": 2**22 + 1}  # no such process here
+    owner = replace(_our_owner(tmp_path), **elsewhere)
+    assert not is_gone(replace(owner, expires=time.time() + 5))
+    assert is_gone(replace(owner, expires=time.time() - 1))
+
+
+def test_an_unreadable_lease_is_free(tmp_path: Path) -> None:
+    (tmp_path / "k.json").write_text('{"host": "x"}')
+    assert living_owner(tmp_path, "k") is None
+    with hold(tmp_path, "k") as lease:
+        lease.check()

@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.artifacts import ArtifactStore
+from rlhf_core.stage import Decision, StageSpec, decide, execute
+from rlhf_core.store_layout import remove_tree
+from rlhf_core.types import PolicyRef
+from tests.rlhf_core import toy_stage
+from tests.rlhf_core.toy_stage import Inner, NoEngines, RecordingTracker, ToyConfig, toy_spec
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ArtifactStore:
+    return ArtifactStore(tmp_path / "store")
+
+
+def _run(store: ArtifactStore, spec: StageSpec, **options: Any) -> Decision:
+    _, decision = execute(
+        store, spec, runtime=NoEngines(), tracker=RecordingTracker(), progress=lambda *_: None, **options
+    )
+    return decision
+
+
+def _fail(store: ArtifactStore, trouble: str, **changes: Any) -> None:
+    with pytest.raises(ValueError, match="went wrong"):
+        _run(store, toy_spec(ToyConfig(trouble=trouble, **changes)))
+
+
+def _said(store: ArtifactStore, spec: StageSpec, **options: Any) -> tuple[str, str]:
+    decision = decide(store, spec, **options)
+    return decision.action, decision.reason
+
+
+def test_the_first_run_says_so_and_deciding_computes_nothing(store: ArtifactStore) -> None:
+    assert _said(store, toy_spec()) == ("RUN", "first run")
+    assert not store.layout.attempts.exists()
+
+
+def test_a_run_then_hits_with_when_and_how_long(store: ArtifactStore) -> None:
+    _run(store, toy_spec())
+    decision = decide(store, toy_spec())
+    assert decision.action == "HIT" and decision.step is None
+    assert decision.reason.startswith("made 20") and decision.reason.endswith(" s")
+    assert _said(store, toy_spec(label="somewhere/else"))[0] == "HIT"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"config": ToyConfig(kl_coef=0.1)}, "toy.kl_coef: 0.05 -> 0.1"),
+        ({"config": ToyConfig(inner=Inner(rate=0.25))}, "toy.inner.rate: 0.5 -> 0.25"),
+        ({"config": ToyConfig(names=("a", "c"))}, "toy.names[1]: b -> c"),
+        ({"config": ToyConfig(names=("a",))}, 'toy.names: ["a", "b"] -> ["a"]'),
+        ({"config": ToyConfig(kl_coef=0.1, steps=4)}, "toy.kl_coef: 0.05 -> 0.1, toy.steps: 3 -> 4"),
+        ({"seed": 8}, "seed: 7 -> 8"),
+        ({"engines": {"trainer": {"dtype": "bfloat16"}}}, 'engines.trainer: nothing -> {"dtype": "bfloat16"}'),
+    ],
+)
+def test_a_run_names_the_field_that_changed(store: ArtifactStore, changes: dict[str, Any], reason: str) -> None:
+    _run(store, toy_spec())
+    assert _said(store, toy_spec(**changes)) == ("RUN", reason)
+
+
+def test_many_changes_are_counted(store: ArtifactStore) -> None:
+    _run(store, toy_spec())
+    config = ToyConfig(kl_coef=1.0, steps=1, inner=Inner(rate=1.0), names=("x", "y"))
+    assert decide(store, toy_spec(config, seed=1)).reason == (
+        "seed: 7 -> 1, toy.kl_coef: 0.05 -> 1.0, toy.steps: 3 -> 1, toy.inner.rate: 0.5 -> 1.0 and 2 more"
+    )
+
+
+def test_a_changed_input_is_named_with_both_digests(store: ArtifactStore) -> None:
+    first, second = (_policy(store, steps) for steps in (1, 2))
+    _run(store, toy_spec(inputs={"policy": first}))
+    _, reason = _said(store, toy_spec(inputs={"policy": second}))
+    assert reason == f"input policy changed: {first.digest[:8]} -> {second.digest[:8]}"
+    _, reason = _said(store, toy_spec())
+    assert reason == f"input policy changed: {first.digest[:8]} -> nothing"
+
+
+def _policy(store: ArtifactStore, steps: int) -> PolicyRef:
+    handle, _ = execute(
+        store,
+        toy_spec(ToyConfig(steps=steps), label=f"base-{steps}"),
+        runtime=NoEngines(),
+        tracker=RecordingTracker(),
+        progress=lambda *_: None,
+    )
+    assert isinstance(handle, PolicyRef)
+    return handle
+
+
+def test_a_new_version_is_named(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    _run(store, toy_spec())
+    monkeypatch.setattr(toy_stage, "VERSION", 2)
+    assert _said(store, toy_spec()) == ("RUN", "version: 1 -> 2")
+
+
+def test_the_comparison_is_with_what_the_stage_last_was_even_if_that_was_a_hit(store: ArtifactStore) -> None:
+    for kl_coef in (0.05, 0.1, 0.05):
+        _run(store, toy_spec(ToyConfig(kl_coef=kl_coef)))
+    assert decide(store, toy_spec(ToyConfig(kl_coef=0.2))).reason == "toy.kl_coef: 0.05 -> 0.2"
+
+
+def test_force_runs_in_spite_of_a_hit(store: ArtifactStore) -> None:
+    _run(store, toy_spec())
+    assert _said(store, toy_spec(), force=True) == ("RUN", "forced")
+
+
+def test_a_failed_attempt_is_resumed_from_its_checkpoint(store: ArtifactStore) -> None:
+    _fail(store, "raise:3")
+    decision = decide(store, toy_spec())
+    assert (decision.action, decision.reason, decision.step) == ("RESUME", "from step 2 of attempt 1", 2)
+
+
+def test_an_attempt_without_a_checkpoint_says_why_it_runs_again(store: ArtifactStore) -> None:
+    _fail(store, "raise:1")
+    assert _said(store, toy_spec()) == (
+        "RUN",
+        "attempt 1 left no checkpoint (ValueError: step 1 went wrong)",
+    )
+
+
+def test_shards_of_an_earlier_attempt_are_resumed(store: ArtifactStore) -> None:
+    _fail(store, "shards")
+    assert _said(store, toy_spec()) == ("RESUME", "from what attempt 1 left in shard-1.txt, shard-2.txt, shard-3.txt")
+
+
+def test_a_lost_artifact_is_the_reason_to_run(store: ArtifactStore) -> None:
+    _run(store, toy_spec())
+    remove_tree(store.layout.objects)
+    assert _said(store, toy_spec()) == ("RUN", "its artifact is gone or damaged")
+    assert _said(store, toy_spec()) == ("RUN", "its artifact is gone or damaged")
+    assert _run(store, toy_spec()).action == "RUN"
+    assert decide(store, toy_spec()).action == "HIT"
+
+
+def test_a_key_under_computation_is_attached_to(store: ArtifactStore) -> None:
+    key = decide(store, toy_spec()).key
+    with store.lease(key):
+        action, reason = _said(store, toy_spec())
+    assert action == "ATTACH" and reason.startswith("process ") and reason.endswith(" is computing it")
+
+
+def test_a_hit_takes_milliseconds(store: ArtifactStore) -> None:
+    _run(store, toy_spec())
+    decide(store, toy_spec())  # parses the code once per process
+    started = time.process_time()
+    for _ in range(10):
+        assert decide(store, toy_spec()).action == "HIT"
+    assert (time.process_time() - started) / 10 < 0.05
+
+
+# ---------------------------------------------------------------- code
+
+
+@pytest.fixture
+def stage_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stage module `drifting` that a test may edit."""
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "drifting.py"
+    file.write_text("from tests.rlhf_core.toy_stage import run\nVERSION = 1\nCODE = 'warn'\n")
+    importlib.invalidate_caches()
+    monkeypatch.delitem(sys.modules, "drifting", raising=False)
+    return file
+
+
+def test_a_hit_names_the_modules_whose_code_has_changed(store: ArtifactStore, stage_file: Path) -> None:
+    spec = toy_spec(module="drifting")
+    _run(store, spec)
+    assert "code changed" not in decide(store, spec).reason
+    with stage_file.open("a") as stream:
+        stream.write("EXTRA = 2\n")
+    action, reason = _said(store, spec)
+    assert action == "HIT" and reason.endswith("; code changed since (drifting)")
+
+
+def test_strict_code_takes_a_result_of_this_very_code_and_runs_for_any_other(
+    store: ArtifactStore, stage_file: Path
+) -> None:
+    spec = toy_spec(module="drifting")
+    _run(store, spec)
+    assert decide(store, spec, strict_code=True).action == "HIT"
+    with stage_file.open("a") as stream:
+        stream.write("EXTRA = 2\n")
+    assert _said(store, spec, strict_code=True) == ("RUN", "code changed (drifting)")
+    assert _run(store, spec, strict_code=True).action == "RUN"
+    assert decide(store, spec, strict_code=True).action == "HIT"
+    assert decide(store, spec).action == "HIT"
+
+
+def test_a_strict_stage_runs_when_its_code_changes(store: ArtifactStore, stage_file: Path) -> None:
+    stage_file.write_text(stage_file.read_text().replace("'warn'", "'strict'"))
+    spec = toy_spec(module="drifting")
+    _run(store, spec)
+    assert decide(store, spec).action == "HIT"
+    with stage_file.open("a") as stream:
+        stream.write("EXTRA = 2\n")
+    assert _said(store, spec) == ("RUN", "code changed (drifting)")

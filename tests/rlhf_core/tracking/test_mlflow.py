@@ -1,0 +1,243 @@
+"""Runs as MLflow stores them, read back with MLflow's own client."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+
+from rlhf_core.tracking import owner
+from rlhf_core.tracking.mlflow import MlflowTracker, reconcile, reconcile_at
+
+Made = Any
+
+
+@pytest.fixture
+def make(database: Path, tmp_path: Path) -> Iterator[Made]:
+    trackers: list[MlflowTracker] = []
+
+    def tracker() -> MlflowTracker:
+        trackers.append(MlflowTracker(f"sqlite:///{database}", experiment="rlhf", artifact_root=tmp_path / "files"))
+        return trackers[-1]
+
+    yield tracker
+    for item in trackers:
+        item._outbox.close(10.0)
+
+
+@pytest.fixture
+def client(database: Path) -> MlflowClient:
+    return MlflowClient(tracking_uri=f"sqlite:///{database}")
+
+
+def test_a_pipeline_is_a_parent_run_and_a_stage_a_run_below_it(make: Made, client: MlflowClient) -> None:
+    tracker = make()
+    parent = tracker.start(
+        "nightly", run_id=None, params={"seed": 17, "hub": {"token": "hunter2"}},
+        tags={"prefect.url": "http://127.0.0.1:4200/runs/1"},
+    )  # fmt: skip
+    stage = tracker.stage("sft", key="k1", params={"loop": {"epochs": 2}}, tags={})
+    stage.finish("FINISHED")
+    tracker.finish("FAILED", note="ppo failed")
+
+    run = client.get_run(parent)
+    assert (run.info.run_name, run.info.status) == ("nightly", "FAILED")
+    assert run.data.params == {"seed": "17", "hub.token": "***"}
+    assert run.data.tags["stage.sft"] == stage.run_id
+    note = run.data.tags["mlflow.note.content"]
+    assert "- [prefect.url](http://127.0.0.1:4200/runs/1)" in note
+    assert note.endswith("ppo failed")
+    child = client.get_run(stage.run_id)
+    assert (child.info.run_name, child.info.status) == ("sft", "FINISHED")
+    assert child.data.tags["mlflow.parentRunId"] == parent
+    assert child.data.params == {"loop.epochs": "2"}
+
+
+def test_a_stage_that_goes_on_uses_the_run_of_its_key(make: Made, client: MlflowClient) -> None:
+    first = make()
+    parent = first.start("run", run_id=None, params={"seed": 1}, tags={})
+    stage = first.stage("sft", key="k1", params={"a": 1}, tags={})
+    stage.finish("FAILED")
+    first.finish("FAILED", note="")
+
+    second = make()
+    assert second.start("run", run_id=parent, params={"seed": 1}, tags={}) == parent
+    again = second.stage("sft", key="k1", params={"a": 2, "b": 3}, tags={})
+    assert again.run_id == stage.run_id
+    run = client.get_run(again.run_id)
+    assert run.info.status == "RUNNING"
+    assert run.data.tags["attempt"] == "2"
+    assert run.data.params == {"a": "1", "b": "3"}  # parameters cannot change; the new value is a tag
+    assert run.data.tags["attempt.a"] == "2"
+
+
+def test_steps_that_are_recorded_again_leave_no_second_point(make: Made, client: MlflowClient) -> None:
+    first = make()
+    first.start("run", run_id=None, params={}, tags={})
+    stage = first.stage("ppo", key="k1", params={}, tags={})
+    for step in range(1, 8):
+        stage.metrics(step, {"ppo/reward/mean": float(step)})
+    first.finish("KILLED", note="")
+
+    second = make()
+    second.start("run", run_id=None, params={}, tags={})
+    stage = second.stage("ppo", key="k1", params={}, tags={})
+    for step in range(5, 11):  # resumed from the checkpoint of step 4
+        stage.metrics(step, {"ppo/reward/mean": float(step), "ppo/eval/gold": 0.5})
+    assert stage.flush()
+    history = client.get_metric_history(stage.run_id, "ppo/reward/mean")
+    assert sorted(point.step for point in history) == list(range(1, 11))
+    assert sorted(point.step for point in client.get_metric_history(stage.run_id, "ppo/eval/gold")) == [5, 6, 7, 8, 9, 10]
+
+
+def test_values_that_are_not_finite_are_left_out(make: Made, client: MlflowClient) -> None:
+    tracker = make()
+    tracker.start("run", run_id=None, params={}, tags={})
+    stage = tracker.stage("sft", key="k1", params={}, tags={})
+    stage.metrics(1, {"a": float("nan"), "b": 2.0})
+    assert stage.flush()
+    assert client.get_run(stage.run_id).data.metrics == {"b": 2.0}
+
+
+def test_a_cached_stage_opens_no_run_and_is_noted_on_the_parent(make: Made, client: MlflowClient) -> None:
+    tracker = make()
+    parent = tracker.start("run", run_id=None, params={}, tags={})
+    made = tracker.stage("sft", key="k1", params={}, tags={}).run_id
+    tracker.cached("sft again", run_id=None, key="k1")
+    tracker.cached("dpo", run_id="abc", key="k2")
+    tracker.finish("FINISHED", note="")
+    tags = client.get_run(parent).data.tags
+    assert tags["stage.sft again"] == f"{made} (cached)"
+    assert tags["stage.dpo"] == "abc (cached)"
+    assert len(client.search_runs([client.get_experiment_by_name("rlhf").experiment_id])) == 2
+
+
+def test_tables_and_files_arrive_even_when_the_original_is_moved_away(make: Made, client: MlflowClient, tmp_path: Path) -> None:
+    tracker = make()
+    tracker.start("run", run_id=None, params={}, tags={})
+    stage = tracker.stage("evaluate", key="k1", params={}, tags={})
+    stage.table("samples/step_0010", ["prompt", "reward"], [["hi", 1.0]])
+    figure = tmp_path / "frontier.png"
+    figure.write_bytes(b"png")
+    stage.file(figure, "figures")
+    figure.unlink()
+    tracker.finish("FINISHED", note="")
+    run = client.get_run(stage.run_id)
+    assert json.loads(run.data.tags["mlflow.loggedArtifacts"]) == [{"path": "samples/step_0010.json", "type": "table"}]
+    folder = Path(run.info.artifact_uri.removeprefix("file://"))
+    assert json.loads((folder / "samples/step_0010.json").read_text()) == {"columns": ["prompt", "reward"], "data": [["hi", 1.0]]}
+    assert (folder / "figures/frontier.png").read_bytes() == b"png"
+    assert not list(tmp_path.rglob("file-*"))  # the copy in the spool is gone
+
+
+def test_lineage_runs_from_the_stage_that_made_a_model_to_the_one_that_reads_it(make: Made, client: MlflowClient) -> None:
+    tracker = make()
+    tracker.start("run", run_id=None, params={}, tags={})
+    digest = "d" * 64
+    sft = tracker.stage("sft", key="k1", params={}, tags={})
+    sft.dataset("demonstrations", "ab" * 32, "training")
+    for _ in range(2):  # an attempt that is made again changes nothing
+        sft.model("sft", digest, "store://d")
+    ppo = tracker.stage("ppo", key="k2", params={}, tags={})
+    ppo.input_model(digest)
+    tracker.finish("FINISHED", note="")
+
+    made = client.get_run(sft.run_id)
+    (output,) = made.outputs.model_outputs
+    (data,) = made.inputs.dataset_inputs
+    assert (data.dataset.name, data.dataset.digest) == ("demonstrations", "ab" * 16)
+    assert {tag.key: tag.value for tag in data.tags} == {"mlflow.data.context": "training"}
+    (read,) = client.get_run(ppo.run_id).inputs.model_inputs
+    assert read.model_id == output.model_id
+    model = client.get_logged_model(output.model_id)
+    assert (model.tags["store.digest"], model.tags["store.uri"]) == (digest, "store://d")
+
+
+def test_a_model_is_registered_by_reference_with_aliases_and_tags(make: Made, client: MlflowClient) -> None:
+    tracker = make()
+    tracker.start("run", run_id=None, params={}, tags={})
+    stage = tracker.stage("publish", key="k1", params={}, tags={})
+    stage.model("sft", "d1", "store://d1")
+    stage.model("ppo", "d2", "store://d2")
+    assert stage.register("rlhf-policy", "d1", aliases=["candidate", "champion"], tags={"gate": "passed"}) == "1"
+    assert stage.register("rlhf-policy", "d2", aliases=["candidate"], tags={"gate": "failed"}) == "2"
+    assert stage.register("rlhf-policy", "d2", aliases=["candidate"], tags={"gate": "failed"}) == "2"  # a second attempt
+    assert client.get_model_version_by_alias("rlhf-policy", "champion").version == 1
+    candidate = client.get_model_version_by_alias("rlhf-policy", "candidate")
+    assert candidate.version == 2
+    assert candidate.tags == {"gate": "failed", "store.digest": "d2"}
+    assert client.get_logged_model(candidate.source.removeprefix("models:/")).tags["store.digest"] == "d2"
+
+
+def test_an_outage_costs_no_record(empty_database: Path, tmp_path: Path) -> None:
+    """The database's folder is missing its place (a file stands there), then comes back."""
+    blocked = tmp_path / "server"
+    blocked.write_text("")
+    tracker = MlflowTracker(
+        f"sqlite:///{blocked}/mlflow.db", experiment="rlhf", artifact_root=None, spool=tmp_path / "spool"
+    )
+    assert tracker.start("run", run_id=None, params={"seed": 17}, tags={}) == ""
+    stage = tracker.stage("sft", key="k1", params={}, tags={})
+    stage.metrics(1, {"loss": 2.0})
+    assert stage.register("rlhf-policy", "d1", aliases=["candidate"], tags={}) == "pending"
+    assert tracker.offline
+
+    blocked.unlink()
+    blocked.mkdir()
+    shutil.copy(empty_database, blocked / "mlflow.db")
+    stage.finish("FINISHED")
+    tracker.finish("FINISHED", note="")
+    client = MlflowClient(tracking_uri=f"sqlite:///{blocked}/mlflow.db")
+    assert client.get_run(tracker.run_id).data.params == {"seed": "17"}
+    assert client.get_run(stage.run_id).info.status == "FINISHED"
+    assert client.get_run(stage.run_id).data.metrics == {"loss": 2.0}
+    assert client.get_model_version_by_alias("rlhf-policy", "candidate").tags["store.digest"] == "d1"
+
+
+def test_what_a_killed_process_could_not_send_is_sent_by_the_next(database: Path, tmp_path: Path, client: MlflowClient) -> None:
+    program = f"""
+import os
+from rlhf_core.tracking import outbox
+from rlhf_core.tracking.mlflow import MlflowTracker
+from pathlib import Path
+tracker = MlflowTracker("sqlite:///{database}", experiment="rlhf", artifact_root=Path("{tmp_path}/files"))
+tracker.start("first", run_id=None, params={{}}, tags={{}})
+stage = tracker.stage("sft", key="k1", params={{}}, tags={{}})
+stage.metrics(1, {{"loss": 2.0}})
+print(tracker.run_id, stage.run_id, flush=True)
+os.kill(os.getpid(), 9)
+"""
+    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=Path.cwd(), check=False)
+    assert child.returncode == -9, child.stderr
+    parent, stage = child.stdout.split()
+    tracker = MlflowTracker(f"sqlite:///{database}", experiment="rlhf", artifact_root=tmp_path / "files")
+    tracker.start("second", run_id=None, params={}, tags={})
+    tracker.finish("FINISHED", note="")
+    assert client.get_run(stage).data.metrics == {"loss": 2.0}
+    assert client.get_run(parent).info.status == "KILLED"  # start() ends the runs of dead processes
+    assert client.get_run(stage).info.status == "KILLED"
+
+
+def test_only_runs_whose_process_is_gone_are_ended(make: Made, client: MlflowClient, database: Path) -> None:
+    tracker = make()
+    living = tracker.start("run", run_id=None, params={}, tags={})
+    experiment = client.get_experiment_by_name("rlhf").experiment_id
+    dead = client.create_run(experiment, tags=owner.tags() | {"owner.pid_started": "1"}).info.run_id
+    foreign = client.create_run(experiment).info.run_id
+    assert reconcile(client, experiment) == [dead]
+    assert [client.get_run(run).info.status for run in (living, dead, foreign)] == ["RUNNING", "KILLED", "RUNNING"]
+    assert reconcile_at(f"sqlite:///{database}", experiment="rlhf") == []
+
+
+def test_the_address_of_a_run_leads_to_the_web_interface() -> None:
+    from rlhf_core.tracking.mlflow_delivery import run_url
+
+    assert run_url("http://127.0.0.1:5000", "3", "abc") == "http://127.0.0.1:5000/#/experiments/3/runs/abc"
+    assert run_url("sqlite:////data/mlflow.db", "3", "abc") == "runs:/abc"

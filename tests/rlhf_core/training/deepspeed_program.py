@@ -1,0 +1,124 @@
+"""Run by test_deepspeed_engine.py, once alone and once as two ranks: `python deepspeed_program.py <policy> <out>`.
+
+Writes out/rank<r>.json. Trains a policy and a value model side by side, with the plain engine (alone only) and with
+DeepSpeed at ZeRO 0 and 1, saves after step 2 of 5, and goes on from there with new objects.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
+from rlhf_core.interfaces import ModelSpec
+from rlhf_core.training.distributed import rank_and_world
+from rlhf_core.training.objectives import SftObjective, ValueObjective
+from rlhf_core.training.trainer import LocalTrainer, shard
+from rlhf_core.types import TokenSample, ValueSample
+
+OPTIMIZER = OptimizerConfig(learning_rate=1e-3, weight_decay=0.01)
+# Rows per step: with two ranks the second one has nothing to do in the last step.
+BATCHES = (6, 5, 7, 4, 1)
+SFT, VALUE = SftObjective(pack_to=None), ValueObjective(clip=None)
+
+
+def samples() -> list[ValueSample]:
+    generator = random.Random(5)
+    made = []
+    for length in (9, 17, 5, 12, 21, 8, 14, 11, 6, 10):
+        ids = tuple(generator.randrange(10, 320) for _ in range(length))
+        returns = tuple(generator.uniform(-1, 1) for _ in ids)
+        made.append(ValueSample(ids, (0, *(1,) * (length - 1)), (0.0,) * length, returns))
+    return made
+
+
+def train(trainer: LocalTrainer, objective: Any, first: int, last: int) -> list[dict[str, float]]:
+    """Return per step the metrics of this rank's shard and of the update."""
+    rank, world = rank_and_world()
+    history = []
+    for step in range(first, last):
+        rows: list[Any] = samples()[step : step + BATCHES[step]]
+        if objective is SFT:
+            rows = [TokenSample(row.token_ids, row.loss_mask) for row in rows]
+        made = trainer.forward_backward(shard(rows, rank, world), objective, objective.denominators(rows))
+        history.append({"shard": made, "update": trainer.optim_step(learning_rate=1e-3 * (step + 1))})
+    return history
+
+
+@contextmanager
+def pair(policy: str, config: TrainerConfig) -> Iterator[list[tuple[LocalTrainer, Any]]]:
+    trainers = [
+        (LocalTrainer(ModelSpec(policy, "lm", None, 3), OPTIMIZER, config), SFT),
+        (LocalTrainer(ModelSpec(policy, "value", None, 3), OPTIMIZER, config), VALUE),
+    ]
+    yield trainers
+    for trainer, _ in trainers:
+        trainer.close()
+
+
+def weights(trainer: LocalTrainer) -> list[float]:
+    payload = trainer.weights().payload
+    return torch.cat([payload[name].flatten().double() for name in sorted(payload)]).tolist()[::37]
+
+
+def measure(policy: str, config: TrainerConfig, folder: Path) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    with pair(policy, config) as trainers:
+        # Interleaved: each engine must keep to its own model.
+        made["history"] = [[train(t, o, step, step + 1)[0] for t, o in trainers] for step in range(2)]
+        for index, (trainer, _) in enumerate(trainers):
+            trainer.save(folder / str(index))
+        made["history"] += [[train(t, o, step, step + 1)[0] for t, o in trainers] for step in range(2, 5)]
+        made["digests"] = [trainer.weights().digest for trainer, _ in trainers]
+        made["weights"] = [weights(trainer) for trainer, _ in trainers]
+        made["skipped"] = skip(trainers[1][0])
+        made["digest_after_skip"] = trainers[1][0].weights().digest
+        rows = [TokenSample(s.token_ids, s.loss_mask) for s in samples()]
+        made["logprobs"] = trainers[0][0].logprobs(rows[:3], temperature=1.0)
+        trainers[0][0].export(folder / "exported")
+    with pair(policy, config) as trainers:
+        for index, (trainer, _) in enumerate(trainers):
+            trainer.load(folder / str(index))
+        made["resumed_history"] = [[train(t, o, step, step + 1)[0] for t, o in trainers] for step in range(2, 5)]
+        made["resumed_digests"] = [trainer.weights().digest for trainer, _ in trainers]
+    return made
+
+
+def skip(trainer: LocalTrainer) -> list[float]:
+    """Return `skipped` of a step in which rank 0 alone sees a return that is not a number."""
+    rank, world = rank_and_world()
+    rows = samples()[:4]
+    rows[0] = replace(rows[0], returns=(float("nan"),) * len(rows[0].returns))
+    trainer.forward_backward(shard(rows, rank, world), VALUE, VALUE.denominators(rows))
+    return [trainer.optim_step(learning_rate=1e-3)["skipped"]]
+
+
+def main() -> None:
+    policy, out = sys.argv[1], Path(sys.argv[2])
+    torch.set_num_threads(1)
+    rank, world = rank_and_world()
+    made = {}
+    if world == 1:
+        made["torch"] = measure(policy, TrainerConfig(engine="torch", micro_batch=3), out / "torch")
+    for stage in (0, 1):
+        config = TrainerConfig(engine="deepspeed", zero_stage=stage, micro_batch=3)
+        made[f"zero{stage}"] = measure(policy, config, out / f"zero{stage}_of_{world}")
+    if "RLHF_TEST_STAGES" in os.environ:
+        for stage in json.loads(os.environ["RLHF_TEST_STAGES"]):
+            for dtype in ("float32", "bfloat16"):
+                config = TrainerConfig(engine="deepspeed", zero_stage=stage, micro_batch=3, dtype=dtype)
+                made[f"zero{stage}_{dtype}"] = measure(policy, config, out / f"zero{stage}_{dtype}_of_{world}")
+    (out / f"rank{rank}_of_{world}.json").write_text(json.dumps(made))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,306 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rlhf_core.config.engines import LoraConfig, OptimizerConfig, TrainerConfig
+from rlhf_core.errors import TrainingError
+from rlhf_core.interfaces import ModelSpec
+from rlhf_core.models.export import weights_digest
+from rlhf_core.training.engines import open_engine
+from rlhf_core.training.objectives import (
+    BradleyTerryObjective,
+    PolicyObjective,
+    PreferenceObjective,
+    SftObjective,
+    ValueObjective,
+)
+from rlhf_core.training.trainer import LocalTrainer, reduce, shard
+from rlhf_core.types import PolicySample, PreferenceSample, RewardPair, TokenSample, ValueSample
+
+TORCH = TrainerConfig(engine="torch", micro_batch=4)
+SFT = SftObjective(pack_to=None)
+POLICY = PolicyObjective(
+    clip_low=0.2,
+    clip_high=0.2,
+    dual_clip=None,
+    aggregation="token_mean",
+    max_length=24,
+    temperature=0.7,
+    kl_coef=0.1,
+    entropy_coef=0.0,
+    correction="token",
+    correction_mode="truncate",
+    correction_cap=2.0,
+    correction_low=0.5,
+)
+
+
+def steps(trainer: LocalTrainer, samples: list[Any], objective: Any, first: int, last: int) -> list[dict[str, float]]:
+    """Optimizer steps `first`.. `last` - 1, each on six of the ten samples."""
+    history = []
+    for step in range(first, last):
+        batch = [samples[(step + i) % 10] for i in range(6)]
+        history.append(trainer.forward_backward(batch, objective) | trainer.optim_step(learning_rate=1e-3))
+    return history
+
+
+def gradient(spec: ModelSpec, optimizer: OptimizerConfig, config: TrainerConfig, parts: list[list[Any]]) -> torch.Tensor:
+    engine = open_engine(spec, optimizer, config)
+    trainer = LocalTrainer(spec, optimizer, config, engine=engine)
+    denominators = SFT.denominators([sample for part in parts for sample in part])
+    for part in parts:
+        trainer.forward_backward(part, SFT, denominators)
+    return torch.cat([p.grad.flatten() for p in engine.module.parameters() if p.grad is not None])
+
+
+def on_policy(trainer: LocalTrainer, samples: list[PolicySample]) -> list[PolicySample]:
+    rows = trainer.logprobs([TokenSample(s.token_ids, s.loss_mask) for s in samples], temperature=0.7)
+    return [
+        replace(sample, old_logprobs=row, rollout_logprobs=row, ref_logprobs=row)
+        for sample, row in zip(samples, rows, strict=True)
+    ]
+
+
+def test_the_gradient_does_not_depend_on_the_micro_batch_or_on_the_shards(
+    policy_spec: ModelSpec, optimizer: OptimizerConfig, token_samples: list[TokenSample]
+) -> None:
+    whole = gradient(policy_spec, optimizer, TORCH.model_copy(update={"micro_batch": 10}), [token_samples])
+    single = gradient(policy_spec, optimizer, TORCH.model_copy(update={"micro_batch": 1}), [token_samples])
+    ranks = gradient(policy_spec, optimizer, TORCH, [list(shard(token_samples, rank, 3)) for rank in range(3)])
+    assert float((whole - single).abs().max() / whole.abs().max()) < 1e-6
+    assert float((whole - ranks).abs().max() / whole.abs().max()) < 1e-6
+
+
+def test_metrics_of_shards_add_up_to_those_of_the_whole_batch(
+    policy_spec: ModelSpec, policy_samples: list[PolicySample]
+) -> None:
+    trainer = LocalTrainer(policy_spec, None, TORCH)
+    whole = trainer.loss(policy_samples, POLICY)
+    counts = POLICY.denominators(policy_samples)
+    parts = reduce([trainer.loss(shard(policy_samples, rank, 3), POLICY, counts) for rank in range(3)])
+    assert parts == pytest.approx(whole, rel=1e-5)
+    assert whole["ratio_max"] > 1.0
+
+
+def test_the_first_ratio_is_exactly_one_and_the_kl_to_itself_exactly_zero_in_any_order(
+    policy_spec: ModelSpec, optimizer: OptimizerConfig, policy_samples: list[PolicySample]
+) -> None:
+    trainer = LocalTrainer(policy_spec, optimizer, TORCH)
+    samples = on_policy(trainer, policy_samples)
+    metrics = trainer.forward_backward([samples[i] for i in (3, 9, 0, 5, 1, 8, 2, 7, 4, 6)], POLICY)
+    assert metrics["ratio_max"] == 1.0
+    assert metrics["approx_kl"] == metrics["ref_kl"] == metrics["kl_loss"] == metrics["clip_fraction"] == 0.0
+    # rho = w = 1 everywhere: the loss is minus the mean advantage
+    advantages = [a for s in samples for a, masked in zip(s.advantages, s.loss_mask, strict=True) if masked]
+    assert metrics["loss"] == pytest.approx(-sum(advantages) / 100, abs=1e-6)
+
+
+def test_measurements_come_back_in_order_and_are_those_of_each_sample_alone(
+    policy_spec: ModelSpec, score_spec: ModelSpec, value_spec: ModelSpec, token_samples: list[TokenSample]
+) -> None:
+    policy, scorer, critic = (LocalTrainer(spec, None, TORCH) for spec in (policy_spec, score_spec, value_spec))
+    logprobs = policy.logprobs(token_samples, temperature=0.7)
+    values = critic.values(token_samples)
+    scores = scorer.scores([sample.token_ids for sample in token_samples])
+    assert [len(row) for row in logprobs] == [len(sample.token_ids) for sample in token_samples]
+    for index, sample in enumerate(token_samples):
+        assert logprobs[index] == pytest.approx(policy.logprobs([sample], temperature=0.7)[0], abs=1e-5)
+        assert values[index] == pytest.approx(critic.values([sample])[0], abs=1e-5)
+        assert scores[index] == pytest.approx(scorer.scores([sample.token_ids])[0], abs=1e-5)
+        assert logprobs[index][:2] == values[index][:2] == (0.0, 0.0)
+    assert policy.logprobs(token_samples, temperature=0.7) == logprobs
+
+
+def test_no_samples_give_no_answers(policy_spec: ModelSpec) -> None:
+    assert LocalTrainer(policy_spec, None, TORCH).logprobs([], temperature=1.0) == []
+
+
+def test_training_learns_the_samples_by_heart(
+    policy_spec: ModelSpec, optimizer: OptimizerConfig, token_samples: list[TokenSample]
+) -> None:
+    trainer = LocalTrainer(policy_spec, optimizer, TORCH)
+    before = trainer.loss(token_samples, SFT)["loss"]
+    for _ in range(20):
+        trainer.forward_backward(token_samples, SFT)
+        metrics = trainer.optim_step(learning_rate=5e-3)
+    assert metrics.keys() == {"grad_norm", "learning_rate", "skipped"}
+    assert (metrics["learning_rate"], metrics["skipped"]) == (5e-3, 0.0)
+    # from uniform, log 320 = 5.77
+    assert before > 5.5
+    assert trainer.loss(token_samples, SFT)["loss"] < 0.6 * before
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_skipped_and_training_goes_on_as_if_it_had_not_been(
+    bad: float, value_spec: ModelSpec, optimizer: OptimizerConfig, value_samples: list[ValueSample]
+) -> None:
+    objective = ValueObjective(clip=None)
+    poison = replace(value_samples[0], returns=(bad,) * len(value_samples[0].returns))
+    trainer, clean = (LocalTrainer(value_spec, optimizer, TORCH) for _ in range(2))
+    steps(trainer, value_samples, objective, 0, 1)
+    steps(clean, value_samples, objective, 0, 1)
+    metrics = trainer.forward_backward([*value_samples[1:], poison], objective)
+    assert not math.isfinite(metrics["loss"])
+    assert trainer.optim_step(learning_rate=1e-3) == {"grad_norm": math.inf, "learning_rate": 1e-3, "skipped": 1.0}
+    assert steps(trainer, value_samples, objective, 1, 2) == steps(clean, value_samples, objective, 1, 2)
+    assert trainer.weights().digest == clean.weights().digest
+
+
+def test_an_infinite_loss_with_a_finite_gradient_is_skipped_too(
+    policy_spec: ModelSpec, optimizer: OptimizerConfig, preference_samples: list[PreferenceSample]
+) -> None:
+    # max(0, 1 - beta h) with h = -infinity: the loss is infinite, its gradient is beta times that of the log-probs
+    hinge = PreferenceObjective(loss="hinge", beta=0.1, label_smoothing=0.0, length_average=False, nll_coef=0.0)
+    trainer = LocalTrainer(policy_spec, optimizer, TORCH)
+    before = trainer.weights().digest
+    metrics = trainer.forward_backward([replace(preference_samples[0], ref_chosen_logprob=math.inf)], hinge)
+    assert metrics["loss"] == math.inf
+    assert trainer.optim_step(learning_rate=1e-3)["skipped"] == 1.0
+    assert trainer.weights().digest == before
+
+
+def resumed(make: Callable[[], LocalTrainer], run: Callable[[LocalTrainer, int, int], Any], folder: Path) -> None:
+    """5 steps must be, bit for bit, 2 steps, a save, and 3 steps of a new trainer."""
+    straight = make()
+    history = run(straight, 0, 5)
+    first = make()
+    run(first, 0, 2)
+    first.save(folder)
+    torch.manual_seed(99)
+    second = make()
+    second.load(folder)
+    assert run(second, 2, 5) == history[2:]
+    assert_same_weights(second, straight)
+
+
+def assert_same_weights(one: LocalTrainer, other: LocalTrainer) -> None:
+    left, right = one.weights().payload, other.weights().payload
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_sft_resumes_bitwise(
+    policy_spec: ModelSpec, optimizer: OptimizerConfig, token_samples: list[TokenSample], tmp_path: Path
+) -> None:
+    resumed(
+        lambda: LocalTrainer(policy_spec, optimizer, TORCH),
+        lambda trainer, first, last: steps(trainer, token_samples, SftObjective(pack_to=48), first, last),
+        tmp_path,
+    )
+
+
+def test_a_reward_model_resumes_bitwise(
+    score_spec: ModelSpec, optimizer: OptimizerConfig, reward_pairs: list[RewardPair], tmp_path: Path
+) -> None:
+    resumed(
+        lambda: LocalTrainer(score_spec, optimizer, TORCH),
+        lambda trainer, first, last: steps(trainer, reward_pairs, BradleyTerryObjective(0.01), first, last),
+        tmp_path,
+    )
+
+
+def test_policy_and_value_model_resume_bitwise_from_one_checkpoint(
+    policy_spec: ModelSpec,
+    value_spec: ModelSpec,
+    optimizer: OptimizerConfig,
+    policy_samples: list[PolicySample],
+    value_samples: list[ValueSample],
+    tmp_path: Path,
+) -> None:
+    def pair() -> tuple[LocalTrainer, LocalTrainer]:
+        return LocalTrainer(policy_spec, optimizer, TORCH), LocalTrainer(value_spec, optimizer, TORCH)
+
+    def run(trainers: tuple[LocalTrainer, LocalTrainer], first: int, last: int) -> list[Any]:
+        history: list[Any] = []
+        for step in range(first, last):
+            history.append(steps(trainers[1], value_samples, ValueObjective(clip=0.2), step, step + 1))
+            history.append(steps(trainers[0], on_policy(trainers[0], policy_samples), POLICY, step, step + 1))
+        return history
+
+    straight, first = pair(), pair()
+    history = run(straight, 0, 4)
+    run(first, 0, 2)
+    for trainer, name in zip(first, ("policy", "value_model"), strict=True):
+        trainer.save(tmp_path / name)
+    second = pair()
+    for trainer, name in zip(second, ("policy", "value_model"), strict=True):
+        trainer.load(tmp_path / name)
+    assert run(second, 2, 4) == history[4:]
+    for one, other in zip(second, straight, strict=True):
+        assert_same_weights(one, other)
+
+
+def test_lora_saves_the_adapters_alone_resumes_bitwise_and_exports_merged(
+    policy_spec: ModelSpec, optimizer: OptimizerConfig, token_samples: list[TokenSample], tmp_path: Path
+) -> None:
+    spec = replace(policy_spec, lora=LoraConfig(rank=2, alpha=4.0))
+    trainer = LocalTrainer(spec, optimizer, TORCH)
+    resumed(
+        lambda: LocalTrainer(spec, optimizer, TORCH),
+        lambda trainer, first, last: steps(trainer, token_samples, SFT, first, last),
+        tmp_path / "checkpoint",
+    )
+    saved = torch.load(tmp_path / "checkpoint" / "training_state.pt", weights_only=True)
+    assert all(".lora_" in name for name in saved["parameters"])
+
+    steps(trainer, token_samples, SFT, 0, 2)
+    trainer.export(tmp_path / "exported")
+    exported = LocalTrainer(replace(policy_spec, path=str(tmp_path / "exported")), None, TORCH)
+    own = trainer.logprobs(token_samples, temperature=1.0)
+    for row, other in zip(own, exported.logprobs(token_samples, temperature=1.0), strict=True):
+        assert row == pytest.approx(other, abs=1e-5)
+
+
+def test_an_export_is_what_transformers_loads(
+    policy_spec: ModelSpec, score_spec: ModelSpec, token_samples: list[TokenSample], tmp_path: Path
+) -> None:
+    policy, scorer = LocalTrainer(policy_spec, None, TORCH), LocalTrainer(score_spec, None, TORCH)
+    policy.export(tmp_path / "policy")
+    scorer.export(tmp_path / "scorer")
+    sample = token_samples[0]
+    ids = torch.tensor([sample.token_ids])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    own = torch.log_softmax(model(input_ids=ids).logits[0, :-1], -1).gather(-1, ids[0, 1:, None])[:, 0].tolist()
+    assert policy.logprobs([sample], temperature=1.0)[0][2:] == pytest.approx(own[1:], abs=1e-5)
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "scorer")
+    assert scorer.scores([sample.token_ids])[0] == pytest.approx(float(classifier(input_ids=ids).logits), abs=1e-5)
+
+
+def test_weights_are_a_copy_with_the_digest_of_their_probes(
+    policy_spec: ModelSpec, optimizer: OptimizerConfig, token_samples: list[TokenSample]
+) -> None:
+    trainer = LocalTrainer(policy_spec, optimizer, TORCH)
+    before = trainer.weights()
+    steps(trainer, token_samples, SFT, 0, 1)
+    assert weights_digest(before.payload) == before.digest
+    assert trainer.weights().digest != before.digest
+
+
+def test_a_frozen_model_measures_and_refuses_to_train(policy_spec: ModelSpec, token_samples: list[TokenSample]) -> None:
+    trainer = LocalTrainer(policy_spec, None, TORCH)
+    with pytest.raises(TrainingError, match="the model is frozen: it has no optimizer"):
+        trainer.forward_backward(token_samples, SFT)
+    with pytest.raises(TrainingError, match=r"trainer\.optim_step"):
+        trainer.optim_step(learning_rate=1e-3)
+
+
+def test_bfloat16_trains_float32_weights(
+    policy_spec: ModelSpec, optimizer: OptimizerConfig, token_samples: list[TokenSample]
+) -> None:
+    config = TORCH.model_copy(update={"dtype": "bfloat16"})
+    trainer = LocalTrainer(policy_spec, optimizer, config)
+    exact = LocalTrainer(policy_spec, optimizer, TORCH)
+    loss, reference = (steps(t, token_samples, SFT, 0, 1)[0]["loss"] for t in (trainer, exact))
+    assert loss != reference
+    assert loss == pytest.approx(reference, rel=1e-2)  # bfloat16 has 8 bits
+    assert {tensor.dtype for tensor in trainer.weights().payload.values()} == {torch.float32}
+    frozen = LocalTrainer(policy_spec, None, config)
+    assert {tensor.dtype for tensor in frozen.weights().payload.values()} == {torch.bfloat16}

@@ -1,0 +1,109 @@
+"""Sampling: seeds, shards, resumption and the metrics, with a tiny policy in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.artifacts import ArtifactStore
+from rlhf_core.config.engines import SamplingConfig
+from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.data.tables import read_generations, read_index, shards, write_prompts
+from rlhf_core.errors import DataError
+from rlhf_core.types import Completion, Generation, Message, PolicyRef, Prompt, PromptsRef, derive_seed
+from stages.generate import GenerateConfig, cut, generation_metrics
+from tests.stages.recording import Workshop, generation, make_policy
+
+CONFIG = GenerateConfig(samples_per_prompt=3, shard_size=2, sampling=SamplingConfig(max_tokens=6))
+PROMPTS = [Prompt(f"p{number}", (Message("user", f"What is {number}?"),), "", "test") for number in range(5)]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_policy(tmp_path_factory.mktemp("policy"))
+
+
+def workshop(root: Path, policy: Path, prompts: list[Prompt]) -> tuple[Workshop, dict[str, Any]]:
+    store = ArtifactStore(root / "store")
+    write_prompts(root / "prompts", prompts)
+    inputs = {"policy": store.external(PolicyRef, policy), "prompts": store.external(PromptsRef, root / "prompts")}
+    return Workshop(store), inputs
+
+
+def test_every_prompt_gets_its_samples_from_their_own_seeds(tmp_path: Path, policy: Path) -> None:
+    shop, inputs = workshop(tmp_path, policy, PROMPTS)
+    ref, decision = shop.run("generate", CONFIG, inputs)
+    made = read_generations(shop.store.path(ref))
+    assert [one.prompt.id for one in made] == [f"p{number}" for number in range(5) for _ in range(3)]
+    assert [one.completion.seed for one in made[:3]] == [derive_seed(17, "generate", 0, "p0", i) for i in range(3)]
+    assert made[0].prompt_ids == ChatTemplate.load(policy).prompt_ids(PROMPTS[0].messages)
+    assert len({one.completion.token_ids for one in made}) > 10  # a policy from nothing hardly repeats itself
+    assert [path.name for path in shards(shop.store.path(ref))] == [
+        f"shard-0000{number}.parquet" for number in range(3)
+    ]
+    index = read_index(shop.store.path(ref))
+    assert (index["count"], index["policy"]) == (15, inputs["policy"].digest)
+    assert shop.metrics(decision) == pytest.approx(generation_metrics(made))
+    assert 5.0 < shop.metrics(decision)["entropy"] < 6.5  # ln 320 = 5.77: it is nearly uniform
+    assert len(shop.tracker.tables["samples/generations"][1]) == 15
+
+
+def test_an_interrupted_run_goes_on_after_its_last_shard_and_draws_the_same(tmp_path: Path, policy: Path) -> None:
+    shop, inputs = workshop(tmp_path / "a", policy, PROMPTS)
+    sampled: list[int] = []
+
+    def interrupt(done: int, total: int, message: str) -> None:
+        sampled.append(done)
+        if sampled == [1]:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        shop.run("generate", CONFIG, inputs, progress=interrupt)
+    ref, decision = shop.run("generate", CONFIG, inputs, progress=interrupt)
+    assert (decision.action, sampled) == ("RESUME", [1, 2, 3])
+
+    fresh, inputs = workshop(tmp_path / "b", policy, PROMPTS)
+    uninterrupted, _ = fresh.run("generate", CONFIG, inputs)
+    assert ref.digest == uninterrupted.digest
+
+
+def test_the_order_of_prompts_does_not_change_what_is_drawn_and_the_round_does(tmp_path: Path, policy: Path) -> None:
+    def drawn(name: str, prompts: list[Prompt], config: GenerateConfig) -> dict[str, list[str]]:
+        shop, inputs = workshop(tmp_path / name, policy, prompts)
+        ref, _ = shop.run("generate", config, inputs)
+        texts: dict[str, list[str]] = {}
+        for one in read_generations(shop.store.path(ref)):
+            texts.setdefault(one.prompt.id, []).append(one.completion.text)
+        return texts
+
+    forward = drawn("forward", PROMPTS, CONFIG)
+    assert drawn("backward", PROMPTS[::-1], CONFIG) == forward
+    assert drawn("later", PROMPTS, CONFIG.model_copy(update={"round": 1})) != forward
+
+
+def test_the_prompts_are_cut_into_shards_and_limited() -> None:
+    assert [len(piece) for piece in cut(PROMPTS, CONFIG)] == [2, 2, 1]
+    assert cut(PROMPTS, CONFIG.model_copy(update={"max_prompts": 3})) == [PROMPTS[:2], PROMPTS[2:3]]
+
+
+def test_no_prompts_are_an_error() -> None:
+    with pytest.raises(DataError, match="nothing to answer"):
+        cut([], CONFIG)
+
+
+def test_the_metrics_match_hand_computed_numbers() -> None:
+    prompt = generation("b", "").prompt
+    rows = [
+        generation("a", "x", tokens=2),
+        generation("a", "x", tokens=4, finish_reason="length"),
+        Generation(prompt, (1,), Completion((5, 6), (-2.0, -1.0), "y", "stop", 0, 0)),
+        Generation(prompt, (1,), Completion((), (), "z", "stop", 0, 0)),
+    ]
+    assert generation_metrics(rows) == {
+        "length_mean": 2.0,  # (2 + 4 + 2 + 0) / 4
+        "entropy": 0.75,  # (6 * 0.5 + 3) / 8
+        "truncated": 0.25,
+        "distinct": 0.75,  # (1/2 + 2/2) / 2
+    }

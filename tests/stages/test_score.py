@@ -1,0 +1,158 @@
+"""Scoring: numbers, resumption by shard, and the tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import stages.score
+from rlhf_core.artifacts import ArtifactStore
+from rlhf_core.config.rewards import FunctionReward, RewardsConfig
+from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.data.tables import read_index, read_rollouts, write_generations, write_index
+from rlhf_core.errors import ArtifactError, ConfigError, RewardError
+from rlhf_core.interfaces import ModelSpec
+from rlhf_core.types import Completion, Generation, GenerationsRef, Message, Prompt, RewardModelRef
+from stages.score import ScoreConfig, reward_metrics
+from tests.stages.recording import Workshop, generation, make_policy, rollout
+
+COUNTING = """
+from pathlib import Path
+
+HERE = Path({folder!r})
+
+def length(generations):
+    ids = [g.prompt.id for g in generations]
+    with (HERE / "calls.txt").open("a") as calls:
+        calls.write(" ".join(ids) + "\\n")
+    if "p3" in ids and not (HERE / "mended").exists():
+        raise RuntimeError("p3 is too hard")
+    return [float(len(g.completion.text)) for g in generations]
+"""
+
+
+def generations_in(store: ArtifactStore, folder: Path) -> GenerationsRef:
+    write_generations(folder, 0, [generation(f"p{number}", "x" * (number + 1)) for number in range(6)])
+    write_index(folder, {"count": 6, "policy": "abc"})
+    return store.external(GenerationsRef, folder)
+
+
+def config_in(folder: Path, *, normalise: str = "none") -> ScoreConfig:
+    file = folder / "reward.py"
+    file.write_text(COUNTING.format(folder=str(folder)))
+    terms = {"length": FunctionReward(function=f"{file}:length", weight=0.5)}
+    return ScoreConfig(rewards=RewardsConfig.model_validate({"terms": terms, "normalise": normalise}))
+
+
+def test_every_generation_gets_its_reward(tmp_path: Path) -> None:
+    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    (tmp_path / "mended").touch()
+    inputs = {"generations": generations_in(shop.store, tmp_path / "generations"), "reward_models": {}}
+    ref, decision = shop.run("score", config_in(tmp_path), inputs)
+    rollouts = read_rollouts(shop.store.path(ref))
+    assert [one.reward for one in rollouts] == [0.5, 1.0, 1.5, 2.0, 2.5, 3.0]
+    assert rollouts[3].reward_components == {"length": 4.0}
+    assert rollouts[3].completion == generation("p3", "xxxx").completion
+    assert read_index(shop.store.path(ref))["policy"] == "abc"
+    assert read_index(shop.store.path(ref))["rewards"]["terms"]["length"]["weight"] == 0.5
+    columns, rows = shop.tracker.tables["samples/rewards"]
+    assert columns == ("rank", "prompt", "completion", "reward", "components")
+    assert rows[0] == ("best", "question p5", "xxxxxx", 3.0, '{"length": 6.0}')
+    assert rows[6][:4] == ("worst", "question p0", "x", 0.5)
+    assert shop.metrics(decision)["reward_component/length"] == 3.5
+    assert shop.runtime.engines() == {}
+
+
+@pytest.mark.parametrize("normalise", ["none", "running"])
+def test_a_failed_run_goes_on_after_its_last_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, normalise: str
+) -> None:
+    monkeypatch.setattr(stages.score, "SHARD_ROWS", 2)
+    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    config = config_in(tmp_path, normalise=normalise)
+    inputs = {"generations": generations_in(shop.store, tmp_path / "generations"), "reward_models": {}}
+    with pytest.raises(RewardError, match=r"(?s)rewards\.length = 'prompts p2 to p3'.*p3 is too hard"):
+        shop.run("score", config, inputs)
+    (tmp_path / "mended").touch()
+    ref, decision = shop.run("score", config, inputs)
+    assert decision.action == "RESUME"
+    assert (tmp_path / "calls.txt").read_text().splitlines() == ["p0 p1", "p2 p3", "p2 p3", "p4 p5"]
+
+    fresh = Workshop(ArtifactStore(tmp_path / "fresh"))
+    uninterrupted, _ = fresh.run("score", config, inputs)
+    assert read_rollouts(shop.store.path(ref)) == read_rollouts(fresh.store.path(uninterrupted))
+    assert ref.digest == uninterrupted.digest
+
+
+def test_a_reward_model_that_was_not_given_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    inputs = {"generations": generations_in(shop.store, tmp_path / "generations"), "reward_models": {}}
+    with pytest.raises(ConfigError, match=r"rewards\.terms\.reward_model\.model"):
+        shop.run("score", ScoreConfig(), inputs)
+
+
+def test_the_metrics_say_what_selection_could_gain() -> None:
+    metrics = reward_metrics(
+        [rollout("a", "x", 1.0), rollout("a", "y", 3.0), rollout("b", "x", 2.0), rollout("b", "y", 2.0)]
+    )
+    assert metrics == {
+        "reward/mean": 2.0,
+        "reward/std": 0.5**0.5,
+        "reward/min": 1.0,
+        "reward/max": 3.0,
+        "reward/best": 2.5,
+        "reward/undecided": 0.5,
+        "reward_component/quality": 2.0,
+    }
+
+
+PROBE = [[1, 70, 80], [1, 90, 91, 92, 93]]
+
+
+def reward_model_in(shop: Workshop, folder: Path, *, moved: float = 0.0) -> RewardModelRef:
+    """A reward model as training leaves it: exported weights, and probe scores (moved by so much)."""
+    policy = make_policy(folder / "policy")
+    spec = ModelSpec(path=str(policy), head="score", lora=None, seed=3)
+    with shop.runtime.trainer("reward_model", spec, None) as trainer:
+        trainer.export(folder / "model")
+        scores = trainer.scores([tuple(ids) for ids in PROBE])
+    contract = {"max_length": 64, "probe": PROBE, "probe_scores": [scores[0], scores[1] + moved]}
+    (folder / "model" / "contract.json").write_text(json.dumps(contract))
+    return shop.store.external(RewardModelRef, folder / "model")
+
+
+def answers_in(shop: Workshop, folder: Path, policy: Path) -> tuple[GenerationsRef, list[Generation]]:
+    prompt = Prompt("p", (Message("user", "What is 12?"),), "", "test")
+    ids = ChatTemplate.load(policy).prompt_ids(prompt.messages)
+    made = [
+        Generation(prompt, ids, Completion(tokens, (-1.0,) * len(tokens), str(tokens), "length", 0, 0))
+        for tokens in [(70, 71, 4), (99, 98, 97, 96, 95), (70,)]
+    ]
+    write_generations(folder, 0, made)
+    write_index(folder, {"count": 3})
+    return shop.store.external(GenerationsRef, folder), made
+
+
+def test_a_reward_model_scores_the_tokens_as_sampled(tmp_path: Path) -> None:
+    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    reward_model = reward_model_in(shop, tmp_path)
+    generations, made = answers_in(shop, tmp_path / "answers", tmp_path / "policy")
+    inputs = {"generations": generations, "reward_models": {"reward_model": reward_model}}
+    ref, _ = shop.run("score", ScoreConfig(), inputs)
+    spec = ModelSpec(path=str(shop.store.path(reward_model)), head="score", lora=None, seed=0)
+    with shop.runtime.trainer("reward_model", spec, None) as trainer:
+        alone = [trainer.scores([one.prompt_ids + one.completion.token_ids])[0] for one in made]
+    rewards = [one.reward for one in read_rollouts(shop.store.path(ref))]
+    assert rewards == pytest.approx(alone, abs=1e-5)
+    assert len({round(reward, 4) for reward in rewards}) == 3
+
+
+def test_a_reward_model_that_does_not_keep_its_contract_is_refused(tmp_path: Path) -> None:
+    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    reward_model = reward_model_in(shop, tmp_path, moved=0.01)
+    generations, _ = answers_in(shop, tmp_path / "answers", tmp_path / "policy")
+    inputs = {"generations": generations, "reward_models": {"reward_model": reward_model}}
+    with pytest.raises(ArtifactError, match=r"reward_model\.probe\[1\]"):
+        shop.run("score", ScoreConfig(), inputs)

@@ -1,0 +1,158 @@
+"""Selection from rollouts: what is kept, what is dropped, and that it is counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from rlhf_core.artifacts import ArtifactStore
+from rlhf_core.data.tables import read_demonstrations, read_preferences, write_rollouts
+from rlhf_core.errors import DataError
+from rlhf_core.types import Message, Rollout, RolloutsRef
+from stages.select import (
+    BestOfN,
+    Pairs,
+    SelectConfig,
+    Threshold,
+    TopK,
+    best,
+    by_prompt,
+    demonstrations,
+    make_pairs,
+    split_by_prompt,
+)
+from tests.stages.recording import Workshop, rollout
+
+GROUP = [rollout("p", "a", 1.0), rollout("p", "b", 3.0), rollout("p", "b", 3.0), rollout("p", "c", 2.0)]
+
+
+def texts(rollouts: list[Rollout]) -> list[str]:
+    return [one.completion.text for one in rollouts]
+
+
+def test_best_of_n_keeps_one_answer() -> None:
+    assert texts(best(GROUP, BestOfN())) == ["b"]
+
+
+def test_of_equally_good_answers_the_first_is_kept() -> None:
+    assert texts(best([rollout("p", "x", 1.0), rollout("p", "y", 1.0)], BestOfN())) == ["x"]
+
+
+def test_top_k_keeps_different_answers_only() -> None:
+    assert texts(best(GROUP, TopK(k=2))) == ["b", "c"]
+
+
+def test_a_threshold_keeps_what_reaches_it() -> None:
+    assert texts(best(GROUP, Threshold(minimum=2.0))) == ["b", "c"]
+    assert best(GROUP, Threshold(minimum=3.1)) == []
+
+
+def test_truncated_answers_are_left_out_if_asked() -> None:
+    rollouts = [rollout("p", "cut", 9.0, finish_reason="length"), rollout("p", "whole", 1.0)]
+    assert [texts(group) for group in by_prompt(rollouts, drop_truncated=True)] == [["whole"]]
+    assert [texts(group) for group in by_prompt(rollouts, drop_truncated=False)] == [["cut", "whole"]]
+
+
+def test_a_demonstration_is_the_prompt_with_the_answer() -> None:
+    first, second = demonstrations(GROUP[:2])
+    assert first.messages == (Message("user", "question p"), Message("assistant", "a"))
+    assert (first.id, second.id, first.source) == ("p/0", "p/1", "test")
+
+
+def test_max_min_pairs_the_best_with_the_worst() -> None:
+    (pair,), dropped = make_pairs([GROUP], Pairs(), seed=0)
+    assert (pair.chosen.completion.text, pair.rejected.completion.text, pair.margin) == ("b", "a", 2.0)
+    assert dropped == {"too_few": 0, "ties": 0, "below_margin": 0}
+
+
+def test_ties_close_pairs_and_single_answers_are_counted() -> None:
+    groups = [
+        [rollout("tie", "x", 1.0), rollout("tie", "y", 1.0)],
+        [rollout("near", "x", 1.0), rollout("near", "y", 1.4)],
+        [rollout("same", "x", 1.0), rollout("same", "x", 1.0)],
+        [],
+        [rollout("far", "x", 1.0), rollout("far", "y", 1.5)],
+    ]
+    pairs, dropped = make_pairs(groups, Pairs(margin_threshold=0.5), seed=0)
+    assert [pair.chosen.prompt.id for pair in pairs] == ["far"]
+    assert dropped == {"too_few": 2, "ties": 1, "below_margin": 1}
+
+
+def test_a_length_penalty_can_turn_a_pair_around() -> None:
+    group = [rollout("p", "long", 2.0, tokens=20), rollout("p", "short", 1.5, tokens=5)]
+    (pair,), _ = make_pairs([group], Pairs(length_penalty=0.1), seed=0)  # 2 - 2 = 0 against 1.5 - 0.5 = 1
+    assert pair.chosen.completion.text == "short"
+    assert pair.margin == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("rule", ["random", "max_random"])
+def test_random_pairs_depend_on_the_seed_and_the_prompt_alone(rule: Any) -> None:
+    groups = [[rollout(f"p{number}", f"answer {i}", float(i)) for i in range(6)] for number in range(20)]
+    pairs, _ = make_pairs(groups, Pairs(rule=rule), seed=1)
+    assert make_pairs(groups[::-1], Pairs(rule=rule), seed=1)[0] == pairs[::-1]
+    assert make_pairs(groups, Pairs(rule=rule), seed=2)[0] != pairs
+    assert all(pair.margin > 0 for pair in pairs)
+    assert {pair.chosen.reward for pair in pairs} == ({5.0} if rule == "max_random" else {1.0, 2.0, 3.0, 4.0, 5.0})
+
+
+def test_no_prompt_is_in_both_splits() -> None:
+    rows = [f"p{number}" for number in range(40) for _ in range(3)]
+    split = split_by_prompt(rows, str, BestOfN(eval_fraction=0.1), seed=3)
+    assert len(set(split["eval"])) == 4
+    assert len(split["train"]) == 36 * 3
+    assert not set(split["train"]) & set(split["eval"])
+    assert split_by_prompt(rows[::-1], str, BestOfN(eval_fraction=0.1), seed=3)["eval"] == split["eval"][::-1]
+
+
+@pytest.mark.parametrize(("prompts", "fraction", "held_out"), [(40, 0.0, 0), (5, 0.05, 1), (1, 0.5, 0)])
+def test_the_eval_split_has_at_least_one_prompt_when_it_can(prompts: int, fraction: float, held_out: int) -> None:
+    rows = [f"p{number}" for number in range(prompts)]
+    assert len(split_by_prompt(rows, str, BestOfN(eval_fraction=fraction), seed=3)["eval"]) == held_out
+
+
+def test_a_selection_that_keeps_nothing_is_an_error_with_a_remedy() -> None:
+    with pytest.raises(DataError, match="lower minimum or margin_threshold"):
+        split_by_prompt([], str, Threshold(minimum=99.0), seed=0)
+
+
+def test_the_configuration_is_chosen_by_type() -> None:
+    adapter: TypeAdapter[Any] = TypeAdapter(SelectConfig)
+    assert adapter.validate_python({"type": "top_k", "k": 3}) == TopK(k=3)
+
+
+def rollouts_in(store: ArtifactStore, folder: Path) -> RolloutsRef:
+    rows = [rollout(f"p{number}", f"answer {i}", float(i - number % 2)) for number in range(10) for i in range(3)]
+    write_rollouts(folder, 0, [*rows, rollout("p0", "cut", 99.0, finish_reason="length")])
+    return store.external(RolloutsRef, folder)
+
+
+def test_the_stage_makes_demonstrations_and_is_done_once(tmp_path: Path) -> None:
+    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    inputs = {"rollouts": rollouts_in(shop.store, tmp_path / "rollouts")}
+    ref, decision = shop.run("select", BestOfN(eval_fraction=0.2), inputs)
+    train = read_demonstrations(shop.store.path(ref) / "train.parquet")
+    evaluation = read_demonstrations(shop.store.path(ref) / "eval.parquet")
+    assert (len(train), len(evaluation)) == (8, 2)
+    assert {row.messages[-1] for row in train + evaluation} == {Message("assistant", "answer 2")}
+    assert shop.metrics(decision)["reward/selected"] == 1.5  # half the prompts top out at 2, half at 1
+    assert shop.metrics(decision)["truncated"] == 1
+    assert shop.tracker.tables["samples/selected"][1][0] == ("question p0", "answer 2", 2.0)
+    assert shop.runtime.engines() == {}
+    again, decision = shop.run("select", BestOfN(eval_fraction=0.2), inputs)
+    assert (decision.action, again) == ("HIT", ref)
+
+
+def test_the_stage_makes_preferences(tmp_path: Path) -> None:
+    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    inputs = {"rollouts": rollouts_in(shop.store, tmp_path / "rollouts")}
+    ref, decision = shop.run("select", Pairs(eval_fraction=0.1), inputs)
+    rows = read_preferences(shop.store.path(ref) / "train.parquet")
+    assert len(rows) == 9
+    assert {(row.chosen[0].content, row.rejected[0].content, row.margin) for row in rows} == {
+        ("answer 2", "answer 0", 2)
+    }
+    assert type(ref).__name__ == "PreferencesRef"
+    assert shop.metrics(decision)["margin"] == 2.0
