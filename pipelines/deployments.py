@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import logging
+import asyncio
 import sys
 from pathlib import Path
 from typing import Any
 
-from prefect import Flow, serve
+from prefect import Flow
 from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
+from prefect.deployments.runner import EntrypointType
+from prefect.runner import Runner
 from pydantic import BaseModel
 
 from pipelines import flows, single_stage
 from pipelines.profile import PipelineConfig, load_profile
 from pipelines.reconcile import reconcile
 
-logger = logging.getLogger(__name__)
-
 ONE_AT_A_TIME = ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.ENQUEUE)
 RUNS_AT_ONCE = 2
+POLL_S = 2.0
 
 
 def deployments() -> list[Any]:
@@ -53,15 +54,18 @@ def stage_parameters(profile: PipelineConfig) -> dict[str, tuple[Flow[..., Any],
     parameters: dict[str, tuple[Flow[..., Any], dict[str, Any]]] = {}
     for name, (flow, section) in sections.items():
         if section is not None:
-            config = _plain(section)
-            config.pop("start_from", None) if name == "ppo" else None
+            config = section.model_dump(mode="json", exclude_none=True, exclude={"start_from"} if name == "ppo" else None)
             parameters[name] = (flow, {"config": config, "settings": settings})
     return parameters
 
 
 def _deploy(flow: Flow[..., Any], name: str, parameters: dict[str, Any]) -> Any:
     return flow.to_deployment(
-        name, parameters=parameters, description=flow.description, concurrency_limit=ONE_AT_A_TIME, tags=["rlhf"]
+        name,
+        parameters=parameters,
+        description=flow.description,
+        concurrency_limit=ONE_AT_A_TIME,
+        entrypoint_type=EntrypointType.MODULE_PATH,
     )
 
 
@@ -72,6 +76,12 @@ def _plain(config: BaseModel) -> dict[str, Any]:
 def main(ready: Path) -> None:
     """Serve the deployments; the file `ready` appears when they can be triggered."""
     reconcile()
-    served = deployments()
-    _announce(ready)
-    serve(*served, limit=RUNS_AT_ONCE, print_starting_message=False)
+    runner = Runner(limit=RUNS_AT_ONCE, query_seconds=POLL_S)
+    for deployment in deployments():
+        runner.add_deployment(deployment)
+    ready.touch()
+    asyncio.run(runner.start())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

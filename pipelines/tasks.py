@@ -14,13 +14,15 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter
-from prefect.client.schemas.objects import State
+from prefect.client.schemas.objects import FlowRun, State
 from prefect.context import FlowRunContext
 from prefect.events.worker import EventsWorker
+from prefect.settings import PREFECT_UI_URL
 from prefect.states import Completed
 
 from pipelines.cards import ProgressCard, show_plan, show_samples, show_stage
 from pipelines.plan import Pipeline, expect
+from pipelines.reconcile import own, reconcile
 from pipelines.run import PipelineRun, run_stages
 from pipelines.services import wait_for
 from rlhf_core.stage import StageSpec
@@ -35,8 +37,13 @@ FLOW_NAME = "rlhf-pipeline"
 
 def run_in_flow(run: PipelineRun, pipeline: Pipeline) -> dict[str, ArtifactRef]:
     """Run the pipeline inside the flow that is active, each stage as a task; return the artifacts by label."""
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        raise RuntimeError("run_in_flow: no flow is active; call it inside a flow")
+    reconcile()
+    own(context.flow_run.id, context.flow_run.tags)
     show_plan([(stage.label, stage.decision) for stage in run.planned])
-    return run_stages(run, pipeline, TaskRunner(run), tags=_links())
+    return run_stages(run, pipeline, TaskRunner(run), tags=_links(context.flow_run))
 
 
 def settle(flow_run_id: UUID, tasks: int, *, patience_s: float = 10.0) -> None:
@@ -78,8 +85,6 @@ class TaskRunner:
         return expect(state.result(), kind, spec.label)
 
 
-def _links() -> dict[str, str]:
-    context = FlowRunContext.get()
-    if context is None or context.flow_run is None:
-        return {}
-    return {"prefect.flow_run_id": str(context.flow_run.id), "prefect.flow_run_name": context.flow_run.name}
+def _links(flow_run: FlowRun) -> dict[str, str]:
+    address = f"{PREFECT_UI_URL.value()}/runs/flow-run/{flow_run.id}"
+    return {"prefect.flow_run_id": str(flow_run.id), "prefect.flow_run_name": flow_run.name, "prefect.url": address}

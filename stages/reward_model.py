@@ -18,7 +18,7 @@ from rlhf_core.config.engines import LoraConfig, OptimizerConfig
 from rlhf_core.config.loop import LoopConfig
 from rlhf_core.interfaces import ModelSpec, Trainer
 from rlhf_core.stage import StageContext
-from rlhf_core.types import PolicyRef, PreferencesRef, RewardModelRef, RewardPair
+from rlhf_core.types import PolicyRef, PreferencesRef, RewardModelRef, RewardPair, TokenSample
 
 if TYPE_CHECKING:
     from rlhf_core.data.chat import ChatTemplate
@@ -91,8 +91,14 @@ def reward_pairs(chat: ChatTemplate, rows: Sequence[Preference], config: RewardM
         if chosen is None or rejected is None or chosen.token_ids == rejected.token_ids:
             continue
         margin = row.margin if config.use_margin else 0.0
-        pairs.append(RewardPair(chosen_ids=chosen.token_ids, rejected_ids=rejected.token_ids, margin=margin))
+        pairs.append(RewardPair(scored_ids(chosen), scored_ids(rejected), margin))
     return pairs
+
+
+def scored_ids(sample: TokenSample) -> tuple[int, ...]:
+    """Return the tokens up to the answer's last trained one, where a sampled answer ends too: templates add more."""
+    end = max(position for position, trained in enumerate(sample.loss_mask) if trained) + 1
+    return sample.token_ids[:end]
 
 
 def write_contract(

@@ -36,6 +36,8 @@ Roles are ordinary text and a turn ends with the tokenizer's own EOS, so no toke
     Hello.</s>
 """
 
+_REMEMBERED = 8
+
 _PROBE = (Message("user", "Hi"), Message("assistant", "Hello"))
 
 
@@ -49,6 +51,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Check that `tokenizer` has a template and an EOS that ends each assistant turn; ConfigError otherwise."""
         self.tokenizer: Any = tokenizer
+        self._recent: dict[str, tuple[int, ...]] = {}
         name = str(self.tokenizer.name_or_path)
         if not self.tokenizer.chat_template:
             raise ConfigError(
@@ -147,14 +150,14 @@ class ChatTemplate:
 
     def _segments(self, messages: Sequence[Message], *, generation_prompt: bool) -> list[tuple[str, bool]]:
         """Return (text, is an answer) pieces that join to the rendered conversation."""
+        answers = [index for index, message in enumerate(messages) if message.role == "assistant"]
         whole = self._render(messages, generation_prompt=generation_prompt)
         segments: list[tuple[str, bool]] = []
         done = 0
-        for index, message in enumerate(messages):
-            if message.role != "assistant":
-                continue
+        for index in answers:
             before = self._before_answer(messages[:index])
-            after = self._render(messages[: index + 1], generation_prompt=False)
+            final = index + 1 == len(messages) and not generation_prompt
+            after = whole if final else self._render(messages[: index + 1], generation_prompt=False)
             if not (after.startswith(before) and whole.startswith(after) and len(before) >= done):
                 raise DataError(
                     explain(
@@ -178,9 +181,13 @@ class ChatTemplate:
         start = self._render(_PROBE[1:], generation_prompt=False).partition(opened.removeprefix(closed))
         return start[0] + start[1]
 
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+    def _encode(self, text: str) -> tuple[int, ...]:
+        # The two answers of a pair follow the same prompt, and a length check precedes most uses: remember the latest.
+        if text not in self._recent:
+            while len(self._recent) >= _REMEMBERED:
+                del self._recent[next(iter(self._recent))]
+            self._recent[text] = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._recent[text]
 
     def _sample(self, segments: Sequence[tuple[str, bool]], *, max_length: int) -> TokenSample | None:
         token_ids: list[int] = []

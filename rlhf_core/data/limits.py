@@ -85,15 +85,17 @@ def _broken(
             if token in message.content:
                 return f"content holds a control token: {token}"
     try:
-        length = len(chat.prompt_ids(prompt)) if prompt else 0
         samples = [chat.continuation(prompt, answer, max_length=_UNLIMITED) for answer in answers]
+        length = 0 if answers else len(chat.prompt_ids(prompt))
     except DataError as error:
         return f"chat template: {error}"
-    if length > max_prompt_tokens:
-        return f"prompt too long: {length} tokens, at most {max_prompt_tokens}"
     for sample in samples:
         if sample is None or sum(sample.loss_mask) < min_answer_tokens:
             return f"answer too short: fewer than {min_answer_tokens} trained tokens"
-        if len(sample.token_ids) > max_tokens:
+        length = sample.loss_mask.index(1)  # the answer begins where its prompt ends
+    if length > max_prompt_tokens:
+        return f"prompt too long: {length} tokens, at most {max_prompt_tokens}"
+    for sample in samples:
+        if sample is not None and len(sample.token_ids) > max_tokens:
             return f"conversation too long: {len(sample.token_ids)} tokens, at most {max_tokens}"
     return None

@@ -44,9 +44,7 @@ class WorkerGroup:
         Raises the worker's own error if it is one of this library's, else TrainingError or SamplingError.
         """
         self._check_alive(role, method)
-        refs = [
-            getattr(actor, method).remote(*args) for actor, args in zip(self.actors, arguments, strict=True)
-        ]
+        refs = [getattr(actor, method).remote(*args) for actor, args in zip(self.actors, arguments, strict=True)]
         return self._gather(role, method, refs)
 
     def call_first(self, role: str, method: str, *arguments: Any) -> Any:

@@ -43,6 +43,8 @@ def connect(cores: int) -> bool:
             object_store_memory=max(SMALLEST_OBJECT_STORE, int(psutil.virtual_memory().total * OBJECT_STORE_FRACTION)),
             # Unix sockets live below it and may be 107 characters long, so TMPDIR does not decide.
             _temp_dir=str(Path("/tmp" if os.name == "posix" else tempfile.gettempdir()) / f"rlhf-ray-{os.getuid()}"),
+            # Our actors have an environment of their own, so workers that Ray starts ahead would never be used.
+            _system_config={"prestart_worker_first_driver": False, "enable_metrics_collection": False},
             **quiet,
         )
         return True
@@ -123,6 +125,4 @@ def _probe(address: str) -> None:
 
 
 def _no_head(address: str) -> ConfigError:
-    return ConfigError(
-        f"RAY_ADDRESS = {address}: no Ray head answers; start one with `ray start --head` or unset it"
-    )
+    return ConfigError(f"RAY_ADDRESS = {address}: no Ray head answers; start one with `ray start --head` or unset it")

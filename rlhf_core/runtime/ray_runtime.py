@@ -157,9 +157,7 @@ class RayRuntime:
         if not on_gpus or not isinstance(sampler, VllmSamplerConfig):
             return ""
         train, sample = self._train_workers(), self._sample_workers()
-        return choose_transfer(
-            [gpus[0] for gpus in train.call("placement", "gpus")], sample.call("placement", "gpus")
-        )
+        return choose_transfer([gpus[0] for gpus in train.call("placement", "gpus")], sample.call("placement", "gpus"))
 
     def _group(self, kind: str, actors: list[Any], error: type[TrainingError] | type[SamplingError]) -> WorkerGroup:
         import ray

@@ -52,9 +52,7 @@ class SampleWorker:
         from rlhf_core.runtime.samplers import reopen_sampler
         from rlhf_core.runtime.versions import sampler_versions
 
-        self._sampler = reopen_sampler(
-            self._sampler, policy, self._config, threads=self._threads, transfer=transfer
-        )
+        self._sampler = reopen_sampler(self._sampler, policy, self._config, threads=self._threads, transfer=transfer)
         return sampler_versions(self._config)
 
     def generate(self, requests: Sequence[SamplingRequest], sampling: SamplingConfig) -> list[Completion]:

@@ -10,7 +10,9 @@ from rlhf_core.errors import ConfigError, SamplingError, explain
 from rlhf_core.types import FinishReason, SamplingRequest
 
 
-def check_requests(requests: Sequence[SamplingRequest], *, vocab_size: int, max_tokens: int, max_model_len: int) -> None:
+def check_requests(
+    requests: Sequence[SamplingRequest], *, vocab_size: int, max_tokens: int, max_model_len: int
+) -> None:
     """Raise SamplingError, naming the request, if a prompt is empty, foreign to the vocabulary or leaves too little room."""
     for index, request in enumerate(requests):
         where = f"requests[{index}] (seed {request.seed})"
@@ -39,7 +41,9 @@ def stop_token_ids(policy: Path, *, tokenizer_eos: int | None) -> tuple[int, ...
         if declared is not None:
             ids.update(declared if isinstance(declared, list) else [declared])
     if not ids:
-        raise ConfigError(explain("policy", str(policy), "no end-of-sequence token", "set eos_token_id in its config.json"))
+        raise ConfigError(
+            explain("policy", str(policy), "no end-of-sequence token", "set eos_token_id in its config.json")
+        )
     return tuple(sorted(ids))
 
 

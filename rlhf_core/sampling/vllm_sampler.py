@@ -63,9 +63,7 @@ class VllmSampler:
             [self._sampling_params(request.seed, sampling) for request in requests],
             use_tqdm=False,
         )
-        return [
-            self._completion(request, output.outputs[0]) for request, output in zip(requests, outputs, strict=True)
-        ]
+        return [self._completion(request, output.outputs[0]) for request, output in zip(requests, outputs, strict=True)]
 
     def load_weights(self, weights: Weights, *, version: int) -> None:
         """Replace the policy by `weights` (payload: name -> CPU tensor, Hugging Face names); completions carry `version`.
@@ -161,7 +159,9 @@ class VllmSampler:
     def _completion(self, request: SamplingRequest, output: Any) -> Completion:
         token_ids = tuple(output.token_ids)
         if not token_ids:
-            raise SamplingError(explain(f"request (seed {request.seed})", output.finish_reason, "no token", "see the log"))
+            raise SamplingError(
+                explain(f"request (seed {request.seed})", output.finish_reason, "no token", "see the log")
+            )
         return Completion(
             token_ids=token_ids,
             logprobs=tuple(entry[token].logprob for token, entry in zip(token_ids, output.logprobs, strict=True)),

@@ -28,7 +28,8 @@ class WeightProbe:
         return [
             name
             for name, (shape, rows) in probes.items()
-            if name in held and _same_but_for_padding(tuple(held[name].shape), shape)
+            if name in held
+            and _same_but_for_padding(tuple(held[name].shape), shape)
             and not torch.equal(_rows(held[name].detach()[: shape[0]]).cpu(), rows.to(held[name].dtype))
         ]
 

@@ -14,7 +14,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -83,13 +83,16 @@ class DeepSpeedEngine:
         """Return the largest `wanted` of all ranks: ZeRO reduces in every pass (2, 3) or needs every gradient (1)."""
         return wanted if self._world == 1 else largest(wanted)
 
-    def gathered(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
         """Inside, `module` holds whole weights on every rank."""
-        if self._stage < 3:
-            return nullcontext()
         import deepspeed
 
-        return deepspeed.zero.GatheredParameters(list(self.module.parameters()), modifier_rank=None)
+        parameters = list(self.module.parameters())
+        partitioned = self._stage == 3
+        with deepspeed.zero.GatheredParameters(parameters, modifier_rank=None, enabled=partitioned):
+            with _own_storage(parameters):
+                yield
 
     def save(self, folder: Path) -> None:
         """Write trained weights and optimizer: one file at stage 0 (every rank has the same), DeepSpeed's own above."""
@@ -174,6 +177,20 @@ def _import_deepspeed(device: torch.device) -> Any:
     import deepspeed
 
     return deepspeed
+
+
+@contextmanager
+def _own_storage(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Take parameters out of the flat buffers that ZeRO keeps them in: safetensors refuses to write parts of a buffer."""
+    shared = [p for p in parameters if p.untyped_storage().nbytes() > p.numel() * p.element_size()]
+    views = [parameter.data for parameter in shared]
+    for parameter in shared:
+        parameter.data = parameter.data.clone()
+    try:
+        yield
+    finally:
+        for parameter, view in zip(shared, views, strict=True):
+            parameter.data = view
 
 
 @contextmanager

@@ -66,7 +66,7 @@ def test_the_lease_of_a_killed_process_is_taken_over_at_once(tmp_path: Path, oth
     assert (tmp_path / "k.json").exists(), "a killed process cannot tidy up"
     started = time.monotonic()
     with hold(tmp_path, "k") as lease:
-        assert time.monotonic() - started < 2.0
+        assert time.monotonic() - started < 10.0, "a lease lasts 120 s; a dead owner must not cost that"
         lease.check()
 
 

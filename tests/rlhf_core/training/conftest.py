@@ -13,7 +13,11 @@ from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.initialise import initialise_llama, train_tokenizer
 from rlhf_core.types import PolicySample, PreferenceSample, RewardPair, TokenSample, ValueSample
 
-TEXTS = ["What is 12 + 30? It is 42.", "Name a colour. Blue is a colour.", "Say hello to the reader. Hello, reader!"] * 5
+TEXTS = [
+    "What is 12 + 30? It is 42.",
+    "Name a colour. Blue is a colour.",
+    "Say hello to the reader. Hello, reader!",
+] * 5
 TINY = InitModel(vocab_size=320, hidden_size=64, layers=2, heads=4, kv_heads=2, intermediate_size=128, max_positions=64)
 LENGTHS = (5, 17, 9, 12, 8, 21, 17, 6, 14, 11)
 

@@ -52,7 +52,9 @@ def steps(trainer: LocalTrainer, samples: list[Any], objective: Any, first: int,
     return history
 
 
-def gradient(spec: ModelSpec, optimizer: OptimizerConfig, config: TrainerConfig, parts: list[list[Any]]) -> torch.Tensor:
+def gradient(
+    spec: ModelSpec, optimizer: OptimizerConfig, config: TrainerConfig, parts: list[list[Any]]
+) -> torch.Tensor:
     engine = open_engine(spec, optimizer, config)
     trainer = LocalTrainer(spec, optimizer, config, engine=engine)
     denominators = SFT.denominators([sample for part in parts for sample in part])

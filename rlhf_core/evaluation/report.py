@@ -1,0 +1,187 @@
+"""One HTML file that a person can read anywhere: no network, phone or screen, light or dark."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TEMPLATE = Path(__file__).with_name("report.html.jinja")
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A measure of the table: its path in a policy's row, how it is written, and what it means."""
+
+    path: str
+    name: str
+    form: str
+    help: str
+
+
+COLUMNS = (
+    Column("gold", "gold reward", ".3f", "The reward that nothing was trained on, mean over prompts"),
+    Column("improvement", "difference", "+.3f", "Mean paired difference to the policy that it is compared with"),
+    Column("win_rate", "win rate", ".1%", "Share of prompts with the better answer, ties half"),
+    Column("reward_model", "reward model", ".3f", "Score of the trained reward model, mean over prompts"),
+    Column("kl", "KL", ".2f", "Nats per answer to the reference"),
+    Column("kl_per_token", "KL / token", ".4f", "Nats per token to the reference"),
+    Column("tokens", "tokens", ".1f", "Mean length of an answer"),
+    Column("truncated", "cut off", ".1%", "Answers that ended at the token limit"),
+    Column("entropy", "entropy", ".2f", "Nats per token, estimated from sampled tokens"),
+    Column("repetition", "repeated", ".1%", "Trigrams that occurred before in the same answer"),
+    Column("distinct_2", "distinct", ".1%", "Different bigrams over all bigrams of all answers"),
+)
+WITH_BAR = ("gold", "reward_model")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One prompt with one answer per policy: (policy, text, {"gold": ..., "reward model": ...})."""
+
+    prompt: str
+    answers: tuple[tuple[str, str, dict[str, float]], ...]
+
+
+def render_report(
+    report: Mapping[str, Any],
+    *,
+    title: str,
+    figures: Sequence[tuple[str, bytes]],
+    samples: Sequence[Sample],
+) -> str:
+    """Return the page. `report` is the content of report.json; `figures` are (caption, PNG)."""
+    from jinja2 import Environment
+
+    policies: dict[str, dict[str, Any]] = report["policies"]
+    best = best_policy(report)
+    columns = [column for column in COLUMNS if any(column.path in row for row in policies.values())]
+    page = Environment(autoescape=True, trim_blocks=False).from_string(TEMPLATE.read_text(encoding="utf-8"))
+    return page.render(
+        title=title,
+        lead=_lead(report),
+        cards=_cards(report, best),
+        columns=columns,
+        rows=[_row(name, row, columns, policies, best=name == best) for name, row in policies.items()],
+        footnote=_footnote(report),
+        figures=[{"caption": text, "data": base64.b64encode(png).decode()} for text, png in figures],
+        samples=[_sample(sample) for sample in samples],
+        lineage=report["lineage"],
+        settings=json.dumps(report["settings"], indent=2),
+        footer=f"Stage key {report['key']}" if report["key"] else "",
+    )
+
+
+def best_policy(report: Mapping[str, Any]) -> str:
+    """Return the policy with the highest reward; a best-of-n row is no policy and does not count."""
+    measure = report["compared_by"]
+    policies = report["policies"]
+    names = [name for name in report["order"] if measure in policies[name]]
+    return max(names, key=lambda name: policies[name][measure]["mean"]) if names else report["order"][-1]
+
+
+def _lead(report: Mapping[str, Any]) -> str:
+    row = report["policies"][report["order"][0]]
+    by = {"gold": "the gold reward", "reward_model": "the reward model", "": "their answers alone"}[report["compared_by"]]
+    return f"{len(report['order'])} policies answer the same {row['prompts']} held-out prompts and are judged by {by}."
+
+
+def _cards(report: Mapping[str, Any], best: str) -> list[dict[str, str]]:
+    row = report["policies"][best]
+    measure = report["compared_by"]
+    cards = [{"label": "best policy", "value": best, "note": f"{row['samples']} answers"}]
+    if measure:
+        name = "gold reward" if measure == "gold" else "reward model"
+        cards.append({"label": name, "value": f"{row[measure]['mean']:.3f}", "note": _range(row[measure], ".3f")})
+    if "win_rate" in row:
+        wins = row["win_rate"]
+        label = f"win rate against {wins['against']}"
+        cards.append({"label": label, "value": f"{wins['mean']:.1%}", "note": _range(wins, ".1%")})
+    if "kl" in row:
+        cards.append(
+            {"label": f"KL to {report['reference']}", "value": f"{row['kl']['mean']:.2f}", "note": "nats per answer"}
+        )
+    return cards
+
+
+def _row(
+    name: str,
+    row: Mapping[str, Any],
+    columns: Sequence[Column],
+    policies: Mapping[str, Mapping[str, Any]],
+    *,
+    best: bool,
+) -> dict[str, Any]:
+    return {"name": name, "best": best, "cells": [_cell(row, column, policies) for column in columns]}
+
+
+def _cell(row: Mapping[str, Any], column: Column, policies: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    if column.path not in row:
+        return {"text": "–", "range": "", "bar": None, "tone": ""}
+    value = row[column.path]
+    if not isinstance(value, Mapping):
+        return {"text": format(value, column.form), "range": "", "bar": None, "tone": ""}
+    text, note, bar = format(value["mean"], column.form), _range(value, column.form), None
+    if "kind" in value and value["kind"] == "bound":
+        text, note = f"≤ {text}", "bound"
+    if "against" in value:
+        note = f"{note} vs {value['against']}"
+    if column.path in WITH_BAR:
+        bar = _bar(value, [other[column.path] for other in policies.values() if column.path in other])
+    return {"text": text, "range": note, "bar": bar, "tone": _tone(column, value)}
+
+
+def _tone(column: Column, value: Mapping[str, Any]) -> str:
+    """Colour a comparison only when its interval leaves no doubt about the sign."""
+    even = {"improvement": 0.0, "win_rate": 0.5}
+    if column.path not in even:
+        return ""
+    return "up" if value["low"] > even[column.path] else "down" if value["high"] < even[column.path] else ""
+
+
+def _bar(value: Mapping[str, float], others: Sequence[Mapping[str, float]]) -> dict[str, str]:
+    low, high = min(other["low"] for other in others), max(other["high"] for other in others)
+    width = (high - low) or 1.0
+
+    def place(x: float) -> float:
+        return 100 * (x - low) / width
+
+    return {
+        "left": f"{place(value['low']):.1f}",
+        "width": f"{place(value['high']) - place(value['low']):.1f}",
+        "mean": f"{place(value['mean']):.1f}",
+    }
+
+
+def _range(value: Mapping[str, float], form: str) -> str:
+    return f"{format(value['low'], form)} … {format(value['high'], form)}"
+
+
+def _footnote(report: Mapping[str, Any]) -> str:
+    settings = report["settings"]
+    text = f"Ranges are {settings['level']:.0%} intervals (bootstrap over prompts, {settings['resamples']} resamples)."
+    if any("kl" in row for row in report["policies"].values()):
+        text += (
+            f" KL is the mean over answers of the summed log-probability ratio to {report['reference']}, in nats;"
+            " that of a best-of-n row is the bound log n − (n − 1)/n."
+        )
+    return text
+
+
+def _sample(sample: Sample) -> dict[str, Any]:
+    values = [next(iter(numbers.values()), 0.0) for _, _, numbers in sample.answers]
+    top = max(values, default=0.0)
+    scored = any(numbers for _, _, numbers in sample.answers)
+    answers = [
+        {
+            "policy": policy,
+            "text": text,
+            "numbers": "  ".join(f"{name} {number:.2f}" for name, number in numbers.items()),
+            "top": scored and value == top,
+        }
+        for (policy, text, numbers), value in zip(sample.answers, values, strict=True)
+    ]
+    return {"prompt": sample.prompt, "answers": answers}

@@ -1,0 +1,356 @@
+"""Evaluation: every policy's answers to the same held-out prompts, side by side, with intervals.
+
+Gold reward (what nothing was trained on), reward-model score, KL to the reference, win rates, length, entropy,
+repetition. KL(mu || ref) is the mean over answers y ~ mu of sum_t [log mu(y_t | y_<t, x) - log ref(y_t | y_<t, x)].
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from rlhf_core.config.base import Config, keyed
+from rlhf_core.errors import ConfigError, explain
+from rlhf_core.interfaces import ModelSpec
+from rlhf_core.stage import StageContext
+from rlhf_core.types import Generation, GenerationsRef, PolicyRef, ReportRef, RewardModelRef, TokenSample
+
+if TYPE_CHECKING:
+    from rlhf_core.evaluation.comparison import Answers, Intervals
+    from rlhf_core.evaluation.report import Sample
+
+NAME = "evaluate"
+VERSION = 1
+CODE = "strict"
+
+KL_BATCH = 256
+"""Answers per call into the reference, so that progress is seen."""
+
+
+class EvaluateConfig(Config):
+    """What is measured, and what is compared with what."""
+
+    gold: str = ""
+    """The gold reward as `module:function` or `file.py:function`: list[Generation] -> list[float]; "" for none."""
+    reference: str = "sft"
+    """The policy (by its name in the pipeline) that is given as reference: KL and, unless `parents` says otherwise,
+    win rates are against it."""
+    parents: dict[str, str] = {}
+    """Policy -> the policy that its win rate is against."""
+    best_of: dict[str, int] = {}
+    """Policy -> n: adds a row with the reward model's favourite of each prompt's first n answers."""
+    level: float = Field(0.95, gt=0, lt=1)
+    """Of the intervals."""
+    resamples: int = Field(2000, ge=100)
+    samples_shown: int = Field(16, ge=0)
+    """Prompts that are shown side by side."""
+
+
+def run(
+    config: EvaluateConfig,
+    *,
+    generations: dict[str, GenerationsRef],
+    reference: PolicyRef | None = None,
+    reward_model: RewardModelRef | None = None,
+    context: StageContext,
+) -> ReportRef:
+    """Compare the policies whose answers are given; return the report (report.json, report.html, figures/)."""
+    from rlhf_core.evaluation.comparison import Intervals
+
+    check_names(config, list(generations))
+    record_inputs(generations, reference, reward_model, context)
+    policies = measured(config, generations, reference, reward_model, context)
+    report = compare(config, policies, Intervals(config.level, config.resamples, context.seed), context)
+    report["lineage"], curves = ancestry(generations, context)
+    figures = draw(report, policies, curves)
+    write(report, figures, side_by_side(policies, config.samples_shown), context)
+    return context.commit(ReportRef, metrics=headline(report))
+
+
+def check_names(config: EvaluateConfig, names: Sequence[str]) -> None:
+    """Raise ConfigError for a policy that is named in the configuration and not evaluated."""
+    named = {f"parents.{ours}": ours for ours in config.parents}
+    named |= {f"parents.{ours}": theirs for ours, theirs in config.parents.items() if ours in names}
+    named |= {f"best_of.{name}": name for name in config.best_of}
+    for key, name in named.items():
+        if name not in names:
+            raise ConfigError(explain(f"evaluate.{key}", name, f"is not evaluated ({', '.join(names)})", "name one that is"))
+
+
+def record_inputs(
+    generations: Mapping[str, GenerationsRef],
+    reference: PolicyRef | None,
+    reward_model: RewardModelRef | None,
+    context: StageContext,
+) -> None:
+    """Record the lineage: the answers as datasets, the models that judge them as inputs."""
+    for name, ref in generations.items():
+        context.tracker.dataset(f"answers-{name}", ref.digest, "evaluation")
+    for model in (reference, reward_model):
+        if model is not None:
+            context.tracker.input_model(model.digest)
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def measured(
+    config: EvaluateConfig,
+    generations: Mapping[str, GenerationsRef],
+    reference: PolicyRef | None,
+    reward_model: RewardModelRef | None,
+    context: StageContext,
+) -> list[Answers]:
+    """Return the answers of every policy with gold reward, score and log-ratio, and the best-of-n rows behind theirs."""
+    from rlhf_core.data.tables import read_generations, read_index
+    from rlhf_core.evaluation.comparison import Answers, best_of
+
+    folders = {name: context.path(ref) for name, ref in generations.items()}
+    rows = {name: read_generations(folder) for name, folder in folders.items()}
+    facts = {name: read_index(folder) for name, folder in folders.items()}
+    gold = {name: gold_rewards(config.gold, rows[name]) for name in rows}
+    scores = reward_scores(reward_model, rows, context)
+    ratios = log_ratios(reference, rows, {name: facts[name]["sampling"]["temperature"] for name in rows}, context)
+    policies = []
+    for name in rows:
+        answers = Answers(name, facts[name]["policy"], tuple(rows[name]), gold[name], scores[name], ratios[name])
+        policies.append(answers)
+        if name in config.best_of:
+            picked = best_of(answers, config.best_of[name])
+            policies.append(picked if name == config.reference else without_kl(picked))
+    return policies
+
+
+def gold_rewards(spec: str, rows: Sequence[Generation]) -> tuple[float, ...]:
+    """Return the gold reward of each answer; nothing when there is no gold reward."""
+    from rlhf_core.rewards.functions import checked, load_reward
+
+    return tuple(checked(spec, load_reward(spec)(rows), rows)) if spec else ()
+
+
+def reward_scores(
+    ref: RewardModelRef | None, rows: Mapping[str, Sequence[Generation]], context: StageContext
+) -> dict[str, tuple[float, ...]]:
+    """Return the reward model's score of each answer by policy; nothing without a reward model."""
+    if ref is None:
+        return dict.fromkeys(rows, ())
+    from rlhf_core.data.chat import ChatTemplate
+    from rlhf_core.rewards.model import Contract, score_with_reward_model, verify_contract
+
+    folder = context.path(ref)
+    contract, chat = Contract.read(folder), ChatTemplate.load(folder)
+    with context.runtime.trainer("reward_model", ModelSpec(str(folder), "score", None, context.seed), None) as trainer:
+        verify_contract(trainer, contract)
+        return {
+            name: tuple(score_with_reward_model(trainer, chat, items, max_length=contract.max_length))
+            for name, items in rows.items()
+        }
+
+
+def log_ratios(
+    ref: PolicyRef | None,
+    rows: Mapping[str, Sequence[Generation]],
+    temperatures: Mapping[str, float],
+    context: StageContext,
+) -> dict[str, tuple[float, ...]]:
+    """Return log mu(y) - log ref(y) of each answer y by policy, in nats; mu is the sampler's distribution.
+
+    Nothing without a reference, and nothing for greedy answers, which are no samples of a distribution.
+    """
+    if ref is None:
+        return dict.fromkeys(rows, ())
+    ratios: dict[str, tuple[float, ...]] = {}
+    total, done = sum(len(items) for items in rows.values()), 0
+    model = ModelSpec(str(context.path(ref)), "lm", None, context.seed)
+    with context.runtime.trainer("reference", model, None) as trainer:
+        for name, items in rows.items():
+            values: list[float] = []
+            for start in range(0, len(items) if temperatures[name] > 0 else 0, KL_BATCH):
+                piece = items[start : start + KL_BATCH]
+                logprobs = trainer.logprobs([_as_sample(item) for item in piece], temperature=temperatures[name])
+                values += [_log_ratio(item, row) for item, row in zip(piece, logprobs, strict=True)]
+                context.progress(done + len(values), total, f"log-probabilities of {name} under the reference")
+            ratios[name] = tuple(values)
+            done += len(items)
+    return ratios
+
+
+def _as_sample(generation: Generation) -> TokenSample:
+    prompt, answer = generation.prompt_ids, generation.completion.token_ids
+    return TokenSample(prompt + answer, (0,) * len(prompt) + (1,) * len(answer))
+
+
+def _log_ratio(generation: Generation, ref_logprobs: Sequence[float]) -> float:
+    return math.fsum(generation.completion.logprobs) - math.fsum(ref_logprobs[len(generation.prompt_ids) :])
+
+
+def without_kl(answers: Answers) -> Answers:
+    """Return `answers` without a bound of its KL: the bound is to the policy itself, which is not the reference."""
+    from dataclasses import replace
+
+    return replace(answers, kl_bound=math.nan)
+
+
+# ---------------------------------------------------------------- comparing
+
+
+def compare(
+    config: EvaluateConfig, policies: Sequence[Answers], intervals: Intervals, context: StageContext
+) -> dict[str, Any]:
+    """Return the content of report.json: a row per policy, and how it was made."""
+    from rlhf_core.evaluation.comparison import improvement, summary, win_rate
+
+    by_name = {answers.name: answers for answers in policies}
+    names = [answers.name for answers in policies if math.isnan(answers.kl_bound) and " (" not in answers.name]
+    rows = {answers.name: summary(answers, intervals) for answers in policies}
+    for name, answers in by_name.items():
+        parent = opponent(config, name, names)
+        if parent and answers.rewards:
+            rows[name]["win_rate"] = win_rate(answers, by_name[parent], intervals)
+            rows[name]["improvement"] = improvement(answers, by_name[parent], intervals)
+    return {
+        "key": context.key,
+        "reference": config.reference,
+        "compared_by": "gold" if config.gold else "reward_model" if policies[0].scores else "",
+        "order": names,
+        "policies": rows,
+        "settings": keyed(config) | {"seed": context.seed},
+    }
+
+
+def opponent(config: EvaluateConfig, name: str, names: Sequence[str]) -> str:
+    """Return whom `name` is compared with: its parent if it has one, the reference, or (for the reference itself) the
+    policy before it; "" for the first."""
+    if name in config.parents:
+        return config.parents[name]
+    if name != config.reference and config.reference in names:
+        return "" if name in names and names.index(name) < names.index(config.reference) else config.reference
+    return names[names.index(name) - 1] if name in names[1:] else ""
+
+
+def headline(report: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of the key record: `<policy>/gold`, `<policy>/kl`, `<policy>/win_rate` ..."""
+    measures = ("gold", "reward_model", "kl", "win_rate", "tokens")
+    return {
+        f"{name}/{measure}": row[measure]["mean"]
+        for name, row in report["policies"].items()
+        for measure in measures
+        if measure in row
+    }
+
+
+# ---------------------------------------------------------------- showing
+
+
+def ancestry(
+    generations: Mapping[str, GenerationsRef], context: StageContext
+) -> tuple[list[dict[str, Any]], dict[str, Path]]:
+    """Return the stages that led to the answers, and stage label -> its metrics.jsonl where that is still there."""
+    from rlhf_core.attempts import METRICS
+    from rlhf_core.evaluation.lineage import lineage
+
+    nodes = lineage(context.store.records(), [ref.digest for ref in generations.values()])
+    files = {node.label: context.store.layout.attempt(node.key) / METRICS for node in nodes}
+    trained = {label: path for label, path in files.items() if path.exists()}
+    return [node.plain() for node in nodes], trained
+
+
+def draw(
+    report: Mapping[str, Any], policies: Sequence[Answers], training: Mapping[str, Path]
+) -> dict[str, tuple[str, bytes]]:
+    """Return file name -> (caption, PNG)."""
+    from rlhf_core.evaluation import plots
+
+    figures: dict[str, tuple[str, bytes]] = {}
+    measure, reference = report["compared_by"], report["reference"]
+    label = {"gold": "gold reward", "reward_model": "reward-model score", "": ""}[measure]
+    points = [
+        plots.FrontierPoint(name, row["kl"]["mean"], *(row[measure][end] for end in ("mean", "low", "high")))
+        for name, row in report["policies"].items()
+        if measure and "kl" in row
+    ]
+    if points:
+        caption = f"Reward against distance from {reference}, with {report['settings']['level']:.0%} intervals"
+        figures["frontier"] = (caption, plots.frontier(points, reward_name=label, reference=reference))
+    groups = {
+        answers.name: ([len(item.completion.token_ids) for item in answers.generations], answers.rewards)
+        for answers in policies
+        if answers.rewards and answers.name in report["order"]
+    }
+    if groups:
+        figures["length"] = (f"{label.capitalize()} against length", plots.length_scatter(groups, x_label="tokens", y_label=label))
+    return figures | training_figures(training)
+
+
+def training_figures(training: Mapping[str, Path]) -> dict[str, tuple[str, bytes]]:
+    """Return one figure per trained stage: reward for policy optimisation, loss for the rest."""
+    from rlhf_core.evaluation import plots
+
+    figures = {}
+    for label, path in training.items():
+        series = {name.removeprefix(f"{label}/"): curve for name, curve in plots.read_curves(path).items()}
+        losses = {name: series[name] for name in ("train/loss", "eval/loss") if name in series}
+        shown = {"reward/mean": series["reward/mean"]} if "reward/mean" in series else losses
+        if shown and max(len(curve) for curve in shown.values()) > 1:
+            y_label = "reward" if "reward/mean" in shown else "loss"
+            png = plots.curves(shown, title=label, y_label=y_label)
+            figures["training_" + label.replace("/", "_").replace(" ", "_")] = (f"Training of {label}", png)
+    return figures
+
+
+def side_by_side(policies: Sequence[Answers], count: int) -> list[Sample]:
+    """Return the first `count` prompts that all policies answered, with the first answer of each."""
+    from rlhf_core.evaluation.report import Sample
+
+    first = [_first_answers(answers) for answers in policies]
+    shared = [prompt for prompt in first[0] if all(prompt in answers for answers in first)][:count]
+    samples = []
+    for prompt in shared:
+        shown = []
+        for answers, places in zip(policies, first, strict=True):
+            index = places[prompt]
+            numbers = {name: values[index] for name, values in (("gold", answers.gold), ("RM", answers.scores)) if values}
+            shown.append((answers.name, answers.generations[index].completion.text, numbers))
+        messages = policies[0].generations[first[0][prompt]].prompt.messages
+        samples.append(Sample(messages[-1].content, tuple(shown)))
+    return samples
+
+
+def _first_answers(answers: Answers) -> dict[str, int]:
+    places: dict[str, int] = {}
+    for index, generation in enumerate(answers.generations):
+        places.setdefault(generation.prompt.id, index)
+    return places
+
+
+def write(
+    report: Mapping[str, Any],
+    figures: Mapping[str, tuple[str, bytes]],
+    samples: Sequence[Sample],
+    context: StageContext,
+) -> None:
+    """Write the artifact and hand the same to the tracker."""
+    from rlhf_core.evaluation.report import render_report
+
+    (context.out / "report.json").write_text(json.dumps(report, indent=2, allow_nan=False))
+    page = render_report(report, title="Evaluation of policies", figures=list(figures.values()), samples=samples)
+    (context.out / "report.html").write_text(page, encoding="utf-8")
+    (context.out / "figures").mkdir()
+    for name, (_, png) in figures.items():
+        path = context.out / "figures" / f"{name}.png"
+        path.write_bytes(png)
+        context.tracker.file(path, "figures")
+    context.tracker.file(context.out / "report.json", "")
+    context.tracker.file(context.out / "report.html", "")
+    rows = [[sample.prompt, name, text, *_numbers(values)] for sample in samples for name, text, values in sample.answers]
+    context.tracker.table("samples", ["prompt", "policy", "answer", "gold", "reward model"], rows)
+    context.metrics(0, headline(report))
+
+
+def _numbers(values: Mapping[str, float]) -> list[float | str]:
+    return [values[name] if name in values else "" for name in ("gold", "RM")]
