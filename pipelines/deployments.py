@@ -54,7 +54,9 @@ def stage_parameters(profile: PipelineConfig) -> dict[str, tuple[Flow[..., Any],
     parameters: dict[str, tuple[Flow[..., Any], dict[str, Any]]] = {}
     for name, (flow, section) in sections.items():
         if section is not None:
-            config = section.model_dump(mode="json", exclude_none=True, exclude={"start_from"} if name == "ppo" else None)
+            config = section.model_dump(
+                mode="json", exclude_none=True, exclude={"start_from"} if name == "ppo" else None
+            )
             parameters[name] = (flow, {"config": config, "settings": settings})
     return parameters
 

@@ -29,7 +29,14 @@ KEY_METRICS = (
     "demonstrations",
 )
 """The number that a person looks for first, by the end of its name; the first that a stage has is shown."""
-STYLES = {"HIT": "green", "RUN": "cyan", "RESUME": "yellow", "ATTACH": "magenta", "BLOCKED": "red", "FAILED": "bold red"}
+STYLES = {
+    "HIT": "green",
+    "RUN": "cyan",
+    "RESUME": "yellow",
+    "ATTACH": "magenta",
+    "BLOCKED": "red",
+    "FAILED": "bold red",
+}
 PLAIN_PROGRESS_EVERY_S = 15.0
 
 
@@ -82,7 +89,7 @@ class PlainDisplay:
             self._line(label, f"done in {seconds:.1f} s  {key_metric(metrics)}".rstrip())
 
     def failed(self, label: str, error: BaseException) -> None:
-        self._line(label, f"FAILED: {type(error).__name__}")
+        self._line(label, f"FAILED: {type(error).__name__}" if isinstance(error, Exception) else "stopped")
 
     def note(self, text: str) -> None:
         self._console.print(text, style="dim", markup=False, highlight=False)
@@ -138,7 +145,7 @@ class LiveDisplay:
     def failed(self, label: str, error: BaseException) -> None:
         with self._lock:
             row = self._rows[label]
-            row.state, row.decision = "failed", "FAILED"
+            row.state, row.decision = ("failed", "FAILED") if isinstance(error, Exception) else ("stopped", row.decision)
             row.seconds = time.monotonic() - row.began
 
     def note(self, text: str) -> None:
@@ -198,6 +205,38 @@ def decisions_table(rows: list[tuple[str, Decision]], *, wide: bool) -> Table:
     return table
 
 
+COLUMNS = {
+    "gold": "gold reward",
+    "reward_model": "RM score",
+    "kl": "KL",
+    "tokens": "tokens",
+    "entropy": "entropy",
+    "win_rate": "win rate",
+}
+"""Measure in `report.json` -> heading. A measure that no policy has gets no column."""
+
+
 def results_table(report: Mapping[str, Any]) -> Table:
     """Return the comparison of the policies that `report.json` holds."""
-    raise NotImplementedError(report)
+    rows = report["policies"]
+    shown = {measure: title for measure, title in COLUMNS.items() if any(measure in row for row in rows.values())}
+    title = f"held-out prompts: mean [{report['settings']['level']:.0%} interval]; win rate against the parent"
+    table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="dim")
+    table.add_column("policy", no_wrap=True)
+    for title in shown.values():
+        table.add_column(title, justify="right", no_wrap=True)
+    for name, row in rows.items():
+        table.add_row(name, *(_measure(measure, row[measure]) if measure in row else "" for measure in shown))
+    return table
+
+
+def _measure(name: str, value: Any) -> str:
+    if not isinstance(value, Mapping):
+        return f"{value:.2f}"
+    if name == "kl":
+        return f"{value['mean']:.2f}" if value["kind"] == "estimate" else f"<= {value['mean']:.2f}"
+    if name == "tokens":
+        return f"{value['mean']:.1f}"
+    if name == "reward_model":
+        return f"{value['mean']:.2f}"
+    return f"{value['mean']:.2f} [{value['low']:.2f}, {value['high']:.2f}]"

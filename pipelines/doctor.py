@@ -30,7 +30,11 @@ def examine(console: Console) -> int:
     findings = [
         (sys.version_info[:2] == (3, 11), f"Python {platform.python_version()}", "use Python 3.11: make PYTHON=..."),
         (True, f"{os.cpu_count()} cores, {_gpus()}", ""),
-        (memory >= LEAST_MEMORY_GIB, f"{memory:.1f} GiB memory free", f"the tiny profile needs {LEAST_MEMORY_GIB:.0f} GiB"),
+        (
+            memory >= LEAST_MEMORY_GIB,
+            f"{memory:.1f} GiB memory free",
+            f"the tiny profile needs {LEAST_MEMORY_GIB:.0f} GiB",
+        ),
         (disk >= LEAST_DISK_GIB, f"{disk:.1f} GiB disk free at {home.root}", "set RLHF_HOME to a larger disk"),
         *(_version(package) for package in (*PACKAGES, _vllm_package())),
         _services(home),

@@ -6,8 +6,9 @@ import argparse
 import json
 import logging
 import os
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from uuid import UUID
 
 from rich.console import Console
@@ -15,7 +16,7 @@ from rich.console import Console
 from pipelines.display import LiveDisplay, PlainDisplay, open_display, results_table
 from pipelines.home import Home, client_environment
 from pipelines.profile import PipelineConfig, load_profile
-from pipelines.run import PipelineRun, RunOptions, open_run, open_tracker
+from pipelines.run import PipelineRun, RunOptions, import_tracker, open_run, open_tracker
 from pipelines.services import PrivateServer, private_server, running
 from rlhf_core.types import ReportRef
 
@@ -31,14 +32,11 @@ def run_profile(options: argparse.Namespace, console: Console) -> None:
     wanted = RunOptions(until=options.until, force=tuple(options.force), strict_code=options.strict_code)
     with _server(home) as server, open_display(console) as display:
         _keep_log(home, display)
+        threading.Thread(target=import_tracker, args=(home,), daemon=True, name="import-tracker").start()
         with open_run(
             config, lifecycle, wanted, home=home, tracker=open_tracker(config, home), listener=display
         ) as pipeline_run:
-            if server is not None:
-                display.note("waiting for Prefect ...")
-                server.wait()
-                display.note("")
-            _run_flow(pipeline_run, config, options)
+            _run_flow(pipeline_run, config, options, server)
     _print_results(pipeline_run, console)
     _say_where_to_look(home, console)
 
@@ -47,13 +45,18 @@ def run_profile(options: argparse.Namespace, console: Console) -> None:
 def _server(home: Home) -> Iterator[PrivateServer | None]:
     """Point Prefect's client at the services that are up, or at a server that starts now and ends with the run."""
     services = running(home)
-    with nullcontext() if services is not None else private_server(home) as server:
-        port = services.prefect_port if services is not None else server.port
-        os.environ.update(client_environment(home, prefect_port=port))
+    if services is not None:
+        os.environ.update(client_environment(home, prefect_port=services.prefect_port))
+        yield None
+        return
+    with private_server(home) as server:
+        os.environ.update(client_environment(home, prefect_port=server.port))
         yield server
 
 
-def _run_flow(pipeline_run: PipelineRun, config: PipelineConfig, options: argparse.Namespace) -> None:
+def _run_flow(
+    pipeline_run: PipelineRun, config: PipelineConfig, options: argparse.Namespace, server: PrivateServer | None
+) -> None:
     from prefect import flow
     from prefect.context import FlowRunContext
 
@@ -65,6 +68,8 @@ def _run_flow(pipeline_run: PipelineRun, config: PipelineConfig, options: argpar
         flow_runs.append(FlowRunContext.get().flow_run.id)
         run_in_flow(pipeline_run, lifecycle)
 
+    if server is not None:
+        server.wait()
     flow_runs: list[UUID] = []
     try:
         full(options.profile, options.overrides, options.until, options.force)
@@ -74,7 +79,7 @@ def _run_flow(pipeline_run: PipelineRun, config: PipelineConfig, options: argpar
 
 
 def _print_results(pipeline_run: PipelineRun, console: Console) -> None:
-    report = pipeline_run.results["evaluate"] if "evaluate" in pipeline_run.results else None
+    report = pipeline_run.results.get("evaluate")
     if isinstance(report, ReportRef):
         folder = pipeline_run.store.path(report)
         console.print(results_table(json.loads((folder / "report.json").read_text())))

@@ -76,7 +76,8 @@ def lifecycle(config: PipelineConfig, stages: Stages) -> dict[str, PolicyRef]:
         eval_prompts = part(data, "eval_prompts", PromptsRef)
         report = judge(config.evaluate, stages, policies=policies, prompts=eval_prompts, reward_models=reward_models)
         if config.publish:
-            stages.publish("publish", config.publish, policy=list(policies.values())[-1], report=report)
+            chosen = config.publish.policy or list(policies)[-1]
+            stages.publish("publish", config.publish, policy=policies[chosen], report=report)
     return policies
 
 
@@ -89,9 +90,7 @@ def sample_and_imitate(
     reward_models: dict[str, RewardModelRef],
 ) -> PolicyRef:
     """Rejection sampling (arXiv 2307.09288, section 3.2.3): imitate the best of n of one's own answers."""
-    generations = stages.generate(
-        "rejection_sampling/generate", config.generate, policy=policy, prompts=prompts
-    )
+    generations = stages.generate("rejection_sampling/generate", config.generate, policy=policy, prompts=prompts)
     rollouts = stages.score(
         "rejection_sampling/score", config.score, generations=generations, reward_models=reward_models
     )
@@ -107,18 +106,18 @@ def judge(
     prompts: PromptsRef,
     reward_models: dict[str, RewardModelRef],
 ) -> ReportRef:
-    """Let every policy answer the held-out prompts and compare the answers. The SFT policy (or base) is the reference."""
-    imitator = "sft" if "sft" in policies else "base"
+    """Let every policy answer the held-out prompts, and compare the answers."""
+    best_of = config.evaluate.best_of
     generations = {}
     for name, policy in policies.items():
-        samples = config.best_of if name == imitator else config.generate.samples_per_prompt
+        samples = best_of[name] if name in best_of else config.generate.samples_per_prompt
         generate = config.generate.model_copy(update={"samples_per_prompt": samples})
         generations[name] = stages.generate(f"evaluate/{name}/generate", generate, policy=policy, prompts=prompts)
     return stages.evaluate(
         "evaluate",
         config.evaluate,
         generations=generations,
-        reference=policies[imitator],
+        reference=policies[config.evaluate.reference],
         reward_model=reward_models["reward_model"] if reward_models else None,
     )
 

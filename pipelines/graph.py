@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel
 
-from rlhf_core.config.base import keyed
+from rlhf_core.config.base import Config, keyed
 from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.stage import StageSpec
 from rlhf_core.types import (
@@ -28,7 +29,7 @@ from stages.dpo import DPOConfig
 from stages.evaluate import EvaluateConfig
 from stages.generate import GenerateConfig
 from stages.ppo import PPOConfig
-from stages.prepare_data import PrepareDataConfig
+from stages.prepare_data import PrepareDataConfig, content_digests
 from stages.publish import PublishConfig
 from stages.reward_model import RewardModelConfig
 from stages.score import ScoreConfig
@@ -52,6 +53,9 @@ ENGINES: Mapping[str, tuple[str, ...]] = {
 """What a stage leases from the runtime; the configuration of these engines is part of its key."""
 
 
+FUNCTION_FIELDS = ("function", "gold")
+
+
 class RunStage(Protocol):
     """Returns the artifact of a stage: from the store, by running it, or (in a plan) as a placeholder."""
 
@@ -67,11 +71,9 @@ class Stages:
     runtime: RuntimeConfig
 
     def prepare_data(self, label: str, config: PrepareDataConfig) -> PreparedDataRef:
-        return self._run("prepare_data", label, config, PreparedDataRef, {})
+        return self._run("prepare_data", label, config, PreparedDataRef, {}, files=content_digests(config))
 
-    def sft(
-        self, label: str, config: SFTConfig, *, policy: PolicyRef, demonstrations: DemonstrationsRef
-    ) -> PolicyRef:
+    def sft(self, label: str, config: SFTConfig, *, policy: PolicyRef, demonstrations: DemonstrationsRef) -> PolicyRef:
         return self._run("sft", label, config, PolicyRef, {"policy": policy, "demonstrations": demonstrations})
 
     def reward_model(
@@ -79,9 +81,7 @@ class Stages:
     ) -> RewardModelRef:
         return self._run("reward_model", label, config, RewardModelRef, {"policy": policy, "preferences": preferences})
 
-    def generate(
-        self, label: str, config: GenerateConfig, *, policy: PolicyRef, prompts: PromptsRef
-    ) -> GenerationsRef:
+    def generate(self, label: str, config: GenerateConfig, *, policy: PolicyRef, prompts: PromptsRef) -> GenerationsRef:
         return self._run("generate", label, config, GenerationsRef, {"policy": policy, "prompts": prompts})
 
     def score(
@@ -137,15 +137,28 @@ class Stages:
     def publish(self, label: str, config: PublishConfig, *, policy: PolicyRef, report: ReportRef) -> PublishedRef:
         return self._run("publish", label, config, PublishedRef, {"policy": policy, "report": report})
 
-    def _run(self, name: str, label: str, config: BaseModel, kind: type[R], inputs: dict[str, Any]) -> R:
-        engines = keyed(self.runtime)
+    def _run(
+        self,
+        name: str,
+        label: str,
+        config: Config,
+        kind: type[R],
+        inputs: dict[str, Any],
+        *,
+        files: Mapping[str, str] = MappingProxyType({}),
+    ) -> R:
+        """Run a stage; the digests of the user's `files` that its configuration names are part of its key."""
+        configured = keyed(self.runtime)
+        engines: dict[str, Any] = {engine: configured[engine] for engine in ENGINES[name]}
+        if files:
+            engines["files"] = dict(files)
         spec = StageSpec(
             name=name,
             module=f"stages.{name}",
             config=config,
             inputs=inputs,
             seed=self.seed,
-            engines={engine: engines[engine] for engine in ENGINES[name]},
+            engines=engines,
             label=label,
             callables=reward_functions(config),
         )
@@ -153,13 +166,13 @@ class Stages:
 
 
 def reward_functions(config: Any) -> tuple[str, ...]:
-    """Return the user functions that a configuration names (fields called `function`): their code enters the key."""
+    """Return the functions that a configuration names, in fields called `function` or `gold`: their code is keyed."""
     found: list[str] = []
     if isinstance(config, BaseModel):
         for name in type(config).model_fields:
             value = getattr(config, name)
-            if name == "function" and isinstance(value, str):
-                found.append(value)
+            if name in FUNCTION_FIELDS and isinstance(value, str):
+                found.extend([value] if value else [])
             else:
                 found.extend(reward_functions(value))
     elif isinstance(config, Mapping):
@@ -168,4 +181,4 @@ def reward_functions(config: Any) -> tuple[str, ...]:
     elif isinstance(config, (list, tuple)):
         for value in config:
             found.extend(reward_functions(value))
-    return tuple(found)
+    return tuple(dict.fromkeys(found))

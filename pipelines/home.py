@@ -81,6 +81,8 @@ def quiet_environment(home: Home) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "TQDM_DISABLE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
     }
 
 
@@ -90,6 +92,7 @@ def client_environment(home: Home, *, prefect_port: int) -> dict[str, str]:
         "PREFECT_API_URL": f"http://{LOOPBACK}:{prefect_port}/api",
         # Prefect's pages keep every log line; the terminal belongs to our own display.
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+        "PREFECT_INTERNAL_LOGGING_LEVEL": "CRITICAL",
         "PREFECT_LOGGING_EXTRA_LOGGERS": "rlhf_core,stages,pipelines",
         "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
     }

@@ -21,7 +21,7 @@ def find_artifact(store: ArtifactStore, kind: type[R], name: str) -> R:
     """
     label, _, part = name.partition(".")
     for record in reversed(store.records()):
-        for ref in (record.handle, *_parts(record.handle)):
+        for ref in (record.handle, *parts(record.handle)):
             if isinstance(ref, kind) and len(name) >= SHORTEST_DIGEST and ref.digest.startswith(name):
                 return ref
         if record.label != label or store.record(record.key) is None:
@@ -39,5 +39,6 @@ def find_artifact(store: ArtifactStore, kind: type[R], name: str) -> R:
     )
 
 
-def _parts(ref: ArtifactRef) -> list[ArtifactRef]:
+def parts(ref: ArtifactRef) -> list[ArtifactRef]:
+    """Return the handles inside a handle: the tables and the base model of prepared data."""
     return [value for _, value in ref if isinstance(value, ArtifactRef)]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pipelines.full import lifecycle
-from pipelines.graph import ENGINES, Stages
+from pipelines.graph import Stages
 from pipelines.profile import PipelineConfig
 from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.errors import ConfigError
@@ -51,17 +52,16 @@ def plan(
 ) -> list[PlannedStage]:
     """Return the decision for every stage in order. A stage after one that will run is RUN, unless its content recurs."""
     planner = Planner(store, until=until, force=frozenset(force), strict_code=strict_code)
-    try:
+    with suppress(ReachedUntil):
         pipeline(config, Stages(planner, seed=config.seed, runtime=config.runtime))
-    except ReachedUntil:
-        pass
     check_labels(planner.stages, {"--until": [until] if until else [], "--force": force})
     return planner.stages
 
 
 def engines_needed(stages: list[PlannedStage]) -> set[str]:
     """Return which engines (`trainer`, `sampler`) the stages that will not be hits lease."""
-    return {engine for stage in stages if stage.decision.action != "HIT" for engine in ENGINES[stage.spec.name]}
+    named = {engine for stage in stages if stage.decision.action != "HIT" for engine in stage.spec.engines}
+    return named & {"trainer", "sampler"}
 
 
 def check_labels(stages: list[PlannedStage], named: Mapping[str, Collection[str]]) -> None:

@@ -29,6 +29,7 @@ from stages.select import SelectConfig
 from stages.sft import SFTConfig
 
 Start = Literal["base", "sft", "rejection_sampling", "iterative_dpo"]
+POLICY_SECTIONS = ("sft", "rejection_sampling", "iterative_dpo", "ppo")
 
 
 # ---------------------------------------------------------------- sections
@@ -67,9 +68,8 @@ class EvaluationConfig(Config):
     """Every policy answers the held-out prompts; one report compares them."""
 
     generate: GenerateConfig
-    best_of: int = Field(8, ge=1)
-    """Samples per prompt of the SFT policy, for the best-of-n row."""
-    evaluate: EvaluateConfig
+    """A policy in `evaluate.best_of` answers each prompt that often."""
+    evaluate: EvaluateConfig = EvaluateConfig()
 
 
 class PipelineConfig(Config):
@@ -101,9 +101,25 @@ class PipelineConfig(Config):
                     f"{section}.start_from = {config.start_from!r}: the profile has no [{config.start_from}]; "
                     "add that section or start from 'base'"
                 )
+        if self.evaluate is not None:
+            reference = self.evaluate.evaluate.reference
+            if reference not in self.policies():
+                raise ValueError(
+                    f"evaluate.evaluate.reference = {reference!r}: this profile makes {', '.join(self.policies())}; "
+                    "name one of them"
+                )
         if self.publish is not None and self.evaluate is None:
             raise ValueError("publish = {...}: its gate reads the report of [evaluate]; add that section")
+        if self.publish is not None and self.publish.policy not in ("", *self.policies()):
+            raise ValueError(
+                f"publish.policy = {self.publish.policy!r}: this profile makes {', '.join(self.policies())}; "
+                "name one of them"
+            )
         return self
+
+    def policies(self) -> list[str]:
+        """Return the names of the policies that this pipeline makes and evaluates, in order."""
+        return ["base", *(name for name in POLICY_SECTIONS if getattr(self, name) is not None)]
 
 
 # ---------------------------------------------------------------- loading
@@ -170,7 +186,9 @@ def profile_names() -> list[str]:
 def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     path = path.resolve()
     if path in seen:
-        raise ConfigError(f"extends = {path.name!r}: {' -> '.join(p.name for p in (*seen, path))} is a circle; break it")
+        raise ConfigError(
+            f"extends = {path.name!r}: {' -> '.join(p.name for p in (*seen, path))} is a circle; break it"
+        )
     try:
         tree = tomllib.loads(path.read_text())
     except FileNotFoundError:
@@ -241,16 +259,14 @@ def _first_error(error: ValidationError, tree: Mapping[str, Any], origin: str) -
 def _real_keys(location: Sequence[int | str], tree: Any) -> list[str]:
     """Return the keys of `location` that stand in the file: pydantic adds the tag of the union that it chose."""
     keys = []
-    for position, part in enumerate(location):
-        last = position == len(location) - 1
-        if isinstance(tree, Mapping) and part in tree:
-            keys.append(str(part))
-            tree = tree[part]
-        elif isinstance(tree, list) and isinstance(part, int) and part < len(tree):
-            keys.append(str(part))
-            tree = tree[part]
-        elif last and isinstance(tree, Mapping):
-            keys.append(str(part))
+    for position, key in enumerate(location):
+        if isinstance(tree, Mapping) and key in tree:
+            tree = tree[key]
+        elif isinstance(tree, (list, tuple)) and isinstance(key, int):
+            tree = tree[key] if key < len(tree) else None
+        elif position < len(location) - 1 or not isinstance(tree, Mapping):
+            continue
+        keys.append(str(key))
     return keys
 
 

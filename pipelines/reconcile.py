@@ -6,10 +6,6 @@ process is still there. Runs that wait for a person are never touched.
 
 from __future__ import annotations
 
-import logging
-import os
-import socket
-from pathlib import Path
 from uuid import UUID
 
 from prefect.client.orchestration import get_client
@@ -17,18 +13,14 @@ from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Crashed
 
-from pipelines.services import process_start
-
-logger = logging.getLogger(__name__)
-
-OWNER = "owner:"
+from rlhf_core.leases import is_gone
+from rlhf_core.tracking import owner
 
 
-def own(flow_run_id: UUID, tags: list[str]) -> None:
+def own(flow_run_id: UUID) -> None:
     """Write on a flow run that this process runs it."""
-    kept = [tag for tag in tags if not tag.startswith(OWNER)]
     with get_client(sync_client=True) as client:
-        client.update_flow_run(flow_run_id, tags=[*kept, OWNER + _identity(os.getpid())])
+        client.update_flow_run_labels(flow_run_id, owner.tags())
 
 
 def reconcile() -> list[UUID]:
@@ -43,19 +35,5 @@ def reconcile() -> list[UUID]:
 
 
 def _is_gone(flow_run: FlowRun) -> bool:
-    owners = [tag.removeprefix(OWNER) for tag in flow_run.tags if tag.startswith(OWNER)]
-    if not owners:
-        return False
-    host, boot, pid, _ = owners[0].split("/")
-    if host != socket.gethostname():
-        return False
-    return boot != _boot() or owners[0] != _identity(int(pid))
-
-
-def _identity(pid: int) -> str:
-    return f"{socket.gethostname()}/{_boot()}/{pid}/{process_start(pid)}"
-
-
-def _boot() -> str:
-    path = Path("/proc/sys/kernel/random/boot_id")
-    return path.read_text().strip() if path.exists() else "unknown"
+    process = owner.from_tags({name: str(value) for name, value in flow_run.labels.items()})
+    return process is not None and is_gone(process)

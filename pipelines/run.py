@@ -36,7 +36,8 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 class TrackedStage(StageTracker, Protocol):
     """A stage's tracker with the identity of its run and an end."""
 
-    run_id: str
+    @property
+    def run_id(self) -> str: ...
 
     def finish(self, status: Status) -> None: ...
 
@@ -46,9 +47,7 @@ class Tracker(Protocol):
 
     def start(self, name: str, *, run_id: str | None, params: Mapping[str, Any], tags: Mapping[str, str]) -> str: ...
 
-    def stage(
-        self, label: str, *, key: str, params: Mapping[str, Any], tags: Mapping[str, str]
-    ) -> TrackedStage: ...
+    def stage(self, label: str, *, key: str, params: Mapping[str, Any], tags: Mapping[str, str]) -> TrackedStage: ...
 
     def cached(self, label: str, *, run_id: str | None, key: str) -> None: ...
 
@@ -117,7 +116,7 @@ class PipelineRun:
         if record is None:
             return None
         self.store.used(decision.key)
-        tracking_id = record.tracking["run_id"] if "run_id" in record.tracking else None
+        tracking_id = record.tracking.get("run_id")
         self.tracker.cached(spec.label, run_id=tracking_id, key=decision.key)
         url = self.tracker.url(tracking_id) if tracking_id else ""
         return StageOutcome(record.handle, decision, record.metrics, 0.0, [], url)
@@ -133,12 +132,12 @@ class PipelineRun:
             self.listener.progress(spec.label, done, total, message)
             show_progress(done, total, message)
 
-        status: Status = "FAILED"
+        status: Status = "KILLED"
         try:
             ref, decision = self._call(spec, shown, progress, {"run_id": inner.run_id})
             status = "FINISHED"
-        except KeyboardInterrupt:
-            status = "KILLED"
+        except Exception:
+            status = "FAILED"
             raise
         finally:
             inner.finish(status)
@@ -215,15 +214,15 @@ def run_stages(
 ) -> dict[str, ArtifactRef]:
     """Run the pipeline through `run_stage`; return the artifacts by label. The tracker's run gets the true status."""
     run.tracker.start(run.config.name, run_id=None, params=run.config.model_dump(mode="json"), tags=tags)
-    status: Status = "FAILED"
+    status: Status = "KILLED"
     try:
         limited = UntilStage(run_stage, run.options.until)
         pipeline(run.config, Stages(limited, seed=run.config.seed, runtime=run.config.runtime))
         status = "FINISHED"
     except ReachedUntil:
         status = "FINISHED"
-    except KeyboardInterrupt:
-        status = "KILLED"
+    except Exception:
+        status = "FAILED"
         raise
     finally:
         run.tracker.finish(status, note=_note(run))
@@ -236,6 +235,17 @@ def open_tracker(config: PipelineConfig, home: Home) -> Tracker:
 
     tracker: Tracker = MlflowTracker(tracking_uri(home), experiment=config.name, artifact_root=home.mlflow_artifacts)
     return tracker
+
+
+def import_tracker(home: Home) -> None:
+    """Import MLflow and see that its database is there, so that `Tracker.start` does not wait for it."""
+    from rlhf_core.tracking.mlflow_client import open_client
+
+    try:
+        open_client(tracking_uri(home))
+    except Exception as error:
+        # The tracker itself copes with a server that is away, and says so.
+        logger.debug("tracking: not reached ahead of time: %s", error)
 
 
 def _prewarm(runtime: DeferredRuntime, needed: set[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -20,9 +19,12 @@ from typing import BinaryIO
 
 from pipelines.home import LOOPBACK, Home, client_environment, quiet_environment
 from rlhf_core.errors import RlhfError
+from rlhf_core.leases import is_gone
+from rlhf_core.tracking.owner import from_tags
 
 PREFECT_PORT = 4200
 MLFLOW_PORT = 5000
+FIRST_SIGN_S = 30.0
 UP_TIMEOUT_S = 240.0
 DOWN_TIMEOUT_S = 30.0
 SERVER_TIMEOUT_S = 180.0
@@ -36,12 +38,15 @@ class ServiceError(RlhfError, RuntimeError):
 class Services:
     """What `rlhf up` started: the supervisor's identity, the addresses, and whether all of them answer."""
 
-    pid: int
-    started: str
-    """Start time of the process in the kernel's clock, so that a recycled process id is not mistaken for ours."""
+    owner: dict[str, str]
+    """Which process the supervisor is, so that a recycled process id is not mistaken for it."""
     prefect_port: int
     mlflow_port: int
     ready: bool
+
+    @property
+    def pid(self) -> int:
+        return int(self.owner["owner.pid"])
 
     @property
     def prefect_url(self) -> str:
@@ -63,7 +68,7 @@ def running(home: Home) -> Services | None:
         services = Services(**json.loads(home.services.read_text()))
     except (FileNotFoundError, ValueError, TypeError):
         return None
-    return services if process_start(services.pid) == services.started else None
+    return services if alive(services.owner) else None
 
 
 def up(home: Home, *, foreground: bool) -> Services:
@@ -81,13 +86,19 @@ def up(home: Home, *, foreground: bool) -> Services:
             subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
-    deadline = time.monotonic() + UP_TIMEOUT_S
-    while time.monotonic() < deadline:
-        services = running(home)
-        if services is not None and services.ready:
-            return services
-        time.sleep(0.2)
-    raise ServiceError(f"rlhf up: not ready after {UP_TIMEOUT_S:.0f} s; read {home.logs} and run `rlhf down`")
+        wait_for(lambda: running(home) is not None, FIRST_SIGN_S)
+    if not wait_for(lambda: _ready(home) or running(home) is None, UP_TIMEOUT_S) or not _ready(home):
+        raise ServiceError(
+            f"rlhf up: Prefect, MLflow or the deployments did not start; read {home.logs}, then rlhf down"
+        )
+    services = running(home)
+    assert services is not None
+    return services
+
+
+def _ready(home: Home) -> bool:
+    services = running(home)
+    return services is not None and services.ready
 
 
 def down(home: Home) -> bool:
@@ -97,12 +108,9 @@ def down(home: Home) -> bool:
         home.services.unlink(missing_ok=True)
         return False
     os.kill(services.pid, signal.SIGTERM)
-    deadline = time.monotonic() + DOWN_TIMEOUT_S
-    while process_start(services.pid) == services.started:
-        if time.monotonic() > deadline:
-            os.kill(services.pid, signal.SIGKILL)
-            raise ServiceError(f"rlhf down: process {services.pid} did not stop in {DOWN_TIMEOUT_S:.0f} s; it was killed")
-        time.sleep(0.1)
+    if not wait_for(lambda: not alive(services.owner), DOWN_TIMEOUT_S):
+        # The services notice that their starter is gone and end by themselves.
+        os.kill(services.pid, signal.SIGKILL)
     home.services.unlink(missing_ok=True)
     return True
 
@@ -162,6 +170,8 @@ def prefect_command(port: int) -> list[str]:
     return [
         *(sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app"),
         *("--host", LOOPBACK, "--port", str(port), "--timeout-keep-alive", "5", "--log-level", "warning"),
+        # A stage may hold Python's lock for a while; its process is not gone because it does not answer a ping.
+        *("--ws-ping-interval", "60", "--ws-ping-timeout", "300"),
     ]
 
 
@@ -219,22 +229,10 @@ def stop_process(process: subprocess.Popen[bytes], *, patience_s: float = 12.0) 
         process.stdin.close()
 
 
-def process_start(pid: int) -> str:
-    """Return what tells this process from a later one with the same id; empty if there is none."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return _process_start_without_proc(pid)
-    fields = stat.rpartition(")")[2].split()
-    return "" if fields[0] == "Z" else fields[19]
-
-
-def _process_start_without_proc(pid: int) -> str:
-    ps = shutil.which("ps")
-    if Path("/proc/self").exists() or ps is None:
-        return ""
-    found = subprocess.run([ps, "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
-    return found.stdout.strip()
+def alive(owner: Mapping[str, str]) -> bool:
+    """Return whether the process that `rlhf_core.tracking.owner.tags` described is still there."""
+    process = from_tags(owner)
+    return process is not None and not is_gone(process)
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float) -> bool:

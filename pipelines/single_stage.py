@@ -248,15 +248,11 @@ def evaluate(
 
 
 @flow(name=FLOW_NAME, flow_run_name="publish", persist_result=False)
-def publish(
-    config: PublishConfig, settings: Settings, policy: str = "ppo", report: str = "evaluate"
-) -> dict[str, str]:
+def publish(config: PublishConfig, settings: Settings, policy: str = "ppo", report: str = "evaluate") -> dict[str, str]:
     """Gate, model card and registration of `policy`."""
 
     def body(stages: Stages, find: Find) -> ArtifactRef:
-        return stages.publish(
-            "publish", config, policy=find(PolicyRef, policy), report=find(ReportRef, report)
-        )
+        return stages.publish("publish", config, policy=find(PolicyRef, policy), report=find(ReportRef, report))
 
     return _run(settings, "publish", body)
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipelines.home import Home, client_environment
@@ -24,11 +24,11 @@ from pipelines.services import (
     free_port,
     mlflow_command,
     prefect_command,
-    process_start,
     running,
     start_leashed,
     stop_process,
 )
+from rlhf_core.tracking import owner
 
 logger = logging.getLogger("rlhf.supervisor")
 
@@ -69,7 +69,7 @@ def supervise(home: Home) -> None:
         return
     home.make()
     prefect_port, mlflow_port = free_port(PREFECT_PORT), free_port(MLFLOW_PORT)
-    services = Services(os.getpid(), process_start(os.getpid()), prefect_port, mlflow_port, ready=False)
+    services = Services(owner.tags(), prefect_port, mlflow_port, ready=False)
     services.write(home)
     environment = os.environ | client_environment(home, prefect_port=prefect_port)
     environment["MLFLOW_TRACKING_URI"] = services.mlflow_url
@@ -101,7 +101,7 @@ def supervise(home: Home) -> None:
     try:
         _start(servers, deployments, mark, stop)
         if not stop.is_set():
-            Services(services.pid, services.started, prefect_port, mlflow_port, ready=True).write(home)
+            replace(services, ready=True).write(home)
             logger.warning("ready: Prefect %s, MLflow %s", services.prefect_url, services.mlflow_url)
         _keep_alive([*servers, deployments], stop)
     finally:

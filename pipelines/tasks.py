@@ -7,7 +7,7 @@ outlive their owner.
 from __future__ import annotations
 
 import logging
-from typing import Any, TypeVar
+from typing import TypeVar
 from uuid import UUID
 
 from prefect import task
@@ -21,11 +21,12 @@ from prefect.settings import PREFECT_UI_URL
 from prefect.states import Completed
 
 from pipelines.cards import ProgressCard, show_plan, show_samples, show_stage
+from pipelines.inputs import parts
 from pipelines.plan import Pipeline, expect
 from pipelines.reconcile import own, reconcile
 from pipelines.run import PipelineRun, run_stages
 from pipelines.services import wait_for
-from rlhf_core.stage import StageSpec
+from rlhf_core.stage import StageInput, StageSpec
 from rlhf_core.types import ArtifactRef
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ def run_in_flow(run: PipelineRun, pipeline: Pipeline) -> dict[str, ArtifactRef]:
     if context is None or context.flow_run is None:
         raise RuntimeError("run_in_flow: no flow is active; call it inside a flow")
     reconcile()
-    own(context.flow_run.id, context.flow_run.tags)
+    own(context.flow_run.id)
     show_plan([(stage.label, stage.decision) for stage in run.planned])
     return run_stages(run, pipeline, TaskRunner(run), tags=_links(context.flow_run))
 
@@ -68,12 +69,13 @@ class TaskRunner:
 
     def __init__(self, run: PipelineRun) -> None:
         self._run = run
+        self._made: dict[str, State[str]] = {}
 
     def __call__(self, spec: StageSpec, kind: type[R]) -> R:
         run = self._run
 
         @task(name=spec.label, task_run_name=spec.label, cache_policy=NO_CACHE, persist_result=False)
-        def stage(**inputs: Any) -> State[R]:
+        def stage(**inputs: str) -> State[R]:
             outcome = run.stage(spec, ProgressCard(spec.label).show)
             show_stage(spec.label, outcome.decision, outcome.metrics, outcome.seconds, outcome.tracking_url)
             show_samples(spec.label, outcome.samples)
@@ -81,8 +83,27 @@ class TaskRunner:
             message = f"{outcome.decision.action}: {outcome.decision.reason}"
             return Completed(name=name, message=message, data=outcome.ref)
 
-        state = stage(**spec.inputs, return_state=True)
-        return expect(state.result(), kind, spec.label)
+        # The edges are what the stage waits for. Handles as arguments would draw false ones: Prefect goes by the
+        # identity of every value inside them, and a handle holds the digests of its parents.
+        shown = {name: _shown(value) for name, value in spec.inputs.items()}
+        before = {self._made[ref.uri].id: self._made[ref.uri] for ref in spec.refs() if ref.uri in self._made}
+        state = stage(**shown, wait_for=list(before.values()), return_state=True)
+        ref: R = expect(state.result(), kind, spec.label)
+        self._made |= dict.fromkeys([ref.uri, *(part.uri for part in parts(ref))], _without_handle(state, spec.label))
+        return ref
+
+
+def _without_handle(state: State[R], label: str) -> State[str]:
+    """Return a state that stands for its task alone: with the handle in it each edge would be drawn several times."""
+    bare: State[str] = state.model_copy(update={"data": f"made by {label}"})
+    return bare
+
+
+def _shown(value: StageInput) -> str:
+    if isinstance(value, ArtifactRef):
+        return f"{type(value).__name__} {value.digest[:12]}"
+    named = value.items() if isinstance(value, dict) else enumerate(value)
+    return ", ".join(f"{name}: {_shown(ref)}" for name, ref in named)
 
 
 def _links(flow_run: FlowRun) -> dict[str, str]:

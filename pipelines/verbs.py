@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -11,7 +12,9 @@ from rich.table import Table
 
 from pipelines.home import Home
 
-console = Console()
+PIPE_WIDTH = 160
+
+console = Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)
 
 
 def up(options: argparse.Namespace) -> None:
@@ -46,7 +49,9 @@ def status(options: argparse.Namespace) -> int:
         ("Prefect", found.prefect_url, f"{found.prefect_url}/api/health"),
         ("MLflow", found.mlflow_url, f"{found.mlflow_url}/health"),
     ):
-        console.print(f"{name:<8} {url}  {'answers' if services.healthy(health) else 'does not answer'}", highlight=False)
+        console.print(
+            f"{name:<8} {url}  {'answers' if services.healthy(health) else 'does not answer'}", highlight=False
+        )
     return 0
 
 
@@ -127,7 +132,9 @@ def store(options: argparse.Namespace) -> None:
         damage = place.verify()
         for found in damage:
             console.print(str(found), highlight=False, soft_wrap=True)
-        console.print(f"{len(damage)} damaged; they are in quarantine and will be made again" if damage else "all sound")
+        console.print(
+            f"{len(damage)} damaged; they are in quarantine and will be made again" if damage else "all sound"
+        )
     elif options.store_verb == "pin":
         place.pin(options.target, note=options.note)
         console.print(f"pinned {options.target}", highlight=False)

@@ -38,8 +38,8 @@ class EvaluateConfig(Config):
     gold: str = ""
     """The gold reward as `module:function` or `file.py:function`: list[Generation] -> list[float]; "" for none."""
     reference: str = "sft"
-    """The policy (by its name in the pipeline) that is given as reference: KL and, unless `parents` says otherwise,
-    win rates are against it."""
+    """The policy, by its name in the pipeline, that KL is measured to and, unless `parents` says otherwise, that win
+    rates are against. When the reference handed in is another evaluated policy, that one's name is used."""
     parents: dict[str, str] = {}
     """Policy -> the policy that its win rate is against."""
     best_of: dict[str, int] = {}
@@ -63,6 +63,7 @@ def run(
     from rlhf_core.evaluation.comparison import Intervals
 
     check_names(config, list(generations))
+    config = with_reference(config, generations, reference, context)
     record_inputs(generations, reference, reward_model, context)
     policies = measured(config, generations, reference, reward_model, context)
     report = compare(config, policies, Intervals(config.level, config.resamples, context.seed), context)
@@ -79,7 +80,23 @@ def check_names(config: EvaluateConfig, names: Sequence[str]) -> None:
     named |= {f"best_of.{name}": name for name in config.best_of}
     for key, name in named.items():
         if name not in names:
-            raise ConfigError(explain(f"evaluate.{key}", name, f"is not evaluated ({', '.join(names)})", "name one that is"))
+            raise ConfigError(
+                explain(f"evaluate.{key}", name, f"is not evaluated ({', '.join(names)})", "name one that is")
+            )
+
+
+def with_reference(
+    config: EvaluateConfig,
+    generations: Mapping[str, GenerationsRef],
+    reference: PolicyRef | None,
+    context: StageContext,
+) -> EvaluateConfig:
+    """Return `config` with `reference` set to the name of the policy that really is the reference, where it has one."""
+    from rlhf_core.data.tables import read_index
+
+    digests = {name: read_index(context.path(ref))["policy"] for name, ref in generations.items()}
+    names = [name for name, digest in digests.items() if reference is not None and digest == reference.digest]
+    return config if not names or config.reference in names else config.model_copy(update={"reference": names[0]})
 
 
 def record_inputs(
@@ -109,6 +126,7 @@ def measured(
     """Return the answers of every policy with gold reward, score and log-ratio, and the best-of-n rows behind theirs."""
     from rlhf_core.data.tables import read_generations, read_index
     from rlhf_core.evaluation.comparison import Answers, best_of
+    from rlhf_core.evaluation.metrics import best_of_n_kl
 
     folders = {name: context.path(ref) for name, ref in generations.items()}
     rows = {name: read_generations(folder) for name, folder in folders.items()}
@@ -121,8 +139,9 @@ def measured(
         answers = Answers(name, facts[name]["policy"], tuple(rows[name]), gold[name], scores[name], ratios[name])
         policies.append(answers)
         if name in config.best_of:
-            picked = best_of(answers, config.best_of[name])
-            policies.append(picked if name == config.reference else without_kl(picked))
+            n = config.best_of[name]
+            bound = best_of_n_kl(n) if name == config.reference else math.nan  # it is a bound to the policy itself
+            policies.append(best_of(answers, n, kl_bound=bound))
     return policies
 
 
@@ -189,13 +208,6 @@ def _log_ratio(generation: Generation, ref_logprobs: Sequence[float]) -> float:
     return math.fsum(generation.completion.logprobs) - math.fsum(ref_logprobs[len(generation.prompt_ids) :])
 
 
-def without_kl(answers: Answers) -> Answers:
-    """Return `answers` without a bound of its KL: the bound is to the policy itself, which is not the reference."""
-    from dataclasses import replace
-
-    return replace(answers, kl_bound=math.nan)
-
-
 # ---------------------------------------------------------------- comparing
 
 
@@ -206,7 +218,7 @@ def compare(
     from rlhf_core.evaluation.comparison import improvement, summary, win_rate
 
     by_name = {answers.name: answers for answers in policies}
-    names = [answers.name for answers in policies if math.isnan(answers.kl_bound) and " (" not in answers.name]
+    names = [answers.name for answers in policies if not answers.picked_from]
     rows = {answers.name: summary(answers, intervals) for answers in policies}
     for name, answers in by_name.items():
         parent = opponent(config, name, names)
@@ -269,10 +281,14 @@ def draw(
     figures: dict[str, tuple[str, bytes]] = {}
     measure, reference = report["compared_by"], report["reference"]
     label = {"gold": "gold reward", "reward_model": "reward-model score", "": ""}[measure]
+    rows = report["policies"]
+    ordered = sorted(rows, key=lambda name: name not in report["order"])  # so that colours agree between the figures
     points = [
-        plots.FrontierPoint(name, row["kl"]["mean"], *(row[measure][end] for end in ("mean", "low", "high")))
-        for name, row in report["policies"].items()
-        if measure and "kl" in row
+        plots.FrontierPoint(
+            name, rows[name]["kl"]["mean"], *(rows[name][measure][end] for end in ("mean", "low", "high"))
+        )
+        for name in ordered
+        if measure and "kl" in rows[name]
     ]
     if points:
         caption = f"Reward against distance from {reference}, with {report['settings']['level']:.0%} intervals"
@@ -283,7 +299,10 @@ def draw(
         if answers.rewards and answers.name in report["order"]
     }
     if groups:
-        figures["length"] = (f"{label.capitalize()} against length", plots.length_scatter(groups, x_label="tokens", y_label=label))
+        figures["length"] = (
+            f"{label.capitalize()} against length",
+            plots.length_scatter(groups, x_label="tokens", y_label=label),
+        )
     return figures | training_figures(training)
 
 
@@ -294,7 +313,7 @@ def training_figures(training: Mapping[str, Path]) -> dict[str, tuple[str, bytes
     figures = {}
     for label, path in training.items():
         series = {name.removeprefix(f"{label}/"): curve for name, curve in plots.read_curves(path).items()}
-        losses = {name: series[name] for name in ("train/loss", "eval/loss") if name in series}
+        losses = {name: curve for name, curve in series.items() if name in ("train/loss", "eval/loss")}
         shown = {"reward/mean": series["reward/mean"]} if "reward/mean" in series else losses
         if shown and max(len(curve) for curve in shown.values()) > 1:
             y_label = "reward" if "reward/mean" in shown else "loss"
@@ -314,7 +333,9 @@ def side_by_side(policies: Sequence[Answers], count: int) -> list[Sample]:
         shown = []
         for answers, places in zip(policies, first, strict=True):
             index = places[prompt]
-            numbers = {name: values[index] for name, values in (("gold", answers.gold), ("RM", answers.scores)) if values}
+            numbers = {
+                name: values[index] for name, values in (("gold", answers.gold), ("RM", answers.scores)) if values
+            }
             shown.append((answers.name, answers.generations[index].completion.text, numbers))
         messages = policies[0].generations[first[0][prompt]].prompt.messages
         samples.append(Sample(messages[-1].content, tuple(shown)))
@@ -347,10 +368,12 @@ def write(
         context.tracker.file(path, "figures")
     context.tracker.file(context.out / "report.json", "")
     context.tracker.file(context.out / "report.html", "")
-    rows = [[sample.prompt, name, text, *_numbers(values)] for sample in samples for name, text, values in sample.answers]
+    rows = [
+        [sample.prompt, name, text, *_numbers(values)] for sample in samples for name, text, values in sample.answers
+    ]
     context.tracker.table("samples", ["prompt", "policy", "answer", "gold", "reward model"], rows)
     context.metrics(0, headline(report))
 
 
 def _numbers(values: Mapping[str, float]) -> list[float | str]:
-    return [values[name] if name in values else "" for name in ("gold", "RM")]
+    return [values.get(name, "") for name in ("gold", "RM")]

@@ -89,31 +89,24 @@ class ChatTemplate:
 
     def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the tokens of `messages` up to and with the generation prompt."""
-        segments = self._segments(messages, generation_prompt=True)
-        return tuple(token for text, _ in segments for token in self._encode(text))
+        return self._encode(self._render(messages, generation_prompt=True))
 
     def conversation(self, messages: Sequence[Message], *, max_length: int) -> TokenSample | None:
         """Return the conversation cut to `max_length` tokens, every assistant turn trained with its end-of-turn token.
 
         None when no trained token is left. DataError when the template does not keep earlier turns as they were.
         """
-        return self._sample(self._segments(messages, generation_prompt=False), max_length=max_length)
+        return self._sample(self._segments(messages, answers_from=0), max_length=max_length)
 
     def continuation(
         self, prompt_messages: Sequence[Message], answer_messages: Sequence[Message], *, max_length: int
     ) -> TokenSample | None:
         """Return prompt and answer cut to `max_length` tokens, only the answer's assistant turns trained.
 
-        None when no trained token is left.
+        None when no trained token is left. The tokens before the answer are `prompt_ids(prompt_messages)`.
         """
-        before = sum(message.role == "assistant" for message in prompt_messages)
-        segments = self._segments([*prompt_messages, *answer_messages], generation_prompt=False)
-        answers_seen = 0
-        kept = []
-        for text, trained in segments:
-            answers_seen += trained
-            kept.append((text, trained and answers_seen > before))
-        return self._sample(kept, max_length=max_length)
+        messages = [*prompt_messages, *answer_messages]
+        return self._sample(self._segments(messages, answers_from=len(prompt_messages)), max_length=max_length)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids` without special tokens."""
@@ -136,8 +129,6 @@ class ChatTemplate:
 
     def _render(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
         rows = [{"role": message.role, "content": message.content} for message in messages]
-        if not rows and not generation_prompt:
-            return ""
         try:
             return str(
                 self.tokenizer.apply_chat_template(rows, tokenize=False, add_generation_prompt=generation_prompt)
@@ -148,16 +139,20 @@ class ChatTemplate:
                 explain("messages.role", roles, f"the chat template refuses them ({error})", "change the turns")
             ) from error
 
-    def _segments(self, messages: Sequence[Message], *, generation_prompt: bool) -> list[tuple[str, bool]]:
-        """Return (text, is an answer) pieces that join to the rendered conversation."""
-        answers = [index for index, message in enumerate(messages) if message.role == "assistant"]
-        whole = self._render(messages, generation_prompt=generation_prompt)
+    def _segments(self, messages: Sequence[Message], *, answers_from: int) -> list[tuple[str, bool]]:
+        """Return (text, is an answer) pieces that join to the rendered conversation.
+
+        Assistant turns before the index `answers_from` are no answers: they are part of the text around them.
+        """
+        whole = self._render(messages, generation_prompt=False)
         segments: list[tuple[str, bool]] = []
         done = 0
-        for index in answers:
+        for index, message in enumerate(messages):
+            if message.role != "assistant" or index < answers_from:
+                continue
+            last = index + 1 == len(messages)
             before = self._before_answer(messages[:index])
-            final = index + 1 == len(messages) and not generation_prompt
-            after = whole if final else self._render(messages[: index + 1], generation_prompt=False)
+            after = whole if last else self._render(messages[: index + 1], generation_prompt=False)
             if not (after.startswith(before) and whole.startswith(after) and len(before) >= done):
                 raise DataError(
                     explain(
@@ -205,7 +200,7 @@ class ChatTemplate:
         return TokenSample(tuple(token_ids[:max_length]), tuple(loss_mask[:max_length]))
 
     def _check_end_of_turn(self) -> None:
-        answer = "".join(text for text, trained in self._segments(_PROBE, generation_prompt=False) if trained)
+        answer = "".join(text for text, trained in self._segments(_PROBE, answers_from=0) if trained)
         if self.eos_id not in self._encode(answer):
             raise ConfigError(
                 explain(

@@ -65,7 +65,7 @@ class Tables:
     prompts: tuple[Prompt, ...]
     eval_prompts: tuple[Prompt, ...]
 
-    def named(self) -> dict[str, tuple[Demonstration, ...] | tuple[Preference, ...] | tuple[Prompt, ...]]:
+    def named(self) -> dict[str, tuple[Demonstration | Preference | Prompt, ...]]:
         """Return the tables by name, in order of their fields."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 

@@ -37,15 +37,17 @@ def bootstrap_interval(values: Sequence[float], *, level: float, resamples: int,
     """
     numbers = np.asarray(values, dtype=np.float64)
     if numbers.size == 0 or not np.isfinite(numbers).all():
-        raise DataError(explain("values", list(values)[:5], "must be finite and at least one", "leave out failed samples"))
+        raise DataError(
+            explain("values", list(values)[:5], "must be finite and at least one", "leave out failed samples")
+        )
     rng = np.random.default_rng(seed)
     means = np.empty(resamples)
     rows = max(1, _CHUNK // numbers.size)
     for start in range(0, resamples, rows):
         count = min(rows, resamples - start)
         means[start : start + count] = numbers[rng.integers(0, numbers.size, size=(count, numbers.size))].mean(axis=1)
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-    return Interval(float(numbers.mean()), float(low), float(high))
+    low, high = (float(np.quantile(means, side)) for side in ((1 - level) / 2, (1 + level) / 2))
+    return Interval(float(numbers.mean()), low, high)
 
 
 def paired_difference(

@@ -14,7 +14,7 @@ from typing import Any
 
 from rlhf_core.errors import ConfigError, DataError, explain
 from rlhf_core.evaluation.bootstrap import Interval, bootstrap_interval
-from rlhf_core.evaluation.metrics import best_of_n_kl, correlation, distinct_n, entropy_estimate, repetition
+from rlhf_core.evaluation.metrics import correlation, distinct_n, entropy_estimate, repetition
 from rlhf_core.types import Generation
 
 REPEATED_N = 3
@@ -36,6 +36,8 @@ class Answers:
     log_ratios: tuple[float, ...] = ()
     kl_bound: float = math.nan
     """Instead of `log_ratios` for a best-of-n row: a bound of its KL, in nats."""
+    picked_from: str = ""
+    """Name of the policy whose answers these were picked from; "" for a policy's own answers."""
 
     def __post_init__(self) -> None:
         if not self.generations:
@@ -101,7 +103,7 @@ def summary(answers: Answers, intervals: Intervals) -> dict[str, Any]:
     return row
 
 
-def best_of(answers: Answers, n: int) -> Answers:
+def best_of(answers: Answers, n: int, *, kl_bound: float) -> Answers:
     """Return, per prompt, the one of its first `n` answers that the reward model likes best.
 
     ConfigError when there is no score, or a prompt has fewer than `n` answers.
@@ -123,7 +125,8 @@ def best_of(answers: Answers, n: int) -> Answers:
         gold=tuple(answers.gold[i] for i in picks) if answers.gold else (),
         scores=tuple(answers.scores[i] for i in picks),
         log_ratios=(),
-        kl_bound=best_of_n_kl(n),
+        kl_bound=kl_bound,
+        picked_from=answers.name,
     )
 
 

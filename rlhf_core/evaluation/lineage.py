@@ -44,10 +44,8 @@ def lineage(records: Sequence[KeyRecord], digests: Iterable[str]) -> list[Ancest
             return digest[:12]
         if record.key not in found:
             parents = tuple(dict.fromkeys(visit(parent, (*path, digest)) for parent in record.handle.parents))
-            config = record.payload["config"] if "config" in record.payload else {}
-            found[record.key] = Ancestor(
-                record.label, record.stage, record.key, record.handle.digest, parents, config
-            )
+            config = record.payload["config"]
+            found[record.key] = Ancestor(record.label, record.stage, record.key, record.handle.digest, parents, config)
         return record.label
 
     for digest in digests:

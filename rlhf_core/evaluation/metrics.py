@@ -14,7 +14,7 @@ class ReliabilityBin(NamedTuple):
 
     low: float
     high: float
-    count: int
+    pairs: int
     confidence: float
     accuracy: float
 
@@ -86,8 +86,8 @@ def reliability(probabilities: Sequence[float], outcomes: Sequence[float], *, bi
 
 def calibration_error(rows: Sequence[ReliabilityBin]) -> float:
     """Return the expected calibration error: mean of |accuracy - confidence| over bins, weighted by their counts."""
-    total = sum(row.count for row in rows)
-    return sum(row.count * abs(row.accuracy - row.confidence) for row in rows) / total if total else 0.0
+    total = sum(row.pairs for row in rows)
+    return sum(row.pairs * abs(row.accuracy - row.confidence) for row in rows) / total if total else 0.0
 
 
 def _ranks(values: Sequence[float]) -> list[float]:

@@ -86,9 +86,9 @@ def reliability_diagram(rows: Sequence[ReliabilityBin], *, ece: float) -> bytes:
     """Draw accuracy against confidence per bin; a calibrated model lies on the diagonal."""
     figure, axes = _figure(4.6, 4.2)
     axes.plot([0, 1], [0, 1], color=SOFT, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
-    largest = max((row.count for row in rows), default=1)
+    largest = max((row.pairs for row in rows), default=1)
     for row in rows:
-        share = row.count / largest
+        share = row.pairs / largest
         axes.bar(
             row.low, row.accuracy, width=row.high - row.low, align="edge", color=PALETTE[0], alpha=0.25 + 0.55 * share,
             edgecolor="white", linewidth=1, zorder=2,
@@ -117,18 +117,24 @@ def margin_histogram(margins: Sequence[float], *, title: str) -> bytes:
     return _png(figure)
 
 
-def length_scatter(groups: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, x_label: str, y_label: str) -> bytes:
-    """Draw score against length, one colour per group of (lengths, scores)."""
+def length_scatter(
+    groups: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, x_label: str, y_label: str
+) -> bytes:
+    """Draw score against length, one colour per group of (lengths, scores), with a large dot at the group's mean."""
     figure, axes = _figure(5.6, 3.8)
     for index, (name, (lengths, scores)) in enumerate(groups.items()):
         colour = PALETTE[index % len(PALETTE)]
         alpha = max(0.15, min(0.7, 80 / max(1, len(lengths))))
         axes.scatter(lengths, scores, s=14, color=colour, alpha=alpha, linewidths=0)
-        axes.scatter([], [], s=24, color=colour, label=name)  # the legend's dot is opaque
+        if len(lengths):
+            middle = (sum(lengths) / len(lengths), sum(scores) / len(scores))
+            axes.plot(
+                *middle, "o", color=colour, markersize=10, markeredgecolor="white", markeredgewidth=1.5, label=name
+            )
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     if len(groups) > 1:
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, markerscale=0.7)
     return _png(figure)
 
 

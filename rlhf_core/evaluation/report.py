@@ -22,17 +22,24 @@ class Column:
     help: str
 
 
-COLUMNS = (
+JUDGED = (
     Column("gold", "gold reward", ".3f", "The reward that nothing was trained on, mean over prompts"),
-    Column("improvement", "difference", "+.3f", "Mean paired difference to the policy that it is compared with"),
+    Column(
+        "improvement",
+        "difference",
+        "+.3f",
+        "Mean paired difference of the reward to the policy that the win rate is against",
+    ),
     Column("win_rate", "win rate", ".1%", "Share of prompts with the better answer, ties half"),
     Column("reward_model", "reward model", ".3f", "Score of the trained reward model, mean over prompts"),
     Column("kl", "KL", ".2f", "Nats per answer to the reference"),
-    Column("kl_per_token", "KL / token", ".4f", "Nats per token to the reference"),
+)
+STYLE = (
     Column("tokens", "tokens", ".1f", "Mean length of an answer"),
     Column("truncated", "cut off", ".1%", "Answers that ended at the token limit"),
     Column("entropy", "entropy", ".2f", "Nats per token, estimated from sampled tokens"),
     Column("repetition", "repeated", ".1%", "Trigrams that occurred before in the same answer"),
+    Column("kl_per_token", "KL / token", ".4f", "Nats per token to the reference"),
     Column("distinct_2", "distinct", ".1%", "Different bigrams over all bigrams of all answers"),
 )
 WITH_BAR = ("gold", "reward_model")
@@ -58,14 +65,12 @@ def render_report(
 
     policies: dict[str, dict[str, Any]] = report["policies"]
     best = best_policy(report)
-    columns = [column for column in COLUMNS if any(column.path in row for row in policies.values())]
     page = Environment(autoescape=True, trim_blocks=False).from_string(TEMPLATE.read_text(encoding="utf-8"))
     return page.render(
         title=title,
         lead=_lead(report),
         cards=_cards(report, best),
-        columns=columns,
-        rows=[_row(name, row, columns, policies, best=name == best) for name, row in policies.items()],
+        tables=[_table("Policies", JUDGED, policies, best), _table("How they write", STYLE, policies, best)],
         footnote=_footnote(report),
         figures=[{"caption": text, "data": base64.b64encode(png).decode()} for text, png in figures],
         samples=[_sample(sample) for sample in samples],
@@ -85,7 +90,9 @@ def best_policy(report: Mapping[str, Any]) -> str:
 
 def _lead(report: Mapping[str, Any]) -> str:
     row = report["policies"][report["order"][0]]
-    by = {"gold": "the gold reward", "reward_model": "the reward model", "": "their answers alone"}[report["compared_by"]]
+    by = {"gold": "the gold reward", "reward_model": "the reward model", "": "their answers alone"}[
+        report["compared_by"]
+    ]
     return f"{len(report['order'])} policies answer the same {row['prompts']} held-out prompts and are judged by {by}."
 
 
@@ -95,27 +102,34 @@ def _cards(report: Mapping[str, Any], best: str) -> list[dict[str, str]]:
     cards = [{"label": "best policy", "value": best, "note": f"{row['samples']} answers"}]
     if measure:
         name = "gold reward" if measure == "gold" else "reward model"
-        cards.append({"label": name, "value": f"{row[measure]['mean']:.3f}", "note": _range(row[measure], ".3f")})
+        cards.append(
+            {"label": name, "value": _number(row[measure]["mean"], ".3f"), "note": _range(row[measure], ".3f")}
+        )
     if "win_rate" in row:
         wins = row["win_rate"]
         label = f"win rate against {wins['against']}"
         cards.append({"label": label, "value": f"{wins['mean']:.1%}", "note": _range(wins, ".1%")})
     if "kl" in row:
         cards.append(
-            {"label": f"KL to {report['reference']}", "value": f"{row['kl']['mean']:.2f}", "note": "nats per answer"}
+            {
+                "label": f"KL to {report['reference']}",
+                "value": _number(row["kl"]["mean"], ".2f"),
+                "note": "nats per answer",
+            }
         )
     return cards
 
 
-def _row(
-    name: str,
-    row: Mapping[str, Any],
-    columns: Sequence[Column],
-    policies: Mapping[str, Mapping[str, Any]],
-    *,
-    best: bool,
+def _table(
+    title: str, columns: Sequence[Column], policies: Mapping[str, Mapping[str, Any]], best: str
 ) -> dict[str, Any]:
-    return {"name": name, "best": best, "cells": [_cell(row, column, policies) for column in columns]}
+    """Return the table of those columns that some policy has a value for."""
+    shown = [column for column in columns if any(column.path in row for row in policies.values())]
+    rows = [
+        {"name": name, "best": name == best, "cells": [_cell(row, column, policies) for column in shown]}
+        for name, row in policies.items()
+    ]
+    return {"title": title, "columns": shown, "rows": rows}
 
 
 def _cell(row: Mapping[str, Any], column: Column, policies: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -123,11 +137,11 @@ def _cell(row: Mapping[str, Any], column: Column, policies: Mapping[str, Mapping
         return {"text": "–", "range": "", "bar": None, "tone": ""}
     value = row[column.path]
     if not isinstance(value, Mapping):
-        return {"text": format(value, column.form), "range": "", "bar": None, "tone": ""}
-    text, note, bar = format(value["mean"], column.form), _range(value, column.form), None
+        return {"text": _number(value, column.form), "range": "", "bar": None, "tone": ""}
+    text, note, bar = _number(value["mean"], column.form), _range(value, column.form), None
     if "kind" in value and value["kind"] == "bound":
         text, note = f"≤ {text}", "bound"
-    if "against" in value:
+    if column.path == "win_rate":
         note = f"{note} vs {value['against']}"
     if column.path in WITH_BAR:
         bar = _bar(value, [other[column.path] for other in policies.values() if column.path in other])
@@ -157,7 +171,17 @@ def _bar(value: Mapping[str, float], others: Sequence[Mapping[str, float]]) -> d
 
 
 def _range(value: Mapping[str, float], form: str) -> str:
-    return f"{format(value['low'], form)} … {format(value['high'], form)}"
+    return f"{_number(value['low'], form)} … {_number(value['high'], form)}"
+
+
+def _number(value: float, form: str) -> str:
+    """Write a number; one that rounds to zero has no sign.
+
+    >>> _number(-0.0001, ".2f"), _number(-0.2, ".2f")
+    ('0.00', '-0.20')
+    """
+    text = format(value, form)
+    return format(0.0, form) if not any(digit in text for digit in "123456789") else text
 
 
 def _footnote(report: Mapping[str, Any]) -> str:

@@ -53,12 +53,16 @@ def reward_model_report(
         "score_std": _std(scores),
         "reliability": [row._asdict() for row in rows],
         "slices": {
-            name: _accuracy([hits[i] for i in places], seed) for name, places in _slices(sources, gaps).items() if places
+            name: _accuracy([hits[i] for i in places], seed)
+            for name, places in _slices(sources, gaps).items()
+            if places
         },
     }
     figures = {
         "reliability": plots.reliability_diagram(rows, ece=ece),
-        "margins": plots.margin_histogram(margins, title=f"{overall['accuracy']:.1%} of {len(margins)} pairs ordered right"),
+        "margins": plots.margin_histogram(
+            margins, title=f"{overall['accuracy']:.1%} of {len(margins)} pairs ordered right"
+        ),
         "length": plots.length_scatter(
             {"chosen": (chosen_lengths, chosen_scores), "rejected": (rejected_lengths, rejected_scores)},
             x_label="tokens",

@@ -7,6 +7,9 @@ import logging
 import os
 import socket
 import tempfile
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import psutil
@@ -20,6 +23,10 @@ PROBE_TIMEOUT_S = 5.0
 OBJECT_STORE_FRACTION = 0.1
 """Share of the machine's memory that weights on their way may take; Ray's own default is 0.3."""
 SMALLEST_OBJECT_STORE = 256 << 20
+HTTP2_SETTINGS = 4
+HTTP2_FRAME_HEADER = 9
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, HTTP2_SETTINGS, 0, 0, 0, 0, 0))
+"""What a client sends first (RFC 9113, 3.4); the server answers with a settings frame of its own."""
 
 
 def connect(cores: int) -> bool:
@@ -37,16 +44,18 @@ def connect(cores: int) -> bool:
     address = os.environ.get("RAY_ADDRESS", "")
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "include_dashboard": False}
     if address in ("", "local"):
-        ray.init(
-            address="local",
-            num_cpus=cores,
-            object_store_memory=max(SMALLEST_OBJECT_STORE, int(psutil.virtual_memory().total * OBJECT_STORE_FRACTION)),
+        settings = {
+            "address": "local",
+            "num_cpus": cores,
+            "object_store_memory": max(
+                SMALLEST_OBJECT_STORE, int(psutil.virtual_memory().total * OBJECT_STORE_FRACTION)
+            ),
             # Unix sockets live below it and may be 107 characters long, so TMPDIR does not decide.
-            _temp_dir=str(Path("/tmp" if os.name == "posix" else tempfile.gettempdir()) / f"rlhf-ray-{os.getuid()}"),
+            "_temp_dir": str(Path("/tmp" if os.name == "posix" else tempfile.gettempdir()) / f"rlhf-ray-{os.getuid()}"),
             # Our actors have an environment of their own, so workers that Ray starts ahead would never be used.
-            _system_config={"prestart_worker_first_driver": False, "enable_metrics_collection": False},
-            **quiet,
-        )
+            "_system_config": {"prestart_worker_first_driver": False, "enable_metrics_collection": False},
+        }
+        _in_lasting_thread(lambda: ray.init(**settings, **quiet))
         return True
     _join(address)
     return False
@@ -98,6 +107,21 @@ def own_gpus() -> list[str]:
     return [f"{node}:{gpu}" for gpu in ray.get_runtime_context().get_accelerator_ids()["GPU"]]
 
 
+def _in_lasting_thread(start: Callable[[], object]) -> None:
+    """Call `start` in a thread that outlives it: Linux kills Ray's processes with the *thread* that made them."""
+    started: Future[object] = Future()
+
+    def run() -> None:
+        try:
+            started.set_result(start())
+        except BaseException as error:
+            started.set_exception(error)
+        threading.Event().wait()
+
+    threading.Thread(target=run, name="ray-parent", daemon=True).start()
+    started.result()
+
+
 def _join(address: str) -> None:
     import ray
 
@@ -116,12 +140,16 @@ def _join(address: str) -> None:
 
 
 def _probe(address: str) -> None:
+    """Raise ConfigError unless a gRPC server answers: Ray itself would wait for minutes, for one behind any open port."""
     host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host, int(port)), timeout=PROBE_TIMEOUT_S):
-            return
+        with socket.create_connection((host, int(port)), timeout=PROBE_TIMEOUT_S) as connection:
+            connection.sendall(HTTP2_PREFACE)
+            answer = connection.recv(HTTP2_FRAME_HEADER)
     except (OSError, ValueError, OverflowError) as error:
         raise _no_head(address) from error
+    if len(answer) < HTTP2_FRAME_HEADER or answer[3] != HTTP2_SETTINGS:
+        raise _no_head(address)
 
 
 def _no_head(address: str) -> ConfigError:

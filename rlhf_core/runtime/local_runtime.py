@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rlhf_core.config.engines import OptimizerConfig, RuntimeConfig
 from rlhf_core.errors import SamplingError, explain
@@ -33,7 +33,7 @@ class LocalRuntime:
 
         self._served.update(trainer_versions(self._config.trainer))
         with contextlib.closing(LocalTrainer(model, optimizer, self._config.trainer)) as trainer:
-            yield trainer
+            yield cast(Trainer, trainer)
 
     @contextlib.contextmanager
     def sampler(self, policy: Path) -> Iterator[Sampler]:
@@ -46,7 +46,8 @@ class LocalRuntime:
                 explain("sampler", str(policy), "the engine is leased already", "leave the other `with` block first")
             )
         threads = threads_per_worker(self._config, workers=1)
-        self._sampler = reopen_sampler(self._sampler, policy, self._config.sampler, threads=threads, transfer="")
+        warm, self._sampler = self._sampler, None  # not kept if opening fails
+        self._sampler = reopen_sampler(warm, policy, self._config.sampler, threads=threads, transfer="")
         self._served.update(sampler_versions(self._config.sampler))
         self._sampler_leased = True
         try:

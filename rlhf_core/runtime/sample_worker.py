@@ -52,7 +52,8 @@ class SampleWorker:
         from rlhf_core.runtime.samplers import reopen_sampler
         from rlhf_core.runtime.versions import sampler_versions
 
-        self._sampler = reopen_sampler(self._sampler, policy, self._config, threads=self._threads, transfer=transfer)
+        warm, self._sampler = self._sampler, None  # not kept if opening fails
+        self._sampler = reopen_sampler(warm, policy, self._config, threads=self._threads, transfer=transfer)
         return sampler_versions(self._config)
 
     def generate(self, requests: Sequence[SamplingRequest], sampling: SamplingConfig) -> list[Completion]:

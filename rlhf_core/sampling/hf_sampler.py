@@ -18,7 +18,7 @@ from rlhf_core.errors import SamplingError, explain
 from rlhf_core.interfaces import ModelSpec, Weights
 from rlhf_core.models.export import weights_digest
 from rlhf_core.models.loading import load_model, load_tokenizer
-from rlhf_core.sampling.requests import check_requests, finish_reason, stop_token_ids
+from rlhf_core.sampling.requests import check_logprobs, check_requests, finish_reason, stop_token_ids
 from rlhf_core.types import Completion, SamplingRequest
 
 
@@ -121,6 +121,7 @@ class HFSampler:
         return torch.tensor([row.token_ids[-1] for row in rows], device=logprobs_BV.device)
 
     def _completion(self, row: _Row) -> Completion:
+        check_logprobs(row.request, row.logprobs)
         return Completion(
             token_ids=tuple(row.token_ids),
             logprobs=tuple(row.logprobs),
@@ -155,7 +156,8 @@ def inverse_cdf(logprobs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     """Return `tokens_B`: the first token at which the cumulative probability exceeds the uniform of its row."""
     cumulative_BV = logprobs_BV.double().exp().cumsum(-1)
     thresholds_B1 = uniforms_B[:, None] * cumulative_BV[:, -1:]
-    return torch.searchsorted(cumulative_BV, thresholds_B1, right=True).squeeze(-1)
+    tokens_B = torch.searchsorted(cumulative_BV, thresholds_B1, right=True).squeeze(-1)
+    return tokens_B.clamp(max=logprobs_BV.shape[-1] - 1)  # NaN finds no place; its log-probability will tell
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,6 +28,15 @@ def check_requests(
             raise SamplingError(
                 explain(where, needed, rule, "raise runtime.sampler.max_model_len, lower max_tokens or drop the prompt")
             )
+
+
+def check_logprobs(request: SamplingRequest, logprobs: Sequence[float]) -> None:
+    """Raise SamplingError, naming the request, unless every log-probability is finite: a policy of NaNs still samples."""
+    if not all(map(math.isfinite, logprobs)):
+        where = f"request (seed {request.seed}).logprobs"
+        raise SamplingError(
+            explain(where, logprobs[:4], "must be finite", "the policy has diverged: go back to a checkpoint")
+        )
 
 
 def stop_token_ids(policy: Path, *, tokenizer_eos: int | None) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ tokenizer: token ids go in and come out, text is decoded here, once, with the po
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -18,12 +19,18 @@ from typing import Any, Literal
 from rlhf_core.config.engines import SamplingConfig, VllmSamplerConfig
 from rlhf_core.errors import ConfigError, SamplingError, explain
 from rlhf_core.interfaces import Weights
-from rlhf_core.sampling.requests import check_requests, finish_reason, stop_token_ids
+from rlhf_core.sampling.requests import check_logprobs, check_requests, finish_reason, stop_token_ids
 from rlhf_core.types import Completion, SamplingRequest
 
 logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
+
+NOT_ARCHITECTURE = {
+    *("transformers_version", "_name_or_path", "use_cache", "dtype", "torch_dtype"),
+    *("eos_token_id", "bos_token_id", "pad_token_id"),
+}
+"""Keys of a config that a re-export may change and that the engine does not read, or gets from us."""
 
 TransferVerb = Literal["init", "start", "update", "finish"]
 
@@ -44,7 +51,7 @@ class VllmSampler:
         self.version = 0
         self._adopt(policy)
         self._check_positions(policy)
-        self._llm = _start_engine(policy, config, transfer=transfer)
+        self._llm: Any = _start_engine(policy, config, transfer=transfer)
 
     # ------------------------------------------------------------ Sampler
 
@@ -101,11 +108,12 @@ class VllmSampler:
         self._architecture = _architecture(policy)
         self._tokenizer = load_tokenizer(policy)
         self._stops = stop_token_ids(policy, tokenizer_eos=self._tokenizer.eos_token_id)
-        self._vocab_size = int(_read_config(policy)["vocab_size"])
+        self._vocab_size = int(_text_config(policy)["vocab_size"])
 
     def _reload(self, **source: Any) -> None:
         try:
             self._llm.collective_rpc("reload_weights", kwargs=source)
+            self._llm.collective_rpc("repack_heads")
         except Exception as error:
             raise SamplingError(
                 explain("weights", type(error).__name__, str(error), "the policy must have the engine's architecture")
@@ -128,7 +136,7 @@ class VllmSampler:
                 raise SamplingError(explain("weights", wrong[:3], rule, "report this: the reload is broken"))
 
     def _check_positions(self, policy: Path) -> None:
-        positions = _read_config(policy).get("max_position_embeddings")
+        positions = _text_config(policy).get("max_position_embeddings")
         if positions is not None and self.config.max_model_len > positions:
             raise ConfigError(
                 explain(
@@ -162,9 +170,11 @@ class VllmSampler:
             raise SamplingError(
                 explain(f"request (seed {request.seed})", output.finish_reason, "no token", "see the log")
             )
+        logprobs = tuple(entry[token].logprob for token, entry in zip(token_ids, output.logprobs, strict=True))
+        check_logprobs(request, logprobs)
         return Completion(
             token_ids=token_ids,
-            logprobs=tuple(entry[token].logprob for token, entry in zip(token_ids, output.logprobs, strict=True)),
+            logprobs=logprobs,
             text=self._tokenizer.decode(token_ids, skip_special_tokens=True),
             finish_reason=finish_reason(token_ids[-1], self._stops),
             policy_version=self.version,
@@ -188,6 +198,8 @@ class VllmSampler:
     def close(self) -> None:
         """Shut the engine down and free its KV cache."""
         self._llm.llm_engine.engine_core.shutdown()
+        self._llm = None
+        gc.collect()
 
 
 def prepare_environment(config: VllmSamplerConfig, *, threads: int) -> None:
@@ -200,7 +212,6 @@ def prepare_environment(config: VllmSamplerConfig, *, threads: int) -> None:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_DO_NOT_TRACK": "1",
             "VLLM_LOGGING_LEVEL": "ERROR",
-            "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "OMP_NUM_THREADS": str(threads),
         }
@@ -237,7 +248,7 @@ def _start_engine(policy: Path, config: VllmSamplerConfig, *, transfer: str) -> 
             async_scheduling=False,
             logprobs_mode="processed_logprobs",
             seed=0,
-            worker_extension_cls="rlhf_core.sampling.vllm_worker.WeightProbe",
+            worker_extension_cls="rlhf_core.sampling.vllm_worker.WeightReload",
             **place,
         )
     except Exception as error:
@@ -254,7 +265,13 @@ def _read_config(policy: Path) -> dict[str, Any]:
     return config
 
 
+def _text_config(policy: Path) -> dict[str, Any]:
+    """Return the language model's part of the config: multimodal models nest it."""
+    config = _read_config(policy)
+    nested: dict[str, Any] = config["text_config"] if "text_config" in config else config
+    return nested
+
+
 def _architecture(policy: Path) -> dict[str, Any]:
-    """Return the config without what a re-export may change and the engine does not read."""
-    ignored = ("transformers_version", "_name_or_path", "use_cache", "eos_token_id", "bos_token_id", "pad_token_id")
-    return {key: value for key, value in _read_config(policy).items() if key not in ignored}
+    """Return what two policies must share to be served by one engine."""
+    return {key: value for key, value in _read_config(policy).items() if key not in NOT_ARCHITECTURE}

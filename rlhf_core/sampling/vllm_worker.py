@@ -1,4 +1,4 @@
-"""What we add to vLLM's worker: comparing what the engine holds with what the trainer sent."""
+"""What we add to vLLM's worker: finishing a reload on CPU, and comparing what it holds with what the trainer sent."""
 
 from __future__ import annotations
 
@@ -14,10 +14,20 @@ Probes = dict[str, tuple[tuple[int, ...], Tensor]]
 """Name -> (shape of the whole tensor, some of its rows in float32 on the CPU)."""
 
 
-class WeightProbe:
-    """Mixed into vLLM's worker by `worker_extension_cls`, so that `collective_rpc("mismatched_weights", ...)` finds it."""
+class WeightReload:
+    """Mixed into vLLM's worker by `worker_extension_cls`, so that `collective_rpc("repack_heads")` finds it."""
 
     model_runner: Any
+
+    def repack_heads(self) -> None:
+        """Pack the LM head again from its weight.
+
+        On CPU a head computes with a packed copy, which vLLM makes when it loads the head's weight. A head tied to the
+        embedding has no weight to load: without this it would go on with the old one after a reload.
+        """
+        for layer in self.model_runner.get_model().modules():
+            if hasattr(layer, "cpu_linear") and layer.weight.numel() > 0:
+                layer.quant_method.process_weights_after_loading(layer)
 
     def mismatched_weights(self, probes: Probes) -> list[str]:
         """Return the names whose values here are not the probed ones, among those that this worker holds as they came.

@@ -83,9 +83,7 @@ class MemoryTracker:
         self.tags |= {"name": name, **tags}
         return self.run_id
 
-    def stage(
-        self, label: str, *, key: str, params: Mapping[str, Any], tags: Mapping[str, str]
-    ) -> MemoryStageTracker:
+    def stage(self, label: str, *, key: str, params: Mapping[str, Any], tags: Mapping[str, str]) -> MemoryStageTracker:
         """Return the tracker of the stage with `key`; the same one when it was opened before."""
         tracker = self.stages.setdefault(key, MemoryStageTracker(label=label, key=key))
         tracker.status = "RUNNING"

@@ -27,7 +27,8 @@ from typing import Any, Literal
 from rlhf_core.interfaces import StageTracker
 from rlhf_core.leases import Owner, is_gone
 from rlhf_core.tracking import owner, redaction
-from rlhf_core.tracking.mlflow_delivery import Delivery, open_client, run_url
+from rlhf_core.tracking.mlflow_client import open_client, run_url
+from rlhf_core.tracking.mlflow_delivery import Delivery
 from rlhf_core.tracking.outbox import Outbox
 
 logger = logging.getLogger(__name__)
@@ -48,9 +49,7 @@ class MlflowTracker:
     that are not delivered yet (a folder of the machine; shared by runs; by default beside the database or the root).
     """
 
-    def __init__(
-        self, uri: str, *, experiment: str, artifact_root: Path | None, spool: Path | None = None
-    ) -> None:
+    def __init__(self, uri: str, *, experiment: str, artifact_root: Path | None, spool: Path | None = None) -> None:
         self._uri = uri
         self._token = uuid.uuid4().hex
         self._delivery = Delivery(uri, experiment=experiment, artifact_root=artifact_root)
@@ -80,9 +79,7 @@ class MlflowTracker:
             self._reconcile()
         return self.run_id
 
-    def stage(
-        self, label: str, *, key: str, params: Mapping[str, Any], tags: Mapping[str, str]
-    ) -> MlflowStageTracker:
+    def stage(self, label: str, *, key: str, params: Mapping[str, Any], tags: Mapping[str, str]) -> MlflowStageTracker:
         """Open the run of the stage `key` below this one: one run per key, found again by its tag."""
         self._append(
             "open_stage", key, parent=self._token, label=label, params=redaction.flatten(params),
@@ -162,8 +159,7 @@ class MlflowStageTracker(StageTracker):
         token = uuid.uuid4().hex
         self._append("register", id=token, name=name, digest=digest, aliases=list(aliases), tags=dict(tags))
         self._tracker._outbox.flush(OPEN_SECONDS, retry=False)
-        versions = self._tracker._delivery.versions
-        return versions[token] if token in versions else "pending"
+        return self._tracker._delivery.versions.get(token, "pending")
 
     def flush(self) -> bool:
         """Deliver what is waiting, for instance at a checkpoint; return whether everything arrived."""

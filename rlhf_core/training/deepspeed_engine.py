@@ -89,10 +89,9 @@ class DeepSpeedEngine:
         import deepspeed
 
         parameters = list(self.module.parameters())
-        partitioned = self._stage == 3
-        with deepspeed.zero.GatheredParameters(parameters, modifier_rank=None, enabled=partitioned):
-            with _own_storage(parameters):
-                yield
+        whole = deepspeed.zero.GatheredParameters(parameters, modifier_rank=None, enabled=self._stage == 3)
+        with whole, _own_storage(parameters):
+            yield
 
     def save(self, folder: Path) -> None:
         """Write trained weights and optimizer: one file at stage 0 (every rank has the same), DeepSpeed's own above."""
@@ -205,14 +204,16 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _weights_only() -> Iterator[None]:
-    """Make DeepSpeed's `torch.load` refuse to run code from a checkpoint; only its loss scaler is let through."""
+    """Make DeepSpeed's `torch.load` refuse to run code from a checkpoint; its three plain value types are let through."""
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
 
     name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"
     try:
-        with torch.serialization.safe_globals([LossScaler]):
+        with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
             yield
     finally:
         del os.environ[name]

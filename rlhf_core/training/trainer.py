@@ -188,9 +188,10 @@ class LocalTrainer:
     def _passes(self, samples: Sequence[Row], *, pack_to: int | None) -> Iterator[list[int]]:
         """Yield the indices of each micro-batch, then empty ones while other ranks still work."""
         batches = micro_batches(samples, rows=self._rows, pack_to=pack_to)
+        # Agreed on before the first pass: ZeRO 2 and 3 talk during passes, and a question in between would deadlock.
+        idle = self._engine.passes(len(batches)) - len(batches)
         yield from batches
-        for _ in range(self._engine.passes(len(batches)) - len(batches)):
-            yield []
+        yield from ([] for _ in range(idle))
 
     def _idle(self, module: nn.Module) -> LossOutput:
         """Return a zero loss that reaches the weights, so that this rank takes part in the others' reductions."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.tracking.mlflow_delivery import create_database
+from rlhf_core.tracking.mlflow_client import create_database
 
 
 @pytest.fixture(scope="session")

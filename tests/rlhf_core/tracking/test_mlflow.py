@@ -94,7 +94,14 @@ def test_steps_that_are_recorded_again_leave_no_second_point(make: Made, client:
     assert stage.flush()
     history = client.get_metric_history(stage.run_id, "ppo/reward/mean")
     assert sorted(point.step for point in history) == list(range(1, 11))
-    assert sorted(point.step for point in client.get_metric_history(stage.run_id, "ppo/eval/gold")) == [5, 6, 7, 8, 9, 10]
+    assert sorted(point.step for point in client.get_metric_history(stage.run_id, "ppo/eval/gold")) == [
+        5,
+        6,
+        7,
+        8,
+        9,
+        10,
+    ]
 
 
 def test_values_that_are_not_finite_are_left_out(make: Made, client: MlflowClient) -> None:
@@ -119,7 +126,9 @@ def test_a_cached_stage_opens_no_run_and_is_noted_on_the_parent(make: Made, clie
     assert len(client.search_runs([client.get_experiment_by_name("rlhf").experiment_id])) == 2
 
 
-def test_tables_and_files_arrive_even_when_the_original_is_moved_away(make: Made, client: MlflowClient, tmp_path: Path) -> None:
+def test_tables_and_files_arrive_even_when_the_original_is_moved_away(
+    make: Made, client: MlflowClient, tmp_path: Path
+) -> None:
     tracker = make()
     tracker.start("run", run_id=None, params={}, tags={})
     stage = tracker.stage("evaluate", key="k1", params={}, tags={})
@@ -132,12 +141,17 @@ def test_tables_and_files_arrive_even_when_the_original_is_moved_away(make: Made
     run = client.get_run(stage.run_id)
     assert json.loads(run.data.tags["mlflow.loggedArtifacts"]) == [{"path": "samples/step_0010.json", "type": "table"}]
     folder = Path(run.info.artifact_uri.removeprefix("file://"))
-    assert json.loads((folder / "samples/step_0010.json").read_text()) == {"columns": ["prompt", "reward"], "data": [["hi", 1.0]]}
+    assert json.loads((folder / "samples/step_0010.json").read_text()) == {
+        "columns": ["prompt", "reward"],
+        "data": [["hi", 1.0]],
+    }
     assert (folder / "figures/frontier.png").read_bytes() == b"png"
     assert not list(tmp_path.rglob("file-*"))  # the copy in the spool is gone
 
 
-def test_lineage_runs_from_the_stage_that_made_a_model_to_the_one_that_reads_it(make: Made, client: MlflowClient) -> None:
+def test_lineage_runs_from_the_stage_that_made_a_model_to_the_one_that_reads_it(
+    make: Made, client: MlflowClient
+) -> None:
     tracker = make()
     tracker.start("run", run_id=None, params={}, tags={})
     digest = "d" * 64
@@ -168,7 +182,9 @@ def test_a_model_is_registered_by_reference_with_aliases_and_tags(make: Made, cl
     stage.model("ppo", "d2", "store://d2")
     assert stage.register("rlhf-policy", "d1", aliases=["candidate", "champion"], tags={"gate": "passed"}) == "1"
     assert stage.register("rlhf-policy", "d2", aliases=["candidate"], tags={"gate": "failed"}) == "2"
-    assert stage.register("rlhf-policy", "d2", aliases=["candidate"], tags={"gate": "failed"}) == "2"  # a second attempt
+    assert (
+        stage.register("rlhf-policy", "d2", aliases=["candidate"], tags={"gate": "failed"}) == "2"
+    )  # a second attempt
     assert client.get_model_version_by_alias("rlhf-policy", "champion").version == 1
     candidate = client.get_model_version_by_alias("rlhf-policy", "candidate")
     assert candidate.version == 2
@@ -201,7 +217,9 @@ def test_an_outage_costs_no_record(empty_database: Path, tmp_path: Path) -> None
     assert client.get_model_version_by_alias("rlhf-policy", "candidate").tags["store.digest"] == "d1"
 
 
-def test_what_a_killed_process_could_not_send_is_sent_by_the_next(database: Path, tmp_path: Path, client: MlflowClient) -> None:
+def test_what_a_killed_process_could_not_send_is_sent_by_the_next(
+    database: Path, tmp_path: Path, client: MlflowClient
+) -> None:
     program = f"""
 import os
 from rlhf_core.tracking import outbox
@@ -234,10 +252,3 @@ def test_only_runs_whose_process_is_gone_are_ended(make: Made, client: MlflowCli
     assert reconcile(client, experiment) == [dead]
     assert [client.get_run(run).info.status for run in (living, dead, foreign)] == ["RUNNING", "KILLED", "RUNNING"]
     assert reconcile_at(f"sqlite:///{database}", experiment="rlhf") == []
-
-
-def test_the_address_of_a_run_leads_to_the_web_interface() -> None:
-    from rlhf_core.tracking.mlflow_delivery import run_url
-
-    assert run_url("http://127.0.0.1:5000", "3", "abc") == "http://127.0.0.1:5000/#/experiments/3/runs/abc"
-    assert run_url("sqlite:////data/mlflow.db", "3", "abc") == "runs:/abc"

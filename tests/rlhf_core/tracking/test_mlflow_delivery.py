@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from mlflow import MlflowClient
 
-from rlhf_core.tracking.mlflow_delivery import TRIES_OF_ONE_RECORD, Delivery, create_database
+from rlhf_core.tracking.mlflow_delivery import TRIES_OF_ONE_RECORD, Delivery
 from rlhf_core.tracking.outbox import Unreachable
 
 
@@ -81,14 +79,3 @@ def test_a_record_that_alone_keeps_failing_does_not_hold_up_the_others(delivery:
         except Unreachable:
             continue
     assert skipped >= 1
-
-
-def test_two_processes_that_create_the_database_get_one(tmp_path: Path, empty_database: Path) -> None:
-    path = tmp_path / "new" / "mlflow.db"
-    threads = [threading.Thread(target=create_database, args=(path,)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert MlflowClient(tracking_uri=f"sqlite:///{path}").get_experiment("0").name == "Default"
-    assert [item.name for item in path.parent.iterdir()] == ["mlflow.db"]

@@ -22,7 +22,9 @@ def test_a_long_value_is_cut_to_six_thousand_characters() -> None:
     assert len(flatten({"text": "x" * 9000})["text"]) == 6000
 
 
-@pytest.mark.parametrize("key", ["token", "hub.hf_token", "aws.secret", "db_password", "openai_api_key", "x.credentials"])
+@pytest.mark.parametrize(
+    "key", ["token", "hub.hf_token", "aws.secret", "db_password", "openai_api_key", "x.credentials"]
+)
 def test_the_value_of_a_secret_is_hidden(key: str) -> None:
     assert hidden(key, "hunter2") == "***"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,9 +69,11 @@ def reward_pairs(token_samples: list[TokenSample]) -> list[RewardPair]:
 
 @pytest.fixture
 def preference_samples(token_samples: list[TokenSample]) -> list[PreferenceSample]:
-    pairs = zip(token_samples, token_samples[1:] + token_samples[:1], strict=True)
+    # Reversed, so that the two sides' gradients do not cancel over the batch.
+    rejected = [replace(sample, token_ids=sample.token_ids[::-1]) for sample in token_samples[1:] + token_samples[:1]]
     return [
-        PreferenceSample(one, other, -5.7 * sum(one.loss_mask), -5.8 * sum(other.loss_mask)) for one, other in pairs
+        PreferenceSample(one, other, -5.7 * sum(one.loss_mask), -5.8 * sum(other.loss_mask))
+        for one, other in zip(token_samples, rejected, strict=True)
     ]
 
 

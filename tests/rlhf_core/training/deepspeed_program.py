@@ -1,13 +1,13 @@
-"""Run by test_deepspeed_engine.py, once alone and once as two ranks: `python deepspeed_program.py <policy> <out>`.
+"""Run by test_deepspeed_engine.py: `python deepspeed_program.py <policy> <out> <engine>...`, alone or as several ranks.
 
-Writes out/rank<r>.json. Trains a policy and a value model side by side, with the plain engine (alone only) and with
-DeepSpeed at ZeRO 0 and 1, saves after step 2 of 5, and goes on from there with new objects.
+An engine is `torch`, `zero0` .. `zero3`, or one of them with `-bfloat16`. With each in turn it trains a policy and a
+value model side by side, saves after step 2 of 5, goes on from there with new objects, and writes what it saw to
+<out>/rank<r>_of_<world>.json.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import sys
 from collections.abc import Iterator
@@ -102,21 +102,17 @@ def skip(trainer: LocalTrainer) -> list[float]:
     return [trainer.optim_step(learning_rate=1e-3)["skipped"]]
 
 
+def config_of(engine: str) -> TrainerConfig:
+    name, _, dtype = engine.partition("-")
+    settings: dict[str, Any] = {"engine": "torch"} if name == "torch" else {"zero_stage": int(name[-1])}
+    return TrainerConfig(**settings, micro_batch=3, dtype=dtype or "float32")
+
+
 def main() -> None:
-    policy, out = sys.argv[1], Path(sys.argv[2])
+    policy, out, engines = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
     torch.set_num_threads(1)
     rank, world = rank_and_world()
-    made = {}
-    if world == 1:
-        made["torch"] = measure(policy, TrainerConfig(engine="torch", micro_batch=3), out / "torch")
-    for stage in (0, 1):
-        config = TrainerConfig(engine="deepspeed", zero_stage=stage, micro_batch=3)
-        made[f"zero{stage}"] = measure(policy, config, out / f"zero{stage}_of_{world}")
-    if "RLHF_TEST_STAGES" in os.environ:
-        for stage in json.loads(os.environ["RLHF_TEST_STAGES"]):
-            for dtype in ("float32", "bfloat16"):
-                config = TrainerConfig(engine="deepspeed", zero_stage=stage, micro_batch=3, dtype=dtype)
-                made[f"zero{stage}_{dtype}"] = measure(policy, config, out / f"zero{stage}_{dtype}_of_{world}")
+    made = {engine: measure(policy, config_of(engine), out / f"{engine}_of_{world}") for engine in engines}
     (out / f"rank{rank}_of_{world}.json").write_text(json.dumps(made))
 
 

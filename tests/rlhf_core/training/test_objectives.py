@@ -95,7 +95,7 @@ def test_the_reward_loss_is_that_of_the_classifiers_own_scores(
     model: Any = model_of(score_spec)
 
     def score(ids: tuple[int, ...]) -> float:
-        return float(model(input_ids=torch.tensor([ids])).logits)
+        return model(input_ids=torch.tensor([ids])).logits.item()
 
     terms = []
     for pair in reward_pairs:

@@ -1,0 +1,79 @@
+"""Opens MLflow: the client, a new database, the address of a run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.tracking import redaction
+
+logger = logging.getLogger(__name__)
+
+_SETTINGS = {  # short: a server that is down must be noticed in seconds, and we try again ourselves
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
+
+
+def open_client(uri: str) -> Any:
+    """Return an MlflowClient of `uri`; an SQLite database that is not there is created (4-6 s, once)."""
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    import mlflow
+    from mlflow import MlflowClient
+
+    # The registry of a direct SQLite store looks the model up through the process's own tracking URI.
+    mlflow.set_tracking_uri(uri)
+    if uri.startswith("sqlite:///"):
+        create_database(Path(uri.removeprefix("sqlite:///")))
+    return MlflowClient(tracking_uri=uri)
+
+
+_CREATING = threading.Lock()
+
+
+def create_database(path: Path) -> None:
+    """Create MLflow's SQLite database at `path` if it is not there.
+
+    Its 60 or so migrations commit one by one, so they run in memory-backed storage where there is some (4 s instead of
+    6 s and more on a slow disk); the finished database then appears at once, also for a process that waits for it.
+    """
+    with _CREATING:
+        if path.exists() and path.stat().st_size:
+            return
+        from mlflow import MlflowClient
+
+        logger.info("tracking: creating %s (some seconds, once)", path)
+        clock = time.monotonic()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        memory = Path("/dev/shm")
+        with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
+            draft = Path(folder) / "mlflow.db"
+            MlflowClient(tracking_uri=f"sqlite:///{draft}").search_experiments(max_results=1)
+            ready = path.with_name(f".{path.name}.{os.getpid()}")
+            source, target = sqlite3.connect(draft), sqlite3.connect(ready)
+            source.backup(target)
+            source.close()
+            target.close()
+        try:
+            os.link(ready, path)  # unlike a rename, this does not replace what another process has made meanwhile
+        except FileExistsError:
+            if not path.stat().st_size:
+                ready.replace(path)
+        ready.unlink(missing_ok=True)
+        logger.info("tracking: %s is ready after %.1f s", path, time.monotonic() - clock)
+
+
+def run_url(uri: str, experiment_id: str, run_id: str) -> str:
+    """Return the address of a run in the web interface, or `runs:/<id>` where there is no server."""
+    if uri.startswith(("http://", "https://")):
+        return redaction.without_secrets(f"{uri.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}")
+    return f"runs:/{run_id}"

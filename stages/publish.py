@@ -1,0 +1,236 @@
+"""Publishing: a gate over the report's numbers, a model card, and an entry in the registry by reference.
+
+Every policy that gets here is registered as `candidate`; `champion` moves only when every threshold holds. A failed
+gate is an outcome, written down like a passed one.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from rlhf_core.config.base import Config
+from rlhf_core.errors import ConfigError, explain
+from rlhf_core.stage import StageContext
+from rlhf_core.types import PolicyRef, PublishedRef, ReportRef
+
+NAME = "publish"
+VERSION = 1
+CODE = "strict"
+
+OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    ">": operator.gt,
+    "<=": operator.le,
+    "<": operator.lt,
+}
+CANDIDATE, CHAMPION = "candidate", "champion"
+
+
+class Threshold(Config):
+    """One condition, such as `{metric = "gold/mean", op = ">=", than = "sft"}` or `{metric = "kl/mean", op = "<=", value = 20}`."""
+
+    metric: str
+    """Path into the policy's row of report.json, with / or . between its parts: `gold/low`, `win_rate/mean`, `tokens/mean`."""
+    op: Literal[">=", ">", "<=", "<"]
+    value: float | None = None
+    than: str = ""
+    """Compare with the same metric of this policy of the report instead of `value`."""
+    factor: float = 1.0
+    """Multiplies the other policy's metric: `{metric = "tokens/mean", op = "<=", than = "sft", factor = 1.5}`."""
+
+    @model_validator(mode="after")
+    def _one_bound(self) -> Threshold:
+        if (self.value is None) == (not self.than):
+            raise ValueError(f"metric = {self.metric!r}: needs either value or than; give exactly one of them")
+        return self
+
+
+class PublishConfig(Config):
+    """Where the policy is registered, and what it must reach."""
+
+    name: str = Field("rlhf-policy", min_length=1)
+    """In the registry."""
+    policy: str = ""
+    """Name of the policy in the report; "" finds it by its digest."""
+    gate: tuple[Threshold, ...] = ()
+    """All must hold. An empty gate passes."""
+    intended_use: str = "Research on preference learning. Not reviewed for use with people."
+    licence: str = "To be chosen by whoever releases the model; mind the licences of the base model and of the data."
+
+
+def run(config: PublishConfig, *, policy: PolicyRef, report: ReportRef, context: StageContext) -> PublishedRef:
+    """Judge `policy` by `report`, write gate.json and the model card, register by reference; return what came of it."""
+    content = json.loads((context.path(report) / "report.json").read_text())
+    name = name_of(config, policy, content)
+    checks = [check(threshold, index, name, content) for index, threshold in enumerate(config.gate)]
+    passed = all(entry["pass"] for entry in checks)
+
+    context.tracker.input_model(policy.digest)
+    context.tracker.dataset("report", report.digest, "evaluation")
+    aliases = [CANDIDATE, CHAMPION] if passed else [CANDIDATE]
+    version = context.tracker.register(
+        config.name, policy.digest, aliases=aliases, tags=version_tags(name, content, context.key, passed)
+    )
+    gate = {
+        "passed": passed,
+        "policy": name,
+        "digest": policy.digest,
+        "checks": checks,
+        "registry": {"name": config.name, "version": version, "aliases": aliases},
+    }
+    (context.out / "gate.json").write_text(json.dumps(gate, indent=2))
+    (context.out / "README.md").write_text(model_card(config, gate, policy, report, content), encoding="utf-8")
+    record(checks, context)
+    return context.commit(PublishedRef, metrics={"gate/passed": float(passed), "gate/checks": float(len(checks))})
+
+
+# ---------------------------------------------------------------- the gate
+
+
+def name_of(config: PublishConfig, policy: PolicyRef, report: Mapping[str, Any]) -> str:
+    """Return the policy's name in the report; ConfigError when the report is not about this policy."""
+    names = [name for name in report["order"] if report["policies"][name]["digest"] == policy.digest]
+    if config.policy:
+        if config.policy not in report["order"]:
+            known = ", ".join(report["order"])
+            raise ConfigError(
+                explain("publish.policy", config.policy, f"is not in the report ({known})", "name one that is")
+            )
+        if config.policy not in names:
+            raise ConfigError(
+                explain(
+                    "publish.policy",
+                    config.policy,
+                    "has other weights in the report",
+                    "publish the policy that was judged",
+                )
+            )
+        return config.policy
+    if not names:
+        raise ConfigError(
+            explain("publish.policy", policy.digest[:12], "was not judged in this report", "evaluate it, then publish")
+        )
+    return names[-1]
+
+
+def check(threshold: Threshold, index: int, name: str, report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one threshold with the value that it met, the bound, and whether it holds."""
+    key = f"publish.gate[{index}].metric"
+    value = metric(report, name, threshold.metric, key)
+    bound = threshold.value
+    if bound is None:
+        bound = threshold.factor * metric(report, threshold.than, threshold.metric, key)
+    return {
+        "metric": threshold.metric,
+        "op": threshold.op,
+        "than": threshold.than,
+        "factor": threshold.factor,
+        "value": value,
+        "threshold": bound,
+        "pass": OPERATORS[threshold.op](value, bound),
+    }
+
+
+def metric(report: Mapping[str, Any], policy: str, path: str, key: str) -> float:
+    """Return the number at `path` in the policy's row; ConfigError naming what there is when it is not there."""
+    if policy not in report["policies"]:
+        known = ", ".join(report["policies"])
+        raise ConfigError(explain(key, path, f"the report has no policy {policy!r} ({known})", "name one that it has"))
+    here: Any = report["policies"][policy]
+    for part in path.replace("/", ".").split("."):
+        if not isinstance(here, Mapping) or part not in here:
+            known = ", ".join(here) if isinstance(here, Mapping) else "a number"
+            raise ConfigError(
+                explain(key, path, f"{policy} has no {part!r} there ({known})", "name a metric of the report")
+            )
+        here = here[part]
+    if isinstance(here, Mapping):
+        raise ConfigError(explain(key, path, "is not a number", f"add one of {', '.join(here)} to the path"))
+    if isinstance(here, bool) or not isinstance(here, (int, float)):
+        raise ConfigError(explain(key, path, f"is {here!r}, not a number", "name a metric of the report"))
+    return float(here)
+
+
+def record(checks: Sequence[Mapping[str, Any]], context: StageContext) -> None:
+    """Hand the gate and the card to the tracker."""
+    rows = [[entry["metric"], entry["op"], entry["threshold"], entry["value"], entry["pass"]] for entry in checks]
+    context.tracker.table("gate", ["metric", "op", "threshold", "value", "pass"], rows)
+    for file in ("gate.json", "README.md"):
+        context.tracker.file(context.out / file, "")
+
+
+def version_tags(name: str, report: Mapping[str, Any], key: str, passed: bool) -> dict[str, str]:
+    """Return the tags of the registered version: what it is, how it fared, and where that is written."""
+    row = report["policies"][name]
+    tags = {"stage": name, "gate": "passed" if passed else "failed", "publish.key": key}
+    for measure in ("gold", "reward_model", "win_rate", "kl"):
+        if measure in row:
+            tags[f"eval.{measure}"] = f"{row[measure]['mean']:.4g}"
+    return tags
+
+
+# ---------------------------------------------------------------- the model card
+
+
+def model_card(
+    config: PublishConfig, gate: Mapping[str, Any], policy: PolicyRef, report: ReportRef, content: Mapping[str, Any]
+) -> str:
+    """Return the card in Markdown: what it is, for what, how good, from what."""
+    name, row = gate["policy"], content["policies"][gate["policy"]]
+    verdict = "passed" if gate["passed"] else "not passed"
+    registry, digest = gate["registry"], policy.digest
+    registered = f"registered as version {registry['version']} ({', '.join(registry['aliases'])})"
+    judged = f"Held-out prompts: {row['prompts']}; intervals at {content['settings']['level']:.0%}."
+    parts = [
+        f"# {config.name}",
+        f"Policy `{name}`, weights `{digest}`. Gate: **{verdict}**; {registered}.",
+        f"## Intended use\n\n{config.intended_use}",
+        f"## Evaluation\n\n{judged} Report `{report.digest[:12]}`.\n\n{_measures(row)}",
+        f"## Gate\n\n{_gate_table(gate['checks'])}",
+        f"## Made from\n\n{_made_from(content['lineage'])}",
+        f"## Configuration\n\n{_configurations(content['lineage'])}",
+        f"## Licence\n\n{config.licence}",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _measures(row: Mapping[str, Any]) -> str:
+    lines = ["| measure | value | interval |", "|---|---|---|"]
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            against = f" against {value['against']}" if "against" in value else ""
+            interval = f"{value['low']:.4g} to {value['high']:.4g}"
+            lines.append(f"| {name}{against} | {value['mean']:.4g} | {interval} |")
+        elif isinstance(value, float):
+            lines.append(f"| {name} | {value:.4g} | |")
+    return "\n".join(lines)
+
+
+def _gate_table(checks: Sequence[Mapping[str, Any]]) -> str:
+    if not checks:
+        return "No thresholds were set."
+    lines = ["| metric | must be | is | |", "|---|---|---|---|"]
+    for entry in checks:
+        than = f" ({entry['factor']:g} × {entry['than']})" if entry["than"] else ""
+        verdict = "passes" if entry["pass"] else "**fails**"
+        bound = f"{entry['op']} {entry['threshold']:.4g}{than}"
+        lines.append(f"| {entry['metric']} | {bound} | {entry['value']:.4g} | {verdict} |")
+    return "\n".join(lines)
+
+
+def _made_from(lineage: Sequence[Mapping[str, Any]]) -> str:
+    lines = []
+    for node in lineage:
+        parents = f", from {', '.join(node['parents'])}" if node["parents"] else ""
+        lines.append(f"- **{node['label']}** `{node['digest']}`{parents}")
+    return "\n".join(lines) or "Not known to the store."
+
+
+def _configurations(lineage: Sequence[Mapping[str, Any]]) -> str:
+    blocks = [f"`{node['label']}`\n\n```json\n{json.dumps(node['config'], indent=1)}\n```" for node in lineage]
+    return "\n\n".join(blocks) or "Not known to the store."

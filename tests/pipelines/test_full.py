@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipelines.full import part
+from pipelines.plan import PlannedStage, plan
+from pipelines.profile import load_profile
+from rlhf_core.artifacts import ArtifactStore
+from rlhf_core.errors import ConfigError
+from rlhf_core.types import PreferencesRef, PreparedDataRef, PromptsRef
+
+
+def planned(tmp_path: Path, *overrides: str) -> dict[str, PlannedStage]:
+    return {stage.label: stage for stage in plan(load_profile("tiny/full", overrides), ArtifactStore(tmp_path))}
+
+
+def made_by(stage: PlannedStage, name: str) -> str:
+    value = stage.spec.inputs[name]
+    assert not isinstance(value, (dict, tuple))
+    return value.uri.removeprefix("pending://")
+
+
+def test_policies_start_from_what_the_profile_says(tmp_path: Path) -> None:
+    stages = planned(tmp_path, "ppo.start_from=iterative_dpo", "iterative_dpo.start_from=rejection_sampling")
+    assert made_by(stages["iterative_dpo/round_1/dpo"], "policy") == "rejection_sampling/sft"
+    assert made_by(stages["ppo"], "policy") == "iterative_dpo/round_2/dpo"
+    assert made_by(stages["ppo"], "reference") == "iterative_dpo/round_2/dpo"
+
+
+def test_every_policy_answers_the_held_out_prompts_and_the_best_of_n_policy_n_times(tmp_path: Path) -> None:
+    stages = planned(tmp_path)
+    counts = {
+        label.split("/")[1]: stage.spec.config.model_dump()["samples_per_prompt"]
+        for label, stage in stages.items()
+        if label.startswith("evaluate/")
+    }
+    assert list(counts) == ["base", "sft", "rejection_sampling", "iterative_dpo", "ppo"]
+    assert counts["sft"] == 8
+
+
+def test_a_section_that_is_missing_is_skipped(tmp_path: Path) -> None:
+    labels = planned(tmp_path, "rejection_sampling=none", "iterative_dpo=none", "evaluate.evaluate.parents=none")
+    assert not any(label.startswith(("rejection_sampling", "iterative_dpo")) for label in labels)
+    assert set(labels["evaluate"].spec.inputs["generations"]) == {"base", "sft", "ppo"}
+
+
+def test_the_policy_that_the_profile_names_is_published(tmp_path: Path) -> None:
+    assert made_by(planned(tmp_path, "publish.policy=sft")["publish"], "policy") == "sft"
+
+
+def test_prepared_data_without_the_part_that_a_stage_needs_is_refused() -> None:
+    data = PreparedDataRef(uri="store://x", digest="x", prompts=PromptsRef(uri="store://x/prompts", digest="y"))
+    assert part(data, "prompts", PromptsRef).digest == "y"
+    with pytest.raises(ConfigError, match=r"prepare_data\.preferences = None: a later stage needs PreferencesRef"):
+        part(data, "preferences", PreferencesRef)

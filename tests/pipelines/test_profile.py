@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipelines.profile import find_profile, load_profile, parse, profile_names, with_overrides
+from rlhf_core.errors import ConfigError
+from tests.pipelines.mini import write_mini
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_every_shipped_profile_loads(name: str) -> None:
+    assert load_profile(name).name
+
+
+def test_the_tiny_profiles_are_shipped() -> None:
+    assert {"tiny/full", "tiny/rlvr"} <= set(profile_names())
+
+
+def test_an_override_changes_one_value_and_keeps_its_type() -> None:
+    config = load_profile("tiny/full", ["ppo.kl_coef=0.125", "name=night run", "ppo.whiten_advantages=false"])
+    assert config.ppo is not None
+    assert (config.ppo.kl_coef, config.name, config.ppo.whiten_advantages) == (0.125, "night run", False)
+
+
+def test_an_override_of_none_takes_a_section_away() -> None:
+    assert load_profile("tiny/full", ["ppo=none", "publish=none"]).ppo is None
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("ppo.kl_coeff=0.1", "ppo.kl_coeff = 0.1: unknown key; did you mean ppo.kl_coef?"),
+        ("sft.loop.epoch=2", "sft.loop.epoch = 2: unknown key; did you mean sft.loop.epochs?"),
+        ("pppo.steps=2", "pppo = {'steps': 2}: unknown key; did you mean ppo?"),
+        ("runtime.sampler.kv_cash_gib=2", "runtime.sampler.kv_cash_gib = 2: unknown key; did you mean runtime.sampler.kv_cache_gib?"),
+    ],
+)
+def test_a_misspelt_key_is_refused_with_the_nearest_one(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_profile("tiny/full", [override])
+    assert str(caught.value) == message
+
+
+def test_a_bad_value_names_key_value_rule_and_remedy() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_profile("tiny/full", ["ppo.kl_coef=-1"])
+    assert str(caught.value) == (
+        "ppo.kl_coef = -1: must be greater than or equal to 0; change it in tiny/full or with --set ppo.kl_coef=..."
+    )
+
+
+def test_a_rule_between_fields_keeps_its_dotted_key() -> None:
+    with pytest.raises(ConfigError, match=r"^iterative_dpo\.dpo\.label_smoothing = 0\.0: must be > 0 for loss cdpo"):
+        load_profile("tiny/full", ["iterative_dpo.dpo.loss=cdpo"])
+
+
+def test_a_start_that_the_profile_does_not_make_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"ppo\.start_from = 'rejection_sampling': the profile has no"):
+        load_profile(write_mini(tmp_path), ["ppo.start_from=rejection_sampling"])
+
+
+def test_a_reference_that_is_not_evaluated_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"evaluate\.evaluate\.reference = 'iterative_dpo': this profile makes base, sft, ppo"):
+        load_profile(write_mini(tmp_path), ["evaluate.evaluate.reference=iterative_dpo"])
+
+
+def test_an_unknown_profile_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(ConfigError, match=r"'tiny/ful': no such file or shipped profile; did you mean tiny/full\?"):
+        find_profile("tiny/ful")
+
+
+def test_extends_merges_tables_and_replaces_the_rest(tmp_path: Path) -> None:
+    write_mini(tmp_path)
+    child = tmp_path / "child.toml"
+    child.write_text('extends = "mini.toml"\nname = "child"\nevaluate = "none"\n[ppo]\nsteps = 3\n')
+    config = load_profile(child)
+    assert config.ppo is not None
+    assert (config.name, config.ppo.steps, config.ppo.prompts_per_step, config.evaluate) == ("child", 3, 4, None)
+
+
+def test_a_circle_of_extends_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text('extends = "b.toml"')
+    (tmp_path / "b.toml").write_text('extends = "a.toml"')
+    with pytest.raises(ConfigError, match=r"a\.toml -> b\.toml -> a\.toml is a circle"):
+        load_profile(tmp_path / "a.toml")
+
+
+def test_broken_toml_names_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "broken.toml"
+    path.write_text("name = tiny\n")
+    with pytest.raises(ConfigError, match=r"broken\.toml: not valid TOML: .*line 1"):
+        load_profile(path)
+
+
+def test_overrides_of_a_configuration_are_checked_like_a_profile(tmp_path: Path) -> None:
+    config = load_profile(write_mini(tmp_path))
+    assert with_overrides(config, ["seed=5"]).seed == 5
+    with pytest.raises(ConfigError, match="did you mean seed"):
+        with_overrides(config, ["sed=5"])
+
+
+def test_a_dump_of_a_configuration_parses_to_the_same_configuration() -> None:
+    config = load_profile("tiny/full")
+    assert parse(config.model_dump(mode="json", exclude_none=True), origin="dump") == config

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipelines.graph import RunStage, Stages
+from pipelines.home import Home
+from pipelines.plan import Pipeline
+from pipelines.profile import PipelineConfig, load_profile
+from pipelines.run import PipelineRun, RunOptions, open_run, run_stages, store_of, tracking_uri
+from rlhf_core.stage import StageSpec
+from rlhf_core.tracking.memory import MemoryTracker
+from rlhf_core.types import ArtifactRef, PolicyRef
+from tests.pipelines.listening import Notes
+from tests.pipelines.mini import two_toys, write_mini
+from tests.rlhf_core.toy_stage import ToyConfig, toy_spec
+
+
+def directly(run: PipelineRun) -> RunStage:
+    def run_stage(spec: StageSpec, kind: type[ArtifactRef]) -> ArtifactRef:
+        return run.stage(spec, lambda *_: None).ref
+
+    return run_stage  # type: ignore[return-value]
+
+
+def run_once(
+    tmp_path: Path, home: Home, pipeline: Pipeline = two_toys, options: RunOptions = RunOptions()
+) -> tuple[dict[str, ArtifactRef], Notes, MemoryTracker]:
+    notes, tracker = Notes(), MemoryTracker()
+    config = load_profile(write_mini(tmp_path))
+    with open_run(config, pipeline, options, home=home, tracker=tracker, listener=notes) as run:
+        results = run_stages(run, pipeline, directly(run), tags={"from": "test"})
+    return results, notes, tracker
+
+
+def test_the_second_run_is_all_hits_with_the_same_artifacts(tmp_path: Path, home: Home) -> None:
+    first, notes, tracker = run_once(tmp_path, home)
+    assert notes.of("started") == [("first", "RUN"), ("second", "RUN")]
+    assert [stage.status for stage in tracker.stages.values()] == ["FINISHED", "FINISHED"]
+    again, notes, tracker = run_once(tmp_path, home)
+    assert again == first
+    assert notes.of("planned") == notes.of("started") == [("first", "HIT"), ("second", "HIT")]
+    assert tracker.stages == {} and tracker.status == "FINISHED"
+    assert tracker.tags["stage.first"].endswith("(cached)")
+
+
+def test_the_listener_hears_progress_metrics_and_the_final_numbers(tmp_path: Path, home: Home) -> None:
+    _, notes, _ = run_once(tmp_path, home)
+    assert notes.of("progress")[:3] == [("first", 1, 3), ("first", 2, 3), ("first", 3, 3)]
+    assert notes.of("metrics")[:3] == [("first", 1), ("first", 2), ("first", 3)]
+    assert notes.of("finished")[0] == ("first", "RUN", {"total": 1.5})
+
+
+def test_until_ends_the_run_after_that_stage_as_a_success(tmp_path: Path, home: Home) -> None:
+    results, _, tracker = run_once(tmp_path, home, options=RunOptions(until="first"))
+    assert list(results) == ["first"] and tracker.status == "FINISHED"
+
+
+def test_a_forced_stage_runs_again_and_the_next_is_a_hit_because_the_content_is_the_same(
+    tmp_path: Path, home: Home
+) -> None:
+    run_once(tmp_path, home)
+    _, notes, _ = run_once(tmp_path, home, options=RunOptions(force=("first",)))
+    assert notes.of("started") == [("first", "RUN"), ("second", "HIT")]
+
+
+def failing(config: PipelineConfig, stages: Stages) -> None:
+    stages.run_stage(toy_spec(ToyConfig(trouble="raise:2"), label="broken"), PolicyRef)
+
+
+def test_a_failed_stage_is_failed_everywhere_and_the_next_run_resumes_it(tmp_path: Path, home: Home) -> None:
+    with pytest.raises(ValueError, match="step 2 went wrong"):
+        run_once(tmp_path, home, failing)
+
+    def mended(config: PipelineConfig, stages: Stages) -> None:
+        stages.run_stage(toy_spec(ToyConfig(), label="broken"), PolicyRef)
+
+    _, notes, _ = run_once(tmp_path, home, mended)
+    assert notes.of("started") == [("broken", "RESUME")]
+
+
+@pytest.mark.parametrize(("error", "status"), [(ValueError, "FAILED"), (KeyboardInterrupt, "KILLED")])
+def test_the_tracker_gets_the_true_status(
+    tmp_path: Path, home: Home, error: type[BaseException], status: str
+) -> None:
+    notes, tracker = Notes(), MemoryTracker()
+
+    def interrupted(done: int, total: int, message: str) -> None:
+        raise error
+
+    with (
+        pytest.raises(error),
+        open_run(
+            load_profile(write_mini(tmp_path)), two_toys, RunOptions(), home=home, tracker=tracker, listener=notes
+        ) as run,
+    ):
+        run_stages(run, two_toys, lambda spec, kind: run.stage(spec, interrupted).ref, tags={})  # type: ignore[arg-type,return-value]
+    assert [stage.status for stage in tracker.stages.values()] == [status]
+    assert tracker.status == status
+    assert notes.of("failed") == [("first", error.__name__)]
+
+
+def test_the_store_is_the_profiles_or_the_state_folders(tmp_path: Path, home: Home) -> None:
+    config = load_profile(write_mini(tmp_path))
+    assert store_of(config, home).root == home.store
+    elsewhere = load_profile(write_mini(tmp_path), [f"store={tmp_path}/elsewhere"])
+    assert store_of(elsewhere, home).root == tmp_path / "elsewhere"
+
+
+def test_tracking_goes_to_the_users_server_before_the_local_database(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert tracking_uri(home) == f"sqlite:///{home.root}/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    assert tracking_uri(home) == "http://127.0.0.1:9"

@@ -1,0 +1,36 @@
+"""What the data configuration refuses."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from rlhf_core.config.data import ArithmeticWorld, DataConfig, Files, Source, SupportWorld, Use
+
+ADAPTER: TypeAdapter[SupportWorld | ArithmeticWorld | Files] = TypeAdapter(DataConfig)
+SOURCE = {"name": "a", "path": "a.jsonl", "use": {"prompts": 1.0}}
+
+
+def test_the_type_chooses_the_class() -> None:
+    assert ADAPTER.validate_python({"type": "support"}) == SupportWorld()
+    assert ADAPTER.validate_python({"type": "arithmetic", "largest": 12}) == ArithmeticWorld(largest=12)
+    assert ADAPTER.validate_python({"type": "files", "sources": [SOURCE]}) == Files(
+        sources=(Source(name="a", path="a.jsonl", use=Use(prompts=1.0)),)
+    )
+
+
+@pytest.mark.parametrize("use", [{}, {"demonstrations": 0.6, "prompts": 0.5}])
+def test_shares_add_to_more_than_nothing_and_at_most_one(use: dict[str, float]) -> None:
+    with pytest.raises(ValidationError, match="the shares add to"):
+        Use(**use)
+    assert Use(demonstrations=0.1, preferences=0.2, prompts=0.3, eval_prompts=0.4).eval_prompts == 0.4
+
+
+def test_source_names_differ() -> None:
+    with pytest.raises(ValidationError, match="each source needs a name of its own"):
+        ADAPTER.validate_python({"type": "files", "sources": [SOURCE, SOURCE]})
+
+
+def test_a_misspelt_key_is_refused() -> None:
+    with pytest.raises(ValidationError, match="demonstratons"):
+        ADAPTER.validate_python({"type": "support", "demonstratons": 3})

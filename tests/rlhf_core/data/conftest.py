@@ -1,0 +1,31 @@
+"""A tiny tokenizer of our own kind, and one whose turns end with a newline after EOS as ChatML's do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.data.chat import CHATML_LIKE, ChatTemplate
+from rlhf_core.models.initialise import train_tokenizer
+
+TEXTS = ["Hello Maria, how are you?", "I am sorry. Thank you for writing.", "What is 12 + 30?", "12 + 30 = 42"] * 5
+
+
+@pytest.fixture(scope="session")
+def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(TEXTS, vocab_size=320, folder=folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def chat(chat_folder: Path) -> ChatTemplate:
+    return ChatTemplate.load(chat_folder)
+
+
+@pytest.fixture(scope="session")
+def chatml(chat_folder: Path) -> ChatTemplate:
+    tokenizer = ChatTemplate.load(chat_folder).tokenizer
+    tokenizer.chat_template = CHATML_LIKE
+    return ChatTemplate(tokenizer)

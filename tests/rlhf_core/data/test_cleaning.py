@@ -1,0 +1,55 @@
+"""Duplicates and contamination."""
+
+from __future__ import annotations
+
+from rlhf_core.data.cleaning import decontaminate, deduplicate, exact, normalise
+from rlhf_core.data.formats import Example
+from rlhf_core.data.validation import DropReport, Origin
+from rlhf_core.types import Message
+
+
+def example(prompt: str, answer: str = "", *, line: int = 1) -> Example:
+    answers = (Message("assistant", answer),) if answer else ()
+    return Example((Message("user", prompt),), answers, (), "", 0.0, "s", Origin("f", line))
+
+
+def prompts(examples: list[Example]) -> list[str]:
+    return [one.prompt[0].content for one in examples]
+
+
+def test_normalised_text_has_words_only() -> None:
+    assert normalise((Message("user", "  What IS\t２+2?!"),)) == "user what is 2 2"
+
+
+def test_signs_and_case_tell_prompts_apart_and_white_space_does_not() -> None:
+    assert exact((Message("user", "3 -\n 2"),)) == exact((Message("user", "3 - 2"),))
+    assert exact((Message("user", "3 - 2"),)) != exact((Message("user", "3 + 2"),))
+
+
+def test_an_equal_prompt_with_an_equal_answer_is_dropped_and_the_first_one_named() -> None:
+    report = DropReport()
+    rows = [example("a b", "x", line=3), example("a  b", "x ", line=9), example("a b", "y"), example("a B", "x")]
+    assert deduplicate(rows, report) == [rows[0], rows[2], rows[3]]
+    assert [(drop.origin.line, drop.reason) for drop in report.drops] == [(9, "duplicate: of f:3")]
+
+
+def test_a_training_prompt_that_is_evaluated_is_dropped() -> None:
+    report = DropReport()
+    kept = decontaminate(
+        [example("What is it?"), example("other")], [example("what is  IT?")], ngram=None, report=report
+    )
+    assert prompts(kept) == ["other"]
+    assert report.counts() == {"contaminated": 1}
+
+
+def test_an_ngram_of_an_evaluation_prompt_contaminates_prompts_and_answers() -> None:
+    evaluation = [example("one two three four five")]
+    rows = [example("zero two three four!"), example("x", "say: Two three, four"), example("one two three five four")]
+    report = DropReport()
+    assert prompts(decontaminate(rows, evaluation, ngram=3, report=report)) == []
+    assert prompts(decontaminate(rows, evaluation, ngram=4, report=report)) == prompts(rows)
+
+
+def test_roles_are_no_words_of_an_ngram() -> None:
+    rows, report = [example("b c")], DropReport()
+    assert decontaminate(rows, [example("user b")], ngram=2, report=report) == rows

@@ -1,0 +1,135 @@
+"""From files to tables: the whole way, on rows of our own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.config.data import Files
+from rlhf_core.data.files import make_tables
+from rlhf_core.data.tables import Tables
+from rlhf_core.data.validation import DropReport, Origin
+from rlhf_core.errors import DataError
+
+
+def write(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def tables_of(seed: int = 3, **config: Any) -> tuple[Tables, dict[str, Origin], DropReport]:
+    report = DropReport()
+    tables, origins = make_tables(Files(**config), seed=seed, report=report)
+    return tables, origins, report
+
+
+def questions(count: int, prefix: str = "q") -> list[dict[str, str]]:
+    return [{"question": f"{prefix} {number}", "answer": f"so\n#### {number}"} for number in range(count)]
+
+
+def test_one_source_serves_several_tables_and_no_prompt_is_in_two(tmp_path: Path) -> None:
+    use = {"demonstrations": 0.5, "prompts": 0.3, "eval_prompts": 0.2}
+    path = write(tmp_path / "q.jsonl", questions(200))
+    tables, origins, report = tables_of(sources=[{"name": "q", "path": path, "use": use}])
+    names = {name: len(rows) for name, rows in tables.named().items()}
+    assert sum(names.values()) == 200
+    assert names["preferences"] == names["eval_preferences"] == 0
+    assert min(names[name] for name in ("demonstrations", "eval_demonstrations", "prompts", "eval_prompts")) > 0
+    asked = [
+        *(row.messages[0].content for row in (*tables.demonstrations, *tables.eval_demonstrations)),
+        *(row.messages[0].content for row in (*tables.prompts, *tables.eval_prompts)),
+    ]
+    assert len(set(asked)) == 200
+    assert report.drops == []
+    prompt = tables.prompts[0]
+    assert prompt.messages[0].content == f"q {prompt.label}"  # the label is the number after ####
+    assert origins[prompt.id] == Origin(path, int(prompt.label) + 1)
+
+
+def test_splits_do_not_depend_on_the_seed_and_the_order_does(tmp_path: Path) -> None:
+    use = {"demonstrations": 0.5, "prompts": 0.5}
+    config = {"sources": [{"name": "q", "path": write(tmp_path / "q.jsonl", questions(100)), "use": use}]}
+    first, second = tables_of(seed=1, **config)[0], tables_of(seed=2, **config)[0]
+    assert first.prompts != second.prompts
+    assert set(first.prompts) == set(second.prompts)
+    assert tables_of(seed=1, **config)[0] == first
+
+
+def test_malformed_rows_are_reported_with_file_line_and_reason(tmp_path: Path) -> None:
+    rows: list[Any] = [*questions(30), "{oops", {"question": "x", "answer": None}]
+    path = write(tmp_path / "q.jsonl", rows)
+    source = {"name": "q", "path": path, "use": {"demonstrations": 1.0}}
+    *_, report = tables_of(sources=[source], max_bad_fraction=0.1)
+    assert [(drop.origin.file, drop.origin.line) for drop in report.drops] == [(path, 31), (path, 32)]
+    assert report.drops[0].reason.startswith("malformed: not JSON")
+    assert report.drops[1].reason == "malformed: not text: answer is NoneType"
+    with pytest.raises(DataError, match=r"q\.jsonl:31.*2 of 32 rows are malformed.*max_bad_fraction"):
+        tables_of(sources=[source], max_bad_fraction=0.05)
+
+
+def test_duplicates_and_contaminated_rows_are_reported(tmp_path: Path) -> None:
+    shown = [{"prompt": f"what is {n}", "completion": "x"} for n in range(20)]
+    train = write(tmp_path / "train.jsonl", [*shown, shown[4]])
+    test = write(tmp_path / "test.jsonl", [{"prompt": "WHAT is 7"}])
+    sources = [
+        {"name": "train", "path": train, "use": {"demonstrations": 1.0}},
+        {"name": "test", "path": test, "use": {"eval_prompts": 1.0}},
+    ]
+    tables, _, report = tables_of(sources=sources)
+    told = {(drop.origin.line, drop.kind) for drop in report.drops}
+    assert (21, "duplicate") in told
+    assert "what is 7" not in [row.messages[0].content for row in tables.demonstrations]
+    kept, _, off = tables_of(sources=sources, decontaminate="off", deduplicate=False)
+    assert off.drops == []
+    assert len(kept.demonstrations) + len(kept.eval_demonstrations) == 21
+    assert len({row.id for row in (*kept.demonstrations, *kept.eval_demonstrations)}) == 21
+
+
+def test_what_is_in_two_sources_is_taken_from_the_first(tmp_path: Path) -> None:
+    sources = [
+        {"name": name, "path": write(tmp_path / f"{name}.jsonl", [{"prompt": "p"}]), "use": {"prompts": 1.0}}
+        for name in ("one", "two")
+    ]
+    tables, _, report = tables_of(sources=sources)
+    assert [row.source for row in tables.prompts] == ["one"]
+    assert [(drop.source, drop.kind) for drop in report.drops] == [("two", "duplicate")]
+
+
+def test_weights_set_the_shares_of_a_table(tmp_path: Path) -> None:
+    sources = [
+        {
+            "name": name,
+            "path": write(tmp_path / f"{name}.jsonl", [{"prompt": f"{name} {n}"} for n in range(count)]),
+            "use": {"prompts": 1.0},
+            "weight": weight,
+        }
+        for name, count, weight in (("small", 10, 1.0), ("large", 90, 2.0))
+    ]
+    tables, _, report = tables_of(sources=sources, mixture="weights")
+    assert sorted(row.source for row in tables.prompts) == ["large"] * 20 + ["small"] * 10
+    assert report.unused == {"large": 70}
+    assert len(tables_of(sources=sources)[0].prompts) == 100
+    assert len(tables_of(sources=sources, max_rows=7)[0].prompts) == 7
+
+
+def test_good_and_bad_answers_to_one_prompt_become_a_pair(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "p", "completion": "good", "label": True},
+        {"prompt": "p", "completion": "bad", "label": False},
+        {"prompt": "lonely", "completion": "bad", "label": False},
+    ]
+    source = {"name": "kto", "path": write(tmp_path / "kto.jsonl", rows), "use": {"preferences": 1.0}}
+    tables, _, report = tables_of(sources=[source])
+    (pair,) = (*tables.preferences, *tables.eval_preferences)
+    assert (pair.chosen[0].content, pair.rejected[0].content) == ("good", "bad")
+    assert [drop.reason for drop in report.drops] == ["no pair of answers: preferences need a good and a bad one"]
+
+
+def test_shares_below_one_leave_rows_unused_and_counted(tmp_path: Path) -> None:
+    path = write(tmp_path / "q.jsonl", questions(100))
+    tables, _, report = tables_of(sources=[{"name": "q", "path": path, "use": {"prompts": 0.25}}])
+    assert len(tables.prompts) + report.unused["q"] == 100
+    assert 10 <= len(tables.prompts) <= 42  # four standard deviations around 25

@@ -1,0 +1,111 @@
+"""One test per row format, and one per way in which a row can be wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlhf_core.config.data import Columns
+from rlhf_core.data.formats import Content, convert, detect, rename
+from rlhf_core.errors import DataError
+from rlhf_core.types import Message
+
+
+def turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+U, A, B = turn("user", "2+2?"), turn("assistant", "4"), turn("assistant", "5")
+ASK, GOOD, BAD = (Message("user", "2+2?"),), (Message("assistant", "4"),), (Message("assistant", "5"),)
+HH = "\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: 2+2?\n\nAssistant: "
+HH_PROMPT = (Message("user", "Hi"), Message("assistant", "Hello."), Message("user", "2+2?"))
+SHARE = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
+PAIR = Content(ASK, GOOD, BAD)
+
+ROWS: list[tuple[str, dict[str, Any], Content]] = [
+    ("messages", {"messages": [U, A]}, Content(ASK, GOOD)),
+    ("messages", {"messages": [U]}, Content(ASK)),
+    ("messages", {"conversations": SHARE}, Content(ASK, GOOD)),
+    ("text", {"text": "4"}, Content((), GOOD)),
+    ("prompt", {"prompt": "2+2?"}, Content(ASK)),
+    ("prompt", {"prompt": [U], "label": 4}, Content(ASK, label="4")),
+    ("prompt_completion", {"prompt": "2+2?", "completion": "4"}, Content(ASK, GOOD)),
+    ("prompt_completion", {"prompt": [U], "completion": [A]}, Content(ASK, GOOD)),
+    ("preference", {"prompt": "2+2?", "chosen": "4", "rejected": "5"}, PAIR),
+    ("preference", {"prompt": [U], "chosen": [A], "rejected": [B], "margin": 2}, Content(ASK, GOOD, BAD, margin=2.0)),
+    ("preference", {"prompt": "2+2?", "chosen": [U, A], "rejected": [U, B]}, PAIR),
+    ("implicit_preference", {"chosen": [U, A], "rejected": [U, B]}, PAIR),
+    ("implicit_preference", {"chosen": "2+2? 4", "rejected": "2+2? 5"}, PAIR),
+    (
+        "implicit_preference",
+        {"chosen": "2+2? 41", "rejected": "2+2? 42"},
+        Content(ASK, (Message("assistant", "41"),), (Message("assistant", "42"),)),
+    ),
+    ("hh", {"chosen": HH + "4", "rejected": HH + "5"}, Content(HH_PROMPT, GOOD, BAD)),
+    ("unpaired_preference", {"prompt": "2+2?", "completion": "4", "label": True}, Content(ASK, GOOD)),
+    ("unpaired_preference", {"prompt": [U], "completion": [B], "label": "False"}, Content(ASK, rejected=BAD)),
+    ("stepwise", {"prompt": "2+2?", "completions": ["4"], "labels": [True]}, Content(ASK, GOOD)),
+    (
+        "stepwise",
+        {"prompt": "2+2?", "completions": ["4", "so 5"], "labels": [True, False]},
+        Content(ASK, rejected=(Message("assistant", "4\nso 5"),)),
+    ),
+    (
+        "question_answer",
+        {"question": "2+2?", "answer": "it is\n#### 1,234"},
+        Content(ASK, (Message("assistant", "it is\n#### 1,234"),), label="1234"),
+    ),
+    ("question_answer", {"question": "2+2?", "answer": "4"}, Content(ASK, GOOD, label="4")),
+]
+
+
+@pytest.mark.parametrize(("name", "row", "content"), ROWS)
+def test_each_format_is_detected_and_read(name: str, row: dict[str, Any], content: Content) -> None:
+    assert detect(row) == name
+    assert convert(row, name) == content
+
+
+BAD_ROWS: list[tuple[str, dict[str, Any], str]] = [
+    ("messages", {"messages": []}, "not turns"),
+    ("messages", {"messages": [{"text": "x"}]}, "not a turn"),
+    ("messages", {"messages": [turn("wizard", "x")]}, "unknown role: 'wizard'"),
+    ("messages", {"messages": [turn("user", " "), A]}, "empty turn: role user"),
+    ("messages", {"messages": [U, turn("assistant", 3)]}, "not text: content is int"),  # type: ignore[arg-type]
+    ("messages", {"text": "x"}, "missing column: 'conversations'"),
+    ("prompt_completion", {"prompt": "2+2?"}, "missing column: 'completion'"),
+    ("prompt_completion", {"prompt": "2+2?", "completion": [U]}, "answer is not the assistant's"),
+    ("prompt", {"prompt": [U, A]}, "prompt ends with the assistant"),
+    ("preference", {"prompt": "2+2?", "chosen": "4", "rejected": "4"}, "chosen equals rejected"),
+    ("preference", {"prompt": "x", "chosen": "4", "rejected": "5", "margin": "wide"}, "not a number"),
+    ("implicit_preference", {"chosen": "Four", "rejected": "Five"}, "empty turn|no common prompt"),
+    ("implicit_preference", {"chosen": [A], "rejected": [B]}, "no common prompt"),
+    ("hh", {"chosen": "Hi", "rejected": "Ho"}, "not a transcript"),
+    ("unpaired_preference", {"prompt": "x", "completion": "4", "label": "maybe"}, "not true or false"),
+    ("stepwise", {"prompt": "x", "completions": ["4"], "labels": []}, "lists of one length"),
+]
+
+
+@pytest.mark.parametrize(("name", "row", "reason"), BAD_ROWS)
+def test_a_bad_row_says_what_is_wrong(name: str, row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(DataError, match=reason):
+        convert(row, name)
+
+
+def test_columns_of_no_format_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(DataError, match=r"unknown columns: \['foo'\]; known formats are \['hh'"):
+        detect({"foo": 1})
+
+
+def test_an_empty_column_does_not_decide_the_format() -> None:
+    assert detect({"prompt": "2+2?", "completion": None}) == "prompt"
+
+
+def test_columns_are_renamed_and_a_mapped_one_wins() -> None:
+    row = {"instruction": "2+2?", "output": "4", "prompt": "old"}
+    assert rename(row, Columns(prompt="instruction", completion="output")) == {"prompt": "2+2?", "completion": "4"}
+
+
+def test_a_mapped_column_that_is_not_there_is_named() -> None:
+    with pytest.raises(DataError, match="no such column: 'query'; the row has"):
+        rename({"prompt": "x"}, Columns(prompt="query"))

@@ -1,0 +1,70 @@
+"""Shares and weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from rlhf_core.config.data import Use
+from rlhf_core.data.formats import Example
+from rlhf_core.data.mixing import is_evaluation, misfit, mix, place, shuffled, table_of
+from rlhf_core.data.validation import Origin
+from rlhf_core.types import Message
+
+
+def example(prompt: str, *, chosen: str = "", rejected: str = "") -> Example:
+    def turns(role: str, text: str) -> tuple[Message, ...]:
+        return (Message(role, text),) if text else ()
+
+    sides = (turns("assistant", chosen), turns("assistant", rejected))
+    return Example(turns("user", prompt), *sides, "", 0.0, "s", Origin("f", 1))
+
+
+def test_a_prompt_has_one_place_whatever_its_answer_case_and_spaces() -> None:
+    assert place(example("A b", chosen="x").prompt, "s") == place(example(" a  B").prompt, "s")
+    assert place(example("a b").prompt, "s") != place(example("a b").prompt, "t")
+
+
+def test_shares_are_met() -> None:
+    use = Use(demonstrations=0.5, preferences=0.25, eval_prompts=0.15)
+    found = Counter(table_of(example(f"prompt {number}"), use) for number in range(4000))
+    # four standard deviations of a share of 4000 are at most 0.032
+    for table, share in (("demonstrations", 0.5), ("preferences", 0.25), ("eval_prompts", 0.15), (None, 0.1)):
+        assert found[table] / 4000 == pytest.approx(share, abs=0.032)  # type: ignore[index]
+    assert found["prompts"] == 0
+
+
+def test_the_evaluation_split_does_not_follow_the_table() -> None:
+    rows = [example(f"prompt {number}") for number in range(4000)]
+    first_half = [row for row in rows if table_of(row, Use(demonstrations=0.5)) == "demonstrations"]
+    share = sum(is_evaluation(row, 0.2) for row in first_half) / len(first_half)
+    assert share == pytest.approx(0.2, abs=0.04)
+
+
+def test_rows_that_cannot_serve_a_table_say_why() -> None:
+    assert misfit(example("p"), "demonstrations") == "no good answer: demonstrations need one"
+    assert misfit(example("p", chosen="a"), "demonstrations") is None
+    assert (
+        misfit(example("p", chosen="a"), "preferences") == "no pair of answers: preferences need a good and a bad one"
+    )
+    assert misfit(example("p", chosen="a", rejected="b"), "preferences") is None
+    assert misfit(example("", chosen="a"), "prompts") == "no prompt"
+
+
+def test_the_scarcest_source_sets_the_size_and_no_row_is_repeated() -> None:
+    rows = {"a": [f"a{n}" for n in range(10)], "b": [f"b{n}" for n in range(100)], "c": []}
+    mixed = mix(rows, {"a": 1.0, "b": 3.0, "c": 9.0}, seed=1)
+    assert Counter(row[0] for row in mixed) == {"a": 10, "b": 30}
+    assert len(set(mixed)) == 40
+
+
+def test_a_mixture_belongs_to_its_seed() -> None:
+    rows = {"a": list(range(50)), "b": list(range(50, 100))}
+    weights = {"a": 1.0, "b": 0.5}
+    assert mix(rows, weights, seed=1) == mix(rows, weights, seed=1) != mix(rows, weights, seed=2)
+    assert shuffled(range(9), seed=1) == shuffled(range(9), seed=1) != shuffled(range(9), seed=2)
+
+
+def test_nothing_mixes_to_nothing() -> None:
+    assert mix({"a": []}, {"a": 1.0}, seed=0) == []

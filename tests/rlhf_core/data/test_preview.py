@@ -1,0 +1,33 @@
+"""The preview shows what is trained."""
+
+from __future__ import annotations
+
+from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.data.preview import preview
+from rlhf_core.data.tables import Demonstration, Preference, Tables
+from rlhf_core.types import Message, Prompt
+
+ASK, SAY, NAY = (Message("user", "1"),), (Message("assistant", "2"),), (Message("assistant", "3"),)
+
+
+def test_trained_tokens_are_marked_in_every_table(chat: ChatTemplate) -> None:
+    tables = Tables(
+        (Demonstration("d", ASK + SAY, "s"),),
+        (),
+        (Preference("p", ASK, SAY, NAY, 0.0, "s"),),
+        (),
+        (),
+        (Prompt("e", ASK, "", "s"),),
+    )
+    assert preview(tables, chat, rows=3) == (
+        "# What the model sees\n\nTrained tokens are inside 【 】.\n\n"
+        "## Demonstrations\n\n    <|user|>1<|end|><|assistant|>【2<|end|>】\n\n\n"
+        "## Preferences (chosen, then rejected)\n\n"
+        "    <|user|>1<|end|><|assistant|>【2<|end|>】\n\n    <|user|>1<|end|><|assistant|>【3<|end|>】\n\n\n"
+        "## Evaluation prompts\n\n    <|user|>1<|end|><|assistant|>\n\n"
+    )
+
+
+def test_only_so_many_rows_are_shown(chat: ChatTemplate) -> None:
+    tables = Tables(tuple(Demonstration(f"{n}", ASK + SAY, "s") for n in range(5)), (), (), (), (), ())
+    assert preview(tables, chat, rows=2).count("【2") == 2

@@ -1,0 +1,168 @@
+"""The gold reward by hand, and the properties of the data that the pipeline relies on."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+from collections.abc import Iterator
+
+import pytest
+
+from rlhf_core.config.data import SupportWorld
+from rlhf_core.data.tables import Tables
+from rlhf_core.data.worlds.support import (
+    BEST,
+    Facts,
+    facts_of,
+    gold_components,
+    gold_reward,
+    make_tables,
+    sum_of,
+    write_reply,
+)
+from rlhf_core.errors import RewardError
+from rlhf_core.types import Completion, Generation, Message, Prompt
+
+FACTS = Facts("Maria", "blue kettle", "broken")
+PERFECT = (
+    "Hello Maria, I am sorry to hear that. I checked your blue kettle. We will send a replacement. "
+    "Thank you for writing."
+)
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[tuple[Tables, dict[str, float]]]:
+    yield make_tables(SupportWorld(), seed=5)
+
+
+def gold(text: str) -> float:
+    return sum_of(gold_components(text, FACTS))
+
+
+def generation(text: str, label: str) -> Generation:
+    prompt = Prompt("p", (Message("user", "x"),), label, "support")
+    return Generation(prompt, (1,), Completion((2,), (0.0,), text, "stop", 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (PERFECT, 5.0),
+        ("Hello Maria, We will send a replacement.", 2.5),
+        ("Hello Peter, We will send a replacement.", 0.5),  # wrong name -1, remedy 1.5
+        ("Hello, We will send a replacement.", 1.5),  # nobody is greeted: nothing earned, nothing lost
+        ("We will send a replacement. Hello Maria,", 1.0),  # a greeting that is not first is unknown: 1.5 - 0.5
+        ("I checked your red kettle.", -1.0),
+        ("We will post the missing part.", -1.0),
+        ("We will send a replacement. We will post the missing part.", 0.5),
+        ("Thank you for writing. I am sorry to hear that.", 1.0),  # thanks close a reply or earn nothing
+        ("This is your own fault.", -1.5),
+        ("We value every customer. We always do our best.", -1.0),
+        ("I am sorry to hear that. I am sorry to hear that.", 0.0),  # 1 once, -1 for saying it again
+        ("I am sorry to hear that. We are sorry for the trouble.", 1.0),  # a virtue counts once
+        ("kettle blue sorry Maria replacement", -0.5),
+        ("Maria " * 9, -1.0),  # 9 unknown words: -0.5 for each 8 begun
+        ("", -2.0),
+        ("...", -2.0),
+        ("no. " * 40, -5.0),  # -20 for unknown, -39 for repeats: the floor
+    ],
+)
+def test_the_gold_reward_by_hand(text: str, value: float) -> None:
+    assert gold(text) == pytest.approx(value)
+
+
+def test_words_beyond_thirty_cost_a_twentieth_each() -> None:
+    filler = " We value every customer. Your opinion matters to us."
+    assert len(PERFECT.split()) == 22
+    longer = PERFECT.replace(" Thank", filler + " Thank").replace("Hello Maria,", "Hello Maria, We always do our best.")
+    assert len(longer.split()) == 36
+    assert gold_components(longer, FACTS)["long"] == pytest.approx(-0.3)
+    assert gold(longer) == pytest.approx(5.0 - 3 * 0.5 - 0.3)
+
+
+def test_offering_every_remedy_is_worse_than_offering_none() -> None:
+    every = "We will send a replacement. We will refund the shipping fee. We will exchange it for free."
+    assert gold(every) == pytest.approx(1.5 - 2.0)
+
+
+def test_the_reward_function_reads_facts_from_the_label_and_refuses_prompts_without() -> None:
+    assert gold_reward([generation(PERFECT, FACTS.label), generation("", FACTS.label)]) == [5.0, -2.0]
+    with pytest.raises(RewardError, match="has no facts"):
+        gold_reward([generation(PERFECT, "")])
+
+
+def test_only_evaluation_prompts_carry_facts(world: tuple[Tables, dict[str, float]]) -> None:
+    tables, _ = world
+    assert {prompt.label for prompt in tables.prompts} == {""}
+    assert {pair.margin for pair in (*tables.preferences, *tables.eval_preferences)} == {0.0}
+    for prompt in tables.eval_prompts:
+        facts = json.loads(prompt.label)
+        assert facts["name"] in prompt.messages[0].content
+        assert facts["item"] in prompt.messages[0].content
+
+
+def test_every_table_has_the_size_asked_for(world: tuple[Tables, dict[str, float]]) -> None:
+    sizes = {name: len(rows) for name, rows in world[0].named().items()}
+    assert list(sizes.values()) == [4000, 256, 3000, 256, 1000, 256]
+
+
+def test_evaluation_pairs_names_with_things_that_training_does_not(world: tuple[Tables, dict[str, float]]) -> None:
+    def pairs(texts: Iterator[str]) -> set[tuple[str, str]]:
+        # "Maria writes: my blue kettle arrived ...": words 0 and 4
+        return {(text.split()[0], text.split()[4]) for text in texts}
+
+    tables, _ = world
+    train = pairs(row.messages[0].content for row in tables.demonstrations)
+    train |= pairs(row.prompt[0].content for row in tables.preferences)
+    train |= pairs(row.messages[0].content for row in tables.prompts)
+    held_out = pairs(row.messages[0].content for row in tables.eval_prompts)
+    held_out |= pairs(row.messages[0].content for row in tables.eval_demonstrations)
+    held_out |= pairs(row.prompt[0].content for row in tables.eval_preferences)
+    assert train.isdisjoint(held_out)
+    assert len(held_out) > 50
+
+
+def test_demonstrations_are_mediocre_and_best_of_eight_is_much_better(world: tuple[Tables, dict[str, float]]) -> None:
+    tables, facts = world
+    assert facts["gold/demonstrations_mean"] == pytest.approx(1.4, abs=0.15)
+    rng, config = random.Random(0), SupportWorld()
+    cases = [facts_of(prompt) for prompt in tables.eval_prompts]
+    best = [max(sum_of(gold_components(write_reply(one, config, rng), one)) for _ in range(8)) for one in cases]
+    assert statistics.mean(best) > 3.4
+    assert max(best) == BEST
+
+
+def test_a_writer_only_says_what_the_desk_knows(world: tuple[Tables, dict[str, float]]) -> None:
+    rng, config = random.Random(0), SupportWorld()
+    for prompt in world[0].eval_prompts:
+        facts = facts_of(prompt)
+        assert "unknown" not in gold_components(write_reply(facts, config, rng), facts)
+
+
+def test_the_annotator_is_wrong_in_an_eighth_of_the_pairs(world: tuple[Tables, dict[str, float]]) -> None:
+    assert world[1]["annotator/agreement"] == pytest.approx(0.875, abs=0.025)  # four standard deviations
+
+
+def test_evaluation_pairs_are_labelled_by_gold(world: tuple[Tables, dict[str, float]]) -> None:
+    # Facts of an evaluation pair are in its prompt: "Maria writes: my blue kettle arrived broken. Reply to her."
+    problem_of = {"arrived broken": "broken", "came in pieces": "broken"}
+    seen = 0
+    for pair in world[0].eval_preferences:
+        words = pair.prompt[0].content.split(".")[0].split()
+        problem = " ".join(words[5:])
+        if problem in problem_of:
+            facts = Facts(words[0], f"{words[3]} {words[4]}", problem_of[problem])
+            chosen, rejected = (
+                sum_of(gold_components(side[0].content, facts)) for side in (pair.chosen, pair.rejected)
+            )
+            assert chosen > rejected
+            seen += 1
+    assert seen > 20
+
+
+def test_the_world_belongs_to_its_seed() -> None:
+    small = SupportWorld(
+        demonstrations=5, preferences=5, prompts=5, eval_demonstrations=5, eval_preferences=5, eval_prompts=5
+    )
+    assert make_tables(small, seed=1) == make_tables(small, seed=1) != make_tables(small, seed=2)

@@ -1,0 +1,90 @@
+"""Rows and comparisons of policies against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from rlhf_core.errors import ConfigError, DataError
+from rlhf_core.evaluation.comparison import Answers, Intervals, best_of, improvement, summary, win_rate
+from rlhf_core.types import Completion, Generation, Message, Prompt
+
+HOW = Intervals(level=0.95, resamples=200, seed=1)
+
+
+def generation(prompt: str, tokens: tuple[int, ...] = (1, 2, 3), *, cut: bool = False) -> Generation:
+    completion = Completion(tokens, (-0.5,) * len(tokens), "text", "length" if cut else "stop", 0, 0)
+    return Generation(Prompt(prompt, (Message("user", prompt),), "", "test"), (9,), completion)
+
+
+def test_a_row_by_hand() -> None:
+    answers = Answers(
+        "ppo",
+        "digest",
+        (generation("a"), generation("a", (1, 2, 3, 1, 2, 3)), generation("b", (4, 5, 6), cut=True)),
+        gold=(1.0, 3.0, 5.0),
+        scores=(0.0, 0.0, 1.0),
+        log_ratios=(0.0, 2.0, 4.0),
+    )
+    row = summary(answers, HOW)
+    assert (row["prompts"], row["samples"]) == (2, 3)
+    assert row["gold"]["mean"] == 3.5  # prompt a: 2, prompt b: 5
+    assert row["reward_model"]["mean"] == 0.5
+    assert row["kl"]["mean"] == 2.5  # prompt a: 1, prompt b: 4
+    assert row["kl"]["kind"] == "estimate"
+    assert row["kl_per_token"] == 6 / 12
+    assert row["tokens"]["mean"] == 3.75  # prompt a: 4.5, prompt b: 3
+    assert row["truncated"]["mean"] == 0.5
+    assert row["entropy"] == 0.5
+    assert row["repetition"] == pytest.approx(0.25 / 3)  # 123 231 312 123 of the second answer alone
+    assert row["distinct_2"] == 5 / 9  # 12 23 | 12 23 31 12 23 | 45 56
+
+
+def test_what_was_not_measured_is_left_out() -> None:
+    row = summary(Answers("sft", "d", (generation("a"),)), HOW)
+    assert not {"gold", "reward_model", "kl", "kl_per_token"} & set(row)
+
+
+def test_best_of_n_takes_what_the_reward_model_likes_and_reports_its_gold() -> None:
+    answers = Answers(
+        "sft",
+        "d",
+        tuple(generation(prompt) for prompt in "aaabbb"),
+        gold=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0),
+        scores=(0.1, 0.9, 9.9, 0.5, 0.4, 9.9),  # the third answers are beyond n
+    )
+    picked = best_of(answers, 2, kl_bound=0.19)
+    assert picked.name == "best-of-2 (sft)"
+    assert picked.gold == (2.0, 4.0)
+    assert summary(picked, HOW)["kl"] == {"mean": 0.19, "low": 0.19, "high": 0.19, "kind": "bound"}
+    assert "kl" not in summary(best_of(answers, 2, kl_bound=math.nan), HOW)
+
+
+def test_best_of_more_than_there_are_is_refused() -> None:
+    answers = Answers("sft", "d", (generation("a"), generation("a"), generation("b")), scores=(1.0, 2.0, 3.0))
+    with pytest.raises(ConfigError, match="a prompt has only 1 answers"):
+        best_of(answers, 2, kl_bound=0.0)
+    with pytest.raises(ConfigError, match="needs a reward model"):
+        best_of(Answers("sft", "d", (generation("a"),)), 1, kl_bound=0.0)
+
+
+def test_wins_are_counted_per_prompt_over_all_pairs_of_answers() -> None:
+    ours = Answers("ppo", "d", (generation("a"), generation("b")), gold=(2.0, 1.0))
+    theirs = Answers("sft", "d", (generation("b"), generation("a"), generation("a")), gold=(1.0, 1.0, 3.0))
+    wins = win_rate(ours, theirs, HOW)
+    assert wins["mean"] == 0.5  # prompt a: one of two; prompt b: a tie
+    assert (wins["against"], wins["prompts"]) == ("sft", 2)
+    assert improvement(ours, theirs, HOW)["mean"] == 0.0  # prompt a: 2 - 2; prompt b: 1 - 1
+
+
+def test_policies_that_share_no_prompt_cannot_be_compared() -> None:
+    ours = Answers("ppo", "d", (generation("a"),), gold=(1.0,))
+    theirs = Answers("sft", "d", (generation("b"),), gold=(1.0,))
+    with pytest.raises(DataError, match="no prompt was answered by both"):
+        win_rate(ours, theirs, HOW)
+
+
+def test_a_policy_without_answers_is_refused() -> None:
+    with pytest.raises(DataError, match="holds no answers"):
+        Answers("ppo", "d", ())

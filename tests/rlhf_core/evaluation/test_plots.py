@@ -1,0 +1,70 @@
+"""Figures are drawn without a display, and read what training wrote."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.evaluation import plots
+from rlhf_core.evaluation.metrics import reliability
+
+
+def image(png: bytes) -> tuple[tuple[int, int], int]:
+    """Return the size in pixels and the number of different colours."""
+    import numpy as np
+    from matplotlib.image import imread
+
+    pixels = imread(io.BytesIO(png))
+    colours = np.unique((pixels[..., :3] * 255).astype(int).reshape(-1, 3), axis=0)
+    return (pixels.shape[1], pixels.shape[0]), len(colours)
+
+
+def test_a_frontier_shows_one_colour_more_per_policy() -> None:
+    one = plots.FrontierPoint("sft", 0.0, 1.0, 0.9, 1.1)
+    two = plots.FrontierPoint("ppo", 9.0, 2.0, 1.8, 2.1)
+    size, few = image(plots.frontier([one], reward_name="gold", reference="sft"))
+    _, more = image(plots.frontier([one, two], reward_name="gold", reference="sft"))
+    assert size == (1024, 672)  # 6.4 by 4.2 inches at 160 per inch
+    assert more > few
+
+
+def test_a_negative_estimate_of_kl_is_drawn_at_zero() -> None:
+    point = plots.FrontierPoint("sft", -1e-3, 1.0, 1.0, 1.0)
+    assert plots.frontier([point], reward_name="gold", reference="sft").startswith(b"\x89PNG")
+
+
+def test_the_same_numbers_give_the_same_bytes() -> None:
+    margins = [0.1 * value for value in range(-10, 20)]
+    assert plots.margin_histogram(margins, title="m") == plots.margin_histogram(margins, title="m")
+
+
+def test_every_kind_of_figure_is_drawn() -> None:
+    rows = reliability([0.6, 0.8, 0.9], [1.0, 0.0, 1.0], bins=10)
+    for png in (
+        plots.reliability_diagram(rows, ece=0.1),
+        plots.curves(
+            {"loss": [(step, 1 / step) for step in range(1, 60)], "eval": [(1, 1.0), (50, 0.1)]},
+            title="sft",
+            y_label="loss",
+        ),
+        plots.length_scatter(
+            {"chosen": ([1, 2], [0.1, 0.2]), "rejected": ([1, 2], [0.0, 0.1])}, x_label="tokens", y_label="score"
+        ),
+    ):
+        assert image(png)[1] > 20
+
+
+def test_curves_are_read_per_metric_and_a_broken_line_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [{"step": 1, "values": {"loss": 2.0}}, {"step": 2, "values": {"loss": 1.0, "kl": float("nan")}}]
+    path.write_text("\n".join(json.dumps(line) for line in lines) + '\n{"step": 3, "val')
+    assert plots.read_curves(path) == {"loss": [(1, 2.0), (2, 1.0)]}
+
+
+def test_smoothing_starts_at_the_first_value_and_follows_a_jump() -> None:
+    assert plots.smoothed([4.0, 4.0], span=3) == [4.0, 4.0]
+    # weight 1/2: averages 0, then (0/2 + 1/2) / (3/4)
+    assert plots.smoothed([0.0, 1.0], span=3) == pytest.approx([0.0, 2 / 3])

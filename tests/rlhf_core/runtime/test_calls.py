@@ -1,0 +1,94 @@
+"""Worker groups over small actors of a real Ray: what a caller sees when a worker fails, hangs or dies."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from rlhf_core.errors import DataError, SamplingError, TrainingError
+from rlhf_core.runtime.calls import WorkerGroup
+from rlhf_core.runtime.cluster import connect
+
+pytestmark = pytest.mark.engine
+
+
+class Worker:
+    def double(self, value: int) -> int:
+        return 2 * value
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def refuse(self) -> None:
+        raise DataError("rows = 3: too few; add some")
+
+    def divide(self) -> float:
+        return 1 / 0
+
+    def die(self) -> None:
+        os._exit(9)
+
+    def die_or_wait(self, dies: bool) -> None:
+        if dies:
+            os._exit(9)
+        time.sleep(60)
+
+
+@pytest.fixture(scope="module")
+def new_group() -> Iterator[Callable[..., WorkerGroup]]:
+    import ray
+
+    owned = connect(2)
+    remote = ray.remote(Worker)
+
+    def make(workers: int, *, timeout_s: float = 60.0, error: type = TrainingError) -> WorkerGroup:
+        actors = [remote.options(num_cpus=0).remote() for _ in range(workers)]
+        return WorkerGroup("trainer", actors, error, timeout_s=timeout_s, log_folder="/logs")
+
+    yield make
+    if owned:
+        ray.shutdown()
+
+
+def test_results_come_in_rank_order(new_group: Callable[..., WorkerGroup]) -> None:
+    group = new_group(2)
+    assert group.call_each("policy", "double", [(3,), (4,)]) == [6, 8]
+    assert group.call_first("policy", "double", 5) == 10
+    group.kill()
+
+
+def test_our_own_errors_pass_as_they_are_and_others_name_role_worker_and_cause(
+    new_group: Callable[..., WorkerGroup],
+) -> None:
+    group = new_group(1)
+    with pytest.raises(DataError, match="rows = 3: too few; add some"):
+        group.call("policy", "refuse")
+    with pytest.raises(TrainingError, match=r"trainer\.policy = 'divide on worker 0': ZeroDivisionError"):
+        group.call("policy", "divide")
+    assert not group.broken  # a single worker that raised is still in order
+    group.kill()
+
+
+def test_a_call_past_its_deadline_fails_and_its_worker_is_ended(new_group: Callable[..., WorkerGroup]) -> None:
+    group = new_group(1, timeout_s=60, error=SamplingError)
+    group.call("policy", "double", 1)  # wait for the process
+    group._timeout_s = 0.5
+    start = time.monotonic()
+    with pytest.raises(SamplingError, match=r"no answer within runtime.worker_timeout_s = 0.5"):
+        group.call("policy", "sleep", 30.0)
+    assert time.monotonic() - start < 10
+    assert group.broken
+
+
+def test_a_dead_rank_is_seen_while_the_others_wait_for_it(new_group: Callable[..., WorkerGroup]) -> None:
+    group = new_group(2)
+    group.call("policy", "double", 1)
+    start = time.monotonic()
+    with pytest.raises(TrainingError, match=r"die_or_wait on worker 1'.*worker died.*last checkpoint.*/logs"):
+        group.call_each("policy", "die_or_wait", [(False,), (True,)])
+    assert time.monotonic() - start < 20
+    with pytest.raises(TrainingError, match="its worker is gone"):
+        group.call("policy", "double", 1)

@@ -1,0 +1,62 @@
+"""Two DeepSpeed ranks behind one handle give what one rank gives."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.config.engines import HFSamplerConfig, OptimizerConfig, RuntimeConfig, TrainerConfig
+from rlhf_core.errors import SamplingError
+from rlhf_core.interfaces import ModelSpec, Trainer, Weights
+from rlhf_core.runtime.handles import RaySampler
+from rlhf_core.runtime.local_runtime import LocalRuntime
+from rlhf_core.runtime.ray_runtime import RayRuntime
+from rlhf_core.training.objectives import SftObjective
+from rlhf_core.types import TokenSample
+
+pytestmark = pytest.mark.engine
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+
+# Seven samples of unequal lengths: the ranks get four and three, and different numbers of tokens.
+SAMPLES = [TokenSample(tuple(range(10, 16 + 3 * i)), (0, 0) + (1,) * (4 + 3 * i)) for i in range(7)]
+HF = HFSamplerConfig()
+
+
+@pytest.fixture(scope="module")
+def trainers(policies: tuple[Path, Path]) -> Iterator[tuple[Trainer, Trainer]]:
+    """The same policy on two ranks of DeepSpeed and in this process."""
+    two = RayRuntime(
+        RuntimeConfig(
+            train_workers=2, cpu_threads=1, worker_timeout_s=200, trainer=TrainerConfig(micro_batch=2), sampler=HF
+        )
+    )
+    one = LocalRuntime(RuntimeConfig(type="local", trainer=TrainerConfig(engine="torch"), sampler=HF))
+    spec = ModelSpec(str(policies[0]), "lm", None, 0)
+    with contextlib.closing(two), two.trainer("policy", spec, OptimizerConfig()) as ranks:
+        assert two.engines().keys() == {"ray", "torch", "transformers", "deepspeed"}
+        with one.trainer("policy", spec, OptimizerConfig()) as alone:
+            yield ranks, alone
+
+
+def test_results_per_sample_come_back_in_order(trainers: tuple[Trainer, Trainer]) -> None:
+    ranks, alone = (trainer.logprobs(SAMPLES, temperature=1.0) for trainer in trainers)
+    for got, expected in zip(ranks, alone, strict=True):
+        assert got == pytest.approx(expected, abs=1e-5)
+
+
+def test_steps_on_two_ranks_are_steps_on_the_whole_batch(trainers: tuple[Trainer, Trainer]) -> None:
+    for _ in range(3):
+        for name in ("forward_backward", "loss"):
+            ranks, alone = (getattr(trainer, name)(SAMPLES, SftObjective(pack_to=None)) for trainer in trainers)
+            assert ranks == pytest.approx(alone, rel=1e-4)
+        ranks, alone = (trainer.optim_step(learning_rate=1e-3) for trainer in trainers)
+        assert ranks == pytest.approx(alone, rel=1e-4)
+
+
+def test_weights_of_another_runtime_are_refused() -> None:
+    sampler = RaySampler(None, transfer="", tensor_parallel=1)  # type: ignore[arg-type]
+    with pytest.raises(SamplingError, match=r"weights\.payload = 'dict': is not from this runtime's trainer"):
+        sampler.load_weights(Weights({}, ""), version=1)

@@ -1,0 +1,164 @@
+"""The whole seam with real engines: Ray, vLLM and a trainer, one start for all tests of this file."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.config.engines import (
+    InitModel,
+    OptimizerConfig,
+    RuntimeConfig,
+    SamplingConfig,
+    TrainerConfig,
+    VllmSamplerConfig,
+)
+from rlhf_core.errors import SamplingError, TrainingError
+from rlhf_core.interfaces import ModelSpec
+from rlhf_core.models.initialise import initialise_llama
+from rlhf_core.runtime.ray_runtime import RayRuntime
+from rlhf_core.training.objectives import SftObjective
+from rlhf_core.types import SamplingRequest, TokenSample
+
+pytestmark = pytest.mark.engine
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+REQUESTS = [SamplingRequest(tuple(range(10, 13 + index % 5)), seed=index) for index in range(16)]
+SAMPLING = SamplingConfig(max_tokens=16)
+SAMPLES = [TokenSample(tuple(range(10, 40)), (0,) * 4 + (1,) * 26)]
+CONFIG = RuntimeConfig(
+    worker_timeout_s=200,
+    trainer=TrainerConfig(engine="torch"),
+    sampler=VllmSamplerConfig(max_model_len=96, kv_cache_gib=0.25),
+)
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[RayRuntime]:
+    runtime = RayRuntime(CONFIG)
+    runtime.prewarm(trainer=True, sampler=True)
+    yield runtime
+    runtime.close()
+
+
+def spec(policy: Path) -> ModelSpec:
+    return ModelSpec(str(policy), "lm", None, 0)
+
+
+def pids(runtime: RayRuntime) -> tuple[int, int]:
+    return runtime._train_workers().call("test", "pid")[0], runtime._sample_workers().call("test", "pid")[0]
+
+
+def test_a_trained_policy_reaches_the_engine_which_then_agrees_with_the_trainer(
+    runtime: RayRuntime, policies: tuple[Path, Path], tmp_path: Path
+) -> None:
+    with (
+        runtime.trainer("policy", spec(policies[0]), OptimizerConfig()) as trainer,
+        runtime.sampler(policies[0]) as sampler,
+    ):
+        before = sampler.generate(REQUESTS, SAMPLING)
+        losses = []
+        for _ in range(4):
+            losses.append(trainer.forward_backward(SAMPLES, SftObjective(pack_to=None))["loss"])
+            trainer.optim_step(learning_rate=3e-3)
+        assert losses[3] < losses[0] - 0.5
+        sampler.load_weights(trainer.weights(), version=4)
+        after = sampler.generate(REQUESTS, SAMPLING)
+        assert {completion.policy_version for completion in after} == {4}
+        assert [c.token_ids for c in after] != [c.token_ids for c in before]
+        sequences = [(request.prompt_ids, completion) for request, completion in zip(REQUESTS, after, strict=True)]
+        samples = [
+            TokenSample(prompt + c.token_ids, (0,) * len(prompt) + (1,) * len(c.token_ids)) for prompt, c in sequences
+        ]
+        for (prompt, completion), logprobs in zip(sequences, trainer.logprobs(samples, temperature=1.0), strict=True):
+            # 2e-3 is what the importance ratio of an unchanged policy may be off by; fp32 is far below it.
+            assert logprobs[len(prompt) :] == pytest.approx(completion.logprobs, abs=2e-3)
+        trainer.export(tmp_path / "policy")
+    with runtime.sampler(tmp_path / "policy") as sampler:  # the exported policy is the one that was sampled
+        exported = sampler.generate(REQUESTS, SAMPLING)
+    assert [(c.token_ids, c.logprobs) for c in exported] == [(c.token_ids, c.logprobs) for c in after]
+    assert runtime.engines().keys() == {"ray", "torch", "transformers", "vllm"}
+
+
+def test_workers_stay_warm_between_leases_and_change_their_policy(
+    runtime: RayRuntime, policies: tuple[Path, Path], tmp_path: Path
+) -> None:
+    before = pids(runtime)
+    tokens = []
+    for policy in (policies[0], policies[1], policies[0]):
+        with runtime.sampler(policy) as sampler:
+            tokens.append([completion.token_ids for completion in sampler.generate(REQUESTS, SAMPLING)])
+    assert tokens[0] == tokens[2] != tokens[1]
+    wider = _policy_of_another_shape(policies[0], tmp_path)
+    with runtime.sampler(wider) as sampler:  # a new engine in the same process
+        assert len(sampler.generate(REQUESTS, SAMPLING)) == 16
+    assert pids(runtime) == before
+
+
+def test_a_second_sampler_lease_is_refused_while_the_first_is_open(
+    runtime: RayRuntime, policies: tuple[Path, Path]
+) -> None:
+    with (
+        runtime.sampler(policies[0]),
+        pytest.raises(SamplingError, match="leased already"),
+        runtime.sampler(policies[0]),
+    ):
+        pass
+
+
+def test_a_killed_trainer_is_an_error_in_bounded_time_and_the_next_lease_works(
+    runtime: RayRuntime, policies: tuple[Path, Path]
+) -> None:
+    victim = pids(runtime)[0]
+    start = time.monotonic()
+    with (
+        pytest.raises(TrainingError, match=r"trainer\.policy = 'forward_backward on worker 0': the worker died"),
+        runtime.trainer("policy", spec(policies[0]), OptimizerConfig()) as trainer,
+    ):
+        os.kill(victim, signal.SIGKILL)
+        trainer.forward_backward(SAMPLES, SftObjective(pack_to=None))
+    assert time.monotonic() - start < 60
+    with runtime.trainer("policy", spec(policies[0]), OptimizerConfig()) as trainer:
+        assert trainer.forward_backward(SAMPLES, SftObjective(pack_to=None))["loss"] > 0
+    assert pids(runtime)[0] != victim
+
+
+CLOSING = """
+import psutil, sys
+from pathlib import Path
+from rlhf_core.config.engines import HFSamplerConfig, RuntimeConfig, TrainerConfig
+from rlhf_core.runtime.ray_runtime import RayRuntime
+runtime = RayRuntime(RuntimeConfig(trainer=TrainerConfig(engine="torch"), sampler=HFSamplerConfig()))
+with runtime.sampler(Path(sys.argv[1])):
+    started = psutil.Process().children(recursive=True)
+runtime.close()
+_, alive = psutil.wait_procs(started, timeout=20)
+sys.exit(f"{alive}" if alive or len(started) < 3 else 0)
+"""
+
+
+def test_closing_leaves_no_process_behind(policies: tuple[Path, Path]) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    environment.pop("RAY_ADDRESS", None)
+    done = subprocess.run(
+        [sys.executable, "-c", CLOSING, policies[0]], env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def _policy_of_another_shape(policy: Path, folder: Path) -> Path:
+    import shutil
+
+    wider = Path(shutil.copytree(policy, folder / "wider"))
+    shape = InitModel(
+        vocab_size=320, hidden_size=128, layers=1, heads=2, kv_heads=2, intermediate_size=384, max_positions=96
+    )
+    initialise_llama(shape, wider, seed=3)
+    return wider

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlhf_core.config.engines import HFSamplerConfig, SamplingConfig
+from rlhf_core.errors import SamplingError
+from rlhf_core.interfaces import Weights
+from rlhf_core.models.export import weights_digest
+from rlhf_core.sampling.hf_sampler import HFSampler, inverse_cdf, processed_logprobs
+from rlhf_core.types import Completion, SamplingRequest
+
+REQUESTS = [SamplingRequest(tuple(range(10, 13 + index)), seed=100 + index) for index in range(6)]
+SAMPLING = SamplingConfig(max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def sampler(policies: tuple[Path, Path]) -> HFSampler:
+    torch.set_num_threads(1)
+    return HFSampler(policies[0], HFSamplerConfig(batch_size=4))
+
+
+def tokens(completions: list[Completion]) -> list[tuple[int, ...]]:
+    return [completion.token_ids for completion in completions]
+
+
+def test_a_request_gets_the_same_tokens_in_any_company(sampler: HFSampler) -> None:
+    together = sampler.generate(REQUESTS, SAMPLING)
+    alone = [sampler.generate([request], SAMPLING)[0] for request in REQUESTS]
+    assert tokens(together) == tokens(alone)
+    for one, other in zip(together, alone, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+
+
+def test_the_seed_decides_the_completion(sampler: HFSampler) -> None:
+    first, again, other = (sampler.generate([SamplingRequest((10, 11), seed=seed)], SAMPLING)[0] for seed in (1, 1, 2))
+    assert first == again
+    assert first.token_ids != other.token_ids
+
+
+def test_logprobs_are_those_of_the_sampled_tokens(sampler: HFSampler, policies: tuple[Path, Path]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(policies[0])
+    request = REQUESTS[3]
+    completion = sampler.generate([request], SamplingConfig(max_tokens=12, temperature=0.7))[0]
+    sequence = torch.tensor([request.prompt_ids + completion.token_ids])
+    with torch.no_grad():
+        logprobs = (model(sequence).logits[0] / 0.7).log_softmax(-1)
+    start = len(request.prompt_ids) - 1
+    expected = [logprobs[start + index, token].item() for index, token in enumerate(completion.token_ids)]
+    assert completion.logprobs == pytest.approx(expected, abs=1e-5)
+
+
+def test_greedy_takes_the_most_likely_token_whatever_the_seed(sampler: HFSampler) -> None:
+    greedy = SamplingConfig(max_tokens=6, temperature=0)
+    first, other = (sampler.generate([replace(REQUESTS[0], seed=seed)], greedy)[0] for seed in (1, 2))
+    assert first.token_ids == other.token_ids
+    only_one = sampler.generate([REQUESTS[0]], SamplingConfig(max_tokens=6, top_k=1))[0]
+    assert only_one.token_ids == first.token_ids
+    assert only_one.logprobs == (0.0,) * len(only_one.token_ids)  # one token is left, with probability 1
+
+
+def test_temperature_then_top_k_then_top_p() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    # Temperature 1/2 squares: 0.25 : 0.09 : 0.0225 : 0.0025. Top-k 3 drops the last; the others sum to 0.3625, so the
+    # first holds 0.69 of them: top-p 0.6 keeps it alone, top-p 0.7 the first two.
+    config = SamplingConfig(temperature=0.5, top_k=3, top_p=0.7)
+    assert processed_logprobs(logits, config).exp().tolist()[0] == pytest.approx([0.25 / 0.34, 0.09 / 0.34, 0, 0])
+    config = SamplingConfig(temperature=0.5, top_k=3, top_p=0.6)
+    assert processed_logprobs(logits, config).exp().tolist()[0] == pytest.approx([1, 0, 0, 0])
+
+
+def test_a_uniform_picks_the_token_whose_interval_holds_it() -> None:
+    logprobs = torch.tensor([0.25, 0.0, 0.75]).log().repeat(4, 1)
+    uniforms = torch.tensor([0.0, 0.2499, 0.2501, 0.9999], dtype=torch.float64)
+    assert inverse_cdf(logprobs, uniforms).tolist() == [0, 0, 2, 2]  # a token of probability 0 is never drawn
+
+
+def test_an_answer_ends_at_the_stop_token_which_its_text_leaves_out(sampler: HFSampler) -> None:
+    stop = 4  # <|end|>, the fifth special token
+    long = [SamplingRequest((10, 11, 12), seed=seed) for seed in range(64)]
+    completions = sampler.generate(long, SamplingConfig(max_tokens=80))
+    stopped = [completion for completion in completions if completion.finish_reason == "stop"]
+    assert 0 < len(stopped) < 64
+    for completion in completions:
+        assert (completion.token_ids[-1] == stop) == (completion.finish_reason == "stop")
+        assert stop not in completion.token_ids[:-1]
+        assert "<|" not in completion.text
+    assert {len(c.token_ids) for c in completions if c.finish_reason == "length"} == {80}
+
+
+def test_new_weights_sample_like_the_policy_they_came_from(policies: tuple[Path, Path]) -> None:
+    sampler = HFSampler(policies[0], HFSamplerConfig())
+    before = sampler.generate(REQUESTS, SAMPLING)
+    payload = load_file(policies[1] / "model.safetensors")
+    sampler.load_weights(Weights(payload, weights_digest(payload)), version=3)
+    after = sampler.generate(REQUESTS, SAMPLING)
+    expected = HFSampler(policies[1], HFSamplerConfig()).generate(REQUESTS, SAMPLING)
+    assert tokens(after) == tokens(expected) != tokens(before)
+    assert {completion.policy_version for completion in after} == {3}
+
+
+def test_weights_that_are_not_what_was_sent_are_refused(policies: tuple[Path, Path]) -> None:
+    sampler = HFSampler(policies[0], HFSamplerConfig())
+    payload = load_file(policies[1] / "model.safetensors")
+    with pytest.raises(SamplingError, match="the trainer sent 0000"):
+        sampler.load_weights(Weights(payload, "0000"), version=1)
+    del payload["model.layers.1.mlp.up_proj.weight"]
+    with pytest.raises(SamplingError, match="up_proj"):
+        sampler.load_weights(Weights(payload, weights_digest(payload)), version=1)
+
+
+def test_a_diverged_policy_is_named_instead_of_sampled(policies: tuple[Path, Path]) -> None:
+    sampler = HFSampler(policies[0], HFSamplerConfig())
+    payload = load_file(policies[0] / "model.safetensors")
+    payload["model.norm.weight"].fill_(math.nan)
+    sampler.load_weights(Weights(payload, weights_digest(payload)), version=1)
+    with pytest.raises(SamplingError, match=r"seed 100.*diverged"):
+        sampler.generate(REQUESTS[:1], SAMPLING)

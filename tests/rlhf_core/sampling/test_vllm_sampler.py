@@ -1,0 +1,138 @@
+"""vLLM runs in two processes of its own: what happens in it, and whether a second one repeats the first."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.engine
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+PROGRAM = Path(__file__).with_name("vllm_program.py")
+ROOT = Path(__file__).parents[3]
+PROMPTS = [tuple(range(10, 13 + index % 7)) for index in range(24)]
+Seen = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def processes(policies: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Seen, Seen]:
+    """What the full program and the one that only generates saw; they run side by side."""
+    folder = tmp_path_factory.mktemp("vllm")
+    arguments = [(*policies, folder / "full.json"), (policies[0], folder / "again.json")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    running = [
+        subprocess.Popen(
+            [sys.executable, PROGRAM, *paths], env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+        )
+        for paths in arguments
+    ]
+    for process in running:
+        _, errors = process.communicate(timeout=400)
+        assert process.returncode == 0, errors.decode()[-4000:]
+    full, again = (json.loads(paths[-1].read_text()) for paths in arguments)
+    return full, again
+
+
+@pytest.fixture(scope="module")
+def seen(processes: tuple[Seen, Seen]) -> Seen:
+    return processes[0]
+
+
+def test_another_process_gives_bitwise_the_same_completions(processes: tuple[Seen, Seen]) -> None:
+    assert processes[0]["first"] == processes[1]["first"]
+
+
+def test_the_same_requests_give_the_same_completions_again(seen: Seen) -> None:
+    assert seen["first"] == seen["again"]
+    assert len({tuple(completion["token_ids"]) for completion in seen["first"]}) == 24
+
+
+@pytest.mark.parametrize(("name", "temperature"), [("first", 1.0), ("greedy", 1.0)])
+def test_logprobs_agree_with_transformers(
+    name: str, temperature: float, seen: Seen, policies: tuple[Path, Path]
+) -> None:
+    for expected, completion in zip(_transformers_logprobs(policies[0], seen[name], temperature), seen[name]):
+        # 2e-3 is what the importance ratio of an unchanged policy may be off by; fp32 kernels are far below it.
+        assert completion["logprobs"] == pytest.approx(expected, abs=2e-3)
+
+
+def test_greedy_logprobs_are_the_largest(seen: Seen, policies: tuple[Path, Path]) -> None:
+    for prompt, completion in zip(PROMPTS, seen["greedy"], strict=True):
+        logprobs_LV = _logprobs(policies[0], prompt, completion["token_ids"])
+        assert logprobs_LV.argmax(-1).tolist() == completion["token_ids"]
+
+
+def test_top_k_renormalises_over_the_tokens_that_are_left(seen: Seen, policies: tuple[Path, Path]) -> None:
+    for prompt, completion in zip(PROMPTS, seen["filtered"], strict=True):
+        logprobs_LV = _logprobs(policies[0], prompt, completion["token_ids"], temperature=0.7)
+        top_L5 = logprobs_LV.topk(5)
+        for row, token, logprob in zip(range(24), completion["token_ids"], completion["logprobs"], strict=False):
+            assert token in top_L5.indices[row]
+            expected = logprobs_LV[row, token] - top_L5.values[row].logsumexp(-1)
+            assert logprob == pytest.approx(expected.item(), abs=2e-3)
+
+
+def test_weights_from_memory_sample_exactly_like_their_policy(seen: Seen) -> None:
+    reloaded = seen["reloads"]["from_memory"]
+    assert [_content(c) for c in reloaded] == [_content(c) for c in seen["fresh_other"]]
+    assert [_content(c) for c in reloaded] != [_content(c) for c in seen["first"]]
+    assert {completion["policy_version"] for completion in reloaded} == {5}
+
+
+def test_a_warm_engine_serves_the_next_policy_exactly_like_a_new_one(seen: Seen) -> None:
+    assert seen["reloads"]["accepted"]
+    assert seen["reloads"]["from_folder"] == seen["first"]  # back at version 0
+
+
+def test_finish_reasons_and_texts_follow_the_stop_token(seen: Seen) -> None:
+    completions = [c for name in ("first", "filtered", "fresh_other") for c in seen[name]]
+    assert {c["finish_reason"] for c in completions} >= {"length"}
+    for completion in completions:
+        assert (completion["token_ids"][-1] == 4) == (completion["finish_reason"] == "stop")  # 4 is <|end|>
+        assert 4 not in completion["token_ids"][:-1]
+        assert len(completion["token_ids"]) == 24 or completion["finish_reason"] == "stop"
+        assert "<|" not in completion["text"]
+
+
+def test_refusals_say_what_to_do(seen: Seen) -> None:
+    overlong, wrong_digest, too_many_positions = seen["errors"]
+    assert "SamplingError: requests[0] (seed 100) = 97: 3 prompt tokens + max_tokens 94 exceed" in overlong
+    assert "SamplingError: weights.digest" in wrong_digest
+    assert "ConfigError: runtime.sampler.max_model_len = 97: the policy has 96 positions" in too_many_positions
+
+
+def _content(completion: Seen) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    return tuple(completion["token_ids"]), tuple(completion["logprobs"])
+
+
+def _transformers_logprobs(policy: Path, completions: list[Seen], temperature: float) -> list[list[float]]:
+    rows = []
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        logprobs_LV = _logprobs(policy, prompt, completion["token_ids"], temperature=temperature)
+        rows.append(logprobs_LV.gather(-1, torch.tensor(completion["token_ids"])[:, None]).squeeze(-1).tolist())
+    return rows
+
+
+def _logprobs(policy: Path, prompt: tuple[int, ...], answer: list[int], *, temperature: float = 1.0) -> torch.Tensor:
+    """Return `logprobs_LV` of the positions that predict the answer."""
+    with torch.no_grad():
+        logits_LV = _model(policy)(torch.tensor([[*prompt, *answer]])).logits[0]
+    return (logits_LV[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
+
+
+_MODELS: dict[Path, Any] = {}
+
+
+def _model(policy: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    if policy not in _MODELS:
+        _MODELS[policy] = AutoModelForCausalLM.from_pretrained(policy)
+    return _MODELS[policy]

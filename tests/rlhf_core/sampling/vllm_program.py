@@ -1,0 +1,74 @@
+"""A process of its own for vLLM, which changes torch for good: `python vllm_program.py <policy> <other policy> <result>`.
+
+Writes JSON of what it saw. Without another policy it only generates, to be compared with the first process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config.engines import SamplingConfig, VllmSamplerConfig
+from rlhf_core.errors import RlhfError
+from rlhf_core.interfaces import Weights
+from rlhf_core.sampling.vllm_sampler import VllmSampler
+from rlhf_core.types import Completion, SamplingRequest
+
+REQUESTS = [SamplingRequest(tuple(range(10, 13 + index % 7)), seed=100 + index) for index in range(24)]
+SAMPLING = SamplingConfig(max_tokens=24)
+CONFIG = VllmSamplerConfig(max_model_len=96, kv_cache_gib=0.25)
+
+
+def main(policy: Path, other: Path | None, result: Path) -> None:
+    sampler = VllmSampler(policy, CONFIG, threads=1, transfer="")
+    seen: dict[str, Any] = {"first": plain(sampler.generate(REQUESTS, SAMPLING))}
+    if other is not None:
+        seen["again"] = plain(sampler.generate(REQUESTS, SAMPLING))
+        seen["filtered"] = plain(sampler.generate(REQUESTS, SamplingConfig(max_tokens=24, temperature=0.7, top_k=5)))
+        seen["greedy"] = plain(sampler.generate(REQUESTS, SamplingConfig(max_tokens=24, temperature=0)))
+        seen["errors"] = [refusal(lambda: sampler.generate([REQUESTS[0]], SamplingConfig(max_tokens=94)))]
+        seen["reloads"] = reloads(sampler, policy, other)
+        seen["errors"].append(refusal(lambda: sampler.load_weights(Weights({}, "0000"), version=2)))
+        sampler.close()
+        too_long = CONFIG.model_copy(update={"max_model_len": 97})
+        seen["errors"].append(refusal(lambda: VllmSampler(policy, too_long, threads=1, transfer="")))
+        fresh = VllmSampler(other, CONFIG, threads=1, transfer="")
+        seen["fresh_other"] = plain(fresh.generate(REQUESTS, SAMPLING))
+    result.write_text(json.dumps(seen))
+
+
+def reloads(sampler: VllmSampler, policy: Path, other: Path) -> dict[str, Any]:
+    """Weights from memory, then a policy from its folder, then memory that lies about what it holds."""
+    from safetensors.torch import load_file
+
+    from rlhf_core.models.export import weights_digest
+
+    payload = load_file(other / "model.safetensors")
+    sampler.load_weights(Weights(payload, weights_digest(payload)), version=5)
+    from_memory = plain(sampler.generate(REQUESTS, SAMPLING))
+    accepted = sampler.accepts(policy)
+    sampler.load_policy(policy)
+    from_folder = plain(sampler.generate(REQUESTS, SAMPLING))
+    return {"from_memory": from_memory, "accepted": accepted, "from_folder": from_folder}
+
+
+def refusal(call: Any) -> str:
+    try:
+        call()
+    except RlhfError as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def plain(completions: list[Completion]) -> list[dict[str, Any]]:
+    return [asdict(completion) for completion in completions]
+
+
+if __name__ == "__main__":
+    others = [Path(argument) for argument in sys.argv[2:-1]]
+    main(Path(sys.argv[1]), others[0] if others else None, Path(sys.argv[-1]))
+    os._exit(0)  # nothing is left to clean up, and interpreter exit under vLLM is slow

@@ -1,0 +1,157 @@
+"""The stage as a whole, in a real store with a tiny model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.artifacts import ArtifactStore
+from rlhf_core.config.data import ArithmeticWorld, Files, Source, SupportWorld, Use
+from rlhf_core.config.engines import InitModel, PretrainedModel
+from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.data.tables import read_demonstrations, read_preferences, read_prompts
+from rlhf_core.errors import ConfigError, DataError
+from rlhf_core.types import PreparedDataRef
+from stages.prepare_data import PrepareDataConfig, content_digests
+from tests.stages.recording import Workshop, make_policy
+
+SHAPE = InitModel(vocab_size=400, hidden_size=32, layers=1, heads=2, kv_heads=2, intermediate_size=64)
+SMALL = SupportWorld(
+    demonstrations=40, preferences=30, prompts=20, eval_demonstrations=6, eval_preferences=5, eval_prompts=4
+)
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Workshop:
+    return Workshop(ArtifactStore(tmp_path / "store"))
+
+
+def prepare(shop: Workshop, config: PrepareDataConfig) -> tuple[PreparedDataRef, dict[str, float]]:
+    ref, decision = shop.run("prepare_data", config, {})
+    assert isinstance(ref, PreparedDataRef)
+    return ref, shop.metrics(decision)
+
+
+def files_config(path: Path, **options: object) -> PrepareDataConfig:
+    use = Use(demonstrations=0.5, prompts=0.5)
+    return PrepareDataConfig(data=Files(sources=(Source(name="qa", path=str(path), use=use),)), model=SHAPE, **options)
+
+
+def write_questions(path: Path) -> Path:
+    rows = [{"question": f"What is {n} + 1?", "answer": f"#### {n + 1}"} for n in range(40)]
+    rows.append({"question": "long " * 200, "answer": "#### 1"})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_the_support_world_becomes_tables_and_a_base_model(shop: Workshop) -> None:
+    ref, metrics = prepare(shop, PrepareDataConfig(data=SMALL, model=SHAPE))
+    parts = (ref.demonstrations, ref.preferences, ref.prompts, ref.eval_prompts, ref.base)
+    demonstrations, preferences, prompts, eval_prompts, base = (shop.store.path(part) for part in parts if part)
+    assert len(read_demonstrations(demonstrations / "train.parquet")) == metrics["rows/demonstrations"] == 40
+    assert len(read_demonstrations(demonstrations / "eval.parquet")) == metrics["rows/eval_demonstrations"] == 6
+    assert len(read_preferences(preferences / "train.parquet")) == 30
+    assert len(read_preferences(preferences / "eval.parquet")) == 5
+    assert [prompt.label for prompt in read_prompts(prompts)] == [""] * 20
+    assert all(json.loads(prompt.label)["name"] for prompt in read_prompts(eval_prompts))
+    assert (base / "model.safetensors").is_file()
+    chat = ChatTemplate.load(base)
+    text = read_demonstrations(demonstrations / "train.parquet")[0].messages
+    assert chat.decode(chat.prompt_ids(text[:1])) == text[0].content
+    assert 0.6 < metrics["annotator/agreement"] <= 1.0
+
+
+def test_the_same_configuration_is_done_once_and_gives_the_same_digest(shop: Workshop, tmp_path: Path) -> None:
+    config = PrepareDataConfig(data=SMALL, model=SHAPE)
+    first, _ = prepare(shop, config)
+    again, decision = shop.run("prepare_data", config, {})
+    assert (again, decision.action) == (first, "HIT")
+    elsewhere, _ = prepare(Workshop(ArtifactStore(tmp_path / "elsewhere")), config)
+    assert elsewhere.digest == first.digest
+
+
+def test_arithmetic_prompts_carry_their_answers(shop: Workshop) -> None:
+    world = ArithmeticWorld(demonstrations=20, preferences=5, prompts=10, eval_prompts=5)
+    ref, metrics = prepare(shop, PrepareDataConfig(data=world, model=SHAPE))
+    assert ref.prompts is not None
+    assert all(prompt.label.isdigit() for prompt in read_prompts(shop.store.path(ref.prompts)))
+    assert metrics["rows/prompts"] == 10
+
+
+def test_files_are_cleaned_limited_and_reported(shop: Workshop, tmp_path: Path) -> None:
+    path = write_questions(tmp_path / "qa.jsonl")
+    ref, metrics = prepare(shop, files_config(path, max_prompt_tokens=64))
+    report = json.loads((shop.store.path(ref) / "validation.json").read_text())
+    assert ref.preferences is None
+    assert report["reasons"] == {"prompt too long": 1}
+    assert (report["drops"][0]["file"], report["drops"][0]["line"]) == (str(path), 41)
+    assert metrics["dropped/all"] == metrics["dropped/prompt_too_long"] == 1
+    kept = metrics["rows/demonstrations"] + metrics["rows/eval_demonstrations"] + metrics["rows/prompts"]
+    assert kept == 40
+    preview = (shop.store.path(ref) / "preview.md").read_text()
+    assert "【#### " in preview and "<|end|>】" in preview
+
+
+def test_no_row_left_is_an_error_with_the_reasons(shop: Workshop, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no row is left.*'prompt too long': 41"):
+        prepare(shop, files_config(write_questions(tmp_path / "qa.jsonl"), max_prompt_tokens=4))
+
+
+def test_a_pretrained_model_keeps_its_weights_and_takes_the_template_asked_for(shop: Workshop, tmp_path: Path) -> None:
+    policy = make_policy(tmp_path / "policy")
+    config = PrepareDataConfig(data=SMALL, model=PretrainedModel(path=str(policy)), chat_template="chatml")
+    ref, _ = prepare(shop, config.model_copy(update={"max_tokens": 512, "max_prompt_tokens": 256}))
+    assert ref.base is not None
+    base = shop.store.path(ref.base)
+    assert (base / "model.safetensors").read_bytes() == (policy / "model.safetensors").read_bytes()
+    template = ChatTemplate.load(base).tokenizer.chat_template
+    assert "'<|' + message['role'] + '|>\\n'" in template
+    assert template != ChatTemplate.load(policy).tokenizer.chat_template
+
+
+def test_a_model_without_a_template_needs_the_profile_to_name_one(shop: Workshop, tmp_path: Path) -> None:
+    policy = make_policy(tmp_path / "policy")
+    (policy / "chat_template.jinja").unlink()
+    model = PretrainedModel(path=str(policy))
+    with pytest.raises(ConfigError, match=r"no chat template.*prepare_data\.chat_template"):
+        prepare(shop, PrepareDataConfig(data=SMALL, model=model))
+    ref, _ = prepare(
+        shop, PrepareDataConfig(data=SMALL, model=model, chat_template="chatml", max_tokens=512, max_prompt_tokens=256)
+    )
+    assert ref.base is not None
+    assert ChatTemplate.load(shop.store.path(ref.base)).eos_id > 0
+
+
+def test_an_initialised_model_has_its_own_template(shop: Workshop) -> None:
+    with pytest.raises(ConfigError, match='set it to "model"'):
+        prepare(shop, PrepareDataConfig(data=SMALL, model=SHAPE, chat_template="chatml"))
+
+
+def test_the_digests_follow_the_content_of_local_files(tmp_path: Path) -> None:
+    path, template = write_questions(tmp_path / "qa.jsonl"), tmp_path / "chat.jinja"
+    template.write_text("{{ messages }}")
+    config = files_config(path, chat_template=str(template))
+    before = content_digests(config)
+    assert set(before) == {str(path), str(template)}
+    path.write_text(path.read_text() + "\n")
+    after = content_digests(config)
+    assert before[str(path)] != after[str(path)]
+    assert before[str(template)] == after[str(template)]
+    path.unlink()
+    with pytest.raises(DataError, match="there is no such file or folder"):
+        content_digests(config)
+
+
+def test_worlds_have_no_files_to_digest_and_a_local_model_has(tmp_path: Path) -> None:
+    assert content_digests(PrepareDataConfig()) == {}
+    policy = make_policy(tmp_path / "policy")
+    assert list(content_digests(PrepareDataConfig(model=PretrainedModel(path=str(policy))))) == [str(policy)]
+
+
+def test_importing_the_stage_loads_no_engine() -> None:
+    code = "import sys, stages.prepare_data; print(sorted({'torch', 'transformers', 'datasets', 'ray'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -1,0 +1,152 @@
+"""The gate, the card and the registry."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from rlhf_core.artifacts import ArtifactStore
+from rlhf_core.errors import ConfigError
+from rlhf_core.types import PolicyRef, ReportRef
+from stages.publish import PublishConfig, Threshold
+from tests.stages.recording import Workshop
+
+
+def interval(mean: float, **more: Any) -> dict[str, Any]:
+    return {"mean": mean, "low": mean - 0.1, "high": mean + 0.1, **more}
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Workshop:
+    return Workshop(ArtifactStore(tmp_path / "store"))
+
+
+@pytest.fixture
+def inputs(shop: Workshop, tmp_path: Path) -> dict[str, Any]:
+    """A policy whose report says: gold 2.0 (sft 1.0), win rate 0.7, KL 9, length 30 (sft 20)."""
+    for name in ("policy", "report"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "policy" / "config.json").write_text("{}")
+    policy = shop.store.external(PolicyRef, tmp_path / "policy")
+    report = {
+        "key": "k",
+        "reference": "sft",
+        "compared_by": "gold",
+        "order": ["sft", "ppo"],
+        "policies": {
+            "sft": {"digest": "d1", "prompts": 64, "samples": 64, "gold": interval(1.0), "tokens": interval(20)},
+            "ppo": {
+                "digest": policy.digest, "prompts": 64, "samples": 64, "gold": interval(2.0), "tokens": interval(30),
+                "kl": interval(9.0, kind="estimate"), "win_rate": interval(0.7, against="sft", prompts=64), "entropy": 0.5,
+            },
+        },
+        "lineage": [
+            {"label": "sft", "digest": "d1", "parents": ["prepare_data"], "config": {"max_length": 256}, "stage": "sft", "key": "k1"},
+            {"label": "ppo", "digest": policy.digest, "parents": ["sft"], "config": {"kl_coef": 0.05}, "stage": "ppo", "key": "k2"},
+        ],
+        "settings": {"level": 0.95, "resamples": 2000},
+    }  # fmt: skip
+    (tmp_path / "report" / "report.json").write_text(json.dumps(report))
+    return {"policy": policy, "report": shop.store.external(ReportRef, tmp_path / "report")}
+
+
+GOOD = (
+    Threshold(metric="gold/mean", op=">", than="sft"),
+    Threshold(metric="kl.mean", op="<=", value=10),
+    Threshold(metric="tokens/mean", op="<=", than="sft", factor=1.5),
+)
+
+
+def publish(shop: Workshop, inputs: dict[str, Any], **config: Any) -> tuple[dict[str, Any], str, Any]:
+    ref, decision = shop.run("publish", PublishConfig(**config), inputs)
+    folder = shop.store.path(ref)
+    return json.loads((folder / "gate.json").read_text()), (folder / "README.md").read_text(), decision
+
+
+def test_a_passed_gate_makes_the_policy_champion(shop: Workshop, inputs: dict[str, Any]) -> None:
+    gate, card, decision = publish(shop, inputs, gate=GOOD)
+    assert gate["passed"] is True
+    assert [(check["value"], check["threshold"], check["pass"]) for check in gate["checks"]] == [
+        (2.0, 1.0, True),
+        (9.0, 10.0, True),
+        (30.0, 30.0, True),  # 1.5 times 20
+    ]
+    ((name, digest, aliases, tags),) = shop.tracker.registered
+    assert (name, digest, aliases) == ("rlhf-policy", inputs["policy"].digest, ("candidate", "champion"))
+    assert tags["gate"] == "passed"
+    assert tags["eval.gold"] == "2"
+    assert gate["registry"] == {"name": "rlhf-policy", "version": "1", "aliases": ["candidate", "champion"]}
+    assert shop.metrics(decision) == {"gate/passed": 1.0, "gate/checks": 3.0}
+    assert "Gate: **passed**" in card
+
+
+def test_a_failed_gate_is_written_down_and_leaves_the_champion_alone(shop: Workshop, inputs: dict[str, Any]) -> None:
+    gate, card, decision = publish(shop, inputs, gate=(*GOOD, Threshold(metric="win_rate/low", op=">=", value=0.65)))
+    assert gate["passed"] is False
+    assert [check["pass"] for check in gate["checks"]] == [True, True, True, False]
+    assert shop.tracker.registered[0][2] == ("candidate",)
+    assert shop.tracker.registered[0][3]["gate"] == "failed"
+    assert shop.metrics(decision)["gate/passed"] == 0.0
+    assert "Gate: **not passed**" in card
+    assert "| win_rate/low | >= 0.65 | 0.6 | **fails** |" in card
+
+
+def test_the_card_says_what_the_policy_was_made_from_and_how_good_it_is(shop: Workshop, inputs: dict[str, Any]) -> None:
+    _, card, _ = publish(shop, inputs, intended_use="Replies of a support desk.", licence="Apache-2.0")
+    for line in (
+        "- **sft** `d1`, from prepare_data",
+        f"- **ppo** `{inputs['policy'].digest}`, from sft",
+        '"kl_coef": 0.05',
+        "| gold | 2 | 1.9 to 2.1 |",
+        "| win_rate against sft | 0.7 | 0.6 to 0.8 |",
+        "| entropy | 0.5 | |",
+        "## Intended use\n\nReplies of a support desk.",
+        "## Licence\n\nApache-2.0",
+    ):
+        assert line in card
+
+
+def test_gate_and_card_reach_the_tracker(shop: Workshop, inputs: dict[str, Any]) -> None:
+    publish(shop, inputs, gate=GOOD[:1])
+    assert shop.tracker.tables["gate"][1] == [("gold/mean", ">", 1.0, 2.0, True)]
+    assert shop.tracker.files == [("", "gate.json"), ("", "README.md")]
+    assert shop.tracker.input_models == [inputs["policy"].digest]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"gate": [{"metric": "gold/median", "op": ">", "value": 1}]},
+            r"publish.gate\[0\].metric = 'gold/median'.*mean, low, high",
+        ),
+        ({"gate": [{"metric": "gold", "op": ">", "value": 1}]}, "is not a number; add one of mean, low, high"),
+        ({"gate": [{"metric": "gold/mean", "op": ">", "than": "dpo"}]}, r"no policy 'dpo' \(sft, ppo\)"),
+        ({"policy": "dpo"}, r"publish.policy = 'dpo': is not in the report \(sft, ppo\)"),
+        ({"policy": "sft"}, "has other weights in the report"),
+    ],
+)
+def test_a_gate_that_cannot_be_judged_is_an_error_and_not_a_failure(
+    shop: Workshop, inputs: dict[str, Any], config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        shop.run("publish", PublishConfig(**config), inputs)
+    assert shop.tracker.registered == []
+
+
+def test_a_policy_that_was_not_judged_is_not_published(shop: Workshop, inputs: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text('{"other": 1}')
+    inputs["policy"] = shop.store.external(PolicyRef, tmp_path / "other")
+    with pytest.raises(ConfigError, match="was not judged in this report"):
+        shop.run("publish", PublishConfig(), inputs)
+
+
+@pytest.mark.parametrize("bound", [{}, {"value": 1.0, "than": "sft"}])
+def test_a_threshold_has_exactly_one_bound(bound: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="either value or than"):
+        Threshold.model_validate({"metric": "gold/mean", "op": ">=", **bound})
