@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Mapping
 from uuid import UUID
 
 from prefect.artifacts import (
-    create_link_artifact,
     create_markdown_artifact,
     create_progress_artifact,
     create_table_artifact,
     update_progress_artifact,
 )
 
-from rlhf_core.stage import Decision
+from pipelines.run import StageOutcome
+from rlhf_core.stage import Decision, StageInput, StageSpec
+from rlhf_core.types import ArtifactRef
 
 logger = logging.getLogger(__name__)
 
@@ -32,20 +32,24 @@ def artifact_key(*parts: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", "-".join(parts).lower()).strip("-")
 
 
-def show_stage(label: str, decision: Decision, metrics: Mapping[str, float], seconds: float, tracking_url: str) -> None:
-    """Attach the card of a stage to its task run."""
+def show_stage(spec: StageSpec, outcome: StageOutcome) -> None:
+    """Attach the card of a stage to its task run: decision and reason, key, inputs, metrics, and where to look on."""
+    decision = outcome.decision
     lines = [
-        f"# {label}",
+        f"# {spec.label}",
         f"**{decision.action}**: {decision.reason}",
         "",
-        f"key `{decision.key}`" + ("" if decision.action == "HIT" else f", {seconds:.1f} s"),
+        f"key `{decision.key}`" + ("" if decision.action == "HIT" else f", {outcome.seconds:.1f} s"),
+        "",
+        f"made `{type(outcome.ref).__name__}` `{outcome.ref.digest}`",
     ]
-    if tracking_url:
-        lines += ["", f"[MLflow run]({tracking_url})"]
-    if metrics:
+    lines += [f"- from {name}: {_shown(value)}" for name, value in spec.inputs.items()]
+    if outcome.tracking_url:
+        lines += ["", f"[MLflow run]({outcome.tracking_url})"]
+    if outcome.metrics:
         lines += ["", "| metric | value |", "|---|---|"]
-        lines += [f"| {name} | {value:.6g} |" for name, value in sorted(metrics.items())]
-    _quietly(create_markdown_artifact, key=artifact_key("stage", label), markdown="\n".join(lines))
+        lines += [f"| {name} | {value:.6g} |" for name, value in sorted(outcome.metrics.items())]
+    _quietly(create_markdown_artifact, key=artifact_key("stage", spec.label), markdown="\n".join(lines))
 
 
 def show_samples(label: str, rows: list[dict[str, str]]) -> None:
@@ -59,11 +63,6 @@ def show_plan(rows: list[tuple[str, Decision]]) -> None:
     lines = ["| stage | decision | why |", "|---|---|---|"]
     lines += [f"| {label} | {decision.action} | {decision.reason.replace('|', ' ')} |" for label, decision in rows]
     _quietly(create_markdown_artifact, key="plan", markdown="\n".join(lines))
-
-
-def show_link(name: str, url: str) -> None:
-    """Attach a link to the run that is active."""
-    _quietly(create_link_artifact, key=artifact_key(name), link=url, link_text=name)
 
 
 class ProgressCard:
@@ -94,3 +93,10 @@ def _quietly(call, **arguments):  # type: ignore[no-untyped-def]  # five functio
     except Exception as error:
         logger.warning("Prefect could not show %s: %s", arguments, error)
         return None
+
+
+def _shown(value: StageInput) -> str:
+    if isinstance(value, ArtifactRef):
+        return f"{type(value).__name__} `{value.digest[:12]}`"
+    named = value.items() if isinstance(value, dict) else enumerate(value)
+    return ", ".join(f"{name}: {_shown(ref)}" for name, ref in named)

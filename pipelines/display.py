@@ -145,7 +145,9 @@ class LiveDisplay:
     def failed(self, label: str, error: BaseException) -> None:
         with self._lock:
             row = self._rows[label]
-            row.state, row.decision = ("failed", "FAILED") if isinstance(error, Exception) else ("stopped", row.decision)
+            row.state, row.decision = (
+                ("failed", "FAILED") if isinstance(error, Exception) else ("stopped", row.decision)
+            )
             row.seconds = time.monotonic() - row.began
 
     def note(self, text: str) -> None:

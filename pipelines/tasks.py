@@ -26,7 +26,7 @@ from pipelines.plan import Pipeline, expect
 from pipelines.reconcile import own, reconcile
 from pipelines.run import PipelineRun, run_stages
 from pipelines.services import wait_for
-from rlhf_core.stage import StageInput, StageSpec
+from rlhf_core.stage import StageSpec
 from rlhf_core.types import ArtifactRef
 
 logger = logging.getLogger(__name__)
@@ -69,41 +69,29 @@ class TaskRunner:
 
     def __init__(self, run: PipelineRun) -> None:
         self._run = run
-        self._made: dict[str, State[str]] = {}
+        self._made: dict[str, State[bool]] = {}
+        """Uri of an artifact -> the task that made it or found it."""
 
     def __call__(self, spec: StageSpec, kind: type[R]) -> R:
-        run = self._run
+        run, refs = self._run, []
 
+        # Handles go past Prefect, and what a stage waits for draws the edges: as arguments and results they would draw
+        # false ones, since Prefect goes by the identity of every value in them, down to the digests of parents.
         @task(name=spec.label, task_run_name=spec.label, cache_policy=NO_CACHE, persist_result=False)
-        def stage(**inputs: str) -> State[R]:
+        def stage() -> State[bool]:
             outcome = run.stage(spec, ProgressCard(spec.label).show)
-            show_stage(spec.label, outcome.decision, outcome.metrics, outcome.seconds, outcome.tracking_url)
+            refs.append(outcome.ref)
+            show_stage(spec, outcome)
             show_samples(spec.label, outcome.samples)
             name = "Cached" if outcome.decision.action == "HIT" else "Completed"
-            message = f"{outcome.decision.action}: {outcome.decision.reason}"
-            return Completed(name=name, message=message, data=outcome.ref)
+            return Completed(name=name, message=f"{outcome.decision.action}: {outcome.decision.reason}", data=True)
 
-        # The edges are what the stage waits for. Handles as arguments would draw false ones: Prefect goes by the
-        # identity of every value inside them, and a handle holds the digests of its parents.
-        shown = {name: _shown(value) for name, value in spec.inputs.items()}
         before = {self._made[ref.uri].id: self._made[ref.uri] for ref in spec.refs() if ref.uri in self._made}
-        state = stage(**shown, wait_for=list(before.values()), return_state=True)
-        ref: R = expect(state.result(), kind, spec.label)
-        self._made |= dict.fromkeys([ref.uri, *(part.uri for part in parts(ref))], _without_handle(state, spec.label))
+        state = stage(wait_for=list(before.values()), return_state=True)
+        state.result()  # raises what the stage raised
+        ref: R = expect(refs[0], kind, spec.label)
+        self._made |= dict.fromkeys([ref.uri, *(part.uri for part in parts(ref))], state)
         return ref
-
-
-def _without_handle(state: State[R], label: str) -> State[str]:
-    """Return a state that stands for its task alone: with the handle in it each edge would be drawn several times."""
-    bare: State[str] = state.model_copy(update={"data": f"made by {label}"})
-    return bare
-
-
-def _shown(value: StageInput) -> str:
-    if isinstance(value, ArtifactRef):
-        return f"{type(value).__name__} {value.digest[:12]}"
-    named = value.items() if isinstance(value, dict) else enumerate(value)
-    return ", ".join(f"{name}: {_shown(ref)}" for name, ref in named)
 
 
 def _links(flow_run: FlowRun) -> dict[str, str]:

@@ -21,6 +21,7 @@ from pydantic import Field, model_validator
 from rlhf_core.config.base import OPERATIONAL, Config
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig, SamplingConfig
 from rlhf_core.config.rewards import RewardsConfig
+from rlhf_core.errors import TrainingError, explain
 from rlhf_core.interfaces import Metrics, ModelSpec, Sampler, Trainer
 from rlhf_core.stage import StageContext
 from rlhf_core.types import (
@@ -277,6 +278,7 @@ def update(
                 made |= models.policy.optim_step(learning_rate=_rate(config.optimizer, step, config.steps))
                 metrics |= {f"policy/{name}": value for name, value in made.items()}
             history.append(metrics)
+    _check_updated(history, context.label, step)
     return {name: sum(made[name] for made in history) / len(history) for name in history[0]}
 
 
@@ -327,6 +329,15 @@ def record(config: PPOConfig, context: StageContext, step: int, metrics: Metrics
             for rollout in rollouts[:16]
         ]
         context.tracker.table(f"samples/step_{step:05d}", ["prompt", "completion", "reward", "tokens"], rows)
+
+
+def _check_updated(history: Sequence[Metrics], label: str, step: int) -> None:
+    """Raise TrainingError if every update of a model was skipped in a step: nothing can be learnt from here on."""
+    for model in ("policy", "value"):
+        skipped = [metrics[f"{model}/skipped"] for metrics in history if f"{model}/skipped" in metrics]
+        if skipped and all(skipped):
+            rule = f"every update of the {model} had a non-finite loss or gradient"
+            raise TrainingError(explain(f"{label}.step", step, rule, "lower the learning rate, or clip the rewards"))
 
 
 def _order(count: int, seed: int) -> list[int]:

@@ -20,6 +20,8 @@ from rlhf_core.errors import ConfigError, explain
 logger = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 5.0
+START_ATTEMPTS = 2
+"""On a machine that is busy, Ray's processes may miss each other's deadlines."""
 OBJECT_STORE_FRACTION = 0.1
 """Share of the machine's memory that weights on their way may take; Ray's own default is 0.3."""
 SMALLEST_OBJECT_STORE = 256 << 20
@@ -42,20 +44,8 @@ def connect(cores: int) -> bool:
     if ray.is_initialized():
         return False
     address = os.environ.get("RAY_ADDRESS", "")
-    quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "include_dashboard": False}
     if address in ("", "local"):
-        settings = {
-            "address": "local",
-            "num_cpus": cores,
-            "object_store_memory": max(
-                SMALLEST_OBJECT_STORE, int(psutil.virtual_memory().total * OBJECT_STORE_FRACTION)
-            ),
-            # Unix sockets live below it and may be 107 characters long, so TMPDIR does not decide.
-            "_temp_dir": str(Path("/tmp" if os.name == "posix" else tempfile.gettempdir()) / f"rlhf-ray-{os.getuid()}"),
-            # Our actors have an environment of their own, so workers that Ray starts ahead would never be used.
-            "_system_config": {"prestart_worker_first_driver": False, "enable_metrics_collection": False},
-        }
-        _in_lasting_thread(lambda: ray.init(**settings, **quiet))
+        _in_lasting_thread(lambda: _start(cores))
         return True
     _join(address)
     return False
@@ -120,6 +110,36 @@ def _in_lasting_thread(start: Callable[[], object]) -> None:
 
     threading.Thread(target=run, name="ray-parent", daemon=True).start()
     started.result()
+
+
+def _start(cores: int) -> None:
+    import ray
+
+    # Unix sockets live below it and may be 107 characters long, so TMPDIR does not decide.
+    folder = Path("/tmp" if os.name == "posix" else tempfile.gettempdir()) / f"rlhf-ray-{os.getuid()}"
+    for attempt in range(START_ATTEMPTS):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=cores,
+                object_store_memory=max(
+                    SMALLEST_OBJECT_STORE, int(psutil.virtual_memory().total * OBJECT_STORE_FRACTION)
+                ),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=str(folder),
+                # Our actors have an environment of their own, so workers that Ray starts ahead would never be used.
+                _system_config={"prestart_worker_first_driver": False, "enable_metrics_collection": False},
+            )
+            return
+        except Exception as error:  # Ray raises plain Exception when its processes are slow to answer
+            ray.shutdown()
+            if attempt + 1 == START_ATTEMPTS:
+                rule = f"Ray could not start: {error}"
+                remedy = f"look into {folder}/session_latest/logs, or free memory and cores"
+                raise ConfigError(explain("runtime.type", "ray", rule, remedy)) from error
+            logger.warning("Ray did not start (%s); trying once more", error)
 
 
 def _join(address: str) -> None:

@@ -34,7 +34,10 @@ def cli(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["plan", "tiny/full", "--set", "ppo.kl_coeff=1"], "ppo.kl_coeff = 1: unknown key; did you mean ppo.kl_coef?\n"),
+        (
+            ["plan", "tiny/full", "--set", "ppo.kl_coeff=1"],
+            "ppo.kl_coeff = 1: unknown key; did you mean ppo.kl_coef?\n",
+        ),
         (["plan", "tiny/nothing_like_it_at_all"], "profile = 'tiny/nothing_like_it_at_all': no such file"),
         (["explain", "sfft"], "explain 'sfft': no such stage; this pipeline has prepare_data, sft"),
         (["chat", "ppo", "--once", "hello"], "input = 'ppo': no PolicyRef has this label"),
@@ -62,12 +65,16 @@ def test_explain_prints_the_whole_key(here: Path, capsys: pytest.CaptureFixture[
 
 
 def test_an_empty_store_is_listed_verified_and_collected(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert [main(["store", "ls"]), main(["store", "verify"]), main(["store", "gc", "--dry-run"]), main(["runs"])] == [0] * 4
+    assert [main(["store", "ls"]), main(["store", "verify"]), main(["store", "gc", "--dry-run"]), main(["runs"])] == [
+        0
+    ] * 4
     out = capsys.readouterr().out
     assert "all sound" in out and "would free 0.0 MiB in 0 items" in out
 
 
-@pytest.mark.parametrize("verb", ["import pipelines.cli", "import pipelines.full, pipelines.plan, pipelines.run, pipelines.verbs"])
+@pytest.mark.parametrize(
+    "verb", ["import pipelines.cli", "import pipelines.full, pipelines.plan, pipelines.run, pipelines.verbs"]
+)
 def test_no_engine_is_imported_before_it_is_needed(verb: str) -> None:
     code = f"{verb}; import sys; print([name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -33,7 +33,11 @@ def test_the_number_of_workers_is_no_part_of_a_spec_and_the_precision_is(tmp_pat
 
 def test_the_functions_of_users_are_found_wherever_they_stand() -> None:
     config = PPOConfig.model_validate(
-        {"rewards": {"terms": {"a": {"type": "function", "function": "m:f"}, "b": {"type": "function", "function": "n.py:g"}}}}
+        {
+            "rewards": {
+                "terms": {"a": {"type": "function", "function": "m:f"}, "b": {"type": "function", "function": "n.py:g"}}
+            }
+        }
     )
     assert reward_functions(config) == ("m:f", "n.py:g")
 

@@ -34,7 +34,10 @@ def test_an_override_of_none_takes_a_section_away() -> None:
         ("ppo.kl_coeff=0.1", "ppo.kl_coeff = 0.1: unknown key; did you mean ppo.kl_coef?"),
         ("sft.loop.epoch=2", "sft.loop.epoch = 2: unknown key; did you mean sft.loop.epochs?"),
         ("pppo.steps=2", "pppo = {'steps': 2}: unknown key; did you mean ppo?"),
-        ("runtime.sampler.kv_cash_gib=2", "runtime.sampler.kv_cash_gib = 2: unknown key; did you mean runtime.sampler.kv_cache_gib?"),
+        (
+            "runtime.sampler.kv_cash_gib=2",
+            "runtime.sampler.kv_cash_gib = 2: unknown key; did you mean runtime.sampler.kv_cache_gib?",
+        ),
     ],
 )
 def test_a_misspelt_key_is_refused_with_the_nearest_one(override: str, message: str) -> None:
@@ -62,7 +65,9 @@ def test_a_start_that_the_profile_does_not_make_is_refused(tmp_path: Path) -> No
 
 
 def test_a_reference_that_is_not_evaluated_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"evaluate\.evaluate\.reference = 'iterative_dpo': this profile makes base, sft, ppo"):
+    with pytest.raises(
+        ConfigError, match=r"evaluate\.evaluate\.reference = 'iterative_dpo': this profile makes base, sft, ppo"
+    ):
         load_profile(write_mini(tmp_path), ["evaluate.evaluate.reference=iterative_dpo"])
 
 

@@ -12,7 +12,9 @@ from rlhf_core.errors import ConfigError
 
 
 def test_a_profile_with_a_learned_reward_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"reward_model = \{\.\.\.\}: the rlvr pipeline learns from verifiable rewards"):
+    with pytest.raises(
+        ConfigError, match=r"reward_model = \{\.\.\.\}: the rlvr pipeline learns from verifiable rewards"
+    ):
         plan(load_profile("tiny/full"), ArtifactStore(tmp_path), pipeline=verifiable_rewards)
 
 

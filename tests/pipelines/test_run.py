@@ -81,9 +81,7 @@ def test_a_failed_stage_is_failed_everywhere_and_the_next_run_resumes_it(tmp_pat
 
 
 @pytest.mark.parametrize(("error", "status"), [(ValueError, "FAILED"), (KeyboardInterrupt, "KILLED")])
-def test_the_tracker_gets_the_true_status(
-    tmp_path: Path, home: Home, error: type[BaseException], status: str
-) -> None:
+def test_the_tracker_gets_the_true_status(tmp_path: Path, home: Home, error: type[BaseException], status: str) -> None:
     notes, tracker = Notes(), MemoryTracker()
 
     def interrupted(done: int, total: int, message: str) -> None:

@@ -153,7 +153,10 @@ def make_tables(config: SupportWorld, *, seed: int) -> tuple[Tables, dict[str, f
 
 
 def write_reply(facts: Facts, config: SupportWorld, rng: random.Random) -> str:
-    """Return a reply of mixed quality: each virtue with `good_probability`, each vice with `bad_probability`."""
+    """Return a reply of mixed quality: each virtue with `good_probability`, each vice with `bad_probability`.
+
+    Wrong facts and repetitions are slips, with `slip_probability`.
+    """
 
     def good() -> bool:
         return rng.random() < config.good_probability
@@ -161,10 +164,13 @@ def write_reply(facts: Facts, config: SupportWorld, rng: random.Random) -> str:
     def bad() -> bool:
         return rng.random() < config.bad_probability
 
+    def slip() -> bool:
+        return rng.random() < config.slip_probability
+
     sentences: list[str] = []
     if good():
         sentences.append(rng.choice(GREETINGS).format(name=facts.name))
-    elif bad():
+    elif slip():
         sentences.append(rng.choice(GREETINGS).format(name=_other(WOMEN + MEN, facts.name, rng)))
     elif bad():
         sentences.append(rng.choice(BLANK_GREETINGS))
@@ -172,18 +178,18 @@ def write_reply(facts: Facts, config: SupportWorld, rng: random.Random) -> str:
         sentences.append(rng.choice(APOLOGIES))
     if good():
         sentences.append(rng.choice(ITEMS).format(item=facts.item))
-    elif bad():
+    elif slip():
         sentences.append(rng.choice(ITEMS).format(item=_wrong_item(facts.item, rng)))
     if bad():
         sentences.append(rng.choice(BLAMES))
     if good():
         sentences.append(rng.choice(REMEDIES[facts.problem]))
-    elif bad():
+    elif slip():
         sentences.append(rng.choice(REMEDIES[_other(list(REMEDIES), facts.problem, rng)]))
     if bad():
         sentences.insert(rng.randint(len(sentences[:1]), len(sentences)), rng.choice(FILLERS))
     body = [sentence for sentence in sentences if sentence.endswith(".")]
-    if body and bad():
+    if body and slip():
         again = rng.choice(body)
         sentences.insert(sentences.index(again) + 1, again)
     if good() or not body:
@@ -302,13 +308,13 @@ def _clean_pair(facts: Facts, text: str, config: SupportWorld, rng: random.Rando
 
 
 def _ranked(facts: Facts, config: SupportWorld, rng: random.Random) -> tuple[str, str, float]:
-    """Return (better reply, worse reply, difference of gold > 0); ties are written anew."""
+    """Return (better reply, worse reply, difference of gold); pairs below the minimum gap are written anew."""
     while True:
         scored = [
             (sum_of(gold_components(reply, facts)), reply) for reply in (write_reply(facts, config, rng) for _ in "ab")
         ]
         (low, worse), (high, better) = sorted(scored)
-        if high > low:
+        if high - low >= config.minimum_gap:
             return better, worse, high - low
 
 

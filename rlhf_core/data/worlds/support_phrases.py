@@ -29,10 +29,10 @@ REMEDIES = {
     "part": ("We will post the missing part.", "You will get the missing part tomorrow."),
     "charge": ("We will return the second payment.", "You will get the second payment back."),
 }
-GREETINGS = ("Hello {name},", "Dear {name},", "Hi {name},")
-APOLOGIES = ("I am sorry to hear that.", "We are sorry for the trouble.", "Please accept our apology.")
-ITEMS = ("I checked your {item}.", "This is about your {item}.", "I found your order of the {item}.")
-THANKS = ("Thank you for writing.", "Thank you for your patience.", "Many thanks for telling us.")
-BLAMES = ("You must have caused this yourself.", "You should have read the manual.", "This is your own fault.")
-FILLERS = ("We value every customer.", "Your opinion matters to us.", "We always do our best.")
+GREETINGS = ("Hello {name},", "Dear {name},")
+APOLOGIES = ("I am sorry to hear that.", "We are sorry for the trouble.")
+ITEMS = ("This is about your {item}.", "I found your order of the {item}.")
+THANKS = ("Thank you for your patience.", "Many thanks for telling us.")
+BLAMES = ("You must have caused this yourself.", "You should have read the manual.")
+FILLERS = ("We value every customer.", "Your opinion matters to us.")
 BLANK_GREETINGS = ("Hello,",)
