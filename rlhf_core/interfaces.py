@@ -61,7 +61,11 @@ class Trainer(Protocol):
 
     def forward_backward(
         self,
-        samples: Sequence[TokenSample] | Sequence[RewardPair] | Sequence[PreferenceSample] | Sequence[PolicySample] | Sequence[ValueSample],
+        samples: Sequence[TokenSample]
+        | Sequence[RewardPair]
+        | Sequence[PreferenceSample]
+        | Sequence[PolicySample]
+        | Sequence[ValueSample],
         objective: Objective,
     ) -> Metrics:
         """Accumulate the gradient of `objective` over `samples` (all of one optimizer step); return its metrics."""

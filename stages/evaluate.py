@@ -245,11 +245,15 @@ def opponent(config: EvaluateConfig, name: str, names: Sequence[str]) -> str:
     return names[names.index(name) - 1] if name in names[1:] else ""
 
 
+NO_BRACKETS = str.maketrans("", "", "()")
+"""MLflow refuses brackets in the name of a metric; `best-of-8 (sft)` has some."""
+
+
 def headline(report: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of the key record: `<policy>/gold`, `<policy>/kl`, `<policy>/win_rate` ..."""
     measures = ("gold", "reward_model", "kl", "win_rate", "tokens")
     return {
-        f"{name}/{measure}": row[measure]["mean"]
+        f"{name.translate(NO_BRACKETS)}/{measure}": row[measure]["mean"]
         for name, row in report["policies"].items()
         for measure in measures
         if measure in row

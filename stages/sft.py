@@ -10,7 +10,7 @@ from pydantic import Field
 from rlhf_core.config.base import Config
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig
 from rlhf_core.config.loop import LoopConfig
-from rlhf_core.interfaces import ModelSpec
+from rlhf_core.interfaces import Metrics, ModelSpec
 from rlhf_core.stage import StageContext
 from rlhf_core.types import DemonstrationsRef, PolicyRef
 
@@ -61,6 +61,6 @@ def run(config: SFTConfig, *, policy: PolicyRef, demonstrations: DemonstrationsR
             context=context,
         )
         trainer.export(context.out)
-    metrics = {"steps": result.steps, "train_samples": len(splits["train"])}
+    metrics: Metrics = {"steps": result.steps, "train_samples": len(splits["train"])}
     metrics |= {f"before/{name}": value for name, value in result.initial.items()}
     return context.commit(PolicyRef, metrics=metrics | result.final)

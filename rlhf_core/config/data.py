@@ -24,9 +24,9 @@ class SupportWorld(Config):
     good_probability: float = Field(0.55, ge=0, le=1)
     """How often a writer does each of the five things that a good reply does."""
     bad_probability: float = Field(0.3, ge=0, le=1)
-    """How often a writer blames the customer, fills, or greets without a name."""
+    """How often a writer blames the customer, fills, repeats a sentence, or greets without a name."""
     slip_probability: float = Field(0.1, ge=0, le=1)
-    """How often a writer, instead of leaving something out, gets it wrong; and how often one repeats a sentence."""
+    """How often a writer, instead of leaving a fact out, gets it wrong."""
     annotator_temperature: float = Field(0.75, gt=0)
     """Bradley-Terry temperature of the annotator: P(a preferred to b) = sigmoid((gold a - gold b) / temperature)."""
     minimum_gap: float = Field(1.0, gt=0)

@@ -6,7 +6,7 @@ rollouts of a prompt stand together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -33,7 +33,7 @@ from rlhf_core.types import PolicySample, Rollout, TokenSample, ValueSample
 
 Estimator = Literal["gae", "reinforce++", "reinforce++-baseline", "rloo", "grpo", "dr_grpo"]
 GRPO_EPS = 1e-6
-GROUP_ESTIMATORS = {
+GROUP_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "rloo": rloo,
     "grpo": partial(grpo, eps=GRPO_EPS),
     "dr_grpo": dr_grpo,

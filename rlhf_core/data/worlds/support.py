@@ -56,6 +56,7 @@ FREE_WORDS = 30
 EXTRA_WORD = -0.05
 EMPTY = -2.0
 FLOOR = -5.0
+REPETITIONS = (1, 1, 2, 4)
 BEST = GREETED + APOLOGISED + NAMED_ITEM + RIGHT_REMEDY + CLOSED_WITH_THANKS
 
 
@@ -155,7 +156,8 @@ def make_tables(config: SupportWorld, *, seed: int) -> tuple[Tables, dict[str, f
 def write_reply(facts: Facts, config: SupportWorld, rng: random.Random) -> str:
     """Return a reply of mixed quality: each virtue with `good_probability`, each vice with `bad_probability`.
 
-    Wrong facts and repetitions are slips, with `slip_probability`.
+    Wrong facts are slips, with `slip_probability`. Some of those who repeat themselves do not stop for a while: a reward
+    model that has never seen that would let a policy ramble.
     """
 
     def good() -> bool:
@@ -189,9 +191,10 @@ def write_reply(facts: Facts, config: SupportWorld, rng: random.Random) -> str:
     if bad():
         sentences.insert(rng.randint(len(sentences[:1]), len(sentences)), rng.choice(FILLERS))
     body = [sentence for sentence in sentences if sentence.endswith(".")]
-    if body and slip():
+    if body and bad():
         again = rng.choice(body)
-        sentences.insert(sentences.index(again) + 1, again)
+        place = sentences.index(again) + 1
+        sentences[place:place] = [again] * rng.choice(REPETITIONS)
     if good() or not body:
         sentences.append(rng.choice(THANKS))
     return " ".join(sentences)

@@ -79,7 +79,7 @@ def test_grpo_gives_each_token_of_a_rollout_the_normalised_group_reward() -> Non
 
 def test_a_group_estimator_refuses_a_single_sample() -> None:
     made = experience(rollout((1,), (2,), 1.0), old=-1.0, ref=-1.0, value=0.0)
-    with pytest.raises(ConfigError, match="ppo.samples_per_prompt = 1: .*at least 2"):
+    with pytest.raises(ConfigError, match=r"ppo\.samples_per_prompt = 1: .*at least 2"):
         estimate_advantages(made, estimator="rloo", group_size=1, kl_coef=0.0, **SETTINGS)
 
 
