@@ -247,6 +247,7 @@ def update(
 ) -> Metrics:
     """Make `epochs * minibatches` optimizer steps on the rollouts; return the metrics averaged over them."""
     from rlhf_core.training.objectives import PolicyObjective, ValueObjective
+    from rlhf_core.training.schedule import scheduled_rate
 
     policy_objective = PolicyObjective(
         clip_low=config.clip_low,
@@ -271,11 +272,13 @@ def update(
             metrics: Metrics = {}
             if models.value_model:
                 made = models.value_model.forward_backward([value_rows[row] for row in rows], value_objective)
-                made |= models.value_model.optim_step(learning_rate=_rate(config.value_optimizer, step, config.steps))
+                made |= models.value_model.optim_step(
+                    learning_rate=scheduled_rate(config.value_optimizer, step, config.steps)
+                )
                 metrics |= {f"value/{name}": value for name, value in made.items()}
             if step >= config.value_warmup_steps:
                 made = models.policy.forward_backward([policy_rows[row] for row in rows], policy_objective)
-                made |= models.policy.optim_step(learning_rate=_rate(config.optimizer, step, config.steps))
+                made |= models.policy.optim_step(learning_rate=scheduled_rate(config.optimizer, step, config.steps))
                 metrics |= {f"policy/{name}": value for name, value in made.items()}
             history.append(metrics)
     _check_updated(history, context.label, step)
@@ -344,16 +347,3 @@ def _order(count: int, seed: int) -> list[int]:
     order = list(range(count))
     random.Random(seed).shuffle(order)
     return order
-
-
-def _rate(optimizer: OptimizerConfig, step: int, steps: int) -> float:
-    from rlhf_core.training.schedule import learning_rate
-
-    return learning_rate(
-        step,
-        total_steps=steps,
-        peak=optimizer.learning_rate,
-        schedule=optimizer.schedule,
-        warmup_fraction=optimizer.warmup_fraction,
-        min_fraction=optimizer.min_lr_fraction,
-    )

@@ -18,7 +18,7 @@ from rlhf_core.config.loop import LoopConfig
 from rlhf_core.errors import TrainingError, explain
 from rlhf_core.interfaces import Metrics, Objective, Trainer
 from rlhf_core.stage import StageContext
-from rlhf_core.training.schedule import learning_rate
+from rlhf_core.training.schedule import scheduled_rate
 from rlhf_core.types import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ def fit(
     for step in range(first, steps):
         batch = batch_at(step, train, batch_size=loop.batch_size, seed=context.seed)
         metrics = trainer.forward_backward(batch, objective)
-        metrics |= trainer.optim_step(learning_rate=_rate(step, steps, optimizer))
+        metrics |= trainer.optim_step(learning_rate=scheduled_rate(optimizer, step, steps))
         skipped_in_a_row = count_skipped(skipped_in_a_row, metrics, label=context.label, step=step)
         done = step + 1
         if done % loop.log_every == 0:
@@ -125,17 +125,6 @@ def _finish(
     if chosen.step != steps:
         trainer.load(chosen.path)
     return FitResult(steps=steps, initial=initial, final=dict(chosen.state["final"]))
-
-
-def _rate(step: int, steps: int, optimizer: OptimizerConfig) -> float:
-    return learning_rate(
-        step,
-        total_steps=steps,
-        peak=optimizer.learning_rate,
-        schedule=optimizer.schedule,
-        warmup_fraction=optimizer.warmup_fraction,
-        min_fraction=optimizer.min_lr_fraction,
-    )
 
 
 def _evaluate(trainer: Trainer, samples: Sequence[Any], objective: Objective) -> Metrics:

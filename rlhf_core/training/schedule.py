@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal, assert_never
 
+from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.errors import ConfigError, explain
 
 Schedule = Literal["cosine", "linear", "constant"]
@@ -40,3 +41,15 @@ def learning_rate(
         case _:
             assert_never(schedule)
     return peak * (min_fraction + (1 - min_fraction) * remaining)
+
+
+def scheduled_rate(optimizer: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Return `learning_rate` with the numbers of an optimizer's configuration."""
+    return learning_rate(
+        step,
+        total_steps=total_steps,
+        peak=optimizer.learning_rate,
+        schedule=optimizer.schedule,
+        warmup_fraction=optimizer.warmup_fraction,
+        min_fraction=optimizer.min_lr_fraction,
+    )

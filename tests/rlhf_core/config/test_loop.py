@@ -1,0 +1,20 @@
+"""The loop's configuration: what counts for the key, and its bounds."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from rlhf_core.config.base import keyed
+from rlhf_core.config.loop import LoopConfig
+
+
+def test_how_often_is_saved_and_logged_is_not_in_the_key() -> None:
+    assert keyed(LoopConfig(checkpoint_every=1, log_every=9)) == keyed(LoopConfig())
+    assert keyed(LoopConfig(eval_every=7)) != keyed(LoopConfig())
+
+
+@pytest.mark.parametrize("field", ["batch_size", "epochs", "eval_every", "checkpoint_every", "log_every"])
+def test_a_count_of_zero_is_refused(field: str) -> None:
+    with pytest.raises(ValidationError, match="greater than or equal to 1"):
+        LoopConfig.model_validate({field: 0})

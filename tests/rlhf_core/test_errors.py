@@ -1,0 +1,28 @@
+"""Errors are the standard exceptions that they replace, and read key = value: rule; remedy."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlhf_core import errors
+
+
+@pytest.mark.parametrize(
+    ("kind", "standard"),
+    [
+        (errors.ConfigError, ValueError),
+        (errors.DataError, ValueError),
+        (errors.ArtifactError, RuntimeError),
+        (errors.SamplingError, RuntimeError),
+        (errors.TrainingError, RuntimeError),
+        (errors.RewardError, RuntimeError),
+    ],
+)
+def test_an_error_can_be_caught_as_ours_or_as_the_standard_one(kind: type[Exception], standard: type) -> None:
+    assert issubclass(kind, errors.RlhfError)
+    assert issubclass(kind, standard)
+
+
+def test_a_message_names_key_value_rule_and_remedy() -> None:
+    message = errors.explain("ppo.kl_coef", -1, "must be >= 0", "use 0 to switch the penalty off")
+    assert message == "ppo.kl_coef = -1: must be >= 0; use 0 to switch the penalty off"

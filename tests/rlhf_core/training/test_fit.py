@@ -1,0 +1,34 @@
+"""The shared loop: the true number of steps, the order of samples, and when it gives up."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlhf_core.config.loop import LoopConfig
+from rlhf_core.errors import TrainingError
+from rlhf_core.training.fit import batch_at, count_skipped, total_steps
+
+
+def test_steps_are_counted_with_the_short_batch_and_the_limit() -> None:
+    assert total_steps(10, LoopConfig(batch_size=4, epochs=2)) == 6  # 4 + 4 + 2, twice
+    assert total_steps(10, LoopConfig(batch_size=4, epochs=2, max_steps=5)) == 5
+
+
+def test_an_epoch_sees_every_sample_once_in_an_order_of_its_own() -> None:
+    first, second = (
+        [row for step in steps for row in batch_at(step, range(10), batch_size=4, seed=1)]
+        for steps in ((0, 1, 2), (3, 4, 5))
+    )
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+    assert batch_at(1, range(10), batch_size=4, seed=1) == first[4:8]
+
+
+def test_updates_that_are_skipped_in_a_row_end_the_stage_and_a_good_one_forgives() -> None:
+    count = 0
+    for step in range(4):
+        count = count_skipped(count, {"skipped": 1.0}, label="sft", step=step)
+    assert count == 4
+    assert count_skipped(count, {"skipped": 0.0}, label="sft", step=4) == 0
+    with pytest.raises(TrainingError, match=r"sft\.step = 4: 5 updates in a row"):
+        count_skipped(count, {"skipped": 1.0}, label="sft", step=4)

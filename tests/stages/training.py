@@ -1,0 +1,59 @@
+"""What the tests of training stages share: data, a policy, and a run that is killed and resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.artifacts import ArtifactStore
+from rlhf_core.config.base import Config
+from rlhf_core.data.tables import Demonstration, Preference, write_demonstrations, write_preferences, write_prompts
+from rlhf_core.types import ArtifactRef, DemonstrationsRef, Message, PreferencesRef, Prompt, PromptsRef
+from tests.stages.recording import Workshop
+
+
+def question(number: int) -> tuple[Message, ...]:
+    return (Message("user", f"What is {number}?"),)
+
+
+def answer(text: str) -> tuple[Message, ...]:
+    return (Message("assistant", text),)
+
+
+def demonstrations(store: ArtifactStore, root: Path, count: int = 24) -> DemonstrationsRef:
+    rows = [Demonstration(f"d{i}", question(i % 9) + answer(f"It is {i % 9}."), "test") for i in range(count)]
+    write_demonstrations(root / "demonstrations" / "train.parquet", rows)
+    write_demonstrations(root / "demonstrations" / "eval.parquet", rows[:4])
+    return store.external(DemonstrationsRef, root / "demonstrations")
+
+
+def preferences(store: ArtifactStore, root: Path, count: int = 32) -> PreferencesRef:
+    rows = [
+        Preference(f"p{i}", question(i % 9), answer(f"It is {i % 9}."), answer("What? 12 + 30?"), 0.0, "test")
+        for i in range(count)
+    ]
+    write_preferences(root / "preferences" / "train.parquet", rows)
+    write_preferences(root / "preferences" / "eval.parquet", rows[:6])
+    return store.external(PreferencesRef, root / "preferences")
+
+
+def prompts(store: ArtifactStore, root: Path, count: int = 6) -> PromptsRef:
+    rows = [Prompt(f"q{i}", question(i), str(i), "test") for i in range(count)]
+    write_prompts(root / "prompts", rows)
+    return store.external(PromptsRef, root / "prompts")
+
+
+def killed_and_resumed(shop: Workshop, name: str, config: Config, inputs: dict[str, Any], *, at: int) -> ArtifactRef:
+    """Interrupt the stage when it reports `at` steps, run it again, and return what the second attempt made."""
+
+    def interrupt(done: int, total: int, message: str) -> None:
+        if done == at:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        shop.run(name, config, inputs, progress=interrupt)
+    ref, decision = shop.run(name, config, inputs)
+    assert decision.action == "RESUME"
+    return ref
