@@ -1,6 +1,6 @@
 """Every command in the README and the docs exists and is accepted.
 
-Commands that only read (`plan`, `runs`, `store ls`, `status`) are run on an empty store; of those that take minutes or start
+Commands that only read (`plan`, `runs`, `store ls`) are run on an empty store; of those that take minutes or start
 services, the verb, the profile, the options and the deployment are checked.
 """
 
@@ -18,7 +18,7 @@ from rlhf_core.errors import RlhfError
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-READ_ONLY = ("plan", "runs", "status", "store")
+READ_ONLY = ("plan", "runs", "store")
 
 
 def commands() -> list[str]:

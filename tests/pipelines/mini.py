@@ -25,7 +25,7 @@ loop = {batch_size = 16, epochs = 1}
 steps = 1
 prompts_per_step = 4
 sampling = {max_tokens = 8}
-rewards = {terms = {gold = {type = "function", function = "rlhf_core.data.worlds.support:gold_reward"}}}
+rewards = {terms = {finished = {type = "function", function = "rlhf_core.rewards.verifiable:finished"}}}
 [evaluate]
 generate = {samples_per_prompt = 2, sampling = {max_tokens = 8}}
 evaluate = {gold = "rlhf_core.data.worlds.support:gold_reward"}

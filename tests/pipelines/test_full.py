@@ -41,7 +41,8 @@ def test_every_policy_answers_the_held_out_prompts_and_the_best_of_n_policy_n_ti
 
 
 def test_a_section_that_is_missing_is_skipped(tmp_path: Path) -> None:
-    labels = planned(tmp_path, "rejection_sampling=none", "iterative_dpo=none", "evaluate.evaluate.parents=none")
+    changes = ("rejection_sampling=none", "iterative_dpo=none", "ppo.start_from=sft", "evaluate.evaluate.parents=none")
+    labels = planned(tmp_path, *changes)
     assert not any(label.startswith(("rejection_sampling", "iterative_dpo")) for label in labels)
     assert set(labels["evaluate"].spec.inputs["generations"]) == {"base", "sft", "ppo"}
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -89,7 +90,12 @@ def _post(url: str) -> list[dict[str, str]]:
 def _children(pid: int) -> list[int]:
     import psutil
 
-    return [child.pid for child in psutil.Process(pid).children() if child.status() != psutil.STATUS_ZOMBIE]
+    living = []
+    for child in psutil.Process(pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may end between the listing and the look
+            if child.status() != psutil.STATUS_ZOMBIE:
+                living.append(child.pid)
+    return living
 
 
 def _processes_of(home: Home) -> list[str]:

@@ -26,8 +26,8 @@ from rlhf_core.types import Completion, Generation, Message, Prompt
 
 FACTS = Facts("Maria", "blue kettle", "broken")
 PERFECT = (
-    "Hello Maria, I am sorry to hear that. I checked your blue kettle. We will send a replacement. "
-    "Thank you for writing."
+    "Hello Maria, I am sorry to hear that. This is about your blue kettle. We will send a replacement. "
+    "Many thanks for telling us."
 )
 
 
@@ -53,12 +53,12 @@ def generation(text: str, label: str) -> Generation:
         ("Hello Peter, We will send a replacement.", 0.5),  # wrong name -1, remedy 1.5
         ("Hello, We will send a replacement.", 1.5),  # nobody is greeted: nothing earned, nothing lost
         ("We will send a replacement. Hello Maria,", 1.0),  # a greeting that is not first is unknown: 1.5 - 0.5
-        ("I checked your red kettle.", -1.0),
+        ("This is about your red kettle.", -1.0),
         ("We will post the missing part.", -1.0),
         ("We will send a replacement. We will post the missing part.", 0.5),
-        ("Thank you for writing. I am sorry to hear that.", 1.0),  # thanks close a reply or earn nothing
-        ("This is your own fault.", -1.5),
-        ("We value every customer. We always do our best.", -1.0),
+        ("Many thanks for telling us. I am sorry to hear that.", 1.0),  # thanks close a reply or earn nothing
+        ("You must have caused this yourself.", -1.5),
+        ("We value every customer. Your opinion matters to us.", -1.0),
         ("I am sorry to hear that. I am sorry to hear that.", 0.0),  # 1 once, -1 for saying it again
         ("I am sorry to hear that. We are sorry for the trouble.", 1.0),  # a virtue counts once
         ("kettle blue sorry Maria replacement", -0.5),
@@ -74,11 +74,11 @@ def test_the_gold_reward_by_hand(text: str, value: float) -> None:
 
 def test_words_beyond_thirty_cost_a_twentieth_each() -> None:
     filler = " We value every customer. Your opinion matters to us."
-    assert len(PERFECT.split()) == 22
-    longer = PERFECT.replace(" Thank", filler + " Thank").replace("Hello Maria,", "Hello Maria, We always do our best.")
-    assert len(longer.split()) == 36
-    assert gold_components(longer, FACTS)["long"] == pytest.approx(-0.3)
-    assert gold(longer) == pytest.approx(5.0 - 3 * 0.5 - 0.3)
+    assert len(PERFECT.split()) == 24
+    longer = PERFECT.replace(" Many", filler + " Many")
+    assert len(longer.split()) == 33
+    assert gold_components(longer, FACTS)["long"] == pytest.approx(-0.15)
+    assert gold(longer) == pytest.approx(5.0 - 2 * 0.5 - 0.15)
 
 
 def test_offering_every_remedy_is_worse_than_offering_none() -> None:
@@ -140,8 +140,9 @@ def test_a_writer_only_says_what_the_desk_knows(world: tuple[Tables, dict[str, f
         assert "unknown" not in gold_components(write_reply(facts, config, rng), facts)
 
 
-def test_the_annotator_is_wrong_in_an_eighth_of_the_pairs(world: tuple[Tables, dict[str, float]]) -> None:
-    assert world[1]["annotator/agreement"] == pytest.approx(0.875, abs=0.025)  # four standard deviations
+def test_the_annotator_is_wrong_in_a_fifteenth_of_the_pairs(world: tuple[Tables, dict[str, float]]) -> None:
+    # four standard deviations of 3000 draws at 0.935
+    assert world[1]["annotator/agreement"] == pytest.approx(0.935, abs=0.018)
 
 
 def test_evaluation_pairs_are_labelled_by_gold(world: tuple[Tables, dict[str, float]]) -> None:
