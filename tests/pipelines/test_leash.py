@@ -51,4 +51,4 @@ def test_a_command_that_ignores_the_request_is_ended_when_it_is_terminated() -> 
     assert leash.stdout is not None
     leash.stdout.readline()
     leash.terminate()
-    assert leash.wait(30) == -9 % 256 or leash.returncode != 0
+    assert leash.wait(30) != 0
