@@ -83,7 +83,7 @@ def test_no_engine_is_imported_before_it_is_needed(verb: str) -> None:
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_a_whole_run_its_repetition_and_a_changed_coefficient(tmp_path: Path) -> None:
+def test_a_whole_run_its_repetition_and_a_changed_rate(tmp_path: Path) -> None:
     profile, home = str(write_mini(tmp_path)), tmp_path / "home"
 
     first = cli(home, "run", profile)
@@ -103,11 +103,11 @@ def test_a_whole_run_its_repetition_and_a_changed_coefficient(tmp_path: Path) ->
     second = cli(home, "run", profile)
     assert set(decisions(second.stdout).values()) == {"HIT"}
 
-    changed = cli(home, "run", profile, "--set", "ppo.kl_coef=0.5")
+    changed = cli(home, "run", profile, "--set", "ppo.optimizer.learning_rate=0.001")
     assert changed.returncode == 0, changed.stderr
     after = decisions(changed.stdout)
     assert [label for label, action in after.items() if action != "HIT"] == ["ppo", "evaluate/ppo/generate", "evaluate"]
-    assert "ppo: RUN: ppo.kl_coef: 0.05 -> 0.5" in changed.stdout
+    assert "ppo: RUN: ppo.optimizer.learning_rate:" in changed.stdout
 
     talk = cli(home, "chat", "ppo", "--once", "hello", "--max-tokens", "4")
     assert talk.returncode == 0, talk.stderr
