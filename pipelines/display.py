@@ -184,9 +184,13 @@ def _cells(label: str, row: Row) -> tuple[RenderableType, ...]:
 
 
 def key_metric(metrics: Mapping[str, float]) -> str:
-    """Return `name value` of the number that says most about a stage, or an empty text."""
+    """Return `name value` of the number that says most about a stage, or an empty text.
+
+    While a stage runs its label stands before the name. What was measured `before` training is not its result.
+    """
+    results = {name: value for name, value in metrics.items() if "before" not in name.split("/")}
     for wanted in KEY_METRICS:
-        for name, value in metrics.items():
+        for name, value in results.items():
             if name == wanted or name.endswith(f"/{wanted}"):
                 return f"{wanted} {value:.4g}"
     return ""

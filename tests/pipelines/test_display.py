@@ -43,7 +43,13 @@ def test_a_measure_that_no_policy_has_gets_no_column() -> None:
 
 def test_the_number_that_says_most_is_shown() -> None:
     assert key_metric({"steps": 3, "eval/loss": 2.5}) == "eval/loss 2.5"
+    assert key_metric({"sft/train/loss": 2.0, "sft/eval/loss": 1.5}) == "eval/loss 1.5"
     assert key_metric({"steps": 3}) == ""
+
+
+def test_the_loss_before_training_is_not_shown_as_the_result() -> None:
+    assert key_metric({"before/eval/loss": 6.28, "eval/loss": 0.37}) == "eval/loss 0.37"
+    assert key_metric({"before/eval/loss": 6.28}) == ""
 
 
 def test_lines_where_there_is_no_terminal() -> None:

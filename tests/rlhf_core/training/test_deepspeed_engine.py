@@ -78,6 +78,7 @@ def norms(history: list[Any]) -> list[float]:
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_zero_0_is_the_plain_engine_to_the_bit(alone: dict[str, Any]) -> None:
     assert alone["zero0"]["history"] == alone["torch"]["history"]
     assert alone["zero0"]["digests"] == alone["torch"]["digests"]
@@ -87,6 +88,7 @@ def test_zero_0_is_the_plain_engine_to_the_bit(alone: dict[str, Any]) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_zero_1_follows_the_plain_engine(alone: dict[str, Any]) -> None:
     plain, partitioned = alone["torch"], alone["zero1"]
     assert losses(partitioned["history"]) == pytest.approx(losses(plain["history"]), rel=1e-6)
@@ -96,6 +98,7 @@ def test_zero_1_follows_the_plain_engine(alone: dict[str, Any]) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_ranks_are_one_rank(stage: str, alone: dict[str, Any], two_ranks: list[dict[str, Any]]) -> None:
     """The second rank has no sample in the last step."""
@@ -112,6 +115,7 @@ def test_two_ranks_are_one_rank(stage: str, alone: dict[str, Any], two_ranks: li
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_training_resumes_bitwise_on_one_and_two_ranks(
     stage: str, alone: dict[str, Any], two_ranks: list[dict[str, Any]]
@@ -122,6 +126,7 @@ def test_training_resumes_bitwise_on_one_and_two_ranks(
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_loss_that_one_rank_alone_sees_as_not_a_number_is_skipped_by_all(
     stage: str, alone: dict[str, Any], two_ranks: list[dict[str, Any]]
@@ -132,6 +137,7 @@ def test_a_loss_that_one_rank_alone_sees_as_not_a_number_is_skipped_by_all(
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_every_stage_exports_the_same_files(runs: dict[str, Any]) -> None:
     out: Path = runs["out"]
     names = sorted(file.name for file in (out / "torch_of_1" / "exported").iterdir())
@@ -142,6 +148,7 @@ def test_every_stage_exports_the_same_files(runs: dict[str, Any]) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_deepspeed_says_nothing_when_all_is_well(runs: dict[str, Any]) -> None:
     assert [line for said in runs["said"] for line in said.splitlines() if "deepspeed" in line.lower()] == []
 

@@ -111,8 +111,8 @@ def test_the_dpo_loss_adds_the_token_mean_of_the_chosen_answers(
     model = model_of(policy_spec)
     terms, chosen_total = [], 0.0
     for sample in preference_samples:
-        chosen = float(own_logprobs(model, sample.chosen, 1.0).sum())
-        rejected = float(own_logprobs(model, sample.rejected, 1.0).sum())
+        chosen = own_logprobs(model, sample.chosen, 1.0).sum().item()
+        rejected = own_logprobs(model, sample.rejected, 1.0).sum().item()
         h = (chosen - sample.ref_chosen_logprob) - (rejected - sample.ref_rejected_logprob)
         terms.append(math.log1p(math.exp(-0.1 * h)))
         chosen_total += chosen

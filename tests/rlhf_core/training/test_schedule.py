@@ -4,8 +4,9 @@ import math
 
 import pytest
 
+from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.errors import ConfigError
-from rlhf_core.training.schedule import Schedule, learning_rate
+from rlhf_core.training.schedule import Schedule, learning_rate, scheduled_rate
 
 
 def rates(total: int, schedule: Schedule, warmup: float = 0.0, minimum: float = 0.0) -> list[float]:
@@ -51,3 +52,9 @@ def test_a_single_step_trains_at_the_peak() -> None:
 def test_a_step_that_is_not_one_of_the_run_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"step = 4: must be in \[0, total_steps = 4\)"):
         learning_rate(4, total_steps=4, peak=1.0, schedule="linear", warmup_fraction=0.0, min_fraction=0.0)
+
+
+def test_an_optimizer_configuration_gives_its_own_numbers() -> None:
+    config = OptimizerConfig(learning_rate=2.0, schedule="linear", warmup_fraction=0.25, min_lr_fraction=0.5)
+    # one step of warm-up; then from 2 towards 1 over three steps
+    assert [scheduled_rate(config, step, 4) for step in range(4)] == pytest.approx([2.0, 2.0, 5 / 3, 4 / 3])

@@ -273,7 +273,7 @@ def test_an_export_is_what_transformers_loads(
     own = torch.log_softmax(model(input_ids=ids).logits[0, :-1], -1).gather(-1, ids[0, 1:, None])[:, 0].tolist()
     assert policy.logprobs([sample], temperature=1.0)[0][2:] == pytest.approx(own[1:], abs=1e-5)
     classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "scorer")
-    assert scorer.scores([sample.token_ids])[0] == pytest.approx(float(classifier(input_ids=ids).logits), abs=1e-5)
+    assert scorer.scores([sample.token_ids])[0] == pytest.approx(classifier(input_ids=ids).logits.item(), abs=1e-5)
 
 
 def test_weights_are_a_copy_with_the_digest_of_their_probes(
