@@ -148,7 +148,7 @@ class LiveDisplay:
             row.state, row.decision = (
                 ("failed", "FAILED") if isinstance(error, Exception) else ("stopped", row.decision)
             )
-            row.seconds = time.monotonic() - row.began
+            row.seconds = time.monotonic() - row.began if row.began else 0.0
 
     def note(self, text: str) -> None:
         self._note = text

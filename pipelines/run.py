@@ -21,8 +21,9 @@ from pipelines.profile import PipelineConfig
 from pipelines.services import running
 from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.interfaces import StageTracker
-from rlhf_core.stage import Decision, StageSpec, decide, execute
-from rlhf_core.types import ArtifactRef
+from rlhf_core.stage import Decision, StageSpec, execute, find
+from rlhf_core.stage_decision import target_of
+from rlhf_core.types import ArtifactRef, PolicyRef, RewardModelRef
 
 logger = logging.getLogger(__name__)
 
@@ -98,12 +99,10 @@ class PipelineRun:
     def stage(self, spec: StageSpec, show_progress: Progress) -> StageOutcome:
         """Return the artifact of a stage, from the store or by running it, with its tracking run closed truthfully."""
         self.started += 1
-        force = spec.label in self.options.force
-        decision = decide(self.store, spec, force=force, strict_code=self.options.strict_code)
-        self.listener.started(spec.label, decision)
+        forced = spec.label in self.options.force
         try:
-            outcome = self._hit(spec, decision) if decision.action == "HIT" else None
-            outcome = outcome or self._execute(spec, decision, show_progress)
+            outcome = None if forced else self._find(spec)
+            outcome = outcome or self._execute(spec, show_progress)
         except BaseException as error:
             self.listener.failed(spec.label, error)
             raise
@@ -111,20 +110,22 @@ class PipelineRun:
         self.listener.finished(spec.label, outcome.decision, outcome.metrics, outcome.seconds)
         return outcome
 
-    def _hit(self, spec: StageSpec, decision: Decision) -> StageOutcome | None:
-        record = self.store.record(decision.key)
-        if record is None:
+    def _find(self, spec: StageSpec) -> StageOutcome | None:
+        found = find(self.store, spec, strict_code=self.options.strict_code)
+        if found is None:
             return None
-        self.store.used(decision.key)
+        record, decision = found
+        self.listener.started(spec.label, decision)
         tracking_id = record.tracking.get("run_id")
         self.tracker.cached(spec.label, run_id=tracking_id, key=decision.key)
         url = self.tracker.url(tracking_id) if tracking_id else ""
         return StageOutcome(record.handle, decision, record.metrics, 0.0, [], url)
 
-    def _execute(self, spec: StageSpec, decision: Decision, show_progress: Progress) -> StageOutcome:
+    def _execute(self, spec: StageSpec, show_progress: Progress) -> StageOutcome:
         began = time.monotonic()
+        key = target_of(self.store, spec, strict_code=self.options.strict_code).key
         inner = self.tracker.stage(
-            spec.label, key=decision.key, params=spec.config.model_dump(mode="json"), tags={"stage": spec.name}
+            spec.label, key=key, params=spec.config.model_dump(mode="json"), tags={"stage": spec.name}
         )
         shown = ShownTracker(inner, spec.label, self.listener)
 
@@ -135,16 +136,23 @@ class PipelineRun:
         status: Status = "KILLED"
         try:
             ref, decision = self._call(spec, shown, progress, {"run_id": inner.run_id})
+            self._log_models(spec.label, ref, inner)
             status = "FINISHED"
         except Exception:
             status = "FAILED"
             raise
         finally:
             inner.finish(status)
-        record = self.store.record(decision.key)
+        record = self.store.record(key)
         metrics = record.metrics if record is not None else {}
         url = self.tracker.url(inner.run_id)
         return StageOutcome(ref, decision, metrics, time.monotonic() - began, shown.samples, url)
+
+    def _log_models(self, label: str, ref: ArtifactRef, tracker: StageTracker) -> None:
+        """Name the models that a stage made, so that the tracker knows them as inputs of later stages."""
+        for name, value in (("", ref), *ref):
+            if isinstance(value, (PolicyRef, RewardModelRef)):
+                tracker.model(f"{label}.{name}" if name else label, value.digest, value.uri)
 
     def _call(
         self, spec: StageSpec, tracker: StageTracker, progress: Progress, tracking: Mapping[str, str]
@@ -157,6 +165,7 @@ class PipelineRun:
             progress=progress,
             force=spec.label in self.options.force,
             strict_code=self.options.strict_code,
+            on_decision=lambda decision: self.listener.started(spec.label, decision),
             tracking=tracking,
         )
 

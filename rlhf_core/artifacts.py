@@ -115,6 +115,10 @@ class ArtifactStore:
         digest = tree_digest(self._hash_external(folder))
         return kind(uri=f"{_FILE}{folder}", digest=digest)
 
+    def is_external(self, ref: ArtifactRef) -> bool:
+        """Return whether `ref` is a user's own folder, which this store neither keeps nor removes."""
+        return ref.uri.startswith(_FILE)
+
     # ------------------------------------------------------------ writing
 
     def lease(self, key: str, *, on_wait: Callable[[Owner], None] | None = None) -> AbstractContextManager[Lease]:

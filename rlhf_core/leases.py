@@ -104,7 +104,7 @@ def is_gone(owner: Owner) -> bool:
 
 
 def _acquire(folder: Path, key: str, on_wait: Callable[[Owner], None] | None) -> Lease:
-    ours = _ourselves()
+    ours = ourselves()
     waited = False
     while True:
         with _alone(folder):
@@ -175,7 +175,8 @@ def _write(folder: Path, key: str, owner: Owner) -> None:
 # ---------------------------------------------------------------- processes
 
 
-def _ourselves() -> Owner:
+def ourselves() -> Owner:
+    """Return this process as an owner, with a token of its own."""
     host, boot_id, pid_namespace = _here()
     started = _process_stat(os.getpid())
     return Owner(

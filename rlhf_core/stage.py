@@ -18,7 +18,7 @@ from rlhf_core.checkpoints import Checkpoints
 from rlhf_core.errors import ArtifactError, explain
 from rlhf_core.interfaces import Runtime, StageTracker
 from rlhf_core.leases import Lease, Owner
-from rlhf_core.records import Provenance, environment
+from rlhf_core.records import KeyRecord, Provenance, environment
 from rlhf_core.stage_decision import Decision, Target, decide, decide_work, hit, remember, target_of
 from rlhf_core.stage_key import StageInput, StageSpec, key_payload, payload_key, stage_key, stage_module
 from rlhf_core.store_layout import CHECKPOINTS, disk_full, disk_is_full
@@ -31,6 +31,7 @@ __all__ = [
     "StageSpec",
     "decide",
     "execute",
+    "find",
     "key_payload",
     "payload_key",
     "stage_key",
@@ -142,6 +143,12 @@ class _Run:
         )
 
 
+def find(store: ArtifactStore, spec: StageSpec, *, strict_code: bool = False) -> tuple[KeyRecord, Decision] | None:
+    """Return the record of a stage whose artifact is in the store, and the HIT; None if there is something to do."""
+    target = target_of(store, spec, strict_code=strict_code)
+    return _take(store, spec, target)
+
+
 def execute(
     store: ArtifactStore,
     spec: StageSpec,
@@ -168,12 +175,9 @@ def execute(
         return decision
 
     target = target_of(store, spec, strict_code=strict_code)
-    record = None if force else store.record(target.key)
-    if record is not None:
-        decision = told(hit(target, record))
-        store.used(target.key)
-        _remember(store, spec, target)
-        return record.handle, decision
+    found = None if force else _take(store, spec, target)
+    if found is not None:
+        return found[0].handle, told(found[1])
 
     attached: list[Decision] = []
 
@@ -181,14 +185,22 @@ def execute(
         attached.append(told(Decision("ATTACH", f"{owner} is computing it", target.key, None)))
 
     with store.lease(target.key, on_wait=attach) as lease:
-        record = None if force else store.record(target.key)
-        if record is not None:
-            _remember(store, spec, target)
-            return record.handle, attached[0] if attached else told(hit(target, record))
+        found = None if force else _take(store, spec, target)
+        if found is not None:
+            return found[0].handle, attached[0] if attached else told(found[1])
         decision = told(decide_work(store, spec, target, force=force))
         _remember(store, spec, target)
         run = _begin(store, spec, target, lease, decision, force=force, tracking=tracking)
         return _finish(store, run, runtime, tracker, progress), decision
+
+
+def _take(store: ArtifactStore, spec: StageSpec, target: Target) -> tuple[KeyRecord, Decision] | None:
+    record = store.record(target.key)
+    if record is None:
+        return None
+    store.used(target.key)
+    _remember(store, spec, target)
+    return record, hit(target, record)
 
 
 def _begin(

@@ -70,6 +70,8 @@ def run(config: PublishConfig, *, policy: PolicyRef, report: ReportRef, context:
     checks = [check(threshold, index, name, content) for index, threshold in enumerate(config.gate)]
     passed = all(entry["pass"] for entry in checks)
 
+    if not context.store.is_external(policy):
+        context.store.pin(policy.uri, note=f"{config.name} {'champion' if passed else 'candidate'}")
     context.tracker.input_model(policy.digest)
     context.tracker.dataset("report", report.digest, "evaluation")
     aliases = [CANDIDATE, CHAMPION] if passed else [CANDIDATE]

@@ -13,7 +13,7 @@ _FIELDS = ("host", "boot_id", "pid_namespace", "pid", "pid_started")
 
 def tags() -> dict[str, str]:
     """Return the tags of a run that this process drives."""
-    process = leases._ourselves()
+    process = leases.ourselves()
     return {f"owner.{name}": str(getattr(process, name)) for name in _FIELDS}
 
 

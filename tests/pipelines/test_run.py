@@ -6,7 +6,7 @@ import pytest
 
 from pipelines.graph import RunStage, Stages
 from pipelines.home import Home
-from pipelines.plan import Pipeline
+from pipelines.plan import Pipeline, plan
 from pipelines.profile import PipelineConfig, load_profile
 from pipelines.run import PipelineRun, RunOptions, open_run, run_stages, store_of, tracking_uri
 from rlhf_core.stage import StageSpec
@@ -43,6 +43,24 @@ def test_the_second_run_is_all_hits_with_the_same_artifacts(tmp_path: Path, home
     assert notes.of("planned") == notes.of("started") == [("first", "HIT"), ("second", "HIT")]
     assert tracker.stages == {} and tracker.status == "FINISHED"
     assert tracker.tags["stage.first"].endswith("(cached)")
+
+
+def test_the_tracker_is_told_of_the_model_that_a_stage_made(tmp_path: Path, home: Home) -> None:
+    results, _, tracker = run_once(tmp_path, home)
+    made = [stage.models for stage in tracker.stages.values()]
+    assert made == [[(label, ref.digest, ref.uri)] for label, ref in results.items()]
+
+
+def test_after_a_hit_the_next_decision_compares_with_what_was_hit(tmp_path: Path, home: Home) -> None:
+    def toy(rate: float) -> Pipeline:
+        return lambda config, stages: stages.run_stage(toy_spec(ToyConfig(kl_coef=rate), label="toy"), PolicyRef)
+
+    for rate in (0.1, 0.2, 0.1):
+        _, notes, _ = run_once(tmp_path, home, toy(rate))
+    assert notes.of("started") == [("toy", "HIT")]
+    config = load_profile(write_mini(tmp_path))
+    (planned,) = plan(config, store_of(config, home), pipeline=toy(0.3))
+    assert planned.decision.reason == "toy.kl_coef: 0.1 -> 0.3"
 
 
 def test_the_listener_hears_progress_metrics_and_the_final_numbers(tmp_path: Path, home: Home) -> None:

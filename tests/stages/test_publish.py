@@ -11,9 +11,11 @@ from pydantic import ValidationError
 
 from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.errors import ConfigError
+from rlhf_core.stage import execute
 from rlhf_core.types import PolicyRef, ReportRef
 from stages.publish import PublishConfig, Threshold
-from tests.stages.recording import Workshop
+from tests.rlhf_core.toy_stage import NoEngines, toy_spec
+from tests.stages.recording import Workshop, quiet
 
 
 def interval(mean: float, **more: Any) -> dict[str, Any]:
@@ -82,6 +84,14 @@ def test_a_passed_gate_makes_the_policy_champion(shop: Workshop, inputs: dict[st
     assert gate["registry"] == {"name": "rlhf-policy", "version": "1", "aliases": ["candidate", "champion"]}
     assert shop.metrics(decision) == {"gate/passed": 1.0, "gate/checks": 3.0}
     assert "Gate: **passed**" in card
+
+
+def test_what_is_registered_stays_in_the_store(shop: Workshop, inputs: dict[str, Any]) -> None:
+    made, _ = execute(shop.store, toy_spec(), runtime=NoEngines(), tracker=shop.tracker, progress=quiet)
+    report = shop.store.path(inputs["report"]) / "report.json"
+    report.write_text(report.read_text().replace(inputs["policy"].digest, made.digest))
+    publish(shop, {"policy": made, "report": shop.store.external(ReportRef, report.parent)}, gate=GOOD)
+    assert shop.store.pins() == {made.digest: "rlhf-policy champion"}
 
 
 def test_a_failed_gate_is_written_down_and_leaves_the_champion_alone(shop: Workshop, inputs: dict[str, Any]) -> None:
