@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,10 @@ PALETTE = ("#2563eb", "#d97706", "#059669", "#db2777", "#7c3aed", "#0891b2", "#6
 """Told apart by colour-blind readers too, on white; the text of a figure names every series as well."""
 INK, SOFT, GRID = "#1f2937", "#6b7280", "#e5e7eb"
 DPI = 160
+FAR = 3.0
+"""Times the root of the next smaller KL from which on a point is not drawn."""
+BAR_HALF_WIDTH = 12
+"""Pixels around a point and its bar that names keep clear of."""
 
 Curve = list[tuple[int, float]]
 
@@ -32,8 +37,15 @@ class FrontierPoint:
 
 
 def frontier(points: Sequence[FrontierPoint], *, reward_name: str, reference: str) -> bytes:
-    """Draw reward against KL(policy || reference) with intervals; the axis is the root of KL (arXiv 2210.10760)."""
+    """Draw reward against KL(policy || reference) with intervals; the axis is the root of KL (arXiv 2210.10760).
+
+    A policy so far out that the others would shrink to a spot, such as an untrained one, is named below instead.
+    """
     figure, axes = _figure(6.4, 4.2)
+    points, far = _without_far_ones(points)
+    if far:
+        named = ", ".join(f"{point.name} (KL {point.kl:.0f}, reward {point.reward:.2f})" for point in far)
+        axes.set_title(f"too far out to be shown: {named}", fontsize=9, color=SOFT, loc="right")
     places = [math.sqrt(max(point.kl, 0.0)) for point in points]
     for index, (point, x) in enumerate(zip(points, places)):
         colour = PALETTE[index % len(PALETTE)]
@@ -43,19 +55,48 @@ def frontier(points: Sequence[FrontierPoint], *, reward_name: str, reference: st
             markeredgecolor="white", markeredgewidth=1.0, zorder=3, label=point.name,
         )  # fmt: skip
     width = max([*places, 0.5])
-    for index, (point, x) in enumerate(zip(points, places)):
-        # Neighbours on the axis write on opposite sides, so that their names do not meet.
-        near = any(other < index and abs(places[other] - x) < 0.22 * width for other in range(index))
-        left = (x > 0.72 * width) != near and x > 0.2 * width
-        axes.annotate(
-            point.name, (x, point.reward), xytext=(-9 if left else 9, 7), textcoords="offset points",
-            ha="right" if left else "left", fontsize=9, color=INK,
-        )  # fmt: skip
     axes.set_xlim(-0.06 * width, 1.12 * width)
     axes.margins(y=0.15)
     axes.set_xlabel(f"√KL(policy ‖ {reference})   [√nats per answer]")
     axes.set_ylabel(reward_name)
+    _write_names(figure, axes, points, places)
     return _png(figure)
+
+
+def _without_far_ones(points: Sequence[FrontierPoint]) -> tuple[list[FrontierPoint], list[FrontierPoint]]:
+    shown, far = sorted(points, key=lambda point: point.kl), []
+    while len(shown) > 2 and math.sqrt(max(shown[-1].kl, 0)) > FAR * math.sqrt(max(shown[-2].kl, 0)) > 0:
+        far.append(shown.pop())
+    return [point for point in points if point in shown], far
+
+
+def _write_names(figure: Any, axes: Any, points: Sequence[FrontierPoint], places: Sequence[float]) -> None:
+    """Write each point's name where it meets no bar, no other name and no edge; further off, a line leads to it."""
+    from matplotlib.text import Text
+    from matplotlib.transforms import Bbox
+
+    figure.draw_without_rendering()  # only now is it known where the points lie
+    taken = []
+    for point, x in zip(points, places):
+        (left, low), (right, high) = axes.transData.transform([(x, point.low), (x, point.high)])
+        taken.append(Bbox.from_extents(left - BAR_HALF_WIDTH, low, right + BAR_HALF_WIDTH, high))
+    for point, x in zip(points, places):
+        for distance, right, up in itertools.product((9, 22, 40, 60), (True, False), (1, -1)):
+            name = axes.annotate(
+                point.name, (x, point.reward), xytext=(distance if right else -distance, up * (distance - 2)),
+                textcoords="offset points", ha="left" if right else "right", va="center", fontsize=9, color=INK,
+                arrowprops={"arrowstyle": "-", "color": SOFT, "linewidth": 0.7} if distance > 9 else None,
+            )  # fmt: skip
+            name.get_window_extent()  # puts it into its place
+            box = Text.get_window_extent(name)  # without the line to it
+            inside = axes.bbox.contains(box.x0, box.y0) and axes.bbox.contains(box.x1, box.y1)
+            if inside and not any(box.overlaps(other) for other in taken):
+                break
+            name.remove()
+        else:  # no room at all: over the others rather than not at all
+            name = axes.annotate(point.name, (x, point.reward), fontsize=9, color=INK)
+            box = name.get_window_extent()
+        taken.append(box)
 
 
 def _clipped(error: list[list[float]]) -> list[list[float]]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import math
 from pathlib import Path
 
 import pytest
+from matplotlib.text import Text
 
 from rlhf_core.evaluation import plots
 from rlhf_core.evaluation.metrics import reliability
@@ -29,6 +32,34 @@ def test_a_frontier_shows_one_colour_more_per_policy() -> None:
     _, more = image(plots.frontier([one, two], reward_name="gold", reference="sft"))
     assert size == (1024, 672)  # 6.4 by 4.2 inches at 160 per inch
     assert more > few
+
+
+def test_names_meet_neither_each_other_nor_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowd = [
+        plots.FrontierPoint(f"policy number {i}", 0.5 * i, 1 + 0.05 * i, 0.95 + 0.04 * i, 1.1 + 0.06 * i)
+        for i in range(6)
+    ]
+    drawn = []
+    monkeypatch.setattr(plots, "_png", lambda figure: drawn.append(figure) or b"")
+    plots.frontier(crowd, reward_name="gold", reference="sft")
+    (axes,) = drawn[0].axes
+    boxes = [Text.get_window_extent(name) for name in axes.texts]
+    assert [name.get_text() for name in axes.texts] == [point.name for point in crowd]
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+    places = [axes.transData.transform((math.sqrt(point.kl), point.reward)) for point in crowd]
+    assert not any(box.contains(*place) for box in boxes for place in places)
+
+
+def test_a_policy_far_out_does_not_squash_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    monkeypatch.setattr(plots, "_png", lambda figure: drawn.append(figure) or b"")
+    points = [
+        plots.FrontierPoint(name, kl, 1.0, 0.9, 1.1) for name, kl in (("base", 400.0), ("sft", 0.0), ("ppo", 4.0))
+    ]
+    plots.frontier(points, reward_name="gold", reference="sft")
+    (axes,) = drawn[0].axes
+    assert axes.get_xlim()[1] < 3  # the root of 4, and room for its name
+    assert axes.get_title(loc="right") == "too far out to be shown: base (KL 400, reward 1.00)"
 
 
 def test_a_negative_estimate_of_kl_is_drawn_at_zero() -> None:
