@@ -6,7 +6,7 @@ import pytest
 
 from pipelines.graph import Stages
 from pipelines.plan import engines_needed, plan
-from pipelines.profile import load_profile
+from pipelines.profile import load_profile, profile_names
 from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.errors import ConfigError
 from rlhf_core.stage import execute
@@ -89,3 +89,22 @@ def test_the_planner_is_the_only_difference_between_a_plan_and_a_run(tmp_path: P
 
     plan(load_profile(write_mini(tmp_path)), ArtifactStore(tmp_path / "store"), pipeline=pipeline)
     assert seen == ["Planner"]
+
+
+@pytest.mark.parametrize("profile", profile_names())
+def test_every_shipped_profile_plans_with_a_model_and_data_in_place(profile: str, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    config = load_profile(profile)
+    overrides = []
+    if config.prepare_data.model.type == "pretrained":
+        overrides += [f"prepare_data.model.path={tmp_path / 'model'}", "prepare_data.model.gguf_file="]
+    if config.prepare_data.data.type == "files":
+        source = f"{{name='mine', path='{tmp_path / 'rows.jsonl'}', use={{prompts=1.0}}}}"
+        overrides.append(f"prepare_data.data.sources=[{source}]")
+    planned = plan(load_profile(profile, overrides), ArtifactStore(tmp_path / "store"))
+    assert planned[0].label == "prepare_data"
+    assert {stage.decision.action for stage in planned} == {"RUN"}
+    sections = {stage.label.split("/")[0] for stage in planned}
+    assert sections == config.model_fields_set - {"name", "seed", "runtime"}
