@@ -5,7 +5,7 @@ The same stage in the full pipeline and here has the same key, so each finds the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from prefect import flow
@@ -122,7 +122,7 @@ def score(
     """Rewards for `generations`."""
 
     def body(stages: Stages, find: Find) -> RolloutsRef:
-        models = {name: find(RewardModelRef, where) for name, where in reward_models.items()}
+        models = find.all(RewardModelRef, reward_models)
         return stages.score("score", config, generations=find(GenerationsRef, generations), reward_models=models)
 
     return _run(settings, "score", body)
@@ -152,7 +152,7 @@ def rejection_sampling(
     """Sample, score, keep the best, imitate it."""
 
     def body(stages: Stages, find: Find) -> PolicyRef:
-        models = {name: find(RewardModelRef, where) for name, where in reward_models.items()}
+        models = find.all(RewardModelRef, reward_models)
         return sample_and_imitate(
             config, stages, policy=find(PolicyRef, policy), prompts=find(PromptsRef, prompts), reward_models=models
         )
@@ -171,7 +171,7 @@ def iterative_dpo(
     """Rounds of generate, score, pair, dpo. `policy` takes the place of `config.start_from`."""
 
     def body(stages: Stages, find: Find) -> PolicyRef:
-        models = {name: find(RewardModelRef, where) for name, where in reward_models.items()}
+        models = find.all(RewardModelRef, reward_models)
         return iterate_dpo(
             config, stages, policy=find(PolicyRef, policy), prompts=find(PromptsRef, prompts), reward_models=models
         )
@@ -219,7 +219,7 @@ def ppo(
             policy=find(PolicyRef, policy),
             reference=find(PolicyRef, reference),
             prompts=find(PromptsRef, prompts),
-            reward_models={name: find(RewardModelRef, where) for name, where in reward_models.items()},
+            reward_models=find.all(RewardModelRef, reward_models),
         )
 
     return _run(settings, "ppo", body)
@@ -239,7 +239,7 @@ def evaluate(
         return stages.evaluate(
             "evaluate",
             config,
-            generations={name: find(GenerationsRef, where) for name, where in generations.items()},
+            generations=find.all(GenerationsRef, generations),
             reference=find(PolicyRef, reference),
             reward_model=find(RewardModelRef, reward_model) if reward_model else None,
         )
@@ -268,6 +268,10 @@ class Find:
 
     def __call__(self, kind: type[R], name: str) -> R:
         return find_artifact(self._store, kind, name)
+
+    def all(self, kind: type[R], names: Mapping[str, str]) -> dict[str, R]:
+        """Return the inputs of a table of names, under the same keys."""
+        return {key: self(kind, name) for key, name in names.items()}
 
 
 def _run(settings: Settings, label: str, body: Callable[[Stages, Find], ArtifactRef]) -> dict[str, str]:

@@ -75,6 +75,17 @@ def boxed_format(generations: Sequence[Generation]) -> list[float]:
     return [float(text.count(r"\boxed{") == 1 and read_boxed(text) is not None) for text in texts]
 
 
+def final_line_format(generations: Sequence[Generation]) -> list[float]:
+    """Return 1.0 where the answer ended by itself with its one `####` before a number and nothing after it (GSM8K)."""
+
+    def well_formed(generation: Generation) -> bool:
+        before, _, last = generation.completion.text.rpartition("####")
+        return "####" not in before and before.endswith("\n") and _whole_number(last) is not None
+
+    answered = finished(generations)
+    return [done * well_formed(generation) for done, generation in zip(answered, generations, strict=True)]
+
+
 def finished(generations: Sequence[Generation]) -> list[float]:
     """Return 1.0 where the answer ended by itself, 0.0 where the token limit cut it off."""
     return [float(generation.completion.finish_reason == "stop") for generation in generations]

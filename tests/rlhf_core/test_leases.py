@@ -25,7 +25,7 @@ def _hold_for_ever(folder: Path) -> None:
         time.sleep(60)
 
 
-def _until(condition: Callable[[], bool]) -> None:
+def assert_soon(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 10
     while not condition():
         assert time.monotonic() < deadline, "waited 10 s in vain"
@@ -37,7 +37,7 @@ def other(tmp_path: Path):  # type: ignore[no-untyped-def]
     """A process that holds the lease of `k`."""
     process = FORK.Process(target=_hold_for_ever, args=(tmp_path,), daemon=True)
     process.start()
-    _until(lambda: living_owner(tmp_path, "k") is not None)
+    assert_soon(lambda: living_owner(tmp_path, "k") is not None)
     yield process
     process.kill()
     process.join()
@@ -114,7 +114,7 @@ def test_an_owner_that_was_taken_over_is_stopped_at_the_fence(tmp_path: Path) ->
 def test_the_heartbeat_renews_a_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "HEARTBEAT_SECONDS", 0.05)
     with hold(tmp_path, "k") as lease:
-        _until(lambda: (read_json(tmp_path / "k.json") or {"expires": 0})["expires"] > lease.owner.expires)
+        assert_soon(lambda: (read_json(tmp_path / "k.json") or {"expires": 0})["expires"] > lease.owner.expires)
 
 
 def test_a_process_number_given_to_another_process_is_not_the_owner(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_stopped_process_loses_its_lease_when_it_is_late(tmp_path: Path, other
     os.kill(other.pid, signal.SIGSTOP)
     owner = living_owner(tmp_path, "k")
     assert owner is not None
-    _until(lambda: is_gone(replace(owner, expires=time.time() - 1)))
+    assert_soon(lambda: is_gone(replace(owner, expires=time.time() - 1)))
     assert not is_gone(owner)
 
 

@@ -11,6 +11,7 @@ from rlhf_core.rewards.verifiable import (
     boxed_format,
     boxed_match,
     exact_match,
+    final_line_format,
     final_number,
     finished,
     read_boxed,
@@ -97,6 +98,19 @@ def test_the_think_format_is_all_or_nothing(text: str, reward: float) -> None:
 
 def test_the_box_format_wants_exactly_one_closed_box() -> None:
     assert boxed_format([answer(r"\boxed{1}"), answer(r"\boxed{1} \boxed{2}"), answer(r"\boxed{1")]) == [1.0, 0.0, 0.0]
+
+
+def test_the_final_line_holds_the_one_number_and_ends_the_answer() -> None:
+    good = [answer("4 + 4 = 8\n#### 8"), answer("so\n#### $1,050.")]
+    bad = [
+        answer("8"),
+        answer("it is #### 8"),
+        answer("\n#### 8 apples"),
+        answer("\n#### 8\n#### 9"),
+        answer("\n#### "),
+    ]
+    assert final_line_format([*good, *bad]) == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert final_line_format([answer("\n#### 8", finish_reason="length")]) == [0.0]
 
 
 def test_finished_sees_the_token_limit() -> None:

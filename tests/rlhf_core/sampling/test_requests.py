@@ -17,6 +17,8 @@ def check(*prompts: tuple[int, ...], max_tokens: int = 4) -> None:
 
 def test_a_request_may_fill_the_model_length_exactly() -> None:
     check((1, 2, 3, 4), (9,), max_tokens=4)  # 4 + 4 = 8
+    with pytest.raises(SamplingError, match="exceed"):
+        check((1, 2, 3, 4), (9,), max_tokens=5)
 
 
 def test_an_overlong_request_is_named_with_its_seed_and_lengths() -> None:

@@ -169,7 +169,9 @@ def test_an_infinite_loss_with_a_finite_gradient_is_skipped_too(
     assert trainer.weights().digest == before
 
 
-def resumed(make: Callable[[], LocalTrainer], run: Callable[[LocalTrainer, int, int], Any], folder: Path) -> None:
+def assert_resumes_bitwise(
+    make: Callable[[], LocalTrainer], run: Callable[[LocalTrainer, int, int], Any], folder: Path
+) -> None:
     """5 steps must be, bit for bit, 2 steps, a save, and 3 steps of a new trainer."""
     straight = make()
     history = run(straight, 0, 5)
@@ -192,7 +194,7 @@ def assert_same_weights(one: LocalTrainer, other: LocalTrainer) -> None:
 def test_sft_resumes_bitwise(
     policy_spec: ModelSpec, optimizer: OptimizerConfig, token_samples: list[TokenSample], tmp_path: Path
 ) -> None:
-    resumed(
+    assert_resumes_bitwise(
         lambda: LocalTrainer(policy_spec, optimizer, TORCH),
         lambda trainer, first, last: steps(trainer, token_samples, SftObjective(pack_to=48), first, last),
         tmp_path,
@@ -202,7 +204,7 @@ def test_sft_resumes_bitwise(
 def test_a_reward_model_resumes_bitwise(
     score_spec: ModelSpec, optimizer: OptimizerConfig, reward_pairs: list[RewardPair], tmp_path: Path
 ) -> None:
-    resumed(
+    assert_resumes_bitwise(
         lambda: LocalTrainer(score_spec, optimizer, TORCH),
         lambda trainer, first, last: steps(trainer, reward_pairs, BradleyTerryObjective(0.01), first, last),
         tmp_path,
@@ -245,7 +247,7 @@ def test_lora_saves_the_adapters_alone_resumes_bitwise_and_exports_merged(
 ) -> None:
     spec = replace(policy_spec, lora=LoraConfig(rank=2, alpha=4.0))
     trainer = LocalTrainer(spec, optimizer, TORCH)
-    resumed(
+    assert_resumes_bitwise(
         lambda: LocalTrainer(spec, optimizer, TORCH),
         lambda trainer, first, last: steps(trainer, token_samples, SFT, first, last),
         tmp_path / "checkpoint",
