@@ -9,6 +9,7 @@ from typing import Any
 
 from rlhf_core.config.engines import HFSamplerConfig, SamplingConfig, VllmSamplerConfig
 from rlhf_core.interfaces import Weights
+from rlhf_core.runtime.priority import at_low_priority
 from rlhf_core.runtime.weights import unpack
 from rlhf_core.sampling.vllm_sampler import TransferVerb
 from rlhf_core.types import Completion, SamplingRequest
@@ -23,7 +24,10 @@ class SampleWorker:
         self._sampler: Any = None
 
     def warm(self) -> None:
-        """Import the engine."""
+        """Import the engine, while others compute."""
+        at_low_priority(self._import_engine)
+
+    def _import_engine(self) -> None:
         if isinstance(self._config, VllmSamplerConfig):
             from rlhf_core.sampling.vllm_sampler import prepare_environment
 
