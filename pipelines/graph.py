@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from rlhf_core.config.base import Config, keyed
 from rlhf_core.config.engines import RuntimeConfig
+from rlhf_core.fingerprint import callable_digest
 from rlhf_core.stage import StageSpec
 from rlhf_core.types import (
     ArtifactRef,
@@ -152,6 +153,9 @@ class Stages:
         engines: dict[str, Any] = {engine: configured[engine] for engine in ENGINES[name]}
         if files:
             engines["files"] = dict(files)
+        functions = reward_functions(config, label.replace("/", "."))
+        for key, function in functions.items():  # now, and not when the stages before have run for hours
+            callable_digest(function, key=key)
         spec = StageSpec(
             name=name,
             module=f"stages.{name}",
@@ -160,25 +164,25 @@ class Stages:
             seed=self.seed,
             engines=engines,
             label=label,
-            callables=reward_functions(config),
+            callables=tuple(dict.fromkeys(functions.values())),
         )
         return self.run_stage(spec, kind)
 
 
-def reward_functions(config: Any) -> tuple[str, ...]:
-    """Return the functions that a configuration names, in fields called `function` or `gold`: their code is keyed."""
-    found: list[str] = []
+def reward_functions(config: Any, key: str) -> dict[str, str]:
+    """Return dotted key -> function that a configuration names, in fields called `function` or `gold`."""
+    found: dict[str, str] = {}
     if isinstance(config, BaseModel):
         for name in type(config).model_fields:
             value = getattr(config, name)
             if name in FUNCTION_FIELDS and isinstance(value, str):
-                found.extend([value] if value else [])
+                found |= {f"{key}.{name}": value} if value else {}
             else:
-                found.extend(reward_functions(value))
+                found |= reward_functions(value, f"{key}.{name}")
     elif isinstance(config, Mapping):
-        for value in config.values():
-            found.extend(reward_functions(value))
+        for name, value in config.items():
+            found |= reward_functions(value, f"{key}.{name}")
     elif isinstance(config, (list, tuple)):
-        for value in config:
-            found.extend(reward_functions(value))
-    return tuple(dict.fromkeys(found))
+        for index, value in enumerate(config):
+            found |= reward_functions(value, f"{key}[{index}]")
+    return found

@@ -21,6 +21,7 @@ from pipelines.profile import PipelineConfig
 from pipelines.services import running
 from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.interfaces import StageTracker
+from rlhf_core.runtime.cluster import check_address, named_address
 from rlhf_core.stage import Decision, StageSpec, execute, find
 from rlhf_core.stage_decision import target_of
 from rlhf_core.types import ArtifactRef, PolicyRef, RewardModelRef
@@ -210,6 +211,8 @@ def open_run(
         listener.planned(stage.label, stage.decision)
     runtime = DeferredRuntime(config.runtime)
     needed = engines_needed(planned)
+    if needed and config.runtime.type == "ray":
+        check_address(named_address())  # now, and not when the first stage needs an engine
     if needed:
         threading.Thread(target=_prewarm, args=(runtime, needed), daemon=True, name="prewarm").start()
     try:

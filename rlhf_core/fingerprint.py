@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -178,22 +179,23 @@ def module_digests(module_name: str, packages: tuple[str, ...] = OUR_PACKAGES) -
     return dict(sorted(found.items()))
 
 
-def callable_digest(spec: str) -> str:
-    """Return the digest of the whole source of the module of a function that a user gave.
+def callable_digest(spec: str, *, key: str = "callable") -> str:
+    """Return the digest of the whole source of the module of a function that a user gave, without importing it.
 
-    `spec` reads `package.module:function` or `path/to/file.py:function`. Raises ConfigError if the file is not there
-    or does not name the function.
+    `spec` reads `package.module:function` or `path/to/file.py:function`. Raises ConfigError, naming the `key` that holds
+    it, if the file is not there or does not name the function.
     """
     place, _, function = spec.rpartition(":")
     if not place or not function.isidentifier():
-        raise ConfigError(explain("callable", spec, "must read module:function or file.py:function", "add the name"))
+        raise ConfigError(explain(key, spec, "must read module:function or file.py:function", "add the name"))
     path = Path(place) if place.endswith(".py") else _module_file(place)
     if path is None or not path.is_file():
-        raise ConfigError(explain("callable", spec, f"{place} is not there", "mend the module name or the path"))
+        raise ConfigError(explain(key, spec, f"{place} is not there", "mend the module name or the path"))
     source = path.read_bytes()
-    names = _top_level_names(_parse(source, str(path)))
+    tree = _parse(source, str(path))
+    names = _top_level_names(tree)
     if function not in names and "*" not in names:
-        raise ConfigError(explain("callable", spec, f"{path} has no {function}", f"it has {', '.join(sorted(names))}"))
+        raise ConfigError(explain(key, spec, f"{place} has no {function}", _nearest(function, _functions(tree))))
     return hashlib.sha256(source).hexdigest()
 
 
@@ -268,6 +270,17 @@ def _imports(tree: ast.Module, package: str) -> set[str]:
             names.update(f"{base}.{alias.name}" for alias in node.names)
     parts = [name.split(".") for name in names]
     return {".".join(part[:depth]) for part in parts for depth in range(1, len(part) + 1)}
+
+
+def _functions(tree: ast.Module) -> list[str]:
+    return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+
+
+def _nearest(name: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    if near:
+        return f"did you mean {near[0]}?"
+    return f"it has {', '.join(names)}" if names else "name one that it has"
 
 
 def _top_level_names(tree: ast.Module) -> set[str]:

@@ -43,12 +43,31 @@ def connect(cores: int) -> bool:
 
     if ray.is_initialized():
         return False
-    address = os.environ.get("RAY_ADDRESS", "")
-    if address in ("", "local"):
+    address = named_address()
+    if not address:
         _in_lasting_thread(lambda: _start(cores))
         return True
-    _join(address)
+    check_address(address)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise _no_head(address) from error
     return False
+
+
+def named_address() -> str:
+    """Return the `RAY_ADDRESS` to join, "" to start a Ray of our own."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    return "" if address == "local" else address
+
+
+def check_address(address: str) -> None:
+    """Raise ConfigError, within seconds, unless something that may be a Ray head answers at `address`."""
+    if address.startswith("ray://"):
+        rule, remedy = "the Ray client protocol is not supported", "use the head's address, host:6379"
+        raise ConfigError(explain("RAY_ADDRESS", address, rule, remedy))
+    if address not in ("", "auto"):
+        _probe(address)
 
 
 def worker_environment(*, threads: int) -> dict[str, str]:
@@ -140,23 +159,6 @@ def _start(cores: int) -> None:
                 remedy = f"look into {folder}/session_latest/logs, or free memory and cores"
                 raise ConfigError(explain("runtime.type", "ray", rule, remedy)) from error
             logger.warning("Ray did not start (%s); trying once more", error)
-
-
-def _join(address: str) -> None:
-    import ray
-
-    if address.startswith("ray://"):
-        raise ConfigError(
-            explain(
-                "RAY_ADDRESS", address, "the Ray client protocol is not supported", "use the head's address, host:6379"
-            )
-        )
-    if address != "auto":
-        _probe(address)
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise _no_head(address) from error
 
 
 def _probe(address: str) -> None:

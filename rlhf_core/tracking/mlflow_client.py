@@ -51,6 +51,7 @@ def create_database(path: Path) -> None:
             return
         from mlflow import MlflowClient
 
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
         logger.info("tracking: creating %s (some seconds, once)", path)
         clock = time.monotonic()
         path.parent.mkdir(parents=True, exist_ok=True)

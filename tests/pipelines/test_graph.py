@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
+
+import pytest
 
 from pipelines.graph import ENGINES, reward_functions
 from pipelines.plan import plan
 from pipelines.profile import load_profile
 from rlhf_core.artifacts import ArtifactStore
+from rlhf_core.errors import ConfigError
 from stages.ppo import PPOConfig
 from tests.pipelines.mini import write_mini
 
@@ -39,10 +43,35 @@ def test_the_functions_of_users_are_found_wherever_they_stand() -> None:
             }
         }
     )
-    assert reward_functions(config) == ("m:f", "n.py:g")
+    assert reward_functions(config, "ppo") == {
+        "ppo.rewards.terms.a.function": "m:f",
+        "ppo.rewards.terms.b.function": "n.py:g",
+    }
 
 
 def test_the_gold_reward_of_an_evaluation_is_one_of_them(tmp_path: Path) -> None:
     config = load_profile(write_mini(tmp_path))
     assert config.evaluate is not None
-    assert reward_functions(config.evaluate.evaluate) == ("rlhf_core.data.worlds.support:gold_reward",)
+    assert reward_functions(config.evaluate.evaluate, "evaluate") == {
+        "evaluate.gold": "rlhf_core.data.worlds.support:gold_reward"
+    }
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (
+            "rlhf_core.rewards.verifiable:finl_number",
+            "rlhf_core.rewards.verifiable has no finl_number; did you mean final_number?",
+        ),
+        ("my/reward.py:score", "my/reward.py is not there; mend the module name or the path"),
+    ],
+)
+def test_a_missing_reward_function_is_noticed_before_the_first_stage(
+    tmp_path: Path, function: str, message: str
+) -> None:
+    config = load_profile("tiny/rlvr", [f"ppo.rewards.terms.correct.function={function}"])
+    with pytest.raises(
+        ConfigError, match=rf"^ppo.rewards.terms.correct.function = '{function}': {re.escape(message)}$"
+    ):
+        plan(config, ArtifactStore(tmp_path))

@@ -9,6 +9,7 @@ from pipelines.home import Home
 from pipelines.plan import Pipeline, plan
 from pipelines.profile import PipelineConfig, load_profile
 from pipelines.run import PipelineRun, RunOptions, open_run, run_stages, store_of, tracking_uri
+from rlhf_core.errors import ConfigError
 from rlhf_core.stage import StageSpec
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import ArtifactRef, PolicyRef
@@ -61,6 +62,24 @@ def test_after_a_hit_the_next_decision_compares_with_what_was_hit(tmp_path: Path
     config = load_profile(write_mini(tmp_path))
     (planned,) = plan(config, store_of(config, home), pipeline=toy(0.3))
     assert planned.decision.reason == "toy.kl_coef: 0.1 -> 0.3"
+
+
+def test_an_unreachable_ray_is_noticed_before_the_first_stage(
+    tmp_path: Path, home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pipeline(config: PipelineConfig, stages: Stages) -> None:
+        for label, engines in (("first", {}), ("second", {"trainer": {}})):
+            stages.run_stage(toy_spec(ToyConfig(), label=label, engines=engines), PolicyRef)
+
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    config = load_profile(write_mini(tmp_path), ["runtime.type=ray"])
+    notes = Notes()
+    with (
+        pytest.raises(ConfigError, match="no Ray head answers; start one with"),
+        open_run(config, pipeline, RunOptions(), home=home, tracker=MemoryTracker(), listener=notes),
+    ):
+        pass
+    assert notes.of("started") == [] and store_of(config, home).records() == []
 
 
 def test_the_listener_hears_progress_metrics_and_the_final_numbers(tmp_path: Path, home: Home) -> None:

@@ -1,0 +1,74 @@
+"""A command with all the processes below it: how much memory they take together, and their sudden death."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import psutil
+
+SAMPLE_EVERY_S = 1.0
+
+
+@dataclass
+class Watched:
+    """A finished command: seconds, and the largest sum of the proportional set sizes of all processes, in bytes."""
+
+    status: int
+    seconds: float
+    peak_bytes: int
+
+
+def run_watched(command: Sequence[str], environment: dict[str, str]) -> Watched:
+    """Run `command` to its end. A page that several processes share counts once."""
+    began, peak = time.monotonic(), 0
+    process = subprocess.Popen(command, env=environment)
+    while process.poll() is None:
+        peak = max(peak, sum(_proportional_bytes(one) for one in family(process.pid)))
+        time.sleep(SAMPLE_EVERY_S)
+    return Watched(process.returncode, time.monotonic() - began, peak)
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """Return the process and everything that it and its children started."""
+    try:
+        parent = psutil.Process(pid)
+        return [parent, *parent.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def kill_family(pid: int) -> int:
+    """Send SIGKILL to the process and to everything below it at once; return how many they were."""
+    processes = family(pid)
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=10)
+    return len(processes)
+
+
+@contextlib.contextmanager
+def reading_lines(process: subprocess.Popen[str]) -> Iterator[Iterator[str]]:
+    """Give the lines that a process prints, and print them; what it prints later is read and dropped."""
+    assert process.stdout is not None
+    stream = process.stdout
+
+    def lines() -> Iterator[str]:
+        for line in stream:
+            print(line, end="", flush=True)
+            yield line
+
+    yield lines()
+    threading.Thread(target=stream.read, daemon=True).start()
+
+
+def _proportional_bytes(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_full_info().pss)
+    except psutil.Error:
+        return 0
