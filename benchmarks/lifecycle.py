@@ -20,11 +20,13 @@ from rlhf_core.artifacts import ArtifactStore
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("profile", nargs="?", default="tiny/full")
+    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="key=value")
     parser.add_argument("--keep", type=Path, help="state folder to use and keep")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         home = options.keep or Path(folder)
         command = [sys.executable, "-m", "pipelines.cli", "run", options.profile]
+        command += [word for override in options.overrides for word in ("--set", override)]
         environment = os.environ | {"RLHF_HOME": str(home)}
         first = run_watched(command, environment)
         if first.status:

@@ -149,7 +149,12 @@ def _start(cores: int) -> None:
                 logging_level=logging.ERROR,
                 _temp_dir=str(folder),
                 # Our actors have an environment of their own, so workers that Ray starts ahead would never be used.
-                _system_config={"prestart_worker_first_driver": False, "enable_metrics_collection": False},
+                # Ray would let its workers give way to every other process, but here they are what all else waits for.
+                _system_config={
+                    "prestart_worker_first_driver": False,
+                    "enable_metrics_collection": False,
+                    "worker_niceness": 0,
+                },
             )
             return
         except Exception as error:  # Ray raises plain Exception when its processes are slow to answer
