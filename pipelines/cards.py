@@ -13,6 +13,7 @@ from prefect.artifacts import (
     create_table_artifact,
     update_progress_artifact,
 )
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from pipelines.run import StageOutcome
 from rlhf_core.stage import Decision, StageInput, StageSpec
@@ -21,6 +22,7 @@ from rlhf_core.types import ArtifactRef
 logger = logging.getLogger(__name__)
 
 PROGRESS_EVERY_S = 2.0
+AWAY_S = 60.0
 
 
 def artifact_key(*parts: str) -> str:
@@ -86,12 +88,23 @@ class ProgressCard:
             _quietly(update_progress_artifact, artifact_id=self._id, progress=percent, description=message)
 
 
+class _Away:
+    """Until when a server that did not answer is not asked again."""
+
+    until = 0.0
+
+
 def _quietly(call, **arguments):  # type: ignore[no-untyped-def]  # five functions of Prefect without a common type
-    """A page that cannot be updated must not end a stage that runs for hours."""
+    """A page that cannot be updated must neither end nor delay a stage that runs for hours."""
+    if time.monotonic() < _Away.until:
+        return None
     try:
-        return call(**arguments)
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
+            return call(**arguments)
     except Exception as error:
-        logger.warning("Prefect could not show %s: %s", arguments, error)
+        _Away.until = time.monotonic() + AWAY_S
+        shown = arguments["key"] if "key" in arguments else "progress"
+        logger.warning("Prefect could not show %s, the next try is in %.0f s: %s", shown, AWAY_S, error)
         return None
 
 

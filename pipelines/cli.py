@@ -67,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     pin = store.add_parser("pin", help="keep an artifact from gc")
     pin.add_argument("target", help="digest, key or store:// uri")
     pin.add_argument("--note", default="")
+    store.add_parser("unpin", help="let gc have it again").add_argument("target", help="digest, key or store:// uri")
     collect = store.add_parser("gc", help="remove what no recent run and no pin reaches")
     collect.add_argument("--dry-run", action="store_true", help="only list it")
     collect.add_argument("--keep-days", type=float, default=30.0)

@@ -91,9 +91,6 @@ class PlainDisplay:
     def failed(self, label: str, error: BaseException) -> None:
         self._line(label, f"FAILED: {type(error).__name__}" if isinstance(error, Exception) else "stopped")
 
-    def note(self, text: str) -> None:
-        self._console.print(text, style="dim", markup=False, highlight=False)
-
     def warn(self, text: str) -> None:
         self._console.print(f"warning: {text}", markup=False, highlight=False, soft_wrap=True)
 
@@ -107,7 +104,6 @@ class LiveDisplay:
     def __init__(self, console: Console) -> None:
         self._lock = threading.RLock()
         self._rows: dict[str, Row] = {}
-        self._note = ""
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4)
 
     def __enter__(self) -> LiveDisplay:
@@ -115,7 +111,6 @@ class LiveDisplay:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._note = ""
         self._live.stop()
 
     def planned(self, label: str, decision: Decision) -> None:
@@ -150,15 +145,12 @@ class LiveDisplay:
             )
             row.seconds = time.monotonic() - row.began if row.began else 0.0
 
-    def note(self, text: str) -> None:
-        self._note = text
-
     def warn(self, text: str) -> None:
         self._live.console.print(f"warning: {text}", style="yellow", markup=False, highlight=False)
 
     def _render(self) -> RenderableType:
         with self._lock:
-            table = Table(box=None, pad_edge=False, expand=False, caption=self._note or None, caption_justify="left")
+            table = Table(box=None, pad_edge=False, expand=False)
             table.add_column("stage", no_wrap=True)
             table.add_column("decision", no_wrap=True)
             table.add_column("progress", width=24)

@@ -13,7 +13,7 @@ import psutil
 from rich.console import Console
 
 from pipelines.home import Home
-from pipelines.services import MLFLOW_PORT, PREFECT_PORT, free_port, running
+from pipelines.services import MLFLOW_PORT, PREFECT_PORT, is_free, running
 
 PACKAGES = ("torch", "deepspeed", "ray", "prefect", "mlflow", "transformers", "peft", "datasets", "pyarrow")
 ENGINES = ("torch", "transformers", "ray", "deepspeed", "vllm", "prefect", "mlflow")
@@ -80,4 +80,6 @@ def _services(home: Home) -> tuple[bool, str, str]:
     services = running(home)
     if services is not None:
         return True, f"services are up: {services.prefect_url} {services.mlflow_url}", ""
-    return True, f"ports for `rlhf up`: {free_port(PREFECT_PORT)} and {free_port(MLFLOW_PORT)}", ""
+    taken = [str(port) for port in (PREFECT_PORT, MLFLOW_PORT) if not is_free(port)]
+    others = f" (in use: {', '.join(taken)}; the next free ones are taken)" if taken else ""
+    return True, f"ports for `rlhf up`: {PREFECT_PORT} and {MLFLOW_PORT}{others}", ""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from prefect import flow
+from prefect.context import FlowRunContext
 
 from pipelines.full import lifecycle
 from pipelines.home import Home
 from pipelines.listener import Silent
 from pipelines.plan import Pipeline
 from pipelines.profile import PipelineConfig, with_overrides
+from pipelines.reconcile import own
 from pipelines.rlvr import verifiable_rewards
 from pipelines.run import RunOptions, open_run, open_tracker
 from pipelines.tasks import FLOW_NAME, run_in_flow
@@ -46,6 +48,9 @@ def rlvr(
 def run_served(config: PipelineConfig, pipeline: Pipeline, options: RunOptions) -> dict[str, str]:
     """Run a pipeline in the flow that is active; return label -> digest of what it made."""
     home = Home.here().make()
+    context = FlowRunContext.get()
+    if context is not None and context.flow_run is not None:
+        own(context.flow_run.id)  # before the plan: a run that is retried still names the process that died
     with open_run(
         config, pipeline, options, home=home, tracker=open_tracker(config, home), listener=Silent()
     ) as pipeline_run:

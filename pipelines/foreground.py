@@ -17,7 +17,15 @@ from pipelines.display import LiveDisplay, PlainDisplay, open_display, results_t
 from pipelines.home import Home, client_environment
 from pipelines.profile import PipelineConfig, load_profile
 from pipelines.run import PipelineRun, RunOptions, import_tracker, open_run, open_tracker
-from pipelines.services import PrivateServer, private_server, running
+from pipelines.services import (
+    SERVER_TIMEOUT_S,
+    PrivateServer,
+    ServiceError,
+    healthy,
+    private_server,
+    running,
+    wait_for,
+)
 from rlhf_core.types import ReportRef
 
 OUR_LOGGERS = ("pipelines", "stages", "rlhf_core")
@@ -46,6 +54,8 @@ def _server(home: Home) -> Iterator[PrivateServer | None]:
     """Point Prefect's client at the services that are up, or at a server that starts now and ends with the run."""
     services = running(home)
     if services is not None:
+        if not wait_for(lambda: healthy(services.health[0]), SERVER_TIMEOUT_S):
+            raise ServiceError(f"{services.prefect_url}: does not answer; read {home.logs}, or rlhf down")
         os.environ.update(client_environment(home, prefect_port=services.prefect_port))
         yield None
         return

@@ -61,7 +61,11 @@ def quiet_environment(home: Home) -> dict[str, str]:
 
     PREFECT_HOME alone does not move results and the memo store (Prefect 3.7), so each is named.
     """
+    past = [os.environ[name] for name in ("no_proxy", "NO_PROXY") if os.environ.get(name)][:1]
+    direct = ",".join([*past, LOOPBACK, "localhost"])
     return {
+        "no_proxy": direct,
+        "NO_PROXY": direct,
         "RLHF_HOME": str(home.root),
         "PREFECT_HOME": str(home.prefect),
         "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(home.prefect / "storage"),

@@ -17,18 +17,22 @@ SHORTEST_DIGEST = 8
 def find_artifact(store: ArtifactStore, kind: type[R], name: str) -> R:
     """Return the newest artifact that `name` means: `sft`, `prepare_data.base`, `3fa9c1d2`, or a folder's path.
 
-    A label that was made several times means its newest artifact. ArtifactError if nothing of `kind` is meant.
+    A label that was made several times means what that stage last made or found. ArtifactError if nothing of `kind` is meant.
     """
     label, _, part = name.partition(".")
-    for record in reversed(store.records()):
-        for ref in (record.handle, *parts(record.handle)):
-            if isinstance(ref, kind) and len(name) >= SHORTEST_DIGEST and ref.digest.startswith(name):
-                return ref
-        if record.label != label or store.record(record.key) is None:
-            continue
-        found = getattr(record.handle, part, None) if part else record.handle
-        if isinstance(found, kind):
-            return found
+    latest = store.latest(label)
+    for record in (*([latest] if latest else []), *reversed(store.records())):
+        wanted = record is latest or (record.label == label and store.record(record.key) is not None)
+        named = getattr(record.handle, part, None) if part else record.handle
+        by_digest = [
+            ref
+            for ref in (record.handle, *parts(record.handle))
+            if len(name) >= SHORTEST_DIGEST and ref.digest.startswith(name)
+        ]
+        for found in (*([named] if wanted else []), *by_digest):
+            if isinstance(found, kind):
+                store.used(record.key)
+                return found
     folder = Path(name).expanduser()
     if folder.is_dir():
         return store.external(kind, folder)

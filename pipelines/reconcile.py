@@ -1,4 +1,5 @@
-"""Flow runs whose process is gone without a word (kill -9, power cut) get their true state: Crashed, resumable.
+"""Flow runs whose process is gone without a word (kill -9, power cut) get their true state: Crashed,
+or Cancelled if that was asked for. Either can be run again and resumes.
 
 Prefect marks such runs only when its runner outlives them. We write the owner of a run on it, and look whether that
 process is still there. Runs that wait for a person are never touched.
@@ -11,7 +12,7 @@ from uuid import UUID
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import FlowRun
-from prefect.states import Crashed
+from prefect.states import Cancelled, Crashed
 
 from rlhf_core.leases import is_gone
 from rlhf_core.tracking import owner
@@ -26,12 +27,14 @@ def own(flow_run_id: UUID) -> None:
 def reconcile() -> list[UUID]:
     """Mark the runs of dead processes of this machine as Crashed; return their ids."""
     with get_client(sync_client=True) as client:
-        running = client.read_flow_runs(flow_run_filter=FlowRunFilter(state={"type": {"any_": ["RUNNING"]}}))
-        gone = [flow_run.id for flow_run in running if _is_gone(flow_run)]
-        for flow_run_id in gone:
+        active = FlowRunFilter(state={"type": {"any_": ["RUNNING", "CANCELLING"]}})
+        gone = [flow_run for flow_run in client.read_flow_runs(flow_run_filter=active) if _is_gone(flow_run)]
+        for flow_run in gone:
+            cancelling = flow_run.state is not None and flow_run.state.is_cancelling()
             message = "its process ended without a word; run it again and it resumes"
-            client.set_flow_run_state(flow_run_id, Crashed(message=message), force=True)
-    return gone
+            state = Cancelled(message=message) if cancelling else Crashed(message=message)
+            client.set_flow_run_state(flow_run.id, state, force=True)
+    return [flow_run.id for flow_run in gone]
 
 
 def _is_gone(flow_run: FlowRun) -> bool:

@@ -21,15 +21,18 @@ from pipelines.profile import PipelineConfig
 from pipelines.services import running
 from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.interfaces import StageTracker
+from rlhf_core.leases import living_owner
 from rlhf_core.runtime.cluster import check_address, named_address
 from rlhf_core.stage import Decision, StageSpec, execute, find
-from rlhf_core.stage_decision import target_of
+from rlhf_core.stage_decision import starts_over, target_of
 from rlhf_core.types import ArtifactRef, PolicyRef, RewardModelRef
 
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=ArtifactRef)
 Progress = Callable[[int, int, str], None]
+
+ATTACH_POLL_S = 0.25
 
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
@@ -49,7 +52,9 @@ class Tracker(Protocol):
 
     def start(self, name: str, *, run_id: str | None, params: Mapping[str, Any], tags: Mapping[str, str]) -> str: ...
 
-    def stage(self, label: str, *, key: str, params: Mapping[str, Any], tags: Mapping[str, str]) -> TrackedStage: ...
+    def stage(
+        self, label: str, *, key: str, params: Mapping[str, Any], tags: Mapping[str, str], fresh: bool
+    ) -> TrackedStage: ...
 
     def cached(self, label: str, *, run_id: str | None, key: str) -> None: ...
 
@@ -102,7 +107,7 @@ class PipelineRun:
         self.started += 1
         forced = spec.label in self.options.force
         try:
-            outcome = None if forced else self._find(spec)
+            outcome = None if forced else self._find(spec) or self._attach(spec)
             outcome = outcome or self._execute(spec, show_progress)
         except BaseException as error:
             self.listener.failed(spec.label, error)
@@ -122,11 +127,26 @@ class PipelineRun:
         url = self.tracker.url(tracking_id) if tracking_id else ""
         return StageOutcome(record.handle, decision, record.metrics, 0.0, [], url)
 
+    def _attach(self, spec: StageSpec) -> StageOutcome | None:
+        """Wait for another process that computes the key: the tracking run of the stage is its, and not ours to end."""
+        key = target_of(self.store, spec, strict_code=self.options.strict_code).key
+        owner = living_owner(self.store.layout.leases, key)
+        if owner is None:
+            return None
+        self.listener.started(spec.label, Decision("ATTACH", f"{owner} is computing it", key, None))
+        while living_owner(self.store.layout.leases, key) is not None:
+            time.sleep(ATTACH_POLL_S)
+        return self._find(spec)
+
     def _execute(self, spec: StageSpec, show_progress: Progress) -> StageOutcome:
         began = time.monotonic()
         key = target_of(self.store, spec, strict_code=self.options.strict_code).key
         inner = self.tracker.stage(
-            spec.label, key=key, params=spec.config.model_dump(mode="json"), tags={"stage": spec.name}
+            spec.label,
+            key=key,
+            params=spec.config.model_dump(mode="json"),
+            tags={"stage": spec.name},
+            fresh=starts_over(self.store, key, force=spec.label in self.options.force),
         )
         shown = ShownTracker(inner, spec.label, self.listener)
 
@@ -245,7 +265,15 @@ def open_tracker(config: PipelineConfig, home: Home) -> Tracker:
     """Return the MLflow tracker of a run."""
     from rlhf_core.tracking.mlflow import MlflowTracker
 
-    tracker: Tracker = MlflowTracker(tracking_uri(home), experiment=config.name, artifact_root=home.mlflow_artifacts)
+    uri, services = tracking_uri(home), running(home)
+    ours = uri == home.mlflow_uri or (services is not None and uri == services.mlflow_url)
+    tracker: Tracker = MlflowTracker(
+        uri,
+        experiment=config.name,
+        artifact_root=home.mlflow_artifacts if ours else None,
+        spool=home.mlflow_artifacts / ".spool",
+        place=home.mlflow_uri if ours else uri,
+    )
     return tracker
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -15,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 from pipelines.home import LOOPBACK, Home, client_environment, quiet_environment
 from rlhf_core.errors import RlhfError
@@ -28,6 +30,14 @@ FIRST_SIGN_S = 30.0
 UP_TIMEOUT_S = 240.0
 DOWN_TIMEOUT_S = 30.0
 SERVER_TIMEOUT_S = 180.0
+PORTS = 200
+
+_CLAIMS: list[IO[str]] = []
+"""Locked files, one per port that this process gave to a server."""
+
+
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Our services are on this machine: a proxy of the network does not reach them."""
 
 
 class ServiceError(RlhfError, RuntimeError):
@@ -56,6 +66,11 @@ class Services:
     def mlflow_url(self) -> str:
         return f"http://{LOOPBACK}:{self.mlflow_port}"
 
+    @property
+    def health(self) -> tuple[str, str]:
+        """Addresses that answer with success when the service behind them is well: Prefect's and MLflow's."""
+        return f"{self.prefect_url}/api/health", f"{self.mlflow_url}/health"
+
     def write(self, home: Home) -> None:
         part = home.services.with_suffix(".part")
         part.write_text(json.dumps(asdict(self)))
@@ -74,7 +89,7 @@ def running(home: Home) -> Services | None:
 def up(home: Home, *, foreground: bool) -> Services:
     """Start Prefect, MLflow and the deployments; return when all of them answer."""
     services = running(home)
-    if services is not None and services.ready:
+    if services is not None and services.ready and all(healthy(url) for url in services.health):
         return services
     home.make()
     command = [sys.executable, "-m", "pipelines.supervisor", str(home.root)]
@@ -87,7 +102,12 @@ def up(home: Home, *, foreground: bool) -> Services:
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
         wait_for(lambda: running(home) is not None, FIRST_SIGN_S)
-    if not wait_for(lambda: _ready(home) or running(home) is None, UP_TIMEOUT_S) or not _ready(home):
+    try:
+        settled = wait_for(lambda: _ready(home) or running(home) is None, UP_TIMEOUT_S)
+    except KeyboardInterrupt:
+        down(home)
+        raise
+    if not settled or not _ready(home):
         raise ServiceError(
             f"rlhf up: Prefect, MLflow or the deployments did not start; read {home.logs}, then rlhf down"
         )
@@ -98,7 +118,7 @@ def up(home: Home, *, foreground: bool) -> Services:
 
 def _ready(home: Home) -> bool:
     services = running(home)
-    return services is not None and services.ready
+    return services is not None and services.ready and all(healthy(url) for url in services.health)
 
 
 def down(home: Home) -> bool:
@@ -138,7 +158,7 @@ class PrivateServer:
 def private_server(home: Home) -> Iterator[PrivateServer]:
     """Start a Prefect server at once, without waiting for it; it stops when the block, or this process, ends."""
     home.make()
-    port = free_port(PREFECT_PORT)
+    port = claim_port(PREFECT_PORT)
     log = home.logs / "prefect_run.log"
     environment = os.environ | client_environment(home, prefect_port=port)
     with log.open("wb") as stream:
@@ -183,17 +203,37 @@ def mlflow_command(home: Home, port: int) -> list[str]:
     ]
 
 
-def free_port(wanted: int) -> int:
-    """Return `wanted`, or the next port above it that nobody listens on."""
-    for port in range(wanted, wanted + 200):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((LOOPBACK, port))
-            except OSError:
-                continue
+def claim_port(wanted: int) -> int:
+    """Return `wanted`, or the next port that nobody listens on, and keep it from others that ask this function.
+
+    A server takes seconds before it listens: without a claim two runs that start together would choose the same port,
+    and one of them would talk to the other's server until that ends. A claim ends with its process.
+    """
+    folder = Path(tempfile.gettempdir()) / f"rlhf-ports-{os.getuid()}"
+    folder.mkdir(exist_ok=True)
+    for port in range(wanted, wanted + PORTS):
+        claim = (folder / str(port)).open("w")
+        try:
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            claim.close()
+            continue
+        if is_free(port):
+            _CLAIMS.append(claim)
             return port
-    raise ServiceError(f"port = {wanted}: this and the 200 after it are taken; stop what listens there")
+        claim.close()
+    raise ServiceError(f"port = {wanted}: this and the {PORTS} after it are taken; stop what listens there")
+
+
+def is_free(port: int) -> bool:
+    """Return whether nobody listens on a port of 127.0.0.1."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError:
+            return False
+        return True
 
 
 def await_health(url: str, process: subprocess.Popen[bytes], timeout_s: float, log: Path) -> None:
@@ -210,7 +250,7 @@ def await_health(url: str, process: subprocess.Popen[bytes], timeout_s: float, l
 def healthy(url: str) -> bool:
     """Return whether `url` answers with success."""
     try:
-        with urllib.request.urlopen(url, timeout=5) as response:
+        with _DIRECT.open(url, timeout=5) as response:
             return bool(response.status == 200)
     except (urllib.error.URLError, OSError):
         return False

@@ -21,7 +21,7 @@ from pipelines.services import (
     SERVER_TIMEOUT_S,
     Services,
     await_health,
-    free_port,
+    claim_port,
     mlflow_command,
     prefect_command,
     running,
@@ -68,11 +68,10 @@ def supervise(home: Home) -> None:
         logger.error("services of %s are already running", home.root)
         return
     home.make()
-    prefect_port, mlflow_port = free_port(PREFECT_PORT), free_port(MLFLOW_PORT)
+    prefect_port, mlflow_port = claim_port(PREFECT_PORT), claim_port(MLFLOW_PORT)
     services = Services(owner.tags(), prefect_port, mlflow_port, ready=False)
     services.write(home)
     environment = os.environ | client_environment(home, prefect_port=prefect_port)
-    environment["MLFLOW_TRACKING_URI"] = services.mlflow_url
     mark = home.root / DEPLOYED_MARK
     mark.unlink(missing_ok=True)
     servers = [
@@ -80,14 +79,14 @@ def supervise(home: Home) -> None:
             "prefect",
             prefect_command(prefect_port),
             environment,
-            f"{services.prefect_url}/api/health",
+            services.health[0],
             home.logs / "prefect.log",
         ),
         Child(
             "mlflow",
             mlflow_command(home, mlflow_port),
             environment,
-            f"{services.mlflow_url}/health",
+            services.health[1],
             home.logs / "mlflow.log",
         ),
     ]

@@ -41,8 +41,8 @@ def run_in_flow(run: PipelineRun, pipeline: Pipeline) -> dict[str, ArtifactRef]:
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
         raise RuntimeError("run_in_flow: no flow is active; call it inside a flow")
+    own(context.flow_run.id)  # first: a run that is retried still names the process that died
     reconcile()
-    own(context.flow_run.id)
     show_plan([(stage.label, stage.decision) for stage in run.planned])
     return run_stages(run, pipeline, TaskRunner(run), tags=_links(context.flow_run))
 

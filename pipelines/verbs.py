@@ -38,21 +38,17 @@ def down(options: argparse.Namespace) -> None:
 
 
 def status(options: argparse.Namespace) -> int:
-    """Say which services answer; 1 if none run."""
+    """Say which services answer; 1 if one does not."""
     from pipelines import services
 
     found = services.running(Home.here())
     if found is None:
         console.print("nothing is running; `rlhf up` starts Prefect and MLflow")
         return 1
-    for name, url, health in (
-        ("Prefect", found.prefect_url, f"{found.prefect_url}/api/health"),
-        ("MLflow", found.mlflow_url, f"{found.mlflow_url}/health"),
-    ):
-        console.print(
-            f"{name:<8} {url}  {'answers' if services.healthy(health) else 'does not answer'}", highlight=False
-        )
-    return 0
+    answers = [services.healthy(url) for url in found.health]
+    for name, url, well in zip(("Prefect", "MLflow"), (found.prefect_url, found.mlflow_url), answers, strict=True):
+        console.print(f"{name:<8} {url}  {'answers' if well else 'does not answer'}", highlight=False)
+    return 0 if all(answers) else 1
 
 
 def run(options: argparse.Namespace) -> None:
@@ -138,6 +134,9 @@ def store(options: argparse.Namespace) -> None:
     elif options.store_verb == "pin":
         place.pin(options.target, note=options.note)
         console.print(f"pinned {options.target}", highlight=False)
+    elif options.store_verb == "unpin":
+        place.unpin(options.target)
+        console.print(f"unpinned {options.target}", highlight=False)
     else:
         report = place.gc(options.dry_run, keep_days=options.keep_days)
         for item in report.items:

@@ -115,6 +115,11 @@ class ArtifactStore:
         digest = tree_digest(self._hash_external(folder))
         return kind(uri=f"{_FILE}{folder}", digest=digest)
 
+    def latest(self, label: str) -> KeyRecord | None:
+        """Return the record that the stage with this label last made or found; None if it is gone."""
+        noted = read_json(self.layout.label(label))
+        return None if noted is None else self.record(str(noted["key"]))
+
     def is_external(self, ref: ArtifactRef) -> bool:
         """Return whether `ref` is a user's own folder, which this store neither keeps nor removes."""
         return ref.uri.startswith(_FILE)

@@ -80,10 +80,6 @@ class Checkpoints:
             raise
         self._evict()
 
-    def clear(self) -> None:
-        """Remove all checkpoints."""
-        remove_tree(self.root)
-
     def _folders(self) -> list[Path]:
         return [path for path in self.root.glob("step-*") if path.is_dir()]
 

@@ -19,7 +19,7 @@ from rlhf_core.errors import ArtifactError, explain
 from rlhf_core.interfaces import Runtime, StageTracker
 from rlhf_core.leases import Lease, Owner
 from rlhf_core.records import KeyRecord, Provenance, environment
-from rlhf_core.stage_decision import Decision, Target, decide, decide_work, hit, remember, target_of
+from rlhf_core.stage_decision import Decision, Target, decide, decide_work, hit, remember, starts_over, target_of
 from rlhf_core.stage_key import StageInput, StageSpec, key_payload, payload_key, stage_key, stage_module
 from rlhf_core.store_layout import CHECKPOINTS, disk_full, disk_is_full
 from rlhf_core.types import ArtifactRef
@@ -213,9 +213,10 @@ def _begin(
     force: bool,
     tracking: Mapping[str, str],
 ) -> _Run:
-    """Note a new attempt; a forced one finds nothing of the earlier ones."""
+    """Note a new attempt; one that starts over finds nothing of the earlier ones."""
     folder = store.layout.attempt(target.key)
-    if force:
+    anew = starts_over(store, target.key, force=force)
+    if anew:
         attempts.clear(folder, keep_metrics=False)
     ended = [item.seconds for item in attempts.history(folder) if item.status != "committed"]
     return _Run(
@@ -224,7 +225,7 @@ def _begin(
         lease=lease,
         attempt=attempts.begin(folder, label=spec.label, resumed_from=decision.step),
         tracking=tracking,
-        earlier_seconds=0.0 if force else sum(ended),
+        earlier_seconds=0.0 if anew else sum(ended),
     )
 
 

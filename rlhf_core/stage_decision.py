@@ -101,6 +101,12 @@ def decide_work(store: ArtifactStore, spec: StageSpec, target: Target, *, force:
     return Decision("RUN", _why_run(store, spec, target, past), target.key, None)
 
 
+def starts_over(store: ArtifactStore, key: str, *, force: bool) -> bool:
+    """Return whether an attempt at `key` has nothing to do with earlier ones: it was asked for, or those had ended."""
+    past = attempts.history(store.layout.attempt(key))
+    return force or (bool(past) and past[-1].status == "committed")
+
+
 def remember(store: ArtifactStore, spec: StageSpec, target: Target) -> None:
     """Note what the stage with this label is now, so that the next decision can say what changed."""
     path = store.layout.label(spec.label)

@@ -111,10 +111,13 @@ def make_folder(folder: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the table in a JSON file; None if the file is not there or does not hold one."""
+    """Return the table in a JSON file; None if the file is not there or does not hold one.
+
+    Other errors of reading (a network drive that is away, no permission) say nothing about the content and are raised.
+    """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     return value if isinstance(value, dict) else None
 
@@ -200,8 +203,10 @@ def naming_a_full_disk(root: Path) -> Iterator[None]:
 
 def disk_full(root: Path) -> ArtifactError:
     """Return the error for a full disk."""
-    remedy = "free space or set store.root to a larger disk; nothing was lost, the same command resumes"
-    return ArtifactError(explain("store.root", str(root), "the disk is full", remedy))
+    remedy = (
+        "free space, or move it: set `store` in the profile, or RLHF_HOME; nothing was lost, the same command resumes"
+    )
+    return ArtifactError(explain("store", str(root), "the disk is full", remedy))
 
 
 def disk_is_full(error: BaseException, root: Path) -> bool:

@@ -78,7 +78,7 @@ def object_damage(folder: Path, *, deep: bool) -> str:
     for path, entry in files.items():
         try:
             size = (folder / path).stat().st_size
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             return f"{path} is missing"
         if size != entry.size:
             return f"{path} has {size} bytes, not {entry.size}"

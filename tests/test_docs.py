@@ -58,6 +58,11 @@ def test_a_documented_command_is_accepted(command: str) -> None:
                 assert load_profile(options.profile, options.overrides).name
             if options.verb in READ_ONLY:
                 assert main(words[1:]) == 0
+        case "python":
+            assert words[1] == "-m"
+            assert (ROOT / f"{words[2].replace('.', '/')}.py").is_file()
+        case "source" | "export":
+            assert command.partition(" ")[2] in (".venv/bin/activate", "PREFECT_API_URL=http://127.0.0.1:4200/api")
         case other:
             pytest.fail(f"{other}: a command that no test knows: {command}")
 

@@ -44,11 +44,6 @@ def load_reward(spec: str) -> RewardFunction:
     return cast(RewardFunction, function)
 
 
-def callables(config: RewardsConfig) -> tuple[str, ...]:
-    """Return the functions that the terms name, sorted: their code belongs to the key of the stage."""
-    return tuple(sorted({spec.function for spec in config.terms.values() if isinstance(spec, FunctionReward)}))
-
-
 def score_functions(rewards: Mapping[str, RewardFunction], generations: Sequence[Generation]) -> dict[str, list[float]]:
     """Return reward name -> one checked float per generation; RewardError names the reward and the prompt."""
     return {name: checked(name, reward(generations), generations) for name, reward in rewards.items()}

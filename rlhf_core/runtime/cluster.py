@@ -39,11 +39,14 @@ def connect(cores: int) -> bool:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # Without this Ray blanks CUDA_VISIBLE_DEVICES only with a warning on every start.
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "1"
+    address = named_address()
+    if not address:
+        # A Ray of our own serves this machine alone: its processes listen on 127.0.0.1. Read when ray is imported.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     import ray
 
     if ray.is_initialized():
         return False
-    address = named_address()
     if not address:
         _in_lasting_thread(lambda: _start(cores))
         return True

@@ -43,6 +43,7 @@ def reserve(config: RuntimeConfig) -> Placement:
     group = placement_group([{"CPU": 1, **({"GPU": gpus} if gpus else {})} for gpus in sizes], strategy="PACK")
     ready, _ = ray.wait([group.ready()], timeout=RESERVE_TIMEOUT_S)
     if not ready:
+        ray.util.remove_placement_group(group)  # or it would stay queued, and take the GPUs from the next attempt
         rule = f"{sum(sizes):g} GPUs and {len(sizes)} CPUs were not free within {RESERVE_TIMEOUT_S:g} s"
         raise ConfigError(explain("runtime.train_workers", config.train_workers, rule, "wait for, or ask for fewer"))
     options = tuple(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ class RayRuntime:
         self._sampler_leased = False
         self._leases = itertools.count(1)
         self._served: dict[str, str] = {}
+        self._starting = threading.RLock()
+        """Workers are also started ahead, by a thread of the caller's."""
 
     # ------------------------------------------------------------ Runtime
 
@@ -55,6 +58,9 @@ class RayRuntime:
         self._note_served(workers.call(role, "open", lease, model, optimizer))
         try:
             yield RayTrainer(workers, role, lease, transfer=self._transfer())
+        except (KeyboardInterrupt, SystemExit):
+            workers.kill()  # or the release would wait for the call that was interrupted
+            raise
         finally:
             if not workers.broken:
                 workers.call(role, "release", lease)
@@ -88,6 +94,14 @@ class RayRuntime:
 
     def close(self) -> None:
         """End all workers, and Ray if this runtime started it."""
+        held = self._starting.acquire(timeout=STOP_TIMEOUT_S)
+        try:
+            self._stop()
+        finally:
+            if held:
+                self._starting.release()
+
+    def _stop(self) -> None:
         if self._placement is None:
             return
         import ray
@@ -108,14 +122,16 @@ class RayRuntime:
     # ------------------------------------------------------------ workers
 
     def _train_workers(self) -> WorkerGroup:
-        if self._train is None or self._train.broken:
-            self._train = self._start_train_workers(self._place())
-        return self._train
+        with self._starting:
+            if self._train is None or self._train.broken:
+                self._train = self._start_train_workers(self._place())
+            return self._train
 
     def _sample_workers(self) -> WorkerGroup:
-        if self._sample is None or self._sample.broken:
-            self._sample = self._start_sample_workers(self._place())
-        return self._sample
+        with self._starting:
+            if self._sample is None or self._sample.broken:
+                self._sample = self._start_sample_workers(self._place())
+            return self._sample
 
     def _start_train_workers(self, placement: Placement) -> WorkerGroup:
         world = self._config.train_workers

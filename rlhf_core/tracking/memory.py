@@ -83,8 +83,12 @@ class MemoryTracker:
         self.tags |= {"name": name, **tags}
         return self.run_id
 
-    def stage(self, label: str, *, key: str, params: Mapping[str, Any], tags: Mapping[str, str]) -> MemoryStageTracker:
-        """Return the tracker of the stage with `key`; the same one when it was opened before."""
+    def stage(
+        self, label: str, *, key: str, params: Mapping[str, Any], tags: Mapping[str, str], fresh: bool = False
+    ) -> MemoryStageTracker:
+        """Return the tracker of the stage with `key`; the same one when it was opened before, unless it is `fresh`."""
+        if fresh:
+            self.stages.pop(key, None)
         tracker = self.stages.setdefault(key, MemoryStageTracker(label=label, key=key))
         tracker.status = "RUNNING"
         tracker.params |= flatten(params)

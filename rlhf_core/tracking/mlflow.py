@@ -27,7 +27,7 @@ from typing import Any, Literal
 from rlhf_core.interfaces import StageTracker
 from rlhf_core.leases import Owner, is_gone
 from rlhf_core.tracking import owner, redaction
-from rlhf_core.tracking.mlflow_client import open_client, run_url
+from rlhf_core.tracking.mlflow_client import run_url
 from rlhf_core.tracking.mlflow_delivery import Delivery
 from rlhf_core.tracking.outbox import Outbox
 
@@ -47,14 +47,18 @@ class MlflowTracker:
 
     `artifact_root` is where a new experiment keeps its files; None leaves that to the server. `spool` keeps records
     that are not delivered yet (a folder of the machine; shared by runs; by default beside the database or the root).
+    `place` names what is behind `uri` if that has several addresses: a run through the database delivers what was left
+    by one through the server.
     """
 
-    def __init__(self, uri: str, *, experiment: str, artifact_root: Path | None, spool: Path | None = None) -> None:
+    def __init__(
+        self, uri: str, *, experiment: str, artifact_root: Path | None, spool: Path | None = None, place: str = ""
+    ) -> None:
         self._uri = uri
         self._token = uuid.uuid4().hex
         self._delivery = Delivery(uri, experiment=experiment, artifact_root=artifact_root)
         folder = spool or _spool_folder(uri, artifact_root)
-        self._outbox = Outbox(folder / _short(f"{uri} {experiment}"), self._delivery)
+        self._outbox = Outbox(folder / _short(f"{place or uri} {experiment}"), self._delivery)
 
     @property
     def run_id(self) -> str:
@@ -79,11 +83,16 @@ class MlflowTracker:
             self._reconcile()
         return self.run_id
 
-    def stage(self, label: str, *, key: str, params: Mapping[str, Any], tags: Mapping[str, str]) -> MlflowStageTracker:
-        """Open the run of the stage `key` below this one: one run per key, found again by its tag."""
+    def stage(
+        self, label: str, *, key: str, params: Mapping[str, Any], tags: Mapping[str, str], fresh: bool = False
+    ) -> MlflowStageTracker:
+        """Open the run of the stage `key` below this one: one run per key, found again by its tag.
+
+        `fresh` opens another one, for a stage that is made again from its beginning.
+        """
         self._append(
             "open_stage", key, parent=self._token, label=label, params=redaction.flatten(params),
-            tags=redaction.tags({**tags, **owner.tags()}), attempt=uuid.uuid4().hex,
+            tags=redaction.tags({**tags, **owner.tags()}), attempt=uuid.uuid4().hex, fresh=fresh,
         )  # fmt: skip
         self._outbox.flush(OPEN_SECONDS, retry=False)
         return MlflowStageTracker(self, key)
@@ -186,13 +195,6 @@ def reconcile(client: Any, experiment_id: str) -> list[str]:
             client.set_terminated(run.info.run_id, status="KILLED")
             ended.append(run.info.run_id)
     return ended
-
-
-def reconcile_at(uri: str, *, experiment: str) -> list[str]:
-    """`reconcile` for an experiment by name, without a pipeline run (the CLI's `up` and `down`)."""
-    client = open_client(uri)
-    found = client.get_experiment_by_name(experiment)
-    return reconcile(client, found.experiment_id) if found else []
 
 
 def _spool_folder(uri: str, artifact_root: Path | None) -> Path:

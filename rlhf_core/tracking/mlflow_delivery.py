@@ -28,6 +28,8 @@ DIGEST_TAG = "store.digest"
 ATTEMPT_TAG = "attempt"
 NOTE_TAG = "mlflow.note.content"
 PARENT_TAG = "mlflow.parentRunId"
+KIND = {"mlflow.experimentKind": "custom_model_development"}
+"""Opens an experiment on the pages for training instead of those for applications."""
 TABLES_TAG = "mlflow.loggedArtifacts"
 EXTERNAL_TAG = "mlflow.model.isExternal"
 VERSIONS_TAG = "mlflow.modelVersions"
@@ -87,7 +89,9 @@ class Delivery:
                 getattr(self, f"_{records[0]['op']}")(client, records[0])
         except Exception as error:
             if self._may_recover(error, records[0]):
-                raise Unreachable(f"{self._uri} does not answer ({_first_line(error)})") from error
+                raise Unreachable(
+                    f"{redaction.without_secrets(self._uri)} does not answer ({_first_line(error)})"
+                ) from error
             logger.warning("tracking: %s was refused and is skipped: %s", records[0]["op"], _first_line(error))
         return max(1, len(batch))
 
@@ -126,7 +130,8 @@ class Delivery:
     def _open_stage(self, client: Any, record: Record) -> None:
         parent = self._run(client, record["parent"])
         key, label = record["run"], record["label"]
-        found = self._search(client, KEY_TAG, key)
+        # The record of a fresh run may come twice: then the run of this very attempt is there.
+        found = self._search(client, *(("attempt.id", record["attempt"]) if record["fresh"] else (KEY_TAG, key)))
         tags = redaction.tags(record["tags"]) | {KEY_TAG: key, PARENT_TAG: parent.run_id, "stage": label}
         link = f"[pipeline run]({run_url(self._uri, self.experiment_id, parent.run_id)})"
         tags[NOTE_TAG] = _note(f"**{label}** of {link}, store key `{key}`", tags)
@@ -315,7 +320,7 @@ def _experiment_id(client: Any, name: str, artifact_root: Path | None) -> str:
     if found is None:
         location = None if artifact_root is None else artifact_root.resolve().as_uri()
         try:
-            return str(client.create_experiment(name, artifact_location=location))
+            return str(client.create_experiment(name, artifact_location=location, tags=KIND))
         except Exception:  # another process was faster, or the server is away: the next line tells
             found = client.get_experiment_by_name(name)
             if found is None:

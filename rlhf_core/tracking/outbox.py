@@ -115,7 +115,7 @@ class Outbox:
 
     def _adopt(self) -> None:
         """Take over the records of processes that are gone: those whose lock on their spool file is free."""
-        for path in sorted(self.folder.glob("*.jsonl"), key=lambda item: item.stat().st_mtime):
+        for path in sorted(self.folder.glob("*.jsonl"), key=_modified):
             if path == self._path:
                 continue
             try:
@@ -182,14 +182,23 @@ class Outbox:
             self._condition.notify_all()
 
 
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # another process adopted it just now
+        return 0.0
+
+
 def _points(record: Record) -> int:
     return len(record["values"]) if record["op"] == "metrics" else 1
 
 
 def _read(file: IO[str]) -> list[Record]:
-    """Return the whole records of a spool file; a last line that a kill cut short is left out."""
+    """Return the whole records of a spool file; a line that a kill or a full disk cut short is left out."""
     records = []
     for line in file:
-        if line.endswith("\n"):
+        try:
             records.append(json.loads(line))
+        except ValueError:
+            logger.warning("tracking: %s: a record that was cut short is left out", file.name)
     return records

@@ -24,6 +24,23 @@ def test_a_label_means_the_newest_artifact_of_that_stage(tmp_path: Path) -> None
     assert find_artifact(store, PolicyRef, "sft") == newest
 
 
+def test_a_label_that_was_a_hit_means_what_was_hit(tmp_path: Path) -> None:
+    store = ArtifactStore(tmp_path)
+    made = make(store, "rejection_sampling/generate", ToyConfig(kl_coef=0.1))
+    make(store, "generate", ToyConfig(kl_coef=0.2))
+    assert make(store, "generate", ToyConfig(kl_coef=0.1)) == made  # a hit: no record carries the label
+    assert find_artifact(store, PolicyRef, "generate") == made
+
+
+def test_an_input_that_is_named_counts_as_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, used = ArtifactStore(tmp_path), []
+    made = make(store, "sft", ToyConfig())
+    monkeypatch.setattr(store, "used", used.append)
+    for name in ("sft", made.digest[:12]):
+        find_artifact(store, PolicyRef, name)
+    assert used == [store.records()[0].key] * 2
+
+
 def test_a_part_of_an_artifact_follows_a_dot(tmp_path: Path) -> None:
     store = ArtifactStore(tmp_path)
     data = make(store, "prepare_data", ToyConfig(trouble="children"))

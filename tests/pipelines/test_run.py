@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import multiprocessing
+import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,13 +13,17 @@ from pipelines.home import Home
 from pipelines.plan import Pipeline, plan
 from pipelines.profile import PipelineConfig, load_profile
 from pipelines.run import PipelineRun, RunOptions, open_run, run_stages, store_of, tracking_uri
+from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.errors import ConfigError
-from rlhf_core.stage import StageSpec
-from rlhf_core.tracking.memory import MemoryTracker
+from rlhf_core.leases import living_owner
+from rlhf_core.stage import StageSpec, execute, stage_key
+from rlhf_core.tracking.memory import MemoryStageTracker, MemoryTracker
 from rlhf_core.types import ArtifactRef, PolicyRef
 from tests.pipelines.listening import Notes
 from tests.pipelines.mini import two_toys, write_mini
-from tests.rlhf_core.toy_stage import ToyConfig, toy_spec
+from tests.rlhf_core.toy_stage import NoEngines, ToyConfig, toy_spec
+
+FORK = multiprocessing.get_context("fork")
 
 
 def directly(run: PipelineRun) -> RunStage:
@@ -80,6 +88,48 @@ def test_an_unreachable_ray_is_noticed_before_the_first_stage(
     ):
         pass
     assert notes.of("started") == [] and store_of(config, home).records() == []
+
+
+def test_a_stage_that_is_forced_gets_a_tracking_run_of_its_own(tmp_path: Path, home: Home) -> None:
+    class Opened(MemoryTracker):
+        fresh: list[tuple[str, bool]] = []
+
+        def stage(self, label: str, **rest: Any) -> MemoryStageTracker:
+            self.fresh.append((label, rest["fresh"]))
+            return super().stage(label, **rest)
+
+    for force in ((), ("second",)):
+        config, tracker = load_profile(write_mini(tmp_path)), Opened()
+        with open_run(config, two_toys, RunOptions(force=force), home=home, tracker=tracker, listener=Notes()) as run:
+            run_stages(run, two_toys, directly(run), tags={})
+    assert Opened.fresh == [("first", False), ("second", False), ("second", True)]
+
+
+def test_who_attaches_opens_no_tracking_run_and_takes_the_result(tmp_path: Path, home: Home) -> None:
+    config, notes, tracker = load_profile(write_mini(tmp_path)), Notes(), MemoryTracker()
+    store = store_of(config, home)
+    spec = toy_spec(ToyConfig(), label="shared")
+    other = FORK.Process(target=_hold_then_make, args=(store.root, spec))
+    other.start()
+    while living_owner(store.layout.leases, stage_key(spec)) is None:
+        time.sleep(0.02)
+    pipeline: Pipeline = lambda config, stages: stages.run_stage(spec, PolicyRef)  # noqa: E731
+    with open_run(config, pipeline, RunOptions(), home=home, tracker=tracker, listener=notes) as run:
+        outcome = run.stage(spec, lambda *_: None)
+    other.join()
+    assert [action for _, action in notes.of("started")] == ["ATTACH", "HIT"]
+    assert outcome.decision.action == "HIT" and tracker.stages == {}
+
+
+def _hold_then_make(root: Path, spec: StageSpec) -> None:
+    config = ToyConfig(seconds_a_step=0.3)  # operational: the same key
+    execute(
+        ArtifactStore(root),
+        replace(spec, config=config),
+        runtime=NoEngines(),
+        tracker=MemoryStageTracker(),
+        progress=lambda *_: None,
+    )
 
 
 def test_the_listener_hears_progress_metrics_and_the_final_numbers(tmp_path: Path, home: Home) -> None:

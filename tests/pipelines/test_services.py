@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipelines import services
+from pipelines.cli import main
 from pipelines.home import Home
 from rlhf_core.tracking import owner
 
@@ -21,7 +22,22 @@ def test_a_taken_port_is_passed_over() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert services.free_port(port) > port
+        assert services.claim_port(port) > port
+
+
+def test_a_port_is_given_once_although_nobody_listens_on_it_yet() -> None:
+    first = services.claim_port(43210)
+    assert services.is_free(first)
+    assert services.claim_port(first) > first
+
+
+def test_services_that_do_not_answer_are_not_well(
+    home: Home, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    services.Services(owner.tags(), 1, 2, ready=True).write(home)
+    monkeypatch.setenv("RLHF_HOME", str(home.root))
+    assert main(["status"]) == 1
+    assert capsys.readouterr().out.count("does not answer") == 2
 
 
 def test_services_of_a_dead_supervisor_are_not_running(home: Home) -> None:

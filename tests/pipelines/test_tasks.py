@@ -12,12 +12,13 @@ import pytest
 
 from pipelines.graph import Stages
 from pipelines.home import Home
+from pipelines.listener import Silent
 from pipelines.profile import PipelineConfig, load_profile
 from pipelines.run import RunOptions, open_run
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import PolicyRef, PreparedDataRef
 from tests.pipelines.listening import Notes
-from tests.pipelines.mini import write_mini
+from tests.pipelines.mini import two_toys, write_mini
 from tests.rlhf_core.toy_stage import ToyConfig, toy_spec
 
 pytestmark = pytest.mark.slow
@@ -84,6 +85,36 @@ def test_prefect_shows_the_edges_the_hits_the_plan_and_a_card_per_stage(tmp_path
         tasks = api("/task_runs/filter", {"flow_runs": {"id": {"any_": [flow_run]}}})
         assert {task["state"]["name"] for task in tasks} == {name}
         assert len(tasks) == 4
+
+
+def test_a_run_that_is_retried_is_not_taken_for_that_of_the_dead_process(prefect_home: Home, tmp_path: Path) -> None:
+    from prefect import flow
+    from prefect.client.orchestration import get_client
+    from prefect.context import FlowRunContext
+
+    from pipelines.tasks import run_in_flow
+    from rlhf_core.tracking import owner
+
+    ids = []
+
+    @flow(name="test-retried", validate_parameters=False, persist_result=False)
+    def body() -> None:
+        context = FlowRunContext.get()
+        assert context is not None and context.flow_run is not None
+        ids.append(context.flow_run.id)
+        with get_client(sync_client=True) as client:  # what the attempt that was killed had left
+            client.update_flow_run_labels(ids[0], owner.tags() | {"owner.pid": "1", "owner.pid_started": "1"})
+        config, home = load_profile(write_mini(tmp_path)), Home(tmp_path / "home").make()
+        with open_run(
+            config, two_toys, RunOptions(), home=home, tracker=MemoryTracker(), listener=Silent()
+        ) as pipeline_run:
+            run_in_flow(pipeline_run, two_toys)
+
+    body()
+    with get_client(sync_client=True) as client:
+        assert client.read_flow_run(ids[0]).state.name == "Completed"
+        history = client.read_flow_run_states(ids[0])
+    assert "Crashed" not in [state.name for state in history]
 
 
 def test_a_run_whose_process_is_gone_is_crashed_and_others_are_left_alone(prefect_home: Home) -> None:

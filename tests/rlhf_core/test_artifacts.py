@@ -186,7 +186,7 @@ def test_a_full_disk_in_a_commit_leaves_no_record(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, call, full)
-        with pytest.raises(ArtifactError, match=r"store\.root = .*: the disk is full; free space or "):
+        with pytest.raises(ArtifactError, match=r"store = .*: the disk is full; free space, or "):
             store.commit(KEY, out, PolicyRef, children={}, record=PROVENANCE)
     assert store.record(KEY) is None
     assert store.verify() == []

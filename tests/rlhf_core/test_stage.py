@@ -133,7 +133,7 @@ def test_a_stage_must_return_what_it_committed(store: ArtifactStore, trouble: st
 
 
 def test_a_full_disk_in_a_stage_is_named_and_the_next_run_goes_on(store: ArtifactStore) -> None:
-    with pytest.raises(ArtifactError, match=r"the disk is full; free space or .*the same command resumes"):
+    with pytest.raises(ArtifactError, match=r"the disk is full; free space, or .*the same command resumes"):
         _run(store, toy_spec(ToyConfig(trouble="full")))
     assert store.record(stage_key(toy_spec())) is None
     assert _run(store, toy_spec())[1].reason == "from step 3 of attempt 1"

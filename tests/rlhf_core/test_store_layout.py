@@ -44,6 +44,11 @@ def test_what_is_not_a_json_table_reads_as_none(tmp_path: Path, content: str) ->
     assert read_json(tmp_path / "missing.json") is None
 
 
+def test_an_error_of_reading_says_nothing_about_the_content(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError):
+        read_json(tmp_path)
+
+
 def test_a_read_only_folder_can_be_removed_and_moved(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name / "sub").mkdir(parents=True)
@@ -70,7 +75,7 @@ def test_a_full_disk_is_named_whoever_reports_it(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError) as caught, naming_a_full_disk(tmp_path):
         Path("/dev/full").write_text("x")
     text = str(caught.value)
-    assert text.startswith(f"store.root = {str(tmp_path)!r}: the disk is full; free space or ")
+    assert text.startswith(f"store = {str(tmp_path)!r}: the disk is full; free space, or ")
     assert text.endswith("nothing was lost, the same command resumes")
     assert disk_is_full(RuntimeError("write failed: No space left on device (os error 28)"), tmp_path)
     hidden = RuntimeError("save failed")

@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_core.config.rewards import FunctionReward, RewardModelReward, RewardsConfig
 from rlhf_core.errors import ConfigError, RewardError
-from rlhf_core.rewards.functions import as_floats, callables, checked, load_reward, score_functions
+from rlhf_core.rewards.functions import as_floats, checked, load_reward, score_functions
 from rlhf_core.types import Completion, Generation, Message, Prompt
 
 
@@ -56,13 +56,6 @@ def test_a_file_that_does_not_import_says_why(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import no_such_package_at_all\n")
     with pytest.raises(ConfigError, match="no_such_package_at_all"):
         load_reward(f"{tmp_path}/broken.py:f")
-
-
-def test_the_functions_of_a_configuration_are_listed_once() -> None:
-    exact = FunctionReward(function="rlhf_core.rewards.verifiable:exact_match")
-    form = FunctionReward(function="mine.py:form")
-    config = RewardsConfig(terms={"b": exact, "a": form, "c": exact, "d": RewardModelReward()})
-    assert callables(config) == ("mine.py:form", "rlhf_core.rewards.verifiable:exact_match")
 
 
 def test_scores_are_kept_by_name() -> None:

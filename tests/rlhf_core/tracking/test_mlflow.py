@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import pytest
 from mlflow import MlflowClient
 
 from rlhf_core.tracking import owner
-from rlhf_core.tracking.mlflow import MlflowTracker, reconcile, reconcile_at
+from rlhf_core.tracking.mlflow import MlflowTracker, reconcile
 
 Made = Any
 
@@ -243,7 +244,7 @@ os.kill(os.getpid(), 9)
     assert client.get_run(stage).info.status == "KILLED"
 
 
-def test_only_runs_whose_process_is_gone_are_ended(make: Made, client: MlflowClient, database: Path) -> None:
+def test_only_runs_whose_process_is_gone_are_ended(make: Made, client: MlflowClient) -> None:
     tracker = make()
     living = tracker.start("run", run_id=None, params={}, tags={})
     experiment = client.get_experiment_by_name("rlhf").experiment_id
@@ -251,4 +252,28 @@ def test_only_runs_whose_process_is_gone_are_ended(make: Made, client: MlflowCli
     foreign = client.create_run(experiment).info.run_id
     assert reconcile(client, experiment) == [dead]
     assert [client.get_run(run).info.status for run in (living, dead, foreign)] == ["RUNNING", "KILLED", "RUNNING"]
-    assert reconcile_at(f"sqlite:///{database}", experiment="rlhf") == []
+
+
+def test_a_stage_that_starts_over_gets_a_run_of_its_own(make: Made, client: MlflowClient) -> None:
+    tracker = make()
+    tracker.start("run", run_id=None, params={}, tags={})
+    ids = []
+    for loss, fresh in ((2.0, False), (1.0, True)):
+        stage = tracker.stage("sft", key="k" * 64, params={}, tags={}, fresh=fresh)
+        stage.metrics(1, {"loss": loss})
+        stage.finish("FINISHED")
+        ids.append(stage.run_id)
+    tracker.finish("FINISHED", note="")
+    assert [client.get_run(run).data.metrics for run in ids] == [{"loss": 2.0}, {"loss": 1.0}]
+
+
+def test_a_password_in_the_address_is_not_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    tracker = MlflowTracker(
+        f"http://me:hunter2@127.0.0.1:{port}", experiment="rlhf", artifact_root=None, spool=tmp_path
+    )
+    tracker.start("run", run_id=None, params={}, tags={})
+    tracker.finish("FINISHED", note="")
+    assert "does not answer" in caplog.text and "hunter2" not in caplog.text

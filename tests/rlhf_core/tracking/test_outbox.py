@@ -100,11 +100,12 @@ def test_the_spool_of_a_living_process_is_left_alone(tmp_path: Path) -> None:
     living.close(1.0)
 
 
-def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "dead.jsonl").write_text('{"op": "tag", "number": 1}\n{"op": "tag", "num')
+def test_a_line_that_a_kill_or_a_full_disk_cut_short_is_left_out(tmp_path: Path) -> None:
+    whole = ['{"op": "tag", "number": 1}\n', '{"op": "tag", "number": 2}\n']
+    (tmp_path / "dead.jsonl").write_text(f'{whole[0]}{{"op": "ta\n{whole[1]}{{"op": "tag", "num')
     server = Server()
     Outbox(tmp_path, server).close(5.0)
-    assert numbers(server) == [1]
+    assert numbers(server) == [1, 2]
 
 
 def test_five_hundred_points_do_not_wait_for_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
