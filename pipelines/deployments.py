@@ -18,7 +18,8 @@ from pipelines.profile import PipelineConfig, load_profile
 from pipelines.reconcile import reconcile
 
 ONE_AT_A_TIME = ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.ENQUEUE)
-RUNS_AT_ONCE = 2
+RUNS_AT_ONCE = 1
+"""Two runs would each start a Ray of their own, on the same cores and GPUs; the second waits and then finds hits."""
 POLL_S = 2.0
 
 
