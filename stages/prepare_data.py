@@ -78,11 +78,12 @@ def run(config: PrepareDataConfig, *, context: StageContext) -> PreparedDataRef:
 
 
 def content_digests(config: PrepareDataConfig) -> dict[str, str]:
-    """Return path -> sha256 of all local files that `config` names (data, model, template): they belong to the key.
+    """Return name -> sha256 of all local files that `config` names (data, model, template): they belong to the key.
 
-    Hub data and models are named by their commit in the configuration itself. DataError for data that are not there.
+    Hub data and models are named by their commit in the configuration itself. DataError for data that are not there,
+    ConfigError for a `package:` model whose package is not installed.
     """
-    from rlhf_core.fingerprint import hash_file, hash_tree, tree_digest
+    from rlhf_core.models.packages import PACKAGE, package_folder
 
     named: list[str] = []
     if isinstance(config.data, Files):
@@ -93,13 +94,24 @@ def content_digests(config: PrepareDataConfig) -> dict[str, str]:
         named.append(config.model.path)
     if config.chat_template not in (MODEL_TEMPLATE, CHATML_TEMPLATE):
         named.append(config.chat_template)
+    paths = {name: Path(name).expanduser() for name in named}
+    if isinstance(config.model, PretrainedModel) and config.model.path.startswith(PACKAGE):
+        paths[config.model.path] = package_folder(config.model.path)
     digests = {}
-    for name in named:
-        path = Path(name).expanduser()
+    for name, path in paths.items():
         if not path.exists():
             raise DataError(explain("prepare_data", name, "there is no such file or folder", "check the path"))
-        digests[name] = tree_digest(hash_tree(path)) if path.is_dir() else hash_file(path)
+        digests[name] = _digest(path)
     return digests
+
+
+def _digest(path: Path) -> str:
+    """Return the sha256 of a file or a folder; compiled Python does not count, it differs between machines."""
+    from rlhf_core.fingerprint import hash_file, hash_files, list_files, tree_digest
+
+    if path.is_file():
+        return hash_file(path)
+    return tree_digest(hash_files(path, [name for name in list_files(path) if "__pycache__" not in name.split("/")]))
 
 
 # ---------------------------------------------------------------- rows and model

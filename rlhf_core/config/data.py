@@ -110,7 +110,7 @@ class Source(Config):
     """A local file (JSONL, JSON, CSV, Parquet, Arrow; `.gz` too), a `save_to_disk` folder, or a Hub name."""
     file_type: FileType = "auto"
     revision: str = ""
-    """Commit of a Hub dataset; required there so that the key means one dataset."""
+    """Full commit (40 hex digits) of a Hub dataset; required there so that the key means one dataset."""
     split: str = "train"
     """Split of a Hub dataset or of a saved dataset dictionary."""
     subset: str = ""
@@ -135,7 +135,7 @@ class Files(Config):
     """Most rows per table after mixing; 0 keeps all."""
     deduplicate: bool = True
     decontaminate: Literal["off", "prompt", "ngram"] = "prompt"
-    """Drop training rows whose normalised prompt is in an evaluation table, or shares an n-gram with one."""
+    """Drop training rows that begin with a prompt of an evaluation table, or also those that share an n-gram with one."""
     ngram: int = Field(13, ge=2)
     """Words of an n-gram."""
     min_tokens: int = Field(1, ge=0)

@@ -24,7 +24,6 @@ class PretrainedModel(Config):
     """Commit of a Hub model; required for a Hub name so that the key means one model."""
     gguf_file: str = ""
     """Name of a GGUF file in `path` (dequantised on load)."""
-    trust_remote_code: bool = False
 
 
 class InitModel(Config):

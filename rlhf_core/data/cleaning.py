@@ -42,7 +42,9 @@ def deduplicate(examples: Iterable[Example], report: DropReport) -> list[Example
 def decontaminate(
     training: Sequence[Example], evaluation: Iterable[Example], *, ngram: int | None, report: DropReport
 ) -> list[Example]:
-    """Return the `training` rows whose prompt is not in `evaluation`, white space and case aside.
+    """Return the `training` rows that do not begin with a prompt of `evaluation`, white space and case aside.
+
+    A row may begin with one and go on, and then an earlier turn of it is the answer.
 
     With `ngram`, a row also goes if its prompt or an answer shares that many consecutive words with an evaluation
     prompt (the overlap test of GPT-3, arXiv 2005.14165, appendix C).
@@ -52,8 +54,8 @@ def decontaminate(
     grams = {gram for example in held_out for gram in _ngrams(example.prompt, ngram)} if ngram else set()
     kept = []
     for example in training:
-        if exact(example.prompt).casefold() in prompts:
-            report.add(example.source, example.origin, "contaminated: its prompt is an evaluation prompt")
+        if any(exact(opening).casefold() in prompts for opening in _openings(example)):
+            report.add(example.source, example.origin, "contaminated: it begins with an evaluation prompt")
         elif grams and any(
             gram in grams
             for turns in (example.prompt, example.chosen, example.rejected)
@@ -65,6 +67,16 @@ def decontaminate(
         else:
             kept.append(example)
     return kept
+
+
+def _openings(example: Example) -> Iterator[Turns]:
+    """Yield the prompt, and what stands before each assistant turn of the prompt and of either answer."""
+    yield example.prompt
+    for answer in (example.chosen, example.rejected):
+        turns = example.prompt + answer
+        for index, message in enumerate(turns):
+            if message.role == "assistant" and index > 0:
+                yield turns[:index]
 
 
 def _ngrams(turns: Turns, size: int | None) -> Iterator[tuple[str, ...]]:

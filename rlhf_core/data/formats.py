@@ -31,6 +31,7 @@ _ROLES = {
     "model": "assistant",
     "tool": "tool",
 }
+_TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 _HH_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):[ \t]?")
 
 
@@ -96,7 +97,9 @@ def detect(row: Row) -> str:
         if needed <= has:
             if name != "prompt" or "completion" not in has:
                 return name
-            return "unpaired_preference" if "label" in has else "prompt_completion"
+            # Any other label is the expected answer, for rewards that check against it.
+            judged = "label" in has and _spelling(row["label"]) in _TRUTHS
+            return "unpaired_preference" if judged else "prompt_completion"
     raise DataError(f"unknown columns: {sorted(row)}; known formats are {sorted(ADAPTERS)}")
 
 
@@ -117,7 +120,7 @@ def _messages(row: Row) -> Content:
     """Return a conversation that ends with an answer, or one that waits for it."""
     turns = _turns(row["messages"] if "messages" in row else row["conversations"], role="")
     if turns[-1].role == "assistant":
-        return Content(turns[:-1], turns[-1:])
+        return Content(turns[:-1], turns[-1:], label=_label(row))
     return Content(turns, label=_label(row))
 
 
@@ -131,7 +134,8 @@ def _prompt(row: Row) -> Content:
 
 
 def _prompt_completion(row: Row) -> Content:
-    return Content(_turns(row["prompt"], role="user"), _turns(row["completion"], role="assistant"))
+    prompt, answer = _turns(row["prompt"], role="user"), _turns(row["completion"], role="assistant")
+    return Content(prompt, answer, label=_label(row))
 
 
 def _preference(row: Row) -> Content:
@@ -297,8 +301,11 @@ def _margin(row: Row) -> float:
 
 def _truth(value: Any) -> bool:
     """Return a label of good or bad: booleans, 0 and 1, and their spellings in CSV."""
-    truths = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-    said = str(value).strip().lower()
-    if said not in truths:
+    said = _spelling(value)
+    if said not in _TRUTHS:
         raise DataError(f"not true or false: label is {value!r}")
-    return truths[said]
+    return _TRUTHS[said]
+
+
+def _spelling(value: Any) -> str:
+    return str(value).strip().lower()

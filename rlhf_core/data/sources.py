@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,13 +90,13 @@ def file_type(source: Source) -> str:
                     "check the path, or set `file_type`",
                 )
             )
-    if kind == "hub" and not source.revision:
+    if kind == "hub" and not re.fullmatch(r"[0-9a-f]{40}", source.revision):
         raise ConfigError(
             explain(
                 f"data.sources[{source.name}].revision",
-                "",
-                f"must name a commit of the Hub data set {source.path!r}",
-                "set it to the full commit hash",
+                source.revision,
+                f"must be the full commit of the Hub data set {source.path!r}, since branches and tags move",
+                "copy the 40-digit hash from the data set's page",
             )
         )
     return kind

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import re
@@ -19,6 +18,7 @@ from rlhf_core.models.export import export_model
 from rlhf_core.models.forward import check_head
 from rlhf_core.models.heads import ValueModel, initial_head, read_head
 from rlhf_core.models.lora import apply_lora
+from rlhf_core.models.packages import PACKAGE, package_folder
 
 logger = logging.getLogger(__name__)
 
@@ -173,10 +173,11 @@ def _check_folder(folder: Path) -> None:
 
 def _source(config: PretrainedModel) -> tuple[str, dict[str, Any]]:
     """Return what transformers calls the model and the options that say where it is."""
-    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    # Said and not left out: without it transformers asks at the terminal.
+    options: dict[str, Any] = {"trust_remote_code": False}
     if config.gguf_file:
         options["gguf_file"] = config.gguf_file
-    folder = package_folder(config.path) if config.path.startswith("package:") else Path(config.path).expanduser()
+    folder = package_folder(config.path) if config.path.startswith(PACKAGE) else Path(config.path).expanduser()
     if folder.is_dir():
         _check_local(config, folder)
         return str(folder), options
@@ -192,18 +193,6 @@ def _source(config: PretrainedModel) -> tuple[str, dict[str, Any]]:
             )
         )
     return config.path, options | {"revision": config.revision}
-
-
-def package_folder(path: str) -> Path:
-    """Return the folder that `package:<python package>[/<folder>]` names. Raises ConfigError if it is not there."""
-    package, _, inside = path.removeprefix("package:").partition("/")
-    spec = importlib.util.find_spec(package) if package else None
-    if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(explain("model.path", path, "the Python package is not installed", f"pip install {package}"))
-    folder = Path(next(iter(spec.submodule_search_locations))) / inside
-    if not folder.is_dir():
-        raise ConfigError(explain("model.path", path, f"the package has no folder {inside!r}", "check the name"))
-    return folder
 
 
 def _check_local(config: PretrainedModel, folder: Path) -> None:

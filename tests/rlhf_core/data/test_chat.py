@@ -134,6 +134,15 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(chat: ChatTemplate) -
         forgetful.conversation((USER, ANSWER, THANKS, BYE), max_length=1000)
 
 
+def test_a_template_that_prints_the_date_gives_the_same_tokens_every_day(chat: ChatTemplate) -> None:
+    tokenizer = ChatTemplate.load(Path(chat.tokenizer.name_or_path)).tokenizer
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') + '\n' }}" + tokenizer.chat_template
+    dated = ChatTemplate(tokenizer)
+    assert golden(dated, dated.prompt_ids((USER,))) == ("26 Jul 2024\n<|user|>What is 12 + 30?<|end|><|assistant|>")
+    text = golden(dated, conversation(dated, USER, ANSWER).token_ids)
+    assert text == "26 Jul 2024\n<|user|>What is 12 + 30?<|end|><|assistant|>42<|end|>"
+
+
 def test_a_tokenizer_without_a_template_is_refused_with_a_remedy(chat: ChatTemplate) -> None:
     tokenizer = ChatTemplate.load(Path(chat.tokenizer.name_or_path)).tokenizer
     tokenizer.chat_template = None

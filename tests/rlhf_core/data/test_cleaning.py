@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlhf_core.data.cleaning import decontaminate, deduplicate, exact, normalise
-from rlhf_core.data.formats import Example
+from rlhf_core.data.formats import Example, Turns
 from rlhf_core.data.validation import DropReport, Origin
 from rlhf_core.types import Message
 
@@ -11,6 +11,20 @@ from rlhf_core.types import Message
 def example(prompt: str, answer: str = "", *, line: int = 1) -> Example:
     answers = (Message("assistant", answer),) if answer else ()
     return Example((Message("user", prompt),), answers, (), "", 0.0, "s", Origin("f", line))
+
+
+def talk(*texts: str) -> Turns:
+    """Return turns of the user and the assistant, the user first."""
+    return tuple(Message(("user", "assistant")[number % 2], text) for number, text in enumerate(texts))
+
+
+def reply(*texts: str) -> Turns:
+    """Return turns of the assistant and the user, the assistant first."""
+    return tuple(Message(("assistant", "user")[number % 2], text) for number, text in enumerate(texts))
+
+
+def multi_turn(prompt: Turns, chosen: Turns, rejected: Turns = ()) -> Example:
+    return Example(prompt, chosen, rejected, "", 0.0, "s", Origin("f", 1))
 
 
 def prompts(examples: list[Example]) -> list[str]:
@@ -40,6 +54,27 @@ def test_a_training_prompt_that_is_evaluated_is_dropped() -> None:
     )
     assert prompts(kept) == ["other"]
     assert report.counts() == {"contaminated": 1}
+
+
+def test_a_conversation_that_begins_with_an_evaluation_prompt_and_its_answer_is_dropped() -> None:
+    evaluation, report = [example("What is it?")], DropReport()
+    leaking = [
+        multi_turn(talk("what is it?", "A cat.", "Sure?"), reply("Yes.")),
+        multi_turn(talk("What is it?", "A cat.", "Sure?"), ()),
+    ]
+    assert decontaminate(leaking, evaluation, ngram=None, report=report) == []
+    assert [drop.reason for drop in report.drops] == ["contaminated: it begins with an evaluation prompt"] * 2
+    later = [multi_turn(talk("Hello", "Hi.", "What is it?"), reply("A cat."))]
+    assert decontaminate(later, evaluation, ngram=None, report=report) == later  # another prompt: it has a history
+
+
+def test_turns_inside_either_answer_are_openings_too() -> None:
+    evaluation = [multi_turn(talk("Hello", "Hi.", "What is it?"), ())]
+    plain, leaking = reply("Bye."), reply("Hi.", "What is it?", "A cat.")
+    rows = [multi_turn(talk("Hello"), leaking, plain), multi_turn(talk("Hello"), plain, leaking)]
+    assert decontaminate(rows, evaluation, ngram=None, report=DropReport()) == []
+    kept = [multi_turn(talk("Hello"), plain, reply("Hi."))]
+    assert decontaminate(kept, evaluation, ngram=None, report=DropReport()) == kept
 
 
 def test_an_ngram_of_an_evaluation_prompt_contaminates_prompts_and_answers() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.limits import limit, parts
 from rlhf_core.data.tables import Demonstration, Preference, Tables
@@ -52,6 +54,24 @@ def test_content_that_spells_a_control_token_is_dropped(chat: ChatTemplate) -> N
     kept, dropped = limited(chat, Tables((forged, demonstration("b", "1", "3")), (), (), (), (), ()))
     assert [row.id for row in kept.demonstrations] == ["b"]
     assert dropped[0].startswith("1 content holds a control token: <|")
+
+
+def test_a_demonstration_that_sft_cannot_mask_is_dropped_and_a_pair_is_not(chat: ChatTemplate) -> None:
+    tokenizer = ChatTemplate.load(Path(chat.tokenizer.name_or_path)).tokenizer
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '...' if m['role'] == 'assistant' and not loop.last else m['content'] }}"
+        "{{ eos_token }}{% endfor %}"
+    )
+    forgetful = ChatTemplate(tokenizer)  # rewrites every answer but the last
+    prompt = (Message("user", "1"), Message("assistant", "2"), Message("user", "3"))
+    long = Demonstration("a", (*prompt, Message("assistant", "4")), "s")
+    pair = Preference("c", prompt, (Message("assistant", "4"),), (Message("assistant", "5"),), 0.0, "s")
+    tables = Tables((long, demonstration("b", "1", "2")), (), (pair,), (), (), ())
+    kept, dropped = limited(forgetful, tables)
+    assert [row.id for row in kept.demonstrations] == ["b"]
+    assert kept.preferences == (pair,)  # only the last answer of a pair is trained
+    assert len(dropped) == 1
+    assert dropped[0].startswith("1 chat template: chat_template = 'turn 2 of 4'")
 
 
 def test_a_demonstration_splits_before_its_last_turn() -> None:

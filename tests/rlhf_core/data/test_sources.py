@@ -103,9 +103,13 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         list(read(source(tmp_path / "x.jsonl.gz")))
 
 
-def test_a_hub_name_needs_a_commit() -> None:
-    with pytest.raises(ConfigError, match=r"data\.sources\[s\]\.revision.*set it to the full commit hash"):
-        file_type(source("owner/name"))
+@pytest.mark.parametrize("revision", ["", "main", "v1.0", "0" * 39, "G" * 40])
+def test_a_hub_name_needs_a_full_commit(revision: str) -> None:
+    with pytest.raises(ConfigError, match=rf"data\.sources\[s\]\.revision = '{revision}'.*copy the 40-digit hash"):
+        file_type(source("owner/name", revision=revision))
+
+
+def test_a_hub_name_with_its_commit_is_a_hub_source() -> None:
     assert is_hub(source("owner/name", revision="0" * 40))
 
 

@@ -17,7 +17,7 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.forward import sequence_scores, token_logprobs
 from rlhf_core.models.heads import initial_head
-from rlhf_core.models.loading import load_model, load_tokenizer, materialise, package_folder
+from rlhf_core.models.loading import load_model, load_tokenizer, materialise
 from rlhf_core.types import TokenSample
 
 IDS = torch.tensor([[1, 20, 30, 40, 4, 2, 50]])
@@ -176,11 +176,6 @@ def test_a_misnamed_gguf_file_is_refused_with_the_choices(tmp_path: Path) -> Non
     (tmp_path / "model.Q4_1.gguf").write_bytes(b"GGUF")
     with pytest.raises(ConfigError, match=r"choose from \['model.Q4_1.gguf'\]"):
         materialise(PretrainedModel(path=str(tmp_path), gguf_file="model.gguf"), tmp_path / "out")
-
-
-def test_a_package_names_its_folder() -> None:
-    assert (package_folder("package:rlhf_core/models") / "loading.py").is_file()
-    assert (package_folder("package:rlhf_core") / "types.py").is_file()
 
 
 # ---------------------------------------------------------------- a real GGUF file

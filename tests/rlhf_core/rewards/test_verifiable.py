@@ -89,6 +89,8 @@ def test_answer_tags_need_their_format_and_the_label() -> None:
         ("<think></think><answer>b</answer>", 0.0),
         ("<think>a</think><answer>b</answer> and more", 0.0),
         ("<think>a<think>c</think></think><answer>b</answer>", 0.0),
+        ("<think>a</think><answer><answer>b</answer></answer>", 0.0),
+        ("<think>1 < 2 and 3<4</think><answer>x <= <b>y</b></answer>", 1.0),
         ("<answer>b</answer>", 0.0),
     ],
 )
