@@ -10,11 +10,12 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from rlhf_core.config.base import Config, keyed
+from rlhf_core.config.base import OPERATIONAL, Config, keyed
+from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.stage import StageContext
@@ -30,6 +31,8 @@ CODE = "strict"
 
 KL_BATCH = 256
 """Answers per call into the reference, so that progress is seen."""
+TRAINING = ("sft", "reward_model", "dpo", "ppo")
+"""Stages whose training curves are shown."""
 
 
 class EvaluateConfig(Config):
@@ -37,6 +40,8 @@ class EvaluateConfig(Config):
 
     gold: str = ""
     """The gold reward as `module:function` or `file.py:function`: list[Generation] -> list[float]; "" for none."""
+    gold_timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 600.0
+    """Deadline of the gold reward for the answers of one policy."""
     reference: str = "sft"
     """The policy, by its name in the pipeline, that KL is measured to and, unless `parents` says otherwise, that win
     rates are against. When the reference handed in is another evaluated policy, that one's name is used."""
@@ -131,9 +136,9 @@ def measured(
     folders = {name: context.path(ref) for name, ref in generations.items()}
     rows = {name: read_generations(folder) for name, folder in folders.items()}
     facts = {name: read_index(folder) for name, folder in folders.items()}
-    gold = {name: gold_rewards(config.gold, rows[name]) for name in rows}
+    gold = gold_rewards(config, rows)
     scores = reward_scores(reward_model, rows, context)
-    ratios = log_ratios(reference, rows, {name: facts[name]["sampling"]["temperature"] for name in rows}, context)
+    ratios = log_ratios(reference, rows, {name: SamplingConfig(**facts[name]["sampling"]) for name in rows}, context)
     policies = []
     for name in rows:
         answers = Answers(name, facts[name]["policy"], tuple(rows[name]), gold[name], scores[name], ratios[name])
@@ -145,11 +150,15 @@ def measured(
     return policies
 
 
-def gold_rewards(spec: str, rows: Sequence[Generation]) -> tuple[float, ...]:
-    """Return the gold reward of each answer; nothing when there is no gold reward."""
-    from rlhf_core.rewards.functions import checked, load_reward
+def gold_rewards(config: EvaluateConfig, rows: Mapping[str, Sequence[Generation]]) -> dict[str, tuple[float, ...]]:
+    """Return the gold reward of each answer by policy; nothing when there is no gold reward."""
+    if not config.gold:
+        return dict.fromkeys(rows, ())
+    from rlhf_core.rewards.functions import checked
+    from rlhf_core.rewards.isolation import IsolatedReward
 
-    return tuple(checked(spec, load_reward(spec)(rows), rows)) if spec else ()
+    with IsolatedReward("gold", config.gold, timeout_s=config.gold_timeout_s) as reward:
+        return {name: tuple(checked("gold", reward(items), items)) for name, items in rows.items()}
 
 
 def reward_scores(
@@ -174,12 +183,13 @@ def reward_scores(
 def log_ratios(
     ref: PolicyRef | None,
     rows: Mapping[str, Sequence[Generation]],
-    temperatures: Mapping[str, float],
+    sampling: Mapping[str, SamplingConfig],
     context: StageContext,
 ) -> dict[str, tuple[float, ...]]:
     """Return log mu(y) - log ref(y) of each answer y by policy, in nats; mu is the sampler's distribution.
 
-    Nothing without a reference, and nothing for greedy answers, which are no samples of a distribution.
+    Nothing without a reference, and nothing for greedy or filtered answers: greedy ones are no samples of a
+    distribution, and top_p and top_k renormalise mu over the tokens that are left, but not the reference.
     """
     if ref is None:
         return dict.fromkeys(rows, ())
@@ -189,14 +199,19 @@ def log_ratios(
     with context.runtime.trainer("reference", model, None) as trainer:
         for name, items in rows.items():
             values: list[float] = []
-            for start in range(0, len(items) if temperatures[name] > 0 else 0, KL_BATCH):
+            temperature = sampling[name].temperature
+            for start in range(0, len(items) if _comparable(sampling[name]) else 0, KL_BATCH):
                 piece = items[start : start + KL_BATCH]
-                logprobs = trainer.logprobs([_as_sample(item) for item in piece], temperature=temperatures[name])
+                logprobs = trainer.logprobs([_as_sample(item) for item in piece], temperature=temperature)
                 values += [_log_ratio(item, row) for item, row in zip(piece, logprobs, strict=True)]
                 context.progress(done + len(values), total, f"log-probabilities of {name} under the reference")
             ratios[name] = tuple(values)
             done += len(items)
     return ratios
+
+
+def _comparable(sampling: SamplingConfig) -> bool:
+    return sampling.temperature > 0 and sampling.top_p == 1 and sampling.top_k == 0
 
 
 def _as_sample(generation: Generation) -> TokenSample:
@@ -266,12 +281,12 @@ def headline(report: Mapping[str, Any]) -> dict[str, float]:
 def ancestry(
     generations: Mapping[str, GenerationsRef], context: StageContext
 ) -> tuple[list[dict[str, Any]], dict[str, Path]]:
-    """Return the stages that led to the answers, and stage label -> its metrics.jsonl where that is still there."""
+    """Return the stages that led to the answers, and label -> metrics.jsonl of those that train, where it is still there."""
     from rlhf_core.attempts import METRICS
     from rlhf_core.evaluation.lineage import lineage
 
     nodes = lineage(context.store.records(), [ref.digest for ref in generations.values()])
-    files = {node.label: context.store.layout.attempt(node.key) / METRICS for node in nodes}
+    files = {node.label: context.store.layout.attempt(node.key) / METRICS for node in nodes if node.stage in TRAINING}
     trained = {label: path for label, path in files.items() if path.exists()}
     return [node.plain() for node in nodes], trained
 

@@ -11,6 +11,7 @@ One step, top to bottom:
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from rlhf_core.training.experience import Experience
 
 NAME = "ppo"
-VERSION = 1
+VERSION = 2
 CODE = "warn"
 
 
@@ -92,7 +93,7 @@ class PPOConfig(Config):
     value_clip: float = Field(0.2, ge=0)
     """0 switches value clipping off."""
     value_warmup_steps: int = Field(0, ge=0)
-    """Steps that train the value model alone."""
+    """Steps that train the value model alone, before the policy's schedule begins; only gae has a value model."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-6)
     value_optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-6)
     lora: LoraConfig | None = None
@@ -112,6 +113,36 @@ class PPOConfig(Config):
             raise ValueError(
                 f"samples_per_prompt = {self.samples_per_prompt}: {self.advantage} compares the samples of a prompt, "
                 "at least 2; raise it, or use gae or reinforce++"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_whole_distribution_is_sampled(self) -> PPOConfig:
+        # A filter renormalises the sampler's log-probs and not the trainer's: the ratios would compare two things.
+        rule = "the trainer's log-probs are those of the whole distribution"
+        if self.sampling.temperature == 0:
+            raise ValueError("sampling.temperature = 0.0: greedy answers are no samples of the policy; raise it")
+        if self.sampling.top_p < 1:
+            raise ValueError(f"sampling.top_p = {self.sampling.top_p}: {rule}; leave it at 1")
+        if self.sampling.top_k > 0:
+            raise ValueError(f"sampling.top_k = {self.sampling.top_k}: {rule}; leave it at 0")
+        return self
+
+    @model_validator(mode="after")
+    def _the_penalty_is_not_normalised(self) -> PPOConfig:
+        if self.advantage == "grpo" and self.kl_in == "reward" and self.kl_coef > 0:
+            raise ValueError(
+                "kl_in = 'reward': grpo divides by the spread of a group, which is the penalty alone where all answers "
+                'earn the same; set kl_in = "loss"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_policy_is_trained_after_the_warm_up(self) -> PPOConfig:
+        if self.advantage == "gae" and self.value_warmup_steps >= self.steps:
+            raise ValueError(
+                f"value_warmup_steps = {self.value_warmup_steps}: must be < steps = {self.steps}, or the policy is never "
+                "trained; lower it, or raise steps"
             )
         return self
 
@@ -203,20 +234,26 @@ def lease_models(
 
 def prompts_at(step: int, prompts: Sequence[Prompt], *, count: int, seed: int) -> list[Prompt]:
     """Return the prompts of a step: epoch by epoch in an order drawn from `seed`; a pure function of its arguments."""
-    chosen = []
-    for position in range(step * count, (step + 1) * count):
-        epoch, index = divmod(position, len(prompts))
-        chosen.append(prompts[_order(len(prompts), derive_seed(seed, "prompts", epoch))[index]])
-    return chosen
+    size = len(prompts)
+    positions = range(step * count, (step + 1) * count)
+    epochs = range(positions[0] // size, positions[-1] // size + 1)
+    orders = {epoch: _order(size, derive_seed(seed, "prompts", epoch)) for epoch in epochs}
+    return [prompts[orders[position // size][position % size]] for position in positions]
 
 
 def sample(
     sampler: Sampler, chat: ChatTemplate, prompts: Sequence[Prompt], config: PPOConfig, *, step: int, seed: int
 ) -> list[Generation]:
-    """Return `samples_per_prompt` completions per prompt, those of a prompt together, each from its own seed."""
-    work = [
-        (prompt, chat.prompt_ids(prompt.messages), i) for prompt in prompts for i in range(config.samples_per_prompt)
-    ]
+    """Return `samples_per_prompt` completions per prompt, those of a prompt together, each from its own seed.
+
+    A prompt that stands in `prompts` again goes on counting its samples, so it gets other seeds.
+    """
+    work: list[tuple[Prompt, tuple[int, ...], int]] = []
+    drawn: Counter[str] = Counter()
+    for prompt in prompts:
+        ids = chat.prompt_ids(prompt.messages)
+        work += [(prompt, ids, drawn[prompt.id] + i) for i in range(config.samples_per_prompt)]
+        drawn[prompt.id] += config.samples_per_prompt
     requests = [SamplingRequest(ids, derive_seed(seed, "ppo", step, prompt.id, i)) for prompt, ids, i in work]
     completions = sampler.generate(requests, config.sampling)
     return [Generation(prompt, ids, completion) for (prompt, ids, _), completion in zip(work, completions, strict=True)]
@@ -245,7 +282,10 @@ def update(
     step: int,
     context: StageContext,
 ) -> Metrics:
-    """Make `epochs * minibatches` optimizer steps on the rollouts; return the metrics averaged over them."""
+    """Make `epochs * minibatches` optimizer steps on the rollouts; return the metrics averaged over them.
+
+    The policy waits for the value model's warm-up; its learning rate is scheduled over the steps that are left.
+    """
     from rlhf_core.training.objectives import PolicyObjective, ValueObjective
     from rlhf_core.training.schedule import scheduled_rate
 
@@ -264,6 +304,7 @@ def update(
         correction_low=config.correction_low,
     )
     value_objective = ValueObjective(clip=config.value_clip or None)
+    frozen = config.value_warmup_steps if models.value_model else 0
     history: list[Metrics] = []
     for epoch in range(config.epochs):
         order = _order(len(policy_rows), derive_seed(context.seed, "minibatches", step, epoch))
@@ -276,9 +317,11 @@ def update(
                     learning_rate=scheduled_rate(config.value_optimizer, step, config.steps)
                 )
                 metrics |= {f"value/{name}": value for name, value in made.items()}
-            if step >= config.value_warmup_steps:
+            if step >= frozen:
                 made = models.policy.forward_backward([policy_rows[row] for row in rows], policy_objective)
-                made |= models.policy.optim_step(learning_rate=scheduled_rate(config.optimizer, step, config.steps))
+                made |= models.policy.optim_step(
+                    learning_rate=scheduled_rate(config.optimizer, step - frozen, config.steps - frozen)
+                )
                 metrics |= {f"policy/{name}": value for name, value in made.items()}
             history.append(metrics)
     _check_updated(history, context.label, step)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from rlhf_core.config.base import Config
-from rlhf_core.config.engines import LoraConfig, OptimizerConfig
+from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.config.loop import LoopConfig
 from rlhf_core.interfaces import ModelSpec, Trainer
 from rlhf_core.stage import StageContext
@@ -42,7 +42,6 @@ class RewardModelConfig(Config):
     """Pulls the mean score to zero (arXiv 2312.09244); 0.01 is a common value."""
     loop: LoopConfig = LoopConfig(batch_size=32, epochs=1)
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
-    lora: LoraConfig | None = None
 
 
 def run(
@@ -60,7 +59,7 @@ def run(
     context.tracker.dataset("preferences", preferences.digest, "training")
     context.tracker.input_model(policy.digest)
 
-    model = ModelSpec(path=str(context.path(policy)), head="score", lora=config.lora, seed=context.seed)
+    model = ModelSpec(path=str(context.path(policy)), head="score", lora=None, seed=context.seed)
     with context.runtime.trainer("reward_model", model, config.optimizer) as trainer:
         result = fit(
             trainer,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -58,8 +59,8 @@ class IsolatedReward:
         raise RewardError(explain(f"rewards.{self._name}", ids, problem, "mend the function, or raise timeout_s"))
 
     def close(self) -> None:
-        """End the process."""
-        self._process.kill()
+        """End the process and all that it started."""
+        _kill_group(self._process)
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
@@ -80,6 +81,7 @@ class IsolatedReward:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.curdir for path in sys.path)},
+            start_new_session=True,
         )
         kind, answer = self._exchange(None, timeout_s=START_TIMEOUT_S)
         if kind == "ready":
@@ -93,12 +95,12 @@ class IsolatedReward:
         )
 
     def _exchange(self, message: Any, *, timeout_s: float) -> tuple[str, Any]:
-        """Send `message` (None: nothing) and return the answer; the watchdog kills a process that is late."""
+        """Send `message` (None: nothing) and return the answer; the watchdog kills a late process and its children."""
         process, expired = self._process, threading.Event()
 
         def expire() -> None:
             expired.set()
-            process.kill()
+            _kill_group(process)
 
         watchdog = threading.Timer(timeout_s, expire)
         watchdog.daemon = True
@@ -111,8 +113,15 @@ class IsolatedReward:
             answer: tuple[str, Any] = pickle.load(process.stdout)
             return answer
         except (EOFError, BrokenPipeError, pickle.UnpicklingError):
-            process.kill()
+            _kill_group(process)
             status = process.wait()
             return ("timeout", None) if expired.is_set() else ("died", status)
         finally:
             watchdog.cancel()
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill `process` and its children: one that lives on would hold the pipe open, and a reader would wait for it."""
+    if process.returncode is None:  # once reaped, the number may be another process's
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

@@ -27,7 +27,12 @@ from rlhf_core.errors import ConfigError, explain
 from rlhf_core.losses.output import LossOutput
 from rlhf_core.training.adamw import ClippedAdamW, adamw, parameter_groups
 from rlhf_core.training.distributed import join, largest, rank_and_world
-from rlhf_core.training.state import load_training_state, save_training_state
+from rlhf_core.training.state import (
+    check_engine_settings,
+    load_training_state,
+    save_engine_settings,
+    save_training_state,
+)
 
 T = TypeVar("T")
 STATE_FILE = "training_state.pt"
@@ -97,6 +102,8 @@ class DeepSpeedEngine:
         """Write trained weights and optimizer: one file at stage 0 (every rank has the same), DeepSpeed's own above."""
         if not self._trained:
             return
+        if self.rank == 0:
+            save_engine_settings(folder, self._settings())
         if self._stage > 0:
             with _quiet():
                 self._engine.save_checkpoint(str(folder / ZERO_FOLDER), tag=ZERO_TAG, exclude_frozen_parameters=True)
@@ -104,9 +111,10 @@ class DeepSpeedEngine:
             save_training_state(folder / STATE_FILE, self.module, self._engine.optimizer)
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote. At stage 1 and above the number of ranks must be the same."""
+        """Restore what `save` wrote. Raises TrainingError if that was another ZeRO stage or number of ranks."""
         if not self._trained:
             return
+        check_engine_settings(folder, self._settings())
         if self._stage == 0:
             load_training_state(folder / STATE_FILE, self.module, self._engine.optimizer)
             self._engine.zero_grad()
@@ -119,6 +127,9 @@ class DeepSpeedEngine:
         self._engine.destroy()
         self._engine = None
         self.module = nn.Module()
+
+    def _settings(self) -> dict[str, int]:
+        return {"zero_stage": self._stage, "workers": self._world}
 
     def _client_optimizer(self, optimizer: OptimizerConfig, config: TrainerConfig) -> torch.optim.AdamW:
         fused = self.device.type == "cuda" and not config.offload_optimizer

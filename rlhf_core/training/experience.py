@@ -117,7 +117,8 @@ def estimate_advantages(
         rewards_PG = rewards_BT.sum(dim=1).reshape(-1, group_size)
         advantages_BT = GROUP_ESTIMATORS[estimator](rewards_PG).reshape(-1, 1) * mask_BT
         returns_BT = advantages_BT
-        metrics["reward/zero_variance_groups"] = float(zero_variance_groups(rewards_PG))
+        # Of the scores: with a KL penalty inside, no two rewards are equal.
+        metrics["reward/zero_variance_groups"] = float(zero_variance_groups(scores_B.reshape(-1, group_size)))
     if whiten_advantages and estimator in WHITENED:
         advantages_BT = whiten(advantages_BT, mask_BT, shift_mean=True)
     return Advantages(advantages_BT, returns_BT, metrics)

@@ -119,7 +119,8 @@ def count_skipped(so_far: int, metrics: Metrics, *, label: str, step: int) -> in
 def _finish(
     trainer: Trainer, checkpoints: Checkpoints, label: str, loop: LoopConfig, steps: int, initial: Metrics
 ) -> FitResult:
-    chosen = checkpoints.best() if loop.keep_best else checkpoints.latest()
+    # Without evaluation samples no checkpoint has a metric: then the last one is as good as any.
+    chosen = (checkpoints.best() if loop.keep_best else None) or checkpoints.latest()
     if chosen is None:
         raise TrainingError(explain(f"{label}.checkpoints", None, "the last checkpoint is gone", "run the stage again"))
     if chosen.step != steps:

@@ -5,7 +5,9 @@ Files are written by `torch.save` and read with `weights_only=True`, so that loa
 
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rlhf_core.errors import TrainingError, explain
+
+ENGINE_FILE = "engine.json"
 
 
 def save_training_state(file: Path, module: nn.Module, optimizer: Optimizer) -> None:
@@ -40,6 +44,20 @@ def load_training_state(file: Path, module: nn.Module, optimizer: Optimizer) -> 
 def trained_parameters(module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters that an optimizer moves, by name, without their graph; they share memory with the model."""
     return {name: parameter.data for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def save_engine_settings(folder: Path, settings: Mapping[str, int]) -> None:
+    """Write what a checkpoint's layout depends on: the ZeRO stage and the number of workers."""
+    (folder / ENGINE_FILE).write_text(json.dumps(dict(settings)))
+
+
+def check_engine_settings(folder: Path, settings: Mapping[str, int]) -> None:
+    """Raise TrainingError if the checkpoint in `folder` was written under other settings than `settings`."""
+    file = folder / ENGINE_FILE
+    written = json.loads(file.read_text()) if file.is_file() else {}
+    if written != settings:
+        remedy = "resume with those numbers, or start the stage over with --force"
+        raise TrainingError(explain("checkpoint", written, f"this run has {dict(settings)}", remedy))
 
 
 def save_random_state(file: Path) -> None:

@@ -118,9 +118,14 @@ class LocalTrainer:
     # ------------------------------------------------------------ weights and state
 
     def weights(self) -> Weights:
-        """Return the full weights (LoRA merged) as CPU tensors of their own, by Hugging Face name."""
+        """Return the full weights (LoRA merged) as CPU tensors of their own, by Hugging Face name.
+
+        Every rank calls it; rank 0 gets the weights, the others none, so that a node holds them once.
+        """
+        payload: dict[str, Tensor] = {}
         with self._engine.gathered():
-            payload = merged_state_dict(self._engine.module)
+            if self._engine.rank == 0:
+                payload = merged_state_dict(self._engine.module)
             if self._engine.device.type == "cpu":
                 payload = {name: tensor.clone() for name, tensor in payload.items()}
         return Weights(payload=payload, digest=weights_digest(payload))

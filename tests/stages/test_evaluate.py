@@ -12,23 +12,30 @@ from typing import Any
 import pytest
 
 from rlhf_core.artifacts import ArtifactStore
+from rlhf_core.config.base import keyed
 from rlhf_core.data.tables import Prompt, read_generations, write_generations, write_index, write_prompts
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.types import Completion, Generation, GenerationsRef, Message, PolicyRef, PromptsRef, RewardModelRef
 from stages.evaluate import EvaluateConfig
 from tests.stages.recording import Workshop, make_policy
+from tests.stages.training import demonstrations
 
 GOLD = """
+import time
+
 def length(generations):
     return [float(len(g.completion.text)) for g in generations]
 
 def broken(generations):
     return [float("nan") for _ in generations]
+
+def slow(generations):
+    time.sleep(60)
 """
 
 
 def answers(
-    store: ArtifactStore, folder: Path, policy: str, texts: dict[str, list[str]], *, temperature: float = 1.0
+    store: ArtifactStore, folder: Path, policy: str, texts: dict[str, list[str]], **sampling: float
 ) -> GenerationsRef:
     rows = [
         Generation(
@@ -41,7 +48,7 @@ def answers(
     ]
     folder.mkdir(parents=True)
     write_generations(folder, 0, rows)
-    write_index(folder, {"count": len(rows), "policy": policy, "sampling": {"temperature": temperature}})
+    write_index(folder, {"count": len(rows), "policy": policy, "sampling": sampling})
     return store.external(GenerationsRef, folder)
 
 
@@ -139,6 +146,16 @@ def test_a_gold_reward_that_fails_is_never_scored_zero(shop: Workshop, gold: str
         shop.run("evaluate", config, {"generations": three_policies(shop, tmp_path)})
 
 
+def test_a_gold_reward_that_hangs_is_killed_at_its_deadline(shop: Workshop, gold: str, tmp_path: Path) -> None:
+    config = EvaluateConfig(gold=gold.replace("length", "slow"), gold_timeout_s=1.0)
+    with pytest.raises(RewardError, match=r"rewards\.gold = .* took longer than 1 s"):
+        shop.run("evaluate", config, {"generations": three_policies(shop, tmp_path)})
+
+
+def test_the_deadline_of_the_gold_reward_is_not_part_of_the_key() -> None:
+    assert keyed(EvaluateConfig(gold_timeout_s=1.0)) == keyed(EvaluateConfig())
+
+
 def prompts_in(shop: Workshop, folder: Path) -> PromptsRef:
     folder.mkdir()
     write_prompts(folder, [Prompt(f"p{n}", (Message("user", f"What is {n} + {n}?"),), "", "test") for n in range(6)])
@@ -192,9 +209,12 @@ def test_kl_and_scores_are_those_of_the_models(shop: Workshop, gold: str, tmp_pa
     assert [node["label"] for node in report_of(shop, ref)["lineage"]] == ["generate", "generate"]
 
 
-def test_greedy_answers_have_no_kl(shop: Workshop, gold: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 5}])
+def test_greedy_and_filtered_answers_have_no_kl(
+    shop: Workshop, gold: str, tmp_path: Path, sampling: dict[str, float]
+) -> None:
     reference = shop.store.external(PolicyRef, make_policy(tmp_path / "policy"))
-    made = {"sft": answers(shop.store, tmp_path / "sft", reference.digest, {"p1": ["x"]}, temperature=0.0)}
+    made = {"sft": answers(shop.store, tmp_path / "sft", reference.digest, {"p1": ["x"]}, **sampling)}
     ref, _ = shop.run("evaluate", EvaluateConfig(gold=gold), {"generations": made, "reference": reference})
     assert "kl" not in report_of(shop, ref)["policies"]["sft"]
 
@@ -220,6 +240,26 @@ def test_training_curves_of_the_ancestors_are_drawn(tmp_path: Path) -> None:
     figures = training_figures({"sft": path})
     assert list(figures) == ["training_sft"]
     assert figures["training_sft"][0] == "Training of sft"
+
+
+def test_only_training_stages_have_a_training_curve(shop: Workshop, tmp_path: Path) -> None:
+    from rlhf_core.attempts import METRICS
+    from rlhf_core.config.engines import SamplingConfig
+    from rlhf_core.config.loop import LoopConfig
+    from stages.generate import GenerateConfig
+    from stages.sft import SFTConfig
+
+    base = shop.store.external(PolicyRef, make_policy(tmp_path / "policy"))
+    training = {"policy": base, "demonstrations": demonstrations(shop.store, tmp_path)}
+    sft, _ = shop.run("sft", SFTConfig(max_length=48, loop=LoopConfig(batch_size=8)), training)
+    prompts = prompts_in(shop, tmp_path / "prompts")
+    generate = GenerateConfig(sampling=SamplingConfig(max_tokens=8))
+    made, decision = shop.run("generate", generate, {"policy": sft, "prompts": prompts})
+    rows = [{"step": step, "values": {"generate/reward/mean": float(step)}} for step in range(3)]
+    logged = shop.store.layout.attempt(decision.key) / METRICS
+    logged.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ref, _ = shop.run("evaluate", EvaluateConfig(), {"generations": {"sft": made}})
+    assert [path.name for path in (shop.store.path(ref) / "figures").iterdir()] == ["training_sft.png"]
 
 
 def test_importing_the_stage_imports_no_engine_and_no_plotting() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from pydantic import ValidationError
 from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
 from rlhf_core.config.rewards import FunctionReward, RewardsConfig
-from rlhf_core.types import Generation, Message, PolicyRef, Prompt
-from stages.ppo import PPOConfig, prompts_at
+from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.types import Completion, Generation, Message, PolicyRef, Prompt, SamplingRequest
+from stages.ppo import PPOConfig, prompts_at, sample
 from tests.stages.recording import Workshop, make_policy
 from tests.stages.training import killed_and_resumed, prompts
 
@@ -62,6 +64,38 @@ def test_prompts_come_epoch_by_epoch_each_once() -> None:
     assert taken[:5] != taken[5:]
 
 
+def test_the_order_of_an_epoch_is_drawn_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+
+    class Counted(random.Random):
+        def __init__(self, seed: int) -> None:
+            super().__init__(seed)
+            drawn.append(seed)
+
+    monkeypatch.setattr(random, "Random", Counted)
+    prompts_at(1, PROMPTS, count=4, seed=3)  # prompts 4 to 7: the end of one epoch and the start of the next
+    assert len(drawn) == len(set(drawn)) == 2
+
+
+class Echo:
+    """A sampler that answers with the seed it was given."""
+
+    def generate(self, requests: Sequence[SamplingRequest], config: SamplingConfig) -> list[Completion]:
+        return [Completion((1,), (0.0,), "", "stop", 0, request.seed) for request in requests]
+
+    def load_weights(self, weights: Any, *, version: int) -> None:
+        raise AssertionError
+
+
+def test_a_prompt_that_comes_twice_in_a_step_is_sampled_from_other_seeds(policy: Path) -> None:
+    batch = [PROMPTS[0], PROMPTS[1], PROMPTS[0]]
+    made = sample(Echo(), ChatTemplate.load(policy), batch, config(), step=0, seed=3)
+    assert [row.prompt.id for row in made] == ["p0", "p0", "p1", "p1", "p0", "p0"]
+    assert len({row.completion.seed for row in made}) == 6
+    once = sample(Echo(), ChatTemplate.load(policy), batch[:2], config(), step=0, seed=3)
+    assert [row.completion.seed for row in made[:4]] == [row.completion.seed for row in once]
+
+
 @pytest.mark.parametrize("advantage", ["gae", "reinforce++", "rloo", "grpo", "dr_grpo"])
 def test_the_first_update_is_on_policy_and_the_reference_is_at_distance_zero(
     tmp_path: Path, policy: Path, advantage: str
@@ -84,6 +118,28 @@ def test_the_reward_rises(tmp_path: Path, policy: Path) -> None:
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
 
 
+FALLING = {"schedule": "linear", "warmup_fraction": 0.0, "min_lr_fraction": 0.0}
+
+
+def test_the_policys_schedule_begins_after_the_warm_up_of_the_value_model(tmp_path: Path, policy: Path) -> None:
+    shop, inputs = shop_and_inputs(tmp_path, policy)
+    settings = {
+        "value_warmup_steps": 2,
+        "optimizer": OptimizerConfig(learning_rate=1e-3, **FALLING),
+        "value_optimizer": OptimizerConfig(learning_rate=1e-3, **FALLING),
+    }
+    shop.run("ppo", config(**settings), inputs)
+    # two of the four steps are the policy's: the first at the peak, the second half way to 0
+    assert series(shop, "policy/learning_rate") == pytest.approx([1e-3, 5e-4])
+    assert series(shop, "value/learning_rate") == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
+
+
+def test_without_a_value_model_the_policy_waits_for_nothing(tmp_path: Path, policy: Path) -> None:
+    shop, inputs = shop_and_inputs(tmp_path, policy)
+    shop.run("ppo", config(advantage="rloo", steps=2, value_warmup_steps=9), inputs)
+    assert len(series(shop, "policy/learning_rate")) == 2
+
+
 @pytest.mark.parametrize("advantage", ["gae", "grpo"])
 def test_a_killed_run_ends_with_the_same_bytes(tmp_path: Path, policy: Path, advantage: str) -> None:
     whole, inputs = shop_and_inputs(tmp_path / "whole", policy)
@@ -98,3 +154,22 @@ def test_a_group_estimator_needs_a_group_and_minibatches_need_rollouts() -> None
         config(advantage="grpo", samples_per_prompt=1)
     with pytest.raises(ValidationError, match="minibatches = 9: must be <= the 8 rollouts"):
         config(minibatches=9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sampling": SamplingConfig(top_p=0.9)}, r"sampling\.top_p = 0\.9: the trainer's log-probs .*; leave it at 1"),
+        ({"sampling": SamplingConfig(top_k=5)}, r"sampling\.top_k = 5: the trainer's log-probs .*; leave it at 0"),
+        ({"sampling": SamplingConfig(temperature=0.0)}, r"sampling\.temperature = 0\.0: greedy .*; raise it"),
+        ({"advantage": "grpo", "kl_coef": 0.1}, r"kl_in = 'reward': grpo divides by .*; set kl_in = \"loss\""),
+        ({"steps": 4, "value_warmup_steps": 4}, r"value_warmup_steps = 4: must be < steps = 4.*; lower it"),
+    ],
+)
+def test_settings_that_would_quietly_spoil_the_gradient_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        config(**changes)
+
+
+def test_grpo_may_have_the_penalty_in_the_loss() -> None:
+    assert config(advantage="grpo", kl_coef=0.1, kl_in="loss").kl_coef == 0.1

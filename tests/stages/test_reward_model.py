@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.config.engines import OptimizerConfig
@@ -58,6 +59,11 @@ def test_a_killed_run_ends_with_the_same_weights(tmp_path: Path, policy: Path) -
         ref = made or killed_and_resumed(shop, "reward_model", CONFIG, inputs, at=8)
         weights.append((shop.store.path(ref) / "model.safetensors").read_bytes())
     assert weights[0] == weights[1]
+
+
+def test_adapters_are_not_offered() -> None:
+    with pytest.raises(ValidationError, match="lora"):
+        RewardModelConfig.model_validate({"lora": {"rank": 4}})
 
 
 def test_a_sequence_is_scored_where_its_answer_ends() -> None:

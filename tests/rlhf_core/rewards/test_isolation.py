@@ -13,12 +13,15 @@ from rlhf_core.rewards.isolation import IsolatedReward
 from rlhf_core.types import Completion, Generation, Message, Prompt
 
 HOSTILE = """
-import os, re, sys
+import os, re, sys, time
 
 def by_mood(generations):
     mood = generations[0].completion.text
     if mood == "hang":
         re.match(r"(a+)+$", "a" * 40 + "b")   # backtracks for hours and holds the interpreter lock
+    if mood == "fork":
+        os.fork()                             # the child keeps the pipe of the answers open
+        time.sleep(60)
     if mood == "crash":
         os._exit(3)
     if mood == "raise":
@@ -70,6 +73,14 @@ def test_a_function_that_holds_the_interpreter_for_ever_is_killed_at_the_deadlin
         reward(batch("hang"))
     assert time.monotonic() - start < 20
     assert reward(batch("next")) == [4.0]  # a fresh process
+
+
+def test_a_child_of_the_function_does_not_outlive_the_deadline(reward: IsolatedReward) -> None:
+    start = time.monotonic()
+    with pytest.raises(RewardError, match="took longer than 2 s"):
+        reward(batch("fork"))
+    assert time.monotonic() - start < 20
+    assert reward(batch("next")) == [4.0]
 
 
 def test_a_crash_is_reported_and_survived(reward: IsolatedReward) -> None:

@@ -19,9 +19,14 @@ from typing import Any
 import torch
 
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
+from rlhf_core.errors import TrainingError
 from rlhf_core.interfaces import ModelSpec
+from rlhf_core.models.export import weights_digest
+from rlhf_core.models.lora import merged_state_dict
 from rlhf_core.training.distributed import rank_and_world
+from rlhf_core.training.engines import Engine, open_engine
 from rlhf_core.training.objectives import SftObjective, ValueObjective
+from rlhf_core.training.state import save_engine_settings
 from rlhf_core.training.trainer import LocalTrainer, shard
 from rlhf_core.types import TokenSample, ValueSample
 
@@ -55,42 +60,61 @@ def train(trainer: LocalTrainer, objective: Any, first: int, last: int) -> list[
 
 
 @contextmanager
-def pair(policy: str, config: TrainerConfig) -> Iterator[list[tuple[LocalTrainer, Any]]]:
-    trainers = [
-        (LocalTrainer(ModelSpec(policy, "lm", None, 3), OPTIMIZER, config), SFT),
-        (LocalTrainer(ModelSpec(policy, "value", None, 3), OPTIMIZER, config), VALUE),
-    ]
-    yield trainers
-    for trainer, _ in trainers:
+def pair(policy: str, config: TrainerConfig) -> Iterator[tuple[list[tuple[LocalTrainer, Any]], list[Engine]]]:
+    specs = ModelSpec(policy, "lm", None, 3), ModelSpec(policy, "value", None, 3)
+    engines = [open_engine(spec, OPTIMIZER, config) for spec in specs]
+    trainers = [LocalTrainer(spec, OPTIMIZER, config, engine=e) for spec, e in zip(specs, engines, strict=True)]
+    yield list(zip(trainers, (SFT, VALUE), strict=True)), engines
+    for trainer in trainers:
         trainer.close()
 
 
 def weights(trainer: LocalTrainer) -> list[float]:
+    """Return some of the weights that this rank hands out: none but on rank 0."""
     payload = trainer.weights().payload
-    return torch.cat([payload[name].flatten().double() for name in sorted(payload)]).tolist()[::37]
+    return torch.cat([torch.zeros(0), *(payload[name].flatten().double() for name in sorted(payload))]).tolist()[::37]
+
+
+def digest(engine: Engine) -> str:
+    """Return the digest of the weights as this rank holds them."""
+    with engine.gathered():
+        return weights_digest(merged_state_dict(engine.module))
 
 
 def measure(policy: str, config: TrainerConfig, folder: Path) -> dict[str, Any]:
     made: dict[str, Any] = {}
-    with pair(policy, config) as trainers:
+    with pair(policy, config) as (trainers, engines):
         # Interleaved: each engine must keep to its own model.
         made["history"] = [[train(t, o, step, step + 1)[0] for t, o in trainers] for step in range(2)]
         for index, (trainer, _) in enumerate(trainers):
             trainer.save(folder / str(index))
         made["history"] += [[train(t, o, step, step + 1)[0] for t, o in trainers] for step in range(2, 5)]
-        made["digests"] = [trainer.weights().digest for trainer, _ in trainers]
+        made["digests"] = [digest(engine) for engine in engines]
+        made["handed_out"] = [trainer.weights().digest for trainer, _ in trainers]
         made["weights"] = [weights(trainer) for trainer, _ in trainers]
         made["skipped"] = skip(trainers[1][0])
-        made["digest_after_skip"] = trainers[1][0].weights().digest
+        made["digest_after_skip"] = digest(engines[1])
         rows = [TokenSample(s.token_ids, s.loss_mask) for s in samples()]
         made["logprobs"] = trainers[0][0].logprobs(rows[:3], temperature=1.0)
         trainers[0][0].export(folder / "exported")
-    with pair(policy, config) as trainers:
+    with pair(policy, config) as (trainers, engines):
         for index, (trainer, _) in enumerate(trainers):
             trainer.load(folder / str(index))
         made["resumed_history"] = [[train(t, o, step, step + 1)[0] for t, o in trainers] for step in range(2, 5)]
-        made["resumed_digests"] = [trainer.weights().digest for trainer, _ in trainers]
+        made["resumed_digests"] = [digest(engine) for engine in engines]
+        made["refusal"] = refusal(trainers[0][0], folder / "of_other_workers")
     return made
+
+
+def refusal(trainer: LocalTrainer, folder: Path) -> str:
+    """Return what the trainer says of a checkpoint that eight workers wrote."""
+    folder.mkdir(exist_ok=True)
+    save_engine_settings(folder, {"zero_stage": 1, "workers": 8})
+    try:
+        trainer.load(folder)
+    except TrainingError as error:
+        return str(error)
+    return ""
 
 
 def skip(trainer: LocalTrainer) -> list[float]:

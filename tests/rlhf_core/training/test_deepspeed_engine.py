@@ -138,6 +138,28 @@ def test_a_loss_that_one_rank_alone_sees_as_not_a_number_is_skipped_by_all(
 
 @pytest.mark.engine
 @pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_rank_0_alone_hands_out_the_weights(stage: str, alone: dict[str, Any], two_ranks: list[dict[str, Any]]) -> None:
+    left, right = (rank[stage] for rank in two_ranks)
+    for made in (alone[stage], left):
+        assert made["handed_out"] == made["digests"]
+    assert right["weights"] == [[], []]
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_checkpoint_of_another_number_of_workers_is_refused(
+    stage: str, alone: dict[str, Any], two_ranks: list[dict[str, Any]]
+) -> None:
+    for made, workers in ((alone[stage], 1), *((rank[stage], 2) for rank in two_ranks)):
+        own = {"zero_stage": int(stage[-1]), "workers": workers}
+        start = f"checkpoint = {{'zero_stage': 1, 'workers': 8}}: this run has {own}; resume with those numbers"
+        assert made["refusal"].startswith(start)
+
+
+@pytest.mark.engine
+@pytest.mark.slow
 def test_every_stage_exports_the_same_files(runs: dict[str, Any]) -> None:
     out: Path = runs["out"]
     names = sorted(file.name for file in (out / "torch_of_1" / "exported").iterdir())

@@ -77,6 +77,15 @@ def test_grpo_gives_each_token_of_a_rollout_the_normalised_group_reward() -> Non
     assert result.metrics["reward/zero_variance_groups"] == 0.0
 
 
+def test_equal_scores_make_a_group_without_variance_whatever_the_penalty() -> None:
+    group = [rollout((1,), (2, 3), 1.0), rollout((1,), (2,), 1.0)]
+    made = experience(*group, old=-1.0, ref=-1.5, value=0.0)
+    result = estimate_advantages(made, estimator="rloo", group_size=2, kl_coef=0.1, **SETTINGS)
+    # 0.5 of KL a token: rewards 1 - 0.10 and 1 - 0.05, so rloo sees -+ 0.05
+    torch.testing.assert_close(result.advantages_BT, torch.tensor([[-0.05, -0.05], [0.05, 0.0]]))
+    assert result.metrics["reward/zero_variance_groups"] == 1.0
+
+
 def test_a_group_estimator_refuses_a_single_sample() -> None:
     made = experience(rollout((1,), (2,), 1.0), old=-1.0, ref=-1.0, value=0.0)
     with pytest.raises(ConfigError, match=r"ppo\.samples_per_prompt = 1: .*at least 2"):

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.config.loop import LoopConfig
+from rlhf_core.data.tables import write_demonstrations
 from rlhf_core.errors import TrainingError
 from rlhf_core.training.fit import batch_at, count_skipped, total_steps
+from rlhf_core.types import DemonstrationsRef, PolicyRef
+from stages.sft import SFTConfig
+from tests.stages.recording import Workshop
+from tests.stages.training import demonstrations
 
 
 def test_steps_are_counted_with_the_short_batch_and_the_limit() -> None:
@@ -32,3 +40,16 @@ def test_updates_that_are_skipped_in_a_row_end_the_stage_and_a_good_one_forgives
     assert count_skipped(count, {"skipped": 0.0}, label="sft", step=4) == 0
     with pytest.raises(TrainingError, match=r"sft\.step = 4: 5 updates in a row"):
         count_skipped(count, {"skipped": 1.0}, label="sft", step=4)
+
+
+def test_the_best_of_no_evaluations_is_the_last_checkpoint(tmp_path: Path, policy_folder: Path) -> None:
+    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    demonstrations(shop.store, tmp_path / "made")
+    write_demonstrations(tmp_path / "made" / "demonstrations" / "eval.parquet", [])
+    inputs = {
+        "policy": shop.store.external(PolicyRef, policy_folder),
+        "demonstrations": shop.store.external(DemonstrationsRef, tmp_path / "made" / "demonstrations"),
+    }
+    config = SFTConfig(max_length=48, loop=LoopConfig(batch_size=8, epochs=1, keep_best=1))
+    _, decision = shop.run("sft", config, inputs)
+    assert shop.metrics(decision)["steps"] == 3

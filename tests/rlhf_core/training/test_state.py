@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import re
 from pathlib import Path
 
 import numpy
@@ -13,8 +14,10 @@ from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.errors import TrainingError
 from rlhf_core.training.adamw import adamw
 from rlhf_core.training.state import (
+    check_engine_settings,
     load_random_state,
     load_training_state,
+    save_engine_settings,
     save_random_state,
     save_training_state,
     trained_parameters,
@@ -48,6 +51,17 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 def test_a_missing_file_says_how_many_workers_to_resume_with(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="resume with as many workers as wrote it"):
         load_random_state(tmp_path / "random_state_00001.pt")
+
+
+def test_a_checkpoint_of_other_engine_settings_is_refused_and_names_both(tmp_path: Path) -> None:
+    save_engine_settings(tmp_path, {"zero_stage": 1, "workers": 2})
+    check_engine_settings(tmp_path, {"zero_stage": 1, "workers": 2})
+    message = (
+        "checkpoint = {'zero_stage': 1, 'workers': 2}: this run has {'zero_stage': 2, 'workers': 2}; "
+        "resume with those numbers, or start the stage over with --force"
+    )
+    with pytest.raises(TrainingError, match=f"^{re.escape(message)}$"):
+        check_engine_settings(tmp_path, {"zero_stage": 2, "workers": 2})
 
 
 def test_a_checkpoint_that_would_run_code_is_refused(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from rlhf_core.training.objectives import (
     SftObjective,
     ValueObjective,
 )
+from rlhf_core.training.torch_engine import TorchEngine
 from rlhf_core.training.trainer import LocalTrainer, reduce, shard
 from rlhf_core.types import PolicySample, PreferenceSample, RewardPair, TokenSample, ValueSample
 
@@ -286,6 +287,16 @@ def test_weights_are_a_copy_with_the_digest_of_their_probes(
     steps(trainer, token_samples, SFT, 0, 1)
     assert weights_digest(before.payload) == before.digest
     assert trainer.weights().digest != before.digest
+
+
+def test_only_rank_0_holds_a_copy_of_the_weights(policy_spec: ModelSpec) -> None:
+    module = open_engine(policy_spec, None, TORCH).module
+    counts = []
+    for rank in range(2):
+        engine = TorchEngine(module, None, device=torch.device("cpu"), rank=rank, compute_dtype=torch.float32)
+        counts.append(len(LocalTrainer(policy_spec, None, TORCH, engine=engine).weights().payload))
+    assert counts[0] > 0
+    assert counts[1] == 0
 
 
 def test_a_frozen_model_measures_and_refuses_to_train(policy_spec: ModelSpec, token_samples: list[TokenSample]) -> None:
