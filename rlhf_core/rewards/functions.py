@@ -13,7 +13,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from rlhf_core.config.rewards import FunctionReward, RewardsConfig
 from rlhf_core.errors import ConfigError, RewardError, explain
 from rlhf_core.interfaces import RewardFunction
 from rlhf_core.types import Generation

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.config.rewards import FunctionReward, RewardModelReward, RewardsConfig
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards.functions import as_floats, checked, load_reward, score_functions
 from rlhf_core.types import Completion, Generation, Message, Prompt
