@@ -24,12 +24,12 @@ else
   uv=$venv/bin/uv
 fi
 
-# The CPU build of torch: from pip's own find-links if the machine has one, else from PyTorch's CPU index.
+# The CPU build of torch: from pip's own find-links if the machine has one, else where uv knows that PyTorch keeps it.
 sources=()
 links=${PIP_FIND_LINKS:-$("$python" -m pip config get global.find-links 2>/dev/null || true)}
 for link in $links; do sources+=(--find-links "$link"); done
 if [ "$pins" = cpu ] && [ ${#sources[@]} -eq 0 ]; then
-  sources=(--extra-index-url https://download.pytorch.org/whl/cpu --index-strategy unsafe-best-match)
+  sources=(--torch-backend cpu)
 fi
 
 # The pins are complete, so nothing is resolved here; compiled byte-code halves the first imports.
