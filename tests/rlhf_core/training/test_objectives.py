@@ -130,7 +130,7 @@ def test_every_preference_loss_has_its_known_value_where_policy_and_reference_ag
 ) -> None:
     model = model_of(policy_spec)
     sample = preference_samples[0]
-    chosen, rejected = (float(own_logprobs(model, side, 1.0).sum()) for side in (sample.chosen, sample.rejected))
+    chosen, rejected = (own_logprobs(model, side, 1.0).sum().item() for side in (sample.chosen, sample.rejected))
     equal = replace(sample, ref_chosen_logprob=chosen, ref_rejected_logprob=rejected)
     smoothing = 0.1 if loss in ("cdpo", "robust") else 0.0
     objective = PreferenceObjective(loss=loss, beta=0.5, label_smoothing=smoothing, length_average=True, nll_coef=0.0)
