@@ -144,7 +144,7 @@ def test_simpo_compares_mean_token_logprobs_without_a_reference(
 ) -> None:
     model = model_of(policy_spec)
     sample = preference_samples[0]
-    chosen, rejected = (float(own_logprobs(model, side, 1.0).mean()) for side in (sample.chosen, sample.rejected))
+    chosen, rejected = (own_logprobs(model, side, 1.0).mean().item() for side in (sample.chosen, sample.rejected))
     output = computed(SimpoObjective(beta=2.0, gamma=0.5, nll_coef=0.0), model, [sample])
     assert output.loss.item() == pytest.approx(math.log1p(math.exp(-(2 * (chosen - rejected) - 0.5))), rel=1e-5)
 
