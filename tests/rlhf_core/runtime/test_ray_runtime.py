@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rlhf_core.config.engines import (
@@ -54,6 +55,18 @@ def spec(policy: Path) -> ModelSpec:
 
 def pids(runtime: RayRuntime) -> tuple[int, int]:
     return runtime._train_workers().call("test", "pid")[0], runtime._sample_workers().call("test", "pid")[0]
+
+
+def test_a_ray_of_our_own_serves_this_machine_alone(runtime: RayRuntime) -> None:
+    pids(runtime)  # it is up
+    listening = [
+        connection.laddr.ip
+        for process in psutil.Process().children(recursive=True)
+        if process.name() in ("raylet", "gcs_server")
+        for connection in process.net_connections(kind="tcp")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert listening and {ip.removeprefix("::ffff:") for ip in listening} == {"127.0.0.1"}
 
 
 def test_a_trained_policy_reaches_the_engine_which_then_agrees_with_the_trainer(
