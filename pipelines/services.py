@@ -71,6 +71,10 @@ class Services:
         """Addresses that answer with success when the service behind them is well: Prefect's and MLflow's."""
         return f"{self.prefect_url}/api/health", f"{self.mlflow_url}/health"
 
+    def well(self) -> bool:
+        """Return whether everything was started and answers now."""
+        return self.ready and all(healthy(url) for url in self.health)
+
     def write(self, home: Home) -> None:
         part = home.services.with_suffix(".part")
         part.write_text(json.dumps(asdict(self)))
@@ -89,7 +93,7 @@ def running(home: Home) -> Services | None:
 def up(home: Home, *, foreground: bool) -> Services:
     """Start Prefect, MLflow and the deployments; return when all of them answer."""
     services = running(home)
-    if services is not None and services.ready and all(healthy(url) for url in services.health):
+    if services is not None and services.well():
         return services
     home.make()
     command = [sys.executable, "-m", "pipelines.supervisor", str(home.root)]
@@ -118,7 +122,7 @@ def up(home: Home, *, foreground: bool) -> Services:
 
 def _ready(home: Home) -> bool:
     services = running(home)
-    return services is not None and services.ready and all(healthy(url) for url in services.health)
+    return services is not None and services.well()
 
 
 def down(home: Home) -> bool:

@@ -5,6 +5,9 @@ Each class is also the standard exception that it replaces, so callers may catch
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Sequence
+
 
 class RlhfError(Exception):
     """Anything that this library refuses or could not finish; the message says how to mend it."""
@@ -41,3 +44,15 @@ def explain(key: str, value: object, rule: str, remedy: str) -> str:
     'ppo.kl_coef = -1: must be >= 0; use 0 to switch the penalty off'
     """
     return f"{key} = {value!r}: {rule}; {remedy}"
+
+
+def nearest(name: str, names: Sequence[str]) -> str:
+    """Return the remedy for a misspelt name: the one of `names` that was probably meant, else all of them.
+
+    >>> nearest("finl_number", ["final_number", "finished"])
+    'did you mean final_number?'
+    """
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    if near:
+        return f"did you mean {near[0]}?"
+    return f"there are {', '.join(sorted(names))}" if names else "check the spelling"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -17,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError, explain, nearest
 
 OUR_PACKAGES = ("stages", "rlhf_core")
 PLUMBING = frozenset(
@@ -195,7 +194,7 @@ def callable_digest(spec: str, *, key: str = "callable") -> str:
     tree = _parse(source, str(path))
     names = _top_level_names(tree)
     if function not in names and "*" not in names:
-        raise ConfigError(explain(key, spec, f"{place} has no {function}", _nearest(function, _functions(tree))))
+        raise ConfigError(explain(key, spec, f"{place} has no {function}", nearest(function, _functions(tree))))
     return hashlib.sha256(source).hexdigest()
 
 
@@ -274,13 +273,6 @@ def _imports(tree: ast.Module, package: str) -> set[str]:
 
 def _functions(tree: ast.Module) -> list[str]:
     return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
-
-
-def _nearest(name: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    if near:
-        return f"did you mean {near[0]}?"
-    return f"it has {', '.join(names)}" if names else "name one that it has"
 
 
 def _top_level_names(tree: ast.Module) -> set[str]:

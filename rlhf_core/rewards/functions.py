@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -13,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from rlhf_core.errors import ConfigError, RewardError, explain
+from rlhf_core.errors import ConfigError, RewardError, explain, nearest
 from rlhf_core.interfaces import RewardFunction
 from rlhf_core.types import Generation
 
@@ -37,7 +36,7 @@ def load_reward(spec: str) -> RewardFunction:
     module = _load_file(spec, Path(location)) if location.endswith(".py") else _load_module(spec, location)
     function = vars(module).get(name)
     if function is None:
-        raise ConfigError(explain("function", spec, f"{location} has no {name}", _nearest(name, _functions(module))))
+        raise ConfigError(explain("function", spec, f"{location} has no {name}", nearest(name, _functions(module))))
     if not callable(function):
         raise ConfigError(explain("function", spec, f"{name} is a {type(function).__name__}", "name a function"))
     return cast(RewardFunction, function)
@@ -73,7 +72,7 @@ def _load_module(spec: str, location: str) -> ModuleType:
             raise ConfigError(
                 explain("function", spec, f"importing {location} needs {error.name}", "install it")
             ) from error
-        remedy = _nearest(location.rpartition(".")[2], _siblings(location))
+        remedy = nearest(location.rpartition(".")[2], _siblings(location))
         raise ConfigError(explain("function", spec, f"there is no module {error.name}", remedy)) from None
     except Exception as error:
         raise ConfigError(
@@ -85,7 +84,7 @@ def _load_file(spec: str, path: Path) -> ModuleType:
     if not path.is_file():
         files = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
         raise ConfigError(
-            explain("function", spec, f"there is no file {path} (seen from {Path.cwd()})", _nearest(path.name, files))
+            explain("function", spec, f"there is no file {path} (seen from {Path.cwd()})", nearest(path.name, files))
         )
     name = f"reward_file_{path.stem}"
     module_spec = importlib.util.spec_from_file_location(name, path)
@@ -111,13 +110,6 @@ def _siblings(location: str) -> list[str]:
         return []
     folders = found.submodule_search_locations if found is not None else None
     return [path.stem for folder in folders or () for path in Path(folder).glob("*.py")]
-
-
-def _nearest(name: str, names: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    if near:
-        return f"did you mean {near[0]}?"
-    return f"there are {', '.join(sorted(names))}" if names else "check the spelling"
 
 
 def as_floats(function: Callable[..., Any], generations: Sequence[Generation]) -> list[float]:

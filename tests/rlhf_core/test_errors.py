@@ -26,3 +26,9 @@ def test_an_error_can_be_caught_as_ours_or_as_the_standard_one(kind: type[Except
 def test_a_message_names_key_value_rule_and_remedy() -> None:
     message = errors.explain("ppo.kl_coef", -1, "must be >= 0", "use 0 to switch the penalty off")
     assert message == "ppo.kl_coef = -1: must be >= 0; use 0 to switch the penalty off"
+
+
+def test_the_nearest_name_is_the_remedy_and_without_one_all_of_them() -> None:
+    assert nearest("finl_number", ["finished", "final_number"]) == "did you mean final_number?"
+    assert nearest("zzz", ["b", "a"]) == "there are a, b"
+    assert nearest("zzz", []) == "check the spelling"
