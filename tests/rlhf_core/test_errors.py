@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhf_core import errors
+from rlhf_core.errors import nearest
 
 
 @pytest.mark.parametrize(
