@@ -1,9 +1,14 @@
-"""A command with all the processes below it: how much memory they take together, and their sudden death."""
+"""A command with all the processes below it: how much memory they take together, and their sudden death.
+
+python -m benchmarks.processes make demo
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -76,3 +81,14 @@ def _proportional_bytes(process: psutil.Process) -> int:
         return 0
     kilobytes = next(line.split()[1] for line in text.splitlines() if line.startswith("Pss:"))
     return int(kilobytes) * 1024
+
+
+def main() -> int:
+    """Run the command of the arguments; print its time and its memory."""
+    run = run_watched(sys.argv[1:], dict(os.environ))
+    print(f"{run.seconds:.1f} s wall, {run.peak_bytes / 2**30:.2f} GiB at most over all processes, status {run.status}")
+    return run.status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

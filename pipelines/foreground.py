@@ -99,7 +99,7 @@ def _print_results(pipeline_run: PipelineRun, console: Console) -> None:
 def _say_where_to_look(home: Home, console: Console) -> None:
     services = running(home)
     if services is None:
-        console.print("look at it in a browser (Prefect and MLflow): rlhf up", highlight=False)
+        console.print("look at it in a browser (Prefect and MLflow): make up, or rlhf up", highlight=False)
     else:
         console.print(f"Prefect {services.prefect_url}   MLflow {services.mlflow_url}", highlight=False)
 
