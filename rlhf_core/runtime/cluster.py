@@ -40,9 +40,6 @@ def connect(cores: int) -> bool:
     # Without this Ray blanks CUDA_VISIBLE_DEVICES only with a warning on every start.
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "1"
     address = named_address()
-    if not address:
-        # A Ray of our own serves this machine alone: its processes listen on 127.0.0.1. Read when ray is imported.
-        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     import ray
 
     if ray.is_initialized():
@@ -136,7 +133,12 @@ def _in_lasting_thread(start: Callable[[], object]) -> None:
 
 def _start(cores: int) -> None:
     import ray
+    from ray._private import ray_constants
 
+    # A Ray of our own serves this machine alone: its processes listen on 127.0.0.1. They read the variable; this
+    # process may have imported ray, and read it, long ago.
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
     # Unix sockets live below it and may be 107 characters long, so TMPDIR does not decide.
     folder = Path("/tmp" if os.name == "posix" else tempfile.gettempdir()) / f"rlhf-ray-{os.getuid()}"
     for attempt in range(START_ATTEMPTS):
