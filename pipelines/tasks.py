@@ -27,6 +27,7 @@ from pipelines.reconcile import own, reconcile
 from pipelines.run import PipelineRun, run_stages
 from pipelines.services import wait_for
 from rlhf_core.stage import StageSpec
+from rlhf_core.stopping import on_signals, time_limit
 from rlhf_core.types import ArtifactRef
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,8 @@ def run_in_flow(run: PipelineRun, pipeline: Pipeline) -> dict[str, ArtifactRef]:
     own(context.flow_run.id)  # first: a run that is retried still names the process that died
     reconcile()
     show_plan([(stage.label, stage.decision) for stage in run.planned])
-    return run_stages(run, pipeline, TaskRunner(run), tags=_links(context.flow_run))
+    with time_limit(run.config.runtime.time_limit_s), on_signals():
+        return run_stages(run, pipeline, TaskRunner(run), tags=_links(context.flow_run))
 
 
 def settle(flow_run_id: UUID, tasks: int, *, patience_s: float = 10.0) -> None:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from rlhf_core import attempts
+from rlhf_core import attempts, stopping
 from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.attempts import Attempt, Status
 from rlhf_core.checkpoints import Checkpoints
@@ -86,6 +86,16 @@ class StageContext:
         with (self.work / attempts.METRICS).open("a", encoding="utf-8") as stream:
             stream.write(json.dumps({"step": step, "values": new}) + "\n")
         self.tracker.metrics(step, new)
+
+    def stopping(self) -> bool:
+        """Return whether the stage is to save and end now: a signal arrived, or the time that was given is over."""
+        return bool(stopping.reason())
+
+    def stop(self) -> NoReturn:
+        """Raise StageStopped; call it when `stopping` was asked and everything that was done since has been saved."""
+        why = stopping.reason()
+        logger.warning("%s: %s; saved, and the same command goes on from here", self.label, why)
+        raise stopping.StageStopped(why)
 
     def commit(
         self,

@@ -104,6 +104,8 @@ def sample_shards(
             write_generations(folder, index, generations)
             context.metrics(index + 1, generation_metrics(generations))
             context.progress(index + 1, len(pieces), f"{len(generations)} answers")
+            if context.stopping():
+                context.stop()
 
 
 def sample(

@@ -10,7 +10,6 @@ One step, top to bottom:
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -22,7 +21,7 @@ from pydantic import Field, model_validator
 from rlhf_core.config.base import OPERATIONAL, Config
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig, SamplingConfig
 from rlhf_core.config.rewards import RewardsConfig
-from rlhf_core.errors import TrainingError, explain
+from rlhf_core.data.order import rows_at, shuffled
 from rlhf_core.interfaces import Metrics, ModelSpec, Sampler, Trainer
 from rlhf_core.stage import StageContext
 from rlhf_core.types import (
@@ -40,6 +39,7 @@ from rlhf_core.types import (
 
 if TYPE_CHECKING:
     from rlhf_core.data.chat import ChatTemplate
+    from rlhf_core.data.rollout_log import RolloutLog
     from rlhf_core.kl import AdaptiveKL, FixedKL
     from rlhf_core.rewards.scoring import Scorer
     from rlhf_core.training.experience import Experience
@@ -169,6 +169,7 @@ def run(
 ) -> PolicyRef:
     """Optimise `policy` on `prompts` for the rewards, held near `reference`; return the new policy."""
     from rlhf_core.data.chat import ChatTemplate
+    from rlhf_core.data.rollout_log import RolloutLog
     from rlhf_core.data.tables import read_prompts
     from rlhf_core.training.experience import estimate_advantages, policy_samples, value_samples
 
@@ -178,11 +179,12 @@ def run(
     context.tracker.input_model(policy.digest)
     with ExitStack() as leases:
         models = lease_models(config, policy, reference, reward_models, context, leases)
+        log = RolloutLog(context.work / "rollouts")
         first, kl, metrics = resume(config, models, context)
         for step in range(first, config.steps):
-            batch = prompts_at(step, dataset, count=config.prompts_per_step, seed=context.seed)
-            generations = sample(models.sampler, chat, batch, config, step=step, seed=context.seed)
-            rollouts = models.score(generations)
+            weights = models.policy.weights()
+            models.sampler.load_weights(weights, version=step)
+            rollouts = roll_out(config, models, chat, dataset, log, step, policy=weights.digest, seed=context.seed)
             experience = measure(models, rollouts, temperature=config.sampling.temperature)
             advantages = estimate_advantages(
                 experience,
@@ -195,11 +197,13 @@ def run(
             )
             value_rows = value_samples(experience, advantages) if models.value_model else []
             updated = update(config, models, policy_samples(experience, advantages), value_rows, kl.coef, step, context)
-            models.sampler.load_weights(models.policy.weights(), version=step + 1)
             metrics = advantages.metrics | updated | {"kl/coef": kl.coef}
             kl = kl.updated(metrics["kl/per_sequence"], len(rollouts))
             record(config, context, step + 1, metrics, rollouts)
-            save(config, models, context, step + 1, kl, metrics)
+            stop = context.stopping()
+            save(config, models, context, step + 1, kl, metrics, stop=stop)
+            if stop:
+                context.stop()
         models.policy.export(context.out)
     return context.commit(PolicyRef, metrics={"steps": config.steps} | metrics)
 
@@ -232,13 +236,27 @@ def lease_models(
     )
 
 
-def prompts_at(step: int, prompts: Sequence[Prompt], *, count: int, seed: int) -> list[Prompt]:
-    """Return the prompts of a step: epoch by epoch in an order drawn from `seed`; a pure function of its arguments."""
-    size = len(prompts)
-    positions = range(step * count, (step + 1) * count)
-    epochs = range(positions[0] // size, positions[-1] // size + 1)
-    orders = {epoch: _order(size, derive_seed(seed, "prompts", epoch)) for epoch in epochs}
-    return [prompts[orders[position // size][position % size]] for position in positions]
+def roll_out(
+    config: PPOConfig,
+    models: Models,
+    chat: ChatTemplate,
+    prompts: Sequence[Prompt],
+    log: RolloutLog,
+    step: int,
+    *,
+    policy: str,
+    seed: int,
+) -> list[Rollout]:
+    """Return the scored rollouts of a step; those that the same policy (by digest) made before a kill are taken again."""
+    kept = log.read(step, policy=policy)
+    if kept is not None:
+        models.score.restore(kept.scorer)
+        return kept.rollouts
+    batch = rows_at(step, prompts, count=config.prompts_per_step, seed=seed)
+    rollouts = models.score(sample(models.sampler, chat, batch, config, step=step, seed=seed))
+    log.write(step, rollouts, models.score.state(), policy=policy)
+    log.forget(before=step - config.checkpoint_every)
+    return rollouts
 
 
 def sample(
@@ -288,6 +306,7 @@ def update(
     """
     from rlhf_core.training.objectives import PolicyObjective, ValueObjective
     from rlhf_core.training.schedule import scheduled_rate
+    from rlhf_core.training.skipped import check_updated
 
     policy_objective = PolicyObjective(
         clip_low=config.clip_low,
@@ -307,7 +326,7 @@ def update(
     frozen = config.value_warmup_steps if models.value_model else 0
     history: list[Metrics] = []
     for epoch in range(config.epochs):
-        order = _order(len(policy_rows), derive_seed(context.seed, "minibatches", step, epoch))
+        order = shuffled(len(policy_rows), derive_seed(context.seed, "minibatches", step, epoch))
         for i in range(config.minibatches):
             rows = order[i :: config.minibatches]
             metrics: Metrics = {}
@@ -324,7 +343,7 @@ def update(
                 )
                 metrics |= {f"policy/{name}": value for name, value in made.items()}
             history.append(metrics)
-    _check_updated(history, context.label, step)
+    check_updated(history, label=context.label, step=step)
     return {name: sum(made[name] for made in history) / len(history) for name in history[0]}
 
 
@@ -341,17 +360,23 @@ def resume(config: PPOConfig, models: Models, context: StageContext) -> tuple[in
     models.policy.load(checkpoint.path / "policy")
     if models.value_model:
         models.value_model.load(checkpoint.path / "value_model")
-    models.sampler.load_weights(models.policy.weights(), version=checkpoint.step)
     models.score.restore(checkpoint.state["rewards"])
     kl = (AdaptiveKL if adaptive else FixedKL)(**checkpoint.state["kl"])
     return checkpoint.step, kl, dict(checkpoint.state["metrics"])
 
 
 def save(
-    config: PPOConfig, models: Models, context: StageContext, step: int, kl: FixedKL | AdaptiveKL, metrics: Metrics
+    config: PPOConfig,
+    models: Models,
+    context: StageContext,
+    step: int,
+    kl: FixedKL | AdaptiveKL,
+    metrics: Metrics,
+    *,
+    stop: bool,
 ) -> None:
-    """Write a checkpoint when it is due. Rollouts need no place in it: a step is repeated from its seeds, bitwise."""
-    if step % config.checkpoint_every and step != config.steps:
+    """Write a checkpoint when it is due, or when the stage is to stop. The log has the rollouts that were made since."""
+    if step % config.checkpoint_every and step != config.steps and not stop:
         return
     state = {"kl": asdict(kl), "rewards": models.score.state(), "metrics": metrics}
     with context.checkpoints.saving(step, state) as folder:
@@ -366,27 +391,7 @@ def record(config: PPOConfig, context: StageContext, step: int, metrics: Metrics
     context.progress(step, config.steps, f"reward {metrics['reward/mean']:.3f}  kl {metrics['kl/per_sequence']:.2f}")
     if step % config.table_every == 0 or step == config.steps:
         rows = [
-            [
-                rollout.prompt.messages[-1].content,
-                rollout.completion.text,
-                rollout.reward,
-                len(rollout.completion.token_ids),
-            ]
-            for rollout in rollouts[:16]
+            [one.prompt.messages[-1].content, one.completion.text, one.reward, len(one.completion.token_ids)]
+            for one in rollouts[:16]
         ]
         context.tracker.table(f"samples/step_{step:05d}", ["prompt", "completion", "reward", "tokens"], rows)
-
-
-def _check_updated(history: Sequence[Metrics], label: str, step: int) -> None:
-    """Raise TrainingError if every update of a model was skipped in a step: nothing can be learnt from here on."""
-    for model in ("policy", "value"):
-        skipped = [metrics[f"{model}/skipped"] for metrics in history if f"{model}/skipped" in metrics]
-        if skipped and all(skipped):
-            rule = f"every update of the {model} had a non-finite loss or gradient"
-            raise TrainingError(explain(f"{label}.step", step, rule, "lower the learning rate, or clip the rewards"))
-
-
-def _order(count: int, seed: int) -> list[int]:
-    order = list(range(count))
-    random.Random(seed).shuffle(order)
-    return order

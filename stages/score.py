@@ -92,6 +92,8 @@ def score_shards(
             metrics = reward_metrics(rollouts)
             context.metrics(index + 1, metrics)
             context.progress(index + 1, len(pieces), f"reward {metrics['reward/mean']:.3f}")
+            if context.stopping():
+                context.stop()
 
 
 def keep(score: Scorer, folder: Path, shard: int) -> None:

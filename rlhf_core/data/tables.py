@@ -1,7 +1,7 @@
 """The parquet layouts that flow between stages, and the values that one row of each becomes.
 
-Every write is atomic (temporary file, then a rename), so a shard that is there is whole and a killed stage can go
-on after the last one.
+Every write is atomic and on the disk before it has its name, so a shard that is there is whole and a killed stage can
+go on after the last one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
 from rlhf_core.errors import DataError, explain
+from rlhf_core.store_layout import fsync_path
 from rlhf_core.types import Completion, Generation, Message, Prompt, Rollout
 
 PROMPTS_FILE = "prompts.parquet"
@@ -320,14 +321,21 @@ def _write(path: Path, schema: pa.Schema, rows: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     pq.write_table(pa.Table.from_pylist(rows, schema=schema), temporary)
-    temporary.replace(path)
+    _put(temporary, path)
 
 
 def _replace(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_bytes(content)
+    _put(temporary, path)
+
+
+def _put(temporary: Path, path: Path) -> None:
+    """Give a written file its name once its content is on the disk: a shard that is there is whole, power cut or not."""
+    fsync_path(temporary)
     temporary.replace(path)
+    fsync_path(path.parent)
 
 
 def _read(path: Path, schema: pa.Schema) -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,15 +14,15 @@ from typing import Any
 from rlhf_core.checkpoints import Checkpoints
 from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.config.loop import LoopConfig
+from rlhf_core.data.order import shuffled
 from rlhf_core.errors import TrainingError, explain
 from rlhf_core.interfaces import Metrics, Objective, Trainer
 from rlhf_core.stage import StageContext
 from rlhf_core.training.schedule import scheduled_rate
+from rlhf_core.training.skipped import count_skipped
 from rlhf_core.types import derive_seed
 
 logger = logging.getLogger(__name__)
-
-MAX_SKIPPED_IN_A_ROW = 5
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,7 @@ def batch_at(step: int, samples: Sequence[Any], *, batch_size: int, seed: int) -
     """Return the samples of optimizer step `step`: epoch by epoch in an order drawn from `seed`; the last may be short."""
     per_epoch = math.ceil(len(samples) / batch_size)
     epoch, position = divmod(step, per_epoch)
-    order = list(range(len(samples)))
-    random.Random(derive_seed(seed, "order", epoch)).shuffle(order)
+    order = shuffled(len(samples), derive_seed(seed, "order", epoch))
     return [samples[i] for i in order[position * batch_size : (position + 1) * batch_size]]
 
 
@@ -93,27 +91,15 @@ def fit(
         if done % loop.eval_every == 0 or done == steps:
             evaluated = _evaluate(trainer, evaluation, objective)
             context.metrics(done, evaluated)
-        if done % loop.checkpoint_every == 0 or done == steps or (evaluated and loop.keep_best):
+        due = done % loop.checkpoint_every == 0 or done == steps or (evaluated and loop.keep_best)
+        stop = context.stopping()  # asked once: what arrives after the save must not end the step before the next
+        if due or stop:
             state = {"initial": initial, "skipped_in_a_row": skipped_in_a_row, "final": evaluated or {}}
             with checkpoints.saving(done, state, metric=-evaluated["eval/loss"] if evaluated else None) as folder:
                 trainer.save(folder)
+        if stop:
+            context.stop()
     return _finish(trainer, checkpoints, context.label, loop, steps, initial)
-
-
-def count_skipped(so_far: int, metrics: Metrics, *, label: str, step: int) -> int:
-    """Return how many updates in a row were skipped for a non-finite gradient; refuse to go on after five.
-
-    Raises TrainingError naming the stage and the step.
-    """
-    if not metrics["skipped"]:
-        return 0
-    logger.warning("%s: step %d skipped, the loss or the gradient is not finite", label, step)
-    if so_far + 1 >= MAX_SKIPPED_IN_A_ROW:
-        rule = f"{MAX_SKIPPED_IN_A_ROW} updates in a row had a non-finite loss or gradient"
-        raise TrainingError(
-            explain(f"{label}.step", step, rule, "lower the learning rate, or look at the samples of this step")
-        )
-    return so_far + 1
 
 
 def _finish(

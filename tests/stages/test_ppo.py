@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,9 @@ from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
 from rlhf_core.config.rewards import FunctionReward, RewardsConfig
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.types import Completion, Generation, Message, PolicyRef, Prompt, SamplingRequest
-from stages.ppo import PPOConfig, prompts_at, sample
+from stages.ppo import PPOConfig, sample
 from tests.stages.recording import Workshop, make_policy
-from tests.stages.training import killed_and_resumed, prompts
+from tests.stages.training import killed_and_resumed, prompts, stopped_and_resumed
 
 PROMPTS = [Prompt(f"p{i}", (Message("user", str(i)),), "", "test") for i in range(5)]
 
@@ -56,25 +55,6 @@ def shop_and_inputs(root: Path, policy: Path) -> tuple[Workshop, dict[str, Any]]
 
 def series(shop: Workshop, name: str) -> list[float]:
     return [values[f"ppo/{name}"] for _, values in shop.tracker.points if f"ppo/{name}" in values]
-
-
-def test_prompts_come_epoch_by_epoch_each_once() -> None:
-    taken = [prompt.id for step in range(5) for prompt in prompts_at(step, PROMPTS, count=2, seed=3)]
-    assert sorted(taken[:5]) == sorted(taken[5:]) == [f"p{i}" for i in range(5)]
-    assert taken[:5] != taken[5:]
-
-
-def test_the_order_of_an_epoch_is_drawn_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = []
-
-    class Counted(random.Random):
-        def __init__(self, seed: int) -> None:
-            super().__init__(seed)
-            drawn.append(seed)
-
-    monkeypatch.setattr(random, "Random", Counted)
-    prompts_at(1, PROMPTS, count=4, seed=3)  # prompts 4 to 7: the end of one epoch and the start of the next
-    assert len(drawn) == len(set(drawn)) == 2
 
 
 class Echo:
@@ -146,6 +126,41 @@ def test_a_killed_run_ends_with_the_same_bytes(tmp_path: Path, policy: Path, adv
     expected, _ = whole.run("ppo", config(advantage=advantage, kl_target=0.5), inputs)
     killed, inputs = shop_and_inputs(tmp_path / "killed", policy)
     ref = killed_and_resumed(killed, "ppo", config(advantage=advantage, kl_target=0.5), inputs, at=3)
+    assert ref.digest == expected.digest
+
+
+def test_a_stage_that_is_asked_to_stop_saves_between_its_checkpoints_and_loses_no_step(
+    tmp_path: Path, policy: Path
+) -> None:
+    rarely = config(checkpoint_every=4)
+    whole, inputs = shop_and_inputs(tmp_path / "whole", policy)
+    expected, _ = whole.run("ppo", rarely, inputs)
+    stopped, inputs = shop_and_inputs(tmp_path / "stopped", policy)
+    ref, step = stopped_and_resumed(stopped, "ppo", rarely, inputs, at=3)
+    assert step == 3
+    assert ref.digest == expected.digest
+
+
+def test_rollouts_made_since_the_last_checkpoint_are_not_made_again(
+    tmp_path: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampled: list[int] = []
+
+    def counted(*args: Any, step: int, seed: int) -> list[Generation]:
+        sampled.append(step)
+        return sample(*args, step=step, seed=seed)
+
+    monkeypatch.setattr("stages.ppo.sample", counted)
+    # the normaliser's running statistics are part of what a rollout step leaves behind
+    terms = {"short": FunctionReward(function="tests.stages.test_ppo:short_is_good")}
+    settings = config(checkpoint_every=2, rewards=RewardsConfig(terms=terms, normalise="running"))
+    whole, inputs = shop_and_inputs(tmp_path / "whole", policy)
+    expected, _ = whole.run("ppo", settings, inputs)
+    assert sampled == [0, 1, 2, 3]
+    sampled.clear()
+    killed, inputs = shop_and_inputs(tmp_path / "killed", policy)
+    ref = killed_and_resumed(killed, "ppo", settings, inputs, at=3)
+    assert sampled == [0, 1, 2, 3]  # killed after step 3, resumed from the checkpoint of step 2
     assert ref.digest == expected.digest
 
 

@@ -12,7 +12,7 @@ from rlhf_core.config.loop import LoopConfig
 from rlhf_core.types import PolicyRef
 from stages.sft import SFTConfig
 from tests.stages.recording import Workshop, make_policy
-from tests.stages.training import demonstrations, killed_and_resumed
+from tests.stages.training import demonstrations, killed_and_resumed, stopped_and_resumed
 
 CONFIG = SFTConfig(
     max_length=48,
@@ -49,6 +49,22 @@ def test_a_killed_run_ends_with_the_same_bytes(tmp_path: Path, policy: Path) -> 
         made = shop.run("sft", CONFIG, inputs)[0] if name == "whole" else None
         refs.append(made or killed_and_resumed(shop, "sft", CONFIG, inputs, at=7))
     assert refs[0].digest == refs[1].digest
+
+
+def test_a_stage_that_is_asked_to_stop_saves_and_loses_no_step(tmp_path: Path, policy: Path) -> None:
+    rarely = CONFIG.model_copy(update={"loop": CONFIG.loop.model_copy(update={"checkpoint_every": 100})})
+    digests = []
+    for name in ("whole", "stopped"):
+        shop = Workshop(ArtifactStore(tmp_path / name / "store"))
+        base = shop.store.external(PolicyRef, policy)
+        inputs = {"policy": base, "demonstrations": demonstrations(shop.store, tmp_path / name)}
+        if name == "whole":
+            digests.append(shop.run("sft", rarely, inputs)[0].digest)
+        else:
+            ref, step = stopped_and_resumed(shop, "sft", rarely, inputs, at=7)
+            assert step == 7
+            digests.append(ref.digest)
+    assert digests[0] == digests[1]
 
 
 def test_the_best_checkpoint_is_what_is_kept(tmp_path: Path, policy: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rlhf_core import stopping
 from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.config.base import Config
 from rlhf_core.data.tables import Demonstration, Preference, write_demonstrations, write_preferences, write_prompts
@@ -43,6 +44,21 @@ def prompts(store: ArtifactStore, root: Path, count: int = 6) -> PromptsRef:
     rows = [Prompt(f"q{i}", question(i), str(i), "test") for i in range(count)]
     write_prompts(root / "prompts", rows)
     return store.external(PromptsRef, root / "prompts")
+
+
+def stopped_and_resumed(
+    shop: Workshop, name: str, config: Config, inputs: dict[str, Any], *, at: int
+) -> tuple[ArtifactRef, int | None]:
+    """Ask the stage to stop when it reports `at` steps, run it again; return its artifact and where it went on from."""
+
+    def ask(done: int, total: int, message: str) -> None:
+        if done == at:
+            stopping.ask("the test says so")
+
+    with stopping.on_signals(), pytest.raises(stopping.StageStopped, match="the test says so"):
+        shop.run(name, config, inputs, progress=ask)
+    ref, decision = shop.run(name, config, inputs)
+    return ref, decision.step
 
 
 def killed_and_resumed(shop: Workshop, name: str, config: Config, inputs: dict[str, Any], *, at: int) -> ArtifactRef:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.config.loop import LoopConfig
 from rlhf_core.data.tables import write_demonstrations
-from rlhf_core.errors import TrainingError
-from rlhf_core.training.fit import batch_at, count_skipped, total_steps
+from rlhf_core.training.fit import batch_at, total_steps
 from rlhf_core.types import DemonstrationsRef, PolicyRef
 from stages.sft import SFTConfig
 from tests.stages.recording import Workshop
@@ -30,16 +27,6 @@ def test_an_epoch_sees_every_sample_once_in_an_order_of_its_own() -> None:
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second
     assert batch_at(1, range(10), batch_size=4, seed=1) == first[4:8]
-
-
-def test_updates_that_are_skipped_in_a_row_end_the_stage_and_a_good_one_forgives() -> None:
-    count = 0
-    for step in range(4):
-        count = count_skipped(count, {"skipped": 1.0}, label="sft", step=step)
-    assert count == 4
-    assert count_skipped(count, {"skipped": 0.0}, label="sft", step=4) == 0
-    with pytest.raises(TrainingError, match=r"sft\.step = 4: 5 updates in a row"):
-        count_skipped(count, {"skipped": 1.0}, label="sft", step=4)
 
 
 def test_the_best_of_no_evaluations_is_the_last_checkpoint(tmp_path: Path, policy_folder: Path) -> None:

@@ -1,0 +1,30 @@
+"""In which order data is seen: epoch by epoch, each epoch shuffled anew, and a pure function of seed and step.
+
+So the position in the data *is* the step, and a resumed run needs no cursor.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import TypeVar
+
+from rlhf_core.types import derive_seed
+
+T = TypeVar("T")
+
+
+def rows_at(step: int, rows: Sequence[T], *, count: int, seed: int) -> list[T]:
+    """Return `count` rows for `step`; an epoch goes on in the step after the one that it began in."""
+    size = len(rows)
+    positions = range(step * count, (step + 1) * count)
+    epochs = range(positions[0] // size, positions[-1] // size + 1)
+    orders = {epoch: shuffled(size, derive_seed(seed, "prompts", epoch)) for epoch in epochs}
+    return [rows[orders[position // size][position % size]] for position in positions]
+
+
+def shuffled(count: int, seed: int) -> list[int]:
+    """Return 0 ... count - 1 in an order drawn from `seed`."""
+    order = list(range(count))
+    random.Random(seed).shuffle(order)
+    return order

@@ -1,0 +1,38 @@
+"""Updates that were skipped because loss or gradient were not finite: some are survived, too many end the stage."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from rlhf_core.errors import TrainingError, explain
+from rlhf_core.interfaces import Metrics
+
+logger = logging.getLogger(__name__)
+
+MAX_SKIPPED_IN_A_ROW = 5
+
+
+def count_skipped(so_far: int, metrics: Metrics, *, label: str, step: int) -> int:
+    """Return how many updates in a row were skipped for a non-finite gradient; refuse to go on after five.
+
+    Raises TrainingError naming the stage and the step.
+    """
+    if not metrics["skipped"]:
+        return 0
+    logger.warning("%s: step %d skipped, the loss or the gradient is not finite", label, step)
+    if so_far + 1 >= MAX_SKIPPED_IN_A_ROW:
+        rule = f"{MAX_SKIPPED_IN_A_ROW} updates in a row had a non-finite loss or gradient"
+        raise TrainingError(
+            explain(f"{label}.step", step, rule, "lower the learning rate, or look at the samples of this step")
+        )
+    return so_far + 1
+
+
+def check_updated(history: Sequence[Metrics], *, label: str, step: int) -> None:
+    """Raise TrainingError if every update of a model was skipped in a step: nothing can be learnt from here on."""
+    for model in ("policy", "value"):
+        skipped = [metrics[f"{model}/skipped"] for metrics in history if f"{model}/skipped" in metrics]
+        if skipped and all(skipped):
+            rule = f"every update of the {model} had a non-finite loss or gradient"
+            raise TrainingError(explain(f"{label}.step", step, rule, "lower the learning rate, or clip the rewards"))
