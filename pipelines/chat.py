@@ -7,19 +7,17 @@ import secrets
 
 from rich.console import Console
 
-from pipelines.home import Home
 from pipelines.inputs import find_artifact
 from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.config.engines import HFSamplerConfig, RuntimeConfig, SamplingConfig
 from rlhf_core.types import Message, PolicyRef, SamplingRequest
 
 
-def talk(options: argparse.Namespace, console: Console) -> None:
+def talk(options: argparse.Namespace, store: ArtifactStore, console: Console) -> None:
     """Answer `--once TEXT`, or one line after the other until an empty one."""
     from rlhf_core.data.chat import ChatTemplate
     from rlhf_core.runtime.factory import open_runtime
 
-    store = ArtifactStore(Home.here().store)
     policy = store.path(find_artifact(store, PolicyRef, options.policy))
     chat = ChatTemplate.load(policy)
     sampling = SamplingConfig(temperature=options.temperature, max_tokens=options.max_tokens)

@@ -51,27 +51,45 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("stage", help="label of a stage, as `rlhf plan` shows it")
     _profile_options(explain, positional=False)
 
-    verbs.add_parser("runs", help="what the store holds: stages that were made, newest first")
+    mend = verbs.add_parser(
+        "reconcile", help="give what a kill left at work in Prefect, MLflow and the store its true state"
+    )
+    _store_options(mend)
+    resume = verbs.add_parser("resume", help="run again what did not come to its end; what is done is not done again")
+    resume.add_argument("run", nargs="?", default="", help="name or id of a flow run; default: the newest unfinished")
+
+    _store_options(verbs.add_parser("runs", help="what the store holds: stages that were made, newest first"))
     chat = verbs.add_parser("chat", help="talk to a policy")
     chat.add_argument("policy", help="label of a stage (sft, ppo), digest, or a folder")
     chat.add_argument("--once", metavar="TEXT", help="answer this and stop")
     chat.add_argument("--max-tokens", type=int, default=64)
     chat.add_argument("--temperature", type=float, default=0.7)
+    _store_options(chat)
     verbs.add_parser("doctor", help="check this machine: versions, memory, disk, ports, engines")
 
-    store = verbs.add_parser("store", help="look after the artifact store").add_subparsers(
-        dest="store_verb", required=True, metavar="VERB"
-    )
-    store.add_parser("ls", help="every artifact with its size")
-    store.add_parser("verify", help="hash every file; damage goes into quarantine")
-    pin = store.add_parser("pin", help="keep an artifact from gc")
+    _store_verbs(verbs.add_parser("store", help="look after the artifact store"))
+    return parser
+
+
+def _store_verbs(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(dest="store_verb", required=True, metavar="VERB")
+    verbs.add_parser("ls", help="every artifact with its size, and what is damaged")
+    verbs.add_parser("verify", help="hash every file; damage goes into quarantine")
+    pin = verbs.add_parser("pin", help="keep an artifact from gc")
     pin.add_argument("target", help="digest, key or store:// uri")
     pin.add_argument("--note", default="")
-    store.add_parser("unpin", help="let gc have it again").add_argument("target", help="digest, key or store:// uri")
-    collect = store.add_parser("gc", help="remove what no recent run and no pin reaches")
+    verbs.add_parser("unpin", help="let gc have it again").add_argument("target", help="digest, key or store:// uri")
+    collect = verbs.add_parser("gc", help="remove what no recent run and no pin reaches")
     collect.add_argument("--dry-run", action="store_true", help="only list it")
     collect.add_argument("--keep-days", type=float, default=30.0)
-    return parser
+    for verb in verbs.choices.values():
+        _store_options(verb)
+
+
+def _store_options(parser: argparse.ArgumentParser) -> None:
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--store", default="", metavar="FOLDER", help="the store; default: that of the state folder")
+    which.add_argument("--profile", default="", help="the store that this profile uses")
 
 
 def _profile_options(parser: argparse.ArgumentParser, *, positional: bool = True) -> None:
@@ -96,6 +114,8 @@ def _verb(name: str) -> Callable[[argparse.Namespace], int | None]:
         "run": verbs.run,
         "plan": verbs.plan,
         "explain": verbs.explain,
+        "reconcile": verbs.reconcile,
+        "resume": verbs.resume,
         "runs": verbs.runs,
         "chat": verbs.chat,
         "doctor": verbs.doctor,
@@ -109,7 +129,7 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 
 
 def _resume(options: argparse.Namespace) -> str:
-    return "resume with the same command" if options.verb == "run" else "nothing is lost"
+    return "resume with the same command" if options.verb in ("run", "resume") else "nothing is lost"
 
 
 if __name__ == "__main__":

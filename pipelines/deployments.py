@@ -1,26 +1,47 @@
-"""What `rlhf up` serves: `rlhf-pipeline/full`, `/rlvr`, and one deployment per stage, each with a typed form."""
+"""What `rlhf up` serves: `rlhf-pipeline/full`, `/rlvr`, and one deployment per stage, each with a typed form.
+
+This process also sees to it, at its start and every minute, that no run is shown at work whose process is gone.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import signal
+import subprocess
 import sys
+import threading
+import time
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import psutil
 from prefect import Flow
 from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
 from prefect.deployments.runner import EntrypointType
 from prefect.runner import Runner
+from prefect.runner import _scheduled_run_poller as poller
 from pydantic import BaseModel
 
 from pipelines import flows, single_stage
 from pipelines.profile import PipelineConfig, load_profile
-from pipelines.reconcile import reconcile
+from pipelines.reconcile import interrupt, reconcile
+
+logger = logging.getLogger(__name__)
 
 ONE_AT_A_TIME = ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.ENQUEUE)
 RUNS_AT_ONCE = 1
 """Two runs would each start a Ray of their own, on the same cores and GPUs; the second waits and then finds hits."""
 POLL_S = 2.0
+PATIENT_QUESTIONS = 10_000
+"""So often the server may fail to answer in a row. Prefect's own 3 would end the runner, and with it the flows that run,
+seconds after its server went away."""
+BEAT_EVERY_S = 5.0
+RECONCILE_EVERY_S = 60.0
+SAVE_TIMEOUT_S = 25.0
+"""So long a flow that is asked to end may take to save; then it is killed, and resumes from its last checkpoint."""
 
 
 def deployments() -> list[Any]:
@@ -76,14 +97,73 @@ def _plain(config: BaseModel) -> dict[str, Any]:
     return config.model_dump(mode="json", exclude_none=True)
 
 
-def main(ready: Path) -> None:
-    """Serve the deployments; the file `ready` appears when they can be triggered."""
+class InterruptingRunner(Runner):
+    """A runner that, asked to end, first writes down that its runs are interrupted, then lets them save.
+
+    Prefect's own way kills them and leaves them Running, or calls them Cancelled.
+    """
+
+    def handle_sigterm(self, *args: Any, **kwargs: Any) -> NoReturn:
+        try:
+            for mended in interrupt():
+                logger.warning("%s", mended)
+        except Exception as error:  # the flows must be told all the same
+            logger.warning("the runs under way could not be marked as interrupted: %s", error)
+        flows_under_way = psutil.Process().children()
+        for process in flows_under_way:
+            process.send_signal(signal.SIGTERM)
+        psutil.wait_procs(flows_under_way, timeout=SAVE_TIMEOUT_S)
+        os._exit(0)
+
+
+async def _serve(runner: Runner, mark: Path) -> None:
+    poller.critical_service_loop = partial(poller.critical_service_loop, consecutive=PATIENT_QUESTIONS)
+    beating = asyncio.create_task(_beat(mark))
+    try:
+        await runner.start()
+    finally:
+        beating.cancel()
+
+
+async def _beat(mark: Path) -> None:
+    """Touch `mark` from the loop that serves, so that it grows old when that loop stands still."""
+    while True:
+        mark.touch()
+        await asyncio.sleep(BEAT_EVERY_S)
+
+
+def _keep_true(log: Path) -> None:
+    """Reconcile everything once, and again whenever Prefect turns out to have shown something that is not so."""
+    _reconcile_all(log)
+    while True:
+        time.sleep(RECONCILE_EVERY_S)
+        try:
+            mended = reconcile()
+        except Exception as error:  # the server may be away for a while
+            logger.warning("runs of dead processes could not be looked for: %s", error)
+            continue
+        for found in mended:
+            logger.warning("%s", found)
+        if mended:
+            _reconcile_all(log)
+
+
+def _reconcile_all(log: Path) -> None:
+    # In a process of its own: MLflow takes 200 MB, and is needed here once in a while only.
+    with log.open("ab") as stream:
+        subprocess.run([sys.executable, "-m", "pipelines.cli", "reconcile"], stdout=stream, stderr=stream, check=False)
+
+
+def main(mark: Path) -> None:
+    """Serve the deployments; the file `mark` is there, and young, while they can be triggered."""
+    logging.basicConfig(format="%(asctime)s %(message)s")
     reconcile()
-    runner = Runner(limit=RUNS_AT_ONCE, query_seconds=POLL_S)
+    runner = InterruptingRunner(limit=RUNS_AT_ONCE, query_seconds=POLL_S)
     for deployment in deployments():
         runner.add_deployment(deployment)
-    ready.touch()
-    asyncio.run(runner.start())
+    log = mark.parent / "logs" / "reconcile.log"
+    threading.Thread(target=_keep_true, args=(log,), daemon=True, name="reconcile").start()
+    asyncio.run(_serve(runner, mark))
 
 
 if __name__ == "__main__":

@@ -7,46 +7,63 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from uuid import UUID
 
 from rich.console import Console
 
 from pipelines.display import LiveDisplay, PlainDisplay, open_display, results_table
+from pipelines.hits import is_watched, take_hits
 from pipelines.home import Home, client_environment
+from pipelines.listener import Listener
+from pipelines.plan import plan
 from pipelines.profile import PipelineConfig, load_profile
-from pipelines.run import PipelineRun, RunOptions, import_tracker, open_run, open_tracker
-from pipelines.services import (
-    SERVER_TIMEOUT_S,
-    PrivateServer,
-    ServiceError,
-    healthy,
-    private_server,
-    running,
-    wait_for,
-)
-from rlhf_core.types import ReportRef
+from pipelines.run import PipelineRun, RunOptions, import_tracker, open_run, open_tracker, store_of
+from pipelines.services import SERVER_TIMEOUT_S, PrivateServer, ServiceError, private_server, running
+from pipelines.watched import healthy, wait_for
+from rlhf_core.artifacts import ArtifactStore
+from rlhf_core.types import ArtifactRef, ReportRef
+
+logger = logging.getLogger(__name__)
 
 OUR_LOGGERS = ("pipelines", "stages", "rlhf_core")
 
 
 def run_profile(options: argparse.Namespace, console: Console) -> None:
-    """Run a profile and print its results; RlhfError for what a person can mend."""
-    from pipelines.full import lifecycle
+    """Run a profile and print its results; RlhfError for what a person can mend.
 
+    Where every stage is a hit and nobody can be looking, neither Prefect nor MLflow is started.
+    """
     home = Home.here().make()
     config = load_profile(options.profile, options.overrides)
+    store = store_of(config, home)
     wanted = RunOptions(until=options.until, force=tuple(options.force), strict_code=options.strict_code)
-    with _server(home) as server, open_display(console) as display:
+    with open_display(console) as display:
         _keep_log(home, display)
-        threading.Thread(target=import_tracker, args=(home,), daemon=True, name="import-tracker").start()
-        with open_run(
-            config, lifecycle, wanted, home=home, tracker=open_tracker(config, home), listener=display
-        ) as pipeline_run:
-            _run_flow(pipeline_run, config, options, server)
-    _print_results(pipeline_run, console)
+        results = None
+        if not is_watched(home):
+            planned = plan(config, store, until=wanted.until, force=wanted.force, strict_code=wanted.strict_code)
+            results = take_hits(planned, store, display, strict_code=wanted.strict_code)
+        if results is None:
+            results = _run_recorded(config, wanted, options, home, display)
+    _print_results(results, store, console)
     _say_where_to_look(home, console)
+
+
+def _run_recorded(
+    config: PipelineConfig, wanted: RunOptions, options: argparse.Namespace, home: Home, display: Listener
+) -> dict[str, ArtifactRef]:
+    """Run the pipeline as a flow of Prefect, tracked in MLflow; return the artifacts by label."""
+    from pipelines.full import lifecycle
+
+    with _server(home) as server:
+        threading.Thread(target=import_tracker, args=(home,), daemon=True, name="import-tracker").start()
+        tracker = open_tracker(config, home)
+        with open_run(config, lifecycle, wanted, home=home, tracker=tracker, listener=display) as pipeline_run:
+            _run_flow(pipeline_run, config, options, server)
+    return pipeline_run.results
 
 
 @contextmanager
@@ -67,6 +84,7 @@ def _server(home: Home) -> Iterator[PrivateServer | None]:
 def _run_flow(
     pipeline_run: PipelineRun, config: PipelineConfig, options: argparse.Namespace, server: PrivateServer | None
 ) -> None:
+    from httpx import TransportError
     from prefect import flow
     from prefect.context import FlowRunContext
 
@@ -74,24 +92,38 @@ def _run_flow(
     from pipelines.tasks import FLOW_NAME, run_in_flow, settle
 
     @flow(name=FLOW_NAME, flow_run_name=config.name, validate_parameters=False, persist_result=False)
-    def full(profile: str, overrides: list[str], until: str, force: list[str]) -> None:
+    def full(profile: str, overrides: list[str], until: str, force: list[str], strict_code: bool) -> None:
         flow_runs.append(FlowRunContext.get().flow_run.id)
         run_in_flow(pipeline_run, lifecycle)
+        ended.append(True)
 
     if server is not None:
         server.wait()
     flow_runs: list[UUID] = []
+    ended: list[bool] = []
     try:
-        full(options.profile, options.overrides, options.until, options.force)
+        full(_whereabouts(options.profile), options.overrides, options.until, options.force, options.strict_code)
+    except TransportError as error:
+        url = os.environ["PREFECT_API_URL"]
+        if not ended:
+            raise ServiceError(f"{url}: Prefect does not answer ({error}); what was done is kept: run again") from error
+        # The client has tried again for minutes, and all stages have committed: nothing is lost but a page.
+        logger.warning("%s: Prefect does not answer (%s); the run is complete, its page may say otherwise", url, error)
     finally:
         for flow_run in flow_runs:
             settle(flow_run, pipeline_run.started)
 
 
-def _print_results(pipeline_run: PipelineRun, console: Console) -> None:
-    report = pipeline_run.results.get("evaluate")
+def _whereabouts(profile: str) -> str:
+    """Return a profile's name, or its whole path: `rlhf resume` may be typed in another folder."""
+    path = Path(profile)
+    return str(path.resolve()) if path.is_file() else profile
+
+
+def _print_results(results: Mapping[str, ArtifactRef], store: ArtifactStore, console: Console) -> None:
+    report = results.get("evaluate")
     if isinstance(report, ReportRef):
-        folder = pipeline_run.store.path(report)
+        folder = store.path(report)
         console.print(results_table(json.loads((folder / "report.json").read_text())))
         console.print(f"report: {folder / 'report.html'}", highlight=False, soft_wrap=True)
 

@@ -94,6 +94,8 @@ def client_environment(home: Home, *, prefect_port: int) -> dict[str, str]:
     """Return the settings of a process that talks to the Prefect server on `prefect_port`."""
     return quiet_environment(home) | {
         "PREFECT_API_URL": f"http://{LOOPBACK}:{prefect_port}/api",
+        # With five retries of the client a server may be away for a minute, or hang for three, and be started again.
+        "PREFECT_API_REQUEST_TIMEOUT": "20",
         # Prefect's pages keep every log line; the terminal belongs to our own display.
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
         "PREFECT_INTERNAL_LOGGING_LEVEL": "CRITICAL",

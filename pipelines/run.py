@@ -18,7 +18,9 @@ from pipelines.home import Home
 from pipelines.listener import Listener, ShownTracker
 from pipelines.plan import Pipeline, PlannedStage, ReachedUntil, engines_needed, plan
 from pipelines.profile import PipelineConfig
+from pipelines.retry import reached, trying_again
 from pipelines.services import running
+from rlhf_core import stopping
 from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.interfaces import StageTracker
 from rlhf_core.leases import living_owner
@@ -62,6 +64,11 @@ class Tracker(Protocol):
 
     def url(self, run_id: str) -> str: ...
 
+    @property
+    def token(self) -> str: ...
+
+    def leave(self) -> None: ...
+
 
 @dataclass(frozen=True)
 class RunOptions:
@@ -101,14 +108,20 @@ class PipelineRun:
     results: dict[str, ArtifactRef] = field(default_factory=dict)
     started: int = 0
     """Stages that were begun, hits among them."""
+    links: Mapping[str, str] = field(default_factory=dict)
+    """Where else a stage can be looked up: kept in its record and as tags of its tracking run."""
 
     def stage(self, spec: StageSpec, show_progress: Progress) -> StageOutcome:
         """Return the artifact of a stage, from the store or by running it, with its tracking run closed truthfully."""
+        if stopping.reason():
+            raise stopping.StageStopped(stopping.reason())
         self.started += 1
         forced = spec.label in self.options.force
         try:
-            outcome = None if forced else self._find(spec) or self._attach(spec)
-            outcome = outcome or self._execute(spec, show_progress)
+            outcome = None if forced else self._find(spec)
+            if outcome is None and self.config.runtime.execution == "ray-job":
+                outcome = self._submit(spec, show_progress)
+            outcome = outcome or (None if forced else self._attach(spec)) or self._execute(spec, show_progress)
         except BaseException as error:
             self.listener.failed(spec.label, error)
             raise
@@ -138,6 +151,12 @@ class PipelineRun:
             time.sleep(ATTACH_POLL_S)
         return self._find(spec)
 
+    def _submit(self, spec: StageSpec, show_progress: Progress) -> StageOutcome:
+        from pipelines.submission import run_as_job
+        from rlhf_core.runtime.jobs import open_jobs
+
+        return run_as_job(self, spec, show_progress, open_jobs())
+
     def _execute(self, spec: StageSpec, show_progress: Progress) -> StageOutcome:
         began = time.monotonic()
         key = target_of(self.store, spec, strict_code=self.options.strict_code).key
@@ -145,7 +164,7 @@ class PipelineRun:
             spec.label,
             key=key,
             params=spec.config.model_dump(mode="json"),
-            tags={"stage": spec.name},
+            tags={"stage": spec.name, **self.links},
             fresh=starts_over(self.store, key, force=spec.label in self.options.force),
         )
         shown = ShownTracker(inner, spec.label, self.listener)
@@ -156,7 +175,14 @@ class PipelineRun:
 
         status: Status = "KILLED"
         try:
-            ref, decision = self._call(spec, shown, progress, {"run_id": inner.run_id})
+            # One tracking run for all tries; a forced stage begins anew with each.
+            ref, decision = trying_again(
+                lambda: self._call(spec, shown, progress, {"run_id": inner.run_id, **self.links}),
+                label=spec.label,
+                retries=self.config.runtime.retries,
+                where=lambda: reached(self.store, key),
+                sleep=time.sleep,
+            )
             self._log_models(spec.label, ref, inner)
             status = "FINISHED"
         except Exception:
@@ -224,13 +250,19 @@ def open_run(
 ) -> Iterator[PipelineRun]:
     """Plan the run and begin to start the engines that the plan needs; close them at the end."""
     store = store_of(config, home)
+    store.create()
     planned = plan(
         config, store, pipeline=pipeline, until=options.until, force=options.force, strict_code=options.strict_code
     )
     for stage in planned:
         listener.planned(stage.label, stage.decision)
     runtime = DeferredRuntime(config.runtime)
-    needed = engines_needed(planned)
+    in_jobs = config.runtime.execution == "ray-job"
+    if in_jobs and any(stage.decision.action != "HIT" for stage in planned):
+        from pipelines.submission import check_jobs
+
+        check_jobs(tracked=bool(tracker.token))
+    needed = set() if in_jobs else engines_needed(planned)
     if needed and config.runtime.type == "ray":
         check_address(named_address())  # now, and not when the first stage needs an engine
     if needed:
@@ -261,8 +293,8 @@ def run_stages(
     return run.results
 
 
-def open_tracker(config: PipelineConfig, home: Home) -> Tracker:
-    """Return the MLflow tracker of a run."""
+def open_tracker(config: PipelineConfig, home: Home, *, join: str = "") -> Tracker:
+    """Return the MLflow tracker of a run; `join` is the token of one that another process has opened."""
     from rlhf_core.tracking.mlflow import MlflowTracker
 
     uri, services = tracking_uri(home), running(home)
@@ -273,6 +305,7 @@ def open_tracker(config: PipelineConfig, home: Home) -> Tracker:
         artifact_root=home.mlflow_artifacts if ours else None,
         spool=home.mlflow_artifacts / ".spool",
         place=home.mlflow_uri if ours else uri,
+        join=join,
     )
     return tracker
 

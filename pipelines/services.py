@@ -10,34 +10,31 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO
 
 from pipelines.home import LOOPBACK, Home, client_environment, quiet_environment
+from pipelines.watched import START_TIMEOUT_S, Child, healthy, keep_alive, wait_for
 from rlhf_core.errors import RlhfError
 from rlhf_core.leases import is_gone
 from rlhf_core.tracking.owner import from_tags
 
 PREFECT_PORT = 4200
 MLFLOW_PORT = 5000
-FIRST_SIGN_S = 30.0
+FIRST_SIGN_S = 60.0
 UP_TIMEOUT_S = 240.0
-DOWN_TIMEOUT_S = 30.0
-SERVER_TIMEOUT_S = 180.0
+DOWN_TIMEOUT_S = 75.0
+LAST_TIMEOUT_S = 20.0
+SERVER_TIMEOUT_S = START_TIMEOUT_S
 PORTS = 200
 
 _CLAIMS: list[IO[str]] = []
 """Locked files, one per port that this process gave to a server."""
-
-
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Our services are on this machine: a proxy of the network does not reach them."""
 
 
 class ServiceError(RlhfError, RuntimeError):
@@ -83,11 +80,22 @@ class Services:
 
 def running(home: Home) -> Services | None:
     """Return the services of this state folder if their supervisor is alive."""
+    services = _noted(home)
+    return services if services is not None and alive(services.owner) else None
+
+
+def _noted(home: Home) -> Services | None:
     try:
-        services = Services(**json.loads(home.services.read_text()))
+        return Services(**json.loads(home.services.read_text()))
     except (FileNotFoundError, ValueError, TypeError):
         return None
-    return services if alive(services.owner) else None
+
+
+def await_end_of_last(home: Home) -> None:
+    """Wait until the services of a supervisor that was killed have let go of their ports: they end with it, soon."""
+    last = _noted(home)
+    if last is not None:
+        wait_for(lambda: is_free(last.prefect_port) and is_free(last.mlflow_port), LAST_TIMEOUT_S)
 
 
 def up(home: Home, *, foreground: bool) -> Services:
@@ -144,18 +152,28 @@ def down(home: Home) -> bool:
 
 @dataclass
 class PrivateServer:
-    """A Prefect server for the length of one run, on the database that `rlhf up` uses too."""
+    """A Prefect server for the length of one run, on the database that `rlhf up` uses too.
 
-    process: subprocess.Popen[bytes]
+    From its first answer on it is started again, on the same port, when it dies or hangs.
+    """
+
+    child: Child
     port: int
-    log: Path
+    stopped: threading.Event
+
+    @property
+    def url(self) -> str:
+        return f"http://{LOOPBACK}:{self.port}"
 
     def wait(self) -> None:
         """Return when it answers; ServiceError if it ends or takes too long."""
-        await_health(f"http://{LOOPBACK}:{self.port}/api/health", self.process, SERVER_TIMEOUT_S, self.log)
+        assert self.child.process is not None
+        await_health(f"{self.url}/api/health", self.child.process, SERVER_TIMEOUT_S, self.child.log)
+        threading.Thread(target=keep_alive, args=(self.child, self.stopped), daemon=True, name="keep-prefect").start()
 
     def stop(self) -> None:
-        stop_process(self.process)
+        self.stopped.set()
+        self.child.stop()
 
 
 @contextmanager
@@ -164,29 +182,19 @@ def private_server(home: Home) -> Iterator[PrivateServer]:
     home.make()
     port = claim_port(PREFECT_PORT)
     log = home.logs / "prefect_run.log"
+    log.unlink(missing_ok=True)
     environment = os.environ | client_environment(home, prefect_port=port)
-    with log.open("wb") as stream:
-        process = start_leashed(prefect_command(port), environment, stream)
-    server = PrivateServer(process, port, log)
+    health = f"http://{LOOPBACK}:{port}/api/health"
+    child = Child("the Prefect server of this run", prefect_command(port), environment, lambda: healthy(health), log)
+    child.start()
+    server = PrivateServer(child, port, threading.Event())
     try:
         yield server
     finally:
         server.stop()
 
 
-# ---------------------------------------------------------------- processes, ports, health
-
-
-def start_leashed(command: list[str], environment: Mapping[str, str], log: BinaryIO) -> subprocess.Popen[bytes]:
-    """Start a command that ends with this process; Ctrl-C reaches only us, so that it hears how things end."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "pipelines.leash", *command],
-        env=dict(environment),
-        stdin=subprocess.PIPE,
-        stdout=log,
-        stderr=log,
-        start_new_session=True,
-    )
+# ---------------------------------------------------------------- commands, ports, health
 
 
 def prefect_command(port: int) -> list[str]:
@@ -251,39 +259,7 @@ def await_health(url: str, process: subprocess.Popen[bytes], timeout_s: float, l
         time.sleep(0.1)
 
 
-def healthy(url: str) -> bool:
-    """Return whether `url` answers with success."""
-    try:
-        with _DIRECT.open(url, timeout=5) as response:
-            return bool(response.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
-
-
-def stop_process(process: subprocess.Popen[bytes], *, patience_s: float = 12.0) -> None:
-    """End a child: asked first, killed when it does not listen."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(patience_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-    if process.stdin is not None:
-        process.stdin.close()
-
-
 def alive(owner: Mapping[str, str]) -> bool:
     """Return whether the process that `rlhf_core.tracking.owner.tags` described is still there."""
     process = from_tags(owner)
     return process is not None and not is_gone(process)
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Return whether `condition` came true in time."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True

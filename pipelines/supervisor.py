@@ -1,17 +1,19 @@
-"""Keeps the services of `rlhf up` alive: `python -m pipelines.supervisor STATE_FOLDER`."""
+"""Keeps the services of `rlhf up` alive: `python -m pipelines.supervisor STATE_FOLDER`.
+
+A service that dies is started again within seconds, one that hangs within about a minute (see `pipelines.watched`).
+When the supervisor itself is killed its services end with it, and the next `rlhf up` starts anew.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from pipelines.home import Home, client_environment
@@ -20,47 +22,27 @@ from pipelines.services import (
     PREFECT_PORT,
     SERVER_TIMEOUT_S,
     Services,
+    await_end_of_last,
     await_health,
     claim_port,
     mlflow_command,
     prefect_command,
     running,
-    start_leashed,
-    stop_process,
 )
+from pipelines.watched import Child, healthy, keep_alive
 from rlhf_core.tracking import owner
 
 logger = logging.getLogger("rlhf.supervisor")
 
-RESTART_PAUSE_S = 2.0
 DEPLOYED_MARK = "deployments.ready"
-
-
-@dataclass
-class Child:
-    """A service: how to start it, where it says that it is well, and its process."""
-
-    name: str
-    command: list[str]
-    environment: Mapping[str, str]
-    health: str
-    log: Path
-    process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        with self.log.open("ab") as log:
-            self.process = start_leashed(self.command, self.environment, log)
-
-    def dead(self) -> bool:
-        return self.process is not None and self.process.poll() is not None
-
-    def stop(self) -> None:
-        if self.process is not None:
-            stop_process(self.process)
+"""A file that the deployments touch as long as they are well."""
+BEAT_LATE_S = 15.0
+DEPLOYMENTS_PATIENCE_S = 32.0
+"""Flows that run are asked to save and end."""
 
 
 def supervise(home: Home) -> None:
-    """Start the services, note their addresses, restart what dies, and stop them all on SIGTERM or Ctrl-C."""
+    """Start the services, note their addresses, restart what dies or hangs, stop all on SIGTERM or Ctrl-C."""
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -68,53 +50,60 @@ def supervise(home: Home) -> None:
         logger.error("services of %s are already running", home.root)
         return
     home.make()
-    prefect_port, mlflow_port = claim_port(PREFECT_PORT), claim_port(MLFLOW_PORT)
-    services = Services(owner.tags(), prefect_port, mlflow_port, ready=False)
+    await_end_of_last(home)
+    services = Services(owner.tags(), claim_port(PREFECT_PORT), claim_port(MLFLOW_PORT), ready=False)
     services.write(home)
-    environment = os.environ | client_environment(home, prefect_port=prefect_port)
     mark = home.root / DEPLOYED_MARK
     mark.unlink(missing_ok=True)
-    servers = [
-        Child(
-            "prefect",
-            prefect_command(prefect_port),
-            environment,
-            services.health[0],
-            home.logs / "prefect.log",
-        ),
-        Child(
-            "mlflow",
-            mlflow_command(home, mlflow_port),
-            environment,
-            services.health[1],
-            home.logs / "mlflow.log",
-        ),
-    ]
-    deployments = Child(
-        "deployments",
-        [sys.executable, "-m", "pipelines.deployments", str(mark)],
-        environment,
-        "",
-        home.logs / "deployments.log",
-    )
+    servers, deployments = _children(home, services, mark)
+    keepers: list[threading.Thread] = []
     try:
-        _start(servers, deployments, mark, stop)
+        _start(servers, services, deployments, mark, stop)
         if not stop.is_set():
             replace(services, ready=True).write(home)
             logger.warning("ready: Prefect %s, MLflow %s", services.prefect_url, services.mlflow_url)
-        _keep_alive([*servers, deployments], stop)
+        keepers = [threading.Thread(target=keep_alive, args=(child, stop)) for child in (*servers, deployments)]
+        for keeper in keepers:
+            keeper.start()
+        stop.wait()
     finally:
-        for child in [deployments, *servers]:
+        stop.set()
+        for keeper in keepers:
+            keeper.join()
+        for child in [deployments, *servers]:  # the deployments first: they write down what they interrupt
             child.stop()
         mark.unlink(missing_ok=True)
         home.services.unlink(missing_ok=True)
 
 
-def _start(servers: list[Child], deployments: Child, mark: Path, stop: threading.Event) -> None:
+def _children(home: Home, services: Services, mark: Path) -> tuple[list[Child], Child]:
+    environment = os.environ | client_environment(home, prefect_port=services.prefect_port)
+    commands = {
+        "prefect": prefect_command(services.prefect_port),
+        "mlflow": mlflow_command(home, services.mlflow_port),
+    }
+    servers = [
+        Child(name, commands[name], environment, lambda url=url: healthy(url), home.logs / f"{name}.log")  # type: ignore[misc]
+        for name, url in zip(commands, services.health, strict=True)
+    ]
+    command = [sys.executable, "-m", "pipelines.deployments", str(mark)]
+    log = home.logs / "deployments.log"
+    deployments = Child("deployments", command, environment, lambda: _beats(mark), log, DEPLOYMENTS_PATIENCE_S)
+    return servers, deployments
+
+
+def _beats(mark: Path) -> bool:
+    try:
+        return time.time() - mark.stat().st_mtime < BEAT_LATE_S
+    except FileNotFoundError:
+        return False
+
+
+def _start(servers: list[Child], services: Services, deployments: Child, mark: Path, stop: threading.Event) -> None:
     for child in servers:
         child.start()
     with ThreadPoolExecutor(len(servers)) as pool:
-        list(pool.map(_await, servers))
+        list(pool.map(_await, servers, services.health))
     deployments.start()
     deadline = time.monotonic() + SERVER_TIMEOUT_S
     while not mark.exists() and not stop.wait(0.1):
@@ -122,18 +111,9 @@ def _start(servers: list[Child], deployments: Child, mark: Path, stop: threading
             raise RuntimeError(f"the deployments were not served; read {deployments.log}")
 
 
-def _await(child: Child) -> None:
+def _await(child: Child, health: str) -> None:
     assert child.process is not None
-    await_health(child.health, child.process, SERVER_TIMEOUT_S, child.log)
-
-
-def _keep_alive(children: list[Child], stop: threading.Event) -> None:
-    while not stop.wait(RESTART_PAUSE_S):
-        for child in children:
-            if child.dead():
-                logger.warning("%s ended; started again", child.name)
-                child.stop()
-                child.start()
+    await_health(health, child.process, SERVER_TIMEOUT_S, child.log)
 
 
 if __name__ == "__main__":

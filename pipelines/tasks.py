@@ -17,7 +17,7 @@ from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.context import FlowRunContext
 from prefect.events.worker import EventsWorker
-from prefect.settings import PREFECT_UI_URL
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, PREFECT_UI_URL, temporary_settings
 from prefect.states import Completed
 
 from pipelines.cards import ProgressCard, show_plan, show_samples, show_stage
@@ -59,7 +59,7 @@ def settle(flow_run_id: UUID, tasks: int, *, patience_s: float = 10.0) -> None:
     EventsWorker.drain_all(timeout=patience_s)
     flow_run = FlowRunFilter(id={"any_": [flow_run_id]})
     try:
-        with get_client(sync_client=True) as client:
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), get_client(sync_client=True) as client:
             wait_for(all_written, patience_s)
     except Exception as error:
         # The run has ended, well or not, and its result must not hang on what the page shows.

@@ -6,11 +6,14 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 
 from pipelines.home import Home
+
+if TYPE_CHECKING:
+    from rlhf_core.artifacts import ArtifactStore
 
 PIPE_WIDTH = 160
 
@@ -88,26 +91,46 @@ def explain(options: argparse.Namespace) -> None:
         console.print_json(json.dumps(record.to_json(), default=str))
 
 
+def reconcile(options: argparse.Namespace) -> None:
+    """Give everything that a kill left standing as if it were at work its true state, and say what and why."""
+    from pipelines.mend import mend
+
+    home, count = Home.here(), 0
+    for line in mend(home, [_place(options)]):
+        count += 1
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print("nothing to mend: all that is shown at work is at work" if not count else f"{count} set right")
+
+
+def resume(options: argparse.Namespace) -> None:
+    """Run again what did not come to its end."""
+    from pipelines.mend import some_prefect
+
+    home = Home.here()
+    if not (home.prefect / "prefect.db").exists():
+        console.print(f"nothing was run yet in {home.root}: `rlhf run tiny/full` is a start", highlight=False)
+        return
+    with some_prefect(home) as served:
+        from pipelines.resume import resume as resume_flow_run
+
+        found = resume_flow_run(options.run, served=served)
+    console.print(found.said, highlight=False, markup=False, soft_wrap=True)
+    if found.options is not None:
+        run(found.options)
+
+
 def runs(options: argparse.Namespace) -> None:
     """Print what the store holds, newest first."""
-    from pipelines.display import key_metric
-    from rlhf_core.artifacts import ArtifactStore
+    from pipelines.store_verbs import print_runs
 
-    table = Table(box=None, pad_edge=False)
-    for name in ("made (UTC)", "stage", "seconds", "digest", "attempts", ""):
-        table.add_column(name, no_wrap=True)
-    for record in reversed(ArtifactStore(Home.here().store).records()):
-        made = record.started[:16].replace("T", " ")
-        cells = (made, record.label, f"{record.seconds:.1f}", record.handle.digest[:12], str(record.attempts))
-        table.add_row(*cells, key_metric(record.metrics))
-    console.print(table)
+    print_runs(_place(options), console)
 
 
 def chat(options: argparse.Namespace) -> None:
     """Talk to a policy."""
     from pipelines.chat import talk
 
-    talk(options, console)
+    talk(options, _place(options), console)
 
 
 def doctor(options: argparse.Namespace) -> int:
@@ -119,45 +142,20 @@ def doctor(options: argparse.Namespace) -> int:
 
 def store(options: argparse.Namespace) -> None:
     """Look after the store."""
+    from pipelines.store_verbs import look_after
+
+    look_after(_place(options), options, console)
+
+
+def _place(options: argparse.Namespace) -> ArtifactStore:
+    """Return the store that the options name: a folder, that of a profile, or the one in the state folder."""
+    from pipelines.profile import load_profile
+    from pipelines.run import store_of
     from rlhf_core.artifacts import ArtifactStore
 
-    place = ArtifactStore(Home.here().store)
-    if options.store_verb == "ls":
-        _list_store(place.root)
-    elif options.store_verb == "verify":
-        damage = place.verify()
-        for found in damage:
-            console.print(str(found), highlight=False, soft_wrap=True)
-        console.print(
-            f"{len(damage)} damaged; they are in quarantine and will be made again" if damage else "all sound"
-        )
-    elif options.store_verb == "pin":
-        place.pin(options.target, note=options.note)
-        console.print(f"pinned {options.target}", highlight=False)
-    elif options.store_verb == "unpin":
-        place.unpin(options.target)
-        console.print(f"unpinned {options.target}", highlight=False)
-    else:
-        report = place.gc(options.dry_run, keep_days=options.keep_days)
-        for item in report.items:
-            console.print(str(item), highlight=False, soft_wrap=True)
-        verb = "would free" if options.dry_run else "freed"
-        console.print(f"{verb} {report.bytes / 2**20:.1f} MiB in {len(report.items)} items", highlight=False)
-
-
-def _list_store(root: Path) -> None:
-    from rlhf_core.artifacts import ArtifactStore
-
-    place = ArtifactStore(root)
-    table = Table(box=None, pad_edge=False)
-    for name in ("digest", "kind", "stage", "MiB"):
-        table.add_column(name, no_wrap=True)
-    for record in place.records():
-        folder = place.path(record.handle)
-        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        kind = type(record.handle).__name__.removesuffix("Ref")
-        table.add_row(record.handle.digest[:12], kind, record.label, f"{size / 2**20:.1f}")
-    console.print(table)
+    if options.store:
+        return ArtifactStore(Path(options.store).expanduser())
+    return store_of(load_profile(options.profile), Home.here()) if options.profile else ArtifactStore(Home.here().store)
 
 
 def _plan(options: argparse.Namespace):  # type: ignore[no-untyped-def]  # PlannedStage is imported late

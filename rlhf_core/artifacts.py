@@ -15,27 +15,27 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
-
 from rlhf_core import leases, store_maintenance
 from rlhf_core.errors import ArtifactError, explain
 from rlhf_core.fingerprint import FileEntry, hash_files, hash_tree, list_files, sha256_text, tree_digest
 from rlhf_core.leases import Lease, Owner
-from rlhf_core.records import KeyRecord, Provenance
+from rlhf_core.records import KeyRecord, Provenance, parse_record
 from rlhf_core.store_layout import (
     MANIFEST,
     StoreLayout,
+    check_schema,
     fsync_path,
     fsync_tree,
     make_folder,
     make_read_only,
+    mark_schema,
     move_aside,
     naming_a_full_disk,
     read_json,
     remove_tree,
     write_json,
 )
-from rlhf_core.store_maintenance import Damage, GcReport
+from rlhf_core.store_maintenance import Damage, GcReport, Unreadable
 from rlhf_core.types import ArtifactRef
 
 logger = logging.getLogger(__name__)
@@ -46,12 +46,20 @@ _FILE = "file://"
 
 
 class ArtifactStore:
-    """A store in the local folder `root`, shared by all processes that see that folder."""
+    """A store in the local folder `root`, shared by all processes that see that folder.
+
+    Opening it writes nothing: the folder is made by `create`, or by the first lease or commit. ArtifactError if a newer
+    version laid it out.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = Path(root).absolute()
         self.layout = StoreLayout(self.root)
-        self.root.mkdir(parents=True, exist_ok=True)
+        check_schema(self.root)
+
+    def create(self) -> None:
+        """Make the folder, marked with the schema that this version writes; it may be there already."""
+        mark_schema(self.root)
 
     # ------------------------------------------------------------ reading
 
@@ -84,21 +92,33 @@ class ArtifactStore:
         if not damage:
             return record
         logger.warning("store: the artifact of key %s is damaged: %s; put into quarantine", key[:12], damage)
-        move_aside(path, self.layout.quarantine)
+        store_maintenance.set_aside_record(self.layout, key, damage)
         if record is not None:
             move_aside(self.layout.object(object_digest(record.handle)), self.layout.quarantine)
         return None
 
+    def damage(self, key: str) -> str:
+        """Return why the last artifact of `key` was put into quarantine, or an empty text if it was not."""
+        noted = read_json(self.layout.damage(key))
+        return "" if noted is None else str(noted["problem"])
+
     def records(self) -> list[KeyRecord]:
         """Return all readable key records, oldest first; their objects are not looked at."""
-        found = []
+        records, unreadable = self.scan()
+        for found in unreadable:
+            logger.warning("store: %s", found)
+        return records
+
+    def scan(self) -> tuple[list[KeyRecord], list[Unreadable]]:
+        """Return the key records, oldest first, and the files in their place that this version cannot read."""
+        records, unreadable = [], []
         for path in sorted(self.layout.keys.glob("*/*.json")):
-            record = _parse_record(path)
-            if record is None:
-                logger.warning("store: %s is not a key record", path)
-            else:
-                found.append(record)
-        return sorted(found, key=lambda record: (record.started, record.key))
+            record, problem = parse_record(path)
+            if record is not None:
+                records.append(record)
+            elif problem:
+                unreadable.append(Unreadable(path, problem))
+        return sorted(records, key=lambda record: (record.started, record.key)), unreadable
 
     def used(self, key: str) -> None:
         """Note that a run has just used the record of `key`, so that `gc` keeps it."""
@@ -128,6 +148,7 @@ class ArtifactStore:
 
     def lease(self, key: str, *, on_wait: Callable[[Owner], None] | None = None) -> AbstractContextManager[Lease]:
         """Hold the right to compute `key`; see `rlhf_core.leases.hold`."""
+        self.create()
         return leases.hold(self.layout.leases, key, on_wait=on_wait)
 
     def commit(
@@ -147,6 +168,7 @@ class ArtifactStore:
         written only while it is still held. After this call `out` is gone.
         """
         with naming_a_full_disk(self.root):
+            self.create()
             files = _seal(out)
             handle = _handle(kind, files, children, tuple(parents))
             self._store_object(out, files, object_digest(handle))
@@ -154,13 +176,14 @@ class ArtifactStore:
                 lease.check()
             committed = KeyRecord(key=key, handle=handle, **dict(record))
             write_json(self.layout.key(key), committed.to_json())
+            self.layout.damage(key).unlink(missing_ok=True)
         return handle
 
     # ------------------------------------------------------------ upkeep
 
     def verify(self) -> list[Damage]:
         """Hash every object; put damaged ones and their records into quarantine and return what was found."""
-        return store_maintenance.verify(self.layout, self.records())
+        return store_maintenance.verify(self.layout, *self.scan())
 
     def pin(self, target: str, *, note: str = "") -> None:
         """Keep an object from `gc` for good; `target` is a digest, a key or a `store://` uri."""
@@ -175,15 +198,19 @@ class ArtifactStore:
         return store_maintenance.pins(self.layout)
 
     def gc(self, dry_run: bool, *, keep_days: float = 30.0) -> GcReport:
-        """Remove (or only list) what no pin and no record used in the last `keep_days` reaches."""
-        return store_maintenance.collect(self.layout, self.records(), dry_run=dry_run, keep_days=keep_days)
+        """Remove (or only list) what no pin and no record used in the last `keep_days` reaches.
+
+        While a record or a pin cannot be read nobody knows what it reaches: then records and objects all stay.
+        """
+        records, unreadable = self.scan()
+        return store_maintenance.collect(self.layout, records, unreadable, dry_run=dry_run, keep_days=keep_days)
 
     # ------------------------------------------------------------ private
 
     def _check(self, key: str) -> tuple[KeyRecord | None, str]:
-        record = _parse_record(self.layout.key(key))
+        record, problem = parse_record(self.layout.key(key))
         if record is None:
-            return None, "the record cannot be read"
+            return None, f"its record {problem}" if problem else "its record is gone"
         return record, store_maintenance.object_damage(self.layout.object(object_digest(record.handle)), deep=False)
 
     def _store_object(self, out: Path, files: Mapping[str, FileEntry], digest: str) -> None:
@@ -226,7 +253,7 @@ class ArtifactStore:
         # A file that was written just now may change again within the resolution of its time: not remembered.
         settled = {path: entry for path, entry in files.items() if now - stats[path].st_mtime_ns > 2_000_000_000}
         table = {path: _entry(entry) | {"modified_ns": stats[path].st_mtime_ns} for path, entry in settled.items()}
-        if table != known:
+        if table != known and self.root.is_dir():  # looking at a folder does not make a store
             write_json(memory, {"folder": str(folder), "files": table}, durable=False)
         return files
 
@@ -268,13 +295,3 @@ def _handle(
 
 def _entry(entry: FileEntry) -> dict[str, Any]:
     return {"size": entry.size, "sha256": entry.sha256}
-
-
-def _parse_record(path: Path) -> KeyRecord | None:
-    stored = read_json(path)
-    if stored is None:
-        return None
-    try:
-        return KeyRecord.model_validate(stored)
-    except (ValidationError, ArtifactError, KeyError, TypeError):
-        return None

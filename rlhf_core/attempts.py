@@ -74,6 +74,21 @@ def end(folder: Path, attempt: Attempt, *, label: str, status: Status, failure: 
     _write(folder, label, [*past, replace(attempt, status=status, failure=failure, seconds=round(seconds, 3))])
 
 
+def abandon(folder: Path, *, committed: bool) -> tuple[str, Attempt] | None:
+    """Note that the attempt that is still noted as running was killed; return its label and it, None if there is none.
+
+    The caller holds the lease, so nobody is at work there. `committed`: its record was written before.
+    """
+    past = history(folder)
+    if not past or past[-1].status != "running":
+        return None
+    label = str((read_json(folder / HISTORY) or {})["label"])
+    failure = f"process {past[-1].pid} on {past[-1].host} ended without a word"
+    status: Status = "committed" if committed else "interrupted"
+    end(folder, past[-1], label=label, status=status, failure=failure, seconds=past[-1].seconds)
+    return label, replace(past[-1], status=status, failure=failure)
+
+
 def output(folder: Path, attempt: Attempt) -> Path:
     """Return the folder that the attempt writes its artifact into."""
     return folder / f"out-{attempt.number}"

@@ -1,4 +1,8 @@
-"""Checkpoint folders of one stage. A new one is whole and on the disk before an old one goes."""
+"""Checkpoint folders of one stage. A new one is whole and on the disk before an old one goes.
+
+Training waits for none of that: it hands over copies of its state (`checkpoint_parts`), and a thread here waits for
+those who write them, seals the folder and removes what is no longer wanted. At most one checkpoint is on its way.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,25 @@ import json
 import logging
 import math
 import secrets
+import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.checkpoint_parts import wait_for_parts
 from rlhf_core.errors import ArtifactError, ConfigError, explain
-from rlhf_core.fingerprint import list_files
+from rlhf_core.fingerprint import hash_file, list_files
 from rlhf_core.store_layout import fsync_path, fsync_tree, naming_a_full_disk, read_json, remove_tree, write_json
 
 logger = logging.getLogger(__name__)
 
 _STATE = "state.json"
 _COMPLETE = "COMPLETE"
+_SMALL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,26 +52,47 @@ class Checkpoints:
         self.root = Path(root)
         self.keep_last = keep_last
         self.keep_best = keep_best
+        self._sealing = _Sealing()
+
+    def keeping(self, *, best: int) -> Checkpoints:
+        """Return the same checkpoints, of which `best` stay for their metric; one on its way is on its way in both."""
+        other = Checkpoints(self.root, keep_last=self.keep_last, keep_best=best)
+        other._sealing = self._sealing
+        return other
 
     def latest(self) -> Checkpoint | None:
-        """Return the newest whole checkpoint; unreadable ones are skipped with a warning."""
+        """Return the newest whole checkpoint; unreadable ones are skipped with a warning. Reads no large file."""
+        self.settle()
         for folder in sorted(self._folders(), reverse=True):
             checkpoint = _read(folder)
             if checkpoint is not None:
                 return checkpoint
         return None
 
+    def to_resume(self) -> Checkpoint | None:
+        """Return the newest whole checkpoint whose every byte is as it was written; the others are skipped likewise."""
+        self.settle()
+        for folder in sorted(self._folders(), reverse=True):
+            checkpoint = _read(folder)
+            if checkpoint is not None and not _warned(folder, _damage(folder)):
+                return checkpoint
+        return None
+
     def best(self) -> Checkpoint | None:
         """Return the whole checkpoint with the largest metric (the newest of equals); None if none has a metric."""
+        self.settle()
         ranked = _by_metric(self._readable())
         return ranked[0] if ranked else None
 
     @contextmanager
     def saving(self, step: int, state: Mapping[str, Any], *, metric: float | None = None) -> Iterator[Path]:
-        """Yield an empty folder to write into; on a clean exit it becomes the checkpoint of `step`.
+        """Yield an empty folder to write into; soon after a clean exit it becomes the checkpoint of `step`.
 
-        `state` must be JSON-able. Larger metrics are better. An exception leaves the older checkpoints as they were.
+        What was begun with `write_part` in the folder goes on meanwhile. Waits first for the checkpoint before.
+        `state` must be JSON-able. Larger metrics are better. An exception, also one that `settle` or the next call
+        raises because something could not be written, leaves the older checkpoints as they were.
         """
+        self.settle()
         self.root.mkdir(parents=True, exist_ok=True)
         for stale in self.root.glob(".saving-*"):
             remove_tree(stale)
@@ -72,11 +101,33 @@ class Checkpoints:
             with naming_a_full_disk(self.root):
                 folder.mkdir()
                 yield folder
-                _seal(folder, step, state, metric)
+                noted = _plain(step, state, metric)
+        except BaseException:
+            _give_up(folder)
+            raise
+        self._sealing.begin(lambda: self._finish(folder, step, noted))
+
+    def settle(self) -> None:
+        """Wait until no checkpoint is on its way. Raises, once, what kept the last one from becoming whole."""
+        self._sealing.settle()
+
+    def settle_after(self, error: BaseException) -> None:
+        """Wait likewise when `error` ends the stage; a failure is added to its notes, it is not what matters most."""
+        try:
+            self._sealing.settle()
+        except Exception as failure:
+            logger.error("%s: the last checkpoint could not be written: %s", self.root, failure)
+            error.add_note(f"the last checkpoint could not be written: {failure}")
+
+    def _finish(self, folder: Path, step: int, noted: dict[str, Any]) -> None:
+        try:
+            with naming_a_full_disk(self.root):
+                wait_for_parts(folder)
+                _seal(folder, noted)
                 folder.rename(self.root / f"step-{step:010d}-{time.time_ns():020d}")
                 fsync_path(self.root)
         except BaseException:
-            remove_tree(folder)
+            _give_up(folder)
             raise
         self._evict()
 
@@ -101,26 +152,72 @@ def _by_metric(newest_first: list[Checkpoint]) -> list[Checkpoint]:
     return sorted(measured, key=lambda item: -float(item.metric or 0.0))
 
 
-def _seal(folder: Path, step: int, state: Mapping[str, Any], metric: float | None) -> None:
+class _Sealing:
+    """The thread that seals a checkpoint, and what it died of."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def begin(self, work: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                work()
+            except BaseException as failure:
+                self._failure = failure
+
+        self._thread = threading.Thread(target=run, name="sealing a checkpoint")
+        self._thread.start()
+
+    def settle(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+
+def _plain(step: int, state: Mapping[str, Any], metric: float | None) -> dict[str, Any]:
+    """Return what goes into the file of the state: a copy, for the stage goes on and may change its own."""
     try:
-        write_json(folder / _STATE, {"step": step, "metric": metric, "state": dict(state)})
+        noted: dict[str, Any] = json.loads(json.dumps({"step": step, "metric": metric, "state": dict(state)}))
     except TypeError as error:
         remedy = "write tensors and random states into the folder"
         raise ArtifactError(
             explain("checkpoint.state", sorted(state), f"is not JSON-able ({error})", remedy)
         ) from error
+    return noted
+
+
+def _seal(folder: Path, noted: dict[str, Any]) -> None:
+    write_json(folder / _STATE, noted)
     sizes = {path: (folder / path).stat().st_size for path in list_files(folder)}
+    # Hashing all would cost as much as writing all; what is large are archives that carry checksums of their own.
+    digests = {path: hash_file(folder / path) for path, size in sizes.items() if not _is_archive(path, size)}
     fsync_tree(folder)
-    write_json(folder / _COMPLETE, {"sizes": sizes})
+    write_json(folder / _COMPLETE, {"sizes": sizes, "sha256": digests})
+
+
+def _give_up(folder: Path) -> None:
+    # What cannot be removed now is removed before the next one is saved; what led here must not be hidden by it.
+    with suppress(ArtifactError, OSError):
+        wait_for_parts(folder)
+    with suppress(OSError):
+        remove_tree(folder)
 
 
 def _read(folder: Path) -> Checkpoint | None:
-    problem = _problem(folder)
-    if problem:
-        logger.warning("checkpoint %s is skipped: %s", folder, problem)
+    if _warned(folder, _problem(folder)):
         return None
     table = json.loads((folder / _STATE).read_text(encoding="utf-8"))
     return Checkpoint(step=table["step"], path=folder, state=table["state"], metric=table["metric"])
+
+
+def _warned(folder: Path, problem: str) -> bool:
+    if problem:
+        logger.warning("checkpoint %s is skipped: %s", folder, problem)
+    return bool(problem)
 
 
 def _problem(folder: Path) -> str:
@@ -133,5 +230,28 @@ def _problem(folder: Path) -> str:
             return f"{path} is missing"
         if file.stat().st_size != size:
             return f"{path} has {file.stat().st_size} bytes, not {size}"
+    for path, digest in marker.get("sha256", {}).items():  # older markers have none
+        if hash_file(folder / path) != digest:
+            return f"{path} is not what was written"
     state = read_json(folder / _STATE)
     return "" if state is not None and {"step", "state", "metric"} <= set(state) else f"{_STATE} cannot be read"
+
+
+def _is_archive(path: str, size: int) -> bool:
+    return path.endswith(".pt") and size > _SMALL_BYTES
+
+
+def _damage(folder: Path) -> str:
+    """Return which of the large files is not what was written, by the checksums that torch puts into its archives."""
+    for path in list_files(folder):
+        file = folder / path
+        if not _is_archive(path, file.stat().st_size):
+            continue
+        try:
+            with zipfile.ZipFile(file) as archive:
+                bad = archive.testzip()
+        except (zipfile.BadZipFile, RuntimeError, EOFError, ValueError, OSError) as error:  # damaged tables of contents
+            bad = str(error)
+        if bad is not None:
+            return f"{path} is not what was written ({bad})"
+    return ""

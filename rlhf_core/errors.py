@@ -33,6 +33,18 @@ class TrainingError(RlhfError, RuntimeError):
     """The trainer failed; names the role and the step."""
 
 
+class WorkerLostError(RlhfError, RuntimeError):
+    """A worker process, its node or Ray itself died or gave no answer: the run is in order, and can be tried again."""
+
+
+class TrainerLostError(WorkerLostError, TrainingError):
+    """The trainer's worker is gone."""
+
+
+class SamplerLostError(WorkerLostError, SamplingError):
+    """The sampler's worker is gone."""
+
+
 class RewardError(RlhfError, RuntimeError):
     """A reward could not be computed; names the reward and the sample. A failed sample is never scored 0."""
 

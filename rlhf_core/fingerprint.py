@@ -24,6 +24,7 @@ PLUMBING = frozenset(
     for name in (
         "artifacts",
         "attempts",
+        "checkpoint_parts",
         "checkpoints",
         "errors",
         "fingerprint",
@@ -226,6 +227,8 @@ def _parsed(path: str, name: str, modified_ns: int, size: int) -> tuple[str, tup
 def _parse(source: bytes, path: str) -> ast.Module:
     try:
         return ast.parse(source, filename=path)
+    except SystemError:  # CPython 3.11 counts the depth of all threads' parsing in one place; alone it is right
+        return _parse(source, path)
     except SyntaxError as error:
         raise ConfigError(explain("module", path, f"is not valid Python ({error})", "mend the file")) from error
 

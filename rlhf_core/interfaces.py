@@ -96,10 +96,15 @@ class Trainer(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write weights, optimizer and every rank's random state, so that `load` goes on bitwise."""
+        """Copy weights, optimizer and every rank's random state, so that `load` goes on bitwise from here.
+
+        The copies are written to `folder` in the background: a `Checkpoints.saving` is sealed only when they are whole.
+        """
         ...
 
-    def load(self, folder: Path) -> None: ...
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote."""
+        ...
 
     def export(self, folder: Path) -> None:
         """Write the model in Hugging Face layout (safetensors, LoRA merged), with its tokenizer."""

@@ -11,16 +11,15 @@ import fcntl
 import logging
 import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 
 from rlhf_core.errors import ArtifactError, explain
+from rlhf_core.processes import here, process_stat, process_state
 from rlhf_core.store_layout import read_json, write_json
 
 logger = logging.getLogger(__name__)
@@ -87,6 +86,20 @@ def living_owner(folder: Path, key: str) -> Owner | None:
     return None if owner is None or is_gone(owner) else owner
 
 
+def sweep(folder: Path) -> list[tuple[str, Owner]]:
+    """Remove the leases whose owner is gone; return their keys and owners. (The next one to want them would, too.)"""
+    if not folder.is_dir():
+        return []
+    swept = []
+    with _alone(folder):
+        for path in sorted(folder.glob("*.json")):
+            owner = _read(folder, path.stem)
+            if owner is not None and is_gone(owner):
+                path.unlink(missing_ok=True)
+                swept.append((path.stem, owner))
+    return swept
+
+
 def is_gone(owner: Owner) -> bool:
     """Say whether the owner will not come back.
 
@@ -94,9 +107,9 @@ def is_gone(owner: Owner) -> bool:
     a living owner its lease; only a stopped process loses it, in time. Elsewhere the time alone decides.
     """
     late = time.time() > owner.expires
-    if (owner.host, owner.boot_id, owner.pid_namespace) != _here():
+    if (owner.host, owner.boot_id, owner.pid_namespace) != here():
         return late
-    state = _process_state(owner.pid, owner.pid_started)
+    state = process_state(owner.pid, owner.pid_started)
     return state == "gone" or (state == "stopped" and late)
 
 
@@ -140,7 +153,7 @@ def _release(lease: Lease) -> None:
     with _alone(lease.folder):
         holder = _read(lease.folder, lease.key)
         if holder is not None and holder.token == lease.owner.token:
-            _path(lease.folder, lease.key).unlink(missing_ok=True)
+            lease_file(lease.folder, lease.key).unlink(missing_ok=True)
 
 
 @contextmanager
@@ -155,12 +168,13 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _path(folder: Path, key: str) -> Path:
+def lease_file(folder: Path, key: str) -> Path:
+    """Return the file of the lease of `key`."""
     return folder / f"{key}.json"
 
 
 def _read(folder: Path, key: str) -> Owner | None:
-    stored = read_json(_path(folder, key))
+    stored = read_json(lease_file(folder, key))
     try:
         return None if stored is None else Owner(**stored)
     except TypeError:
@@ -169,7 +183,7 @@ def _read(folder: Path, key: str) -> Owner | None:
 
 def _write(folder: Path, key: str, owner: Owner) -> None:
     # Not waited for on the disk: after a power cut the owner is gone anyway.
-    write_json(_path(folder, key), asdict(owner), durable=False)
+    write_json(lease_file(folder, key), asdict(owner), durable=False)
 
 
 # ---------------------------------------------------------------- processes
@@ -177,8 +191,8 @@ def _write(folder: Path, key: str, owner: Owner) -> None:
 
 def ourselves() -> Owner:
     """Return this process as an owner, with a token of its own."""
-    host, boot_id, pid_namespace = _here()
-    started = _process_stat(os.getpid())
+    host, boot_id, pid_namespace = here()
+    started = process_stat(os.getpid())
     return Owner(
         host=host,
         boot_id=boot_id,
@@ -188,43 +202,3 @@ def ourselves() -> Owner:
         token=secrets.token_hex(16),
         expires=0.0,
     )
-
-
-@lru_cache(maxsize=1)
-def _here() -> tuple[str, str, str]:
-    """Return host name, boot id and process namespace: only where all three agree do process numbers mean the same."""
-    boot_file = Path("/proc/sys/kernel/random/boot_id")
-    boot_id = boot_file.read_text().strip() if boot_file.exists() else ""
-    namespace_file = Path("/proc/self/ns/pid")
-    namespace = str(namespace_file.readlink()) if namespace_file.is_symlink() else ""
-    return socket.gethostname(), boot_id, namespace
-
-
-def _process_state(pid: int, started: int) -> str:
-    """Return `alive`, `stopped` or `gone` for the process that had number `pid` and start time `started`."""
-    if not Path("/proc/self/stat").exists():
-        return _process_state_by_signal(pid)
-    found = _process_stat(pid)
-    if found is None or found[1] != started or found[0] in "ZX":
-        return "gone"
-    return "stopped" if found[0] in "Tt" else "alive"
-
-
-def _process_stat(pid: int) -> tuple[str, int] | None:
-    """Return state letter and start time from /proc (see proc_pid_stat(5), fields 3 and 22)."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()  # the name before it may hold spaces and brackets
-    return fields[0], int(fields[19])
-
-
-def _process_state_by_signal(pid: int) -> str:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return "gone"
-    except PermissionError:
-        return "alive"
-    return "alive"

@@ -11,10 +11,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, field_serializer, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, field_serializer, field_validator
 
 from rlhf_core import types
 from rlhf_core.errors import ArtifactError, explain
+from rlhf_core.store_layout import read_json
 from rlhf_core.types import ArtifactRef
 
 _PACKAGES = (
@@ -94,6 +95,22 @@ def restore_handle(stored: Mapping[str, Any]) -> ArtifactRef:
             )
         )
     return kind.model_validate(stored["fields"])
+
+
+def parse_record(path: Path) -> tuple[KeyRecord | None, str]:
+    """Return the record in a file, or what is wrong with the file; neither if the file is gone."""
+    stored = read_json(path)
+    if stored is None:
+        return None, "holds no JSON table" if path.exists() else ""
+    try:
+        return KeyRecord.model_validate(stored), ""
+    except ArtifactError as error:
+        return None, str(error)
+    except ValidationError as error:
+        first = error.errors()[0]
+        return None, f"has no valid {'.'.join(map(str, first['loc']))}: {first['msg']}"
+    except (KeyError, TypeError) as error:
+        return None, f"holds a handle without {error}"
 
 
 @lru_cache(maxsize=1)

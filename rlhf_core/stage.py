@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
 from rlhf_core import attempts, stopping
+from rlhf_core.aftermath import tidy
 from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.attempts import Attempt, Status
 from rlhf_core.checkpoints import Checkpoints
@@ -83,9 +84,10 @@ class StageContext:
         }
         if not new:
             return
+        # The tracker first: it takes a step twice as once, so that a kill between the two loses nothing.
+        self.tracker.metrics(step, new)
         with (self.work / attempts.METRICS).open("a", encoding="utf-8") as stream:
             stream.write(json.dumps({"step": step, "values": new}) + "\n")
-        self.tracker.metrics(step, new)
 
     def stopping(self) -> bool:
         """Return whether the stage is to save and end now: a signal arrived, or the time that was given is over."""
@@ -93,6 +95,7 @@ class StageContext:
 
     def stop(self) -> NoReturn:
         """Raise StageStopped; call it when `stopping` was asked and everything that was done since has been saved."""
+        self.checkpoints.settle()  # before the engines are let go of, which may still be writing
         why = stopping.reason()
         logger.warning("%s: %s; saved, and the same command goes on from here", self.label, why)
         raise stopping.StageStopped(why)
@@ -209,6 +212,7 @@ def _take(store: ArtifactStore, spec: StageSpec, target: Target) -> tuple[KeyRec
     if record is None:
         return None
     store.used(target.key)
+    tidy(store, target.key)  # its process may have been killed between the record and the end of its attempt
     _remember(store, spec, target)
     return record, hit(target, record)
 
@@ -262,10 +266,15 @@ def _finish(
         handle: ArtifactRef = stage_module(run.spec).run(run.spec.config, **run.spec.inputs, context=context)
         _check_committed(store, run, handle)
     except BaseException as error:
+        context.checkpoints.settle_after(error)
         _note_failure(folder, run, error)
         if isinstance(error, Exception) and not isinstance(error, ArtifactError) and disk_is_full(error, store.root):
             raise disk_full(store.root) from error
         raise
+    try:
+        context.checkpoints.settle()
+    except Exception as error:  # nobody will go on from it any more
+        logger.warning("%s: the last checkpoint could not be written: %s", run.spec.label, error)
     attempts.end(folder, run.attempt, label=run.spec.label, status="committed", failure="", seconds=run.seconds())
     attempts.clear(folder, keep_metrics=True)
     return handle

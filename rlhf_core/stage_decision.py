@@ -125,7 +125,7 @@ def changed_modules(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]
 
 def _why_run(store: ArtifactStore, spec: StageSpec, target: Target, past: list[attempts.Attempt]) -> str:
     if past and past[-1].status == "committed":
-        return "its artifact is gone or damaged"
+        return _lost(store, target.key)
     if past:
         failure = f" ({past[-1].failure})" if past[-1].failure else ""
         return f"attempt {past[-1].number} left no checkpoint{failure}"
@@ -133,10 +133,15 @@ def _why_run(store: ArtifactStore, spec: StageSpec, target: Target, past: list[a
     if last is None:
         return "first run"
     if last["key"] == target.key:
-        return "its artifact is gone or damaged"
+        return _lost(store, target.key)
     changes = list(differences(spec.label, last["payload"], target.payload, last["code"], target.code))
     more = f" and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
     return ", ".join(changes[:_SHOWN]) + more
+
+
+def _lost(store: ArtifactStore, key: str) -> str:
+    damage = store.damage(key)
+    return f"its artifact cannot be used: {damage}" if damage else "its artifact is gone"
 
 
 def differences(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -17,10 +18,15 @@ from typing import Any
 
 from rlhf_core.errors import ArtifactError, explain
 from rlhf_core.fingerprint import list_files, sha256_text
+from rlhf_core.processes import here, is_running
 
+SCHEMA = 1
+"""The way in which this version lays out a store and writes its files."""
+MARKER = "store.json"
 MANIFEST = "manifest.json"
 CHECKPOINTS = "ckpt"
 """Name of the folder of checkpoints in the folder of a key's attempts."""
+_TEMPORARY = re.compile(r"-(\d+)-[0-9a-f]{6}$")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _HARDLY_ANY_BYTES = 1 << 20
 
@@ -79,6 +85,32 @@ class StoreLayout:
     def quarantine(self) -> Path:
         return self.root / "quarantine"
 
+    def damage(self, key: str) -> Path:
+        """Return the file that says why the artifact of a key was put into quarantine."""
+        return self.quarantine / "why" / f"{key}.json"
+
+
+# ---------------------------------------------------------------- which version wrote it
+
+
+def check_schema(root: Path) -> None:
+    """Raise ArtifactError if a newer version laid out the store in `root`; a store without a marker is of schema 1."""
+    marker = root / MARKER
+    stored = read_json(marker)
+    schema = 1 if stored is None and not marker.exists() else (stored or {}).get("schema")
+    if not isinstance(schema, int):
+        remedy = f"delete {marker} if this version wrote the store: it is written anew"
+        raise ArtifactError(f"store = {root}: its {MARKER} cannot be read; {remedy}")
+    if schema > SCHEMA:
+        rule = f"was written by a newer version (schema {schema}, this one knows {SCHEMA})"
+        raise ArtifactError(f"store = {root}: {rule}; upgrade, or choose another folder with RLHF_HOME or `store`")
+
+
+def mark_schema(root: Path) -> None:
+    """Make the folder of a store and write down which schema it has, if that is not done yet."""
+    if not (root / MARKER).exists():
+        write_json(root / MARKER, {"schema": SCHEMA})
+
 
 # ---------------------------------------------------------------- durable writes
 
@@ -86,7 +118,7 @@ class StoreLayout:
 def write_json(path: Path, value: Mapping[str, Any], *, durable: bool = True) -> None:
     """Replace the file by the JSON of `value` in one step; `durable` waits until it is on the disk."""
     make_folder(path.parent)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+    temporary = path.with_name(f".{path.name}.{_place()}-{os.getpid()}-{secrets.token_hex(3)}")
     try:
         with temporary.open("w", encoding="utf-8") as stream:
             json.dump(value, stream, indent=1, sort_keys=True)
@@ -99,6 +131,21 @@ def write_json(path: Path, value: Mapping[str, Any], *, durable: bool = True) ->
         raise
     if durable:
         fsync_path(path.parent)
+
+
+def sweep_temporaries(root: Path) -> list[Path]:
+    """Remove, below `root`, what processes of this machine left when they were killed inside `write_json`."""
+    swept = []
+    for path in root.rglob(f".*.{_place()}-*"):
+        found = _TEMPORARY.search(path.name)
+        if found is not None and not is_running(int(found[1])):
+            path.unlink(missing_ok=True)
+            swept.append(path)
+    return swept
+
+
+def _place() -> str:
+    return sha256_text(" ".join(here()))[:8]
 
 
 def make_folder(folder: Path) -> None:

@@ -34,11 +34,27 @@ KEEP_DAYS_WHILE_RUNNING = 7.0
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """An object that is not what its manifest says, or a record whose object is gone; both are in quarantine now."""
+    """An object that is not what its manifest says, a record whose object is gone, or (without a digest) a record that
+    cannot be read; all of them are in quarantine now."""
 
     digest: str
     problem: str
     labels: tuple[str, ...]
+
+    def __str__(self) -> str:
+        whose = f" ({', '.join(self.labels)})" if self.labels else ""
+        return f"object {self.digest[:12]}{whose}: {self.problem}" if self.digest else f"record: {self.problem}"
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A file in the place of a record or of a pin that this version cannot read."""
+
+    path: Path
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.problem}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +66,18 @@ class GcItem:
     bytes: int
     label: str
 
+    def __str__(self) -> str:
+        return f"{self.kind:<10} {self.bytes / 2**20:8.1f} MiB  {self.path}" + (f"  ({self.label})" * bool(self.label))
+
 
 @dataclass(frozen=True, slots=True)
 class GcReport:
-    """What `gc` removed, or would remove in a dry run."""
+    """What `gc` removed, or would remove in a dry run. `held_back` by what cannot be read, it left records and objects
+    alone."""
 
     items: tuple[GcItem, ...]
     dry_run: bool
+    held_back: tuple[Unreadable, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -96,25 +117,35 @@ def _content_damage(folder: Path, files: dict[str, FileEntry]) -> str:
     return "" if tree_digest(files) == folder.name else f"{MANIFEST} does not match the digest"
 
 
-def verify(layout: StoreLayout, records: Sequence[KeyRecord]) -> list[Damage]:
-    """Hash all objects; move damaged ones, and the records that lead to them, into quarantine."""
+def verify(layout: StoreLayout, records: Sequence[KeyRecord], unreadable: Sequence[Unreadable]) -> list[Damage]:
+    """Hash all objects; move damaged ones, the records that lead to them and unreadable records into quarantine."""
     users: dict[str, list[KeyRecord]] = {}
     for record in records:
         users.setdefault(_object_of(record.handle.uri), []).append(record)
     digests = {path.name for path in layout.objects.glob("*/*")} | set(users)
     damages = []
+    for found in unreadable:
+        logger.warning("store: %s; put into quarantine", found)
+        set_aside_record(layout, found.path.stem, f"its record {found.problem}")
+        damages.append(Damage("", str(found), ()))
     for digest in sorted(digests):
         problem = object_damage(layout.object(digest), deep=True)
         if not problem:
             continue
         affected = users.get(digest, [])
         for record in affected:
-            move_aside(layout.key(record.key), layout.quarantine)
+            set_aside_record(layout, record.key, problem)
         move_aside(layout.object(digest), layout.quarantine)
         labels = tuple(sorted({record.label for record in affected}))
         logger.warning("store: object %s (%s): %s; put into quarantine", digest[:12], ", ".join(labels), problem)
         damages.append(Damage(digest, problem, labels))
     return damages
+
+
+def set_aside_record(layout: StoreLayout, key: str, problem: str) -> None:
+    """Move the record of `key` into quarantine and note why, so that the next decision can say it."""
+    if move_aside(layout.key(key), layout.quarantine) is not None:
+        write_json(layout.damage(key), {"key": key, "problem": problem}, durable=False)
 
 
 # ---------------------------------------------------------------- pins
@@ -138,8 +169,19 @@ def unpin(layout: StoreLayout, target: str) -> None:
 
 def pins(layout: StoreLayout) -> dict[str, str]:
     """Return target -> note."""
-    tables = [read_json(path) for path in sorted(layout.pins.glob("*.json"))]
-    return {str(table["target"]): str(table["note"]) for table in tables if table is not None}
+    return _pins(layout)[0]
+
+
+def _pins(layout: StoreLayout) -> tuple[dict[str, str], list[Unreadable]]:
+    found: dict[str, str] = {}
+    unreadable = []
+    for path in sorted(layout.pins.glob("*.json")):
+        table = read_json(path)
+        if table is not None and {"target", "note"} <= table.keys():
+            found[str(table["target"])] = str(table["note"])
+        elif path.exists():
+            unreadable.append(Unreadable(path, "is not a pin"))
+    return found, unreadable
 
 
 def _pin_path(layout: StoreLayout, name: str) -> Path:
@@ -149,25 +191,24 @@ def _pin_path(layout: StoreLayout, name: str) -> Path:
 # ---------------------------------------------------------------- garbage collection
 
 
-def collect(layout: StoreLayout, records: Sequence[KeyRecord], *, dry_run: bool, keep_days: float) -> GcReport:
+def collect(
+    layout: StoreLayout,
+    records: Sequence[KeyRecord],
+    unreadable: Sequence[Unreadable],
+    *,
+    dry_run: bool,
+    keep_days: float,
+) -> GcReport:
     """Mark what pins and recently used records reach, through their inputs; remove the rest.
 
     A record goes before its object, so a record never leads to nothing. Young objects and attempts of living owners
-    stay.
+    stay; so do all records and objects while a record or a pin is unreadable.
     """
-    now = time.time()
     if any(living_owner(layout.leases, path.stem) for path in layout.leases.glob("*.json")):
         keep_days = max(keep_days, KEEP_DAYS_WHILE_RUNNING)
-    horizon = now - keep_days * 86400
-    live = _reached(layout, records, horizon)
-    items: list[GcItem] = []
-    for record in records:
-        if record.key not in live.keys and _modified(layout.key(record.key)) < horizon:
-            items.append(GcItem("record", layout.key(record.key), 0, record.label))
-    labels = {_object_of(record.handle.uri): record.label for record in records}
-    for path in sorted(layout.objects.glob("*/*")):
-        if path.name not in live.objects and _modified(path) < now - GRACE_SECONDS:
-            items.append(GcItem("object", path, folder_bytes(path), labels.get(path.name, "")))
+    horizon = time.time() - keep_days * 86400
+    held_back = (*unreadable, *_pins(layout)[1])
+    items = [] if held_back else _unreached(layout, records, horizon)
     items.extend(_dead_attempts(layout, records, horizon))
     for path in sorted(layout.quarantine.glob("*")):
         if _modified(path) < horizon:
@@ -175,7 +216,22 @@ def collect(layout: StoreLayout, records: Sequence[KeyRecord], *, dry_run: bool,
     if not dry_run:
         for item in items:
             remove_tree(item.path)
-    return GcReport(tuple(items), dry_run)
+    return GcReport(tuple(items), dry_run, held_back)
+
+
+def _unreached(layout: StoreLayout, records: Sequence[KeyRecord], horizon: float) -> list[GcItem]:
+    live = _reached(layout, records, horizon)
+    items = [
+        GcItem("record", layout.key(record.key), 0, record.label)
+        for record in records
+        if record.key not in live.keys and _modified(layout.key(record.key)) < horizon
+    ]
+    labels = {_object_of(record.handle.uri): record.label for record in records}
+    young = time.time() - GRACE_SECONDS
+    for path in sorted(layout.objects.glob("*/*")):
+        if path.name not in live.objects and _modified(path) < young:
+            items.append(GcItem("object", path, folder_bytes(path), labels.get(path.name, "")))
+    return items
 
 
 @dataclass(frozen=True, slots=True)

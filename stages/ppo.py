@@ -351,7 +351,7 @@ def resume(config: PPOConfig, models: Models, context: StageContext) -> tuple[in
     """Return the first step to make, the KL controller and the last metrics; load the newest checkpoint if any."""
     from rlhf_core.kl import AdaptiveKL, FixedKL
 
-    checkpoint = context.checkpoints.latest()
+    checkpoint = context.checkpoints.to_resume()
     adaptive = config.kl_target > 0
     if checkpoint is None:
         if adaptive:

@@ -88,9 +88,9 @@ def score_shards(
         for index in range(done, len(pieces)):
             rollouts = score(pieces[index])
             keep(score, folder, index)  # before its shard: a shard that is there has its state
-            write_rollouts(folder, index, rollouts)
             metrics = reward_metrics(rollouts)
-            context.metrics(index + 1, metrics)
+            context.metrics(index + 1, metrics)  # before it as well: a shard that is there is not made again
+            write_rollouts(folder, index, rollouts)
             context.progress(index + 1, len(pieces), f"reward {metrics['reward/mean']:.3f}")
             if context.stopping():
                 context.stop()

@@ -60,7 +60,8 @@ def test_a_documented_command_is_accepted(command: str) -> None:
                 assert main(words[1:]) == 0
         case "python":
             assert words[1] == "-m"
-            assert (ROOT / f"{words[2].replace('.', '/')}.py").is_file()
+            module = ROOT / words[2].replace(".", "/")
+            assert module.with_suffix(".py").is_file() or (module / "__main__.py").is_file()
         case "source" | "export":
             assert command.partition(" ")[2] in (".venv/bin/activate", "PREFECT_API_URL=http://127.0.0.1:4200/api")
         case other:

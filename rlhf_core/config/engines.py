@@ -132,5 +132,15 @@ class RuntimeConfig(Config):
     """Threads per worker; 0 takes all cores of the machine."""
     worker_timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 600.0
     """Deadline of one call into a worker."""
+    retries: Annotated[int, Field(ge=0), OPERATIONAL] = 2
+    """How often a stage that lost its workers goes on in the same run without getting any further."""
+    execution: Annotated[Literal["inline", "ray-job"], OPERATIONAL] = "inline"
+    """`inline`: the flow's process runs the stages. `ray-job`: each is a job of the Ray at `RAY_ADDRESS`, which goes on
+    when the flow dies; the next run attaches to it."""
+    job_pending_timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 300.0
+    """How long a job may wait for the cluster before it is given up."""
+    time_limit_s: Annotated[float, Field(ge=0), OPERATIONAL] = 0.0
+    """Stages save and the run ends this long after the start of the allocation (`SLURM_JOB_START_TIME`, else of the run),
+    so leave room for one step and one checkpoint; 0: no limit."""
     trainer: TrainerConfig = TrainerConfig()
     sampler: SamplerConfig = VllmSamplerConfig()

@@ -8,6 +8,7 @@ import os
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -15,44 +16,64 @@ from pathlib import Path
 import psutil
 
 from rlhf_core.config.engines import RuntimeConfig
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError, WorkerLostError, explain
+from rlhf_core.runtime.liveness import greet
 
 logger = logging.getLogger(__name__)
 
-PROBE_TIMEOUT_S = 5.0
-START_ATTEMPTS = 2
-"""On a machine that is busy, Ray's processes may miss each other's deadlines."""
+START_ATTEMPTS = 3
+"""On a machine that is busy, Ray's processes may miss each other's deadlines, which are fixed."""
 OBJECT_STORE_FRACTION = 0.1
 """Share of the machine's memory that weights on their way may take; Ray's own default is 0.3."""
 SMALLEST_OBJECT_STORE = 256 << 20
-HTTP2_SETTINGS = 4
-HTTP2_FRAME_HEADER = 9
-HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, HTTP2_SETTINGS, 0, 0, 0, 0, 0))
-"""What a client sends first (RFC 9113, 3.4); the server answers with a settings frame of its own."""
+CONNECT_TIMEOUT_S = 300.0
+"""For starting or joining Ray: it starts half a dozen processes, on a machine that may be very busy."""
+RECONNECT_TIMEOUT_S, RECONNECT_EVERY_S = 120.0, 2.0
+"""How long a head of `RAY_ADDRESS` that was there and went may take to come back."""
 
 
 def connect(cores: int) -> bool:
     """Join the Ray of `RAY_ADDRESS`, or start one on this machine. Return whether we started it (and must stop it).
 
-    Raises ConfigError within seconds if no Ray head answers at `RAY_ADDRESS`.
+    Raises ConfigError within seconds if no Ray head answers at `RAY_ADDRESS`, WorkerLostError if Ray does not come up
+    within CONNECT_TIMEOUT_S.
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # Without this Ray blanks CUDA_VISIBLE_DEVICES only with a warning on every start.
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "1"
+    # Ray would end this process, without a word, a minute after its head is gone. `RayWatch` notices that and acts.
+    os.environ["RAY_gcs_rpc_server_reconnect_timeout_s"] = "86400"  # noqa: SIM112  # Ray spells it so
     address = named_address()
     import ray
 
     if ray.is_initialized():
         return False
     if not address:
-        _in_lasting_thread(lambda: _start(cores))
+        in_lasting_thread(lambda: _start(cores), what="starting Ray", timeout_s=CONNECT_TIMEOUT_S)
         return True
     check_address(address)
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise _no_head(address) from error
+    in_lasting_thread(lambda: _join(address), what=f"joining {address}", timeout_s=CONNECT_TIMEOUT_S)
     return False
+
+
+def connect_again(cores: int) -> bool:
+    """Do as `connect` after Ray was lost: a head of `RAY_ADDRESS` has RECONNECT_TIMEOUT_S to come back."""
+    deadline = time.monotonic() + RECONNECT_TIMEOUT_S
+    while True:
+        try:
+            return connect(cores)
+        except ConfigError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(RECONNECT_EVERY_S)
+
+
+def servers() -> dict[str, str]:
+    """Return name -> host:port of the two servers of Ray that this process talks to: the head, and a raylet."""
+    import ray
+
+    node = ray._private.worker.global_worker.node
+    return {"the Ray head": node.gcs_address, "the raylet": f"{node.node_ip_address}:{node.node_manager_port}"}
 
 
 def named_address() -> str:
@@ -116,8 +137,11 @@ def own_gpus() -> list[str]:
     return [f"{node}:{gpu}" for gpu in ray.get_runtime_context().get_accelerator_ids()["GPU"]]
 
 
-def _in_lasting_thread(start: Callable[[], object]) -> None:
-    """Call `start` in a thread that outlives it: Linux kills Ray's processes with the *thread* that made them."""
+def in_lasting_thread(start: Callable[[], object], *, what: str, timeout_s: float) -> None:
+    """Call `start` in a thread that outlives it: Linux kills Ray's processes with the *thread* that made them.
+
+    Raises WorkerLostError if it takes longer than `timeout_s`: calls into a Ray that hangs may never return.
+    """
     started: Future[object] = Future()
 
     def run() -> None:
@@ -128,7 +152,33 @@ def _in_lasting_thread(start: Callable[[], object]) -> None:
         threading.Event().wait()
 
     threading.Thread(target=run, name="ray-parent", daemon=True).start()
-    started.result()
+    try:
+        started.result(timeout_s)
+    except TimeoutError as error:
+        if started.done():
+            raise  # its own
+        rule = f"not done within {timeout_s:g} s"
+        raise WorkerLostError(explain("Ray", what, rule, "see whether Ray and its machines are well")) from error
+
+
+def _join(address: str) -> None:
+    import ray
+    from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+
+    def join() -> None:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+
+    try:
+        try:
+            join()
+        except ConnectionError:
+            # A head asks for the user's token as soon as there is one (any Ray of our own makes it), and Ray sends it
+            # to a named address only when told to. Not at once: towards a head without tokens it would ask for one.
+            if not maybe_enable_token_auth_if_token_available(warn_if_disabled=False):
+                raise
+            join()
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise _no_head(address) from error
 
 
 def _start(cores: int) -> None:
@@ -168,20 +218,15 @@ def _start(cores: int) -> None:
                 rule = f"Ray could not start: {error}"
                 remedy = f"look into {folder}/session_latest/logs, or free memory and cores"
                 raise ConfigError(explain("runtime.type", "ray", rule, remedy)) from error
-            logger.warning("Ray did not start (%s); trying once more", error)
+            logger.warning("Ray did not start (%s); trying again", error)
 
 
 def _probe(address: str) -> None:
     """Raise ConfigError unless a gRPC server answers: Ray itself would wait for minutes, for one behind any open port."""
-    host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host, int(port)), timeout=PROBE_TIMEOUT_S) as connection:
-            connection.sendall(HTTP2_PREFACE)
-            answer = connection.recv(HTTP2_FRAME_HEADER)
-    except (OSError, ValueError, OverflowError) as error:
+        greet(address)
+    except (OSError, ValueError) as error:
         raise _no_head(address) from error
-    if len(answer) < HTTP2_FRAME_HEADER or answer[3] != HTTP2_SETTINGS:
-        raise _no_head(address)
 
 
 def _no_head(address: str) -> ConfigError:

@@ -58,7 +58,7 @@ class RayTrainer:
         return weights
 
     def save(self, folder: Path) -> None:
-        """Write every rank's part of a checkpoint."""
+        """Copy every rank's part of a checkpoint; the workers write it while they go on."""
         self._call("save", folder)
 
     def load(self, folder: Path) -> None:

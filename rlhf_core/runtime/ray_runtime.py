@@ -6,17 +6,28 @@ import contextlib
 import itertools
 import logging
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.engines import OptimizerConfig, RuntimeConfig, VllmSamplerConfig
-from rlhf_core.errors import SamplingError, TrainingError, explain
+from rlhf_core.errors import ConfigError, SamplingError, TrainingError, WorkerLostError, explain
 from rlhf_core.interfaces import ModelSpec, Role, Sampler, Trainer
 from rlhf_core.runtime.calls import WorkerGroup
-from rlhf_core.runtime.cluster import available_cores, connect, threads_per_worker, worker_environment
+from rlhf_core.runtime.cluster import (
+    RECONNECT_EVERY_S,
+    RECONNECT_TIMEOUT_S,
+    available_cores,
+    connect,
+    connect_again,
+    servers,
+    threads_per_worker,
+    worker_environment,
+)
 from rlhf_core.runtime.handles import RaySampler, RayTrainer
-from rlhf_core.runtime.placement import Placement, reserve
+from rlhf_core.runtime.liveness import RayWatch
+from rlhf_core.runtime.placement import Placement, lost_nodes, reserve
 from rlhf_core.runtime.sample_worker import SampleWorker
 from rlhf_core.runtime.train_worker import TrainWorker
 from rlhf_core.runtime.weight_sync import Transfer, choose_transfer
@@ -24,13 +35,15 @@ from rlhf_core.runtime.weight_sync import Transfer, choose_transfer
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 10.0
+SHUTDOWN_TIMEOUT_S = 30.0
 
 
 class RayRuntime:
     """A `Runtime` on a local Ray, or on the one of `RAY_ADDRESS`. Nothing starts before the first lease or `prewarm`.
 
     Workers live until `close`, so imports and engine starts are paid once, not once per stage. A worker that died or
-    missed its deadline fails the call in progress and is replaced at the next lease.
+    missed its deadline fails the call in progress and is replaced at the next lease; so is all of a Ray of our own
+    that died or hangs, while a head of `RAY_ADDRESS` is waited for (see `cluster.connect_again`).
 
     >>> runtime = RayRuntime(RuntimeConfig())                                     # doctest: +SKIP
     >>> with runtime.trainer("policy", spec, optimizer) as trainer: ...           # doctest: +SKIP
@@ -40,6 +53,8 @@ class RayRuntime:
         self._config = config
         self._placement: Placement | None = None
         self._owns_ray = False
+        self._watch: RayWatch | None = None
+        self._connected_before = False
         self._train: WorkerGroup | None = None
         self._sample: WorkerGroup | None = None
         self._sampler_leased = False
@@ -63,7 +78,8 @@ class RayRuntime:
             raise
         finally:
             if not workers.broken:
-                workers.call(role, "release", lease)
+                with contextlib.suppress(WorkerLostError):  # then it is gone, and the next lease replaces the workers
+                    workers.call(role, "release", lease)
 
     @contextlib.contextmanager
     def sampler(self, policy: Path) -> Iterator[Sampler]:
@@ -93,7 +109,7 @@ class RayRuntime:
         return dict(self._served)
 
     def close(self) -> None:
-        """End all workers, and Ray if this runtime started it."""
+        """End all workers, and Ray if this runtime started it. Returns within about a minute whatever hangs."""
         held = self._starting.acquire(timeout=STOP_TIMEOUT_S)
         try:
             self._stop()
@@ -102,8 +118,20 @@ class RayRuntime:
                 self._starting.release()
 
     def _stop(self) -> None:
-        if self._placement is None:
+        watch, self._watch = self._watch, None
+        if watch is None:
             return
+        import ray
+
+        watch.stop()
+        if watch.lost or not _within(2 * STOP_TIMEOUT_S, self._end_workers):
+            watch.kill_family()  # before the shutdown, which waits for ever for a server that hangs
+        self._train = self._sample = self._placement = None
+        if (self._owns_ray or watch.lost) and not _within(SHUTDOWN_TIMEOUT_S, ray.shutdown):
+            logger.warning("Ray did not shut down within %g s; its processes are killed", SHUTDOWN_TIMEOUT_S)
+        watch.kill_family()
+
+    def _end_workers(self) -> None:
         import ray
 
         if self._sample is not None and not self._sample.broken:
@@ -112,12 +140,8 @@ class RayRuntime:
         for group in (self._train, self._sample):
             if group is not None and not group.broken:
                 group.kill()
-        self._train = self._sample = None
-        if self._placement.group is not None:
+        if self._placement is not None and self._placement.group is not None:
             ray.util.remove_placement_group(self._placement.group)
-        if self._owns_ray:
-            ray.shutdown()
-        self._placement = None
 
     # ------------------------------------------------------------ workers
 
@@ -178,14 +202,48 @@ class RayRuntime:
     def _group(self, kind: str, actors: list[Any], error: type[TrainingError] | type[SamplingError]) -> WorkerGroup:
         import ray
 
-        log_folder = str(Path(ray._private.worker.global_worker.node.get_logs_dir_path()))
-        return WorkerGroup(kind, actors, error, timeout_s=self._config.worker_timeout_s, log_folder=log_folder)
+        watch = self._watch
+        assert watch is not None  # there are actors, so there is a Ray
+        return WorkerGroup(
+            kind,
+            actors,
+            error,
+            timeout_s=self._config.worker_timeout_s,
+            log_folder=str(Path(ray._private.worker.global_worker.node.get_logs_dir_path())),
+            ray_lost=lambda: watch.lost,
+        )
 
     def _place(self) -> Placement:
+        """Connect to Ray and reserve, unless that was done and still holds."""
+        if self._watch is not None and self._watch.settle():
+            self._stop()
+        elif self._placement is not None and lost_nodes(self._placement):
+            self._end_workers()
+            self._train = self._sample = self._placement = None
+        patience_s = RECONNECT_TIMEOUT_S if self._connected_before else 0.0
+        if self._watch is None:
+            self._owns_ray = (connect_again if self._connected_before else connect)(available_cores())
+            self._connected_before = True
+            self._watch = RayWatch(servers(), own=self._owns_ray)
         if self._placement is None:
-            self._owns_ray = connect(available_cores())
-            self._placement = reserve(self._config)
+            self._placement = self._reserve(patience_s)
         return self._placement
+
+    def _reserve(self, patience_s: float) -> Placement:
+        """Reserve the workers' places; nodes that were there before have `patience_s` to come back."""
+        import ray
+
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                return reserve(self._config)
+            except ConfigError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(RECONNECT_EVERY_S)
+            except (ray.exceptions.RayError, ConnectionError) as error:
+                rule = f"Ray failed meanwhile ({error})"
+                raise WorkerLostError(explain("runtime", "reserving the workers' places", rule, "run again")) from error
 
     def _note_served(self, reports: list[dict[str, str]]) -> None:
         import ray
@@ -193,3 +251,19 @@ class RayRuntime:
         self._served["ray"] = ray.__version__
         for report in reports:
             self._served.update(report)
+
+
+def _within(seconds: float, action: Callable[[], object]) -> bool:
+    """Call `action` and return whether it ended in time; calls into a Ray that hangs may never return."""
+
+    def run() -> None:
+        try:
+            action()
+        except Exception as error:
+            # Whoever stops something goes on stopping the rest.
+            logger.warning("while stopping: %s: %s", type(error).__name__, error)
+        ended.set()
+
+    ended = threading.Event()
+    threading.Thread(target=run, name="stopping", daemon=True).start()
+    return ended.wait(seconds)

@@ -130,7 +130,7 @@ class TrainWorker:
         return self._trainer(lease).loss(samples, objective, denominators=denominators)
 
     def save(self, lease: str, folder: Path) -> None:
-        """Write this rank's part of a checkpoint."""
+        """Copy this rank's part of a checkpoint; it is written while the worker goes on."""
         self._trainer(lease).save(folder)
 
     def load(self, lease: str, folder: Path) -> None:

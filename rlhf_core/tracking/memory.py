@@ -68,6 +68,8 @@ class MemoryTracker:
 
     def __init__(self) -> None:
         self.run_id = ""
+        self.token = ""
+        """Empty: no other process can join what is in the memory of this one."""
         self.status = ""
         self.note = ""
         self.params: dict[str, str] = {}
@@ -104,6 +106,9 @@ class MemoryTracker:
     def finish(self, status: Status, *, note: str) -> None:
         """End the run."""
         self.status, self.note = status, note
+
+    def leave(self) -> None:
+        """Leave the run as it is."""
 
     def url(self, run_id: str) -> str:
         """Return an address of the run; nothing is served there."""

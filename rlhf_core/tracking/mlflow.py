@@ -21,13 +21,15 @@ import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rlhf_core.errors import RlhfError
 from rlhf_core.interfaces import StageTracker
 from rlhf_core.leases import Owner, is_gone
 from rlhf_core.tracking import owner, redaction
-from rlhf_core.tracking.mlflow_client import run_url
+from rlhf_core.tracking.mlflow_client import open_client, run_url
 from rlhf_core.tracking.mlflow_delivery import Delivery
 from rlhf_core.tracking.outbox import Outbox
 
@@ -42,20 +44,31 @@ LARGEST_FILE = 64 * 2**20
 """Bytes. Files for people (figures, reports); weights and data stay in the store."""
 
 
+class TrackingError(RlhfError, RuntimeError):
+    """MLflow was asked something by a person and could not answer. Runs never raise it: they record later."""
+
+
 class MlflowTracker:
     """One pipeline run. `uri` is a server (`http://127.0.0.1:5000`) or a database (`sqlite:////data/mlflow.db`).
 
     `artifact_root` is where a new experiment keeps its files; None leaves that to the server. `spool` keeps records
     that are not delivered yet (a folder of the machine; shared by runs; by default beside the database or the root).
     `place` names what is behind `uri` if that has several addresses: a run through the database delivers what was left
-    by one through the server.
+    by one through the server. `join` is the token of a run that another process has opened and will end.
     """
 
     def __init__(
-        self, uri: str, *, experiment: str, artifact_root: Path | None, spool: Path | None = None, place: str = ""
+        self,
+        uri: str,
+        *,
+        experiment: str,
+        artifact_root: Path | None,
+        spool: Path | None = None,
+        place: str = "",
+        join: str = "",
     ) -> None:
         self._uri = uri
-        self._token = uuid.uuid4().hex
+        self._token = join or uuid.uuid4().hex
         self._delivery = Delivery(uri, experiment=experiment, artifact_root=artifact_root)
         folder = spool or _spool_folder(uri, artifact_root)
         self._outbox = Outbox(folder / _short(f"{place or uri} {experiment}"), self._delivery)
@@ -64,6 +77,11 @@ class MlflowTracker:
     def run_id(self) -> str:
         """The run's id; "" as long as the server has not been reached."""
         return self._id_of(self._token)
+
+    @property
+    def token(self) -> str:
+        """Our own name of the run, by which another process can join it."""
+        return self._token
 
     @property
     def offline(self) -> bool:
@@ -104,6 +122,10 @@ class MlflowTracker:
     def finish(self, status: Status, *, note: str) -> None:
         """End the run with its true status, append `note` (markdown) to its description, and deliver everything."""
         self._append("finish", self._token, status=status, note=note)
+        self._outbox.close(CLOSE_SECONDS)
+
+    def leave(self) -> None:
+        """Deliver everything, and leave the run open for the process that opened it."""
         self._outbox.close(CLOSE_SECONDS)
 
     def url(self, run_id: str) -> str:
@@ -183,8 +205,18 @@ class MlflowStageTracker(StageTracker):
         self._tracker._append(op, self._key, **fields)
 
 
-def reconcile(client: Any, experiment_id: str) -> list[str]:
-    """End, as KILLED, the RUNNING runs whose process is gone; return their ids.
+@dataclass(frozen=True)
+class Ended:
+    """A run that was RUNNING although its process is gone, and is KILLED now."""
+
+    experiment: str
+    name: str
+    run_id: str
+    owner: Owner
+
+
+def reconcile(client: Any, experiment_id: str, *, experiment: str = "") -> list[Ended]:
+    """End, as KILLED, the RUNNING runs whose process is gone; return them.
 
     Only processes of this machine are judged: those of another one may well be alive.
     """
@@ -193,8 +225,21 @@ def reconcile(client: Any, experiment_id: str) -> list[str]:
         process: Owner | None = owner.from_tags(run.data.tags)
         if process is not None and is_gone(process):
             client.set_terminated(run.info.run_id, status="KILLED")
-            ended.append(run.info.run_id)
+            ended.append(Ended(experiment or experiment_id, run.info.run_name, run.info.run_id, process))
     return ended
+
+
+def reconcile_all(uri: str) -> list[Ended]:
+    """End the runs of dead processes in every experiment behind `uri`; TrackingError if it does not answer."""
+    try:
+        client = open_client(uri)
+        experiments = client.search_experiments()
+        return [run for one in experiments for run in reconcile(client, one.experiment_id, experiment=one.name)]
+    except Exception as error:  # whatever the server or the database said: it is the person's to mend
+        text = redaction.without_secrets(f"{type(error).__name__}: {error}".splitlines()[0][:300])
+        raise TrackingError(
+            f"MLflow at {redaction.without_secrets(uri)}: does not answer ({text}); try again"
+        ) from error
 
 
 def _spool_folder(uri: str, artifact_root: Path | None) -> Path:

@@ -30,6 +30,8 @@ def open_client(uri: str) -> Any:
     import mlflow
     from mlflow import MlflowClient
 
+    # A database that is locked or full is told by us, in one line, and asked again.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     # The registry of a direct SQLite store looks the model up through the process's own tracking URI.
     mlflow.set_tracking_uri(uri)
     if uri.startswith("sqlite:///"):
@@ -51,7 +53,6 @@ def create_database(path: Path) -> None:
             return
         from mlflow import MlflowClient
 
-        logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
         logger.info("tracking: creating %s (some seconds, once)", path)
         clock = time.monotonic()
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -40,6 +40,8 @@ DATASET_DIGEST = 32
 """MLflow takes at most 36 characters."""
 TRIES_OF_ONE_RECORD = 3
 
+_BUSY = "TEMPORARILY_UNAVAILABLE"
+"""What MLflow says of a database that is locked, full or away: reading it may work all the while."""
 _REFUSED = {
     "BAD_REQUEST",
     "ENDPOINT_NOT_FOUND",
@@ -105,7 +107,7 @@ class Delivery:
 
     def _may_recover(self, error: Exception, record: Record) -> bool:
         """Say whether the same record may go through later: not if MLflow refused it, nor if only it keeps failing."""
-        if self._client is None:
+        if self._client is None or getattr(error, "error_code", "") == _BUSY:
             return True
         if isinstance(error, (FileNotFoundError, KeyError, TypeError)) or getattr(error, "error_code", "") in _REFUSED:
             return False
@@ -171,7 +173,7 @@ class Delivery:
 
     def _finish(self, client: Any, record: Record) -> None:
         run = self._run(client, record["run"])
-        if record["note"]:
+        if record["note"] and record["note"] not in run.tags.get(NOTE_TAG, ""):
             note = f"{run.tags.get(NOTE_TAG, '')}\n\n{redaction.without_secrets(record['note'])}"
             client.set_tag(run.run_id, NOTE_TAG, note[: redaction.TAG_CHARACTERS])
         client.set_terminated(run.run_id, status=record["status"])

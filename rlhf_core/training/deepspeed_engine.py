@@ -26,12 +26,15 @@ from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.losses.output import LossOutput
 from rlhf_core.training.adamw import ClippedAdamW, adamw, parameter_groups
+from rlhf_core.training.deepspeed_universal import load_universal
 from rlhf_core.training.distributed import join, largest, rank_and_world
 from rlhf_core.training.state import (
-    check_engine_settings,
+    copied,
+    engine_settings,
     load_training_state,
+    refuse_engine_settings,
     save_engine_settings,
-    save_training_state,
+    training_state,
 )
 
 T = TypeVar("T")
@@ -98,29 +101,39 @@ class DeepSpeedEngine:
         with whole, _own_storage(parameters):
             yield
 
-    def save(self, folder: Path) -> None:
-        """Write trained weights and optimizer: one file at stage 0 (every rank has the same), DeepSpeed's own above."""
+    def snapshot(self, folder: Path) -> dict[Path, Any]:
+        """Return copies of trained weights and optimizer: one file at stage 0 (all ranks are alike), DeepSpeed's above."""
         if not self._trained:
-            return
+            return {}
         if self.rank == 0:
             save_engine_settings(folder, self._settings())
-        if self._stage > 0:
-            with _quiet():
-                self._engine.save_checkpoint(str(folder / ZERO_FOLDER), tag=ZERO_TAG, exclude_frozen_parameters=True)
-        elif self.rank == 0:
-            save_training_state(folder / STATE_FILE, self.module, self._engine.optimizer)
+        if self._stage == 0:
+            whole = self.rank == 0
+            return {folder / STATE_FILE: training_state(self.module, self._engine.optimizer)} if whole else {}
+        states: dict[Path, Any] = {}
+        with _quiet(), _taking(self._engine, states):
+            self._engine.save_checkpoint(str(folder / ZERO_FOLDER), tag=ZERO_TAG, exclude_frozen_parameters=True)
+        return states
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote. Raises TrainingError if that was another ZeRO stage or number of ranks."""
+        """Restore a written `snapshot`, also of another number of ranks.
+
+        Raises TrainingError if it is of another ZeRO stage.
+        """
         if not self._trained:
             return
-        check_engine_settings(folder, self._settings())
+        written = engine_settings(folder)
+        if written["zero_stage"] != self._stage:
+            raise refuse_engine_settings(written, self._settings())
         if self._stage == 0:
             load_training_state(folder / STATE_FILE, self.module, self._engine.optimizer)
             self._engine.zero_grad()
             return
         with _quiet(), _weights_only():
-            self._engine.load_checkpoint(str(folder / ZERO_FOLDER), tag=ZERO_TAG, load_module_strict=False)
+            if written == self._settings():
+                self._engine.load_checkpoint(str(folder / ZERO_FOLDER), tag=ZERO_TAG, load_module_strict=False)
+            else:
+                load_universal(self._engine, folder / ZERO_FOLDER, tag=ZERO_TAG, rank=self.rank)
 
     def close(self) -> None:
         """Let go of the model and the optimizer; the process group stays for the next engine."""
@@ -187,6 +200,21 @@ def _import_deepspeed(device: torch.device) -> Any:
     import deepspeed
 
     return deepspeed
+
+
+@contextmanager
+def _taking(engine: Any, states: dict[Path, Any]) -> Iterator[None]:
+    """Make DeepSpeed's `engine` hand copies of what it would write to `states`, by file."""
+    writer = engine.checkpoint_engine
+
+    def take(state_dict: Any, path: str) -> None:
+        states[Path(path)] = copied(state_dict)
+
+    writer.save = take
+    try:
+        yield
+    finally:
+        del writer.save
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -57,12 +57,15 @@ class Engine(Protocol):
         """Inside, `module` holds whole weights on every rank; read them, do not change them."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write the trained weights and the optimizer; every rank calls it with the same folder."""
+    def snapshot(self, folder: Path) -> dict[Path, Any]:
+        """Return what this rank has to write for a checkpoint in `folder`, by file: copies, which training leaves alone.
+
+        Every rank calls it with the same folder.
+        """
         ...
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote, bit for bit, and forget any gradient."""
+        """Restore a written `snapshot`, bit for bit, and forget any gradient."""
         ...
 
     def close(self) -> None:

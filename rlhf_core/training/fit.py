@@ -69,8 +69,8 @@ def fit(
             )
         )
     steps = total_steps(len(train), loop)
-    checkpoints = Checkpoints(context.checkpoints.root, keep_best=loop.keep_best)
-    checkpoint = checkpoints.latest()
+    checkpoints = context.checkpoints.keeping(best=loop.keep_best)
+    checkpoint = checkpoints.to_resume()
     if checkpoint is None:
         first, initial, skipped_in_a_row = 0, _evaluate(trainer, evaluation, objective), 0
         context.metrics(0, initial)

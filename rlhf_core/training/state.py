@@ -1,12 +1,15 @@
 """What a resumed run needs beside the checkpoint's own folder: trained weights, optimizer moments, random states.
 
-Files are written by `torch.save` and read with `weights_only=True`, so that loading one runs no code.
+Each is taken as a copy in memory, which is written while training goes on. Files are written by `torch.save` and read
+with `weights_only=True`, so that loading one runs no code.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import random
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,17 +20,45 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rlhf_core.errors import TrainingError, explain
+from rlhf_core.types import derive_seed
 
 ENGINE_FILE = "engine.json"
 
 
-def save_training_state(file: Path, module: nn.Module, optimizer: Optimizer) -> None:
-    """Write the trained parameters and the optimizer. Frozen parameters (LoRA's base) come with the model's folder."""
-    torch.save({"parameters": trained_parameters(module), "optimizer": optimizer.state_dict()}, file)
+def copied(value: Any) -> Any:
+    """Return `value` with every tensor in it, however deep in dictionaries, lists and tuples, copied to the CPU."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if type(value) in (dict, OrderedDict):
+        made = copy.copy(value)  # with the attributes that torch hangs on a state_dict
+        for name in made:
+            made[name] = copied(made[name])
+        return made
+    if type(value) in (list, tuple):
+        return type(value)(copied(item) for item in value)
+    return copy.deepcopy(value)
+
+
+def write_states(states: dict[Path, Any]) -> None:
+    """Write every value to its file, and let go of it. Raises the OSError of a full disk as it is."""
+    while states:
+        file, state = states.popitem()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("wb") as stream:
+            torch.save(state, stream)
+
+
+def training_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Return copies of the trained parameters and of the optimizer's state.
+
+    Frozen parameters (LoRA's base) come with the model's folder.
+    """
+    state: dict[str, Any] = copied({"parameters": trained_parameters(module), "optimizer": optimizer.state_dict()})
+    return state
 
 
 def load_training_state(file: Path, module: nn.Module, optimizer: Optimizer) -> None:
-    """Restore what `save_training_state` wrote, bit for bit. Raises TrainingError if it is of another model."""
+    """Restore a written `training_state`, bit for bit. Raises TrainingError if it is of another model."""
     state = _read(file)
     own = trained_parameters(module)
     if {n: t.shape for n, t in own.items()} != {n: t.shape for n, t in state["parameters"].items()}:
@@ -51,30 +82,49 @@ def save_engine_settings(folder: Path, settings: Mapping[str, int]) -> None:
     (folder / ENGINE_FILE).write_text(json.dumps(dict(settings)))
 
 
-def check_engine_settings(folder: Path, settings: Mapping[str, int]) -> None:
-    """Raise TrainingError if the checkpoint in `folder` was written under other settings than `settings`."""
+def engine_settings(folder: Path) -> dict[str, int]:
+    """Return what `save_engine_settings` wrote; the plain engine writes none and needs none."""
     file = folder / ENGINE_FILE
-    written = json.loads(file.read_text()) if file.is_file() else {}
-    if written != settings:
-        remedy = "resume with those numbers, or start the stage over with --force"
-        raise TrainingError(explain("checkpoint", written, f"this run has {dict(settings)}", remedy))
+    return dict(json.loads(file.read_text())) if file.is_file() else {"zero_stage": 0, "workers": 1}
 
 
-def save_random_state(file: Path) -> None:
-    """Write the generators of this process: python, numpy, torch and every GPU."""
+def refuse_engine_settings(written: Mapping[str, int], settings: Mapping[str, int]) -> TrainingError:
+    """Return the error for a checkpoint whose layout an engine with `settings` cannot read."""
+    remedy = "resume with those numbers, or start the stage over with --force"
+    return TrainingError(explain("checkpoint", dict(written), f"this run has {dict(settings)}", remedy))
+
+
+def random_state() -> dict[str, Any]:
+    """Return the generators of this process: python, numpy, torch and every GPU."""
     generator: Any = numpy.random.get_state(legacy=False)
     key = torch.from_numpy(generator["state"]["key"].astype("int64"))
-    state = {
+    return {
         "python": random.getstate(),
         "numpy": generator | {"state": generator["state"] | {"key": key}},
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
-    torch.save(state, file)
+
+
+def random_file(folder: Path, rank: int) -> Path:
+    """Return the file of the random state of `rank` in a checkpoint."""
+    return folder / f"random_state_{rank:05d}.pt"
+
+
+def resume_random_state(folder: Path, rank: int, *, seed: int) -> None:
+    """Restore the random state of `rank`; a rank that the checkpoint's run did not have starts one from `seed`."""
+    file = random_file(folder, rank)
+    if rank < engine_settings(folder)["workers"] or file.is_file():
+        load_random_state(file)
+        return
+    fresh = derive_seed(seed, "random state", rank)
+    random.seed(fresh)
+    numpy.random.seed(fresh % 2**32)
+    torch.manual_seed(fresh)
 
 
 def load_random_state(file: Path) -> None:
-    """Restore what `save_random_state` wrote; GPU generators only where there are as many GPUs as there were."""
+    """Restore a written `random_state`; GPU generators only where there are as many GPUs as there were."""
     state = _read(file)
     generator = state["numpy"]
     key = generator["state"]["key"].numpy().astype("uint32")

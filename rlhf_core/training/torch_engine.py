@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.errors import TrainingError, explain
 from rlhf_core.training.adamw import ClippedAdamW, parameter_groups
-from rlhf_core.training.state import load_training_state, save_training_state
+from rlhf_core.training.state import load_training_state, training_state
 
 T = TypeVar("T")
 STATE_FILE = "training_state.pt"
@@ -70,13 +70,12 @@ class TorchEngine:
         """Weights are always whole."""
         return nullcontext()
 
-    def save(self, folder: Path) -> None:
-        """Write trained weights and optimizer; a frozen model writes nothing."""
-        if self._optimizer is not None:
-            save_training_state(folder / STATE_FILE, self.module, self._optimizer)
+    def snapshot(self, folder: Path) -> dict[Path, Any]:
+        """Return copies of trained weights and optimizer, by file; a frozen model has none."""
+        return {folder / STATE_FILE: training_state(self.module, self._optimizer)} if self._optimizer else {}
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote and forget any gradient."""
+        """Restore a written `snapshot` and forget any gradient."""
         if self._optimizer is not None:
             load_training_state(folder / STATE_FILE, self.module, self._optimizer)
             self._optimizer.zero_grad(set_to_none=True)

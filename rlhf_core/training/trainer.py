@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_core.batches import TokenBatch, collate, unpack
+from rlhf_core.checkpoint_parts import wait_for_parts, write_part
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import TrainingError, explain
 from rlhf_core.interfaces import Metrics, ModelSpec, Weights
@@ -25,7 +27,7 @@ from rlhf_core.models.lora import merged_state_dict
 from rlhf_core.training.batching import Row, micro_batches, reduce, shard
 from rlhf_core.training.engines import Engine, open_engine
 from rlhf_core.training.objectives import SftObjective, TrainingObjective, unmasked
-from rlhf_core.training.state import load_random_state, save_random_state
+from rlhf_core.training.state import random_file, random_state, resume_random_state, write_states
 from rlhf_core.types import TokenSample
 
 __all__ = ["LocalTrainer", "reduce", "shard"]
@@ -131,15 +133,22 @@ class LocalTrainer:
         return Weights(payload=payload, digest=weights_digest(payload))
 
     def save(self, folder: Path) -> None:
-        """Write weights, optimizer and this rank's random state; every rank calls it with the same folder."""
+        """Copy weights, optimizer and this rank's random state, and write the copies to `folder` in the background.
+
+        Every rank calls it with the same folder; `checkpoint_parts.wait_for_parts` waits for all of them.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        self._engine.save(folder)
-        save_random_state(self._random_file(folder))
+        states = self._engine.snapshot(folder) | {random_file(folder, self._engine.rank): random_state()}
+        write_part(folder, f"rank_{self._engine.rank:05d}", partial(write_states, states))
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote. Raises TrainingError if the folder is of another model or of fewer ranks."""
+        """Restore what `save` wrote. Raises TrainingError if the folder is of another model or of other engine settings.
+
+        It may be of another number of ranks: those that it does not know start a random state from the model's seed.
+        """
+        wait_for_parts(folder)
         self._engine.load(folder)
-        load_random_state(self._random_file(folder))
+        resume_random_state(folder, self._engine.rank, seed=self._spec.seed)
 
     def export(self, folder: Path) -> None:
         """Write the model in Hugging Face layout with its tokenizer; every rank calls it, rank 0 writes."""
@@ -217,9 +226,6 @@ class LocalTrainer:
         if not self._trained:
             rule = "the model is frozen: it has no optimizer"
             raise TrainingError(explain(f"trainer.{verb}", self._spec.path, rule, "give the role an optimizer"))
-
-    def _random_file(self, folder: Path) -> Path:
-        return folder / f"random_state_{self._engine.rank:05d}.pt"
 
 
 class _Total:

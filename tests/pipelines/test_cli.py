@@ -4,12 +4,18 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from pipelines.cli import main
+from pipelines.profile import load_profile
+from rlhf_core.artifacts import ArtifactStore
+from rlhf_core.stage import decide, execute
+from rlhf_core.store_layout import remove_tree
 from tests.pipelines.mini import write_mini
+from tests.rlhf_core.toy_stage import NoEngines, RecordingTracker, ToyConfig, toy_spec
 
 HEAVY = ("torch", "transformers", "vllm", "ray", "deepspeed", "prefect", "mlflow")
 
@@ -64,12 +70,79 @@ def test_explain_prints_the_whole_key(here: Path, capsys: pytest.CaptureFixture[
     assert '"stage": "prepare_data"' in out and '"seed": 17' in out
 
 
-def test_an_empty_store_is_listed_verified_and_collected(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert [main(["store", "ls"]), main(["store", "verify"]), main(["store", "gc", "--dry-run"]), main(["runs"])] == [
-        0
-    ] * 4
+def test_looking_at_a_store_that_is_not_there_says_what_to_do_and_makes_nothing(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looks = [["store", "ls"], ["store", "verify"], ["store", "gc"], ["runs"], ["reconcile"], ["resume"]]
+    assert [main(look) for look in looks] == [0] * len(looks)
     out = capsys.readouterr().out
-    assert "all sound" in out and "would free 0.0 MiB in 0 items" in out
+    assert out.count("home/store is not there yet: `rlhf run tiny/full` fills it") == 4
+    assert "nothing to mend" in out and "nothing was run yet" in out
+    assert main(["plan", str(write_mini(here))]) == 0
+    assert not (here / "home").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["store", "ls"], ["store", "verify"], ["store", "gc"], ["runs"], ["reconcile"], ["chat", "sft"], ["plan", "tiny/full"],
+     ["explain", "sft"], ["run", "tiny/full"]],
+)  # fmt: skip
+def test_a_store_of_a_newer_version_is_refused_by_every_verb(
+    here: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipelines.foreground._server", lambda home: nullcontext())
+    store = here / "home" / "store"
+    store.mkdir(parents=True)
+    (store / "store.json").write_text('{"schema": 2}')
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(
+        f"store = {store}: was written by a newer version (schema 2, this one knows 1); upgrade, or"
+    )
+    assert [path.name for path in store.iterdir()] == ["store.json"]
+
+
+def test_a_damaged_store_is_listed_with_its_damage_and_planned_with_the_reason(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_profile(write_mini(here))
+    store = ArtifactStore(here / "home" / "store")
+    specs = [toy_spec(ToyConfig(kl_coef=rate), label=label, seed=config.seed) for label, rate in RATES.items()]
+    for spec in specs:
+        execute(store, spec, runtime=NoEngines(), tracker=RecordingTracker(), progress=lambda *_: None)
+    records = {record.label: record for record in store.records()}
+    short = store.path(records["short"].handle) / "total.txt"
+    short.chmod(0o644)
+    short.write_text("")
+    remove_tree(store.path(records["gone"].handle))
+    store.layout.key(records["torn"].key).write_text("{")
+
+    assert main(["store", "ls"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    said = {line.split()[2]: line for line in lines if len(line.split()) > 2}
+    assert "damaged" not in said["sound"]
+    assert "damaged: total.txt has 0 bytes" in said["short"] and "damaged: its object is gone" in said["gone"]
+    assert any(line.startswith("not readable: ") and line.endswith("holds no JSON table") for line in lines)
+    assert main(["runs"]) == 0
+    assert "sound" in capsys.readouterr().out
+    assert main(["store", "gc", "--keep-days", "0"]) == 0
+    assert "`rlhf store verify` first" in capsys.readouterr().out
+
+    reasons = {spec.label: decide(store, spec) for spec in specs}
+    assert {label: found.action for label, found in reasons.items()} == dict.fromkeys(RATES, "RUN") | {"sound": "HIT"}
+    assert "total.txt has 0 bytes" in reasons["short"].reason and "holds no JSON table" in reasons["torn"].reason
+    assert main(["store", "verify"]) == 0
+
+
+RATES = {"sound": 0.1, "short": 0.2, "gone": 0.3, "torn": 0.4}
+
+
+def test_the_store_of_a_profile_or_a_folder_can_be_looked_at(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = write_mini(here)
+    profile.write_text(f'store = "{here}/own"\n' + profile.read_text())
+    for which in (["--profile", str(profile)], ["--store", f"{here}/own"]):
+        assert main(["runs", *which]) == main(["store", "ls", *which]) == 0
+        assert capsys.readouterr().out.count(f"{here}/own is not there yet") == 2
 
 
 @pytest.mark.parametrize(

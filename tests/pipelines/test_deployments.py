@@ -1,8 +1,14 @@
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
 import pytest
 from jsonschema import ValidationError, validate
 
+from pipelines import deployments
 from pipelines.deployments import stage_parameters
 from pipelines.profile import load_profile
 
@@ -36,3 +42,50 @@ def test_a_misspelt_key_is_refused_by_the_form(forms: dict) -> None:
 
 def test_a_stage_run_alone_asks_for_the_same_seed_as_in_the_pipeline(forms: dict) -> None:
     assert forms["sft"][1]["settings"]["seed"] == load_profile("tiny/full").seed
+
+
+def test_a_runner_that_is_asked_to_end_marks_its_runs_before_it_tells_its_flows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events: list[str] = []
+
+    class Flow:
+        def send_signal(self, number: int) -> None:
+            events.append(f"signal {number}")
+
+    monkeypatch.setattr(deployments, "interrupt", lambda: events.append("marked") or [])
+    monkeypatch.setattr(deployments.psutil, "Process", lambda: SimpleNamespace(children=lambda: [Flow()]))
+    monkeypatch.setattr(deployments.psutil, "wait_procs", lambda flows, timeout: events.append(f"waited {timeout:.0f}"))
+    monkeypatch.setattr(deployments.os, "_exit", lambda status: events.append(f"exit {status}"))
+    deployments.InterruptingRunner.handle_sigterm(SimpleNamespace())
+    assert events == ["marked", "signal 15", "waited 25", "exit 0"]
+
+
+def test_the_mark_stays_young_only_while_the_loop_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = tmp_path / "ready"
+    monkeypatch.setattr(deployments, "BEAT_EVERY_S", 0.01)
+    runner = SimpleNamespace(start=lambda: asyncio.sleep(0.1))
+    asyncio.run(deployments._serve(runner, mark))
+    first = mark.stat().st_mtime_ns
+    asyncio.run(deployments._serve(runner, mark))
+    assert mark.stat().st_mtime_ns > first
+
+
+def test_a_server_that_is_away_for_a_while_does_not_end_the_runner(tmp_path: Path) -> None:
+    """The loop through which Prefect's runner asks for work goes on after more than its own three failures."""
+    from prefect.runner import _scheduled_run_poller as poller
+
+    asked: list[int] = []
+
+    async def ask() -> None:
+        asked.append(1)
+        if len(asked) == 10:
+            raise KeyboardInterrupt  # enough seen
+        raise httpx.ConnectError("away")
+
+    async def start() -> None:
+        await poller.critical_service_loop(workload=ask, interval=0.001, run_once=False, jitter_range=0.3)
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(deployments._serve(SimpleNamespace(start=start), tmp_path / "ready"))
+    assert len(asked) == 10

@@ -18,7 +18,7 @@ time.sleep(600)
 
 
 def start(command: list[str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-m", "pipelines.leash", *command], stdin=subprocess.PIPE)
+    return subprocess.Popen([sys.executable, "-m", "pipelines.leash", "8", *command], stdin=subprocess.PIPE)
 
 
 def test_it_returns_the_status_of_its_command() -> None:
@@ -44,7 +44,7 @@ def test_the_command_ends_when_its_starter_is_gone(tmp_path: Path) -> None:
 def test_a_command_that_ignores_the_request_is_ended_when_it_is_terminated() -> None:
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
     leash = subprocess.Popen(
-        [sys.executable, "-m", "pipelines.leash", sys.executable, "-c", stubborn],
+        [sys.executable, "-m", "pipelines.leash", "1", sys.executable, "-c", stubborn],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,27 @@ def test_a_server_that_ends_at_once_is_reported_with_its_log(tmp_path: Path) -> 
     process.wait()
     with pytest.raises(services.ServiceError, match=r"ended with status 3; read .*server\.log"):
         services.await_health("http://127.0.0.1:9/", process, 5.0, tmp_path / "server.log")
+
+
+def test_a_new_supervisor_waits_until_the_services_of_a_killed_one_are_gone(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    services.await_end_of_last(home)  # nothing was up before: no wait
+    with socket.socket() as still_there:
+        still_there.bind(("127.0.0.1", 0))
+        still_there.listen()
+        port = still_there.getsockname()[1]
+        services.Services(owner.tags() | {"owner.pid_started": "1"}, port, 1, ready=True).write(home)
+        closing = threading.Timer(0.5, still_there.close)
+        closing.start()
+        services.await_end_of_last(home)
+        assert not closing.is_alive()
+    monkeypatch.setattr(services, "LAST_TIMEOUT_S", 0.2)
+    with socket.socket() as stays:
+        stays.bind(("127.0.0.1", 0))
+        stays.listen()
+        services.Services(owner.tags(), stays.getsockname()[1], 1, ready=True).write(home)
+        services.await_end_of_last(home)  # a stranger's: we take another port in the end
 
 
 def cli(home: Home, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -115,28 +115,3 @@ def test_a_run_that_is_retried_is_not_taken_for_that_of_the_dead_process(prefect
         assert client.read_flow_run(ids[0]).state.name == "Completed"
         history = client.read_flow_run_states(ids[0])
     assert "Crashed" not in [state.name for state in history]
-
-
-def test_a_run_whose_process_is_gone_is_crashed_and_others_are_left_alone(prefect_home: Home) -> None:
-    from prefect import flow
-    from prefect.client.orchestration import get_client
-    from prefect.states import Running
-
-    from pipelines.reconcile import reconcile
-    from rlhf_core.tracking import owner
-
-    @flow(name="test-owner")
-    def body() -> None:
-        return None
-
-    states = {}
-    with get_client(sync_client=True) as client:
-        for name, changes in (("dead", {"owner.pid": "1", "owner.pid_started": "1"}), ("alive", {})):
-            flow_run = client.create_flow_run(body, state=Running())
-            client.update_flow_run_labels(flow_run.id, owner.tags() | changes)
-            states[name] = flow_run.id
-        unknown = client.create_flow_run(body, state=Running()).id
-        assert reconcile() == [states["dead"]]
-        assert client.read_flow_run(states["dead"]).state.name == "Crashed"
-        assert client.read_flow_run(states["alive"]).state.name == "Running"
-        assert client.read_flow_run(unknown).state.name == "Running"

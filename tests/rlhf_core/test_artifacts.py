@@ -13,7 +13,7 @@ from rlhf_core.artifacts import ArtifactStore, object_digest
 from rlhf_core.errors import ArtifactError
 from rlhf_core.fingerprint import hash_tree, sha256_text, tree_digest
 from rlhf_core.records import Provenance
-from rlhf_core.store_layout import write_json
+from rlhf_core.store_layout import read_json, write_json
 from rlhf_core.types import ArtifactRef, DemonstrationsRef, PolicyRef, PreparedDataRef
 
 FORK = multiprocessing.get_context("fork")
@@ -210,6 +210,7 @@ def test_an_external_folder_has_the_digest_of_its_visible_files(store: ArtifactS
 
 
 def test_an_unchanged_external_folder_is_not_read_again(store: ArtifactStore, tmp_path: Path) -> None:
+    store.create()
     model = tmp_path / "model"
     model.mkdir()
     (model / "w").write_text("1")
@@ -227,6 +228,62 @@ def test_an_unchanged_external_folder_is_not_read_again(store: ArtifactStore, tm
 def test_an_external_folder_must_be_there(store: ArtifactStore, tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="is not a folder"):
         store.external(PolicyRef, tmp_path / "nowhere")
+
+
+# ---------------------------------------------------------------- which version wrote it
+
+
+def test_looking_at_a_store_that_is_not_there_does_not_make_it(store: ArtifactStore, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "w").write_text("1")
+    store.external(PolicyRef, tmp_path / "model")
+    assert store.records() == [] and store.verify() == [] and store.gc(dry_run=False).items == ()
+    assert store.record(KEY) is None and store.latest("sft") is None and store.pins() == {}
+    assert not store.root.exists()
+
+
+def test_a_lease_and_a_commit_mark_the_store_with_its_schema(store: ArtifactStore) -> None:
+    with store.lease(KEY):
+        assert (store.root / "store.json").exists()
+    (store.root / "store.json").unlink()  # as in a store of the time before the marker: schema 1
+    _commit(ArtifactStore(store.root), {"a": "1"})
+    assert read_json(store.root / "store.json") == {"schema": 1}
+
+
+def test_a_store_of_a_newer_version_is_refused_before_it_is_touched(store: ArtifactStore) -> None:
+    write_json(store.root / "store.json", {"schema": 2})
+    with pytest.raises(ArtifactError) as caught:
+        ArtifactStore(store.root)
+    assert str(caught.value) == (
+        f"store = {store.root}: was written by a newer version (schema 2, this one knows 1); "
+        "upgrade, or choose another folder with RLHF_HOME or `store`"
+    )
+    assert [path.name for path in store.root.iterdir()] == ["store.json"]
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"schema": "x"}'])
+def test_a_marker_that_cannot_be_read_is_refused_with_what_to_do(store: ArtifactStore, content: str) -> None:
+    store.create()
+    (store.root / "store.json").write_text(content)
+    with pytest.raises(ArtifactError, match=r"its store\.json cannot be read; delete .*store\.json if this version"):
+        ArtifactStore(store.root)
+
+
+def test_a_record_that_cannot_be_read_is_named_and_the_others_are_listed(store: ArtifactStore) -> None:
+    _commit(store, {"a": "1"})
+    bad = {"no table": "{", "no fields": "{}", "unknown handle": '{"handle": {"type": "NewRef", "fields": {}}}'}
+    for name, content in bad.items():
+        path = store.layout.key(sha256_text(name))
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content)
+    records, unreadable = store.scan()
+    assert [record.key for record in records] == [KEY]
+    said = {found.path.stem: found.problem for found in unreadable}
+    assert said[sha256_text("no table")] == "holds no JSON table"
+    assert said[sha256_text("no fields")].startswith("has no valid label: ")
+    assert "NewRef" in said[sha256_text("unknown handle")]
+    assert store.record(sha256_text("no table")) is None
+    assert store.damage(sha256_text("no table")) == "its record holds no JSON table"
 
 
 # ---------------------------------------------------------------- kills

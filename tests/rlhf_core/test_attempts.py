@@ -42,3 +42,15 @@ def test_an_unreadable_history_starts_again(tmp_path: Path) -> None:
     (tmp_path / "attempt.json").write_text('{"attempts": [{"x": 1}]}')
     assert attempts.history(tmp_path) == []
     assert attempts.begin(tmp_path, label="sft", resumed_from=None).number == 1
+
+
+def test_an_attempt_whose_process_was_killed_is_noted_as_interrupted_once(tmp_path: Path) -> None:
+    assert attempts.abandon(tmp_path, committed=False) is None
+    killed = attempts.begin(tmp_path, label="sft", resumed_from=None)
+    found = attempts.abandon(tmp_path, committed=False)
+    assert found is not None and found[0] == "sft" and found[1].number == 1
+    (noted,) = attempts.history(tmp_path)
+    assert (
+        noted.status == "interrupted" and noted.failure == f"process {killed.pid} on {killed.host} ended without a word"
+    )
+    assert not (tmp_path / "out-1").exists() and attempts.abandon(tmp_path, committed=False) is None

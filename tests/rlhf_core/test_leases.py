@@ -148,3 +148,14 @@ def test_an_unreadable_lease_is_free(tmp_path: Path) -> None:
     assert living_owner(tmp_path, "k") is None
     with hold(tmp_path, "k") as lease:
         lease.check()
+
+
+def test_a_sweep_removes_the_leases_of_the_gone_and_names_them(tmp_path: Path) -> None:
+    assert leases.sweep(tmp_path / "nowhere") == [] and not (tmp_path / "nowhere").exists()
+    dead = replace(leases.ourselves(), pid=1, pid_started=1, token="x")
+    elsewhere = replace(dead, host="elsewhere", expires=time.time() + 60)
+    write_json(tmp_path / "dead.json", asdict(dead))
+    write_json(tmp_path / "elsewhere.json", asdict(elsewhere))
+    with hold(tmp_path, "ours"):
+        assert leases.sweep(tmp_path) == [("dead", dead)]
+        assert sorted(path.stem for path in tmp_path.glob("*.json")) == ["elsewhere", "ours"]

@@ -168,3 +168,50 @@ def test_while_a_stage_runs_gc_keeps_the_last_week(store: ArtifactStore) -> None
     with store.lease("running"):
         assert store.gc(dry_run=False, keep_days=0.0).items == ()
     assert len(store.gc(dry_run=False, keep_days=0.0).items) == 2
+
+
+def test_an_unreadable_record_is_damage_that_verify_names_and_puts_into_quarantine(store: ArtifactStore) -> None:
+    _commit(store, "1", label="sft")
+    path = store.layout.key(sha256_text("1"))
+    path.write_text("{")
+    assert [str(damage) for damage in store.verify()] == [f"record: {path} holds no JSON table"]
+    assert store.damage(sha256_text("1")) == "its record holds no JSON table"
+    assert store.verify() == []
+
+
+@pytest.mark.parametrize("what", ["record", "pin"])
+def test_gc_removes_no_object_while_nobody_knows_what_an_unreadable_file_reaches(
+    store: ArtifactStore, what: str
+) -> None:
+    for content in ("kept by it", "old"):
+        _commit(store, content)
+    _make_old(store, "kept by it", "old")
+    if what == "record":
+        path = store.layout.key(sha256_text("kept by it"))
+    else:
+        store.pin(sha256_text("kept by it"))
+        (path,) = store.layout.pins.iterdir()
+    path.write_text("{")
+    attempt = store.layout.attempt(sha256_text("old"))
+    (attempt / "ckpt").mkdir(parents=True)
+    report = store.gc(dry_run=False)
+    assert [found.path for found in report.held_back] == [path]
+    assert [item.kind for item in report.items] == ["attempt"], "what needs no records still goes"
+    assert _left(store) == ["kept by it", "old"]
+    if what == "record":
+        store.verify()
+    else:
+        path.unlink()
+    assert store.gc(dry_run=False).held_back == () and _left(store) == []
+
+
+def test_gc_of_a_store_with_missing_and_short_objects_leaves_what_is_in_use(store: ArtifactStore) -> None:
+    parent = _commit(store, "parent")
+    _commit(store, "child", inputs=(parent.uri, "store://" + "0" * 64))
+    lost = store.path(_commit(store, "lost"))
+    lost.chmod(0o755)
+    lost.rename(store.root / "elsewhere")
+    (store.path(parent) / "manifest.json").chmod(0o644)
+    (store.path(parent) / "manifest.json").write_text("{")
+    assert store.gc(dry_run=False).items == ()
+    assert _left(store) == ["child", "parent"]

@@ -35,7 +35,8 @@ class ToyConfig(Config):
     bytes_out: Annotated[int, OPERATIONAL] = 0
     """Of no influence on the key, so a test can ask for the same key with another cost."""
     trouble: Annotated[str, OPERATIONAL] = ""
-    """`raise:<step>`, `full`, `no commit`, `other handle`, `children`, `shards`."""
+    """`raise:<step>`, `wait:<file>` (goes on once it is there), `full`, `no commit`, `other handle`, `children`,
+    `shards`."""
 
 
 def run(config: ToyConfig, *, context: StageContext, policy: PolicyRef | None = None) -> ArtifactRef:
@@ -54,6 +55,10 @@ def run(config: ToyConfig, *, context: StageContext, policy: PolicyRef | None = 
             with context.checkpoints.saving(step, {"total": total}) as folder:
                 (folder / "weights.bin").write_bytes(os.urandom(64))
         context.progress(step, config.steps, "counting")
+        while config.trouble.startswith("wait:") and not Path(config.trouble.removeprefix("wait:")).exists():
+            if context.stopping():
+                context.stop()
+            time.sleep(0.02)
     read = "" if policy is None else (context.path(policy) / "total.txt").read_text()
     (context.out / "total.txt").write_text(f"{total} {read}")
     (context.out / "padding.bin").write_bytes(bytes(config.bytes_out))

@@ -11,6 +11,7 @@ from rlhf_core import stopping
 from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.config.base import Config
 from rlhf_core.data.tables import Demonstration, Preference, write_demonstrations, write_preferences, write_prompts
+from rlhf_core.runtime.local_runtime import LocalRuntime
 from rlhf_core.types import ArtifactRef, DemonstrationsRef, Message, PreferencesRef, Prompt, PromptsRef
 from tests.stages.recording import Workshop
 
@@ -61,8 +62,19 @@ def stopped_and_resumed(
     return ref, decision.step
 
 
-def killed_and_resumed(shop: Workshop, name: str, config: Config, inputs: dict[str, Any], *, at: int) -> ArtifactRef:
-    """Interrupt the stage when it reports `at` steps, run it again, and return what the second attempt made."""
+def killed_and_resumed(
+    shop: Workshop,
+    name: str,
+    config: Config,
+    inputs: dict[str, Any],
+    *,
+    at: int,
+    resume_on: LocalRuntime | None = None,
+) -> ArtifactRef:
+    """Interrupt the stage when it reports `at` steps, run it again, and return what the second attempt made.
+
+    `resume_on` is the runtime of the second attempt if it is another one.
+    """
 
     def interrupt(done: int, total: int, message: str) -> None:
         if done == at:
@@ -70,6 +82,7 @@ def killed_and_resumed(shop: Workshop, name: str, config: Config, inputs: dict[s
 
     with pytest.raises(KeyboardInterrupt):
         shop.run(name, config, inputs, progress=interrupt)
+    shop.runtime = resume_on or shop.runtime
     ref, decision = shop.run(name, config, inputs)
     assert decision.action == "RESUME"
     return ref

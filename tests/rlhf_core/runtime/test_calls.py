@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from rlhf_core.errors import DataError, SamplingError, TrainingError
+from rlhf_core.errors import (
+    DataError,
+    SamplerLostError,
+    SamplingError,
+    TrainerLostError,
+    TrainingError,
+    WorkerLostError,
+)
 from rlhf_core.runtime.calls import WorkerGroup
 from rlhf_core.runtime.cluster import connect
 
@@ -24,6 +32,20 @@ class Worker:
 
     def refuse(self) -> None:
         raise DataError("rows = 3: too few; add some")
+
+    def fail_or_die_later(self, dies: bool) -> None:
+        if dies:
+            time.sleep(1)  # its death is noticed after the failure of the rank that worked with it
+            os._exit(9)
+        raise RuntimeError("connection closed by peer")
+
+    def read(self, refs: list[object]) -> None:
+        import ray
+
+        ray.get(refs[0])
+
+    def exhaust(self) -> None:
+        raise RuntimeError("CUDA out of memory")
 
     def divide(self) -> float:
         return 1 / 0
@@ -44,9 +66,11 @@ def new_group() -> Iterator[Callable[..., WorkerGroup]]:
     owned = connect(2)
     remote = ray.remote(Worker)
 
-    def make(workers: int, *, timeout_s: float = 60.0, error: type = TrainingError) -> WorkerGroup:
+    def make(
+        workers: int, *, timeout_s: float = 60.0, error: type = TrainingError, ray_lost: Callable[[], str] = str
+    ) -> WorkerGroup:
         actors = [remote.options(num_cpus=0).remote() for _ in range(workers)]
-        return WorkerGroup("trainer", actors, error, timeout_s=timeout_s, log_folder="/logs")
+        return WorkerGroup("trainer", actors, error, timeout_s=timeout_s, log_folder="/logs", ray_lost=ray_lost)
 
     yield make
     if owned:
@@ -68,6 +92,9 @@ def test_our_own_errors_pass_as_they_are_and_others_name_role_worker_and_cause(
         group.call("policy", "refuse")
     with pytest.raises(TrainingError, match=r"trainer\.policy = 'divide on worker 0': ZeroDivisionError"):
         group.call("policy", "divide")
+    with pytest.raises(TrainingError, match=r"out of memory; lower runtime\.trainer\.micro_batch") as raised:
+        group.call("policy", "exhaust")
+    assert not isinstance(raised.value, WorkerLostError)  # it would fail again
     assert not group.broken  # a single worker that raised is still in order
     group.kill()
 
@@ -77,7 +104,7 @@ def test_a_call_past_its_deadline_fails_and_its_worker_is_ended(new_group: Calla
     group.call("policy", "double", 1)  # wait for the process
     group._timeout_s = 0.5
     start = time.monotonic()
-    with pytest.raises(SamplingError, match=r"no answer within runtime.worker_timeout_s = 0.5"):
+    with pytest.raises(SamplerLostError, match=r"no answer within runtime.worker_timeout_s = 0.5"):
         group.call("policy", "sleep", 30.0)
     assert time.monotonic() - start < 10
     assert group.broken
@@ -87,8 +114,44 @@ def test_a_dead_rank_is_seen_while_the_others_wait_for_it(new_group: Callable[..
     group = new_group(2)
     group.call("policy", "double", 1)
     start = time.monotonic()
-    with pytest.raises(TrainingError, match=r"die_or_wait on worker 1'.*worker died.*last checkpoint.*/logs"):
+    with pytest.raises(TrainerLostError, match=r"die_or_wait on worker 1'.*worker died.*last checkpoint.*/logs"):
         group.call_each("policy", "die_or_wait", [(False,), (True,)])
     assert time.monotonic() - start < 20
     with pytest.raises(TrainingError, match="its worker is gone"):
         group.call("policy", "double", 1)
+
+
+def test_a_rank_that_failed_because_another_died_is_a_lost_worker(new_group: Callable[..., WorkerGroup]) -> None:
+    group = new_group(2)
+    group.call("policy", "double", 1)
+    with pytest.raises(TrainerLostError, match=r"fail_or_die_later on worker 1'.*worker died"):
+        group.call_each("policy", "fail_or_die_later", [(False,), (True,)])
+    assert group.broken
+
+
+def test_what_died_with_another_worker_is_a_lost_worker(new_group: Callable[..., WorkerGroup]) -> None:
+    import ray
+
+    owner = new_group(1)
+    ref = owner.actors[0].double.remote(1)
+    ray.get(ref)
+    owner.kill()
+    waiting = owner.actors[0].double.remote(1)  # its actor is dead
+    group = new_group(1)
+    with pytest.raises(TrainerLostError, match=r"read on worker 0'.*died"):
+        group.call("policy", "read", [waiting])
+    assert group.broken
+
+
+def test_a_call_that_waits_ends_soon_after_ray_is_lost(new_group: Callable[..., WorkerGroup]) -> None:
+    lost: list[str] = []
+    group = new_group(1, ray_lost=lambda: "".join(lost))
+    group.call("policy", "double", 1)
+    threading.Timer(1.0, lost.append, ["the raylet is gone"]).start()
+    start = time.monotonic()
+    with pytest.raises(TrainerLostError, match=r"trainer\.policy = 'sleep': the raylet is gone; run again.*/logs"):
+        group.call("policy", "sleep", 30.0)
+    assert time.monotonic() - start < 10
+    assert group.broken
+    lost.clear()
+    group.kill()

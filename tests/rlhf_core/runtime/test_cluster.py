@@ -3,15 +3,23 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import rlhf_core
 from rlhf_core.config.engines import RuntimeConfig
-from rlhf_core.errors import ConfigError
-from rlhf_core.runtime.cluster import available_cores, free_port, threads_per_worker, worker_environment
+from rlhf_core.errors import ConfigError, WorkerLostError
+from rlhf_core.runtime import cluster
+from rlhf_core.runtime.cluster import (
+    available_cores,
+    connect_again,
+    free_port,
+    in_lasting_thread,
+    threads_per_worker,
+    worker_environment,
+)
 from rlhf_core.runtime.factory import open_runtime
 
 
@@ -54,6 +62,47 @@ def test_an_address_that_cannot_be_joined_is_refused(
     address: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert message in refused(address, monkeypatch)
+
+
+def heads(*answers: ConfigError | bool) -> Callable[[int], bool]:
+    """Return a `connect` that raises or returns one answer a call."""
+    left = iter(answers)
+
+    def connect(cores: int) -> bool:
+        answer = next(left)
+        if isinstance(answer, ConfigError):
+            raise answer
+        return answer
+
+    return connect
+
+
+def test_a_head_that_went_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "RECONNECT_EVERY_S", 0.01)
+    monkeypatch.setattr(cluster, "connect", heads(ConfigError("no head"), ConfigError("no head"), False))
+    assert connect_again(2) is False
+
+
+def test_a_head_that_stays_away_is_one_error_after_the_stated_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "RECONNECT_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(cluster, "connect", heads(ConfigError("no head"), ConfigError("no head")))
+    with pytest.raises(ConfigError, match="no head"):
+        connect_again(2)
+
+
+def test_a_call_into_a_ray_that_hangs_ends_at_its_deadline() -> None:
+    forever = threading.Event()
+    with pytest.raises(WorkerLostError, match=r"Ray = 'starting Ray': not done within 0\.1 s"):
+        in_lasting_thread(forever.wait, what="starting Ray", timeout_s=0.1)
+    forever.set()
+
+
+def test_an_error_of_the_call_itself_is_passed_on() -> None:
+    def refuse() -> None:
+        raise TimeoutError("its own")
+
+    with pytest.raises(TimeoutError, match="its own"):
+        in_lasting_thread(refuse, what="starting Ray", timeout_s=60)
 
 
 def test_workers_find_this_package_and_sleep_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from mlflow import MlflowClient
 
 from rlhf_core.tracking import owner
-from rlhf_core.tracking.mlflow import MlflowTracker, reconcile
+from rlhf_core.tracking.mlflow import MlflowTracker, TrackingError, reconcile, reconcile_all
 
 Made = Any
 
@@ -250,8 +251,23 @@ def test_only_runs_whose_process_is_gone_are_ended(make: Made, client: MlflowCli
     experiment = client.get_experiment_by_name("rlhf").experiment_id
     dead = client.create_run(experiment, tags=owner.tags() | {"owner.pid_started": "1"}).info.run_id
     foreign = client.create_run(experiment).info.run_id
-    assert reconcile(client, experiment) == [dead]
+    assert [run.run_id for run in reconcile(client, experiment)] == [dead]
     assert [client.get_run(run).info.status for run in (living, dead, foreign)] == ["RUNNING", "KILLED", "RUNNING"]
+
+
+def test_every_experiment_is_reconciled_and_what_was_ended_is_named(client: MlflowClient, database: Path) -> None:
+    elsewhere = client.create_experiment("another")
+    changes = {"owner.pid_started": "1", "mlflow.runName": "night"}
+    dead = client.create_run(elsewhere, tags=owner.tags() | changes).info.run_id
+    (ended,) = reconcile_all(f"sqlite:///{database}")
+    assert (ended.experiment, ended.name, ended.run_id) == ("another", "night", dead)
+    assert client.get_run(dead).info.status == "KILLED"
+    assert reconcile_all(f"sqlite:///{database}") == []
+
+
+def test_a_server_that_is_away_is_one_line_for_who_asked() -> None:
+    with pytest.raises(TrackingError, match=r"^MLflow at http://127.0.0.1:9: does not answer \(.*\); try again$"):
+        reconcile_all("http://127.0.0.1:9")
 
 
 def test_a_stage_that_starts_over_gets_a_run_of_its_own(make: Made, client: MlflowClient) -> None:
@@ -277,3 +293,61 @@ def test_a_password_in_the_address_is_not_told(tmp_path: Path, caplog: pytest.Lo
     tracker.start("run", run_id=None, params={}, tags={})
     tracker.finish("FINISHED", note="")
     assert "does not answer" in caplog.text and "hunter2" not in caplog.text
+
+
+def test_a_server_that_hangs_costs_a_run_seconds_and_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    with socket.socket() as silent:  # takes connections and never answers
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        began = time.monotonic()
+        tracker = MlflowTracker(uri, experiment="rlhf", artifact_root=None, spool=tmp_path / "spool")
+        assert tracker.start("run", run_id=None, params={}, tags={}) == ""
+        stage = tracker.stage("sft", key="k1", params={}, tags={})
+        for step in range(3):
+            stage.metrics(step, {"loss": 1.0})
+        stage.finish("FINISHED")
+        tracker.finish("FINISHED", note="")
+        assert time.monotonic() - began < 10
+    (spool,) = (tmp_path / "spool").rglob("*.jsonl")
+    kept = [json.loads(line)["op"] for line in spool.read_text().splitlines()]
+    assert kept == ["open_run", "open_stage", "metrics", "metrics", "metrics", "finish", "finish"]
+
+
+def test_a_kill_between_the_tracker_and_the_file_of_metrics_leaves_each_point_once(
+    make: Made, client: MlflowClient, tmp_path: Path
+) -> None:
+    """The stage recorded step 2 with the tracker and died before it noted so: the resumed one records it again."""
+    tracker = make()
+    tracker.start("first", run_id=None, params={}, tags={})
+    killed = tracker.stage("toy", key="k1", params={}, tags={})
+    for step in (1, 2):
+        killed.metrics(step, {"toy/loss": 1.0 / step})
+    tracker._outbox.close(10.0)
+    resumed = make()
+    resumed.start("second", run_id=None, params={}, tags={})
+    stage = resumed.stage("toy", key="k1", params={}, tags={})
+    for step in (2, 3):
+        stage.metrics(step, {"toy/loss": 1.0 / step})
+    stage.finish("FINISHED")
+    history = client.get_metric_history(stage.run_id, "toy/loss")
+    assert [(point.step, point.value) for point in history] == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
+
+
+def test_a_process_that_joins_a_run_records_below_it_and_leaves_it_to_its_owner(
+    make: Made, client: MlflowClient, database: Path, tmp_path: Path
+) -> None:
+    tracker = make()
+    parent = tracker.start("nightly", run_id=None, params={}, tags={})
+    joined = MlflowTracker(
+        f"sqlite:///{database}", experiment="rlhf", artifact_root=tmp_path / "files", join=tracker.token
+    )
+    stage = joined.stage("toy", key="k1", params={}, tags={})
+    stage.finish("FINISHED")
+    joined.leave()
+    assert client.get_run(stage.run_id).data.tags["mlflow.parentRunId"] == parent
+    assert client.get_run(stage.run_id).info.status == "FINISHED"
+    assert client.get_run(parent).info.status == "RUNNING"
+    tracker.finish("FINISHED", note="")
+    assert client.get_run(parent).data.tags["stage.toy"] == stage.run_id

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE
 
 from rlhf_core.tracking.mlflow_delivery import TRIES_OF_ONE_RECORD, Delivery
 from rlhf_core.tracking.outbox import Unreachable
@@ -79,3 +81,32 @@ def test_a_record_that_alone_keeps_failing_does_not_hold_up_the_others(delivery:
         except Unreachable:
             continue
     assert skipped >= 1
+
+
+def test_a_note_that_comes_twice_is_written_once(delivery: Delivery, database: Path) -> None:
+    finished = {"op": "finish", "run": "r1", "status": "FINISHED", "note": "- sft: 12ab"}
+    delivery([opened("r1")])
+    delivery([finished])
+    again = Delivery(f"sqlite:///{database}", experiment="rlhf", artifact_root=None)  # the next process, after a kill
+    again([finished])
+    run = again.client().get_run(delivery.runs["r1"].run_id)
+    assert run.data.tags["mlflow.note.content"].count("sft: 12ab") == 1
+
+
+def test_records_wait_for_a_database_that_is_locked_or_full(
+    delivery: Delivery, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delivery([opened("r1")])
+    client = delivery.client()
+
+    def locked(*_: Any, **__: Any) -> None:
+        # what MLflow makes of sqlite3.OperationalError, after 20 s of waiting for the lock
+        raise MlflowException("(sqlite3.OperationalError) database is locked", TEMPORARILY_UNAVAILABLE)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "log_batch", locked)
+        for _ in range(TRIES_OF_ONE_RECORD + 1):  # never given up, although reading works
+            with pytest.raises(Unreachable, match="database is locked"):
+                delivery([points("r1", 1, loss=2.0)])
+    assert delivery([points("r1", 1, loss=2.0)]) == 1
+    assert client.get_run(delivery.runs["r1"].run_id).data.metrics == {"loss": 2.0}

@@ -1,8 +1,8 @@
 """Run by test_deepspeed_engine.py: `python deepspeed_program.py <policy> <out> <engine>...`, alone or as several ranks.
 
 An engine is `torch`, `zero0` .. `zero3`, or one of them with `-bfloat16`. With each in turn it trains a policy and a
-value model side by side, saves after step 2 of 5, goes on from there with new objects, and writes what it saw to
-<out>/rank<r>_of_<world>.json.
+value model side by side, saves after step 2 of 5, goes on from there with new objects, then from what the other number
+of ranks saved (one and two of them run at once), and writes what it saw to <out>/rank<r>_of_<world>.json.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -102,14 +103,31 @@ def measure(policy: str, config: TrainerConfig, folder: Path) -> dict[str, Any]:
             trainer.load(folder / str(index))
         made["resumed_history"] = [[train(t, o, step, step + 1)[0] for t, o in trainers] for step in range(2, 5)]
         made["resumed_digests"] = [digest(engine) for engine in engines]
-        made["refusal"] = refusal(trainers[0][0], folder / "of_other_workers")
+        made["refusal"] = refusal(trainers[0][0], folder / "of_another_stage", config.zero_stage)
     return made
 
 
-def refusal(trainer: LocalTrainer, folder: Path) -> str:
-    """Return what the trainer says of a checkpoint that eight workers wrote."""
+def resume_the_others(policy: str, config: TrainerConfig, folder: Path) -> dict[str, Any]:
+    """Go on from a checkpoint of the other number of ranks, which is there once their folder has the file `done`."""
+    deadline = time.monotonic() + 300
+    while not (folder / "done").exists():
+        assert time.monotonic() < deadline, folder
+        time.sleep(0.1)
+    made: dict[str, Any] = {}
+    with pair(policy, config) as (trainers, engines):
+        for index, (trainer, _) in enumerate(trainers):
+            trainer.load(folder / str(index))
+        made["history"] = [[train(t, o, step, step + 1)[0] for t, o in trainers] for step in range(2, 5)]
+        made["digests"] = [digest(engine) for engine in engines]
+        made["weights"] = [weights(trainer) for trainer, _ in trainers]
+    made["left"] = sorted(path.name for path in folder.rglob("universal"))
+    return made
+
+
+def refusal(trainer: LocalTrainer, folder: Path, stage: int) -> str:
+    """Return what the trainer says of a checkpoint of stage 3, or of 0 if it is at 3 itself."""
     folder.mkdir(exist_ok=True)
-    save_engine_settings(folder, {"zero_stage": 1, "workers": 8})
+    save_engine_settings(folder, {"zero_stage": 0 if stage == 3 else 3, "workers": 8})
     try:
         trainer.load(folder)
     except TrainingError as error:
@@ -137,6 +155,11 @@ def main() -> None:
     torch.set_num_threads(1)
     rank, world = rank_and_world()
     made = {engine: measure(policy, config_of(engine), out / f"{engine}_of_{world}") for engine in engines}
+    if rank == 0:
+        for engine in engines:
+            (out / f"{engine}_of_{world}" / "done").touch()
+    for engine in [name for name in engines if name != "torch"]:
+        made[engine]["others"] = resume_the_others(policy, config_of(engine), out / f"{engine}_of_{3 - world}")
     (out / f"rank{rank}_of_{world}.json").write_text(json.dumps(made))
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pickle
 import random
-import re
+from collections import OrderedDict
 from pathlib import Path
 
 import numpy
@@ -14,13 +14,17 @@ from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.errors import TrainingError
 from rlhf_core.training.adamw import adamw
 from rlhf_core.training.state import (
-    check_engine_settings,
+    copied,
+    engine_settings,
     load_random_state,
     load_training_state,
+    random_state,
+    refuse_engine_settings,
+    resume_random_state,
     save_engine_settings,
-    save_random_state,
-    save_training_state,
     trained_parameters,
+    training_state,
+    write_states,
 )
 
 
@@ -29,7 +33,7 @@ def test_every_generator_of_the_process_goes_on_where_it_was(tmp_path: Path) -> 
     numpy.random.seed(2)
     torch.manual_seed(3)
     numpy.random.standard_normal()  # leaves a cached second normal behind
-    save_random_state(tmp_path / "random.pt")
+    write_states({tmp_path / "random.pt": random_state()})
     expected = (random.random(), numpy.random.standard_normal(3).tolist(), torch.rand(3).tolist())
     load_random_state(tmp_path / "random.pt")
     assert (random.random(), numpy.random.standard_normal(3).tolist(), torch.rand(3).tolist()) == expected
@@ -43,7 +47,7 @@ def test_only_trained_parameters_are_saved() -> None:
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     small, large = nn.Linear(2, 3), nn.Linear(2, 4)
-    save_training_state(tmp_path / "state.pt", small, adamw(small, OptimizerConfig(), fused=False))
+    write_states({tmp_path / "state.pt": training_state(small, adamw(small, OptimizerConfig(), fused=False))})
     with pytest.raises(TrainingError, match="its parameters are not those of this model"):
         load_training_state(tmp_path / "state.pt", large, adamw(large, OptimizerConfig(), fused=False))
 
@@ -53,15 +57,46 @@ def test_a_missing_file_says_how_many_workers_to_resume_with(tmp_path: Path) -> 
         load_random_state(tmp_path / "random_state_00001.pt")
 
 
-def test_a_checkpoint_of_other_engine_settings_is_refused_and_names_both(tmp_path: Path) -> None:
+def test_engine_settings_come_back_and_the_refusal_names_both(tmp_path: Path) -> None:
+    assert engine_settings(tmp_path) == {"zero_stage": 0, "workers": 1}, "the plain engine writes none"
     save_engine_settings(tmp_path, {"zero_stage": 1, "workers": 2})
-    check_engine_settings(tmp_path, {"zero_stage": 1, "workers": 2})
+    assert engine_settings(tmp_path) == {"zero_stage": 1, "workers": 2}
     message = (
-        "checkpoint = {'zero_stage': 1, 'workers': 2}: this run has {'zero_stage': 2, 'workers': 2}; "
+        "checkpoint = {'zero_stage': 1, 'workers': 2}: this run has {'zero_stage': 0, 'workers': 2}; "
         "resume with those numbers, or start the stage over with --force"
     )
-    with pytest.raises(TrainingError, match=f"^{re.escape(message)}$"):
-        check_engine_settings(tmp_path, {"zero_stage": 2, "workers": 2})
+    refusal = refuse_engine_settings(engine_settings(tmp_path), {"zero_stage": 0, "workers": 2})
+    assert str(refusal) == message
+
+
+def test_a_rank_that_the_checkpoint_does_not_know_starts_from_the_seed(tmp_path: Path) -> None:
+    save_engine_settings(tmp_path, {"zero_stage": 0, "workers": 1})
+    drawn = []
+    for rank in (1, 1, 2):
+        torch.manual_seed(99)
+        resume_random_state(tmp_path, rank, seed=17)
+        drawn.append((random.random(), float(numpy.random.random()), float(torch.rand(1))))
+    assert drawn[0] == drawn[1] != drawn[2]
+    with pytest.raises(TrainingError, match="the checkpoint lacks this file"):
+        resume_random_state(tmp_path, 0, seed=17)
+
+
+def test_a_copy_holds_what_was_there_when_it_was_taken() -> None:
+    tensor = torch.arange(6.0)
+    value = OrderedDict(state=[{"half": tensor[:3]}, (tensor, 5)], shape=torch.Size([2, 3]))
+    taken = copied(value)
+    tensor.zero_()
+    assert type(taken) is OrderedDict and taken["shape"] == torch.Size([2, 3])
+    assert taken["state"][0]["half"].tolist() == [0, 1, 2]
+    assert taken["state"][1][0].tolist() == [0, 1, 2, 3, 4, 5] and taken["state"][1][1] == 5
+    assert taken["state"][0]["half"].untyped_storage().nbytes() == 12, "three floats, not the buffer that they were in"
+
+
+def test_written_states_are_let_go_of_and_their_files_are_whole(tmp_path: Path) -> None:
+    states = {tmp_path / "deep" / "a.pt": {"x": torch.ones(2)}, tmp_path / "b.pt": 3}
+    write_states(states)
+    assert states == {}
+    assert torch.load(tmp_path / "deep" / "a.pt", weights_only=True)["x"].tolist() == [1, 1]
 
 
 def test_a_checkpoint_that_would_run_code_is_refused(tmp_path: Path) -> None:

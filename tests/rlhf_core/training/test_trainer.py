@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from rlhf_core.checkpoint_parts import wait_for_parts
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig, TrainerConfig
-from rlhf_core.errors import TrainingError
+from rlhf_core.errors import ArtifactError, TrainingError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.export import weights_digest
 from rlhf_core.training.engines import open_engine
@@ -200,6 +202,37 @@ def test_sft_resumes_bitwise(
         lambda trainer, first, last: steps(trainer, token_samples, SftObjective(pack_to=48), first, last),
         tmp_path,
     )
+
+
+def test_a_checkpoint_is_the_state_at_the_call_though_training_goes_on_before_it_is_written(
+    policy_spec: ModelSpec, optimizer: OptimizerConfig, token_samples: list[TokenSample], tmp_path: Path
+) -> None:
+    def run(trainer: LocalTrainer, first: int, last: int) -> Any:
+        return steps(trainer, token_samples, SftObjective(pack_to=None), first, last)
+
+    trainer = LocalTrainer(policy_spec, optimizer, TORCH)
+    run(trainer, 0, 2)
+    file = tmp_path / "training_state.pt"
+    os.mkfifo(file)  # nothing can be written before somebody reads
+    trainer.save(tmp_path)
+    history = run(trainer, 2, 4)
+    written = file.read_bytes()
+    file.unlink()
+    file.write_bytes(written)
+    wait_for_parts(tmp_path)
+    again = LocalTrainer(policy_spec, optimizer, TORCH)
+    again.load(tmp_path)
+    assert run(again, 2, 4) == history
+    assert_same_weights(again, trainer)
+
+
+def test_a_full_disk_is_told_to_who_waits_for_the_checkpoint(
+    policy_spec: ModelSpec, optimizer: OptimizerConfig, tmp_path: Path
+) -> None:
+    (tmp_path / "training_state.pt").symlink_to("/dev/full")
+    LocalTrainer(policy_spec, optimizer, TORCH).save(tmp_path)
+    with pytest.raises(ArtifactError, match="the disk is full; free space"):
+        wait_for_parts(tmp_path)
 
 
 def test_a_reward_model_resumes_bitwise(

@@ -1,0 +1,49 @@
+"""A stage that computes a fixed amount of nothing, to weigh what runs around a stage against the stage itself."""
+
+from __future__ import annotations
+
+import hashlib
+
+from rlhf_core.config.base import Config
+from rlhf_core.stage import StageContext, StageSpec
+from rlhf_core.types import PolicyRef
+
+NAME = "busy"
+VERSION = 1
+CODE = "warn"
+
+BLOCK = bytes(1 << 20)
+METRICS = 12
+"""As many as a training step reports."""
+
+
+class BusyConfig(Config):
+    """So many steps of so many hashed MiB."""
+
+    steps: int = 600
+    blocks_per_step: int = 40
+
+
+def work(config: BusyConfig) -> str:
+    """Hash `blocks_per_step` MiB: one step, about 20 ms for 40 of them."""
+    digest = hashlib.sha256()
+    for _ in range(config.blocks_per_step):
+        digest.update(BLOCK)
+    return digest.hexdigest()
+
+
+def run(config: BusyConfig, *, context: StageContext) -> PolicyRef:
+    """Do the steps, and say of each what a training step says."""
+    for step in range(1, config.steps + 1):
+        work(config)
+        context.metrics(step, {f"train/value_{i}": float(step * i) for i in range(METRICS)})
+        context.progress(step, config.steps, "busy")
+    (context.out / "done.txt").write_text(str(context.seed))
+    return context.commit(PolicyRef)
+
+
+def busy_spec(config: BusyConfig, *, label: str, seed: int) -> StageSpec:
+    """Return the spec of one such stage."""
+    return StageSpec(
+        name=NAME, module="benchmarks.busy_stage", config=config, inputs={}, seed=seed, label=label, engines={}
+    )

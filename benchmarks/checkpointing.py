@@ -1,0 +1,177 @@
+"""What a checkpoint costs training: seconds that it waits for one, and the share of its time at an interval.
+
+    python -m benchmarks.checkpointing
+    python -m benchmarks.checkpointing --folder /mnt/store --markdown docs/checkpointing.md
+
+Side by side in one run, three times, on Llamas with random weights. `waiting for the disk` is how it would be without a
+background: the copy, the files, the checksums and the seal, one after the other, before the next step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from rlhf_core.checkpoints import Checkpoints
+from rlhf_core.config.engines import InitModel, OptimizerConfig, TrainerConfig
+from rlhf_core.config.loop import LoopConfig
+from rlhf_core.interfaces import ModelSpec
+from rlhf_core.models.initialise import initialise_llama, train_tokenizer
+from rlhf_core.store_layout import folder_bytes
+from rlhf_core.training.objectives import SftObjective
+from rlhf_core.training.trainer import LocalTrainer
+from rlhf_core.types import TokenSample
+
+REPEATS = 3
+INTERVAL = LoopConfig().checkpoint_every
+VOCABULARY = 512
+POSITIONS = 256
+OBJECTIVE = SftObjective(pack_to=None)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A Llama of `hidden` x `layers`, and steps of `rows` samples of `length` tokens."""
+
+    name: str
+    hidden: int
+    layers: int
+    rows: int
+    length: int
+
+
+CASES = (Case("tiny", hidden=64, layers=2, rows=32, length=64), Case("135M", hidden=768, layers=19, rows=1, length=16))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Megabytes of a checkpoint, seconds that training waits for one in each way, and of the loop without and with."""
+
+    megabytes: float
+    waits_disk: float
+    waits_copy: float
+    bare: float
+    saved: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="where the checkpoints go; a temporary folder without it")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there as well")
+    parser.add_argument("--cases", nargs="*", default=[case.name for case in CASES])
+    parser.add_argument("--interval", type=int, default=INTERVAL, metavar="STEPS")
+    options = parser.parse_args()
+    lines = list(HEAD)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        for case in [case for case in CASES if case.name in options.cases]:
+            runs = measure(case, options.interval, Path(folder) / case.name)
+            lines += [
+                line_of(f"{case.name}, run {number}", run, options.interval) for number, run in enumerate(runs, 1)
+            ]
+            median = Measured(*(statistics.median(values) for values in zip(*map(astuple, runs), strict=True)))
+            lines.append(line_of(f"**{case.name}, median**", median, options.interval))
+            print("\n".join(lines), flush=True)
+    if options.markdown:
+        options.markdown.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+HEAD = (
+    "| model | a checkpoint | waits for the disk | waits for the copy | bare loop | with one checkpoint | share |",
+    "|---|---|---|---|---|---|---|",
+)
+
+
+def line_of(name: str, run: Measured, interval: int) -> str:
+    """Return the line of the table for one repeat; the share is what a checkpoint adds to the bare loop."""
+    cells = (
+        name, f"{run.megabytes:.1f} MB", f"{run.waits_disk:.3f} s", f"{run.waits_copy:.3f} s",
+        f"{interval} steps: {run.bare:.2f} s", f"{run.saved:.2f} s", f"{run.saved / run.bare - 1:+.1%}",
+    )  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def measure(case: Case, interval: int, folder: Path) -> list[Measured]:
+    """Return `REPEATS` measurements; what is compared alternates, so that a busy machine is busy for both."""
+    with closing(make_trainer(case, folder / "policy")) as trainer:
+        checkpoints = Checkpoints(folder / "checkpoints")
+        train(trainer, case, steps=2)  # makes the state of the optimizer
+        save(trainer, checkpoints)
+        checkpoints.settle()
+        runs = []
+        for number in range(REPEATS):
+            disk = seconds(lambda: save_and_wait(trainer, checkpoints))
+            copy = seconds(lambda: save(trainer, checkpoints))
+            checkpoints.settle()
+            loops = {
+                "bare": lambda: train(trainer, case, steps=interval),
+                "saved": lambda: train_and_save(trainer, case, checkpoints, steps=interval),
+            }
+            order = list(loops) if number % 2 == 0 else list(reversed(loops))
+            took = {name: seconds(loops[name]) for name in order}
+            runs.append(Measured(megabytes(checkpoints), disk, copy, **took))
+    return runs
+
+
+def make_trainer(case: Case, folder: Path) -> LocalTrainer:
+    """Return a trainer of the plain engine, whose model has random weights."""
+    heads = case.hidden // 64
+    shape = InitModel(
+        vocab_size=VOCABULARY, hidden_size=case.hidden, layers=case.layers, heads=heads, kv_heads=heads,
+        intermediate_size=case.hidden * 8 // 3, max_positions=POSITIONS,
+    )  # fmt: skip
+    train_tokenizer(["numbers 0 1 2 3 4 5 6 7 8 9 and words"] * 5, vocab_size=VOCABULARY, folder=folder)
+    initialise_llama(shape, folder, seed=17)
+    spec = ModelSpec(path=str(folder), head="lm", lora=None, seed=17)
+    return LocalTrainer(spec, OptimizerConfig(), TrainerConfig(engine="torch"))
+
+
+def train(trainer: LocalTrainer, case: Case, *, steps: int) -> None:
+    """Make `steps` optimizer steps."""
+    generator = random.Random(3)
+    for _ in range(steps):
+        rows = [tuple(generator.randrange(10, VOCABULARY) for _ in range(case.length)) for _ in range(case.rows)]
+        trainer.forward_backward([TokenSample(row, (0, *(1,) * (case.length - 1))) for row in rows], OBJECTIVE)
+        trainer.optim_step(learning_rate=1e-5)
+
+
+def train_and_save(trainer: LocalTrainer, case: Case, checkpoints: Checkpoints, *, steps: int) -> None:
+    """Save, make `steps` steps, and wait for what is still on its way, as the next checkpoint would."""
+    save(trainer, checkpoints)
+    train(trainer, case, steps=steps)
+    checkpoints.settle()
+
+
+def save(trainer: LocalTrainer, checkpoints: Checkpoints) -> None:
+    """Save as a stage does: return when the copy is made."""
+    with checkpoints.saving(1, {}) as folder:
+        trainer.save(folder)
+
+
+def save_and_wait(trainer: LocalTrainer, checkpoints: Checkpoints) -> None:
+    """Save, and return when the checkpoint is whole and on the disk."""
+    save(trainer, checkpoints)
+    checkpoints.settle()
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Return how long `work` takes."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def megabytes(checkpoints: Checkpoints) -> float:
+    """Return the size of the newest checkpoint."""
+    newest = checkpoints.latest()
+    return folder_bytes(newest.path) / 1e6 if newest else 0.0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""What a completed pipeline must look like, however often it was killed on the way."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import sqlite3
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_core import attempts
+from rlhf_core.artifacts import ArtifactStore
+from rlhf_core.records import KeyRecord, stored_handle
+from rlhf_core.store_layout import sweep_temporaries
+
+Points = list[tuple[str, int, float]]
+"""(metric, step, value) in the order of the file."""
+
+_TEMPORARY = re.compile(r"^\..+\.[0-9a-f]{8}-\d+-[0-9a-f]{6}$|^\.saving-")
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """What a stage gave: the handle with the digests of all its parts, its final metrics and its curve."""
+
+    key: str
+    handle: dict[str, Any]
+    metrics: dict[str, float]
+    points: Points
+    attempts: int
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """A stage that went on after a kill and made `steps` finished steps again; it saves every `interval` steps."""
+
+    label: str
+    steps: int
+    interval: int
+
+
+def results(home: Path) -> dict[str, StageResult]:
+    """Return label -> result of all stages that the store of a state folder has a record of."""
+    store = ArtifactStore(home / "store")
+    return {record.label: _result(store, record) for record in store.records()}
+
+
+def problems(home: Path, twin: Mapping[str, StageResult]) -> list[str]:
+    """Return what is wrong in the state folder of a completed pipeline, one line each; nothing is the hope.
+
+    The digests must be those of `twin`, an uninterrupted run; the store whole; every curve told once.
+    """
+    found = results(home)
+    store = ArtifactStore(home / "store")
+    return [
+        *differences(found, twin),
+        *(f"damaged object {damage.digest[:12]}: {damage.problem}" for damage in store.verify()),
+        *itertools.chain.from_iterable(saw_teeth(label, result.points) for label, result in found.items()),
+        *(tracking_problems(home / "mlflow.db", found) if (home / "mlflow.db").exists() else ()),
+    ]
+
+
+def differences(found: Mapping[str, StageResult], twin: Mapping[str, StageResult]) -> Iterator[str]:
+    """Yield the stages whose key, artifact, final metrics or curve are not those of the twin."""
+    for label in sorted(found.keys() ^ twin.keys()):
+        yield f"{label}: {'missing' if label in twin else 'not in the twin'}"
+    for label in sorted(found.keys() & twin.keys()):
+        ours, theirs = found[label], twin[label]
+        if ours.handle != theirs.handle:
+            names = ours.handle["fields"]["digest"][:12], theirs.handle["fields"]["digest"][:12]
+            yield f"{label}: digest {names[0]}, the twin has {names[1]}"
+        if ours.key != theirs.key:
+            yield f"{label}: key {ours.key[:12]}, the twin has {theirs.key[:12]}"
+        if ours.metrics != theirs.metrics:
+            yield f"{label}: final metrics differ from the twin's"
+        odd = _exact(ours.points) ^ _exact(theirs.points)
+        if odd:
+            yield f"{label}: metrics.jsonl differs from the twin's in {len(odd)} points, first {min(odd)}"
+
+
+def leftovers(home: Path) -> list[str]:
+    """Return what a finished pipeline must not leave in its store: leases, unfinished work, temporary files.
+
+    Small files of killed writers are swept first, as `rlhf reconcile` does.
+    """
+    store = home / "store"
+    sweep_temporaries(store)
+    odd = [*store.glob("leases/*.json"), *store.glob("quarantine/*"), *store.rglob("*.tmp")]
+    odd += [path for path in store.glob("attempts/*/*") if path.name not in (attempts.HISTORY, attempts.METRICS)]
+    odd += [path for path in store.rglob(".*") if _TEMPORARY.search(path.name)]
+    names = {path.relative_to(store).as_posix() for path in odd if not path.name.endswith(".log")}
+    return sorted(names)
+
+
+def saw_teeth(label: str, points: Sequence[tuple[str, int, float]]) -> Iterator[str]:
+    """Yield the metrics whose steps do not rise from line to line."""
+    last: dict[str, int] = {}
+    for name, step, _ in points:
+        if name in last and step <= last[name]:
+            yield f"{label}: {name} goes from step {last[name]} to {step}"
+            return
+        last[name] = step
+
+
+def tracking_problems(database: Path, found: Mapping[str, StageResult]) -> Iterator[str]:
+    """Yield what is wrong in MLflow's database: a stage with two runs or none, runs left RUNNING, curves that differ."""
+    with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as connection:
+        running = connection.execute("SELECT name FROM runs WHERE status = 'RUNNING'").fetchall()
+        yield from (f"MLflow: run {name} is left RUNNING" for (name,) in running)
+        runs: dict[str, list[str]] = {}
+        for key, run in connection.execute("SELECT value, run_uuid FROM tags WHERE key = 'store.key'"):
+            runs.setdefault(key, []).append(run)
+        versions = connection.execute("SELECT name, COUNT(*) FROM model_versions GROUP BY name").fetchall()
+        yield from (f"MLflow: {name} has {number} versions, not 1" for name, number in versions if number != 1)
+        for label, result in found.items():
+            own = runs.get(result.key, [])
+            if len(own) != 1:
+                yield f"MLflow: {label} has {len(own)} runs, not 1"
+                continue
+            rows = connection.execute("SELECT key, step FROM metrics WHERE run_uuid = ?", own)
+            yield from _curve_problems(label, Counter((str(name), int(step)) for name, step in rows), result.points)
+
+
+def repeats(events: Iterable[Mapping[str, Any]], intervals: Mapping[str, int]) -> list[Repeat]:
+    """Return, for every process that went on with a stage of another, how many finished steps it made again."""
+    last: dict[str, tuple[int, int]] = {}
+    found = []
+    for event in events:
+        if event["event"] != "progress" or event["label"] not in intervals:
+            continue
+        label, pid, done = event["label"], event["pid"], event["done"]
+        if label in last and last[label][0] != pid:
+            found.append(Repeat(label, max(0, last[label][1] - done + 1), intervals[label]))
+        last[label] = (pid, done)
+    return found
+
+
+def _result(store: ArtifactStore, record: KeyRecord) -> StageResult:
+    return StageResult(
+        key=record.key,
+        handle=stored_handle(record.handle),
+        metrics=record.metrics,
+        points=_points(store.layout.attempt(record.key) / attempts.METRICS),
+        attempts=len(attempts.history(store.layout.attempt(record.key))),
+    )
+
+
+def _points(path: Path) -> Points:
+    entries = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [(name, entry["step"], value) for entry in entries for name, value in entry["values"].items()]
+
+
+def _exact(points: Points) -> set[tuple[str, int, str]]:
+    return {(name, step, repr(value)) for name, step, value in points}  # as text, where a NaN equals itself
+
+
+def _curve_problems(label: str, recorded: Counter[tuple[str, int]], points: Points) -> Iterator[str]:
+    """Yield where the points in the database are not those of metrics.jsonl, each of them once."""
+    twice = [point for point, number in recorded.items() if number > 1]
+    if twice:
+        yield f"MLflow: {label}: {len(twice)} points are there twice, first {min(twice)}"
+    wanted = {(name, step) for name, step, value in points if math.isfinite(value)}
+    if wanted - recorded.keys():
+        missing = wanted - recorded.keys()
+        yield f"MLflow: {label}: {len(missing)} of {len(wanted)} points are missing, first {min(missing)}"
+    if recorded.keys() - wanted:
+        yield f"MLflow: {label}: points that metrics.jsonl has not, first {min(recorded.keys() - wanted)}"

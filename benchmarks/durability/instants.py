@@ -1,0 +1,261 @@
+"""When a process dies: at a time, before its n-th change of a file, or inside a call. But for the first by its own hand.
+
+A file's change is seen through Python's audit events (and a wrapped `os.fsync`, which has none). Libraries that write
+from C++ (safetensors, torch.save, pyarrow, SQLite) raise no events there: the instants inside calls and the random times
+fall into those.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+CALLS: Mapping[str, tuple[str, str, str]] = {
+    "updating a model": ("rlhf_core.training.trainer", "LocalTrainer", "optim_step"),
+    "saving a model": ("rlhf_core.training.trainer", "LocalTrainer", "save"),
+    "restoring a model": ("rlhf_core.training.trainer", "LocalTrainer", "load"),
+    "syncing weights": ("rlhf_core.sampling.hf_sampler", "HFSampler", "load_weights"),
+    "sampling": ("rlhf_core.sampling.hf_sampler", "HFSampler", "generate"),
+    "committing": ("rlhf_core.artifacts", "ArtifactStore", "commit"),
+}
+"""What a process may die in the middle of: module, class, method."""
+
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
+
+@dataclass(frozen=True)
+class AtTime:
+    """So many seconds after the process began; whoever started it sends the signal to its whole group."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class AtOperation:
+    """Before the `number`-th change of a file of one purpose (1 is the first); not reached if there are fewer."""
+
+    purpose: str
+    number: int
+
+
+@dataclass(frozen=True)
+class InCall:
+    """`delay_s` after the `number`-th beginning of a call of `CALLS`; not reached if the call ends the process before."""
+
+    name: str
+    number: int
+    delay_s: float
+
+
+@dataclass(frozen=True)
+class InStage:
+    """Before the `number`-th change of any file while the stage `label` runs."""
+
+    label: str
+    number: int
+
+
+Instant: TypeAlias = AtTime | AtOperation | InCall | InStage
+
+
+@dataclass
+class Census:
+    """What a run in peace did: its changes of files by purpose and by stage, its calls and their seconds, its seconds."""
+
+    operations: dict[str, int] = field(default_factory=dict)
+    stages: dict[str, int] = field(default_factory=dict)
+    calls: dict[str, list[float]] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def draw(source: random.Random, census: Census, *, reach: float, done: Collection[str]) -> Instant:
+    """Draw an instant within the first `reach` (0 to 1) of a run like that of `census`, or in a stage not yet `done`."""
+    kind = source.choices(("time", "operation", "call", "stage"), weights=(0.25, 0.3, 0.2, 0.25))[0]
+    share = source.uniform(0.0, min(1.0, reach))
+    to_come = [label for label in census.stages if label and label not in done]
+    if kind == "time":
+        return AtTime(share * census.seconds)
+    if kind == "stage" and to_come:
+        label = source.choice(to_come)
+        return InStage(label, source.randint(1, census.stages[label]))
+    if kind == "call":
+        name = source.choice(list(CALLS))
+        # A run in peace restores nothing: the first call of a run that resumes is meant.
+        seconds = census.calls.get(name) or [0.02]
+        typical = sorted(seconds)[len(seconds) // 2]
+        return InCall(name, 1 + int(share * len(seconds)), source.uniform(0.0, 1.2 * typical))
+    # By purpose first, or the few instants of a commit would hardly ever be hit among the many of checkpoints.
+    what = source.choice(sorted(census.operations))
+    return AtOperation(what, 1 + int(share * census.operations[what]))
+
+
+def obey(instant: Instant | None, root: Path, stage: Callable[[], str], last_words: Callable[[str], None]) -> None:
+    """Let this process die at `instant`, after `last_words` with what it was about to do.
+
+    `root` is the state folder; `stage` tells the label of the stage that runs, "" between stages.
+    """
+    match instant:
+        case AtOperation(what, number):
+            _die_at_operation(lambda purpose: purpose == what, number, str(root), last_words)
+        case InStage(label, number):
+            _die_at_operation(lambda _: stage() == label, number, str(root), last_words)
+        case InCall(name, number, delay_s):
+            _die_in_call(name, number, delay_s, last_words)
+
+
+def count(root: Path, stage: Callable[[], str], census: Census) -> None:
+    """Let this process count its changes of files below `root` and time its calls, for as long as it lives."""
+
+    def changed(what: str) -> None:
+        census.operations[what] = census.operations.get(what, 0) + 1
+        census.stages[stage()] = census.stages.get(stage(), 0) + 1
+
+    def called(name: str, run: Callable[[], Any]) -> Any:
+        began = time.monotonic()
+        try:
+            return run()
+        finally:
+            census.calls.setdefault(name, []).append(time.monotonic() - began)
+
+    _watch_files(str(root), changed)
+    for name in CALLS:
+        _wrap(name, functools.partial(called, name))
+
+
+def purpose(path: str) -> str:
+    """Return what a file is for, by its path below the state folder.
+
+    >>> purpose("store/keys/ab/abcd.json")
+    'commit: record'
+    """
+    parts = path.split("/")
+    if parts[0] != "store" or len(parts) < 2:
+        return "tracking" if parts[0].startswith("ml") else "logs"
+    if parts[1] == "attempts" and len(parts) > 3:
+        return _purpose_in_attempt(parts[3], "/".join(parts[4:]))
+    names = {"keys": "commit: record", "objects": "commit: object", "leases": "lease", "roots": "labels and pins"}
+    return names.get(parts[1], parts[1])
+
+
+def _purpose_in_attempt(name: str, rest: str) -> str:
+    if name.startswith("out-"):
+        return "artifact"
+    if name == "ckpt":
+        return "checkpoint" if not rest.startswith("step-") else "checkpoint: rename and evict"
+    if name.lstrip(".").startswith("attempt.json"):
+        return "attempts"
+    return "metrics" if name.startswith("metrics") else "shards"
+
+
+# ---------------------------------------------------------------- dying
+
+
+def _die(last_words: Callable[[str], None], what: str) -> None:
+    last_words(what)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_at_operation(counts: Callable[[str], bool], number: int, root: str, last_words: Callable[[str], None]) -> None:
+    left = number
+
+    def changed(what: str) -> None:
+        nonlocal left
+        left -= counts(what)
+        if left == 0:
+            _die(last_words, what)
+
+    _watch_files(root, changed)
+
+
+def _die_in_call(name: str, number: int, delay_s: float, last_words: Callable[[str], None]) -> None:
+    left = number
+
+    def called(run: Callable[[], Any]) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            threading.Timer(delay_s, _die, (last_words, name)).start()
+        return run()
+
+    _wrap(name, called)
+
+
+def _wrap(name: str, around: Callable[[Callable[[], Any]], Any]) -> None:
+    """Put `around(call)` in the place of each call of that name."""
+    module, owner_name, method = CALLS[name]
+    owner = getattr(importlib.import_module(module), owner_name)
+    original = getattr(owner, method)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(lambda: original(*args, **kwargs))
+
+    setattr(owner, method, wrapped)
+
+
+# ---------------------------------------------------------------- changes of files
+
+
+def _watch_files(root: str, changed: Callable[[str], None]) -> None:
+    """Call `changed` before every change of a file below `root`, with the purpose of the file. It cannot be undone."""
+    below = root.rstrip("/") + "/"
+
+    def audit(event: str, args: tuple[Any, ...]) -> None:
+        path = _changed_path(event, args)
+        if path is not None and path.startswith(below):
+            what = purpose(path[len(below) :])
+            if what != "logs":
+                changed(what)
+
+    sys.addaudithook(audit)
+    fsync = os.fsync
+
+    def watched_fsync(fd: Any) -> None:
+        audit("os.fsync", (fd if isinstance(fd, int) else fd.fileno(),))
+        fsync(fd)
+
+    os.fsync = watched_fsync
+
+
+def _changed_path(event: str, args: tuple[Any, ...]) -> str | None:
+    """Return the absolute path that an audit event is about to change; None for one that changes no file."""
+    match event, args:
+        case "open", (path, _, int(flags)) if flags & _WRITING:
+            return _absolute(path, -1)
+        case "os.rename", (_, target, _, folder):
+            return _absolute(target, folder)
+        case "os.link", (_, target, _, folder):
+            return _absolute(target, folder)
+        case (("os.remove" | "os.rmdir"), (path, folder)):
+            return _absolute(path, folder)
+        case (("os.mkdir" | "os.chmod"), (path, _, folder)):
+            return _absolute(path, folder)
+        case "os.utime", (path, _, _, folder):
+            return _absolute(path, folder)
+        case "os.truncate", (path, _):
+            return _absolute(path, -1)
+        case "os.fsync", (int(descriptor),):
+            return _absolute(descriptor, -1)
+    return None
+
+
+def _absolute(path: Any, folder: int) -> str | None:
+    try:
+        if isinstance(path, int):
+            return str(Path(f"/proc/self/fd/{path}").readlink())
+        text = os.fsdecode(path)
+        if text.startswith("/") or folder < 0:
+            return text
+        return str(Path(f"/proc/self/fd/{folder}").readlink() / text)
+    except (OSError, TypeError):  # a pipe, or a descriptor that is closed already: no file of ours
+        return None

@@ -1,0 +1,148 @@
+"""Children by fork, their sudden death, and what of them is left."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+HUNG_AFTER_S = 300.0
+GONE_WITHIN_S = 15.0
+"""A reward function's process may be in its imports when its parent dies; it ends as soon as it reads."""
+_PR_SET_CHILD_SUBREAPER = 36
+
+End = Literal["completed", "killed", "failed", "hung"]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a child ended, after how many seconds, and how long processes of its family outlived it.
+
+    `survivors` are the command lines of those that did not end by themselves in time; they are killed now.
+    """
+
+    how: End
+    seconds: float
+    lingered_s: float
+    survivors: tuple[str, ...]
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of its descendants whose own parent dies, so that none escapes our sight."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def start(work: Callable[[], None], log: Path) -> int:
+    """Run `work` in a forked child with a session of its own, its output in `log`; return its process id."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        os.setsid()
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        work()
+        status = 0
+    except BaseException:
+        os.write(2, traceback.format_exc().encode())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # not the exit of the parent, whose clean-up is not ours
+
+
+def finish(child: int, *, kill_after_s: float | None) -> tuple[End, float]:
+    """Wait for the child, killing its whole group after `kill_after_s`; return how it ended and after how long."""
+    began = time.monotonic()
+    deadline = began + (HUNG_AFTER_S if kill_after_s is None else kill_after_s)
+    status = _wait(child, deadline)
+    late = status is None
+    if status is None:
+        _kill_group(child)
+        status = os.waitpid(child, 0)[1]
+    seconds = time.monotonic() - began
+    if late and kill_after_s is None:
+        return "hung", seconds
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+        return "killed", seconds
+    return ("completed" if status == 0 else "failed"), seconds
+
+
+def run(work: Callable[[], None], log: Path, *, kill_after_s: float | None = None) -> Ended:
+    """Run `work` in a child to its end, and wait for its family to be gone."""
+    how, seconds = finish(start(work, log), kill_after_s=kill_after_s)
+    return Ended(how, seconds, *wait_for_family())
+
+
+def wait_for_family(*, within_s: float = GONE_WITHIN_S) -> tuple[float, tuple[str, ...]]:
+    """Wait until this process has no descendants; return the seconds, and what had not ended in time and is killed now."""
+    began = time.monotonic()
+    while True:
+        _reap()
+        left = [process for process in psutil.Process().children(recursive=True) if _is_alive(process)]
+        waited = time.monotonic() - began
+        if not left:
+            return waited, ()
+        if waited > within_s:
+            names = tuple(sorted(_command(process) for process in left))
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(left, timeout=10)
+            return waited, names
+        time.sleep(0.02)
+
+
+def _wait(child: int, deadline: float) -> int | None:
+    """Return the wait status of a child, or None if it lives at the deadline."""
+    pause = 0.001
+    while True:
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            return status
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return None
+        time.sleep(min(left, pause))
+        pause = min(2 * pause, 0.02)
+
+
+def _reap() -> None:
+    """Take note of the deaths of adopted processes."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline()[:6]) or process.name()
+    except psutil.NoSuchProcess:
+        return "gone"
+
+
+def _kill_group(child: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):  # it may not have made its session yet
+        os.kill(child, signal.SIGKILL)

@@ -1,0 +1,73 @@
+"""`rlhf reconcile`: whatever a kill left standing as if it were at work gets its true state."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pipelines.home import Home, client_environment
+from pipelines.run import tracking_uri
+from pipelines.services import ServiceError, private_server, running
+from pipelines.watched import healthy
+from rlhf_core import leases
+from rlhf_core.aftermath import tidy
+from rlhf_core.artifacts import ArtifactStore
+from rlhf_core.store_layout import sweep_temporaries
+
+
+def mend(home: Home, stores: list[ArtifactStore]) -> Iterator[str]:
+    """Yield a line for everything that was set to its true state: in `stores`, in MLflow and in Prefect."""
+    for store in stores:
+        yield from mend_store(store)
+    yield from mend_mlflow(home)
+    if (home.prefect / "prefect.db").exists():
+        with some_prefect(home):
+            from pipelines.reconcile import reconcile
+
+            yield from map(str, reconcile())
+
+
+def mend_store(store: ArtifactStore) -> Iterator[str]:
+    """Remove leases whose owner is gone, and note that the attempts of such owners have ended."""
+    for key, gone in leases.sweep(store.layout.leases):
+        yield f"lease {key[:12]} of {gone} -> removed: its owner is gone"
+    for folder in sorted(store.layout.attempts.glob("*")):
+        ended = tidy(store, folder.name)
+        if ended is not None:
+            label, attempt = ended
+            yield f"attempt {attempt.number} at {label} ({folder.name[:12]}) -> {attempt.status}: {attempt.failure}"
+    for path in sweep_temporaries(store.root):
+        yield f"file {path.relative_to(store.root)} -> removed: its writer was killed"
+
+
+def mend_mlflow(home: Home) -> Iterator[str]:
+    """End the RUNNING runs of dead processes of this machine in all experiments."""
+    uri = tracking_uri(home)
+    if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists():
+        return
+    from rlhf_core.tracking.mlflow import reconcile_all
+
+    for run in reconcile_all(uri):
+        yield f"MLflow {run.experiment}/{run.name} ({run.run_id}) -> KILLED: its {run.owner} ended without a word"
+
+
+@contextmanager
+def some_prefect(home: Home) -> Iterator[bool]:
+    """Point Prefect's client at the server of `rlhf up`, or at one that lives as long as this block.
+
+    Gives whether it is that of `rlhf up`. ServiceError if that one does not answer.
+    """
+    services = running(home)
+    if services is not None:
+        if not healthy(services.health[0]):
+            rule = "does not answer; if it hangs it is started again within a minute or two"
+            raise ServiceError(f"{services.prefect_url}: {rule}; read {home.logs}")
+        os.environ.update(client_environment(home, prefect_port=services.prefect_port))
+        yield True
+        return
+    with private_server(home) as server:
+        os.environ.update(client_environment(home, prefect_port=server.port))
+        server.wait()
+        yield False

@@ -1,0 +1,55 @@
+"""Which machine this is, and whether a process that is known by its number is still the one that it was."""
+
+from __future__ import annotations
+
+import os
+import socket
+from functools import lru_cache
+from pathlib import Path
+
+
+@lru_cache(maxsize=1)
+def here() -> tuple[str, str, str]:
+    """Return host name, boot id and process namespace: only where all three agree do process numbers mean the same."""
+    boot_file = Path("/proc/sys/kernel/random/boot_id")
+    boot_id = boot_file.read_text().strip() if boot_file.exists() else ""
+    namespace_file = Path("/proc/self/ns/pid")
+    namespace = str(namespace_file.readlink()) if namespace_file.is_symlink() else ""
+    return socket.gethostname(), boot_id, namespace
+
+
+def process_state(pid: int, started: int) -> str:
+    """Return `alive`, `stopped` or `gone` for the process that had number `pid` and start time `started`."""
+    if not Path("/proc/self/stat").exists():
+        return _process_state_by_signal(pid)
+    found = process_stat(pid)
+    if found is None or found[1] != started or found[0] in "ZX":
+        return "gone"
+    return "stopped" if found[0] in "Tt" else "alive"
+
+
+def process_stat(pid: int) -> tuple[str, int] | None:
+    """Return state letter and start time from /proc (see proc_pid_stat(5), fields 3 and 22)."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # the name before it may hold spaces and brackets
+    return fields[0], int(fields[19])
+
+
+def is_running(pid: int) -> bool:
+    """Say whether some process of this machine has the number `pid`."""
+    if Path("/proc/self/stat").exists():
+        return process_stat(pid) is not None
+    return _process_state_by_signal(pid) == "alive"
+
+
+def _process_state_by_signal(pid: int) -> str:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return "gone"
+    except PermissionError:
+        return "alive"
+    return "alive"

@@ -1,0 +1,166 @@
+"""Ray's job server: jobs by name that outlive whoever submitted them.
+
+A job's name (its submission id) can be used once on a cluster, so two processes that submit the same one are told
+apart by the server. Every call returns within `REQUEST_TIMEOUT_S` or raises `JobServerError`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeVar
+
+from rlhf_core.errors import ConfigError, WorkerLostError, explain
+from rlhf_core.runtime.cluster import check_address, named_address
+
+T = TypeVar("T")
+
+JobState = Literal["PENDING", "RUNNING", "SUCCEEDED", "FAILED", "STOPPED"]
+
+REQUEST_TIMEOUT_S = 15.0
+CONNECT_TIMEOUT_S = 30.0
+"""A head that was started a moment ago needs about 11 s until its job server answers."""
+START_RAY = "`ray start --head --disable-usage-stats`, then RAY_ADDRESS=127.0.0.1:6379"
+MESSAGE_CHARACTERS = 300
+
+
+class JobServerError(WorkerLostError, ConnectionError):
+    """The job server gave no usable answer; what became of its jobs is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job as the server describes it. `message` is the first line of what Ray says about its state."""
+
+    id: str
+    state: JobState
+    message: str
+    metadata: Mapping[str, str]
+
+    @property
+    def living(self) -> bool:
+        return self.state in ("PENDING", "RUNNING")
+
+
+class Jobs(Protocol):
+    """A job server. Every method raises JobServerError if it does not answer."""
+
+    def all(self) -> list[Job]:
+        """Return every job that the server remembers, oldest first."""
+
+    def get(self, job_id: str) -> Job | None:
+        """Return the job; None if the server does not know it (it was restarted, say)."""
+
+    def submit(self, job_id: str, command: str, *, environment: Mapping[str, str], metadata: Mapping[str, str]) -> bool:
+        """Have `command` (a line for a shell) run on the head; return False if the name was used before."""
+
+    def stop(self, job_id: str) -> None:
+        """Have the job's processes sent SIGTERM and, in the end, SIGKILL; returns at once. An ended job stays so."""
+
+
+def open_jobs() -> Jobs:
+    """Return the job server of the Ray at `RAY_ADDRESS`; ConfigError, within half a minute, if there is none."""
+    address = named_address()
+    if not address:
+        rule = "a job needs a Ray that outlives this process, and RAY_ADDRESS names none"
+        raise ConfigError(explain("runtime.execution", "ray-job", rule, START_RAY))
+    check_address(address)
+    try:
+        return RayJobs(_within(CONNECT_TIMEOUT_S, functools.partial(_connect, address)))
+    except Exception as error:  # Ray raises whatever its layers do, and a time-out is one more
+        rule = f"its job server does not answer ({_first_line(error)})"
+        remedy = "start the head with its dashboard (`pip install 'ray[default]'`) and try again in a minute"
+        raise ConfigError(explain("RAY_ADDRESS", address, rule, remedy)) from error
+
+
+class RayJobs:
+    """`Jobs` over Ray's own client."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def all(self) -> list[Job]:
+        listed = self._ask(self._client.list_jobs)
+        submitted = [details for details in listed if details.submission_id is not None]
+        return [_job(details) for details in sorted(submitted, key=lambda details: details.start_time or 0)]
+
+    def get(self, job_id: str) -> Job | None:
+        try:
+            return _job(self._ask(self._client.get_job_info, job_id))
+        except JobServerError as error:
+            if "status code 404" in str(error):
+                return None
+            raise
+
+    def submit(self, job_id: str, command: str, *, environment: Mapping[str, str], metadata: Mapping[str, str]) -> bool:
+        try:
+            self._ask(
+                self._client.submit_job,
+                entrypoint=command,
+                submission_id=job_id,
+                runtime_env={"env_vars": dict(environment)},
+                metadata=dict(metadata),
+                entrypoint_num_cpus=0,  # it only drives: its workers reserve what they need
+            )
+        except JobServerError as error:
+            if "already exists" in str(error.__cause__):
+                return False
+            raise
+        return True
+
+    def stop(self, job_id: str) -> None:
+        self._ask(self._client.stop_job, job_id)
+
+    def _ask(self, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        import requests
+
+        try:
+            return call(*arguments, **named)
+        except (RuntimeError, OSError, requests.exceptions.RequestException) as error:
+            raise JobServerError(f"Ray's job server: {_first_line(error)}") from error
+
+
+def _connect(address: str) -> Any:
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+    from ray.job_submission import JobSubmissionClient
+
+    # As `ray.init` does and the client of jobs does not: a head asks for the user's token as soon as there is one.
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    client = JobSubmissionClient(address)
+    client._do_request = functools.partial(client._do_request, timeout=REQUEST_TIMEOUT_S)  # Ray's own has none
+    return client
+
+
+def _within(seconds: float, call: Callable[[], T]) -> T:
+    """Return `call()`, or raise TimeoutError: some of Ray's ways to find a server try for minutes."""
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="find-job-server").start()
+    try:
+        return answer.result(seconds)
+    except TimeoutError as error:
+        raise TimeoutError(f"nothing for {seconds:.0f} s") from error
+
+
+def _job(details: Any) -> Job:
+    state: JobState = details.status.value
+    message = (details.message or "").strip().partition("\n")[0][:MESSAGE_CHARACTERS]
+    return Job(details.submission_id, state, message, dict(details.metadata or {}))
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().partition("\n")[0][:MESSAGE_CHARACTERS]
+    return text or type(error).__name__

@@ -1,0 +1,135 @@
+"""Whether Ray itself is alive: its head (gcs_server) and the raylet of this machine.
+
+Ray does not tell in time. A driver whose raylet was killed waits on; one whose head was killed is ended by Ray after
+a minute, without a word to the code that runs in it; and a head that hangs is not noticed at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+from collections.abc import Mapping
+
+import psutil
+
+logger = logging.getLogger(__name__)
+
+PROBE_TIMEOUT_S = 5.0
+WATCH_EVERY_S = 2.0
+REFUSALS, SILENCES = 2, 5
+"""So many refused connections in a row mean that the process is gone; so many unanswered ones, that it hangs."""
+KILL_WAIT_S = 10.0
+HTTP2_SETTINGS = 4
+HTTP2_FRAME_HEADER = 9
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, HTTP2_SETTINGS, 0, 0, 0, 0, 0))
+"""What a client sends first (RFC 9113, 3.4); the server answers with a settings frame of its own."""
+
+
+def greet(address: str) -> None:
+    """Return if a gRPC server answers at `address` (host:port); OSError or ValueError says why not.
+
+    TimeoutError: something listens there and says nothing; the kernel accepts connections for a process that hangs.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=PROBE_TIMEOUT_S) as connection:
+            connection.sendall(HTTP2_PREFACE)
+            answer = connection.recv(HTTP2_FRAME_HEADER)
+    except OverflowError as error:  # a port beyond 65535
+        raise ValueError(str(error)) from error
+    if len(answer) < HTTP2_FRAME_HEADER or answer[3] != HTTP2_SETTINGS:
+        raise ConnectionResetError(f"{address} does not speak HTTP/2")
+
+
+class RayWatch:
+    """Watches servers of Ray's from a thread. `lost` says which of them is gone, "" while all are well.
+
+    With `own` the servers are children of this process, started by it: once one of them is lost, all processes below
+    them are killed, so that nothing computes on or hangs, and `kill_family` does the same at the end.
+
+    >>> watch = RayWatch({"the Ray head": "127.0.0.1:6379"}, own=False)   # doctest: +SKIP
+    """
+
+    def __init__(self, servers: Mapping[str, str], *, own: bool) -> None:
+        self.lost = ""
+        self._servers = dict(servers)
+        self._own = own
+        self._refusals = dict.fromkeys(servers, 0)
+        self._silences = dict.fromkeys(servers, 0)
+        self._family: set[psutil.Process] = set()
+        self._stop = threading.Event()
+        self._looking = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="ray-watch", daemon=True)
+        self._thread.start()
+
+    def settle(self) -> str:
+        """Ask all servers now, and again until each has answered or one is lost; return `lost`.
+
+        A worker dies before its raylet's death is certain: who replaces the worker must not build on that raylet.
+        """
+        while not self._look() and not self.lost and not self._stop.is_set():
+            self._stop.wait(WATCH_EVERY_S)
+        return self.lost
+
+    def stop(self) -> None:
+        """Watch no more; `lost` stays as it is."""
+        self._stop.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(len(self._servers) * PROBE_TIMEOUT_S + 1)
+        self._note_family()
+
+    def kill_family(self) -> None:
+        """Kill what is left of our own Ray, stopped processes and orphans too. Does nothing to a Ray that we joined."""
+        if not self._own:
+            return
+        self._note_family()
+        for process in self._family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(list(self._family), timeout=KILL_WAIT_S)
+
+    def _run(self) -> None:
+        while not self.lost and not self._stop.wait(WATCH_EVERY_S):
+            self._note_family()
+            self._look()
+
+    def _look(self) -> bool:
+        """Ask every server; return whether all answered, and note the first that is lost."""
+        with self._looking:
+            well = True
+            for name, address in self._servers.items():
+                problem = self._problem(name, address)
+                well = well and self._refusals[name] == self._silences[name] == 0
+                if problem and not self.lost and not self._stop.is_set():
+                    self.lost = f"{name} at {address} {problem}"
+                    logger.warning("%s", self.lost)
+                    self.kill_family()
+            return well
+
+    def _problem(self, name: str, address: str) -> str:
+        """Return what is wrong for good with a server, "" if nothing is, or may not be."""
+        try:
+            greet(address)
+        except TimeoutError:
+            self._silences[name] += 1
+            return f"did not answer {SILENCES} times in a row" if self._silences[name] >= SILENCES else ""
+        except (OSError, ValueError):
+            self._refusals[name] += 1
+            return "is gone" if self._refusals[name] >= REFUSALS else ""
+        self._refusals[name] = self._silences[name] = 0
+        return ""
+
+    def _note_family(self) -> None:
+        """Remember our Ray's processes while their parents live; afterwards nothing says whose they were."""
+        if not self._own:
+            return
+        names = {"gcs_server", "raylet"}
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(os.getpid()).children():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if child.name() in names:
+                        self._family = self._family | {child, *child.children(recursive=True)}
+        self._family = {process for process in self._family if process.is_running()}

@@ -1,0 +1,128 @@
+"""n + m steps are n steps, a kill, and m steps of a new run: bitwise for every stage that trains.
+
+With other micro-batches after the kill they agree to 1e-6: the gradient is then a sum of the same float32 numbers in
+another order, one unit in the last place is 1.2e-7, and the learning rates here let it grow no further in so few steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from rlhf_core.artifacts import ArtifactStore
+from rlhf_core.config.base import Config
+from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
+from rlhf_core.config.loop import LoopConfig
+from rlhf_core.config.rewards import FunctionReward, RewardsConfig
+from rlhf_core.runtime.local_runtime import LocalRuntime
+from rlhf_core.types import ArtifactRef, PolicyRef
+from stages.dpo import DPOConfig
+from stages.ppo import PPOConfig
+from stages.reward_model import RewardModelConfig
+from stages.sft import SFTConfig
+from tests.stages.recording import RUNTIME, Workshop, make_policy
+from tests.stages.training import demonstrations, killed_and_resumed, preferences, prompts
+
+RATE = OptimizerConfig(learning_rate=2e-4)
+LOOP = LoopConfig(batch_size=6, epochs=1, eval_every=3, checkpoint_every=2)
+"""Six rows a step: two micro-batches of 5 and 1 where the default of 8 makes one."""
+KILLED_AT = 3
+"""One step after a checkpoint."""
+OTHER_RUNTIME = RUNTIME.model_copy(update={"trainer": RUNTIME.trainer.model_copy(update={"micro_batch": 5})})
+
+CONFIGS: dict[str, Config] = {
+    "sft": SFTConfig(max_length=48, loop=LOOP, optimizer=RATE),
+    "reward_model": RewardModelConfig(max_length=48, loop=LOOP, optimizer=RATE),
+    "dpo": DPOConfig(max_length=48, loop=LOOP, optimizer=RATE),
+    "ppo": PPOConfig(
+        steps=5,
+        prompts_per_step=3,
+        samples_per_prompt=2,
+        sampling=SamplingConfig(max_tokens=6),
+        rewards=RewardsConfig(terms={"short": FunctionReward(function="tests.stages.test_ppo:short_is_good")}),
+        optimizer=RATE,
+        value_optimizer=RATE,
+        kl_target=0.5,
+        checkpoint_every=2,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a stage made (`ref`, in `folder`), its final metrics, and all that it logged on the way."""
+
+    ref: ArtifactRef
+    folder: Path
+    final: dict[str, float]
+    points: list[tuple[int, dict[str, float]]]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def stage(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def straight(stage: str, policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    shop, inputs = _shop(stage, policy, tmp_path_factory.mktemp("straight"))
+    return _outcome(shop, shop.run(stage, CONFIGS[stage], inputs)[0])
+
+
+def test_a_resumed_run_is_the_straight_one_to_the_bit(
+    stage: str, straight: Outcome, policy: Path, tmp_path: Path
+) -> None:
+    shop, inputs = _shop(stage, policy, tmp_path)
+    resumed = _outcome(shop, killed_and_resumed(shop, stage, CONFIGS[stage], inputs, at=KILLED_AT))
+    assert _weights(resumed) == _weights(straight)
+    assert resumed.final == straight.final
+    assert resumed.points == straight.points
+    assert resumed.ref.digest == straight.ref.digest
+
+
+def test_a_run_resumed_with_other_micro_batches_is_the_straight_one_to_1e_6(
+    stage: str, straight: Outcome, policy: Path, tmp_path: Path
+) -> None:
+    shop, inputs = _shop(stage, policy, tmp_path)
+    other = LocalRuntime(OTHER_RUNTIME)
+    resumed = _outcome(shop, killed_and_resumed(shop, stage, CONFIGS[stage], inputs, at=KILLED_AT, resume_on=other))
+    assert _weights(resumed) != _weights(straight), "the micro-batches were the same"
+    expected = load_file(straight.folder / "model.safetensors")
+    for name, tensor in load_file(resumed.folder / "model.safetensors").items():
+        assert tensor.sub(expected[name]).abs().max().item() < 1e-6, name
+    assert [step for step, _ in resumed.points] == [step for step, _ in straight.points]
+    for (step, values), (_, wanted) in zip(resumed.points, straight.points, strict=True):
+        assert values == pytest.approx(wanted, rel=1e-6, abs=1e-6), step
+    assert resumed.final == pytest.approx(straight.final, rel=1e-6, abs=1e-6)
+
+
+def _shop(stage: str, policy: Path, root: Path) -> tuple[Workshop, dict[str, Any]]:
+    shop = Workshop(ArtifactStore(root / "store"))
+    base = shop.store.external(PolicyRef, policy)
+    inputs: dict[str, Callable[[], dict[str, Any]]] = {
+        "sft": lambda: {"demonstrations": demonstrations(shop.store, root, count=30)},
+        "reward_model": lambda: {"preferences": preferences(shop.store, root)},
+        "dpo": lambda: {"reference": base, "preferences": preferences(shop.store, root)},
+        "ppo": lambda: {"reference": base, "prompts": prompts(shop.store, root), "reward_models": {}},
+    }
+    return shop, {"policy": base} | inputs[stage]()
+
+
+def _outcome(shop: Workshop, ref: ArtifactRef) -> Outcome:
+    (record,) = [record for record in shop.store.records() if record.handle == ref]
+    return Outcome(ref, shop.store.path(ref), dict(record.metrics), shop.tracker.points)
+
+
+def _weights(outcome: Outcome) -> bytes:
+    return (outcome.folder / "model.safetensors").read_bytes()
