@@ -54,8 +54,8 @@ def test_a_documented_command_is_accepted(command: str) -> None:
             assert words[3].removeprefix("rlhf-pipeline/") in served
         case "rlhf":
             options = _parser().parse_args(words[1:])
-            if "profile" in options:
-                assert load_profile(options.profile, options.overrides).name
+            if getattr(options, "profile", ""):
+                assert load_profile(options.profile, getattr(options, "overrides", [])).name
             if options.verb in READ_ONLY:
                 assert main(words[1:]) == 0
         case "python":

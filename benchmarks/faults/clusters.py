@@ -30,6 +30,8 @@ from rlhf_core.runtime.liveness import greet
 OVERRIDES = ("runtime.gpus_per_train_worker=1", "runtime.trainer.engine=torch", 'runtime.sampler={type = "hf"}')
 UP_TIMEOUT_S = 120.0
 AWAY_S = 10.0
+HEAD_SETTLES_S = 10.0
+"""From its first answer until nodes can register; one that comes too early gives up."""
 NODE_LOST_S = 60.0
 """Ray asks a node every 3 s and gives it up after 5 questions without an answer, each of which may take 10 s."""
 
@@ -51,6 +53,7 @@ class Cluster:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no Ray head at {self.address} within {UP_TIMEOUT_S:g} s")
             time.sleep(0.2)
+        time.sleep(HEAD_SETTLES_S)
         self._nodes = [self._ray(f"--address={self.address}", "--num-gpus=1") for _ in range(2)]
 
     def kill(self) -> None:

@@ -57,15 +57,6 @@ def reserve(config: RuntimeConfig) -> Placement:
     return Placement(train=options[: config.train_workers], sample=options[config.train_workers :], group=group)
 
 
-def lost_nodes(placement: Placement) -> bool:
-    """Return whether Ray has lost a node on which places are reserved."""
-    if placement.group is None:
-        return False
-    from ray.util.placement_group import placement_group_table
-
-    return bool(placement_group_table(placement.group)["state"] != "CREATED")
-
-
 def _check_gpus(config: RuntimeConfig, engines: int) -> None:
     import ray
 

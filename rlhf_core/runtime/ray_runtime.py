@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import logging
@@ -27,7 +28,7 @@ from rlhf_core.runtime.cluster import (
 )
 from rlhf_core.runtime.handles import RaySampler, RayTrainer
 from rlhf_core.runtime.liveness import RayWatch
-from rlhf_core.runtime.placement import Placement, lost_nodes, reserve
+from rlhf_core.runtime.placement import Placement, reserve
 from rlhf_core.runtime.sample_worker import SampleWorker
 from rlhf_core.runtime.train_worker import TrainWorker
 from rlhf_core.runtime.weight_sync import Transfer, choose_transfer
@@ -128,7 +129,8 @@ class RayRuntime:
             watch.kill_family()  # before the shutdown, which waits for ever for a server that hangs
         self._train = self._sample = self._placement = None
         if (self._owns_ray or watch.lost) and not _within(SHUTDOWN_TIMEOUT_S, ray.shutdown):
-            logger.warning("Ray did not shut down within %g s; its processes are killed", SHUTDOWN_TIMEOUT_S)
+            logger.warning("Ray did not shut down within %g s", SHUTDOWN_TIMEOUT_S)
+            atexit.unregister(ray.shutdown)  # or it would be tried, and waited for, when the interpreter ends
         watch.kill_family()
 
     def _end_workers(self) -> None:
@@ -217,8 +219,8 @@ class RayRuntime:
         """Connect to Ray and reserve, unless that was done and still holds."""
         if self._watch is not None and self._watch.settle():
             self._stop()
-        elif self._placement is not None and lost_nodes(self._placement):
-            self._end_workers()
+        elif self._placement is not None and self._placement.group is not None and self._any_broken():
+            self._end_workers()  # a node that was lost took workers of both kinds with it, and its places are void
             self._train = self._sample = self._placement = None
         patience_s = RECONNECT_TIMEOUT_S if self._connected_before else 0.0
         if self._watch is None:
@@ -228,6 +230,9 @@ class RayRuntime:
         if self._placement is None:
             self._placement = self._reserve(patience_s)
         return self._placement
+
+    def _any_broken(self) -> bool:
+        return any(group is not None and group.broken for group in (self._train, self._sample))
 
     def _reserve(self, patience_s: float) -> Placement:
         """Reserve the workers' places; nodes that were there before have `patience_s` to come back."""

@@ -79,7 +79,7 @@ def test_a_flipped_byte_is_a_problem(tmp_path: Path) -> None:
         "attempts/abc/out-2",
         "attempts/abc/ckpt",
         "attempts/abc/shards",
-        "keys/ab/.abc.json.0123456789ab",
+        "keys/ab/.abc.json.01234567-1-abcdef",
         "attempts/abc/ckpt/.saving-0000000004-0a1b2c3d",
         "attempts/abc/state-00000.99.tmp",
         "quarantine/abc.json",

@@ -133,10 +133,12 @@ def test_what_died_with_another_worker_is_a_lost_worker(new_group: Callable[...,
     import ray
 
     owner = new_group(1)
-    ref = owner.actors[0].double.remote(1)
-    ray.get(ref)
+    owner.call("policy", "double", 1)
     owner.kill()
-    waiting = owner.actors[0].double.remote(1)  # its actor is dead
+    with pytest.raises(ray.exceptions.RayActorError):
+        while True:  # it takes a moment to die
+            waiting = owner.actors[0].double.remote(1)
+            ray.get(waiting)
     group = new_group(1)
     with pytest.raises(TrainerLostError, match=r"read on worker 0'.*died"):
         group.call("policy", "read", [waiting])
