@@ -17,7 +17,7 @@ import psutil
 
 from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.errors import ConfigError, WorkerLostError, explain
-from rlhf_core.runtime.liveness import greet
+from rlhf_core.runtime.liveness import asks_for_token, greet
 
 logger = logging.getLogger(__name__)
 
@@ -165,18 +165,13 @@ def _join(address: str) -> None:
     import ray
     from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 
-    def join() -> None:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-
+    # A head asks for the user's token as soon as there is one (any Ray of our own makes it), and Ray sends it to a named
+    # address only when told to. Not always: a process that sends tokens also asks for them, and then the workers of a
+    # head without tokens could not call it.
+    if asks_for_token(address):
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     try:
-        try:
-            join()
-        except ConnectionError:
-            # A head asks for the user's token as soon as there is one (any Ray of our own makes it), and Ray sends it
-            # to a named address only when told to. Not at once: towards a head without tokens it would ask for one.
-            if not maybe_enable_token_auth_if_token_available(warn_if_disabled=False):
-                raise
-            join()
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise _no_head(address) from error
 

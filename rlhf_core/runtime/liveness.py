@@ -44,6 +44,20 @@ def greet(address: str) -> None:
         raise ConnectionResetError(f"{address} does not speak HTTP/2")
 
 
+def asks_for_token(address: str) -> bool:
+    """Say whether the Ray head at `address` refuses callers without a token; False where no head is named or answers."""
+    import grpc  # type: ignore[import-untyped]
+
+    if ":" not in address:  # `auto`
+        return False
+    with grpc.insecure_channel(address) as channel:
+        try:
+            channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")(b"", timeout=PROBE_TIMEOUT_S)
+        except grpc.RpcError as error:
+            return bool(error.code() is grpc.StatusCode.UNAUTHENTICATED)
+    return False
+
+
 class RayWatch:
     """Watches servers of Ray's from a thread. `lost` says which of them is gone, "" while all are well.
 

@@ -8,13 +8,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import psutil
 import pytest
 
 from rlhf_core.runtime import liveness
-from rlhf_core.runtime.liveness import RayWatch, greet
+from rlhf_core.runtime.cluster import free_port
+from rlhf_core.runtime.liveness import RayWatch, asks_for_token, greet
 
 SETTINGS = bytes((0, 0, 0, liveness.HTTP2_SETTINGS, 0, 0, 0, 0, 0))
 
@@ -137,3 +139,32 @@ def test_of_a_ray_of_our_own_orphans_and_stopped_processes_are_killed_and_nothin
     other.kill()
     other.wait()
     raylet.stdout.close()
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_a_head_that_wants_a_token_is_told_from_one_that_does_not(
+    refuses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import grpc
+
+    monkeypatch.setattr(liveness, "PROBE_TIMEOUT_S", 10.0)
+
+    def answer(request: bytes, context: grpc.ServicerContext) -> bytes:
+        if refuses:
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
+        return b""
+
+    handlers = {"GetClusterId": grpc.unary_unary_rpc_method_handler(answer)}
+    server = grpc.server(ThreadPoolExecutor(1))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("ray.rpc.NodeInfoGcsService", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        assert asks_for_token(f"127.0.0.1:{port}") is refuses
+    finally:
+        server.stop(None)
+
+
+def test_no_head_asks_for_nothing() -> None:
+    assert not asks_for_token("auto")
+    assert not asks_for_token(f"127.0.0.1:{free_port()}")
