@@ -106,6 +106,7 @@ class _Listener:
             signal.raise_signal(number)
             return
         self._arrived = signal.Signals(number)
+        signal.alarm(0)  # a library that handled the signal before us may have set one, to abort soon if nobody ends
         ask(f"{self._arrived.name} arrived")
         # The second signal comes by itself. Both in threads: whoever was interrupted here may hold the lock of the log.
         self._watchdog = threading.Timer(GRACE_S, os.kill, (os.getpid(), number))

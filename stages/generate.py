@@ -101,7 +101,9 @@ def sample_shards(
     with context.runtime.sampler(policy) as sampler:
         for index in missing:
             generations = sample(sampler, chat, pieces[index], config, seed=context.seed)
-            context.metrics(index + 1, generation_metrics(generations))  # first: a shard that is there is not made again
+            context.metrics(
+                index + 1, generation_metrics(generations)
+            )  # first: a shard that is there is not made again
             write_generations(folder, index, generations)
             context.progress(index + 1, len(pieces), f"{len(generations)} answers")
             if context.stopping():

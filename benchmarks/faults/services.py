@@ -81,11 +81,11 @@ def _served(home: Home, name: str) -> Callable[[], bool]:
     """Return how to ask whether a service does what it is for."""
     found = services.running(home)
     assert found is not None
-    mark = home.root / "deployments.ready"
+    mark, now = home.root / "deployments.ready", time.time()
     checks: dict[str, Callable[[], bool]] = {
         PREFECT: lambda: healthy(found.health[0]),
         MLFLOW: lambda: healthy(found.health[1]),
-        DEPLOYMENTS: lambda: mark.exists() and time.time() - mark.stat().st_mtime < 6.0,
+        DEPLOYMENTS: lambda: mark.exists() and mark.stat().st_mtime > now,  # the one before has left its mark
     }
     return checks[name]
 
@@ -95,6 +95,8 @@ def _hit_service(name: str, number: signal.Signals) -> Outcome:
     log = home.logs / "supervisor.log"
     leash = _service(home, name)
     victims = leash.children(recursive=True)
+    if not victims:
+        raise RuntimeError(f"{name} is not running in {home.root}, only its leash")
     seen = len(log.read_text())
     began = time.monotonic()
     for process in victims:

@@ -43,6 +43,8 @@ def connect(cores: int) -> bool:
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "1"
     # Ray would end this process, without a word, a minute after its head is gone. `RayWatch` notices that and acts.
     os.environ["RAY_gcs_rpc_server_reconnect_timeout_s"] = "86400"  # noqa: SIM112  # Ray spells it so
+    # Ray's own handler of SIGTERM prints a trace of the stack and aborts the process 3 s later; ours lets the stage save.
+    os.environ["RAY_DISABLE_FAILURE_SIGNAL_HANDLER"] = "1"
     address = named_address()
     import ray
 

@@ -82,3 +82,12 @@ def test_without_an_allocation_the_time_limit_counts_from_now_and_0_is_none(monk
         assert reason() == "the time limit is reached"
     with time_limit(0):
         assert reason() == ""
+
+
+def test_an_alarm_that_somebody_else_set_on_the_signal_does_not_end_the_process_before_it_has_saved(
+    passed_on: list[int],
+) -> None:
+    with on_signals():
+        signal.alarm(60)  # as Ray's handler does, with 3 s
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.alarm(0) == 0
