@@ -227,7 +227,7 @@ def _kill_flow(folder: Path) -> Outcome:
 
 
 def _hit_private_server(folder: Path, number: signal.Signals) -> Outcome:
-    home = Home(folder)
+    home = Home(folder / f"private_{number.name}")  # of its own: a run of hits starts no server
     with _running(home, folder) as (process, lines):
         _until(lines, "prepare_data: RUN")
         (leash,) = [child for child in family(process.pid) if _is_leash(child)]
@@ -250,7 +250,7 @@ def _hit_private_server(folder: Path, number: signal.Signals) -> Outcome:
 
 def _mlflow_away(folder: Path, number: signal.Signals) -> Outcome:
     """MLflow's server dies or hangs, and nobody starts it again: the run must end well, its records wait."""
-    home = Home(folder).make()
+    home = Home(folder / f"away_{number.name}").make()
     port = services.claim_port(services.MLFLOW_PORT)
     url = f"http://127.0.0.1:{port}"
     server = subprocess.Popen(services.mlflow_command(home, port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
