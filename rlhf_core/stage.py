@@ -22,7 +22,7 @@ from rlhf_core.leases import Lease, Owner
 from rlhf_core.records import KeyRecord, Provenance, environment
 from rlhf_core.stage_decision import Decision, Target, decide, decide_work, hit, remember, starts_over, target_of
 from rlhf_core.stage_key import StageInput, StageSpec, key_payload, payload_key, stage_key, stage_module
-from rlhf_core.store_layout import CHECKPOINTS, disk_full, disk_is_full
+from rlhf_core.store_layout import CHECKPOINTS, naming_a_full_disk
 from rlhf_core.types import ArtifactRef
 
 __all__ = [
@@ -197,7 +197,7 @@ def execute(
     def attach(owner: Owner) -> None:
         attached.append(told(Decision("ATTACH", f"{owner} is computing it", target.key, None)))
 
-    with store.lease(target.key, on_wait=attach) as lease:
+    with naming_a_full_disk(store.root), store.lease(target.key, on_wait=attach) as lease:
         found = None if force else _take(store, spec, target)
         if found is not None:
             return found[0].handle, attached[0] if attached else told(found[1])
@@ -268,8 +268,6 @@ def _finish(
     except BaseException as error:
         context.checkpoints.settle_after(error)
         _note_failure(folder, run, error)
-        if isinstance(error, Exception) and not isinstance(error, ArtifactError) and disk_is_full(error, store.root):
-            raise disk_full(store.root) from error
         raise
     try:
         context.checkpoints.settle()

@@ -19,7 +19,7 @@ MOUNT = 'mount -t tmpfs -o size="$1" none "$2" && exec "$3" -m benchmarks.faults
 def _outcomes(folder: Path) -> dict[str, Outcome]:
     """Return what came of all faults, by name: they share a process, whose imports take longer than they do."""
     disk = folder / "disk"
-    disk.mkdir()
+    disk.mkdir(exist_ok=True)
     command = ["unshare", "--mount", "sh", "-c", MOUNT, "sh", str(DISK_BYTES), str(disk), sys.executable]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     if done.returncode:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -130,6 +131,19 @@ def test_metrics_wear_the_label_and_replayed_steps_are_not_recorded_twice(store:
 def test_a_stage_must_return_what_it_committed(store: ArtifactStore, trouble: str, text: str) -> None:
     with pytest.raises(ArtifactError, match=text):
         _run(store, toy_spec(ToyConfig(trouble=trouble)))
+
+
+def test_a_disk_that_is_full_before_the_stage_begins_is_named_too(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rlhf_core.attempts.write_json", full)
+        with pytest.raises(ArtifactError, match=r"the disk is full; free space, or .*the same command resumes"):
+            _run(store, toy_spec())
+    assert _run(store, toy_spec())[1].action == "RUN"
 
 
 def test_a_full_disk_in_a_stage_is_named_and_the_next_run_goes_on(store: ArtifactStore) -> None:
