@@ -42,9 +42,9 @@ model = {type = "init", vocab_size = 400, hidden_size = 32, layers = 1, heads = 
 loop = {batch_size = 8, epochs = 4}
 """
 PATIENCE_S = 300.0
+"""Nothing below should take nearly as long; what does is not handled."""
 SEEN_S = 5.0
 """Until the supervisor, too, has seen that a service is well: one that was never well has START_TIMEOUT_S to get so."""
-"""Nothing below should take nearly as long; what does is not handled."""
 DEATH_S = 10.0
 HANG_S = 75.0
 """Four questions, ten seconds apart and five seconds long, with some slack."""
