@@ -37,7 +37,7 @@ from rlhf_core.store_layout import fsync_tree
 from rlhf_core.types import PolicyRef
 
 REPEATS = 3
-LONG = BusyConfig(steps=600, blocks_per_step=10)
+LONG = BusyConfig(steps=600, blocks_per_step=3)
 SHORT = BusyConfig(steps=1, blocks_per_step=1)
 CHAIN = 8
 MODEL_MB = 270
