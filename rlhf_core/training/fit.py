@@ -92,7 +92,7 @@ def fit(
             evaluated = _evaluate(trainer, evaluation, objective)
             context.metrics(done, evaluated)
         due = done % loop.checkpoint_every == 0 or done == steps or (evaluated and loop.keep_best)
-        stop = context.stopping()  # asked once: what arrives after the save must not end the step before the next
+        stop = context.stopping()  # asked once: a request that comes after the save waits for the next step
         if due or stop:
             state = {"initial": initial, "skipped_in_a_row": skipped_in_a_row, "final": evaluated or {}}
             with checkpoints.saving(done, state, metric=-evaluated["eval/loss"] if evaluated else None) as folder:
