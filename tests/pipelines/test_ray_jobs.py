@@ -27,6 +27,7 @@ from tests.rlhf_core.toy_stage import ToyConfig, toy_spec
 
 ROOT = Path(__file__).parents[2]
 PATIENT = {"RAY_DASHBOARD_STARTUP_TIMEOUT_S": "300", "RAY_NUM_REDIS_GET_RETRIES": "120"}
+HEAD_START_S = 120
 GO = "go"
 """File that the stage waits for after its first step."""
 PROFILE = """
@@ -43,32 +44,40 @@ sampler = {type = "hf"}
 @pytest.fixture(scope="module")
 def ray_address() -> Iterator[str]:
     """A Ray head of this test's own, which ends with it. On a busy machine Ray's processes may miss their deadlines."""
+    reasons = []
     for _ in range(3):
-        with ray_head() as address:
+        with ray_head() as (address, said):
             if address:
                 yield address
                 return
-    pytest.fail("no Ray head would start")
+            reasons.append(said)
+    pytest.fail("no Ray head would start:\n" + "\n---\n".join(reasons))
 
 
 @contextmanager
-def ray_head() -> Iterator[str]:
-    """Yield the address of a Ray head, "" if it gave up starting."""
+def ray_head() -> Iterator[tuple[str, str]]:
+    """Yield the address of a Ray head and what its processes said; the address is "" if it did not start in time."""
     folder = Path(tempfile.mkdtemp(prefix="rj-", dir="/tmp"))  # short: Unix sockets below it
     port, log = free_port(), folder / "head.log"
     ports = {"--port": port, "--dashboard-port": free_port(), "--ray-client-server-port": free_port()}
     head = subprocess.Popen(
         [
-            str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--disable-usage-stats",
-            *(f"{option}={number}" for option, number in ports.items()), "--num-cpus=2",
-            "--object-store-memory=100000000", f"--temp-dir={folder}", "--dashboard-agent-listen-port=0",
+            str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--node-ip-address=127.0.0.1",
+            *(f"{option}={number}" for option, number in ports.items()), "--dashboard-agent-listen-port=0",
+            "--include-dashboard=true",  # else Ray goes on without one when it fails
+            "--num-cpus=2", "--object-store-memory=100000000", f"--temp-dir={folder}", "--disable-usage-stats",
         ],
         stdin=subprocess.DEVNULL, stdout=log.open("wb"), stderr=subprocess.STDOUT, cwd=folder,
         env=os.environ | PATIENT | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     try:
-        wait_until(lambda: "ray job submit" in log.read_text() or head.poll() is not None)
-        yield f"127.0.0.1:{port}" if head.poll() is None else ""
+        deadline = time.monotonic() + HEAD_START_S
+        while "ray job submit" not in log.read_text() and head.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        ready = "ray job submit" in log.read_text()
+        logs = [log, *folder.glob("session_*[0-9]/logs/dashboard*"), *folder.glob("session_*[0-9]/logs/gcs_server.*")]
+        said = "\n".join(f"{path.name}:\n{path.read_text()[-2000:]}" for path in logs)
+        yield f"127.0.0.1:{port}" if ready else "", said
     finally:
         family = psutil.Process(head.pid).children(recursive=True) if head.poll() is None else []
         head.terminate()
