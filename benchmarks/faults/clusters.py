@@ -24,14 +24,12 @@ from benchmarks.processes import kill_family
 from pipelines.listener import Silent
 from rlhf_core.errors import RlhfError
 from rlhf_core.runtime import liveness
-from rlhf_core.runtime.cluster import RECONNECT_TIMEOUT_S, connect, free_port
-from rlhf_core.runtime.liveness import greet
+from rlhf_core.runtime.cluster import RECONNECT_TIMEOUT_S, free_port
 
 OVERRIDES = ("runtime.gpus_per_train_worker=1", "runtime.trainer.engine=torch", 'runtime.sampler={type = "hf"}')
 UP_TIMEOUT_S = 120.0
 AWAY_S = 10.0
-HEAD_SETTLES_S = 10.0
-"""From its first answer until nodes can register; one that comes too early gives up."""
+START_ATTEMPTS = 3
 NODE_LOST_S = 60.0
 """Ray asks a node every 3 s and gives it up after 5 questions without an answer, each of which may take 10 s."""
 
@@ -39,22 +37,17 @@ NODE_LOST_S = 60.0
 class Cluster:
     """A Ray head and nodes, started with `ray start` as a person would."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._port = free_port()
         self.address = f"127.0.0.1:{self._port}"
         self._head: subprocess.Popen[bytes] | None = None
         self._nodes: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        """Start the head, and two nodes with a GPU each; return when the head answers."""
-        self._head = self._ray("--head", f"--port={self._port}", "--num-gpus=0", "--include-dashboard=false")
-        deadline = time.monotonic() + UP_TIMEOUT_S
-        while not self._answers():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"no Ray head at {self.address} within {UP_TIMEOUT_S:g} s")
-            time.sleep(0.2)
-        time.sleep(HEAD_SETTLES_S)
-        self._nodes = [self._ray(f"--address={self.address}", "--num-gpus=1") for _ in range(2)]
+        """Start the head, and then two nodes with a GPU each, one after the other; return when all have joined."""
+        self._head = self._started("--head", f"--port={self._port}", "--num-gpus=0", "--include-dashboard=false")
+        self._nodes = [self._started(f"--address={self.address}", "--num-gpus=1") for _ in range(2)]
 
     def kill(self) -> None:
         """Let all its machines die at once."""
@@ -71,14 +64,21 @@ class Cluster:
         kill_family(node.pid)
         node.wait()
 
-    def _answers(self) -> bool:
-        try:
-            greet(self.address)
-        except OSError:
-            return False
-        return True
+    def _started(self, *options: str) -> subprocess.Popen[bytes]:
+        """Return a head or node that is up. Ray itself gives one up that is not within 30 s, as on a busy machine."""
+        for _ in range(START_ATTEMPTS):
+            log = self._folder / f"ray-{time.monotonic_ns()}.log"
+            process = self._ray(log, *options)
+            deadline = time.monotonic() + UP_TIMEOUT_S
+            while process.poll() is None and time.monotonic() < deadline:
+                if "Ray runtime started" in log.read_text():
+                    return process
+                time.sleep(0.2)
+            kill_family(process.pid)
+            process.wait()
+        raise TimeoutError(f"ray start {' '.join(options)} failed {START_ATTEMPTS} times: {log.read_text()[-500:]}")
 
-    def _ray(self, *options: str) -> subprocess.Popen[bytes]:
+    def _ray(self, log: Path, *options: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
         place = ["--node-ip-address=127.0.0.1", "--num-cpus=4", "--object-store-memory=200000000"]
         if "--head" in options:
@@ -86,8 +86,8 @@ class Cluster:
         # A head asks for the user's token if there is one; a node sends it only when told to.
         asks = (Path.home() / ".ray" / "auth_token").exists()
         environment = os.environ | ({"RAY_AUTH_MODE": "token"} if asks else {})
-        quiet = subprocess.DEVNULL
-        return subprocess.Popen([*command, *place, *options], env=environment, stdout=quiet, stderr=quiet)
+        with log.open("wb") as output:
+            return subprocess.Popen([*command, *place, *options], env=environment, stdout=output, stderr=output)
 
 
 @contextmanager
@@ -98,29 +98,17 @@ def _joined(folder: Path, name: str) -> Iterator[tuple[Cluster, Small]]:
     ray.shutdown()  # of the faults before: a process is in one Ray at a time
     place = folder / name
     place.mkdir()
-    cluster, small = Cluster(), Small(place, OVERRIDES)
+    cluster, small = Cluster(place), Small(place, OVERRIDES)
     os.environ["RAY_ADDRESS"] = cluster.address
     try:
         cluster.start()
-        _await_gpus()
         small.digests = small.run(Silent())
         yield cluster, small
     finally:
         small.runtime.close()
+        ray.shutdown()  # while there is a head to say goodbye to
         cluster.kill()
         del os.environ["RAY_ADDRESS"]
-
-
-def _await_gpus() -> None:
-    """Join the cluster, and return when both nodes are part of it."""
-    import ray
-
-    connect(0)
-    deadline = time.monotonic() + UP_TIMEOUT_S
-    while ray.cluster_resources().get("GPU", 0) < 2:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"the nodes did not join within {UP_TIMEOUT_S:g} s")
-        time.sleep(0.5)
 
 
 def _trainer(cluster: Cluster) -> int:
