@@ -103,7 +103,7 @@ def measure(policy: str, config: TrainerConfig, folder: Path) -> dict[str, Any]:
             trainer.load(folder / str(index))
         made["resumed_history"] = [[train(t, o, step, step + 1)[0] for t, o in trainers] for step in range(2, 5)]
         made["resumed_digests"] = [digest(engine) for engine in engines]
-        made["refusal"] = refusal(trainers[0][0], folder / "of_another_stage", config.zero_stage)
+        made["refusal"] = refusal(trainers[0][0], folder / f"of_another_stage_{engines[0].rank}", config.zero_stage)
     return made
 
 
