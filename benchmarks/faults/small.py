@@ -84,9 +84,8 @@ class Faulty(Silent):
             time.sleep(self._pause_s)
 
     def _strike(self) -> None:
+        self.caused_at = time.monotonic()
         self._cause()
-        if self.caused_at is None:
-            self.caused_at = time.monotonic()
 
     def hear(self, message: str) -> None:
         """Note the first warning that a stage is tried again."""
