@@ -123,12 +123,17 @@ def _node_lost(folder: Path) -> Outcome:
 
 
 def _head_comes_back(folder: Path) -> Outcome:
+    back = threading.Timer(AWAY_S, lambda: cluster.start())
+
     def restart() -> None:
         cluster.kill()
-        threading.Timer(AWAY_S, cluster.start).start()
+        back.start()
 
     with _joined(folder, "back") as (cluster, small):
-        return small.recover("ppo", 2, restart)
+        try:
+            return small.recover("ppo", 2, restart)
+        finally:
+            back.join()  # or what it starts would be left over
 
 
 def _head_stays_away(folder: Path) -> Outcome:
