@@ -1,4 +1,4 @@
-"""Two primitives under every loss: sums over masked tokens, and log-ratios that cannot overflow."""
+"""What stands under every loss: sums and counts of masked tokens, and log-ratios that cannot overflow."""
 
 # Shape legend: B rows of a batch, L positions.
 
@@ -21,8 +21,21 @@ def masked_sum(x_BL: Tensor, mask_BL: Tensor) -> Tensor:
 
 def masked(x_BL: Tensor, mask_BL: Tensor) -> Tensor:
     """Return `x` [B, L] in fp32 (or wider), exactly 0 where the mask is 0."""
-    x_BL = x_BL if x_BL.dtype == torch.float64 else x_BL.float()
+    x_BL = at_least_fp32(x_BL)
     return torch.where(mask_BL != 0, x_BL, torch.zeros_like(x_BL))
+
+
+def masked_count(mask_BL: Tensor) -> Tensor:
+    """Return how many tokens the mask selects, at least 1: the denominator of a call that is a whole optimizer step.
+
+    At least 1, so that an empty mask gives a loss of 0 and not a NaN.
+    """
+    return (mask_BL != 0).sum().clamp(min=1)
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    """Return `x` in fp32, or as it is where it is float64."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def bounded(log_ratio: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ class PPOConfig(Config):
     clip_high: float = Field(0.2, gt=0)
     dual_clip: float = Field(0.0, ge=0)
     """Bounds the loss of negative advantages (arXiv 1912.09729); 0 switches it off, 3 is common."""
-    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"] = "token_mean"
+    aggregation: Literal["token_mean", "seq_mean_token_mean", "constant"] = "token_mean"
     entropy_coef: float = 0.0
     correction: Literal["off", "token", "sequence", "geometric"] = "token"
     """Level of the importance correction between sampler and trainer."""

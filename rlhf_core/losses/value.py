@@ -8,36 +8,40 @@ import torch
 from torch import Tensor
 
 from rlhf_core.losses.output import LossOutput
-from rlhf_core.token_math import masked_sum
+from rlhf_core.token_math import masked, masked_count, masked_sum
 
 
-def value_loss(
-    values_BL: Tensor,
-    old_values_BL: Tensor,
-    returns_BL: Tensor,
-    loss_mask_BL: Tensor,
+def clipped_value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    loss_mask: Tensor,
     *,
     clip: float | None,
-    tokens: float,
+    num_tokens: float | None = None,
 ) -> LossOutput:
-    """Return 0.5 sum of max((V_clip - R)^2, (V - R)^2) over `tokens`, the masked tokens of the whole optimizer step.
+    """Return 0.5 sum of max((V_clip - R)^2, (V - R)^2) over `num_tokens`, the masked tokens of the whole step.
 
-    V_clip = V_old + clamp(V - V_old, +-clip): arXiv 1707.06347's reference code, and lm-human-preferences. `clip` None
-    is the plain squared error. Metrics: `value_loss`, `value_clip_fraction`, `value_mean`.
+    Tensors [B, L]. V_clip = V_old + clamp(V - V_old, +-clip): arXiv 1707.06347's reference code, and
+    lm-human-preferences. `clip` None is the plain squared error; `num_tokens` None says that this call is the step.
+    Metrics: `value_loss`, `value_clip_fraction`, `value_mean`.
     """
-    error_BL = (values_BL - returns_BL).square()
+    # Masked first: a NaN outside the mask would come back through the square as a NaN gradient.
+    values_BL = masked(values, loss_mask)
+    error_BL = (values_BL - returns).square()
     was_clipped_BL = torch.zeros_like(error_BL, dtype=torch.bool)
     worse_BL = error_BL
     if clip is not None:
-        clipped_BL = old_values_BL + (values_BL - old_values_BL).clamp(-clip, clip)
-        clipped_error_BL = (clipped_BL - returns_BL).square()
+        clipped_BL = old_values + (values_BL - old_values).clamp(-clip, clip)
+        clipped_error_BL = (clipped_BL - returns).square()
         was_clipped_BL = clipped_error_BL > error_BL
         worse_BL = torch.maximum(error_BL, clipped_error_BL)
-    loss = 0.5 * masked_sum(worse_BL, loss_mask_BL) / tokens
+    tokens = masked_count(loss_mask) if num_tokens is None else num_tokens
+    loss = 0.5 * masked_sum(worse_BL, loss_mask) / tokens
     metrics = {
         "value_loss": loss,
-        "value_clip_fraction": masked_sum(was_clipped_BL, loss_mask_BL) / tokens,
-        "value_mean": masked_sum(values_BL, loss_mask_BL) / tokens,
+        "value_clip_fraction": masked_sum(was_clipped_BL, loss_mask) / tokens,
+        "value_mean": masked_sum(values_BL, loss_mask) / tokens,
     }
     return LossOutput(loss, {name: value.detach() for name, value in metrics.items()})
 

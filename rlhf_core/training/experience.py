@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from rlhf_core.advantages import (
-    dr_grpo,
+    discounted_returns,
     gae,
-    group_mean_baseline,
-    grpo,
-    reinforce_pp,
-    rloo,
+    group_centered,
+    group_normalized,
+    leave_one_out,
     whiten,
     zero_variance_groups,
 )
@@ -34,13 +33,13 @@ from rlhf_core.types import PolicySample, Rollout, TokenSample, ValueSample
 Estimator = Literal["gae", "reinforce++", "reinforce++-baseline", "rloo", "grpo", "dr_grpo"]
 GRPO_EPS = 1e-6
 GROUP_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "rloo": rloo,
-    "grpo": partial(grpo, eps=GRPO_EPS),
-    "dr_grpo": dr_grpo,
-    "reinforce++-baseline": group_mean_baseline,
+    "rloo": leave_one_out,
+    "grpo": partial(group_normalized, eps=GRPO_EPS),
+    "dr_grpo": group_centered,
+    "reinforce++-baseline": group_centered,
 }
 WHITENED = ("gae", "reinforce++-baseline")
-"""Estimators whose papers whiten over the batch; `reinforce_pp` does so itself, the other group estimators must not."""
+"""Estimators whose papers whiten over the batch; `reinforce++` always does, the other group estimators must not."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def estimate_advantages(
         advantages_BT, returns_BT = gae(rewards_BT, values_BT, mask_BT, gamma=gamma, gae_lambda=gae_lambda)
         metrics["value/explained_variance"] = float(explained_variance(values_BT, returns_BT, mask_BT))
     elif estimator == "reinforce++":
-        returns_BT = reinforce_pp(rewards_BT, mask_BT, gamma=gamma)
+        returns_BT = whiten(discounted_returns(rewards_BT, mask_BT, gamma=gamma), mask_BT)
         advantages_BT = returns_BT
     else:
         if group_size < 2:

@@ -20,11 +20,11 @@ from rlhf_core.errors import DataError, explain
 from rlhf_core.kl import k2, k3
 from rlhf_core.losses.correction import Level, Mode, fraction_corrected, importance_weights
 from rlhf_core.losses.output import LossOutput
-from rlhf_core.losses.policy import Aggregation, ppo_clip_loss
+from rlhf_core.losses.policy import Aggregation, clipped_policy_loss
 from rlhf_core.losses.preference import dpo_loss, hinge_loss, ipo_loss, robust_dpo_loss, simpo_loss
 from rlhf_core.losses.reward import bradley_terry_loss
 from rlhf_core.losses.supervised import sft_loss
-from rlhf_core.losses.value import value_loss
+from rlhf_core.losses.value import clipped_value_loss
 from rlhf_core.models.forward import sequence_scores, token_logprobs, token_values
 from rlhf_core.token_math import bounded, masked_sum
 from rlhf_core.types import PolicySample, PreferenceSample, RewardPair, TokenSample, ValueSample
@@ -104,7 +104,7 @@ class BradleyTerryObjective:
         chosen_B, rejected_B = scores_N.split(len(samples))
         margin_B = torch.tensor([pair.margin for pair in samples], dtype=torch.float32, device=device)
         return bradley_terry_loss(
-            chosen_B, rejected_B, margin_B, centering_coef=self.centering_coef, pairs=denominators["pairs"]
+            chosen_B, rejected_B, margin=margin_B, center_coef=self.centering_coef, pairs=denominators["pairs"]
         )
 
 
@@ -147,8 +147,14 @@ class PreferenceObjective:
             case "robust":
                 output = robust_dpo_loss(*four, beta=self.beta, label_smoothing=self.label_smoothing, pairs=count)
             case "ipo":
-                lengths = (pairs.chosen_length_B, pairs.rejected_length_B)
-                output = ipo_loss(*four, *lengths, beta=self.beta, length_average=self.length_average, pairs=count)
+                output = ipo_loss(
+                    *four,
+                    chosen_lengths=pairs.chosen_length_B,
+                    rejected_lengths=pairs.rejected_length_B,
+                    beta=self.beta,
+                    length_average=self.length_average,
+                    pairs=count,
+                )
             case "hinge":
                 output = hinge_loss(*four, beta=self.beta, pairs=count)
             case _:
@@ -182,8 +188,8 @@ class SimpoObjective:
         output = simpo_loss(
             pairs.chosen_B,
             pairs.rejected_B,
-            pairs.chosen_length_B,
-            pairs.rejected_length_B,
+            chosen_lengths=pairs.chosen_length_B,
+            rejected_lengths=pairs.rejected_length_B,
             beta=self.beta,
             gamma=self.gamma,
             pairs=denominators["pairs"],
@@ -197,7 +203,7 @@ class PolicyObjective:
 
     `kl_coef` adds a KL penalty to the reference to the loss (k2: its gradient is the reverse KL's, arXiv 2510.01555);
     0 leaves it out, as when the reward carries the penalty. `entropy_coef` adds an entropy bonus; entropy is measured
-    either way. `max_length` is the constant divisor of `seq_mean_token_sum_norm`.
+    either way. `max_length` is the constant divisor of the aggregation `constant`.
     """
 
     clip_low: float
@@ -228,24 +234,24 @@ class PolicyObjective:
     ) -> LossOutput:
         """Return the share of `samples` in the loss.
 
-        Metrics: `loss`, those of `ppo_clip_loss`, `entropy`, `ref_kl` (k3), `correction_fraction`, and `kl_loss` if used.
+        Metrics: `loss`, those of `clipped_policy_loss`, `entropy`, `ref_kl` (k3), `correction_fraction`, and `kl_loss` if used.
         """
         batch = collate(samples, pad_id=pad_id).to(device)
         logprobs_BL, entropy_BL = token_logprobs(model, batch, temperature=self.temperature, with_entropy=True)
         assert entropy_BL is not None
         old_BL, mask_BL, tokens = batch.fields["old_logprobs"], batch.loss_mask_BL, denominators["tokens"]
         weights_BL = importance_weights(old_BL, batch.fields["rollout_logprobs"], mask_BL, **self._correction())
-        policy = ppo_clip_loss(
+        policy = clipped_policy_loss(
             logprobs_BL,
             old_BL,
             batch.fields["advantages"],
             mask_BL,
-            weights_BL,
+            weights=weights_BL,
             clip_low=self.clip_low,
             clip_high=self.clip_high,
             dual_clip=self.dual_clip,
             aggregation=self.aggregation,
-            tokens=tokens,
+            num_tokens=tokens,
             sequences=denominators["sequences"],
             max_length=self.max_length,
         )
@@ -307,15 +313,15 @@ class ValueObjective:
         pad_id: int,
         device: torch.device,
     ) -> LossOutput:
-        """Return the share of `samples` in the loss; metrics `loss` and those of `value_loss`."""
+        """Return the share of `samples` in the loss; metrics `loss` and those of `clipped_value_loss`."""
         batch = collate(samples, pad_id=pad_id).to(device)
-        output = value_loss(
+        output = clipped_value_loss(
             token_values(model, batch),
             batch.fields["old_values"],
             batch.fields["returns"],
             batch.loss_mask_BL,
             clip=self.clip,
-            tokens=denominators["tokens"],
+            num_tokens=denominators["tokens"],
         )
         return _total(output.loss, output.metrics)
 

@@ -20,6 +20,22 @@ def test_the_estimators_match_hand_computed_numbers() -> None:
     assert k3(logprobs, ref).tolist() == pytest.approx([math.exp(-0.5) - 0.5, math.e - 2.0], rel=1e-6)
 
 
+def test_the_estimators_match_a_slow_loop_in_single_precision() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logprobs, ref = (torch.randn(40, generator=generator) - 3 for _ in range(2))
+    d = [a - b for a, b in zip(logprobs.tolist(), ref.tolist(), strict=True)]
+    assert k1(logprobs, ref).tolist() == pytest.approx(d, rel=1e-6, abs=1e-6)
+    assert k2(logprobs, ref).tolist() == pytest.approx([x * x / 2 for x in d], rel=1e-6, abs=1e-6)
+    assert k3(logprobs, ref).tolist() == pytest.approx([math.exp(-x) - 1 + x for x in d], rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("estimator", [k1, k2, k3])
+def test_their_gradients_are_those_of_finite_differences(estimator) -> None:  # type: ignore[no-untyped-def]
+    logprobs = torch.tensor([-1.0, -2.5, -0.3], dtype=torch.float64, requires_grad=True)
+    ref = torch.tensor([-1.5, -1.0, -4.0], dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda x: estimator(x, ref), (logprobs,))
+
+
 def test_equal_models_have_a_divergence_of_exactly_zero() -> None:
     logprobs = torch.tensor([-0.3, -4.0, -11.0])
     for estimator in (k1, k2, k3):

@@ -82,3 +82,38 @@ def test_agreement_is_reported_as_exactly_none() -> None:
 def test_a_batch_without_trained_tokens_is_refused() -> None:
     with pytest.raises(DataError, match="selects no token"):
         mismatch_metrics(OLD_BL, ROLLOUT_BL, torch.zeros(2, 4))
+
+
+def slow_weights(old: list[float], rollout: list[float], level: str, mode: str) -> list[float]:
+    """The weights of one row's trained tokens, in Python floats; window [0.75, 5]."""
+    logs = [a - b for a, b in zip(old, rollout, strict=True)]
+    if level == "sequence":
+        logs = [sum(logs)] * len(logs)
+    if level == "geometric":
+        logs = [sum(logs) / len(logs)] * len(logs)
+    ratios = [math.exp(x) for x in logs]
+    return [min(q, 5.0) if mode == "truncate" else q * (0.75 <= q <= 5.0) for q in ratios]
+
+
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_weights_and_their_fraction_match_a_slow_loop_whatever_stands_outside_the_mask(level: Any, mode: Any) -> None:
+    generator = torch.Generator().manual_seed(16)
+    old_BL, rollout_BL = (torch.randn(6, 8, generator=generator) - 2 for _ in range(2))
+    mask_BL = torch.rand(6, 8, generator=generator) > 0.4
+    mask_BL[2] = False
+    dirty = [torch.where(mask_BL, x, float("nan")) for x in (old_BL, rollout_BL)]
+    weights_BL = importance_weights(*dirty, mask_BL, level=level, mode=mode, **WINDOW)
+    assert bool((weights_BL[~mask_BL] == 0).all())
+    expected: list[float] = []
+    for b in range(6):
+        at = mask_BL[b]
+        expected += slow_weights(old_BL[b, at].tolist(), rollout_BL[b, at].tolist(), level, mode) if at.any() else []
+    assert weights_BL[mask_BL].tolist() == pytest.approx(expected, rel=1e-5)
+    corrected = sum(w == 5.0 if mode == "truncate" else w == 0.0 for w in expected) / len(expected)
+    assert fraction_corrected(*dirty, mask_BL, level=level, mode=mode, **WINDOW) == pytest.approx(corrected)
+
+
+def test_the_mismatch_metrics_do_not_see_outside_the_mask() -> None:
+    dirty = [torch.where(MASK_BL != 0, x, float("nan")) for x in (OLD_BL, ROLLOUT_BL)]
+    assert mismatch_metrics(*dirty, MASK_BL) == mismatch_metrics(OLD_BL, ROLLOUT_BL, MASK_BL)

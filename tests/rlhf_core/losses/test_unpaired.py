@@ -1,0 +1,81 @@
+"""KTO against numbers worked by hand and a slow loop."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_core.losses.unpaired import kto_kl, kto_loss
+
+ROWS = (torch.tensor([-10.0, -21.0]), torch.tensor([-12.0, -20.0]), torch.tensor([True, False]))  # log-ratios 2, -1
+SCALARS: dict[str, Any] = {"kl": 0.5, "beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.5}
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def test_each_kind_of_row_is_held_against_the_reference_point() -> None:
+    # desirable: 1 - sigmoid(0.1 * (2 - 0.5)); undesirable: 1.5 * (1 - sigmoid(0.1 * (0.5 + 1)))
+    output = kto_loss(*ROWS, **SCALARS)
+    assert output.loss.item() == pytest.approx(2.5 * (1 - sigmoid(0.15)) / 2, rel=1e-6)
+    metrics = {name: value.item() for name, value in output.metrics.items()}
+    assert metrics == pytest.approx(
+        {"loss": output.loss.item(), "kl": 0.5, "rewards/desirable": 0.2, "rewards/undesirable": -0.1}, rel=1e-6
+    )
+
+
+def test_a_step_raises_desirable_answers_and_lowers_the_others() -> None:
+    logprobs = ROWS[0].clone().requires_grad_(True)
+    kto_loss(logprobs, *ROWS[1:], **SCALARS).loss.backward()
+    slope = 0.1 * sigmoid(0.15) * (1 - sigmoid(0.15)) / 2
+    assert logprobs.grad is not None and logprobs.grad.tolist() == pytest.approx([-slope, 1.5 * slope], rel=1e-5)
+
+
+def test_the_reference_point_has_no_gradient() -> None:
+    kl = torch.tensor(0.5, requires_grad=True)
+    logprobs = ROWS[0].clone().requires_grad_(True)
+    kto_loss(logprobs, *ROWS[1:], **SCALARS | {"kl": kl}).loss.backward()
+    assert kl.grad is None
+
+
+def test_the_labels_may_be_numbers() -> None:
+    as_numbers = kto_loss(ROWS[0], ROWS[1], torch.tensor([1.0, 0.0]), **SCALARS)
+    assert as_numbers.loss.item() == kto_loss(*ROWS, **SCALARS).loss.item()
+
+
+def test_a_step_without_undesirable_rows_reports_zero_for_them() -> None:
+    output = kto_loss(ROWS[0], ROWS[1], torch.tensor([True, True]), **SCALARS)
+    assert output.metrics["rewards/undesirable"].item() == 0.0
+    assert output.metrics["rewards/desirable"].item() == pytest.approx(0.05, rel=1e-6)
+
+
+def test_the_means_of_a_part_need_the_counts_of_the_step() -> None:
+    # one desirable row here, of two desirable and two undesirable ones in the step
+    part = (ROWS[0][:1], ROWS[1][:1], ROWS[2][:1])
+    metrics = kto_loss(*part, **SCALARS, rows=4.0, desirable_rows=2.0).metrics
+    assert metrics["rewards/desirable"].item() == pytest.approx(0.1, rel=1e-6)
+    assert metrics["kl"].item() == 0.125
+    assert set(kto_loss(*part, **SCALARS, rows=4.0).metrics) == {"loss", "kl"}
+
+
+def test_the_loss_matches_a_slow_loop() -> None:
+    generator = torch.Generator().manual_seed(13)
+    logprobs, ref = (8 * torch.randn(20, generator=generator) - 30 for _ in range(2))
+    desirable = torch.rand(20, generator=generator) > 0.4
+    terms = [
+        1.0 * (1 - sigmoid(0.1 * (a - b - 0.5))) if good else 1.5 * (1 - sigmoid(0.1 * (0.5 - (a - b))))
+        for a, b, good in zip(logprobs.tolist(), ref.tolist(), desirable.tolist(), strict=True)
+    ]
+    assert kto_loss(logprobs, ref, desirable, **SCALARS).loss.item() == pytest.approx(sum(terms) / 20, rel=1e-6)
+
+
+def test_the_reference_point_is_the_mean_log_ratio_and_never_negative() -> None:
+    logprobs = torch.tensor([-9.0, -10.0], requires_grad=True)
+    assert kto_kl(logprobs, torch.tensor([-12.0, -9.0])).item() == 1.0  # (3 - 1) / 2
+    assert kto_kl(logprobs, torch.tensor([-8.0, -9.0])).item() == 0.0  # -1, clamped after the mean
+    assert not kto_kl(logprobs, torch.tensor([-12.0, -9.0])).requires_grad
+    assert kto_kl(torch.zeros(0), torch.zeros(0)).item() == 0.0
