@@ -9,8 +9,9 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -180,34 +181,30 @@ def _join(address: str) -> None:
 
 def _start(cores: int) -> None:
     import ray
-    from ray._private import ray_constants
 
-    # A Ray of our own serves this machine alone: its processes listen on 127.0.0.1. They read the variable; this
-    # process may have imported ray, and read it, long ago.
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    ray_constants.ENABLE_RAY_CLUSTER = False
     # Unix sockets live below it and may be 107 characters long, so TMPDIR does not decide.
     folder = Path("/tmp" if os.name == "posix" else tempfile.gettempdir()) / f"rlhf-ray-{os.getuid()}"
     for attempt in range(START_ATTEMPTS):
         try:
-            ray.init(
-                address="local",
-                num_cpus=cores,
-                object_store_memory=max(
-                    SMALLEST_OBJECT_STORE, int(psutil.virtual_memory().total * OBJECT_STORE_FRACTION)
-                ),
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                _temp_dir=str(folder),
-                # Our actors have an environment of their own, so workers that Ray starts ahead would never be used.
-                # Ray would let its workers give way to every other process, but here they are what all else waits for.
-                _system_config={
-                    "prestart_worker_first_driver": False,
-                    "enable_metrics_collection": False,
-                    "worker_niceness": 0,
-                },
-            )
+            with _this_machine_alone():
+                ray.init(
+                    address="local",
+                    num_cpus=cores,
+                    object_store_memory=max(
+                        SMALLEST_OBJECT_STORE, int(psutil.virtual_memory().total * OBJECT_STORE_FRACTION)
+                    ),
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    _temp_dir=str(folder),
+                    # Our actors have an environment of their own, so workers that Ray starts ahead would never be used.
+                    # Ray would let its workers give way to all other processes, but here they are what all else waits for.
+                    _system_config={
+                        "prestart_worker_first_driver": False,
+                        "enable_metrics_collection": False,
+                        "worker_niceness": 0,
+                    },
+                )
             return
         except Exception as error:  # Ray raises plain Exception when its processes are slow to answer
             ray.shutdown()
@@ -216,6 +213,24 @@ def _start(cores: int) -> None:
                 remedy = f"look into {folder}/session_latest/logs, or free memory and cores"
                 raise ConfigError(explain("runtime.type", "ray", rule, remedy)) from error
             logger.warning("Ray did not start (%s); trying again", error)
+
+
+@contextmanager
+def _this_machine_alone() -> Iterator[None]:
+    """Inside, a Ray that is started listens on 127.0.0.1. Not longer: a `ray start` of this process must not inherit it."""
+    from ray._private import ray_constants
+
+    name, enabled = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
+    before = os.environ.pop(name, None)
+    os.environ[name] = "0"  # for Ray's processes; this one may have imported ray, and read it, long ago
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = enabled
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 def _probe(address: str) -> None:
