@@ -133,7 +133,8 @@ def _head_comes_back(folder: Path) -> Outcome:
         try:
             return small.recover("ppo", 2, restart)
         finally:
-            back.join()  # or what it starts would be left over
+            if back.is_alive():
+                back.join()  # or what it starts would be left over
 
 
 def _head_stays_away(folder: Path) -> Outcome:
