@@ -29,6 +29,8 @@ from rlhf_core.runtime.cluster import RECONNECT_TIMEOUT_S, free_port
 OVERRIDES = ("runtime.gpus_per_train_worker=1", "runtime.trainer.engine=torch", 'runtime.sampler={type = "hf"}')
 UP_TIMEOUT_S = 120.0
 AWAY_S = 10.0
+PAUSE_S = 5.0
+"""Between steps, until the fault is noticed: the stage would be over first."""
 START_ATTEMPTS = 3
 NODE_LOST_S = 60.0
 """Ray asks a node every 3 s and gives it up after 5 questions without an answer, each of which may take 10 s."""
@@ -119,7 +121,7 @@ def _trainer(cluster: Cluster) -> int:
 
 def _node_lost(folder: Path) -> Outcome:
     with _joined(folder, "node") as (cluster, small):
-        return small.recover("ppo", 2, lambda: cluster.kill_node_of(_trainer(cluster)))
+        return small.recover("ppo", 2, lambda: cluster.kill_node_of(_trainer(cluster)), pause_s=PAUSE_S)
 
 
 def _head_comes_back(folder: Path) -> Outcome:
@@ -131,7 +133,7 @@ def _head_comes_back(folder: Path) -> Outcome:
 
     with _joined(folder, "back") as (cluster, small):
         try:
-            return small.recover("ppo", 2, restart)
+            return small.recover("ppo", 2, restart, pause_s=PAUSE_S)
         finally:
             if back.is_alive():
                 back.join()  # or what it starts would be left over
@@ -140,7 +142,7 @@ def _head_comes_back(folder: Path) -> Outcome:
 def _head_stays_away(folder: Path) -> Outcome:
     with _joined(folder, "away") as (cluster, small):
         began = time.monotonic()
-        outcome = small.recover("ppo", 2, cluster.kill)
+        outcome = small.recover("ppo", 2, cluster.kill, pause_s=PAUSE_S)
         took = time.monotonic() - began
         if outcome.result == "recovered" or "no Ray head answers" not in outcome.said:
             return Outcome("not handled", None, took, outcome.said)
