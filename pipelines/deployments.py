@@ -40,6 +40,8 @@ PATIENT_QUESTIONS = 10_000
 seconds after its server went away."""
 BEAT_EVERY_S = 5.0
 RECONCILE_EVERY_S = 60.0
+OF_THE_PIPELINE = {"ppo": {"start_from"}, "distill": {"start_from", "teacher"}}
+"""Keys of a section that are inputs of the stage alone."""
 SAVE_TIMEOUT_S = 25.0
 """So long a flow that is asked to end may take to save; then it is killed, and resumes from its last checkpoint."""
 
@@ -47,7 +49,8 @@ SAVE_TIMEOUT_S = 25.0
 def deployments() -> list[Any]:
     """Return the deployments; their forms are filled from the tiny profiles, so that each runs as it is."""
     profile = load_profile("tiny/full")
-    stage_flows = stage_parameters(profile)
+    others = [stage_parameters(load_profile(name)) for name in ("tiny/distill", "tiny/conditional", "tiny/prm")]
+    stage_flows = others[0] | others[1] | others[2] | stage_parameters(profile)
     return [
         _deploy(flows.full, "full", {"config": _plain(profile)}),
         _deploy(flows.rlvr, "rlvr", {"config": _plain(load_profile("tiny/rlvr"))}),
@@ -58,15 +61,20 @@ def deployments() -> list[Any]:
 def stage_parameters(profile: PipelineConfig) -> dict[str, tuple[Flow[..., Any], dict[str, Any]]]:
     """Return deployment name -> flow and the parameters that its form starts with."""
     rejection, dpo, judged = profile.rejection_sampling, profile.iterative_dpo, profile.evaluate
+    conditional = profile.conditional_sft
     settings = {"name": profile.name, "seed": profile.seed, "runtime": _plain(profile.runtime)}
     sections: dict[str, tuple[Flow[..., Any], BaseModel | None]] = {
         "prepare-data": (single_stage.prepare_data, profile.prepare_data),
         "sft": (single_stage.sft, profile.sft),
         "reward-model": (single_stage.reward_model, profile.reward_model),
+        "process-reward-model": (single_stage.process_reward_model, profile.process_reward_model),
         "generate": (single_stage.generate, rejection and rejection.generate),
         "score": (single_stage.score, rejection and rejection.score),
         "select": (single_stage.select, rejection and rejection.select),
         "rejection-sampling": (single_stage.rejection_sampling, rejection),
+        "condition": (single_stage.condition, conditional and conditional.condition),
+        "conditional-sft": (single_stage.conditional_sft, conditional),
+        "distill": (single_stage.distill, profile.distill),
         "iterative-dpo": (single_stage.iterative_dpo, dpo),
         "dpo": (single_stage.dpo, dpo and dpo.dpo),
         "ppo": (single_stage.ppo, profile.ppo),
@@ -76,9 +84,8 @@ def stage_parameters(profile: PipelineConfig) -> dict[str, tuple[Flow[..., Any],
     parameters: dict[str, tuple[Flow[..., Any], dict[str, Any]]] = {}
     for name, (flow, section) in sections.items():
         if section is not None:
-            config = section.model_dump(
-                mode="json", exclude_none=True, exclude={"start_from"} if name == "ppo" else None
-            )
+            left_out = OF_THE_PIPELINE[name] if name in OF_THE_PIPELINE else None
+            config = section.model_dump(mode="json", exclude_none=True, exclude=left_out)
             parameters[name] = (flow, {"config": config, "settings": settings})
     return parameters
 

@@ -20,17 +20,22 @@ from rlhf_core.types import (
     PolicyRef,
     PreferencesRef,
     PreparedDataRef,
+    ProcessRewardModelRef,
     PromptsRef,
     PublishedRef,
     ReportRef,
     RewardModelRef,
     RolloutsRef,
+    StepsRef,
 )
+from stages.condition import ConditionConfig
+from stages.distill import DistillConfig
 from stages.dpo import DPOConfig
 from stages.evaluate import EvaluateConfig
 from stages.generate import GenerateConfig
 from stages.ppo import PPOConfig
 from stages.prepare_data import PrepareDataConfig, content_digests
+from stages.process_reward_model import ProcessRewardModelConfig
 from stages.publish import PublishConfig
 from stages.reward_model import RewardModelConfig
 from stages.score import ScoreConfig
@@ -43,9 +48,12 @@ ENGINES: Mapping[str, tuple[str, ...]] = {
     "prepare_data": (),
     "sft": ("trainer",),
     "reward_model": ("trainer",),
+    "process_reward_model": ("trainer",),
     "generate": ("sampler",),
     "score": ("trainer",),
     "select": (),
+    "condition": (),
+    "distill": ("trainer", "sampler"),
     "dpo": ("trainer",),
     "ppo": ("trainer", "sampler"),
     "evaluate": ("trainer",),
@@ -82,8 +90,23 @@ class Stages:
     ) -> RewardModelRef:
         return self._run("reward_model", label, config, RewardModelRef, {"policy": policy, "preferences": preferences})
 
-    def generate(self, label: str, config: GenerateConfig, *, policy: PolicyRef, prompts: PromptsRef) -> GenerationsRef:
-        return self._run("generate", label, config, GenerationsRef, {"policy": policy, "prompts": prompts})
+    def process_reward_model(
+        self, label: str, config: ProcessRewardModelConfig, *, policy: PolicyRef, steps: StepsRef
+    ) -> ProcessRewardModelRef:
+        inputs = {"policy": policy, "steps": steps}
+        return self._run("process_reward_model", label, config, ProcessRewardModelRef, inputs)
+
+    def generate(
+        self,
+        label: str,
+        config: GenerateConfig,
+        *,
+        policy: PolicyRef,
+        prompts: PromptsRef,
+        asked: PromptsRef | None = None,
+    ) -> GenerationsRef:
+        inputs = {"policy": policy, "prompts": prompts} | ({"asked": asked} if asked else {})
+        return self._run("generate", label, config, GenerationsRef, inputs)
 
     def score(
         self,
@@ -102,6 +125,31 @@ class Stages:
     def select_pairs(self, label: str, config: SelectConfig, *, rollouts: RolloutsRef) -> PreferencesRef:
         return self._run("select", label, config, PreferencesRef, {"rollouts": rollouts})
 
+    def condition_demonstrations(
+        self, label: str, config: ConditionConfig, *, rollouts: RolloutsRef
+    ) -> DemonstrationsRef:
+        return self._run("condition", label, config, DemonstrationsRef, {"rollouts": rollouts})
+
+    def condition_prompts(
+        self, label: str, config: ConditionConfig, *, rollouts: RolloutsRef, prompts: PromptsRef
+    ) -> PromptsRef:
+        return self._run("condition", label, config, PromptsRef, {"rollouts": rollouts, "prompts": prompts})
+
+    def distill(
+        self,
+        label: str,
+        config: DistillConfig,
+        *,
+        policy: PolicyRef,
+        teacher: PolicyRef,
+        demonstrations: DemonstrationsRef | None = None,
+        prompts: PromptsRef | None = None,
+    ) -> PolicyRef:
+        inputs: dict[str, Any] = {"policy": policy, "teacher": teacher}
+        inputs |= {"demonstrations": demonstrations} if demonstrations else {}
+        inputs |= {"prompts": prompts} if prompts else {}
+        return self._run("distill", label, config, PolicyRef, inputs)
+
     def dpo(
         self, label: str, config: DPOConfig, *, policy: PolicyRef, reference: PolicyRef, preferences: PreferencesRef
     ) -> PolicyRef:
@@ -117,8 +165,11 @@ class Stages:
         reference: PolicyRef,
         prompts: PromptsRef,
         reward_models: dict[str, RewardModelRef],
+        demonstrations: DemonstrationsRef | None = None,
     ) -> PolicyRef:
         inputs = {"policy": policy, "reference": reference, "prompts": prompts, "reward_models": reward_models}
+        if demonstrations is not None:
+            inputs["demonstrations"] = demonstrations
         return self._run("ppo", label, config, PolicyRef, inputs)
 
     def evaluate(

@@ -20,6 +20,7 @@ from rlhf_core.types import (
     PreferencesRef,
     PreparedDataRef,
     PromptsRef,
+    StepsRef,
 )
 
 R = TypeVar("R", bound=ArtifactRef)
@@ -120,6 +121,7 @@ def placeholder(label: str, kind: type[R]) -> R:
             "prompts": PromptsRef(uri=uri, digest=uri),
             "eval_prompts": PromptsRef(uri=uri, digest=uri),
             "base": PolicyRef(uri=uri, digest=uri),
+            "steps": StepsRef(uri=uri, digest=uri),
         }
         return kind(uri=uri, digest=uri, **parts)
     return kind(uri=uri, digest=uri)

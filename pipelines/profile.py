@@ -17,19 +17,22 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from rlhf_core.config.base import OPERATIONAL, Config
 from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.errors import ConfigError
+from stages.condition import ConditionConfig
+from stages.distill import DistillConfig
 from stages.dpo import DPOConfig
 from stages.evaluate import EvaluateConfig
 from stages.generate import GenerateConfig
 from stages.ppo import PPOConfig
 from stages.prepare_data import PrepareDataConfig
+from stages.process_reward_model import ProcessRewardModelConfig
 from stages.publish import PublishConfig
 from stages.reward_model import RewardModelConfig
 from stages.score import ScoreConfig
 from stages.select import SelectConfig
 from stages.sft import SFTConfig
 
-Start = Literal["base", "sft", "rejection_sampling", "iterative_dpo"]
-POLICY_SECTIONS = ("sft", "rejection_sampling", "iterative_dpo", "ppo")
+Start = Literal["base", "sft", "rejection_sampling", "dpo", "iterative_dpo"]
+POLICY_SECTIONS = ("sft", "rejection_sampling", "conditional_sft", "dpo", "iterative_dpo", "ppo", "distill")
 
 
 # ---------------------------------------------------------------- sections
@@ -42,6 +45,22 @@ class RejectionSamplingConfig(Config):
     score: ScoreConfig
     select: SelectConfig
     sft: SFTConfig
+
+
+class ConditionalSFTConfig(Config):
+    """Sample, score, tell how good each answer is, imitate all: generate -> score -> condition -> sft."""
+
+    generate: GenerateConfig
+    score: ScoreConfig
+    condition: ConditionConfig = ConditionConfig()
+    sft: SFTConfig
+
+
+class OfflineDPOConfig(DPOConfig):
+    """Preference optimisation on the prepared pairs, and the policy that it starts from, which is also its reference."""
+
+    start_from: Annotated[Literal["base", "sft", "rejection_sampling"], OPERATIONAL] = "sft"
+    """Not part of the key: the digest of the policy is."""
 
 
 class IterativeDPOConfig(Config):
@@ -64,6 +83,14 @@ class PolicyOptimisationConfig(PPOConfig):
     """Not part of the key: the digest of the policy is."""
 
 
+class DistillationConfig(DistillConfig):
+    """Distillation, its student and its teacher; on-policy it uses the prompts, else the demonstrations."""
+
+    start_from: Annotated[Start, OPERATIONAL] = "base"
+    """The student. Not part of the key: the digest of the policy is; so for the teacher."""
+    teacher: Annotated[Literal["sft", "rejection_sampling", "dpo", "iterative_dpo", "ppo"], OPERATIONAL] = "ppo"
+
+
 class EvaluationConfig(Config):
     """Every policy answers the held-out prompts; one report compares them."""
 
@@ -84,15 +111,19 @@ class PipelineConfig(Config):
     prepare_data: PrepareDataConfig
     sft: SFTConfig | None = None
     reward_model: RewardModelConfig | None = None
+    process_reward_model: ProcessRewardModelConfig | None = None
     rejection_sampling: RejectionSamplingConfig | None = None
+    conditional_sft: ConditionalSFTConfig | None = None
+    dpo: OfflineDPOConfig | None = None
     iterative_dpo: IterativeDPOConfig | None = None
     ppo: PolicyOptimisationConfig | None = None
+    distill: DistillationConfig | None = None
     evaluate: EvaluationConfig | None = None
     publish: PublishConfig | None = None
 
     @model_validator(mode="after")
     def _starts_exist(self) -> PipelineConfig:
-        starts = {"iterative_dpo": self.iterative_dpo, "ppo": self.ppo}
+        starts = {"dpo": self.dpo, "iterative_dpo": self.iterative_dpo, "ppo": self.ppo, "distill": self.distill}
         for section, config in starts.items():
             if config is None or config.start_from == "base":
                 continue
@@ -101,6 +132,11 @@ class PipelineConfig(Config):
                     f"{section}.start_from = {config.start_from!r}: the profile has no [{config.start_from}]; "
                     "add that section or start from 'base'"
                 )
+        if self.distill is not None and self.distill.teacher not in self.policies():
+            raise ValueError(
+                f"distill.teacher = {self.distill.teacher!r}: the profile has no [{self.distill.teacher}]; "
+                "add that section or name another policy"
+            )
         if self.evaluate is not None:
             reference = self.evaluate.evaluate.reference
             if reference not in self.policies():

@@ -15,7 +15,14 @@ from rlhf_core.types import PolicyRef
 
 def verifiable_rewards(config: PipelineConfig, stages: Stages) -> dict[str, PolicyRef]:
     """Run the lifecycle of a profile that has no learned reward; ConfigError if it has one."""
-    for section in ("reward_model", "rejection_sampling", "iterative_dpo"):
+    for section in (
+        "reward_model",
+        "process_reward_model",
+        "rejection_sampling",
+        "conditional_sft",
+        "dpo",
+        "iterative_dpo",
+    ):
         if getattr(config, section) is not None:
             raise ConfigError(
                 f"{section} = {{...}}: the rlvr pipeline learns from verifiable rewards alone; "

@@ -12,12 +12,12 @@ from prefect import flow
 from pydantic import Field
 
 from pipelines.flows import run_served
-from pipelines.full import sample_and_imitate
+from pipelines.full import condition_and_imitate, sample_and_imitate
 from pipelines.graph import Stages
 from pipelines.home import Home
 from pipelines.inputs import find_artifact
 from pipelines.iterative_dpo import iterate_dpo
-from pipelines.profile import IterativeDPOConfig, PipelineConfig, RejectionSamplingConfig
+from pipelines.profile import ConditionalSFTConfig, IterativeDPOConfig, PipelineConfig, RejectionSamplingConfig
 from pipelines.run import RunOptions, store_of
 from pipelines.tasks import FLOW_NAME
 from rlhf_core.config.base import Config
@@ -28,16 +28,21 @@ from rlhf_core.types import (
     GenerationsRef,
     PolicyRef,
     PreferencesRef,
+    ProcessRewardModelRef,
     PromptsRef,
     ReportRef,
     RewardModelRef,
     RolloutsRef,
+    StepsRef,
 )
+from stages.condition import ConditionConfig
+from stages.distill import DistillConfig
 from stages.dpo import DPOConfig
 from stages.evaluate import EvaluateConfig
 from stages.generate import GenerateConfig
 from stages.ppo import PPOConfig
 from stages.prepare_data import PrepareDataConfig
+from stages.process_reward_model import ProcessRewardModelConfig
 from stages.publish import PublishConfig
 from stages.reward_model import RewardModelConfig
 from stages.score import ScoreConfig
@@ -100,14 +105,38 @@ def reward_model(
     return _run(settings, "reward_model", body)
 
 
+@flow(name=FLOW_NAME, flow_run_name="process_reward_model", persist_result=False)
+def process_reward_model(
+    config: ProcessRewardModelConfig, settings: Settings, policy: str = "sft", steps: str = "prepare_data.steps"
+) -> dict[str, str]:
+    """A model from the weights of `policy` that judges the steps of an answer, on judged `steps`."""
+
+    def body(stages: Stages, find: Find) -> ProcessRewardModelRef:
+        return stages.process_reward_model(
+            "process_reward_model", config, policy=find(PolicyRef, policy), steps=find(StepsRef, steps)
+        )
+
+    return _run(settings, "process_reward_model", body)
+
+
 @flow(name=FLOW_NAME, flow_run_name="generate", persist_result=False)
 def generate(
-    config: GenerateConfig, settings: Settings, policy: str = "sft", prompts: str = "prepare_data.prompts"
+    config: GenerateConfig,
+    settings: Settings,
+    policy: str = "sft",
+    prompts: str = "prepare_data.prompts",
+    asked: str = "",
 ) -> dict[str, str]:
-    """Answers of `policy` to `prompts`."""
+    """Answers of `policy` to `prompts`, which `asked` may put to it in other words (`conditional_sft/ask`)."""
 
     def body(stages: Stages, find: Find) -> GenerationsRef:
-        return stages.generate("generate", config, policy=find(PolicyRef, policy), prompts=find(PromptsRef, prompts))
+        return stages.generate(
+            "generate",
+            config,
+            policy=find(PolicyRef, policy),
+            prompts=find(PromptsRef, prompts),
+            asked=find(PromptsRef, asked) if asked else None,
+        )
 
     return _run(settings, "generate", body)
 
@@ -139,6 +168,64 @@ def select(config: SelectConfig, settings: Settings, rollouts: str = "score") ->
         return stages.select_demonstrations("select", config, rollouts=ref)
 
     return _run(settings, "select", body)
+
+
+@flow(name=FLOW_NAME, flow_run_name="condition", persist_result=False)
+def condition(
+    config: ConditionConfig, settings: Settings, rollouts: str = "score", prompts: str = ""
+) -> dict[str, str]:
+    """Demonstrations from `rollouts` that say how good each answer is, or `prompts` that ask for the best level."""
+
+    def body(stages: Stages, find: Find) -> ArtifactRef:
+        ref = find(RolloutsRef, rollouts)
+        if prompts:
+            return stages.condition_prompts("condition", config, rollouts=ref, prompts=find(PromptsRef, prompts))
+        return stages.condition_demonstrations("condition", config, rollouts=ref)
+
+    return _run(settings, "condition", body)
+
+
+@flow(name=FLOW_NAME, flow_run_name="conditional_sft", persist_result=False)
+def conditional_sft(
+    config: ConditionalSFTConfig,
+    settings: Settings,
+    policy: str = "sft",
+    prompts: str = "prepare_data.prompts",
+    reward_models: dict[str, str] = {"reward_model": "reward_model"},  # noqa: B006
+) -> dict[str, str]:
+    """Sample, score, tell how good each answer is, imitate all."""
+
+    def body(stages: Stages, find: Find) -> PolicyRef:
+        models = find.all(RewardModelRef, reward_models)
+        return condition_and_imitate(
+            config, stages, policy=find(PolicyRef, policy), prompts=find(PromptsRef, prompts), reward_models=models
+        )[0]
+
+    return _run(settings, "conditional_sft/sft", body)
+
+
+@flow(name=FLOW_NAME, flow_run_name="distill", persist_result=False)
+def distill(
+    config: DistillConfig,
+    settings: Settings,
+    policy: str = "prepare_data.base",
+    teacher: str = "ppo",
+    demonstrations: str = "prepare_data.demonstrations",
+    prompts: str = "prepare_data.prompts",
+) -> dict[str, str]:
+    """Distillation of `teacher` into `policy`; `config.on_policy` says whether on `prompts` or on `demonstrations`."""
+
+    def body(stages: Stages, find: Find) -> PolicyRef:
+        return stages.distill(
+            "distill",
+            config,
+            policy=find(PolicyRef, policy),
+            teacher=find(PolicyRef, teacher),
+            demonstrations=None if config.on_policy else find(DemonstrationsRef, demonstrations),
+            prompts=find(PromptsRef, prompts) if config.on_policy else None,
+        )
+
+    return _run(settings, "distill", body)
 
 
 @flow(name=FLOW_NAME, flow_run_name="rejection_sampling", persist_result=False)
@@ -209,8 +296,9 @@ def ppo(
     reference: str = "sft",
     prompts: str = "prepare_data.prompts",
     reward_models: dict[str, str] = {"reward_model": "reward_model"},  # noqa: B006
+    demonstrations: str = "prepare_data.demonstrations",
 ) -> dict[str, str]:
-    """Policy optimisation of `policy` on `prompts`, held near `reference`."""
+    """Policy optimisation of `policy` on `prompts`, held near `reference`. `demonstrations` are for `config.ptx`."""
 
     def body(stages: Stages, find: Find) -> PolicyRef:
         return stages.ppo(
@@ -220,6 +308,7 @@ def ppo(
             reference=find(PolicyRef, reference),
             prompts=find(PromptsRef, prompts),
             reward_models=find.all(RewardModelRef, reward_models),
+            demonstrations=find(DemonstrationsRef, demonstrations) if config.ptx else None,
         )
 
     return _run(settings, "ppo", body)

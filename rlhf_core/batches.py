@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from rlhf_core.errors import DataError, explain
-from rlhf_core.types import PolicySample, TokenSample, ValueSample
+from rlhf_core.types import PolicySample, StepSample, TokenSample, ValueSample
 
-Sample = TokenSample | PolicySample | ValueSample
+Sample = TokenSample | StepSample | PolicySample | ValueSample
 
 
 @dataclass(frozen=True)

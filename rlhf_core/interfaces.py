@@ -11,16 +11,19 @@ from typing import Any, Literal, Protocol
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig, SamplingConfig
 from rlhf_core.types import (
     Completion,
+    DistillationSample,
     Generation,
     PolicySample,
     PreferenceSample,
     RewardPair,
     SamplingRequest,
+    StepSample,
     TokenSample,
+    TopLogprobs,
     ValueSample,
 )
 
-Role = Literal["policy", "reference", "value_model", "reward_model"]
+Role = Literal["policy", "reference", "value_model", "reward_model", "teacher"]
 Metrics = dict[str, float]
 
 
@@ -63,9 +66,11 @@ class Trainer(Protocol):
         self,
         samples: Sequence[TokenSample]
         | Sequence[RewardPair]
+        | Sequence[StepSample]
         | Sequence[PreferenceSample]
         | Sequence[PolicySample]
-        | Sequence[ValueSample],
+        | Sequence[ValueSample]
+        | Sequence[DistillationSample],
         objective: Objective,
     ) -> Metrics:
         """Accumulate the gradient of `objective` over `samples` (all of one optimizer step); return its metrics."""
@@ -79,12 +84,20 @@ class Trainer(Protocol):
         """Return log p(token t | tokens < t), one value per token of each sample, 0.0 where the mask is 0."""
         ...
 
+    def top_logprobs(self, samples: Sequence[TokenSample], *, k: int, temperature: float) -> list[TopLogprobs]:
+        """Return the `k` likeliest tokens at each masked position of each sample; all of them, in order, for k = 0."""
+        ...
+
     def values(self, samples: Sequence[TokenSample]) -> list[tuple[float, ...]]:
         """Return the value before each token, 0.0 where the mask is 0."""
         ...
 
     def scores(self, sequences: Sequence[tuple[int, ...]]) -> list[float]:
         """Return one reward-model score per token sequence, read at its last token."""
+        ...
+
+    def step_scores(self, samples: Sequence[TokenSample]) -> list[tuple[float, ...]]:
+        """Return the process reward model's logit at each masked token of each sample: one per step, in order."""
         ...
 
     def loss(self, samples: Sequence[Any], objective: Objective) -> Metrics:

@@ -10,9 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 
@@ -41,12 +45,20 @@ class RewardModelRef(ArtifactRef):
     """A sequence classifier with one output, its tokenizer and `contract.json` (template, lengths, probe scores)."""
 
 
+class ProcessRewardModelRef(RewardModelRef):
+    """A reward model that judges each step of an answer, read at the step's last token; its `contract.json` says how."""
+
+
 class DemonstrationsRef(ArtifactRef):
     """Parquet of conversations to imitate: `train.parquet`, `eval.parquet`; column `messages`."""
 
 
 class PreferencesRef(ArtifactRef):
     """Parquet of pairs: `train.parquet`, `eval.parquet`; columns `prompt`, `chosen`, `rejected` (messages), `margin`."""
+
+
+class StepsRef(ArtifactRef):
+    """Parquet of judged answers: `train.parquet`, `eval.parquet`; columns `prompt` (messages), `steps`, `labels`."""
 
 
 class PromptsRef(ArtifactRef):
@@ -77,6 +89,7 @@ class PreparedDataRef(ArtifactRef):
     prompts: PromptsRef | None = None
     eval_prompts: PromptsRef | None = None
     base: PolicyRef | None = None
+    steps: StepsRef | None = None
 
 
 # ---------------------------------------------------------------- data to sampler to reward
@@ -179,6 +192,22 @@ class RewardPair:
 
 
 @dataclass(frozen=True, slots=True)
+class StepSample:
+    """An answer with judged steps: the mask is 1 at each step's last token, where `labels` holds P(the step is right).
+
+    >>> StepSample(token_ids=(5, 7, 2), loss_mask=(0, 1, 1), labels=(0.0, 1.0, 0.3)).labels[2]
+    0.3
+    """
+
+    token_ids: tuple[int, ...]
+    loss_mask: tuple[int, ...]
+    labels: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        _check_lengths(self)
+
+
+@dataclass(frozen=True, slots=True)
 class PreferenceSample:
     """A pair for DPO and its kin, with the reference's summed log-probability of each answer's masked tokens."""
 
@@ -186,6 +215,20 @@ class PreferenceSample:
     rejected: TokenSample
     ref_chosen_logprob: float
     ref_rejected_logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSample:
+    """An answer for KTO, desirable or not, and its prompt with the answer to another one (`mismatched`).
+
+    Both with the reference's summed log-probability of their masked tokens.
+    """
+
+    answer: TokenSample
+    desirable: bool
+    ref_logprob: float
+    mismatched: TokenSample
+    ref_mismatched_logprob: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +260,37 @@ class ValueSample:
         _check_lengths(self)
 
 
-def _check_lengths(sample: TokenSample | PolicySample | ValueSample) -> None:
+@dataclass(frozen=True, slots=True, eq=False)
+class TopLogprobs:
+    """What a teacher says of the T masked tokens of one sample: the K likeliest tokens of each distribution.
+
+    Or the whole of it: then K is the vocabulary, in its order, and `ids` is empty.
+    """
+
+    logprobs: NDArray[np.float32]
+    """[T, K], of the full softmax, not renormalised over the K."""
+    ids: NDArray[np.int32]
+    """[T, K], or [T, 0] for the whole vocabulary."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DistillationSample:
+    """A sequence for distillation with the teacher's distribution at each masked token, in order of the tokens."""
+
+    token_ids: tuple[int, ...]
+    loss_mask: tuple[int, ...]
+    teacher: TopLogprobs
+
+    def __post_init__(self) -> None:
+        lengths = (len(self.token_ids), len(self.loss_mask), len(self.teacher.logprobs), len(self.teacher.ids))
+        if lengths != (lengths[0], lengths[0], sum(self.loss_mask), sum(self.loss_mask)):
+            raise ValueError(
+                f"DistillationSample: {lengths}: the mask has one entry per token, the teacher one row per masked token; "
+                "align them first"
+            )
+
+
+def _check_lengths(sample: TokenSample | StepSample | PolicySample | ValueSample) -> None:
     lengths = {name: len(getattr(sample, name)) for name in sample.__dataclass_fields__}
     if len(set(lengths.values())) != 1:
         raise ValueError(f"{type(sample).__name__}: {lengths}: every field has one entry per token; align them first")

@@ -1,32 +1,37 @@
-"""Direct preference optimisation (arXiv 2305.18290) and its kin: learn from pairs without a reward model in the loop.
+"""Preference optimisation without a reward model in the loop: DPO (arXiv 2305.18290) and its kin.
 
-With h = [log pi(y_c) - log pi_ref(y_c)] - [log pi(y_r) - log pi_ref(y_r)] the loss of a pair is
-  dpo  -log sigmoid(beta h)          cdpo  the same with label smoothing          ipo  (h - 1/(2 beta))^2
-The reference is evaluated once over the dataset; its log-probs are kept beside the checkpoints.
+With a = log pi(y_c) - log pi_ref(y_c), b likewise for the rejected answer and h = a - b, the loss of a pair is
+  dpo  -log sigmoid(beta h)          ipo  (h - 1/(2 beta))^2          simpo, orpo  without a reference
+and so on (`rlhf_core.config.preference`); kto judges every answer on its own. The reference is evaluated once over the
+dataset; its log-probs are kept beside the checkpoints.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, model_validator
 
 from rlhf_core.config.base import Config
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig
 from rlhf_core.config.loop import LoopConfig
+from rlhf_core.config.preference import REFERENCE_FREE, AOTLoss, DPOLoss, KTOLoss, ORPOLoss, PreferenceLoss
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.stage import StageContext
 from rlhf_core.store_layout import write_json
-from rlhf_core.types import PolicyRef, PreferenceSample, PreferencesRef, TokenSample
+from rlhf_core.types import AnswerSample, PolicyRef, PreferenceSample, PreferencesRef, TokenSample
 
 if TYPE_CHECKING:
     from rlhf_core.data.chat import ChatTemplate
     from rlhf_core.data.tables import Preference
+    from rlhf_core.training.preference_objectives import KTOObjective, PairObjective
+
+TokenPair = tuple[TokenSample, TokenSample]
 
 NAME = "dpo"
-VERSION = 1
+VERSION = 2
 CODE = "warn"
 
 REFERENCE_CHUNK = 512
@@ -35,27 +40,22 @@ REFERENCE_CHUNK = 512
 class DPOConfig(Config):
     """Preference optimisation on pairs, against a frozen reference."""
 
-    loss: Literal["dpo", "cdpo", "robust", "ipo", "hinge"] = "dpo"
-    beta: float = Field(0.1, gt=0)
-    """Strength of the pull to the reference (inverse temperature of the implicit reward)."""
-    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """Assumed share of wrong labels; for `cdpo` and `robust`."""
-    length_average: bool = True
-    """`ipo` only: divide each answer's log-prob by its length (as TRL does)."""
+    loss: PreferenceLoss = DPOLoss()
     nll_coef: float = Field(0.0, ge=0)
-    """Adds this much of the chosen answer's mean token loss (RPO)."""
+    """Adds this much of the chosen answer's mean token loss (RPO, arXiv 2404.19733)."""
+    length_alpha: float = Field(1.0, ge=0, le=1)
+    """Below 1, tokens beyond the other answer's length count so much (LD-DPO, arXiv 2409.06411)."""
     max_length: int = Field(256, ge=8)
     loop: LoopConfig = LoopConfig(batch_size=32, epochs=1)
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-7)
     lora: LoraConfig | None = None
 
     @model_validator(mode="after")
-    def _smoothing_belongs_to_its_losses(self) -> DPOConfig:
-        if (self.loss in ("cdpo", "robust")) != (self.label_smoothing > 0):
-            raise ValueError(
-                f"label_smoothing = {self.label_smoothing}: must be > 0 for loss cdpo and robust and 0 for the others; "
-                f"loss is {self.loss!r}"
-            )
+    def _options_belong_to_losses_on_pairs(self) -> DPOConfig:
+        if isinstance(self.loss, KTOLoss) and (self.nll_coef or self.length_alpha < 1):
+            raise ValueError("loss.type = 'kto': judges single answers; leave nll_coef at 0 and length_alpha at 1")
+        if isinstance(self.loss, ORPOLoss) and self.nll_coef:
+            raise ValueError(f"nll_coef = {self.nll_coef}: orpo has the chosen answer's loss in it; leave it at 0")
         return self
 
 
@@ -66,7 +66,6 @@ def run(
     from rlhf_core.data.chat import ChatTemplate
     from rlhf_core.data.tables import read_preferences
     from rlhf_core.training.fit import fit
-    from rlhf_core.training.objectives import PreferenceObjective
 
     chat = ChatTemplate.load(context.path(policy))
     rows = {split: read_preferences(context.path(preferences) / f"{split}.parquet") for split in ("train", "eval")}
@@ -74,14 +73,7 @@ def run(
     context.tracker.dataset("preferences", preferences.digest, "training")
     context.tracker.input_model(policy.digest)
 
-    samples = with_reference(pairs, reference, context)
-    objective = PreferenceObjective(
-        loss=config.loss,
-        beta=config.beta,
-        label_smoothing=config.label_smoothing,
-        length_average=config.length_average,
-        nll_coef=config.nll_coef,
-    )
+    objective, samples = prepared(config, pairs, reference, context)
     model = ModelSpec(path=str(context.path(policy)), head="lm", lora=config.lora, seed=context.seed)
     with context.runtime.trainer("policy", model, config.optimizer) as trainer:
         result = fit(
@@ -92,19 +84,18 @@ def run(
             optimizer=config.optimizer,
             loop=config.loop,
             context=context,
+            look_ahead=objective.look_ahead if isinstance(config.loss, AOTLoss | KTOLoss) else None,
         )
         trainer.export(context.out)
     metrics = {
         "steps": result.steps,
-        "train_pairs": len(samples["train"]),
-        "dropped_pairs": sum(len(rows[split]) - len(samples[split]) for split in rows),
+        "train_pairs": len(pairs["train"]),
+        "dropped_pairs": sum(len(rows[split]) - len(pairs[split]) for split in rows),
     }
     return context.commit(PolicyRef, metrics=metrics | result.final)
 
 
-def token_pairs(
-    chat: ChatTemplate, rows: Sequence[Preference], *, max_length: int
-) -> list[tuple[TokenSample, TokenSample]]:
+def token_pairs(chat: ChatTemplate, rows: Sequence[Preference], *, max_length: int) -> list[TokenPair]:
     """Return (chosen, rejected) token samples; pairs that truncation makes identical or empty are left out."""
     pairs = []
     for row in rows:
@@ -115,24 +106,70 @@ def token_pairs(
     return pairs
 
 
-def with_reference(
-    pairs: dict[str, list[tuple[TokenSample, TokenSample]]], reference: PolicyRef, context: StageContext
-) -> dict[str, list[PreferenceSample]]:
-    """Return the pairs with the reference's summed log-probs, computed once and kept for a resumed run."""
-    sequences = {split: [side for pair in pairs[split] for side in pair] for split in pairs}
-    logprobs = {split: _reference_logprobs(split, sequences[split], reference, context) for split in sequences}
-    return {
-        split: [
-            PreferenceSample(chosen, rejected, logprobs[split][2 * i], logprobs[split][2 * i + 1])
-            for i, (chosen, rejected) in enumerate(pairs[split])
-        ]
-        for split in pairs
-    }
+def prepared(
+    config: DPOConfig, pairs: Mapping[str, Sequence[TokenPair]], reference: PolicyRef, context: StageContext
+) -> tuple[PairObjective | KTOObjective, dict[str, list[Any]]]:
+    """Return the objective and its samples by split, with what the reference says of them."""
+    from rlhf_core.training.preference_objectives import KTOObjective, PairObjective
+
+    if isinstance(config.loss, KTOLoss):
+        return KTOObjective(loss=config.loss, kl=0.0), {
+            split: answer_samples(split, pairs[split], reference, context) for split in pairs
+        }
+    objective = PairObjective(loss=config.loss, nll_coef=config.nll_coef, length_alpha=config.length_alpha)
+    return objective, {split: pair_samples(config, split, pairs[split], reference, context) for split in pairs}
 
 
-def _reference_logprobs(
-    split: str, sequences: Sequence[TokenSample], reference: PolicyRef, context: StageContext
+def pair_samples(
+    config: DPOConfig, split: str, pairs: Sequence[TokenPair], reference: PolicyRef, context: StageContext
+) -> list[PreferenceSample]:
+    """Return the pairs with the reference's summed log-probs; losses without a reference get zeros."""
+    from rlhf_core.training.preference_objectives import answer_logprob
+
+    if isinstance(config.loss, REFERENCE_FREE):
+        return [PreferenceSample(chosen, rejected, 0.0, 0.0) for chosen, rejected in pairs]
+    sides = [answer for pair in pairs for answer in pair]
+    others = [answer for chosen, rejected in pairs for answer in (rejected, chosen)]
+
+    def summed(row: Sequence[float], index: int) -> float:
+        if config.length_alpha == 1:
+            return sum(row)
+        return answer_logprob(row, sides[index], others[index], alpha=config.length_alpha)
+
+    sums = reference_sums(split, sides, summed, reference, context)
+    return [PreferenceSample(*pair, sums[2 * i], sums[2 * i + 1]) for i, pair in enumerate(pairs)]
+
+
+def answer_samples(
+    split: str, pairs: Sequence[TokenPair], reference: PolicyRef, context: StageContext
+) -> list[AnswerSample]:
+    """Return both answers of each pair on their own, with the answer to another prompt that KTO's KL is measured on."""
+    answers = [answer for pair in pairs for answer in pair]
+    strangers = [mismatched(answer, answers[(i + 2) % len(answers)]) for i, answer in enumerate(answers)]
+    sums = reference_sums(split, [*answers, *strangers], lambda row, _: sum(row), reference, context)
+    return [
+        AnswerSample(answer, i % 2 == 0, sums[i], stranger, sums[len(answers) + i])
+        for i, (answer, stranger) in enumerate(zip(answers, strangers, strict=True))
+    ]
+
+
+def mismatched(sample: TokenSample, other: TokenSample) -> TokenSample:
+    """Return the prompt of `sample` with the answer of `other`, cut to the longer one's length."""
+    prompt, start = sample.token_ids[: sample.loss_mask.index(1)], other.loss_mask.index(1)
+    length = max(len(sample.token_ids), len(other.token_ids))
+    ids = prompt + other.token_ids[start:]
+    mask = (0,) * len(prompt) + other.loss_mask[start:]
+    return TokenSample(ids[:length], mask[:length])
+
+
+def reference_sums(
+    split: str,
+    sequences: Sequence[TokenSample],
+    summed: Callable[[Sequence[float], int], float],
+    reference: PolicyRef,
+    context: StageContext,
 ) -> list[float]:
+    """Return `summed(log-probs, index)` of the reference's log-probs of each sequence; kept for a resumed run."""
     path = context.work / f"reference_logprobs_{split}.json"
     if path.exists():
         return list(json.loads(path.read_text())["logprobs"])
@@ -140,8 +177,8 @@ def _reference_logprobs(
     sums: list[float] = []
     with context.runtime.trainer("reference", model, None) as trainer:
         for start in range(0, len(sequences), REFERENCE_CHUNK):
-            chunk = sequences[start : start + REFERENCE_CHUNK]
-            sums.extend(sum(row) for row in trainer.logprobs(chunk, temperature=1.0))
+            rows = trainer.logprobs(sequences[start : start + REFERENCE_CHUNK], temperature=1.0)
+            sums.extend(summed(row, start + i) for i, row in enumerate(rows))
             context.progress(len(sums), len(sequences), f"reference log-probs, {split}")
     write_json(path, {"logprobs": sums})
     return sums

@@ -31,7 +31,7 @@ CODE = "strict"
 
 KL_BATCH = 256
 """Answers per call into the reference, so that progress is seen."""
-TRAINING = ("sft", "reward_model", "dpo", "ppo")
+TRAINING = ("sft", "reward_model", "process_reward_model", "dpo", "ppo", "distill")
 """Stages whose training curves are shown."""
 
 

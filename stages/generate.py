@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -20,7 +20,16 @@ from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.errors import DataError, explain
 from rlhf_core.interfaces import Metrics, Sampler
 from rlhf_core.stage import StageContext
-from rlhf_core.types import Generation, GenerationsRef, PolicyRef, Prompt, PromptsRef, SamplingRequest, derive_seed
+from rlhf_core.types import (
+    Generation,
+    GenerationsRef,
+    Message,
+    PolicyRef,
+    Prompt,
+    PromptsRef,
+    SamplingRequest,
+    derive_seed,
+)
 
 if TYPE_CHECKING:
     from rlhf_core.data.chat import ChatTemplate
@@ -45,8 +54,18 @@ class GenerateConfig(Config):
     """Salt of the seeds, so that each round of iterative DPO draws anew."""
 
 
-def run(config: GenerateConfig, *, policy: PolicyRef, prompts: PromptsRef, context: StageContext) -> GenerationsRef:
-    """Draw `samples_per_prompt` answers of `policy` to each prompt; those of a prompt stand together."""
+def run(
+    config: GenerateConfig,
+    *,
+    policy: PolicyRef,
+    prompts: PromptsRef,
+    asked: PromptsRef | None = None,
+    context: StageContext,
+) -> GenerationsRef:
+    """Draw `samples_per_prompt` answers of `policy` to each prompt; those of a prompt stand together.
+
+    `asked` is how the prompts, by their ids, are put to this policy; the answers are kept as answers to `prompts`.
+    """
     from rlhf_core.data.chat import ChatTemplate
     from rlhf_core.data.tables import read_generations, read_prompts, shards, write_index
 
@@ -56,7 +75,8 @@ def run(config: GenerateConfig, *, policy: PolicyRef, prompts: PromptsRef, conte
     context.tracker.input_model(policy.digest)
 
     folder = context.work / "shards"
-    sample_shards(config, pieces, chat, context.path(policy), folder, context)
+    put = {row.id: row.messages for row in read_prompts(context.path(asked))} if asked is not None else {}
+    sample_shards(config, pieces, chat, context.path(policy), folder, context, put=put)
     for path in shards(folder):  # copied, not moved: a kill in between must not lose them
         shutil.copyfile(path, context.out / path.name)
 
@@ -91,6 +111,8 @@ def sample_shards(
     policy: Path,
     folder: Path,
     context: StageContext,
+    *,
+    put: Mapping[str, tuple[Message, ...]],
 ) -> None:
     """Write the shards that an earlier attempt did not finish; the sampler is not started if there are none."""
     from rlhf_core.data.tables import shard_path, write_generations
@@ -100,7 +122,7 @@ def sample_shards(
         return
     with context.runtime.sampler(policy) as sampler:
         for index in missing:
-            generations = sample(sampler, chat, pieces[index], config, seed=context.seed)
+            generations = sample(sampler, chat, pieces[index], config, seed=context.seed, put=put)
             context.metrics(
                 index + 1, generation_metrics(generations)
             )  # first: a shard that is there is not made again
@@ -111,16 +133,26 @@ def sample_shards(
 
 
 def sample(
-    sampler: Sampler, chat: ChatTemplate, prompts: Sequence[Prompt], config: GenerateConfig, *, seed: int
+    sampler: Sampler,
+    chat: ChatTemplate,
+    prompts: Sequence[Prompt],
+    config: GenerateConfig,
+    *,
+    seed: int,
+    put: Mapping[str, tuple[Message, ...]],
 ) -> list[Generation]:
-    """Return `samples_per_prompt` generations per prompt, each from its own seed."""
+    """Return `samples_per_prompt` generations per prompt, each from its own seed.
+
+    A prompt whose id is in `put` is asked with those messages; the generation has the prompt itself and its tokens.
+    """
     work = [
-        (prompt, prompt_ids, derive_seed(seed, "generate", config.round, prompt.id, i))
+        (prompt, ids, SamplingRequest(asked, derive_seed(seed, "generate", config.round, prompt.id, i)))
         for prompt in prompts
-        for prompt_ids in [chat.prompt_ids(prompt.messages)]
+        for ids in [chat.prompt_ids(prompt.messages)]
+        for asked in [chat.prompt_ids(put[prompt.id]) if prompt.id in put else ids]
         for i in range(config.samples_per_prompt)
     ]
-    completions = sampler.generate([SamplingRequest(ids, own_seed) for _, ids, own_seed in work], config.sampling)
+    completions = sampler.generate([request for _, _, request in work], config.sampling)
     return [Generation(prompt, ids, completion) for (prompt, ids, _), completion in zip(work, completions, strict=True)]
 
 

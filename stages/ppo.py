@@ -1,7 +1,7 @@
 """Policy optimisation: sample with vLLM, score, estimate advantages, update with a clipped loss, sync, repeat.
 
-PPO (arXiv 1707.06347, as used in 2203.02155) with a value model, or REINFORCE++, RLOO, GRPO and Dr.GRPO without one.
-One step, top to bottom:
+PPO (arXiv 1707.06347, as used in 2203.02155) with a value model, or REINFORCE++, RLOO, GRPO, Dr.GRPO and OPO without;
+the clipped loss, GSPO's or CISPO's. One step, top to bottom:
   rollouts     y ~ mu(. | x), a sampler that holds the policy's weights
   rewards      reward models and functions; the KL to the reference is taken off per token (`kl_in = "reward"`)
   advantages   `rlhf_core.advantages`
@@ -14,17 +14,15 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING
 
-from pydantic import Field, model_validator
-
-from rlhf_core.config.base import OPERATIONAL, Config
-from rlhf_core.config.engines import LoraConfig, OptimizerConfig, SamplingConfig
-from rlhf_core.config.rewards import RewardsConfig
+from rlhf_core.config.policy import PPOConfig
 from rlhf_core.data.order import rows_at, shuffled
+from rlhf_core.errors import ConfigError, explain
 from rlhf_core.interfaces import Metrics, ModelSpec, Sampler, Trainer
 from rlhf_core.stage import StageContext
 from rlhf_core.types import (
+    DemonstrationsRef,
     Generation,
     PolicyRef,
     PolicySample,
@@ -33,6 +31,7 @@ from rlhf_core.types import (
     RewardModelRef,
     Rollout,
     SamplingRequest,
+    TokenSample,
     ValueSample,
     derive_seed,
 )
@@ -45,106 +44,10 @@ if TYPE_CHECKING:
     from rlhf_core.training.experience import Experience
 
 NAME = "ppo"
-VERSION = 2
+VERSION = 3
 CODE = "warn"
 
-
-class PPOConfig(Config):
-    """Policy optimisation against rewards."""
-
-    steps: int = Field(100, ge=1)
-    """Rollout-and-update rounds."""
-    prompts_per_step: int = Field(64, ge=1)
-    samples_per_prompt: int = Field(1, ge=1)
-    """Group size of rloo, grpo, dr_grpo and reinforce++-baseline."""
-    sampling: SamplingConfig = SamplingConfig()
-    rewards: RewardsConfig = RewardsConfig()
-
-    advantage: Literal["gae", "reinforce++", "reinforce++-baseline", "rloo", "grpo", "dr_grpo"] = "gae"
-    gamma: float = Field(1.0, gt=0, le=1)
-    gae_lambda: float = Field(0.95, ge=0, le=1)
-    whiten_advantages: bool = True
-    """gae and reinforce++-baseline; the other estimators are used as their papers have them."""
-
-    kl_coef: float = Field(0.05, ge=0)
-    kl_in: Literal["reward", "loss"] = "reward"
-    """`reward`: k1 off every token's reward. `loss`: k2 added to the loss."""
-    kl_target: float = Field(0.0, ge=0)
-    """Adapts the coefficient to hold this KL per sequence; 0 keeps it fixed."""
-    kl_horizon: int = Field(10_000, ge=1)
-
-    epochs: int = Field(1, ge=1)
-    """Passes over the rollouts of a step."""
-    minibatches: int = Field(1, ge=1)
-    """Optimizer steps per pass."""
-    clip_low: float = Field(0.2, gt=0)
-    clip_high: float = Field(0.2, gt=0)
-    dual_clip: float = Field(0.0, ge=0)
-    """Bounds the loss of negative advantages (arXiv 1912.09729); 0 switches it off, 3 is common."""
-    aggregation: Literal["token_mean", "seq_mean_token_mean", "constant"] = "token_mean"
-    entropy_coef: float = 0.0
-    correction: Literal["off", "token", "sequence", "geometric"] = "token"
-    """Level of the importance correction between sampler and trainer."""
-    correction_mode: Literal["truncate", "mask"] = "truncate"
-    correction_cap: float = Field(2.0, gt=0)
-    correction_low: float = Field(0.5, ge=0)
-    """Lower edge of the window of `mask`."""
-
-    value_clip: float = Field(0.2, ge=0)
-    """0 switches value clipping off."""
-    value_warmup_steps: int = Field(0, ge=0)
-    """Steps that train the value model alone, before the policy's schedule begins; only gae has a value model."""
-    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-6)
-    value_optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-6)
-    lora: LoraConfig | None = None
-
-    checkpoint_every: Annotated[int, Field(ge=1), OPERATIONAL] = 10
-    table_every: Annotated[int, Field(ge=1), OPERATIONAL] = 10
-
-    @model_validator(mode="after")
-    def _minibatches_divide_the_rollouts(self) -> PPOConfig:
-        rollouts = self.prompts_per_step * self.samples_per_prompt
-        if self.minibatches > rollouts:
-            raise ValueError(
-                f"minibatches = {self.minibatches}: must be <= the {rollouts} rollouts of a step; lower it"
-            )
-        group_estimators = ("rloo", "grpo", "dr_grpo", "reinforce++-baseline")
-        if self.advantage in group_estimators and self.samples_per_prompt < 2:
-            raise ValueError(
-                f"samples_per_prompt = {self.samples_per_prompt}: {self.advantage} compares the samples of a prompt, "
-                "at least 2; raise it, or use gae or reinforce++"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _the_whole_distribution_is_sampled(self) -> PPOConfig:
-        # A filter renormalises the sampler's log-probs and not the trainer's: the ratios would compare two things.
-        rule = "the trainer's log-probs are those of the whole distribution"
-        if self.sampling.temperature == 0:
-            raise ValueError("sampling.temperature = 0.0: greedy answers are no samples of the policy; raise it")
-        if self.sampling.top_p < 1:
-            raise ValueError(f"sampling.top_p = {self.sampling.top_p}: {rule}; leave it at 1")
-        if self.sampling.top_k > 0:
-            raise ValueError(f"sampling.top_k = {self.sampling.top_k}: {rule}; leave it at 0")
-        return self
-
-    @model_validator(mode="after")
-    def _the_penalty_is_not_normalised(self) -> PPOConfig:
-        if self.advantage == "grpo" and self.kl_in == "reward" and self.kl_coef > 0:
-            raise ValueError(
-                "kl_in = 'reward': grpo divides by the spread of a group, which is the penalty alone where all answers "
-                'earn the same; set kl_in = "loss"'
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _the_policy_is_trained_after_the_warm_up(self) -> PPOConfig:
-        if self.advantage == "gae" and self.value_warmup_steps >= self.steps:
-            raise ValueError(
-                f"value_warmup_steps = {self.value_warmup_steps}: must be < steps = {self.steps}, or the policy is never "
-                "trained; lower it, or raise steps"
-            )
-        return self
+__all__ = ["CODE", "NAME", "VERSION", "PPOConfig", "run"]
 
 
 @dataclass(frozen=True)
@@ -165,6 +68,7 @@ def run(
     reference: PolicyRef,
     prompts: PromptsRef,
     reward_models: dict[str, RewardModelRef],
+    demonstrations: DemonstrationsRef | None = None,
     context: StageContext,
 ) -> PolicyRef:
     """Optimise `policy` on `prompts` for the rewards, held near `reference`; return the new policy."""
@@ -177,6 +81,7 @@ def run(
     dataset = read_prompts(context.path(prompts))
     context.tracker.dataset("prompts", prompts.digest, "training")
     context.tracker.input_model(policy.digest)
+    imitated = token_samples(config, chat, demonstrations, context)
     with ExitStack() as leases:
         models = lease_models(config, policy, reference, reward_models, context, leases)
         log = RolloutLog(context.work / "rollouts")
@@ -185,18 +90,16 @@ def run(
             weights = models.policy.weights()
             models.sampler.load_weights(weights, version=step)
             rollouts = roll_out(config, models, chat, dataset, log, step, policy=weights.digest, seed=context.seed)
-            experience = measure(models, rollouts, temperature=config.sampling.temperature)
+            experience = measure(config, models, rollouts)
             advantages = estimate_advantages(
                 experience,
                 estimator=config.advantage,
                 group_size=config.samples_per_prompt,
                 kl_coef=kl.coef if config.kl_in == "reward" else 0.0,
-                gamma=config.gamma,
-                gae_lambda=config.gae_lambda,
-                whiten_advantages=config.whiten_advantages,
             )
             value_rows = value_samples(experience, advantages) if models.value_model else []
-            updated = update(config, models, policy_samples(experience, advantages), value_rows, kl.coef, step, context)
+            policy_rows = policy_samples(experience, advantages)
+            updated = update(config, models, policy_rows, value_rows, imitated, kl.coef, step, context)
             metrics = advantages.metrics | updated | {"kl/coef": kl.coef}
             kl = kl.updated(metrics["kl/per_sequence"], len(rollouts))
             record(config, context, step + 1, metrics, rollouts)
@@ -223,7 +126,7 @@ def lease_models(
     actor = ModelSpec(path=folder, head="lm", lora=config.lora, seed=context.seed)
     frozen = ModelSpec(path=str(context.path(reference)), head="lm", lora=None, seed=context.seed)
     critic = None
-    if config.advantage == "gae":
+    if config.advantage.type == "gae":
         start = next((str(context.path(ref)) for ref in reward_models.values()), folder)
         spec = ModelSpec(path=start, head="value", lora=None, seed=context.seed)
         critic = leases.enter_context(context.runtime.trainer("value_model", spec, config.value_optimizer))
@@ -234,6 +137,21 @@ def lease_models(
         value_model=critic,
         score=leases.enter_context(open_scorer(config.rewards, reward_models, context)),
     )
+
+
+def token_samples(
+    config: PPOConfig, chat: ChatTemplate, demonstrations: DemonstrationsRef | None, context: StageContext
+) -> list[TokenSample]:
+    """Return the demonstrations that the updates mix in; none without `ptx`."""
+    from rlhf_core.data.tables import read_demonstrations
+
+    if config.ptx is None:
+        return []
+    if demonstrations is None:
+        raise ConfigError(explain("ppo.ptx", config.ptx.coef, "there are no demonstrations to mix in", "give some"))
+    rows = read_demonstrations(context.path(demonstrations) / "train.parquet")
+    made = [chat.conversation(row.messages, max_length=config.ptx.max_length) for row in rows]
+    return [sample for sample in made if sample is not None]
 
 
 def roll_out(
@@ -248,12 +166,23 @@ def roll_out(
     seed: int,
 ) -> list[Rollout]:
     """Return the scored rollouts of a step; those that the same policy (by digest) made before a kill are taken again."""
+    from rlhf_core.training.dynamic_sampling import sampled_until_decided
+
     kept = log.read(step, policy=policy)
     if kept is not None:
         models.score.restore(kept.scorer)
         return kept.rollouts
-    batch = rows_at(step, prompts, count=config.prompts_per_step, seed=seed)
-    rollouts = models.score(sample(models.sampler, chat, batch, config, step=step, seed=seed))
+
+    def draw(number: int) -> list[Rollout]:
+        salted = derive_seed(seed, "round", number) if number else seed
+        batch = rows_at(step, prompts, count=config.prompts_per_step, seed=salted)
+        return models.score(sample(models.sampler, chat, batch, config, step=step, seed=salted))
+
+    if config.dynamic_sampling:
+        groups, size = config.prompts_per_step, config.samples_per_prompt
+        rollouts = sampled_until_decided(draw, config.dynamic_sampling, groups=groups, group_size=size)
+    else:
+        rollouts = draw(0)
     log.write(step, rollouts, models.score.state(), policy=policy)
     log.forget(before=step - config.checkpoint_every)
     return rollouts
@@ -277,15 +206,18 @@ def sample(
     return [Generation(prompt, ids, completion) for (prompt, ids, _), completion in zip(work, completions, strict=True)]
 
 
-def measure(models: Models, rollouts: Sequence[Rollout], *, temperature: float) -> Experience:
+def measure(config: PPOConfig, models: Models, rollouts: Sequence[Rollout]) -> Experience:
     """Return the rollouts with what policy, reference and value model say of every token, before the update."""
-    from rlhf_core.training.experience import Experience, token_sample
+    from rlhf_core.training.experience import Experience, sampled_logprobs, token_sample
 
     samples = tuple(token_sample(rollout) for rollout in rollouts)
+    temperature = config.sampling.temperature
+    bypass = config.correction.pi_old == "sampler"
+    old = sampled_logprobs(rollouts) if bypass else models.policy.logprobs(samples, temperature=temperature)
     return Experience(
         rollouts=tuple(rollouts),
         samples=samples,
-        old_logprobs=tuple(models.policy.logprobs(samples, temperature=temperature)),
+        old_logprobs=tuple(old),
         ref_logprobs=tuple(models.reference.logprobs(samples, temperature=temperature)),
         values=tuple(models.value_model.values(samples)) if models.value_model else (),
     )
@@ -296,31 +228,27 @@ def update(
     models: Models,
     policy_rows: Sequence[PolicySample],
     value_rows: Sequence[ValueSample],
+    imitated: Sequence[TokenSample],
     kl_coef: float,
     step: int,
     context: StageContext,
 ) -> Metrics:
     """Make `epochs * minibatches` optimizer steps on the rollouts; return the metrics averaged over them.
 
-    The policy waits for the value model's warm-up; its learning rate is scheduled over the steps that are left.
+    The policy waits for the value model's warm-up; its learning rate is scheduled over the steps that are left. Some of
+    the `imitated` demonstrations are mixed into each of its updates, if there are any (PPO-ptx).
     """
-    from rlhf_core.training.objectives import PolicyObjective, ValueObjective
+    from rlhf_core.training.objectives import PolicyObjective, Scaled, SftObjective, ValueObjective
     from rlhf_core.training.schedule import scheduled_rate
     from rlhf_core.training.skipped import check_updated
 
     policy_objective = PolicyObjective(
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
-        dual_clip=config.dual_clip or None,
-        aggregation=config.aggregation,
+        loss=config.loss,
         max_length=config.sampling.max_tokens,
         temperature=config.sampling.temperature,
         kl_coef=kl_coef if config.kl_in == "loss" else 0.0,
         entropy_coef=config.entropy_coef,
         correction=config.correction,
-        correction_mode=config.correction_mode,
-        correction_cap=config.correction_cap,
-        correction_low=config.correction_low,
     )
     value_objective = ValueObjective(clip=config.value_clip or None)
     frozen = config.value_warmup_steps if models.value_model else 0
@@ -338,6 +266,11 @@ def update(
                 metrics |= {f"value/{name}": value for name, value in made.items()}
             if step >= frozen:
                 made = models.policy.forward_backward([policy_rows[row] for row in rows], policy_objective)
+                if config.ptx and imitated:
+                    number = (step * config.epochs + epoch) * config.minibatches + i
+                    batch = rows_at(number, imitated, count=config.ptx.batch_size, seed=context.seed)
+                    mixed = models.policy.forward_backward(batch, Scaled(SftObjective(pack_to=None), config.ptx.coef))
+                    metrics["ptx/nll"] = mixed["nll"]
                 made |= models.policy.optim_step(
                     learning_rate=scheduled_rate(config.optimizer, step - frozen, config.steps - frozen)
                 )

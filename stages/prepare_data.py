@@ -16,7 +16,15 @@ from rlhf_core.config.base import Config
 from rlhf_core.config.data import ArithmeticWorld, DataConfig, Files, SupportWorld
 from rlhf_core.config.engines import BaseModelConfig, InitModel, PretrainedModel
 from rlhf_core.errors import ConfigError, DataError, explain
-from rlhf_core.types import ArtifactRef, DemonstrationsRef, PolicyRef, PreferencesRef, PreparedDataRef, PromptsRef
+from rlhf_core.types import (
+    ArtifactRef,
+    DemonstrationsRef,
+    PolicyRef,
+    PreferencesRef,
+    PreparedDataRef,
+    PromptsRef,
+    StepsRef,
+)
 
 if TYPE_CHECKING:
     from rlhf_core.data.chat import ChatTemplate
@@ -186,7 +194,7 @@ def _template(name: str) -> str | None:
 
 def _write(tables: Tables, report: DropReport, out: Path) -> dict[str, tuple[str, type[ArtifactRef]]]:
     """Write the tables that have rows; return the handles to make."""
-    from rlhf_core.data.tables import write_demonstrations, write_preferences, write_prompts
+    from rlhf_core.data.tables import write_demonstrations, write_preferences, write_prompts, write_steps
 
     children: dict[str, tuple[str, type[ArtifactRef]]] = {"base": ("base", PolicyRef)}
     if tables.demonstrations:
@@ -197,6 +205,10 @@ def _write(tables: Tables, report: DropReport, out: Path) -> dict[str, tuple[str
         write_preferences(out / "preferences" / "train.parquet", tables.preferences)
         write_preferences(out / "preferences" / "eval.parquet", tables.eval_preferences)
         children["preferences"] = ("preferences", PreferencesRef)
+    if tables.steps:
+        write_steps(out / "steps" / "train.parquet", tables.steps)
+        write_steps(out / "steps" / "eval.parquet", tables.eval_steps)
+        children["steps"] = ("steps", StepsRef)
     for name, prompts in (("prompts", tables.prompts), ("eval_prompts", tables.eval_prompts)):
         if prompts:
             write_prompts(out / name, prompts)

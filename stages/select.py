@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 from pydantic import Field
 
 from rlhf_core.config.base import Config
+from rlhf_core.data.holdout import held_out
 from rlhf_core.errors import DataError, explain
 from rlhf_core.interfaces import Metrics
 from rlhf_core.stage import StageContext
@@ -222,9 +223,7 @@ def split_by_prompt(
     rows: Sequence[T], prompt_of: Callable[[T], str], config: _Selection, *, seed: int
 ) -> dict[str, list[T]]:
     """Return {"train": rows, "eval": rows}: no prompt is in both. DataError if nothing is left to train on."""
-    prompts = sorted({prompt_of(row) for row in rows}, key=lambda prompt: (derive_seed(seed, "eval", prompt), prompt))
-    held_out = max(1, round(config.eval_fraction * len(prompts))) if config.eval_fraction and len(prompts) > 1 else 0
-    evaluation = set(prompts[:held_out])
+    evaluation = held_out((prompt_of(row) for row in rows), fraction=config.eval_fraction, seed=seed)
     train = [row for row in rows if prompt_of(row) not in evaluation]
     if not train:
         raise DataError(

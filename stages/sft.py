@@ -1,9 +1,12 @@
 """Supervised fine-tuning: maximise the likelihood of the assistant's tokens in demonstrations.
 
-Loss: -log pi(y_t | y_<t, x), token mean over the whole optimizer step, on assistant tokens and their end-of-turn token.
+Loss: -log pi(y_t | y_<t, x), token mean over the whole optimizer step, on assistant tokens and their end-of-turn token,
+or on all tokens, as in pretraining. `dft` weights each token by its own probability (arXiv 2508.05629).
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 from pydantic import Field
 
@@ -26,6 +29,9 @@ class SFTConfig(Config):
     """Tokens of a conversation; longer ones are cut, and dropped if no trained token is left."""
     packing: bool = False
     """Share rows of `max_length` tokens between conversations; attention and positions do not leak."""
+    loss: Literal["nll", "dft"] = "nll"
+    train_on: Literal["assistant", "all"] = "assistant"
+    """`all` trains on every token but the first, prompts and the template's own included."""
     loop: LoopConfig = LoopConfig(batch_size=32, epochs=2)
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=2e-5)
     lora: LoraConfig | None = None
@@ -42,13 +48,14 @@ def run(config: SFTConfig, *, policy: PolicyRef, demonstrations: DemonstrationsR
     splits = {}
     for split in ("train", "eval"):
         rows = read_demonstrations(context.path(demonstrations) / f"{split}.parquet")
-        samples = [chat.conversation(row.messages, max_length=config.max_length) for row in rows]
-        splits[split] = [sample for sample in samples if sample is not None]
+        sample = chat.conversation if config.train_on == "assistant" else chat.transcript
+        samples = [sample(row.messages, max_length=config.max_length) for row in rows]
+        splits[split] = [one for one in samples if one is not None]
     context.tracker.dataset("demonstrations", demonstrations.digest, "training")
     context.tracker.input_model(policy.digest)
     context.tracker.table("preview", ["what is trained on"], [[chat.preview(sample)] for sample in splits["train"][:8]])
 
-    objective = SftObjective(pack_to=config.max_length if config.packing else None)
+    objective = SftObjective(pack_to=config.max_length if config.packing else None, dft=config.loss == "dft")
     model = ModelSpec(path=str(context.path(policy)), head="lm", lora=config.lora, seed=context.seed)
     with context.runtime.trainer("policy", model, config.optimizer) as trainer:
         result = fit(

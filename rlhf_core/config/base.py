@@ -20,6 +20,15 @@ class Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
 
+def by_type(value: Any) -> Any:
+    """Return the table that a bare name stands for: `loss = "ipo"` reads as `loss = {type = "ipo"}`.
+
+    >>> by_type("ipo")
+    {'type': 'ipo'}
+    """
+    return {"type": value} if isinstance(value, str) else value
+
+
 def keyed(config: BaseModel) -> dict[str, Any]:
     """Return the JSON-able fields that belong to the key of a stage: all but those marked `OPERATIONAL`, recursively."""
     return {

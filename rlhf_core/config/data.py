@@ -46,7 +46,13 @@ class ArithmeticWorld(Config):
     largest: int = Field(9, ge=2, le=999)
     """Largest operand; each digit is a token. Two digits make the task much harder for a model that starts from nothing."""
     error_probability: float = Field(0.4, ge=0, lt=1)
-    """Share of demonstrations with a slip."""
+    """Share of demonstrations, and of judged answers, with a slip."""
+    worked: bool = False
+    """Every question is a sum of three or four numbers, worked out one step a line."""
+    steps: int = Field(0, ge=0)
+    """Worked sums with every step judged, for a process reward model; 0 makes no such table."""
+    eval_steps: int = Field(64, ge=1)
+    """Judged answers held out, where there are any."""
 
 
 # ---------------------------------------------------------------- real data
@@ -92,10 +98,12 @@ class Use(Config):
     preferences: float = Field(0.0, ge=0, le=1)
     prompts: float = Field(0.0, ge=0, le=1)
     eval_prompts: float = Field(0.0, ge=0, le=1)
+    steps: float = Field(0.0, ge=0, le=1)
+    """Stepwise rows alone have what this table needs: steps and their labels."""
 
     @model_validator(mode="after")
     def _shares_add_up(self) -> Use:
-        total = self.demonstrations + self.preferences + self.prompts + self.eval_prompts
+        total = self.demonstrations + self.preferences + self.prompts + self.eval_prompts + self.steps
         if not 0 < total <= 1 + 1e-9:
             raise ValueError(f"the shares add to {total:g}; they must add to more than 0 and at most 1")
         return self
@@ -130,7 +138,7 @@ class Files(Config):
     mixture: Literal["all", "weights"] = "all"
     """`all` takes every row; `weights` takes each source's share, until the first source is used up; none is repeated."""
     eval_fraction: float = Field(0.05, gt=0, lt=1)
-    """Share of the prompts of demonstrations and of preferences held out as their `eval.parquet`."""
+    """Share of the prompts of demonstrations, of preferences and of steps held out as their `eval.parquet`."""
     max_rows: int = Field(0, ge=0)
     """Most rows per table after mixing; 0 keeps all."""
     deduplicate: bool = True

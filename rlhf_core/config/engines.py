@@ -47,6 +47,8 @@ class LoraConfig(Config):
 
     rank: int = Field(16, ge=1)
     alpha: float = Field(32.0, gt=0)
+    variant: Literal["lora", "rslora", "dora"] = "lora"
+    """`rslora` scales by alpha / sqrt(rank) (arXiv 2312.03732); `dora` also learns the norms of the rows (2402.09353)."""
     target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -64,6 +66,8 @@ class OptimizerConfig(Config):
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_fraction: float = Field(0.05, ge=0, lt=1)
     min_lr_fraction: float = Field(0.1, ge=0, le=1)
+    ema_decay: float = Field(0.0, ge=0, lt=1)
+    """Above 0 the stage's result is the exponential moving average of the weights over the updates; 0.99 is common."""
 
 
 class TrainerConfig(Config):
@@ -75,6 +79,9 @@ class TrainerConfig(Config):
     offload_optimizer: Annotated[bool, OPERATIONAL] = False
     micro_batch: Annotated[int, Field(ge=1), OPERATIONAL] = 8
     """Rows per forward pass and rank; gradients do not depend on it."""
+    micro_tokens: Annotated[int, Field(ge=0), OPERATIONAL] = 0
+    """Above 0 a forward pass takes as many rows as make this many tokens with their padding, at least one, instead of
+    `micro_batch` rows: short rows go together in crowds. Where rows are packed, `micro_batch` counts."""
     gradient_checkpointing: Annotated[bool, OPERATIONAL] = False
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
 

@@ -20,6 +20,29 @@ class RewardModelReward(Config):
     weight: float = 1.0
 
 
+class ProcessRewardModelReward(Config):
+    """The steps of an answer, judged by a trained process reward model: a probability for each, made one score."""
+
+    type: Literal["process_reward_model"] = "process_reward_model"
+    model: str = "process_reward_model"
+    """Name of the process reward model among the inputs of the stage."""
+    reduce: Literal["model", "min", "mean", "last", "product"] = "model"
+    """How the steps become one score; `model`: as the model was trained to be read."""
+    weight: float = 1.0
+
+
+class EnsembleReward(Config):
+    """One score from several reward models, so that no single one is exploited (arXiv 2310.02743)."""
+
+    type: Literal["ensemble"] = "ensemble"
+    models: tuple[str, ...] = Field(min_length=2)
+    """Names of reward models among the inputs of the stage."""
+    reduce: Literal["mean", "min", "mean_minus_std"] = "mean"
+    k: float = Field(1.0, ge=0)
+    """Standard deviations that `mean_minus_std` takes off."""
+    weight: float = 1.0
+
+
 class FunctionReward(Config):
     """A Python function from generations to one float each; it runs in a process of its own."""
 
@@ -39,7 +62,9 @@ class FunctionReward(Config):
         return function
 
 
-RewardSpec = Annotated[RewardModelReward | FunctionReward, Field(discriminator="type")]
+RewardSpec = Annotated[
+    RewardModelReward | ProcessRewardModelReward | EnsembleReward | FunctionReward, Field(discriminator="type")
+]
 
 # ---------------------------------------------------------------- composition and shaping
 

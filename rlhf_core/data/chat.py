@@ -102,6 +102,12 @@ class ChatTemplate:
         """
         return self._sample(self._segments(messages, answers_from=0), max_length=max_length)
 
+    def transcript(self, messages: Sequence[Message], *, max_length: int) -> TokenSample | None:
+        """Return the tokens of `conversation`, all of them trained but the first; None if there are fewer than two."""
+        pieces = [self._encode(text) for text, _ in self._segments(messages, answers_from=0)]
+        token_ids = tuple(token for piece in pieces for token in piece)[:max_length]
+        return TokenSample(token_ids, (0,) + (1,) * (len(token_ids) - 1)) if len(token_ids) > 1 else None
+
     def continuation(
         self, prompt_messages: Sequence[Message], answer_messages: Sequence[Message], *, max_length: int
     ) -> TokenSample | None:

@@ -11,13 +11,15 @@ from rlhf_core.data.cleaning import decontaminate, deduplicate, exact
 from rlhf_core.data.formats import Example, convert, detect, rename
 from rlhf_core.data.mixing import is_evaluation, misfit, mix, shuffled, table_of
 from rlhf_core.data.sources import read
-from rlhf_core.data.tables import Demonstration, Preference, Tables, content_id
+from rlhf_core.data.tables import Demonstration, Preference, SteppedAnswer, Tables, content_id
 from rlhf_core.data.validation import Drop, DropReport, Origin
 from rlhf_core.errors import DataError
 from rlhf_core.types import Prompt, derive_seed
 
-TRAINING = ("demonstrations", "preferences", "prompts")
-EVALUATION = ("eval_demonstrations", "eval_preferences", "eval_prompts")
+TRAINING = ("demonstrations", "preferences", "prompts", "steps")
+EVALUATION = ("eval_demonstrations", "eval_preferences", "eval_prompts", "eval_steps")
+SPLIT = ("demonstrations", "preferences", "steps")
+"""Tables that hold a part of their own prompts out."""
 
 
 def make_tables(config: Files, *, seed: int, report: DropReport) -> tuple[Tables, dict[str, Origin]]:
@@ -30,7 +32,7 @@ def make_tables(config: Files, *, seed: int, report: DropReport) -> tuple[Tables
         examples = read_examples(source, max_bad_fraction=config.max_bad_fraction, report=report)
         if config.deduplicate:
             examples = deduplicate(examples, report)
-        _assign(pair_unpaired(examples), source, config, assigned, report)
+        _assign(_paired(examples, source), source, config, assigned, report)
     if config.deduplicate:
         _deduplicate_across(assigned, report)
     if config.decontaminate != "off":
@@ -70,6 +72,8 @@ def read_examples(source: Source, *, max_bad_fraction: float, report: DropReport
                 margin=content.margin,
                 source=source.name,
                 origin=record.origin,
+                steps=content.steps,
+                step_labels=content.step_labels,
             )
         )
     report.drops += malformed
@@ -100,6 +104,13 @@ def pair_unpaired(examples: Sequence[Example]) -> list[Example]:
 # ---------------------------------------------------------------- private
 
 
+def _paired(examples: Sequence[Example], source: Source) -> list[Example]:
+    """Return the examples with unpaired ones paired, but for those whose steps are wanted: each is judged by itself."""
+    judged = [example for example in examples if table_of(example, source.use) == "steps"]
+    others = [example for example in examples if table_of(example, source.use) != "steps"]
+    return pair_unpaired(others) + judged
+
+
 def _assign(
     examples: Sequence[Example],
     source: Source,
@@ -117,7 +128,7 @@ def _assign(
         if reason is not None:
             report.add(source.name, example.origin, reason)
             continue
-        held_out = table in ("demonstrations", "preferences") and is_evaluation(example, config.eval_fraction)
+        held_out = table in SPLIT and is_evaluation(example, config.eval_fraction)
         assigned[f"eval_{table}" if held_out else table][source.name].append(example)
 
 
@@ -190,6 +201,14 @@ def _tables(rows: dict[str, list[Example]]) -> tuple[Tables, dict[str, Origin]]:
     def prompts(name: str) -> tuple[Prompt, ...]:
         return tuple(Prompt(identify(row, name, row.prompt), row.prompt, row.label, row.source) for row in rows[name])
 
+    def steps(name: str) -> tuple[SteppedAnswer, ...]:
+        return tuple(
+            SteppedAnswer(
+                identify(row, name, row.prompt, row.steps), row.prompt, row.steps, row.step_labels, row.source
+            )
+            for row in rows[name]
+        )
+
     tables = Tables(
         demonstrations=demonstrations("demonstrations"),
         eval_demonstrations=demonstrations("eval_demonstrations"),
@@ -197,5 +216,7 @@ def _tables(rows: dict[str, list[Example]]) -> tuple[Tables, dict[str, Origin]]:
         eval_preferences=preferences("eval_preferences"),
         prompts=prompts("prompts"),
         eval_prompts=prompts("eval_prompts"),
+        steps=steps("steps"),
+        eval_steps=steps("eval_steps"),
     )
     return tables, origins

@@ -50,6 +50,9 @@ class Example:
     margin: float
     source: str
     origin: Origin
+    steps: tuple[str, ...] = ()
+    """The steps of the only answer, where the row judged each, and the probability that each is right."""
+    step_labels: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,8 @@ class Content:
     rejected: Turns = ()
     label: str = ""
     margin: float = 0.0
+    steps: tuple[str, ...] = ()
+    step_labels: tuple[float, ...] = ()
 
 
 def rename(row: Row, columns: Columns) -> dict[str, Any]:
@@ -165,14 +170,17 @@ def _unpaired_preference(row: Row) -> Content:
 
 
 def _stepwise(row: Row) -> Content:
-    """Return the steps joined: a good answer if every step is right, a bad one otherwise."""
+    """Return the steps, and joined: a good answer if every step is more likely right than wrong, a bad one otherwise."""
     steps, labels = row["completions"], row["labels"]
     if not isinstance(steps, (list, tuple)) or not isinstance(labels, (list, tuple)) or len(steps) != len(labels):
         raise DataError("completions and labels: must be lists of one length")
-    answer = _turns("\n".join(_string(step, "completions") for step in steps), role="assistant")
+    texts = tuple(_string(step, "completions") for step in steps)
+    answer = _turns("\n".join(texts), role="assistant")
     prompt = _turns(row["prompt"], role="user")
-    right = all(_truth(label) for label in labels)
-    return Content(prompt, chosen=answer) if right else Content(prompt, rejected=answer)
+    judged = tuple(_probability(label) for label in labels)
+    if all(label > 0.5 for label in judged):
+        return Content(prompt, chosen=answer, steps=texts, step_labels=judged)
+    return Content(prompt, rejected=answer, steps=texts, step_labels=judged)
 
 
 def _question_answer(row: Row) -> Content:
@@ -305,6 +313,19 @@ def _truth(value: Any) -> bool:
     if said not in _TRUTHS:
         raise DataError(f"not true or false: label is {value!r}")
     return _TRUTHS[said]
+
+
+def _probability(value: Any) -> float:
+    """Return a label of good or bad as 1.0 or 0.0, and a soft one as it is."""
+    if _spelling(value) in _TRUTHS:
+        return float(_truth(value))
+    try:
+        label = float(value)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"not true or false: label is {value!r}") from error
+    if not 0 <= label <= 1:  # NaN fails too
+        raise DataError(f"not a probability: label is {label}")
+    return label
 
 
 def _spelling(value: Any) -> str:

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from rlhf_core.data.chat import ChatTemplate
-from rlhf_core.data.tables import Demonstration, Preference, Tables
+from rlhf_core.data.tables import Demonstration, Preference, SteppedAnswer, Tables
 from rlhf_core.data.validation import DropReport, Origin
 from rlhf_core.errors import DataError
 from rlhf_core.types import Message, Prompt
 
-Row = TypeVar("Row", Demonstration, Preference, Prompt)
+Row = TypeVar("Row", Demonstration, Preference, Prompt, SteppedAnswer)
 
 _UNLIMITED = 1 << 40
 
@@ -57,11 +57,17 @@ def limit(
         eval_preferences=kept(tables.eval_preferences),
         prompts=kept(tables.prompts),
         eval_prompts=kept(tables.eval_prompts),
+        steps=kept(tables.steps),
+        eval_steps=kept(tables.eval_steps),
     )
 
 
-def parts(row: Demonstration | Preference | Prompt) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
-    """Return (prompt, answers) of a row; a demonstration's prompt is all before its last turn."""
+def parts(
+    row: Demonstration | Preference | Prompt | SteppedAnswer,
+) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
+    """Return (prompt, answers) of a row; a demonstration's prompt is all before its last turn, steps are one a line."""
+    if isinstance(row, SteppedAnswer):
+        return row.prompt, (row.answer("\n"),)
     if isinstance(row, Preference):
         return row.prompt, (row.chosen, row.rejected)
     if isinstance(row, Demonstration):
@@ -70,7 +76,7 @@ def parts(row: Demonstration | Preference | Prompt) -> tuple[tuple[Message, ...]
 
 
 def _broken(
-    row: Demonstration | Preference | Prompt,
+    row: Demonstration | Preference | Prompt | SteppedAnswer,
     chat: ChatTemplate,
     control: Sequence[str],
     *,

@@ -11,8 +11,8 @@ from rlhf_core.config.data import Use
 from rlhf_core.data.cleaning import exact
 from rlhf_core.data.formats import Example, Turns
 
-Table = Literal["demonstrations", "preferences", "prompts", "eval_prompts"]
-TABLES: tuple[Table, ...] = ("demonstrations", "preferences", "prompts", "eval_prompts")
+Table = Literal["demonstrations", "preferences", "prompts", "eval_prompts", "steps"]
+TABLES: tuple[Table, ...] = ("demonstrations", "preferences", "prompts", "eval_prompts", "steps")
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ def table_of(example: Example, use: Use) -> Table | None:
 
 
 def is_evaluation(example: Example, eval_fraction: float) -> bool:
-    """Return whether a demonstration or a pair is held out as evaluation, by its prompt."""
+    """Return whether a demonstration, a pair or a judged answer is held out as evaluation, by its prompt."""
     return place(example.prompt or example.chosen, "eval") < eval_fraction
 
 
@@ -50,6 +50,10 @@ def misfit(example: Example, table: Table) -> str | None:
         return "no pair of answers: preferences need a good and a bad one"
     if table in ("prompts", "eval_prompts") and not example.prompt:
         return "no prompt"
+    if table == "steps" and not (example.prompt and example.steps):
+        return "no judged steps: a prompt, completions and their labels are needed"
+    if table == "steps" and not all(step.strip() for step in example.steps):
+        return "blank step"
     return None
 
 

@@ -56,6 +56,21 @@ class Preference:
 
 
 @dataclass(frozen=True, slots=True)
+class SteppedAnswer:
+    """An answer in steps, each with the probability that it is right: 0.0 or 1.0 where a person judged it."""
+
+    id: str
+    prompt: tuple[Message, ...]
+    steps: tuple[str, ...]
+    labels: tuple[float, ...]
+    source: str
+
+    def answer(self, separator: str) -> tuple[Message, ...]:
+        """Return the steps, joined by `separator`, as the assistant's turn."""
+        return (Message("assistant", separator.join(self.steps)),)
+
+
+@dataclass(frozen=True, slots=True)
 class Tables:
     """All rows that `prepare_data` writes; an empty tuple means that the data have no such table."""
 
@@ -65,19 +80,22 @@ class Tables:
     eval_preferences: tuple[Preference, ...]
     prompts: tuple[Prompt, ...]
     eval_prompts: tuple[Prompt, ...]
+    steps: tuple[SteppedAnswer, ...] = ()
+    eval_steps: tuple[SteppedAnswer, ...] = ()
 
-    def named(self) -> dict[str, tuple[Demonstration | Preference | Prompt, ...]]:
+    def named(self) -> dict[str, tuple[Demonstration | Preference | Prompt | SteppedAnswer, ...]]:
         """Return the tables by name, in order of their fields."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def training_texts(self) -> Iterator[str]:
-        """Yield the texts to train a tokenizer on: of the demonstrations, or, without any, of pairs and prompts."""
+        """Yield the texts to train a tokenizer on: of the demonstrations, or without any of pairs and prompts, and of steps."""
         if self.demonstrations:
             turns: Iterable[Message] = (message for row in self.demonstrations for message in row.messages)
         else:
             pairs = (message for row in self.preferences for message in (*row.prompt, *row.chosen, *row.rejected))
             turns = (*pairs, *(message for prompt in self.prompts for message in prompt.messages))
         yield from (message.content for message in turns)
+        yield from (message.content for row in self.steps for message in (*row.prompt, *row.answer("\n")))
 
 
 def content_id(*parts: object) -> str:
@@ -99,6 +117,15 @@ PREFERENCES_SCHEMA = pa.schema(
         ("chosen", _MESSAGES),
         ("rejected", _MESSAGES),
         ("margin", pa.float64()),
+        ("source", pa.string()),
+    ]
+)
+STEPS_SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("prompt", _MESSAGES),
+        ("steps", pa.list_(pa.string())),
+        ("labels", pa.list_(pa.float64())),
         ("source", pa.string()),
     ]
 )
@@ -125,7 +152,7 @@ ROLLOUTS_SCHEMA = pa.schema(
 )
 
 
-# ---------------------------------------------------------------- demonstrations, preferences, prompts
+# ---------------------------------------------------------------- demonstrations, preferences, steps, prompts
 
 
 def write_demonstrations(path: Path, rows: Iterable[Demonstration]) -> None:
@@ -176,6 +203,19 @@ def read_preferences(path: Path) -> list[Preference]:
             row["source"],
         )
         for row in _read(path, PREFERENCES_SCHEMA)
+    ]
+
+
+def write_steps(path: Path, rows: Iterable[SteppedAnswer]) -> None:
+    """Write `rows` to the parquet file `path`."""
+    _write(path, STEPS_SCHEMA, [asdict(row) for row in rows])
+
+
+def read_steps(path: Path) -> list[SteppedAnswer]:
+    """Return the rows of the parquet file `path` (`train.parquet` or `eval.parquet`), in order."""
+    return [
+        SteppedAnswer(row["id"], _messages(row["prompt"]), tuple(row["steps"]), tuple(row["labels"]), row["source"])
+        for row in _read(path, STEPS_SCHEMA)
     ]
 
 

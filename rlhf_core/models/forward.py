@@ -10,7 +10,9 @@ one sample run as plain causal attention (the fast kernel); packed rows are told
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from rlhf_core.batches import TokenBatch
 from rlhf_core.errors import ConfigError, explain
+
+R = TypeVar("R", Tensor, tuple[Tensor, ...])
 
 CHUNK_ELEMENTS = 2**24
 """Logits held at once: 64 MiB in fp32. Fewer than this are computed in one piece."""
@@ -45,6 +49,18 @@ def token_logprobs(
     return logprobs_BL, _scatter(entropy_T, rows_T, before_T + 1, batch) if with_entropy else None
 
 
+def over_logits(model: nn.Module, batch: TokenBatch, compute: Callable[..., R], *inputs_T: Tensor) -> list[R]:
+    """Return `compute(logits_CV, targets_C, *inputs_C)` of each chunk of the masked positions, in order of rows and tokens.
+
+    The logits are fp32 and predict `targets_C`. The chunks are recomputed in the backward pass: what does not fit is
+    never there at once, if `compute` returns less than it is given. There is always a chunk, empty if nothing is masked.
+    """
+    rows_T, before_T = _masked_positions(batch)
+    hidden_TH = hidden_states(model, batch)[rows_T, before_T]
+    targets_T = batch.token_ids_BL[rows_T, before_T + 1]
+    return _by_chunks(model, hidden_TH, compute, targets_T, *inputs_T)
+
+
 def token_values(model: nn.Module, batch: TokenBatch) -> Tensor:
     """Return `values_BL`: the value of the state *before* token t (read at t - 1), fp32, 0 where the loss mask is 0.
 
@@ -68,6 +84,17 @@ def sequence_scores(model: nn.Module, batch: TokenBatch) -> Tensor:
     last_N = torch.tensor([start + length - 1 for _, start, length in batch.rows], device=device)
     hidden_NH = hidden_states(model, batch)[rows_N, last_N]
     return classifier.score(hidden_NH).squeeze(-1).float()
+
+
+def step_scores(model: nn.Module, batch: TokenBatch) -> Tensor:
+    """Return `logits_BL`: the score read *at* each token that the loss mask selects (a step's last), fp32, 0 elsewhere.
+
+    `model` is a sequence classifier with one output (`head="score"`); at a sequence's last token it is `sequence_scores`.
+    """
+    classifier: Any = model
+    rows_T, at_T = torch.nonzero(batch.loss_mask_BL, as_tuple=True)
+    hidden_TH = hidden_states(model, batch)[rows_T, at_T]
+    return _scatter(classifier.score(hidden_TH).squeeze(-1).float(), rows_T, at_T, batch)
 
 
 @torch.no_grad()
@@ -147,26 +174,34 @@ def _scatter(x_T: Tensor, rows_T: Tensor, positions_T: Tensor, batch: TokenBatch
 def _head_logprobs(
     model: nn.Module, hidden_TH: Tensor, targets_T: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    any_model: Any = model
-    chunk = max(1, CHUNK_ELEMENTS // any_model.config.get_text_config().vocab_size)
-    if len(hidden_TH) <= chunk:
-        return _chunk_logprobs(model, hidden_TH, targets_T, temperature, with_entropy)
-    recompute = torch.is_grad_enabled() and hidden_TH.requires_grad
-    pieces = []
-    for hidden_CH, targets_C in zip(hidden_TH.split(chunk), targets_T.split(chunk), strict=True):
-        arguments = (model, hidden_CH, targets_C, temperature, with_entropy)
-        if recompute:
-            pieces.append(checkpoint(_chunk_logprobs, *arguments, use_reentrant=False, preserve_rng_state=False))
-        else:
-            pieces.append(_chunk_logprobs(*arguments))
-    logprobs, entropies = zip(*pieces, strict=True)
+    compute = partial(_chunk_logprobs, temperature=temperature, with_entropy=with_entropy)
+    logprobs, entropies = zip(*_by_chunks(model, hidden_TH, compute, targets_T), strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
 
 
+def _by_chunks(model: nn.Module, hidden_TH: Tensor, compute: Callable[..., R], *inputs_T: Tensor) -> list[R]:
+    any_model: Any = model
+    chunk = max(1, CHUNK_ELEMENTS // any_model.config.get_text_config().vocab_size)
+
+    def piece(hidden_CH: Tensor, *inputs_C: Tensor) -> R:
+        return compute(_logits(model, hidden_CH), *inputs_C)
+
+    if len(hidden_TH) <= chunk:
+        return [piece(hidden_TH, *inputs_T)]
+    recompute = torch.is_grad_enabled() and hidden_TH.requires_grad
+    pieces = []
+    for parts in zip(hidden_TH.split(chunk), *(input_T.split(chunk) for input_T in inputs_T), strict=True):
+        if recompute:
+            pieces.append(checkpoint(piece, *parts, use_reentrant=False, preserve_rng_state=False))
+        else:
+            pieces.append(piece(*parts))
+    return pieces
+
+
 def _chunk_logprobs(
-    model: nn.Module, hidden_CH: Tensor, targets_C: Tensor, temperature: float, with_entropy: bool
+    logits_CV: Tensor, targets_C: Tensor, *, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    logits_CV = _logits(model, hidden_CH) / temperature
+    logits_CV = logits_CV / temperature
     normaliser_C = torch.logsumexp(logits_CV, dim=-1)
     logprobs_C = logits_CV.gather(-1, targets_C.unsqueeze(-1)).squeeze(-1) - normaliser_C
     if not with_entropy:

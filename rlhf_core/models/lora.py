@@ -1,4 +1,4 @@
-"""Low-rank adapters (arXiv 2106.09685) and merged weights. The only module that imports peft.
+"""Low-rank adapters (arXiv 2106.09685), rsLoRA and DoRA, and merged weights. The only module that imports peft.
 
 Adapters are put inside the model rather than around it, so a model with LoRA has the same class, backbone and head as
 one without.
@@ -44,6 +44,8 @@ def apply_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> nn.Module:
         r=config.rank,
         lora_alpha=config.alpha,
         lora_dropout=0.0,
+        use_rslora=config.variant == "rslora",
+        use_dora=config.variant == "dora",
         target_modules=targets,
         bias="none",
         task_type="CAUSAL_LM",
@@ -62,16 +64,15 @@ def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the weights under Hugging Face checkpoint names, adapters merged, tied duplicates left out.
 
     The live model does not change. Tensors are contiguous and on the CPU; weights without an adapter may share memory with
-    a model on the CPU, so use or copy them before the next optimizer step. The merge is W + scaling * B A in fp32,
-    rounded once to the dtype of W.
+    a model on the CPU, so use or copy them before the next optimizer step. The merge is V = W + scaling * B A in fp32,
+    for DoRA every row of V brought to its learnt norm, rounded once to the dtype of W.
     """
-    deltas = _deltas(model)
+    layers = _adapted_layers(model)
     state: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         if ".lora_" in name:
             continue
-        delta = deltas.pop(name) if name in deltas else None
-        merged = tensor if delta is None else (tensor.float() + delta).to(tensor.dtype)
+        merged = _merged(tensor, layers.pop(name)) if name in layers else tensor
         state[name.replace(_LAYER, ".")] = merged.detach().cpu().contiguous()
     for name in _tied_duplicates(model):
         state.pop(name, None)
@@ -98,16 +99,23 @@ def save_adapter(model: nn.Module, folder: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True, default=str) + "\n")
 
 
+def _adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """Return the layers with an adapter by the name of the weight that it changes."""
+    return {
+        f"{name}{_LAYER}weight": module
+        for name, module in model.named_modules()
+        if hasattr(module, "lora_A") and _ADAPTER in module.lora_A
+    }
+
+
 @torch.no_grad()
-def _deltas(model: nn.Module) -> dict[str, Tensor]:
-    """Return scaling * B A in fp32 by the name of the weight that it is added to."""
-    deltas = {}
-    for name, module in model.named_modules():
-        if hasattr(module, "lora_A") and _ADAPTER in module.lora_A:
-            layer: Any = module
-            a_RI, b_OR = layer.lora_A[_ADAPTER].weight.float(), layer.lora_B[_ADAPTER].weight.float()
-            deltas[f"{name}{_LAYER}weight"] = (b_OR @ a_RI) * layer.scaling[_ADAPTER]
-    return deltas
+def _merged(weight_OI: Tensor, layer: Any) -> Tensor:
+    a_RI, b_OR = layer.lora_A[_ADAPTER].weight.float(), layer.lora_B[_ADAPTER].weight.float()
+    merged_OI = weight_OI.float() + (b_OR @ a_RI) * layer.scaling[_ADAPTER]
+    if layer.use_dora[_ADAPTER]:
+        norm_O = layer.lora_magnitude_vector[_ADAPTER].weight.float()
+        merged_OI = merged_OI * (norm_O / merged_OI.norm(dim=1)).unsqueeze(1)
+    return merged_OI.to(weight_OI.dtype)
 
 
 def _tied_duplicates(model: nn.Module) -> list[str]:

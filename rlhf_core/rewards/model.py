@@ -57,16 +57,20 @@ class Contract:
 
 def verify_contract(trainer: Trainer, contract: Contract) -> None:
     """Score the probe sequences again; ArtifactError if a score moved: wrong head, wrong padding, other weights."""
-    scores = trainer.scores(contract.probe)
-    reduced = _in_bfloat16(scores) or _in_bfloat16(contract.probe_scores)
+    check_scores("reward_model", trainer.scores(contract.probe), contract.probe_scores)
+
+
+def check_scores(kind: str, scores: Sequence[float], expected: Sequence[float]) -> None:
+    """Raise ArtifactError if a probe score is not the `expected` one, as close as the precision of both allows."""
+    reduced = _in_bfloat16(scores) or _in_bfloat16(expected)
     tolerance = BFLOAT16_TOLERANCE if reduced else FLOAT32_TOLERANCE
-    for index, (score, expected) in enumerate(zip(scores, contract.probe_scores, strict=True)):
-        if not abs(score - expected) <= tolerance * max(1.0, abs(expected)):  # NaN fails too
+    for index, (score, wanted) in enumerate(zip(scores, expected, strict=True)):
+        if not abs(score - wanted) <= tolerance * max(1.0, abs(wanted)):  # NaN fails too
             raise ArtifactError(
                 explain(
-                    f"reward_model.probe[{index}]",
+                    f"{kind}.probe[{index}]",
                     score,
-                    f"was {expected!r} after training, beyond the tolerance of {tolerance:g}",
+                    f"was {wanted!r} after training, beyond the tolerance of {tolerance:g}",
                     "load the model with its own score head, padding and precision, or train it again",
                 )
             )
@@ -81,13 +85,18 @@ def score_with_reward_model(
     `max_length` tokens the sequence is cut, as it was in training. ConfigError when `chat`, the reward model's own
     template, would render the prompts to other tokens than the policy saw.
     """
-    for generation in generations[:RENDERED]:
-        _check_rendering(chat, generation)
+    check_rendering(chat, generations)
     sequences = [generation.prompt_ids + generation.completion.token_ids for generation in generations]
     cut = sum(len(sequence) > max_length for sequence in sequences)
     if cut:
         logger.warning("%d of %d sequences are cut to the reward model's %d tokens", cut, len(sequences), max_length)
     return trainer.scores([sequence[:max_length] for sequence in sequences])
+
+
+def check_rendering(chat: PromptRenderer, generations: Sequence[Generation]) -> None:
+    """Raise ConfigError when `chat` renders one of the first prompts to other tokens than the policy saw."""
+    for generation in generations[:RENDERED]:
+        _check_rendering(chat, generation)
 
 
 def _in_bfloat16(scores: Sequence[float]) -> bool:

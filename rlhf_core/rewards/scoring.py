@@ -9,7 +9,15 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from rlhf_core.config.rewards import FunctionReward, OverlongPenalty, RewardModelReward, RewardsConfig
+from rlhf_core.config.rewards import (
+    EnsembleReward,
+    FunctionReward,
+    OverlongPenalty,
+    ProcessRewardModelReward,
+    RewardModelReward,
+    RewardsConfig,
+    RewardSpec,
+)
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.interfaces import ModelSpec, RewardFunction
 from rlhf_core.rewards.composition import compose
@@ -18,7 +26,7 @@ from rlhf_core.rewards.isolation import IsolatedReward
 from rlhf_core.rewards.model import Contract, score_with_reward_model, verify_contract
 from rlhf_core.rewards.shaping import RunningNormaliser, clipped, soft_overlong
 from rlhf_core.stage import StageContext
-from rlhf_core.types import Generation, RewardModelRef, Rollout
+from rlhf_core.types import Generation, ProcessRewardModelRef, RewardModelRef, Rollout
 
 
 class Scorer:
@@ -80,19 +88,29 @@ def open_scorer(
                 isolated = IsolatedReward(name, spec.function, timeout_s=spec.timeout_s)
                 rewards[name] = leases.enter_context(isolated)
         for name, spec in config.terms.items():
-            if isinstance(spec, RewardModelReward):
-                rewards[name] = _open_reward_model(reward_models[spec.model], context, leases)
+            match spec:
+                case RewardModelReward():
+                    rewards[name] = _open_reward_model(reward_models[spec.model], context, leases)
+                case ProcessRewardModelReward():
+                    rewards[name] = _open_process_reward_model(spec, reward_models[spec.model], context, leases)
+                case EnsembleReward():
+                    rewards[name] = _open_ensemble(spec, reward_models, context, leases)
         yield Scorer(config, {name: rewards[name] for name in config.terms})
 
 
 def check_reward_models(config: RewardsConfig, reward_models: Mapping[str, RewardModelRef]) -> None:
-    """Raise ConfigError when a term names a reward model that is not among the inputs."""
+    """Raise ConfigError when a term names a reward model that is not among the inputs, or one that judges steps."""
     for name, spec in config.terms.items():
-        if isinstance(spec, RewardModelReward) and spec.model not in reward_models:
-            near = difflib.get_close_matches(spec.model, reward_models, n=1)
-            given = f"did you mean {near[0]}?" if near else f"the stage has {sorted(reward_models) or 'none'}"
-            rule = "the stage was not given this reward model"
-            raise ConfigError(explain(f"rewards.terms.{name}.model", spec.model, rule, given))
+        for key, model in _models_of(spec):
+            if model not in reward_models:
+                near = difflib.get_close_matches(model, reward_models, n=1)
+                given = f"did you mean {near[0]}?" if near else f"the stage has {sorted(reward_models) or 'none'}"
+                rule = "the stage was not given this reward model"
+                raise ConfigError(explain(f"rewards.terms.{name}.{key}", model, rule, given))
+            steps = isinstance(reward_models[model], ProcessRewardModelRef)
+            if steps and not isinstance(spec, ProcessRewardModelReward):
+                rule, remedy = "it judges steps and not whole answers", 'set type = "process_reward_model"'
+                raise ConfigError(explain(f"rewards.terms.{name}.{key}", model, rule, remedy))
 
 
 def overlong_penalties(generations: Sequence[Generation], config: OverlongPenalty) -> list[float]:
@@ -117,3 +135,49 @@ def _open_reward_model(ref: RewardModelRef, context: StageContext, leases: ExitS
     trainer = leases.enter_context(context.runtime.trainer("reward_model", spec, None))
     verify_contract(trainer, contract)
     return partial(score_with_reward_model, trainer, chat, max_length=contract.max_length)
+
+
+def _models_of(spec: RewardSpec) -> list[tuple[str, str]]:
+    """Return key -> name of the reward models that a term asks for."""
+    match spec:
+        case RewardModelReward() | ProcessRewardModelReward():
+            return [("model", spec.model)]
+        case EnsembleReward():
+            return [(f"models[{index}]", model) for index, model in enumerate(spec.models)]
+        case FunctionReward():
+            return []
+
+
+def _open_process_reward_model(
+    term: ProcessRewardModelReward, ref: RewardModelRef, context: StageContext, leases: ExitStack
+) -> RewardFunction:
+    from rlhf_core.data.chat import ChatTemplate
+    from rlhf_core.data.steps import StepSplitter
+    from rlhf_core.rewards.process_model import (
+        ProcessContract,
+        score_with_process_reward_model,
+        verify_process_contract,
+    )
+
+    folder = context.path(ref)
+    contract, chat = ProcessContract.read(folder), ChatTemplate.load(folder)
+    spec = ModelSpec(path=str(folder), head="score", lora=None, seed=context.seed)
+    trainer = leases.enter_context(context.runtime.trainer("reward_model", spec, None))
+    verify_process_contract(trainer, contract)
+    return partial(
+        score_with_process_reward_model,
+        trainer,
+        chat,
+        StepSplitter(chat, contract.separator),
+        max_length=contract.max_length,
+        reduce=contract.reduce if term.reduce == "model" else term.reduce,
+    )
+
+
+def _open_ensemble(
+    term: EnsembleReward, reward_models: Mapping[str, RewardModelRef], context: StageContext, leases: ExitStack
+) -> RewardFunction:
+    from rlhf_core.rewards.ensemble import score_with_ensemble
+
+    members = [_open_reward_model(reward_models[name], context, leases) for name in term.models]
+    return partial(score_with_ensemble, members, reduce=term.reduce, k=term.k)

@@ -13,11 +13,11 @@ from rlhf_core.interfaces import Metrics, Objective, Weights
 from rlhf_core.runtime.calls import WorkerGroup
 from rlhf_core.runtime.weight_sync import DeviceWeights, Transfer
 from rlhf_core.runtime.weights import StoredWeights
-from rlhf_core.types import Completion, SamplingRequest, TokenSample
+from rlhf_core.types import Completion, SamplingRequest, TokenSample, TopLogprobs
 
 
 class RayTrainer:
-    """One role on all ranks. Rank r gets samples r, r + world, ...; sums are divided by the whole batch's denominators."""
+    """One role on all ranks. The samples are dealt out by length; sums are divided by the whole batch's denominators."""
 
     def __init__(self, workers: WorkerGroup, role: str, lease: str, *, transfer: Transfer) -> None:
         self._workers = workers
@@ -37,6 +37,10 @@ class RayTrainer:
         """Return one tuple per sample, in order."""
         return self._in_order("logprobs", samples, temperature)
 
+    def top_logprobs(self, samples: Sequence[TokenSample], *, k: int, temperature: float) -> list[TopLogprobs]:
+        """Return one pair of arrays per sample, in order."""
+        return self._in_order("top_logprobs", samples, k, temperature)
+
     def values(self, samples: Sequence[TokenSample]) -> list[tuple[float, ...]]:
         """Return one tuple per sample, in order."""
         return self._in_order("values", samples)
@@ -44,6 +48,10 @@ class RayTrainer:
     def scores(self, sequences: Sequence[tuple[int, ...]]) -> list[float]:
         """Return one score per sequence, in order."""
         return self._in_order("scores", sequences)
+
+    def step_scores(self, samples: Sequence[TokenSample]) -> list[tuple[float, ...]]:
+        """Return one tuple per sample, in order."""
+        return self._in_order("step_scores", samples)
 
     def loss(self, samples: Sequence[Any], objective: Objective) -> Metrics:
         """Return the metrics of the whole batch without gradients."""
@@ -72,26 +80,26 @@ class RayTrainer:
     def _call(self, method: str, *arguments: Any) -> list[Any]:
         return self._workers.call(self._role, method, self._lease, *arguments)
 
-    def _shards(self, samples: Sequence[Any]) -> list[Sequence[Any]]:
-        from rlhf_core.training.trainer import shard
+    def _shares(self, samples: Sequence[Any]) -> list[list[int]]:
+        from rlhf_core.training.batching import row_length, shares
 
-        world = len(self._workers.actors)
-        return [shard(samples, rank, world) for rank in range(world)]
+        return shares([row_length(sample) for sample in samples], len(self._workers.actors))
 
     def _reduced(self, method: str, samples: Sequence[Any], objective: Objective) -> Metrics:
-        from rlhf_core.training.trainer import reduce
+        from rlhf_core.training.batching import reduce
 
         denominators = objective.denominators(samples)
-        arguments = [(self._lease, part, objective, denominators) for part in self._shards(samples)]
+        parts = [[samples[i] for i in share] for share in self._shares(samples)]
+        arguments = [(self._lease, part, objective, denominators) for part in parts]
         metrics: Metrics = reduce(self._workers.call_each(self._role, method, arguments))
         return metrics
 
     def _in_order(self, method: str, samples: Sequence[Any], *arguments: Any) -> list[Any]:
-        parts = self._shards(samples)
+        shares = self._shares(samples)
+        parts = [[samples[i] for i in share] for share in shares]
         results = self._workers.call_each(self._role, method, [(self._lease, part, *arguments) for part in parts])
-        # Positions are sharded like the samples, so each result goes back to where its sample came from.
         ordered: list[Any] = [None] * len(samples)
-        for positions, part in zip(self._shards(range(len(samples))), results, strict=True):
+        for positions, part in zip(shares, results, strict=True):
             for position, result in zip(positions, part, strict=True):
                 ordered[position] = result
         return ordered

@@ -12,6 +12,7 @@ from rlhf_core.errors import TrainingError, explain
 from rlhf_core.interfaces import Metrics, ModelSpec, Weights
 from rlhf_core.runtime.weight_sync import DeviceSender, Transfer
 from rlhf_core.runtime.weights import StoredWeights, pack
+from rlhf_core.types import TopLogprobs
 
 
 class TrainWorker:
@@ -117,6 +118,10 @@ class TrainWorker:
         """Return the log-probabilities of this rank's shard."""
         return self._trainer(lease).logprobs(samples, temperature=temperature)
 
+    def top_logprobs(self, lease: str, samples: Sequence[Any], k: int, temperature: float) -> list[TopLogprobs]:
+        """Return the likeliest tokens of this rank's shard."""
+        return self._trainer(lease).top_logprobs(samples, k=k, temperature=temperature)
+
     def values(self, lease: str, samples: Sequence[Any]) -> list[tuple[float, ...]]:
         """Return the values of this rank's shard."""
         return self._trainer(lease).values(samples)
@@ -124,6 +129,10 @@ class TrainWorker:
     def scores(self, lease: str, sequences: Sequence[tuple[int, ...]]) -> list[float]:
         """Return the scores of this rank's shard."""
         return self._trainer(lease).scores(sequences)
+
+    def step_scores(self, lease: str, samples: Sequence[Any]) -> list[tuple[float, ...]]:
+        """Return the step scores of this rank's shard."""
+        return self._trainer(lease).step_scores(samples)
 
     def loss(self, lease: str, samples: Sequence[Any], objective: Any, denominators: Metrics) -> Metrics:
         """Return the metrics of this rank's shard."""

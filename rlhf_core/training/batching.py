@@ -8,46 +8,75 @@ first ratio of the policy loss is exactly 1.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
-from rlhf_core.types import PolicySample, PreferenceSample, RewardPair, TokenSample, ValueSample
+from rlhf_core.types import (
+    AnswerSample,
+    DistillationSample,
+    PolicySample,
+    PreferenceSample,
+    RewardPair,
+    StepSample,
+    TokenSample,
+    ValueSample,
+)
 
-Row: TypeAlias = TokenSample | RewardPair | PreferenceSample | PolicySample | ValueSample
-T = TypeVar("T")
+Row: TypeAlias = (
+    TokenSample
+    | RewardPair
+    | StepSample
+    | PreferenceSample
+    | AnswerSample
+    | PolicySample
+    | ValueSample
+    | DistillationSample
+)
 
 
 def ordered(samples: Sequence[Row]) -> list[int]:
     """Return the indices of `samples`, longest first and then by token ids: the order of micro-batches."""
     keys = [_sides(sample) for sample in samples]
-    return sorted(range(len(samples)), key=lambda index: (-_length(samples[index]), keys[index]))
+    return sorted(range(len(samples)), key=lambda index: (-row_length(samples[index]), keys[index]))
 
 
-def micro_batches(samples: Sequence[Row], *, rows: int, pack_to: int | None) -> list[list[int]]:
+def micro_batches(samples: Sequence[Row], *, rows: int, pack_to: int | None, padded_tokens: int = 0) -> list[list[int]]:
     """Return the indices of each micro-batch in the order of `ordered`.
 
-    A micro-batch has at most `rows` samples; with packing, samples of at most `rows * pack_to` tokens together, which
+    A micro-batch has at most `rows` samples or, with `padded_tokens`, as many as are at most so many tokens when all are
+    padded to the longest, and at least one; with packing, samples of at most `rows * pack_to` tokens together, which
     first-fit lays out in about `rows` rows.
     """
     batches: list[list[int]] = []
-    tokens = 0
+    tokens = longest = 0
     for index in ordered(samples):
-        length = _length(samples[index])
-        full = not batches or (len(batches[-1]) >= rows if pack_to is None else tokens + length > rows * pack_to)
-        if full:
+        length = row_length(samples[index])
+        if pack_to is not None:
+            full = tokens + length > rows * pack_to
+        elif padded_tokens:
+            full = (len(batches[-1]) + 1) * longest > padded_tokens if batches else True
+        else:
+            full = len(batches[-1]) >= rows if batches else True
+        if full or not batches:
             batches.append([])
-            tokens = 0
+            tokens, longest = 0, length  # the first of a batch is its longest
         batches[-1].append(index)
         tokens += length
     return batches
 
 
-def shard(samples: Sequence[T], rank: int, world: int) -> Sequence[T]:
-    """Return the samples of `rank` out of `world`: every world-th, so that ranks differ by at most one sample.
+def shares(lengths: Sequence[int], world: int) -> list[list[int]]:
+    """Return the indices of each rank's samples: dealt out by length, there and back, so that all have equal work.
 
-    >>> [list(shard(range(5), rank, 2)) for rank in (0, 1)]
-    [[0, 2, 4], [1, 3]]
+    Ranks differ by at most one sample. One rank keeps the order.
+
+    >>> shares([5, 1, 4, 2, 3, 6], 2)
+    [[3, 4, 5], [0, 1, 2]]
     """
-    return samples[rank::world]
+    dealt: list[list[int]] = [[] for _ in range(world)]
+    for position, index in enumerate(sorted(range(len(lengths)), key=lambda index: -lengths[index])):
+        lap, seat = divmod(position, world)
+        dealt[seat if lap % 2 == 0 else world - 1 - seat].append(index)
+    return [sorted(indices) for indices in dealt]
 
 
 def reduce(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -68,8 +97,9 @@ def reduce(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return total
 
 
-def _length(sample: Row) -> int:
-    return max(len(ids) for ids in _sides(sample))
+def row_length(sample: Row | tuple[int, ...]) -> int:
+    """Return the tokens of a sample's row, or of the longer one of a pair."""
+    return len(sample) if isinstance(sample, tuple) else max(len(ids) for ids in _sides(sample))
 
 
 def _sides(sample: Row) -> tuple[tuple[int, ...], ...]:
@@ -78,5 +108,7 @@ def _sides(sample: Row) -> tuple[tuple[int, ...], ...]:
             return (sample.chosen_ids, sample.rejected_ids)
         case PreferenceSample():
             return (sample.chosen.token_ids, sample.rejected.token_ids)
+        case AnswerSample():
+            return (sample.answer.token_ids,)
         case _:
             return (sample.token_ids,)

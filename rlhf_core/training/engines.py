@@ -81,6 +81,9 @@ def open_engine(spec: ModelSpec, optimizer: OptimizerConfig | None, config: Trai
     """
     rank, world = rank_and_world()
     device = local_device()
+    if optimizer is not None and optimizer.ema_decay > 0 and config.zero_stage == 3:
+        rule = "under ZeRO 3 no rank has the whole weights to average"
+        raise ConfigError(explain("optimizer.ema_decay", optimizer.ema_decay, rule, "use zero_stage <= 2, or 0 here"))
     if config.engine == "deepspeed" and (optimizer is not None or config.zero_stage == 3):
         from rlhf_core.training.deepspeed_engine import DeepSpeedEngine
 

@@ -6,10 +6,9 @@ rollouts of a prompt stand together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal
+from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -20,8 +19,20 @@ from rlhf_core.advantages import (
     group_centered,
     group_normalized,
     leave_one_out,
+    opo,
     whiten,
     zero_variance_groups,
+)
+from rlhf_core.config.policy import (
+    Advantage,
+    DrGRPOAdvantage,
+    GAEAdvantage,
+    GroupAdvantage,
+    GRPOAdvantage,
+    OPOAdvantage,
+    ReinforcePPAdvantage,
+    ReinforcePPBaselineAdvantage,
+    RLOOAdvantage,
 )
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.interfaces import Metrics
@@ -29,17 +40,6 @@ from rlhf_core.kl import k1, k3
 from rlhf_core.losses.correction import mismatch_metrics
 from rlhf_core.losses.value import explained_variance
 from rlhf_core.types import PolicySample, Rollout, TokenSample, ValueSample
-
-Estimator = Literal["gae", "reinforce++", "reinforce++-baseline", "rloo", "grpo", "dr_grpo"]
-GRPO_EPS = 1e-6
-GROUP_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "rloo": leave_one_out,
-    "grpo": partial(group_normalized, eps=GRPO_EPS),
-    "dr_grpo": group_centered,
-    "reinforce++-baseline": group_centered,
-}
-WHITENED = ("gae", "reinforce++-baseline")
-"""Estimators whose papers whiten over the batch; `reinforce++` always does, the other group estimators must not."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,9 @@ def completion_tensor(rows: Sequence[Sequence[float]], experience: Experience) -
 def estimate_advantages(
     experience: Experience,
     *,
-    estimator: Estimator,
+    estimator: Advantage,
     group_size: int,
     kl_coef: float,
-    gamma: float,
-    gae_lambda: float,
-    whiten_advantages: bool,
 ) -> Advantages:
     """Return advantages by `estimator` from rewards with the KL penalty inside (`kl_coef` = 0 leaves it out).
 
@@ -100,27 +97,46 @@ def estimate_advantages(
     rewards_BT = token_rewards(scores_B, k1(old_BT, ref_BT), mask_BT, kl_coef=kl_coef)
     metrics = _reward_metrics(scores_B, old_BT, ref_BT, mask_BT) | _rollout_metrics(experience, old_BT, mask_BT)
 
-    if estimator == "gae":
-        values_BT = completion_tensor(experience.values, experience)
-        advantages_BT, returns_BT = gae(rewards_BT, values_BT, mask_BT, gamma=gamma, gae_lambda=gae_lambda)
-        metrics["value/explained_variance"] = float(explained_variance(values_BT, returns_BT, mask_BT))
-    elif estimator == "reinforce++":
-        returns_BT = whiten(discounted_returns(rewards_BT, mask_BT, gamma=gamma), mask_BT)
-        advantages_BT = returns_BT
-    else:
-        if group_size < 2:
-            rule = f"the estimator {estimator!r} compares the samples of a prompt, at least 2"
-            raise ConfigError(
-                explain("ppo.samples_per_prompt", group_size, rule, "raise it, or use gae or reinforce++")
-            )
-        rewards_PG = rewards_BT.sum(dim=1).reshape(-1, group_size)
-        advantages_BT = GROUP_ESTIMATORS[estimator](rewards_PG).reshape(-1, 1) * mask_BT
-        returns_BT = advantages_BT
-        # Of the scores: with a KL penalty inside, no two rewards are equal.
-        metrics["reward/zero_variance_groups"] = float(zero_variance_groups(scores_B.reshape(-1, group_size)))
-    if whiten_advantages and estimator in WHITENED:
-        advantages_BT = whiten(advantages_BT, mask_BT, shift_mean=True)
+    match estimator:
+        case GAEAdvantage():
+            values_BT = completion_tensor(experience.values, experience)
+            gamma, gae_lambda = estimator.gamma, estimator.gae_lambda
+            advantages_BT, returns_BT = gae(rewards_BT, values_BT, mask_BT, gamma=gamma, gae_lambda=gae_lambda)
+            metrics["value/explained_variance"] = float(explained_variance(values_BT, returns_BT, mask_BT))
+            if estimator.whiten:
+                advantages_BT = whiten(advantages_BT, mask_BT)
+        case ReinforcePPAdvantage():
+            returns_BT = whiten(discounted_returns(rewards_BT, mask_BT, gamma=estimator.gamma), mask_BT)
+            advantages_BT = returns_BT
+        case _:
+            if group_size < 2:
+                rule = f"the estimator {estimator.type!r} compares the samples of a prompt, at least 2"
+                raise ConfigError(
+                    explain("ppo.samples_per_prompt", group_size, rule, "raise it, or use gae or reinforce++")
+                )
+            rewards_PG = rewards_BT.sum(dim=1).reshape(-1, group_size)
+            lengths_PG = mask_BT.sum(dim=1).reshape(-1, group_size)
+            advantages_BT = _group_advantages(estimator, rewards_PG, lengths_PG).reshape(-1, 1) * mask_BT
+            returns_BT = advantages_BT
+            if isinstance(estimator, ReinforcePPBaselineAdvantage):
+                advantages_BT = whiten(advantages_BT, mask_BT)
+            # Of the scores: with a KL penalty inside, no two rewards are equal.
+            metrics["reward/zero_variance_groups"] = float(zero_variance_groups(scores_B.reshape(-1, group_size)))
     return Advantages(advantages_BT, returns_BT, metrics)
+
+
+def _group_advantages(estimator: GroupAdvantage, rewards_PG: Tensor, lengths_PG: Tensor) -> Tensor:
+    match estimator:
+        case ReinforcePPBaselineAdvantage() | DrGRPOAdvantage():
+            return group_centered(rewards_PG)
+        case RLOOAdvantage():
+            return leave_one_out(rewards_PG)
+        case GRPOAdvantage():
+            return group_normalized(rewards_PG, eps=estimator.eps)
+        case OPOAdvantage():
+            return opo(rewards_PG, lengths_PG)
+        case _:
+            assert_never(estimator)
 
 
 def token_rewards(scores_B: Tensor, kl_BT: Tensor, mask_BT: Tensor, *, kl_coef: float) -> Tensor:
@@ -151,6 +167,11 @@ def policy_samples(experience: Experience, advantages: Advantages) -> list[Polic
             strict=True,
         )
     ]
+
+
+def sampled_logprobs(rollouts: Sequence[Rollout]) -> list[tuple[float, ...]]:
+    """Return the sampler's log-probs per token of the whole sequences, 0 on the prompts."""
+    return [_after_prompt(rollout, rollout.completion.logprobs) for rollout in rollouts]
 
 
 def value_samples(experience: Experience, advantages: Advantages) -> list[ValueSample]:
@@ -186,8 +207,8 @@ def _reward_metrics(scores_B: Tensor, old_BT: Tensor, ref_BT: Tensor, mask_BT: T
 
 def _rollout_metrics(experience: Experience, old_BT: Tensor, mask_BT: Tensor) -> Metrics:
     rollouts = experience.rollouts
-    sampled = [_after_prompt(rollout, rollout.completion.logprobs) for rollout in rollouts]
-    mismatch = mismatch_metrics(old_BT, completion_tensor(sampled, experience), mask_BT)
+    sampled_BT = completion_tensor(sampled_logprobs(rollouts), experience)
+    mismatch = mismatch_metrics(old_BT, sampled_BT, mask_BT)
     return {
         "rollout/length": float(mask_BT.sum(dim=1).mean()),
         "rollout/truncated": sum(r.completion.finish_reason == "length" for r in rollouts) / len(rollouts),

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from rlhf_core.checkpoints import Checkpoints
 from rlhf_core.config.engines import OptimizerConfig
@@ -23,6 +23,8 @@ from rlhf_core.training.skipped import count_skipped
 from rlhf_core.types import derive_seed
 
 logger = logging.getLogger(__name__)
+
+LookAhead: TypeAlias = Callable[[Trainer, Sequence[Any]], tuple[Objective, list[Any]]]
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,11 @@ def fit(
     optimizer: OptimizerConfig,
     loop: LoopConfig,
     context: StageContext,
+    look_ahead: LookAhead | None = None,
 ) -> FitResult:
     """Train on `train`, evaluating on `evaluation`; resume from the newest checkpoint of this stage's key.
+
+    `look_ahead` sees all samples of a step (or of an evaluation) first, and may change them and the objective.
 
     The trainer ends with the last weights, or with the best ones if `loop.keep_best` is set.
     """
@@ -72,7 +77,7 @@ def fit(
     checkpoints = context.checkpoints.keeping(best=loop.keep_best)
     checkpoint = checkpoints.to_resume()
     if checkpoint is None:
-        first, initial, skipped_in_a_row = 0, _evaluate(trainer, evaluation, objective), 0
+        first, initial, skipped_in_a_row = 0, _evaluate(trainer, evaluation, objective, look_ahead), 0
         context.metrics(0, initial)
     else:
         trainer.load(checkpoint.path)
@@ -80,7 +85,8 @@ def fit(
         skipped_in_a_row = int(checkpoint.state["skipped_in_a_row"])
     for step in range(first, steps):
         batch = batch_at(step, train, batch_size=loop.batch_size, seed=context.seed)
-        metrics = trainer.forward_backward(batch, objective)
+        now, batch = look_ahead(trainer, batch) if look_ahead else (objective, batch)
+        metrics = trainer.forward_backward(batch, now)
         metrics |= trainer.optim_step(learning_rate=scheduled_rate(optimizer, step, steps))
         skipped_in_a_row = count_skipped(skipped_in_a_row, metrics, label=context.label, step=step)
         done = step + 1
@@ -89,7 +95,7 @@ def fit(
         context.progress(done, steps, f"loss {metrics['loss']:.4f}")
         evaluated = None
         if done % loop.eval_every == 0 or done == steps:
-            evaluated = _evaluate(trainer, evaluation, objective)
+            evaluated = _evaluate(trainer, evaluation, objective, look_ahead)
             context.metrics(done, evaluated)
         due = done % loop.checkpoint_every == 0 or done == steps or (evaluated and loop.keep_best)
         stop = context.stopping()  # asked once: a request that comes after the save waits for the next step
@@ -114,7 +120,9 @@ def _finish(
     return FitResult(steps=steps, initial=initial, final=dict(chosen.state["final"]))
 
 
-def _evaluate(trainer: Trainer, samples: Sequence[Any], objective: Objective) -> Metrics:
+def _evaluate(trainer: Trainer, samples: Sequence[Any], objective: Objective, look_ahead: LookAhead | None) -> Metrics:
     if not samples:
         return {}
+    if look_ahead:
+        objective, samples = look_ahead(trainer, samples)
     return {f"eval/{name}": value for name, value in trainer.loss(samples, objective).items()}

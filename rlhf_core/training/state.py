@@ -59,7 +59,7 @@ def training_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 def load_training_state(file: Path, module: nn.Module, optimizer: Optimizer) -> None:
     """Restore a written `training_state`, bit for bit. Raises TrainingError if it is of another model."""
-    state = _read(file)
+    state = load_state(file)
     own = trained_parameters(module)
     if {n: t.shape for n, t in own.items()} != {n: t.shape for n, t in state["parameters"].items()}:
         odd = sorted(set(own) ^ set(state["parameters"]))[:3]
@@ -125,7 +125,7 @@ def resume_random_state(folder: Path, rank: int, *, seed: int) -> None:
 
 def load_random_state(file: Path) -> None:
     """Restore a written `random_state`; GPU generators only where there are as many GPUs as there were."""
-    state = _read(file)
+    state = load_state(file)
     generator = state["numpy"]
     key = generator["state"]["key"].numpy().astype("uint32")
     random.setstate(state["python"])
@@ -135,7 +135,8 @@ def load_random_state(file: Path) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
 
 
-def _read(file: Path) -> Any:
+def load_state(file: Path) -> Any:
+    """Return what `write_states` wrote to `file`: tensors and plain values. TrainingError if it is not there."""
     if not file.is_file():
         rule = "the checkpoint lacks this file"
         raise TrainingError(explain("checkpoint", str(file), rule, "resume with as many workers as wrote it"))

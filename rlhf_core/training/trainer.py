@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +23,19 @@ from rlhf_core.errors import TrainingError, explain
 from rlhf_core.interfaces import Metrics, ModelSpec, Weights
 from rlhf_core.losses.output import LossOutput
 from rlhf_core.models.export import export_model, weights_digest
-from rlhf_core.models.forward import sequence_scores, token_logprobs, token_values
+from rlhf_core.models.forward import sequence_scores, step_scores, token_logprobs, token_values
 from rlhf_core.models.lora import merged_state_dict
-from rlhf_core.training.batching import Row, micro_batches, reduce, shard
+from rlhf_core.training.batching import Row, micro_batches
+from rlhf_core.training.distillation_objective import top_logprobs
+from rlhf_core.training.ema import average_of
 from rlhf_core.training.engines import Engine, open_engine
 from rlhf_core.training.objectives import SftObjective, TrainingObjective, unmasked
-from rlhf_core.training.state import random_file, random_state, resume_random_state, write_states
-from rlhf_core.types import TokenSample
+from rlhf_core.training.state import load_state, random_file, random_state, resume_random_state, write_states
+from rlhf_core.types import TokenSample, TopLogprobs
 
-__all__ = ["LocalTrainer", "reduce", "shard"]
+AVERAGE_FILE = "average.pt"
+
+T = TypeVar("T")
 
 
 class LocalTrainer:
@@ -54,7 +59,11 @@ class LocalTrainer:
         self._spec = spec
         self._trained = optimizer is not None
         self._rows = config.micro_batch
+        self._padded_tokens = config.micro_tokens
         self._engine = open_engine(spec, optimizer, config) if engine is None else engine
+        self._average = average_of(
+            self._engine.module, decay=optimizer.ema_decay if optimizer else 0.0, rank=self._engine.rank
+        )
         any_module: Any = self._engine.module
         # Any token will do where nothing is told apart by it: no sample ever sees its padding.
         pad_id = any_module.config.get_text_config().pad_token_id
@@ -82,6 +91,8 @@ class LocalTrainer:
         self._check_trained("optim_step")
         grad_norm = self._engine.step(learning_rate)
         skipped = not math.isfinite(grad_norm)
+        if self._average and not skipped:
+            self._average.update(self._engine.module)
         return {"grad_norm": grad_norm, "learning_rate": learning_rate, "skipped": float(skipped)}
 
     def loss(
@@ -101,6 +112,14 @@ class LocalTrainer:
 
         return [tuple(row.tolist()) for row in self._measure(samples, compute)]
 
+    def top_logprobs(self, samples: Sequence[TokenSample], *, k: int, temperature: float) -> list[TopLogprobs]:
+        """Return the `k` likeliest tokens at each masked position of each sample; all of them, in order, for k = 0."""
+
+        def compute(module: nn.Module, batch: TokenBatch) -> list[TopLogprobs]:
+            return top_logprobs(module, batch, k=k, temperature=temperature)
+
+        return self._measure(samples, compute)
+
     def values(self, samples: Sequence[TokenSample]) -> list[tuple[float, ...]]:
         """Return the value before each token, 0.0 where the mask is 0."""
 
@@ -116,6 +135,15 @@ class LocalTrainer:
             return list(sequence_scores(module, batch).cpu())
 
         return [float(score) for score in self._measure(unmasked(sequences), compute)]
+
+    def step_scores(self, samples: Sequence[TokenSample]) -> list[tuple[float, ...]]:
+        """Return the process reward model's logit at each masked token of each sample: one per step, in order."""
+
+        def compute(module: nn.Module, batch: TokenBatch) -> list[Tensor]:
+            logits, masks = unpack(step_scores(module, batch).cpu(), batch), unpack(batch.loss_mask_BL.cpu(), batch)
+            return [row[mask != 0] for row, mask in zip(logits, masks, strict=True)]
+
+        return [tuple(row.tolist()) for row in self._measure(samples, compute)]
 
     # ------------------------------------------------------------ weights and state
 
@@ -139,6 +167,8 @@ class LocalTrainer:
         """
         folder.mkdir(parents=True, exist_ok=True)
         states = self._engine.snapshot(folder) | {random_file(folder, self._engine.rank): random_state()}
+        if self._average:
+            states[folder / AVERAGE_FILE] = self._average.state()
         write_part(folder, f"rank_{self._engine.rank:05d}", partial(write_states, states))
 
     def load(self, folder: Path) -> None:
@@ -148,11 +178,17 @@ class LocalTrainer:
         """
         wait_for_parts(folder)
         self._engine.load(folder)
+        if self._average:
+            self._average.restore(load_state(folder / AVERAGE_FILE))
         resume_random_state(folder, self._engine.rank, seed=self._spec.seed)
 
     def export(self, folder: Path) -> None:
-        """Write the model in Hugging Face layout with its tokenizer; every rank calls it, rank 0 writes."""
-        with self._engine.gathered():
+        """Write the model in Hugging Face layout with its tokenizer; every rank calls it, rank 0 writes.
+
+        With `ema_decay` these are the averaged weights.
+        """
+        averaged = self._average.in_place(self._engine.module) if self._average else nullcontext()
+        with self._engine.gathered(), averaged:
             if self._engine.rank == 0:
                 export_model(self._engine.module, folder, tokenizer_from=Path(self._spec.path))
 
@@ -186,11 +222,9 @@ class LocalTrainer:
                 self._engine.backward(_poisoned(output.loss))
         return total.floats()
 
-    def _measure(
-        self, samples: Sequence[TokenSample], compute: Callable[[nn.Module, TokenBatch], list[Tensor]]
-    ) -> list[Tensor]:
+    def _measure(self, samples: Sequence[TokenSample], compute: Callable[[nn.Module, TokenBatch], list[T]]) -> list[T]:
         """Return what `compute` says of each sample, in the order of `samples`."""
-        results: dict[int, Tensor] = {}
+        results: dict[int, T] = {}
         for indices in self._passes(samples, pack_to=None):
             rows = [samples[i] for i in indices] or [self._idle_sample()]
             batch = collate(rows, pad_id=self._pad_id).to(self._engine.device)
@@ -201,7 +235,7 @@ class LocalTrainer:
 
     def _passes(self, samples: Sequence[Row], *, pack_to: int | None) -> Iterator[list[int]]:
         """Yield the indices of each micro-batch, then empty ones while other ranks still work."""
-        batches = micro_batches(samples, rows=self._rows, pack_to=pack_to)
+        batches = micro_batches(samples, rows=self._rows, pack_to=pack_to, padded_tokens=self._padded_tokens)
         # Agreed on before the first pass: ZeRO 2 and 3 talk during passes, and a question in between would deadlock.
         idle = self._engine.passes(len(batches)) - len(batches)
         yield from batches

@@ -29,6 +29,28 @@ def test_there_is_a_deployment_for_every_stage(forms: dict) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("profile", "names"),
+    [
+        ("tiny/conditional", {"condition", "conditional-sft"}),
+        ("tiny/distill", {"distill"}),
+        ("tiny/prm", {"process-reward-model"}),
+    ],
+)
+def test_the_stages_of_other_profiles_have_forms_too(profile: str, names: set[str]) -> None:
+    found = stage_parameters(load_profile(profile))
+    assert names <= set(found)
+    for name in names:
+        flow, parameters = found[name]
+        assert validate(parameters, flow.parameters.model_dump_for_openapi()) is None
+
+
+def test_every_deployment_is_served_once() -> None:
+    served = [deployment.name for deployment in deployments.deployments()]
+    assert len(served) == len(set(served))
+    assert {"full", "rlvr", "distill", "condition", "conditional-sft", "ppo"} <= set(served)
+
+
 def test_every_form_accepts_what_it_is_filled_with(forms: dict) -> None:
     for schema, parameters in forms.values():
         assert validate(parameters, schema) is None

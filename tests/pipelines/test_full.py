@@ -9,7 +9,7 @@ from pipelines.plan import PlannedStage, plan
 from pipelines.profile import load_profile
 from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.errors import ConfigError
-from rlhf_core.types import PreferencesRef, PreparedDataRef, PromptsRef
+from rlhf_core.types import PreferencesRef, PreparedDataRef, ProcessRewardModelRef, PromptsRef
 
 
 def planned(tmp_path: Path, *overrides: str) -> dict[str, PlannedStage]:
@@ -56,3 +56,41 @@ def test_prepared_data_without_the_part_that_a_stage_needs_is_refused() -> None:
     assert part(data, "prompts", PromptsRef).digest == "y"
     with pytest.raises(ConfigError, match=r"prepare_data\.preferences = None: a later stage needs PreferencesRef"):
         part(data, "preferences", PreferencesRef)
+
+
+def test_conditional_sft_imitates_all_answers_and_is_evaluated_on_what_it_was_taught_to_hear(tmp_path: Path) -> None:
+    config = load_profile("tiny/conditional")
+    stages = {stage.label: stage for stage in plan(config, ArtifactStore(tmp_path))}
+    assert made_by(stages["conditional_sft/sft"], "policy") == "sft"
+    assert made_by(stages["conditional_sft/sft"], "demonstrations") == "conditional_sft/condition"
+    assert made_by(stages["conditional_sft/ask"], "rollouts") == "conditional_sft/score"
+    ours, theirs = (stages[f"evaluate/{name}/generate"] for name in ("conditional_sft", "sft"))
+    assert made_by(ours, "asked") == "conditional_sft/ask"
+    assert "asked" not in theirs.spec.inputs
+    assert made_by(ours, "prompts") == made_by(theirs, "prompts") == "prepare_data"
+
+
+def test_nothing_is_asked_where_nothing_is_evaluated(tmp_path: Path) -> None:
+    config = load_profile("tiny/conditional", ["evaluate=none"])
+    labels = [stage.label for stage in plan(config, ArtifactStore(tmp_path))]
+    assert labels[-2:] == ["conditional_sft/condition", "conditional_sft/sft"]
+
+
+@pytest.mark.parametrize("on_policy", [False, True])
+def test_the_student_reads_prompts_on_policy_and_demonstrations_off_it(tmp_path: Path, on_policy: bool) -> None:
+    changes = ["distill.on_policy=true", "distill.kl_weight=1"] if on_policy else []
+    stages = {stage.label: stage for stage in plan(load_profile("tiny/distill", changes), ArtifactStore(tmp_path))}
+    inputs = stages["distill"].spec.inputs
+    assert set(inputs) == {"policy", "teacher", "prompts" if on_policy else "demonstrations"}
+    assert (made_by(stages["distill"], "policy"), made_by(stages["distill"], "teacher")) == ("prepare_data", "sft")
+    assert set(stages["evaluate"].spec.inputs["generations"]) == {"base", "sft", "distill"}
+
+
+def test_a_process_reward_model_is_offered_to_later_stages_and_not_to_the_report(tmp_path: Path) -> None:
+    stages = {stage.label: stage for stage in plan(load_profile("tiny/prm"), ArtifactStore(tmp_path))}
+    assert made_by(stages["process_reward_model"], "policy") == "sft"
+    assert made_by(stages["process_reward_model"], "steps") == "prepare_data"
+    offered = stages["rejection_sampling/score"].spec.inputs["reward_models"]
+    assert isinstance(offered, dict)
+    assert {name: type(ref) for name, ref in offered.items()} == {"process_reward_model": ProcessRewardModelRef}
+    assert "reward_model" not in stages["evaluate"].spec.inputs

@@ -19,9 +19,9 @@ def test_the_tiny_profiles_are_shipped() -> None:
 
 
 def test_an_override_changes_one_value_and_keeps_its_type() -> None:
-    config = load_profile("tiny/full", ["ppo.kl_coef=0.125", "name=night run", "ppo.whiten_advantages=false"])
+    config = load_profile("tiny/full", ["ppo.kl_coef=0.125", "name=night run", "ppo.advantage.whiten=false"])
     assert config.ppo is not None
-    assert (config.ppo.kl_coef, config.name, config.ppo.whiten_advantages) == (0.125, "night run", False)
+    assert (config.ppo.kl_coef, config.name, config.ppo.advantage.model_dump()["whiten"]) == (0.125, "night run", False)
 
 
 def test_an_override_of_none_takes_a_section_away() -> None:
@@ -54,9 +54,17 @@ def test_a_bad_value_names_key_value_rule_and_remedy() -> None:
     )
 
 
+def test_a_bare_name_chooses_a_loss_with_its_defaults() -> None:
+    short = load_profile("tiny/full", ["ppo.loss=gspo", "iterative_dpo.dpo.loss=ipo"])
+    long = load_profile("tiny/full", ["ppo.loss.type=gspo", 'iterative_dpo.dpo.loss={type = "ipo"}'])
+    assert short == long
+    with pytest.raises(ConfigError, match=r"ppo\.loss"):
+        load_profile("tiny/full", ["ppo.loss=gpso"])
+
+
 def test_a_rule_between_fields_keeps_its_dotted_key() -> None:
-    with pytest.raises(ConfigError, match=r"^iterative_dpo\.dpo\.label_smoothing = 0\.0: must be > 0 for loss cdpo"):
-        load_profile("tiny/full", ["iterative_dpo.dpo.loss=cdpo"])
+    with pytest.raises(ConfigError, match=r"^iterative_dpo\.dpo\.nll_coef = 0\.5: orpo has the chosen answer's loss"):
+        load_profile("tiny/full", ['iterative_dpo.dpo.loss={type="orpo"}', "iterative_dpo.dpo.nll_coef=0.5"])
 
 
 def test_a_start_that_the_profile_does_not_make_is_refused(tmp_path: Path) -> None:
@@ -109,3 +117,8 @@ def test_overrides_of_a_configuration_are_checked_like_a_profile(tmp_path: Path)
 def test_a_dump_of_a_configuration_parses_to_the_same_configuration() -> None:
     config = load_profile("tiny/full")
     assert parse(config.model_dump(mode="json", exclude_none=True), origin="dump") == config
+
+
+def test_a_teacher_that_the_profile_does_not_make_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"distill\.teacher = 'ppo': the profile has no \[ppo\]; add that section"):
+        load_profile("tiny/distill", ["distill.teacher=ppo"])

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from pydantic import ValidationError
 
 from rlhf_core.artifacts import ArtifactStore
+from rlhf_core.config.base import Config
 from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.config.loop import LoopConfig
-from rlhf_core.types import PolicyRef
-from stages.dpo import DPOConfig
+from rlhf_core.config.preference import REFERENCE_FREE, DiscoPOPLoss, DPOLoss, KTOLoss, ORPOLoss, PreferenceLoss
+from rlhf_core.types import PolicyRef, TokenSample
+from stages.dpo import DPOConfig, mismatched
 from tests.stages.recording import Workshop, make_policy
 from tests.stages.training import killed_and_resumed, preferences
 
 CONFIG = DPOConfig(
     max_length=48,
-    beta=0.5,
+    loss=DPOLoss(beta=0.5),
     loop=LoopConfig(batch_size=4, epochs=1, eval_every=8, checkpoint_every=3),
     optimizer=OptimizerConfig(learning_rate=2e-3),
 )
+
+GROWTH = 0.02
+"""What the margin of the rewards must grow by in eight small steps, whatever the loss's scale."""
 
 
 @pytest.fixture(scope="module")
@@ -28,16 +34,34 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_policy(tmp_path_factory.mktemp("policy"))
 
 
-@pytest.mark.parametrize("loss", ["dpo", "ipo"])
-def test_the_margin_grows_from_exactly_zero(tmp_path: Path, policy: Path, loss: str) -> None:
+@pytest.mark.parametrize("kind", get_args(get_args(PreferenceLoss)[0]), ids=lambda kind: kind().type)
+def test_every_loss_of_the_family_raises_the_chosen_above_the_rejected(
+    tmp_path: Path, policy: Path, kind: type[Config]
+) -> None:
     shop = Workshop(ArtifactStore(tmp_path / "store"))
     base = shop.store.external(PolicyRef, policy)
     inputs = {"policy": base, "reference": base, "preferences": preferences(shop.store, tmp_path)}
-    ref, decision = shop.run("dpo", CONFIG.model_copy(update={"loss": loss}), inputs)
-    margins = [values["dpo/eval/rewards/margin"] for _, values in shop.tracker.points if "dpo/eval/loss" in values]
-    assert margins[0] == pytest.approx(0.0, abs=1e-4)  # policy == reference; sums of fp32 log-probs of ~ -80
-    assert shop.metrics(decision)["eval/rewards/margin"] > 0.2
+    ref, _ = shop.run("dpo", CONFIG.model_copy(update={"loss": kind()}), inputs)
+    evaluated = [values for _, values in shop.tracker.points if "dpo/eval/loss" in values]
+    margins = [margin({name.removeprefix("dpo/"): value for name, value in row.items()}) for row in evaluated]
+    if kind not in REFERENCE_FREE:
+        assert margins[0] == pytest.approx(0.0, abs=1e-4)  # policy == reference; sums of fp32 log-probs of ~ -80
+    if kind is DiscoPOPLoss:  # from h = 0 its gradient points the wrong way: 5 (1 - log 2) - 0.75 = 0.78 > 0
+        assert evaluated[-1]["dpo/eval/loss"] < evaluated[0]["dpo/eval/loss"]
+    else:
+        assert margins[-1] > margins[0] + GROWTH * (0.1 if kind is ORPOLoss else 1.0)
     assert ref.digest != base.digest
+
+
+def margin(metrics: dict[str, float]) -> float:
+    if "eval/rewards/margin" in metrics:
+        return metrics["eval/rewards/margin"]
+    return metrics["eval/rewards/desirable"] - metrics["eval/rewards/undesirable"]
+
+
+def test_kto_measures_its_kl_on_answers_to_other_prompts() -> None:
+    sample, other = TokenSample((1, 2, 3, 4), (0, 0, 1, 1)), TokenSample((7, 8, 9, 5, 6), (0, 1, 1, 1, 0))
+    assert mismatched(sample, other) == TokenSample((1, 2, 8, 9, 5), (0, 0, 1, 1, 1))
 
 
 def test_a_killed_run_ends_with_the_same_bytes(tmp_path: Path, policy: Path) -> None:
@@ -51,8 +75,10 @@ def test_a_killed_run_ends_with_the_same_bytes(tmp_path: Path, policy: Path) -> 
     assert refs[0].digest == refs[1].digest
 
 
-def test_label_smoothing_belongs_to_the_losses_that_use_it() -> None:
-    with pytest.raises(ValidationError, match=r"label_smoothing = 0\.1: must be > 0 for loss cdpo"):
-        DPOConfig(loss="dpo", label_smoothing=0.1)
-    with pytest.raises(ValidationError, match="loss is 'cdpo'"):
-        DPOConfig(loss="cdpo")
+def test_options_that_a_loss_cannot_use_are_refused() -> None:
+    with pytest.raises(ValidationError, match=r"loss\.type = 'kto': judges single answers"):
+        DPOConfig(loss=KTOLoss(), nll_coef=0.1)
+    with pytest.raises(ValidationError, match=r"nll_coef = 0\.1: orpo has the chosen answer's loss"):
+        DPOConfig(loss=ORPOLoss(), nll_coef=0.1)
+    with pytest.raises(ValidationError, match="label_smoothing"):
+        DPOConfig(loss={"type": "dpo", "label_smoothing": 0.1})

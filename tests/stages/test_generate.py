@@ -12,7 +12,7 @@ from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.tables import read_generations, read_index, shards, write_prompts
 from rlhf_core.errors import DataError
-from rlhf_core.types import Completion, Generation, Message, PolicyRef, Prompt, PromptsRef, derive_seed
+from rlhf_core.types import Completion, Generation, Message, PolicyRef, Prompt, PromptsRef, SamplingRequest, derive_seed
 from stages.generate import GenerateConfig, cut, generation_metrics
 from tests.stages.recording import Workshop, generation, make_policy
 
@@ -107,3 +107,23 @@ def test_the_metrics_match_hand_computed_numbers() -> None:
         "truncated": 0.25,
         "distinct": 0.75,  # (1/2 + 2/2) / 2
     }
+
+
+def test_what_a_policy_is_asked_instead_changes_the_answer_and_not_the_prompt(tmp_path: Path, policy: Path) -> None:
+    shop, inputs = workshop(tmp_path, policy, PROMPTS)
+    asked = [Prompt(one.id, (Message("user", "What is 12 + 30?"),), "", "test") for one in PROMPTS[:1]]
+    write_prompts(tmp_path / "asked", asked)
+    inputs["asked"] = shop.store.external(PromptsRef, tmp_path / "asked")
+    made = read_generations(shop.store.path(shop.run("generate", CONFIG, inputs)[0]))
+
+    del inputs["asked"]
+    plain = read_generations(shop.store.path(shop.run("generate", CONFIG, inputs)[0]))
+    assert [(one.prompt, one.prompt_ids) for one in made] == [(one.prompt, one.prompt_ids) for one in plain]
+    assert made[3:] == plain[3:]  # the other prompts are asked as they are
+    # What was sampled, from the same seed, is what the model says of the other text.
+    chat = ChatTemplate.load(policy)
+    with shop.runtime.sampler(policy) as sampler:
+        request = SamplingRequest(chat.prompt_ids(asked[0].messages), made[0].completion.seed)
+        answer = sampler.generate([request], CONFIG.sampling)[0]
+    assert answer.logprobs == pytest.approx(made[0].completion.logprobs, abs=1e-4)
+    assert made[0].completion.logprobs != plain[0].completion.logprobs

@@ -13,10 +13,11 @@ from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
 from rlhf_core.config.rewards import FunctionReward, RewardsConfig
 from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.errors import ConfigError
 from rlhf_core.types import Completion, Generation, Message, PolicyRef, Prompt, SamplingRequest
 from stages.ppo import PPOConfig, sample
 from tests.stages.recording import Workshop, make_policy
-from tests.stages.training import killed_and_resumed, prompts, stopped_and_resumed
+from tests.stages.training import demonstrations, killed_and_resumed, prompts, stopped_and_resumed
 
 PROMPTS = [Prompt(f"p{i}", (Message("user", str(i)),), "", "test") for i in range(5)]
 
@@ -24,6 +25,11 @@ PROMPTS = [Prompt(f"p{i}", (Message("user", str(i)),), "", "test") for i in rang
 def short_is_good(generations: Sequence[Generation]) -> list[float]:
     """A reward that a random policy can learn: tokens with small ids."""
     return [-sum(row.completion.token_ids) / len(row.completion.token_ids) / 100 for row in generations]
+
+
+def every_fourth(generations: Sequence[Generation]) -> list[float]:
+    """A reward that leaves most pairs undecided."""
+    return [float(row.completion.token_ids[0] % 4 == 0) for row in generations]
 
 
 def config(**changes: Any) -> PPOConfig:
@@ -76,22 +82,30 @@ def test_a_prompt_that_comes_twice_in_a_step_is_sampled_from_other_seeds(policy:
     assert [row.completion.seed for row in made[:4]] == [row.completion.seed for row in once]
 
 
-@pytest.mark.parametrize("advantage", ["gae", "reinforce++", "rloo", "grpo", "dr_grpo"])
+@pytest.mark.parametrize("advantage", ["gae", "reinforce++", "reinforce++-baseline", "rloo", "grpo", "dr_grpo", "opo"])
 def test_the_first_update_is_on_policy_and_the_reference_is_at_distance_zero(
     tmp_path: Path, policy: Path, advantage: str
 ) -> None:
     shop, inputs = shop_and_inputs(tmp_path, policy)
-    shop.run("ppo", config(advantage=advantage, steps=2), inputs)
+    shop.run("ppo", config(advantage={"type": advantage}, steps=2), inputs)
     assert series(shop, "policy/ratio_max")[0] == 1.0
     assert series(shop, "kl/per_sequence")[0] == 0.0
     assert series(shop, "kl/per_sequence")[1] != 0.0
     assert series(shop, "mismatch/exp_abs_log_q")[0] == pytest.approx(1.0, abs=1e-3)
 
 
-def test_the_reward_rises(tmp_path: Path, policy: Path) -> None:
+@pytest.mark.parametrize("loss", ["clip", "gspo", "cispo"])
+def test_the_reward_rises(tmp_path: Path, policy: Path, loss: str) -> None:
     shop, inputs = shop_and_inputs(tmp_path, policy)
     fast = OptimizerConfig(learning_rate=2e-2, schedule="constant")
-    settings = {"advantage": "grpo", "steps": 16, "samples_per_prompt": 8, "checkpoint_every": 16, "optimizer": fast}
+    settings = {
+        "loss": {"type": loss},
+        "advantage": {"type": "grpo"},
+        "steps": 16,
+        "samples_per_prompt": 8,
+        "checkpoint_every": 16,
+        "optimizer": fast,
+    }
     shop.run("ppo", config(**settings), inputs)
     rewards = series(shop, "reward/mean")
     # uniform over 320 tokens: -1.6 at first, standard error 0.07 over 32 rollouts of 6 tokens
@@ -116,16 +130,16 @@ def test_the_policys_schedule_begins_after_the_warm_up_of_the_value_model(tmp_pa
 
 def test_without_a_value_model_the_policy_waits_for_nothing(tmp_path: Path, policy: Path) -> None:
     shop, inputs = shop_and_inputs(tmp_path, policy)
-    shop.run("ppo", config(advantage="rloo", steps=2, value_warmup_steps=9), inputs)
+    shop.run("ppo", config(advantage={"type": "rloo"}, steps=2, value_warmup_steps=9), inputs)
     assert len(series(shop, "policy/learning_rate")) == 2
 
 
 @pytest.mark.parametrize("advantage", ["gae", "grpo"])
 def test_a_killed_run_ends_with_the_same_bytes(tmp_path: Path, policy: Path, advantage: str) -> None:
     whole, inputs = shop_and_inputs(tmp_path / "whole", policy)
-    expected, _ = whole.run("ppo", config(advantage=advantage, kl_target=0.5), inputs)
+    expected, _ = whole.run("ppo", config(advantage={"type": advantage}, kl_target=0.5), inputs)
     killed, inputs = shop_and_inputs(tmp_path / "killed", policy)
-    ref = killed_and_resumed(killed, "ppo", config(advantage=advantage, kl_target=0.5), inputs, at=3)
+    ref = killed_and_resumed(killed, "ppo", config(advantage={"type": advantage}, kl_target=0.5), inputs, at=3)
     assert ref.digest == expected.digest
 
 
@@ -166,7 +180,7 @@ def test_rollouts_made_since_the_last_checkpoint_are_not_made_again(
 
 def test_a_group_estimator_needs_a_group_and_minibatches_need_rollouts() -> None:
     with pytest.raises(ValidationError, match="samples_per_prompt = 1: grpo compares"):
-        config(advantage="grpo", samples_per_prompt=1)
+        config(advantage={"type": "grpo"}, samples_per_prompt=1)
     with pytest.raises(ValidationError, match="minibatches = 9: must be <= the 8 rollouts"):
         config(minibatches=9)
 
@@ -177,7 +191,10 @@ def test_a_group_estimator_needs_a_group_and_minibatches_need_rollouts() -> None
         ({"sampling": SamplingConfig(top_p=0.9)}, r"sampling\.top_p = 0\.9: the trainer's log-probs .*; leave it at 1"),
         ({"sampling": SamplingConfig(top_k=5)}, r"sampling\.top_k = 5: the trainer's log-probs .*; leave it at 0"),
         ({"sampling": SamplingConfig(temperature=0.0)}, r"sampling\.temperature = 0\.0: greedy .*; raise it"),
-        ({"advantage": "grpo", "kl_coef": 0.1}, r"kl_in = 'reward': grpo divides by .*; set kl_in = \"loss\""),
+        (
+            {"advantage": {"type": "grpo"}, "kl_coef": 0.1},
+            r"kl_in = 'reward': grpo divides by .*; set kl_in = \"loss\"",
+        ),
         ({"steps": 4, "value_warmup_steps": 4}, r"value_warmup_steps = 4: must be < steps = 4.*; lower it"),
     ],
 )
@@ -186,5 +203,49 @@ def test_settings_that_would_quietly_spoil_the_gradient_are_refused(changes: dic
         config(**changes)
 
 
+def test_with_the_samplers_own_probabilities_as_pi_old_nothing_is_computed_anew_or_corrected(
+    tmp_path: Path, policy: Path
+) -> None:
+    shop, inputs = shop_and_inputs(tmp_path, policy)
+    shop.run("ppo", config(correction={"level": "off", "pi_old": "sampler"}, steps=1), inputs)
+    assert series(shop, "mismatch/log_q_max") == [0.0]
+    assert series(shop, "policy/ratio_max")[0] == pytest.approx(1.0, abs=1e-4)  # the samplers log-probs, not exactly
+    with pytest.raises(ValidationError, match=r"level = 'token': with pi_old = 'sampler' q is 1 everywhere"):
+        config(correction={"pi_old": "sampler"})
+
+
+def test_demonstrations_are_mixed_into_every_update(tmp_path: Path, policy: Path) -> None:
+    shop, inputs = shop_and_inputs(tmp_path, policy)
+    inputs["demonstrations"] = demonstrations(shop.store, tmp_path)
+    fast = OptimizerConfig(learning_rate=1e-2, schedule="constant")
+    mixed = {"ptx": {"coef": 1.0, "batch_size": 4, "max_length": 48}, "optimizer": fast, "steps": 6}
+    ref, _ = shop.run("ppo", config(**mixed), inputs)
+    nll = series(shop, "ptx/nll")
+    assert nll[-1] < nll[0] - 0.5
+    plain, inputs = shop_and_inputs(tmp_path / "plain", policy)
+    assert plain.run("ppo", config(optimizer=fast, steps=6), inputs)[0].digest != ref.digest
+
+
+def test_a_mix_without_demonstrations_is_an_error(tmp_path: Path, policy: Path) -> None:
+    shop, inputs = shop_and_inputs(tmp_path, policy)
+    with pytest.raises(ConfigError, match=r"ppo\.ptx = 0\.1: there are no demonstrations to mix in"):
+        shop.run("ppo", config(ptx={}), inputs)
+
+
+def test_dynamic_sampling_replaces_groups_without_a_gradient_and_resumes_bitwise(tmp_path: Path, policy: Path) -> None:
+    terms = {"fourth": FunctionReward(function="tests.stages.test_ppo:every_fourth")}
+    settings = {"rewards": RewardsConfig(terms=terms), "advantage": {"type": "dr_grpo"}}
+    plain, inputs = shop_and_inputs(tmp_path / "plain", policy)
+    plain.run("ppo", config(**settings), inputs)
+    dynamic = config(**settings, dynamic_sampling={"max_rounds": 4})
+    whole, inputs = shop_and_inputs(tmp_path / "whole", policy)
+    expected, _ = whole.run("ppo", dynamic, inputs)
+    assert sum(series(plain, "reward/zero_variance_groups")) > sum(series(whole, "reward/zero_variance_groups"))
+    killed, inputs = shop_and_inputs(tmp_path / "killed", policy)
+    assert killed_and_resumed(killed, "ppo", dynamic, inputs, at=3).digest == expected.digest
+    with pytest.raises(ValidationError, match="samples_per_prompt = 1: dynamic_sampling compares"):
+        config(samples_per_prompt=1, dynamic_sampling={})
+
+
 def test_grpo_may_have_the_penalty_in_the_loss() -> None:
-    assert config(advantage="grpo", kl_coef=0.1, kl_in="loss").kl_coef == 0.1
+    assert config(advantage={"type": "grpo"}, kl_coef=0.1, kl_in="loss").kl_coef == 0.1

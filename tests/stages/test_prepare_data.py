@@ -13,9 +13,9 @@ from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.config.data import ArithmeticWorld, Files, Source, SupportWorld, Use
 from rlhf_core.config.engines import InitModel, PretrainedModel
 from rlhf_core.data.chat import ChatTemplate
-from rlhf_core.data.tables import read_demonstrations, read_preferences, read_prompts
+from rlhf_core.data.tables import read_demonstrations, read_preferences, read_prompts, read_steps
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.types import PreparedDataRef
+from rlhf_core.types import PreparedDataRef, StepsRef
 from stages.prepare_data import PrepareDataConfig, content_digests
 from tests.stages.recording import Workshop, make_policy
 
@@ -80,6 +80,17 @@ def test_arithmetic_prompts_carry_their_answers(shop: Workshop) -> None:
     assert ref.prompts is not None
     assert all(prompt.label.isdigit() for prompt in read_prompts(shop.store.path(ref.prompts)))
     assert metrics["rows/prompts"] == 10
+
+
+def test_judged_steps_become_an_artifact_of_their_own(shop: Workshop) -> None:
+    world = ArithmeticWorld(demonstrations=20, preferences=5, prompts=10, eval_prompts=5, steps=12, eval_steps=3)
+    ref, metrics = prepare(shop, PrepareDataConfig(data=world, model=SHAPE))
+    assert isinstance(ref.steps, StepsRef)
+    rows = read_steps(shop.store.path(ref.steps) / "train.parquet")
+    assert len(rows) == metrics["rows/steps"] == 12
+    assert len(read_steps(shop.store.path(ref.steps) / "eval.parquet")) == metrics["rows/eval_steps"] == 3
+    assert rows[0].steps[0] in (shop.store.path(ref) / "preview.md").read_text()
+    assert len(shop.tracker.tables["samples/steps"][1]) == 8
 
 
 def test_files_are_cleaned_limited_and_reported(shop: Workshop, tmp_path: Path) -> None:

@@ -111,10 +111,10 @@ def test_the_metrics_say_what_selection_could_gain() -> None:
 PROBE = [[1, 70, 80], [1, 90, 91, 92, 93]]
 
 
-def reward_model_in(shop: Workshop, folder: Path, *, moved: float = 0.0) -> RewardModelRef:
+def reward_model_in(shop: Workshop, folder: Path, *, moved: float = 0.0, seed: int = 3) -> RewardModelRef:
     """A reward model as training leaves it: exported weights, and probe scores (moved by so much)."""
     policy = make_policy(folder / "policy")
-    spec = ModelSpec(path=str(policy), head="score", lora=None, seed=3)
+    spec = ModelSpec(path=str(policy), head="score", lora=None, seed=seed)
     with shop.runtime.trainer("reward_model", spec, None) as trainer:
         trainer.export(folder / "model")
         scores = trainer.scores([tuple(ids) for ids in PROBE])
@@ -156,3 +156,19 @@ def test_a_reward_model_that_does_not_keep_its_contract_is_refused(tmp_path: Pat
     inputs = {"generations": generations, "reward_models": {"reward_model": reward_model}}
     with pytest.raises(ArtifactError, match=r"reward_model\.probe\[1\]"):
         shop.run("score", ScoreConfig(), inputs)
+
+
+def test_an_ensemble_of_reward_models_scores_as_its_members_do(tmp_path: Path) -> None:
+    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    models = {name: reward_model_in(shop, tmp_path / name, seed=seed) for name, seed in (("one", 3), ("two", 4))}
+    generations, _ = answers_in(shop, tmp_path / "answers", tmp_path / "one" / "policy")
+    inputs = {"generations": generations, "reward_models": models}
+    terms = {
+        "one": {"type": "reward_model", "model": "one"},
+        "two": {"type": "reward_model", "model": "two", "weight": 0.0},
+        "least": {"type": "ensemble", "models": ["one", "two"], "reduce": "min"},
+    }
+    ref, _ = shop.run("score", ScoreConfig(rewards=RewardsConfig.model_validate({"terms": terms})), inputs)
+    found = [one.reward_components for one in read_rollouts(shop.store.path(ref))]
+    assert [row["least"] for row in found] == pytest.approx([min(row["one"], row["two"]) for row in found], abs=1e-6)
+    assert all(row["one"] != row["two"] for row in found)

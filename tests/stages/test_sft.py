@@ -83,3 +83,22 @@ def test_the_best_checkpoint_is_what_is_kept(tmp_path: Path, policy: Path) -> No
     _, decision = shop.run("sft", config, inputs)
     losses = [values["sft/eval/loss"] for _, values in shop.tracker.points if "sft/eval/loss" in values]
     assert shop.metrics(decision)["eval/loss"] == pytest.approx(min(losses[1:]))
+
+
+def test_dft_learns_and_says_the_plain_loss_too(tmp_path: Path, policy: Path) -> None:
+    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    base = shop.store.external(PolicyRef, policy)
+    inputs = {"policy": base, "demonstrations": demonstrations(shop.store, tmp_path)}
+    # Each token counts by its own probability, 1/320 at first: a small gradient, which Adam scales.
+    _, decision = shop.run("sft", CONFIG.model_copy(update={"loss": "dft"}), inputs)
+    metrics = shop.metrics(decision)
+    assert metrics["before/eval/loss"] == pytest.approx(metrics["before/eval/nll"] / 320, rel=0.5)
+    assert metrics["eval/nll"] < metrics["before/eval/nll"] - 1
+
+
+def test_all_tokens_are_trained_on_if_asked_for(tmp_path: Path, policy: Path) -> None:
+    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    base = shop.store.external(PolicyRef, policy)
+    inputs = {"policy": base, "demonstrations": demonstrations(shop.store, tmp_path)}
+    shop.run("sft", CONFIG.model_copy(update={"train_on": "all", "loop": LoopConfig(max_steps=1)}), inputs)
+    assert shop.tracker.tables["preview"][1][0][0] == "<|user|>【What is 0?<|end|><|assistant|>It is 0.<|end|>】"

@@ -10,9 +10,17 @@ import pytest
 from rlhf_core import stopping
 from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.config.base import Config
-from rlhf_core.data.tables import Demonstration, Preference, write_demonstrations, write_preferences, write_prompts
+from rlhf_core.data.tables import (
+    Demonstration,
+    Preference,
+    SteppedAnswer,
+    write_demonstrations,
+    write_preferences,
+    write_prompts,
+    write_steps,
+)
 from rlhf_core.runtime.local_runtime import LocalRuntime
-from rlhf_core.types import ArtifactRef, DemonstrationsRef, Message, PreferencesRef, Prompt, PromptsRef
+from rlhf_core.types import ArtifactRef, DemonstrationsRef, Message, PreferencesRef, Prompt, PromptsRef, StepsRef
 from tests.stages.recording import Workshop
 
 
@@ -39,6 +47,20 @@ def preferences(store: ArtifactStore, root: Path, count: int = 32) -> Preference
     write_preferences(root / "preferences" / "train.parquet", rows)
     write_preferences(root / "preferences" / "eval.parquet", rows[:6])
     return store.external(PreferencesRef, root / "preferences")
+
+
+def steps(store: ArtifactStore, root: Path, count: int = 36) -> StepsRef:
+    """Answers of two steps; `It is` is right, `What?` is not, and nothing after it is."""
+    right, wrong = "It is {}.", "What? {} + 30?"
+    kinds = [((right, right), (1.0, 1.0)), ((right, wrong), (1.0, 0.0)), ((wrong, right), (0.0, 0.0))]
+    rows = []
+    for number in range(count):
+        texts, labels = kinds[number % 3]
+        said = tuple(text.format(number % 9) for text in texts)
+        rows.append(SteppedAnswer(f"s{number}", question(number % 9), said, labels, "test"))
+    write_steps(root / "steps" / "train.parquet", rows)
+    write_steps(root / "steps" / "eval.parquet", rows[:6])
+    return store.external(StepsRef, root / "steps")
 
 
 def prompts(store: ArtifactStore, root: Path, count: int = 6) -> PromptsRef:

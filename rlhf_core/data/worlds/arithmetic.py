@@ -13,17 +13,14 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhf_core.config.data import ArithmeticWorld
 from rlhf_core.data.tables import Demonstration, Preference, Tables, content_id
+from rlhf_core.data.worlds.arithmetic_phrases import HELD_OUT, SOURCE, WORDINGS
+from rlhf_core.data.worlds.worked_sums import step_tables, worked_tables
 from rlhf_core.errors import RewardError, explain
 from rlhf_core.types import Generation, Message, Prompt, derive_seed
-
-SOURCE = "arithmetic"
-WORDINGS = ("What is {}?", "Compute {}.", "How much is {}?", "Please solve {}.")
-HELD_OUT = 6
-"""One question (a problem in one wording) in so many is for evaluation only; its problem may occur in other words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +65,18 @@ def exact_match(generations: Sequence[Generation]) -> list[float]:
 
 
 def make_tables(config: ArithmeticWorld, *, seed: int) -> tuple[Tables, dict[str, float]]:
-    """Return all tables and the share of right demonstrations; evaluation questions occur in no training table."""
+    """Return all tables and the share of right demonstrations; evaluation questions occur in no training table.
+
+    Judged steps come from a random stream of their own: asking for them changes no other row.
+    """
+    tables, facts = worked_tables(config, seed=seed) if config.worked else _plain_tables(config, seed=seed)
+    if config.steps:
+        steps, eval_steps = step_tables(config, seed=seed)
+        tables = replace(tables, steps=steps, eval_steps=eval_steps)
+    return tables, facts
+
+
+def _plain_tables(config: ArithmeticWorld, *, seed: int) -> tuple[Tables, dict[str, float]]:
     problems = _problems(config.largest)
     random.Random(derive_seed(seed, "problems")).shuffle(problems)
     border = max(1, len(problems) // HELD_OUT)

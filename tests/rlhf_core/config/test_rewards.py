@@ -32,6 +32,8 @@ def test_a_deadline_is_not_part_of_the_key_and_a_weight_is() -> None:
     ("section", "message"),
     [
         ({"terms": {}}, "at least 1"),
+        ({"terms": {"all": {"type": "ensemble", "models": ["one"]}}}, "at least 2"),
+        ({"terms": {"steps": {"type": "process_reward_model", "reduce": "max"}}}, "'product'"),
         ({"terms": {"form": FORM | {"function": "no_colon"}}}, "must read package.module:function"),
         ({"terms": {"form": FORM | {"weight": 0.0}}}, "no term has a weight"),
         ({"terms": {"overlong": FORM}}, "taken by the overlong penalty"),

@@ -57,6 +57,14 @@ def test_what_a_template_writes_after_the_end_of_turn_is_not_trained(chatml: Cha
     assert [golden(chatml, span) for span in spans] == ["42<|end|>", "Hello Maria.<|end|>"]
 
 
+def test_a_transcript_has_the_tokens_of_the_conversation_and_trains_all_but_the_first(chatml: ChatTemplate) -> None:
+    whole = conversation(chatml, USER, ANSWER, THANKS, BYE)
+    sample = chatml.transcript([USER, ANSWER, THANKS, BYE], max_length=1000)
+    assert sample == TokenSample(whole.token_ids, (0,) + (1,) * (len(whole.token_ids) - 1))
+    assert chatml.transcript([USER], max_length=5) == TokenSample(whole.token_ids[:5], (0, 1, 1, 1, 1))
+    assert chatml.transcript([USER], max_length=1) is None
+
+
 def test_a_continuation_trains_the_answer_only(chatml: ChatTemplate) -> None:
     sample = chatml.continuation((USER, ANSWER, THANKS), (BYE,), max_length=1000)
     assert sample is not None

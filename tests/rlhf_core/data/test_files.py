@@ -133,3 +133,50 @@ def test_shares_below_one_leave_rows_unused_and_counted(tmp_path: Path) -> None:
     tables, _, report = tables_of(sources=[{"name": "q", "path": path, "use": {"prompts": 0.25}}])
     assert len(tables.prompts) + report.unused["q"] == 100
     assert 10 <= len(tables.prompts) <= 42  # four standard deviations around 25
+
+
+def stepwise(count: int) -> list[dict[str, Any]]:
+    return [
+        {"prompt": f"p {number // 2}", "completions": ["so", f"{number}"], "labels": [True, number % 2 == 0]}
+        for number in range(count)
+    ]
+
+
+def test_stepwise_rows_become_judged_answers_each_by_itself(tmp_path: Path) -> None:
+    path = write(tmp_path / "s.jsonl", [*stepwise(80), {"prompt": "q", "completions": ["a", " "], "labels": [1, 0.5]}])
+    source = {"name": "s", "path": path, "use": {"steps": 1.0}}
+    tables, origins, report = tables_of(sources=[source], eval_fraction=0.2)
+    rows = (*tables.steps, *tables.eval_steps)
+    assert len(rows) == 80  # a good and a bad answer to one prompt are not made a pair here
+    assert min(len(tables.steps), len(tables.eval_steps)) > 0
+    assert not {row.prompt for row in tables.steps} & {row.prompt for row in tables.eval_steps}
+    for row in rows:
+        number = int(row.steps[1])
+        assert (row.steps[0], row.labels) == ("so", (1.0, float(number % 2 == 0)))
+        assert origins[row.id] == Origin(path, number + 1)
+    assert [drop.reason for drop in report.drops] == ["blank step"]
+
+
+def test_stepwise_rows_still_serve_the_tables_of_answers_and_shares_keep_their_prompts(tmp_path: Path) -> None:
+    path = write(tmp_path / "s.jsonl", stepwise(200))
+    use = {"preferences": 0.5}
+    pairs = tables_of(sources=[{"name": "s", "path": path, "use": use}])[0]
+    assert 0 < len((*pairs.preferences, *pairs.eval_preferences)) < 100
+    both = tables_of(sources=[{"name": "s", "path": path, "use": use | {"steps": 0.5}}])[0]
+    assert (both.preferences, both.eval_preferences) == (pairs.preferences, pairs.eval_preferences)
+    asked = {row.prompt for row in (*both.steps, *both.eval_steps)}
+    assert len(asked) + len((*both.preferences, *both.eval_preferences)) == 100
+
+
+def test_rows_without_judged_steps_cannot_serve_them_and_held_out_prompts_are_kept_out(tmp_path: Path) -> None:
+    rows: list[Any] = [*stepwise(20)]
+    sources = [
+        {"name": "s", "path": write(tmp_path / "s.jsonl", rows), "use": {"steps": 1.0}},
+        {"name": "q", "path": write(tmp_path / "q.jsonl", questions(1)), "use": {"steps": 1.0}},
+        {"name": "e", "path": write(tmp_path / "e.jsonl", [{"prompt": "P 3"}]), "use": {"eval_prompts": 1.0}},
+    ]
+    tables, _, report = tables_of(sources=sources, eval_fraction=0.01)
+    reasons = [drop.reason for drop in report.drops]
+    assert reasons[0] == "no judged steps: a prompt, completions and their labels are needed"
+    assert reasons[1:] == ["contaminated: it begins with an evaluation prompt"] * 2
+    assert len(tables.steps) + len(tables.eval_steps) == 18

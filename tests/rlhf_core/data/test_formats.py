@@ -48,11 +48,20 @@ ROWS: list[tuple[str, dict[str, Any], Content]] = [
     ("unpaired_preference", {"prompt": "2+2?", "completion": "4", "label": True}, Content(ASK, GOOD)),
     ("unpaired_preference", {"prompt": [U], "completion": [B], "label": "False"}, Content(ASK, rejected=BAD)),
     ("unpaired_preference", {"prompt": [U], "completion": [B], "label": " 0 "}, Content(ASK, rejected=BAD)),
-    ("stepwise", {"prompt": "2+2?", "completions": ["4"], "labels": [True]}, Content(ASK, GOOD)),
+    (
+        "stepwise",
+        {"prompt": "2+2?", "completions": ["4"], "labels": [True]},
+        Content(ASK, GOOD, steps=("4",), step_labels=(1.0,)),
+    ),
     (
         "stepwise",
         {"prompt": "2+2?", "completions": ["4", "so 5"], "labels": [True, False]},
-        Content(ASK, rejected=(Message("assistant", "4\nso 5"),)),
+        Content(ASK, rejected=(Message("assistant", "4\nso 5"),), steps=("4", "so 5"), step_labels=(1.0, 0.0)),
+    ),
+    (
+        "stepwise",
+        {"prompt": "2+2?", "completions": ["4", "so 5"], "labels": [1, "0.75"]},
+        Content(ASK, (Message("assistant", "4\nso 5"),), steps=("4", "so 5"), step_labels=(1.0, 0.75)),
     ),
     (
         "question_answer",
@@ -86,6 +95,8 @@ BAD_ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("hh", {"chosen": "Hi", "rejected": "Ho"}, "not a transcript"),
     ("unpaired_preference", {"prompt": "x", "completion": "4", "label": "maybe"}, "not true or false"),
     ("stepwise", {"prompt": "x", "completions": ["4"], "labels": []}, "lists of one length"),
+    ("stepwise", {"prompt": "x", "completions": ["4"], "labels": [1.5]}, "not a probability: label is 1.5"),
+    ("stepwise", {"prompt": "x", "completions": ["4"], "labels": ["maybe"]}, "not true or false"),
 ]
 
 

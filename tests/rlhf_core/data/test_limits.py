@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.limits import limit, parts
-from rlhf_core.data.tables import Demonstration, Preference, Tables
+from rlhf_core.data.tables import Demonstration, Preference, SteppedAnswer, Tables
 from rlhf_core.data.validation import DropReport, Origin
 from rlhf_core.types import Message, Prompt
 
@@ -77,3 +77,14 @@ def test_a_demonstration_that_sft_cannot_mask_is_dropped_and_a_pair_is_not(chat:
 def test_a_demonstration_splits_before_its_last_turn() -> None:
     row = demonstration("a", "1", "2")
     assert parts(row) == ((Message("user", "1"),), ((Message("assistant", "2"),),))
+
+
+def test_steps_are_counted_as_one_answer_a_line_each(chat: ChatTemplate) -> None:
+    # <|user|>1<|end|><|assistant|>2\n34<|end|> has 4 prompt tokens and 9 in all
+    row = SteppedAnswer("a", (Message("user", "1"),), ("2", "34"), (1.0, 0.0), "s")
+    tables = Tables((), (), (), (), (), (), steps=(row,), eval_steps=(row,))
+    assert limited(chat, tables, max_prompt_tokens=4, max_tokens=9) == (tables, [])
+    kept, dropped = limited(chat, tables, max_tokens=8)
+    assert kept.steps == kept.eval_steps == ()
+    assert dropped == ["1 conversation too long: 9 tokens, at most 8"] * 2
+    assert parts(row) == ((Message("user", "1"),), ((Message("assistant", "2\n34"),),))

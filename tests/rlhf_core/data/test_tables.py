@@ -10,6 +10,7 @@ import pytest
 from rlhf_core.data.tables import (
     Demonstration,
     Preference,
+    SteppedAnswer,
     Tables,
     content_id,
     read_demonstrations,
@@ -18,6 +19,7 @@ from rlhf_core.data.tables import (
     read_preferences,
     read_prompts,
     read_rollouts,
+    read_steps,
     shard_path,
     shards,
     write_demonstrations,
@@ -26,6 +28,7 @@ from rlhf_core.data.tables import (
     write_preferences,
     write_prompts,
     write_rollouts,
+    write_steps,
 )
 from rlhf_core.errors import DataError
 from rlhf_core.types import Completion, Generation, Message, Prompt, Rollout
@@ -107,3 +110,13 @@ def test_a_tokenizer_is_trained_on_demonstrations_or_else_on_pairs_and_prompts()
     both = Tables((demonstration,), (), (pair,), (), (PROMPT,), ())
     assert list(both.training_texts()) == ["Hi", "Hello."]
     assert list(Tables((), (), (pair,), (), (PROMPT,), ()).training_texts()) == ["Hi", "Hello.", "No.", "Hi"]
+
+
+def test_steps_are_read_as_written_and_the_tokenizer_sees_them(tmp_path: Path) -> None:
+    row = SteppedAnswer("s", ASK, ("one", "two"), (1.0, 0.25), "world")
+    write_steps(tmp_path / "train.parquet", [row])
+    assert read_steps(tmp_path / "train.parquet") == [row]
+    assert row.answer("; ") == (Message("assistant", "one; two"),)
+    demonstration = Demonstration("d", ASK + SAY, "world")
+    tables = Tables((demonstration,), (), (), (), (), (), steps=(row,))
+    assert list(tables.training_texts()) == ["Hi", "Hello.", "Hi", "one\ntwo"]

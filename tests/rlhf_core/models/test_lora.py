@@ -160,3 +160,24 @@ def test_fused_experts_get_their_checkpoint_names_back(tiny_llama: Path, tmp_pat
 def test_targets_that_are_not_in_the_model_are_refused_with_the_choices(tiny_llama: Path) -> None:
     with pytest.raises(ConfigError, match=r"lora.target_modules = \('c_attn',\).*q_proj"):
         loaded(tiny_llama, LoraConfig(target_modules=("c_attn",)))
+
+
+@pytest.mark.parametrize(("variant", "scaling"), [("rslora", 8.0 / 4**0.5), ("dora", 8.0 / 4)])
+def test_variants_start_as_nothing_and_merge_to_what_the_adapted_model_computes(
+    tiny_llama: Path, variant: Any, scaling: float
+) -> None:
+    plain = loaded(tiny_llama, None)
+    model = loaded(tiny_llama, LORA.model_copy(update={"variant": variant}))
+    torch.testing.assert_close(logits(model), logits(plain), rtol=0, atol=1e-6)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name or "magnitude" in name:
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    adapted = logits(model)
+    assert (adapted - logits(plain)).abs().max() > 1e-3
+    layer = model.model.layers[1].mlp.down_proj
+    assert layer.scaling["default"] == pytest.approx(scaling)
+    merged = loaded(tiny_llama, None)
+    merged.load_state_dict(merged_state_dict(model), strict=False)  # the tied head is left out
+    torch.testing.assert_close(logits(merged), adapted, rtol=0, atol=1e-5)

@@ -7,10 +7,17 @@ from collections.abc import Sequence
 
 import pytest
 
-from rlhf_core.config.rewards import FunctionReward, OverlongPenalty, RewardModelReward, RewardsConfig
+from rlhf_core.config.rewards import (
+    EnsembleReward,
+    FunctionReward,
+    OverlongPenalty,
+    ProcessRewardModelReward,
+    RewardModelReward,
+    RewardsConfig,
+)
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards.scoring import Scorer, check_reward_models
-from rlhf_core.types import Completion, Generation, Message, Prompt, RewardModelRef
+from rlhf_core.types import Completion, Generation, Message, ProcessRewardModelRef, Prompt, RewardModelRef
 
 TERMS = {
     "length": FunctionReward(function="m:length", weight=1.0),
@@ -83,3 +90,16 @@ def test_a_term_whose_reward_model_was_not_given_is_refused_with_the_nearest() -
         check_reward_models(config, given)
     with pytest.raises(ConfigError, match="the stage has none"):
         check_reward_models(config, {})
+
+
+def test_every_model_of_every_kind_of_term_must_be_there_and_of_its_kind() -> None:
+    judge, model = ProcessRewardModelRef(uri="store://j", digest="j"), RewardModelRef(uri="store://a", digest="a")
+    given = {"reward_model": model, "process_reward_model": judge}
+    good = {"steps": ProcessRewardModelReward(), "both": EnsembleReward(models=("reward_model", "reward_model"))}
+    check_reward_models(RewardsConfig(terms=good), given)
+    missing = EnsembleReward(models=("reward_model", "other"))
+    with pytest.raises(ConfigError, match=r"rewards\.terms\.e\.models\[1\] = 'other'"):
+        check_reward_models(RewardsConfig(terms={"e": missing}), given)
+    whole = RewardModelReward(model="process_reward_model")
+    with pytest.raises(ConfigError, match=r"terms\.w\.model .* judges steps .*type = \"process_reward_model\""):
+        check_reward_models(RewardsConfig(terms={"w": whole}), given)

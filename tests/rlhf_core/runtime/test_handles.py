@@ -47,6 +47,13 @@ def test_results_per_sample_come_back_in_order(trainers: tuple[Trainer, Trainer]
         assert got == pytest.approx(expected, abs=1e-5)
 
 
+def test_the_likeliest_tokens_come_back_in_order(trainers: tuple[Trainer, Trainer]) -> None:
+    ranks, alone = (trainer.top_logprobs(SAMPLES, k=3, temperature=1.0) for trainer in trainers)
+    for got, expected in zip(ranks, alone, strict=True):
+        assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+        assert got.ids[:, 0].tolist() == expected.ids[:, 0].tolist()
+
+
 def test_steps_on_two_ranks_are_steps_on_the_whole_batch(trainers: tuple[Trainer, Trainer]) -> None:
     for _ in range(3):
         for name in ("forward_backward", "loss"):

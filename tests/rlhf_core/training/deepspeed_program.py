@@ -28,7 +28,7 @@ from rlhf_core.training.distributed import rank_and_world
 from rlhf_core.training.engines import Engine, open_engine
 from rlhf_core.training.objectives import SftObjective, ValueObjective
 from rlhf_core.training.state import save_engine_settings
-from rlhf_core.training.trainer import LocalTrainer, shard
+from rlhf_core.training.trainer import LocalTrainer
 from rlhf_core.types import TokenSample, ValueSample
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, weight_decay=0.01)
@@ -55,7 +55,7 @@ def train(trainer: LocalTrainer, objective: Any, first: int, last: int) -> list[
         rows: list[Any] = samples()[step : step + BATCHES[step]]
         if objective is SFT:
             rows = [TokenSample(row.token_ids, row.loss_mask) for row in rows]
-        made = trainer.forward_backward(shard(rows, rank, world), objective, objective.denominators(rows))
+        made = trainer.forward_backward(rows[rank::world], objective, objective.denominators(rows))
         history.append({"shard": made, "update": trainer.optim_step(learning_rate=1e-3 * (step + 1))})
     return history
 
@@ -140,7 +140,7 @@ def skip(trainer: LocalTrainer) -> list[float]:
     rank, world = rank_and_world()
     rows = samples()[:4]
     rows[0] = replace(rows[0], returns=(float("nan"),) * len(rows[0].returns))
-    trainer.forward_backward(shard(rows, rank, world), VALUE, VALUE.denominators(rows))
+    trainer.forward_backward(rows[rank::world], VALUE, VALUE.denominators(rows))
     return [trainer.optim_step(learning_rate=1e-3)["skipped"]]
 
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from rlhf_core.training.batching import micro_batches, ordered, reduce, shard
+from rlhf_core.training.batching import micro_batches, ordered, reduce, shares
 from rlhf_core.types import PreferenceSample, RewardPair, TokenSample
 
 
@@ -41,9 +41,17 @@ def test_no_samples_make_no_micro_batches() -> None:
     assert micro_batches([], rows=2, pack_to=None) == []
 
 
-def test_shards_deal_the_samples_out_in_turn_and_may_be_empty() -> None:
-    assert [shard([5, 6, 7], rank, 2) for rank in range(2)] == [[5, 7], [6]]
-    assert [shard([5], rank, 2) for rank in range(2)] == [[5], []]
+def test_a_budget_of_tokens_counts_the_padding_and_lets_a_long_row_through_alone() -> None:
+    samples = [sample(*range(length)) for length in (9, 4, 3, 2, 2, 1)]
+    # 9 > 8 alone; 2 rows of 4 are 8; 2, 2 and 1 padded to 2 are 6
+    assert micro_batches(samples, rows=1, pack_to=None, padded_tokens=8) == [[0], [1, 2], [3, 4, 5]]
+
+
+def test_ranks_share_the_work_by_length_and_a_rank_may_have_none() -> None:
+    # longest first: 6, 5 | 4, 3 | 2, 1 dealt there and back: 6 + 3 + 2 and 5 + 4 + 1
+    assert shares([5, 1, 4, 2, 3, 6], 2) == [[3, 4, 5], [0, 1, 2]]
+    assert shares([5, 9, 7], 1) == [[0, 1, 2]]
+    assert shares([5], 2) == [[0], []]
 
 
 def test_metrics_of_ranks_add_up_except_maxima_and_a_rank_without_samples_has_none() -> None:

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from rlhf_core.config.policy import (
+    DrGRPOAdvantage,
+    GAEAdvantage,
+    GRPOAdvantage,
+    OPOAdvantage,
+    ReinforcePPAdvantage,
+    ReinforcePPBaselineAdvantage,
+    RLOOAdvantage,
+)
 from rlhf_core.errors import ConfigError
 from rlhf_core.training.experience import (
     Experience,
@@ -35,7 +46,7 @@ def experience(*rollouts: Rollout, old: float, ref: float, value: float) -> Expe
     return Experience(tuple(rollouts), samples, rows(old), rows(ref), rows(value))
 
 
-SETTINGS = {"gamma": 1.0, "gae_lambda": 1.0, "whiten_advantages": False}
+GAE = GAEAdvantage(gae_lambda=1.0, whiten=False)
 
 
 def test_a_rollout_becomes_one_sequence_whose_actions_are_the_completion() -> None:
@@ -59,7 +70,7 @@ def test_the_score_lands_on_the_last_valid_token_and_kl_on_every_one() -> None:
 
 def test_gae_with_lambda_one_is_return_minus_value() -> None:
     made = experience(rollout((1,), (2, 3), 1.0), old=-1.0, ref=-1.5, value=0.25)
-    result = estimate_advantages(made, estimator="gae", group_size=1, kl_coef=0.1, **SETTINGS)
+    result = estimate_advantages(made, estimator=GAE, group_size=1, kl_coef=0.1)
     # d = -1 - (-1.5) = 0.5 a token: rewards are -0.05 and 0.95, returns 0.90 and 0.95, values 0.25
     torch.testing.assert_close(result.returns_BT, torch.tensor([[0.90, 0.95]]))
     torch.testing.assert_close(result.advantages_BT, torch.tensor([[0.65, 0.70]]))
@@ -70,17 +81,36 @@ def test_gae_with_lambda_one_is_return_minus_value() -> None:
 def test_grpo_gives_each_token_of_a_rollout_the_normalised_group_reward() -> None:
     group = [rollout((1,), (2, 3), 0.0), rollout((1,), (2,), 2.0)]
     made = experience(*group, old=-1.0, ref=-1.0, value=0.0)
-    result = estimate_advantages(made, estimator="grpo", group_size=2, kl_coef=0.0, **SETTINGS)
+    result = estimate_advantages(made, estimator=GRPOAdvantage(), group_size=2, kl_coef=0.0)
     # mean 1, sample standard deviation sqrt(2): -+ 1/sqrt(2)
     half = 0.5**0.5
     torch.testing.assert_close(result.advantages_BT, torch.tensor([[-half, -half], [half, 0.0]]))
     assert result.metrics["reward/zero_variance_groups"] == 0.0
 
 
+@pytest.mark.parametrize(
+    ("estimator", "first", "second"),
+    [
+        (DrGRPOAdvantage(), -1.0, 1.0),  # 0 and 2 about their mean
+        (RLOOAdvantage(), -2.0, 2.0),
+        (OPOAdvantage(), -2 / 3, 4 / 3),  # lengths 2 and 1: baseline (0 * 2 + 2 * 1) / 3 = 2/3
+        # -1, -1 and 1 over three tokens: mean -1/3, variance 8/9
+        (ReinforcePPBaselineAdvantage(), (-1 + 1 / 3) / (8 / 9) ** 0.5, (1 + 1 / 3) / (8 / 9) ** 0.5),
+        # the returns of the tokens are 0, 0 and 2: mean 2/3, variance 8/9
+        (ReinforcePPAdvantage(), (-2 / 3) / (8 / 9) ** 0.5, (4 / 3) / (8 / 9) ** 0.5),
+    ],
+    ids=lambda value: value.type if hasattr(value, "type") else "",
+)
+def test_every_estimator_without_a_value_model(estimator: Any, first: float, second: float) -> None:
+    made = experience(rollout((1,), (2, 3), 0.0), rollout((1,), (2,), 2.0), old=-1.0, ref=-1.0, value=0.0)
+    result = estimate_advantages(made, estimator=estimator, group_size=2, kl_coef=0.0)
+    torch.testing.assert_close(result.advantages_BT, torch.tensor([[first, first], [second, 0.0]]))
+
+
 def test_equal_scores_make_a_group_without_variance_whatever_the_penalty() -> None:
     group = [rollout((1,), (2, 3), 1.0), rollout((1,), (2,), 1.0)]
     made = experience(*group, old=-1.0, ref=-1.5, value=0.0)
-    result = estimate_advantages(made, estimator="rloo", group_size=2, kl_coef=0.1, **SETTINGS)
+    result = estimate_advantages(made, estimator=RLOOAdvantage(), group_size=2, kl_coef=0.1)
     # 0.5 of KL a token: rewards 1 - 0.10 and 1 - 0.05, so rloo sees -+ 0.05
     torch.testing.assert_close(result.advantages_BT, torch.tensor([[-0.05, -0.05], [0.05, 0.0]]))
     assert result.metrics["reward/zero_variance_groups"] == 1.0
@@ -89,13 +119,13 @@ def test_equal_scores_make_a_group_without_variance_whatever_the_penalty() -> No
 def test_a_group_estimator_refuses_a_single_sample() -> None:
     made = experience(rollout((1,), (2,), 1.0), old=-1.0, ref=-1.0, value=0.0)
     with pytest.raises(ConfigError, match=r"ppo\.samples_per_prompt = 1: .*at least 2"):
-        estimate_advantages(made, estimator="rloo", group_size=1, kl_coef=0.0, **SETTINGS)
+        estimate_advantages(made, estimator=RLOOAdvantage(), group_size=1, kl_coef=0.0)
 
 
 def test_whitening_makes_gae_advantages_zero_mean_and_unit_variance() -> None:
     made = experience(rollout((1,), (2, 3), 1.0), rollout((1,), (2,), -2.0), old=-1.0, ref=-1.0, value=0.0)
-    settings = SETTINGS | {"whiten_advantages": True}
-    result = estimate_advantages(made, estimator="gae", group_size=1, kl_coef=0.0, **settings)
+    whitened = GAEAdvantage(gae_lambda=1.0)
+    result = estimate_advantages(made, estimator=whitened, group_size=1, kl_coef=0.0)
     valid = result.advantages_BT[torch.tensor([[True, True], [True, False]])]
     assert valid.mean().item() == pytest.approx(0.0, abs=1e-6)
     assert valid.std(correction=0).item() == pytest.approx(1.0, abs=1e-5)
@@ -103,7 +133,7 @@ def test_whitening_makes_gae_advantages_zero_mean_and_unit_variance() -> None:
 
 def test_training_rows_are_zero_on_the_prompt_and_keep_the_samplers_logprobs() -> None:
     made = experience(rollout((1, 9), (2, 3), 1.0), old=-1.0, ref=-1.0, value=0.5)
-    result = estimate_advantages(made, estimator="gae", group_size=1, kl_coef=0.0, **SETTINGS)
+    result = estimate_advantages(made, estimator=GAE, group_size=1, kl_coef=0.0)
     (policy_row,) = policy_samples(made, result)
     (value_row,) = value_samples(made, result)
     assert policy_row.rollout_logprobs == (0.0, 0.0, -0.5, -0.5)

@@ -10,6 +10,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rlhf_core.config.policy import CISPOLoss, ClipLoss, CorrectionConfig, GSPOLoss
+from rlhf_core.config.preference import (
+    APODownLoss,
+    APOZeroLoss,
+    CDPOLoss,
+    DiscoPOPLoss,
+    DPOLoss,
+    EXOLoss,
+    HingeLoss,
+    IPOLoss,
+    NCALoss,
+    ORPOLoss,
+    RobustDPOLoss,
+    SimPOLoss,
+    SPPOLoss,
+)
 from rlhf_core.errors import DataError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.losses.output import LossOutput
@@ -17,30 +33,24 @@ from rlhf_core.models.loading import load_model
 from rlhf_core.training.objectives import (
     BradleyTerryObjective,
     PolicyObjective,
-    PreferenceObjective,
     SftObjective,
-    SimpoObjective,
     TrainingObjective,
     ValueObjective,
 )
+from rlhf_core.training.preference_objectives import PairObjective
 from rlhf_core.types import PolicySample, PreferenceSample, RewardPair, TokenSample, ValueSample
 
 CPU = torch.device("cpu")
 POLICY = PolicyObjective(
-    clip_low=0.2,
-    clip_high=0.2,
-    dual_clip=3.0,
-    aggregation="token_mean",
+    loss=ClipLoss(dual_clip=3.0),
     max_length=24,
     temperature=0.7,
     kl_coef=0.1,
     entropy_coef=0.01,
-    correction="token",
-    correction_mode="truncate",
-    correction_cap=2.0,
-    correction_low=0.5,
+    correction=CorrectionConfig(),
 )
-DPO = PreferenceObjective(loss="dpo", beta=0.1, label_smoothing=0.0, length_average=True, nll_coef=0.3)
+DPO = PairObjective(loss=DPOLoss(beta=0.1), nll_coef=0.3, length_alpha=1.0)
+SIMPO = SimPOLoss(beta=2.0, gamma=0.5)
 
 
 def model_of(spec: ModelSpec) -> nn.Module:
@@ -124,18 +134,32 @@ def test_the_dpo_loss_adds_the_token_mean_of_the_chosen_answers(
     assert "nll" not in computed(replace(DPO, nll_coef=0.0), model, preference_samples).metrics
 
 
-@pytest.mark.parametrize("loss", ["dpo", "cdpo", "robust", "ipo", "hinge"])
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        # h = a = b = 0: log 2; robust (0.9 log 2 - 0.1 log 2) / 0.8 = log 2
+        (DPOLoss(beta=0.5), math.log(2)),
+        (CDPOLoss(beta=0.5), math.log(2)),
+        (RobustDPOLoss(beta=0.5), math.log(2)),
+        (IPOLoss(beta=0.5), 1.0),  # (0 - 1/(2 * 0.5))^2
+        (HingeLoss(beta=0.5), 1.0),
+        (APOZeroLoss(beta=0.5), 1.0),  # 1 - sigmoid(0) + sigmoid(0)
+        (APODownLoss(beta=0.5), 1.0),  # sigmoid(0) + 1 - sigmoid(0)
+        (SPPOLoss(beta=0.5), 2.0),  # (0 - 1)^2 + (0 + 1)^2
+        (NCALoss(beta=0.5), 2 * math.log(2)),  # log 2 + (log 2 + log 2) / 2
+        (EXOLoss(beta=0.5, label_smoothing=0.1), 0.5 * math.log(0.25 / 0.09)),  # KL of (1/2, 1/2) to (0.9, 0.1)
+        (DiscoPOPLoss(), 0.5 * math.log(2) + 0.5),  # m = 1/2: half the logistic, half the exponential term
+    ],
+    ids=lambda value: value.type if hasattr(value, "type") else "",
+)
 def test_every_preference_loss_has_its_known_value_where_policy_and_reference_agree(
-    loss: Any, policy_spec: ModelSpec, preference_samples: list[PreferenceSample]
+    loss: Any, expected: float, policy_spec: ModelSpec, preference_samples: list[PreferenceSample]
 ) -> None:
     model = model_of(policy_spec)
     sample = preference_samples[0]
     chosen, rejected = (own_logprobs(model, side, 1.0).sum().item() for side in (sample.chosen, sample.rejected))
     equal = replace(sample, ref_chosen_logprob=chosen, ref_rejected_logprob=rejected)
-    smoothing = 0.1 if loss in ("cdpo", "robust") else 0.0
-    objective = PreferenceObjective(loss=loss, beta=0.5, label_smoothing=smoothing, length_average=True, nll_coef=0.0)
-    # h = 0: log 2; robust (0.9 - 0.1 * -1 ...) = (-0.9 + 0.1) log(1/2) / 0.8 = log 2; ipo (0 - 1/(2 * 0.5))^2; hinge 1
-    expected = {"ipo": 1.0, "hinge": 1.0}.get(loss, math.log(2))
+    objective = PairObjective(loss=loss, nll_coef=0.0, length_alpha=1.0)
     assert computed(objective, model, [equal]).loss.item() == pytest.approx(expected, abs=1e-4)
 
 
@@ -145,7 +169,7 @@ def test_simpo_compares_mean_token_logprobs_without_a_reference(
     model = model_of(policy_spec)
     sample = preference_samples[0]
     chosen, rejected = (own_logprobs(model, side, 1.0).mean().item() for side in (sample.chosen, sample.rejected))
-    output = computed(SimpoObjective(beta=2.0, gamma=0.5, nll_coef=0.0), model, [sample])
+    output = computed(PairObjective(loss=SIMPO, nll_coef=0.0, length_alpha=1.0), model, [sample])
     assert output.loss.item() == pytest.approx(math.log1p(math.exp(-(2 * (chosen - rejected) - 0.5))), rel=1e-5)
 
 
@@ -179,7 +203,9 @@ def test_entropy_and_kl_to_the_reference_are_measured_where_they_are_not_in_the_
     policy_spec: ModelSpec, policy_samples: list[PolicySample]
 ) -> None:
     model = model_of(policy_spec)
-    output = computed(replace(POLICY, kl_coef=0.0, entropy_coef=0.0, correction="off"), model, policy_samples)
+    output = computed(
+        replace(POLICY, kl_coef=0.0, entropy_coef=0.0, correction=CorrectionConfig(level="off")), model, policy_samples
+    )
     assert float(output.metrics["loss"]) == float(output.metrics["policy_loss"])
     assert {"entropy", "ref_kl", "correction_fraction"} <= output.metrics.keys()
     assert float(output.metrics["correction_fraction"]) == 0.0
@@ -201,7 +227,9 @@ def test_the_value_loss_is_half_the_squared_error_of_the_models_own_values(
     assert output.loss.item() == pytest.approx(total / 100, rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["sft", "reward", "dpo", "simpo", "policy", "value"])
+@pytest.mark.parametrize(
+    "kind", ["sft", "reward", "dpo", "ld-dpo", "simpo", "orpo", "policy", "gspo", "cispo", "value"]
+)
 def test_the_gradient_depends_neither_on_micro_batches_nor_on_padding(
     kind: str, request: pytest.FixtureRequest
 ) -> None:
@@ -209,7 +237,11 @@ def test_the_gradient_depends_neither_on_micro_batches_nor_on_padding(
         "sft": (SftObjective(pack_to=None), "token_samples", "policy_spec"),
         "reward": (BradleyTerryObjective(centering_coef=0.01), "reward_pairs", "score_spec"),
         "dpo": (DPO, "preference_samples", "policy_spec"),
-        "simpo": (SimpoObjective(beta=2.0, gamma=0.5, nll_coef=0.1), "preference_samples", "policy_spec"),
+        "simpo": (PairObjective(loss=SIMPO, nll_coef=0.1, length_alpha=1.0), "preference_samples", "policy_spec"),
+        "orpo": (PairObjective(loss=ORPOLoss(), nll_coef=0.0, length_alpha=1.0), "preference_samples", "policy_spec"),
+        "ld-dpo": (replace(DPO, length_alpha=0.3), "preference_samples", "policy_spec"),
+        "gspo": (replace(POLICY, loss=GSPOLoss()), "policy_samples", "policy_spec"),
+        "cispo": (replace(POLICY, loss=CISPOLoss()), "policy_samples", "policy_spec"),
         "policy": (POLICY, "policy_samples", "policy_spec"),
         "value": (ValueObjective(clip=0.2), "value_samples", "value_spec"),
     }[kind]
@@ -235,7 +267,7 @@ def test_sequence_means_do_not_depend_on_micro_batches(
     aggregation: Any, policy_spec: ModelSpec, policy_samples: list[PolicySample]
 ) -> None:
     model = model_of(policy_spec)
-    objective = replace(POLICY, aggregation=aggregation)
+    objective = replace(POLICY, loss=ClipLoss(aggregation=aggregation))
     whole = gradients(objective, model, [policy_samples])
     assert difference(whole, gradients(objective, model, [policy_samples[:3], policy_samples[3:]])) < 1e-6
 

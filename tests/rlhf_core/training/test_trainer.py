@@ -13,36 +13,33 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf_core.checkpoint_parts import wait_for_parts
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig, TrainerConfig
+from rlhf_core.config.policy import ClipLoss, CorrectionConfig
+from rlhf_core.config.preference import HingeLoss
 from rlhf_core.errors import ArtifactError, TrainingError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.export import weights_digest
+from rlhf_core.training.batching import reduce
 from rlhf_core.training.engines import open_engine
 from rlhf_core.training.objectives import (
     BradleyTerryObjective,
     PolicyObjective,
-    PreferenceObjective,
     SftObjective,
     ValueObjective,
 )
+from rlhf_core.training.preference_objectives import PairObjective
 from rlhf_core.training.torch_engine import TorchEngine
-from rlhf_core.training.trainer import LocalTrainer, reduce, shard
+from rlhf_core.training.trainer import LocalTrainer
 from rlhf_core.types import PolicySample, PreferenceSample, RewardPair, TokenSample, ValueSample
 
 TORCH = TrainerConfig(engine="torch", micro_batch=4)
 SFT = SftObjective(pack_to=None)
 POLICY = PolicyObjective(
-    clip_low=0.2,
-    clip_high=0.2,
-    dual_clip=None,
-    aggregation="token_mean",
+    loss=ClipLoss(),
     max_length=24,
     temperature=0.7,
     kl_coef=0.1,
     entropy_coef=0.0,
-    correction="token",
-    correction_mode="truncate",
-    correction_cap=2.0,
-    correction_low=0.5,
+    correction=CorrectionConfig(),
 )
 
 
@@ -79,7 +76,9 @@ def test_the_gradient_does_not_depend_on_the_micro_batch_or_on_the_shards(
 ) -> None:
     whole = gradient(policy_spec, optimizer, TORCH.model_copy(update={"micro_batch": 10}), [token_samples])
     single = gradient(policy_spec, optimizer, TORCH.model_copy(update={"micro_batch": 1}), [token_samples])
-    ranks = gradient(policy_spec, optimizer, TORCH, [list(shard(token_samples, rank, 3)) for rank in range(3)])
+    budget = gradient(policy_spec, optimizer, TORCH.model_copy(update={"micro_tokens": 30}), [token_samples])
+    ranks = gradient(policy_spec, optimizer, TORCH, [token_samples[rank::3] for rank in range(3)])
+    assert float((whole - budget).abs().max() / whole.abs().max()) < 1e-6
     assert float((whole - single).abs().max() / whole.abs().max()) < 1e-6
     assert float((whole - ranks).abs().max() / whole.abs().max()) < 1e-6
 
@@ -90,7 +89,7 @@ def test_metrics_of_shards_add_up_to_those_of_the_whole_batch(
     trainer = LocalTrainer(policy_spec, None, TORCH)
     whole = trainer.loss(policy_samples, POLICY)
     counts = POLICY.denominators(policy_samples)
-    parts = reduce([trainer.loss(shard(policy_samples, rank, 3), POLICY, counts) for rank in range(3)])
+    parts = reduce([trainer.loss(policy_samples[rank::3], POLICY, counts) for rank in range(3)])
     assert parts == pytest.approx(whole, rel=1e-5)
     assert whole["ratio_max"] > 1.0
 
@@ -163,7 +162,7 @@ def test_an_infinite_loss_with_a_finite_gradient_is_skipped_too(
     policy_spec: ModelSpec, optimizer: OptimizerConfig, preference_samples: list[PreferenceSample]
 ) -> None:
     # max(0, 1 - beta h) with h = -infinity: the loss is infinite, its gradient is beta times that of the log-probs
-    hinge = PreferenceObjective(loss="hinge", beta=0.1, label_smoothing=0.0, length_average=False, nll_coef=0.0)
+    hinge = PairObjective(loss=HingeLoss(beta=0.1), nll_coef=0.0, length_alpha=1.0)
     trainer = LocalTrainer(policy_spec, optimizer, TORCH)
     before = trainer.weights().digest
     metrics = trainer.forward_backward([replace(preference_samples[0], ref_chosen_logprob=math.inf)], hinge)

@@ -1,0 +1,19 @@
+"""One reward from several reward models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rlhf_core.interfaces import RewardFunction
+from rlhf_core.losses.reward import EnsembleReduction, ensemble_score
+from rlhf_core.types import Generation
+
+
+def score_with_ensemble(
+    members: Sequence[RewardFunction], generations: Sequence[Generation], *, reduce: EnsembleReduction, k: float
+) -> list[float]:
+    """Return one score per generation from those of all members; `k` weighs the standard deviation that is taken off."""
+    scores_MB = torch.tensor([member(generations) for member in members])
+    return [float(score) for score in ensemble_score(scores_MB, reduce=reduce, k=k)]

@@ -1,0 +1,63 @@
+"""The exponential moving average of a model's trained weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_core.training.state import trained_parameters
+
+
+class WeightAverage:
+    """average <- decay * average + (1 - decay) * weights after every update, in float32; starts at the weights.
+
+    >>> model = nn.Linear(1, 1, bias=False)
+    >>> _ = model.weight.data.fill_(1.0)
+    >>> average = WeightAverage(model, decay=0.75)
+    >>> _ = model.weight.data.fill_(3.0)
+    >>> average.update(model)
+    >>> average.state()["weight"].item()
+    1.5
+    """
+
+    def __init__(self, module: nn.Module, *, decay: float) -> None:
+        self._decay = decay
+        self._average = {name: weight.float().clone() for name, weight in trained_parameters(module).items()}
+
+    def update(self, module: nn.Module) -> None:
+        """Take in the weights of `module` after an update."""
+        for name, weight in trained_parameters(module).items():
+            self._average[name].lerp_(weight.float(), 1 - self._decay)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return copies for a checkpoint, on the CPU."""
+        return {name: weight.to("cpu", copy=True) for name, weight in self._average.items()}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Go on from `state`."""
+        for name, weight in self._average.items():
+            weight.copy_(state[name])
+
+    @contextmanager
+    def in_place(self, module: nn.Module) -> Iterator[None]:
+        """Inside, `module` holds the average, rounded to its own precision; afterwards its own weights again."""
+        weights = trained_parameters(module)
+        own = {name: weight.clone() for name, weight in weights.items()}
+        try:
+            for name, weight in weights.items():
+                weight.copy_(self._average[name])
+            yield
+        finally:
+            for name, weight in weights.items():
+                weight.copy_(own[name])
+
+
+def average_of(module: nn.Module, *, decay: float, rank: int) -> WeightAverage | None:
+    """Return the average that this rank keeps: rank 0's where `decay` asks for one, as all ranks hold whole weights."""
+    if decay == 0 or rank > 0:
+        return None
+    with torch.no_grad():
+        return WeightAverage(module, decay=decay)

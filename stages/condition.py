@@ -1,0 +1,145 @@
+"""Conditional SFT (arXiv 2308.12050): prompts that say how good an answer is, so that a good one can be asked for.
+
+The rewards of all rollouts are cut into levels by their quantiles. As data for `sft`, each answer follows its prompt
+with its own level; as prompts for `generate`, each asks for the best level that the answers reached.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pydantic import Field, field_validator
+
+from rlhf_core.config.base import Config
+from rlhf_core.data.holdout import held_out
+from rlhf_core.errors import DataError, explain
+from rlhf_core.stage import StageContext
+from rlhf_core.types import DemonstrationsRef, Message, Prompt, PromptsRef, Rollout, RolloutsRef
+
+if TYPE_CHECKING:
+    from rlhf_core.data.tables import Demonstration
+
+NAME = "condition"
+VERSION = 1
+CODE = "strict"
+
+TABLE_ROWS = 16
+
+
+class ConditionConfig(Config):
+    """How rewards become part of the prompt."""
+
+    levels: int = Field(5, ge=2)
+    """Quantiles of the rewards; level 1 is the lowest. Equal rewards have equal levels, so some may stay empty."""
+    template: str = "{prompt}\n<reward: {level}>"
+    """What becomes of the prompt's last message: {prompt} is its text, {level} the level."""
+    eval_fraction: float = Field(0.05, ge=0, lt=1)
+    """Share of the prompts held out as `eval.parquet`: at least one prompt unless 0."""
+    drop_truncated: bool = True
+    """Leave out answers that the token limit cut off: as text they would be taught to end there."""
+
+    @field_validator("template")
+    @classmethod
+    def _has_both_places(cls, template: str) -> str:
+        for place in ("{prompt}", "{level}"):
+            if template.count(place) != 1:
+                raise ValueError(f"must have {place} in it once; for example '{{prompt}} <reward: {{level}}>'")
+        return template
+
+
+def run(
+    config: ConditionConfig, *, rollouts: RolloutsRef, prompts: PromptsRef | None = None, context: StageContext
+) -> DemonstrationsRef | PromptsRef:
+    """Return the answers of `rollouts` behind prompts with their level, or `prompts` that ask for the best one."""
+    from rlhf_core.data.tables import read_prompts, read_rollouts, write_demonstrations, write_prompts
+
+    context.tracker.dataset("rollouts", rollouts.digest, "training")
+    everything = read_rollouts(context.path(rollouts))
+    kept = [one for one in everything if not (config.drop_truncated and one.completion.finish_reason == "length")]
+    levels = reward_levels([rollout.reward for rollout in kept], levels=config.levels)
+    check_levels(config, levels, context)
+    best = max(levels)
+    if prompts is not None:
+        context.tracker.dataset("prompts", prompts.digest, "evaluation")
+        asked = [asking(prompt, best, template=config.template) for prompt in read_prompts(context.path(prompts))]
+        write_prompts(context.out, asked)
+        return context.commit(PromptsRef, metrics={"prompts": len(asked), "level": best})
+
+    evaluation = held_out((one.prompt.id for one in kept), fraction=config.eval_fraction, seed=context.seed)
+    rows = demonstrations(kept, levels, template=config.template)
+    splits = {
+        "train": [row for row, one in zip(rows, kept, strict=True) if one.prompt.id not in evaluation],
+        "eval": [row for row, one in zip(rows, kept, strict=True) if one.prompt.id in evaluation],
+    }
+    for name, part in splits.items():
+        write_demonstrations(context.out / f"{name}.parquet", part)
+    record(kept, levels, context)
+    counts = {f"level_{level}": float(count) for level, count in sorted(Counter(levels).items())}
+    counts |= {name: float(len(part)) for name, part in splits.items()}
+    return context.commit(
+        DemonstrationsRef, metrics=counts | {"truncated": float(len(everything) - len(kept)), "level": float(best)}
+    )
+
+
+def reward_levels(rewards: Sequence[float], *, levels: int) -> list[int]:
+    """Return the level, 1 to `levels`, of each reward: 1 and the number of quantiles j / levels that lie below it.
+
+    The j-th quantile is the least reward that at least j / levels of all do not exceed.
+
+    >>> reward_levels([0.1, 0.4, 0.2, 0.3], levels=2)
+    [1, 2, 1, 2]
+    """
+    ranked = sorted(rewards)
+    quantiles = [ranked[max(0, -(-number * len(ranked) // levels) - 1)] for number in range(1, levels) if ranked]
+    return [1 + bisect_left(quantiles, reward) for reward in rewards]
+
+
+def check_levels(config: ConditionConfig, levels: Sequence[int], context: StageContext) -> None:
+    """Raise DataError where all answers have one level, which would say nothing."""
+    if len(set(levels)) < 2:
+        rule = (
+            f"{len(levels)} whole answers have {len(set(levels))} of the {config.levels} levels; at least 2 are needed"
+        )
+        raise DataError(explain(f"{context.label}.rollouts", sorted(set(levels)), rule, "sample more, or score finer"))
+
+
+def asking(prompt: Prompt, level: int, *, template: str) -> Prompt:
+    """Return `prompt`, its id and label unchanged, with the level in its last message."""
+    return replace(prompt, messages=decorated(prompt.messages, level, template=template))
+
+
+def demonstrations(rollouts: Sequence[Rollout], levels: Sequence[int], *, template: str) -> list[Demonstration]:
+    """Return each answer behind its prompt with its level; ids are the prompt's with a running number."""
+    from rlhf_core.data.tables import Demonstration
+
+    numbers: Counter[str] = Counter()
+    rows = []
+    for rollout, level in zip(rollouts, levels, strict=True):
+        prompt = rollout.prompt
+        messages = (
+            *decorated(prompt.messages, level, template=template),
+            Message("assistant", rollout.completion.text),
+        )
+        rows.append(Demonstration(f"{prompt.id}/{numbers[prompt.id]}", messages, prompt.source))
+        numbers[prompt.id] += 1
+    return rows
+
+
+def decorated(messages: Sequence[Message], level: int, *, template: str) -> tuple[Message, ...]:
+    """Return `messages`, the last one filled into `template`."""
+    # Not str.format: braces in a prompt are its own. The level first, or a prompt that says {level} would get it.
+    content = template.replace("{level}", str(level)).replace("{prompt}", messages[-1].content)
+    return (*messages[:-1], Message(messages[-1].role, content))
+
+
+def record(rollouts: Sequence[Rollout], levels: Sequence[int], context: StageContext) -> None:
+    """Record the first answers with their levels as a table."""
+    rows = [
+        [one.prompt.messages[-1].content, level, one.completion.text, one.reward]
+        for one, level in zip(rollouts[:TABLE_ROWS], levels, strict=False)
+    ]
+    context.tracker.table("samples/levels", ["prompt", "level", "completion", "reward"], rows)

@@ -1,0 +1,219 @@
+"""Knowledge distillation: a student policy learns a teacher's distribution at every token, not only the token.
+
+Loss: (1 - a) * CE + a * D(teacher, student), token mean over the whole optimizer step, on assistant tokens; D is the
+forward or reverse KL or the generalised JSD (arXiv 2306.13649 eq. 1). The tokens are those of demonstrations, or
+(`on_policy`) of the student's own answers, drawn anew with its weights of the moment, as GKD does.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, model_validator
+
+from rlhf_core.config.base import Config
+from rlhf_core.config.engines import LoraConfig, OptimizerConfig, SamplingConfig
+from rlhf_core.config.loop import LoopConfig
+from rlhf_core.errors import ConfigError, DataError, explain
+from rlhf_core.interfaces import Metrics, ModelSpec, Sampler, Trainer
+from rlhf_core.stage import StageContext
+from rlhf_core.types import (
+    ArtifactRef,
+    DemonstrationsRef,
+    PolicyRef,
+    Prompt,
+    PromptsRef,
+    SamplingRequest,
+    TokenSample,
+    derive_seed,
+)
+
+if TYPE_CHECKING:
+    from rlhf_core.data.chat import ChatTemplate
+    from rlhf_core.training.distillation_objective import DistillationObjective
+    from rlhf_core.training.fit import LookAhead
+
+NAME = "distill"
+VERSION = 1
+CODE = "warn"
+
+
+class DivergenceConfig(Config):
+    """How far the student is from the teacher at a token."""
+
+    kind: Literal["forward", "reverse", "jsd"] = "forward"
+    """`forward` covers what the teacher says, `reverse` seeks its likeliest, `jsd` lies between them."""
+    jsd_beta: float = Field(0.5, ge=0, le=1)
+    """Weight of the teacher in the mixture of `jsd`."""
+    temperature: float = Field(1.0, gt=0)
+    """Of both distributions; not that of the sampling."""
+    top_k: int = Field(64, ge=0)
+    """The teacher's likeliest tokens, all others counting as one; 0 takes the whole vocabulary, at its price."""
+
+
+class DistillConfig(Config):
+    """Distillation of a teacher into a student with the same vocabulary."""
+
+    divergence: DivergenceConfig = DivergenceConfig()
+    kl_weight: float = Field(1.0, ge=0, le=1)
+    """a of the loss: what is left of 1 weighs the imitation of the demonstrations' tokens."""
+    on_policy: bool = False
+    """Learn on the student's own answers to prompts instead of on demonstrations."""
+    sampling: SamplingConfig = SamplingConfig()
+    """Of the student's own answers."""
+    eval_fraction: float = Field(0.05, ge=0, lt=1)
+    """Share of the prompts that are held out for evaluation, where the data are prompts."""
+    max_length: int = Field(256, ge=8)
+    """Tokens of a demonstration; longer ones are cut, and dropped if no trained token is left."""
+    loop: LoopConfig = LoopConfig(batch_size=32, epochs=1)
+    """Of `epochs`, each has an answer of its own to every prompt."""
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=2e-5)
+    lora: LoraConfig | None = None
+
+    @model_validator(mode="after")
+    def _own_answers_are_not_imitated(self) -> DistillConfig:
+        if self.on_policy and self.kl_weight < 1:
+            raise ValueError(
+                f"kl_weight = {self.kl_weight}: on_policy has the student's own answers, which are nothing to imitate; "
+                "leave it at 1"
+            )
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """An answer to be sampled: the `number`-th to its prompt."""
+
+    prompt: Prompt
+    number: int
+
+
+def run(
+    config: DistillConfig,
+    *,
+    policy: PolicyRef,
+    teacher: PolicyRef,
+    demonstrations: DemonstrationsRef | None = None,
+    prompts: PromptsRef | None = None,
+    context: StageContext,
+) -> PolicyRef:
+    """Teach `policy`, the student, what `teacher` knows, on `demonstrations` or, on-policy, `prompts`."""
+    from rlhf_core.data.chat import ChatTemplate
+    from rlhf_core.models.vocabulary import shared_vocabulary
+    from rlhf_core.training.distillation_objective import DistillationObjective
+    from rlhf_core.training.fit import fit
+    from rlhf_core.training.teaching import TaughtTrainer
+
+    divergence = config.divergence
+    vocabulary = shared_vocabulary(context.path(policy), context.path(teacher))
+    if divergence.top_k >= vocabulary:
+        rule = f"must be < {vocabulary}, the size of the vocabulary"
+        raise ConfigError(explain(f"{context.label}.divergence.top_k", divergence.top_k, rule, "lower it, or set 0"))
+    objective = DistillationObjective(
+        kind=divergence.kind,
+        jsd_beta=divergence.jsd_beta,
+        temperature=divergence.temperature,
+        kl_weight=config.kl_weight,
+    )
+    chat = ChatTemplate.load(context.path(policy))
+    for ref in (policy, teacher):
+        context.tracker.input_model(ref.digest)
+    splits = drawn(config, prompts, context) if config.on_policy else shown(config, chat, demonstrations, context)
+
+    student_spec = ModelSpec(path=str(context.path(policy)), head="lm", lora=config.lora, seed=context.seed)
+    teacher_spec = ModelSpec(path=str(context.path(teacher)), head="lm", lora=None, seed=context.seed)
+    with ExitStack() as leases:
+        look_ahead = None
+        if config.on_policy:
+            sampler = leases.enter_context(context.runtime.sampler(context.path(policy)))
+            look_ahead = answering(sampler, chat, config.sampling, objective, seed=context.seed)
+        student = TaughtTrainer(
+            leases.enter_context(context.runtime.trainer("policy", student_spec, config.optimizer)),
+            leases.enter_context(context.runtime.trainer("teacher", teacher_spec, None)),
+            k=divergence.top_k,
+            temperature=divergence.temperature,
+            vocabulary=vocabulary,
+        )
+        result = fit(
+            student,
+            splits["train"],
+            splits["eval"],
+            objective,
+            optimizer=config.optimizer,
+            # The draws are those of all epochs.
+            loop=config.loop.model_copy(update={"epochs": 1}) if config.on_policy else config.loop,
+            context=context,
+            look_ahead=look_ahead,
+        )
+        student.export(context.out)
+    metrics: Metrics = {"steps": result.steps, "train_samples": len(splits["train"])}
+    metrics |= {f"before/{name}": value for name, value in result.initial.items()}
+    return context.commit(PolicyRef, metrics=metrics | result.final)
+
+
+def shown(
+    config: DistillConfig, chat: ChatTemplate, demonstrations: DemonstrationsRef | None, context: StageContext
+) -> dict[str, list[TokenSample]]:
+    """Return the demonstrations by split, their assistant turns masked."""
+    from rlhf_core.data.tables import read_demonstrations
+
+    ref = needed(demonstrations, "demonstrations", config, context)
+    context.tracker.dataset("demonstrations", ref.digest, "training")
+    splits = {}
+    for split in ("train", "eval"):
+        rows = read_demonstrations(context.path(ref) / f"{split}.parquet")
+        samples = [chat.conversation(row.messages, max_length=config.max_length) for row in rows]
+        splits[split] = [sample for sample in samples if sample is not None]
+    return splits
+
+
+def drawn(config: DistillConfig, prompts: PromptsRef | None, context: StageContext) -> dict[str, list[Draw]]:
+    """Return the answers to be sampled: one to each prompt and epoch, and one to each prompt that is held out."""
+    from rlhf_core.data.holdout import held_out
+    from rlhf_core.data.tables import read_prompts
+
+    ref = needed(prompts, "prompts", config, context)
+    context.tracker.dataset("prompts", ref.digest, "training")
+    rows = read_prompts(context.path(ref))
+    if not rows:
+        raise DataError(explain(f"{context.label}.prompts", 0, "there is nothing to answer", "prepare more prompts"))
+    evaluation = held_out((row.id for row in rows), fraction=config.eval_fraction, seed=context.seed)
+    return {
+        "train": [Draw(row, epoch) for epoch in range(config.loop.epochs) for row in rows if row.id not in evaluation],
+        "eval": [Draw(row, 0) for row in rows if row.id in evaluation],
+    }
+
+
+def needed(ref: Any, name: str, config: DistillConfig, context: StageContext) -> ArtifactRef:
+    """Return the input `ref`; ConfigError if it was not given."""
+    if not isinstance(ref, ArtifactRef):
+        rule = f"on_policy = {str(config.on_policy).lower()} learns on {name}"
+        raise ConfigError(explain(f"{context.label}.{name}", None, rule, f"give {name}, or change on_policy"))
+    return ref
+
+
+def answering(
+    sampler: Sampler, chat: ChatTemplate, sampling: SamplingConfig, objective: DistillationObjective, *, seed: int
+) -> LookAhead:
+    """Return what lets the student of the moment answer the prompts of a step before it is taught on its answers.
+
+    An answer depends on the student's weights and on a seed of its own, so a resumed run draws what the killed one drew.
+    """
+    versions = itertools.count(1)
+
+    def answer(student: Trainer, draws: Sequence[Draw]) -> tuple[DistillationObjective, list[TokenSample]]:
+        sampler.load_weights(student.weights(), version=next(versions))
+        prompts = [chat.prompt_ids(draw.prompt.messages) for draw in draws]
+        seeds = [derive_seed(seed, "distill", draw.prompt.id, draw.number) for draw in draws]
+        requests = [SamplingRequest(ids, own) for ids, own in zip(prompts, seeds, strict=True)]
+        completions = sampler.generate(requests, sampling)
+        return objective, [
+            TokenSample(ids + made.token_ids, (0,) * len(ids) + (1,) * len(made.token_ids))
+            for ids, made in zip(prompts, completions, strict=True)
+        ]
+
+    return answer

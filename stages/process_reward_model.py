@@ -1,0 +1,178 @@
+"""Process reward model: a scalar head on a language model that judges every step of an answer at the step's last token.
+
+Loss (arXiv 2305.20050, 2312.08935): -y log sigmoid(x) - (1 - y) log sigmoid(-x), mean over steps, labels hard or soft.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from rlhf_core.config.base import Config
+from rlhf_core.config.engines import OptimizerConfig
+from rlhf_core.config.loop import LoopConfig
+from rlhf_core.errors import DataError, explain
+from rlhf_core.interfaces import ModelSpec, Trainer
+from rlhf_core.stage import StageContext
+from rlhf_core.types import PolicyRef, ProcessRewardModelRef, StepSample, StepsRef, TokenSample
+
+if TYPE_CHECKING:
+    from rlhf_core.data.chat import ChatTemplate
+    from rlhf_core.data.steps import StepSplitter
+    from rlhf_core.data.tables import SteppedAnswer
+
+NAME = "process_reward_model"
+VERSION = 1
+CODE = "warn"
+
+PROBES = 32
+TABLE_ROWS = 8
+_UNLIMITED = 1 << 40
+
+
+class ProcessRewardModelConfig(Config):
+    """Process reward model on answers whose steps were judged."""
+
+    max_length: int = Field(256, ge=8)
+    """Tokens of prompt and answer; steps that end later are not judged, and answers without any left are dropped."""
+    separator: str = Field("\n", min_length=1)
+    """Stands between steps, here and in the answers that are scored later."""
+    reduce: Literal["min", "mean", "last", "product"] = "min"
+    """How the steps of an answer become its score, where the reward that uses this model does not say."""
+    loop: LoopConfig = LoopConfig(batch_size=32, epochs=1)
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
+
+
+def run(
+    config: ProcessRewardModelConfig, *, policy: PolicyRef, steps: StepsRef, context: StageContext
+) -> ProcessRewardModelRef:
+    """Train a process reward model from the weights of `policy`; return it with its report."""
+    from rlhf_core.data.chat import ChatTemplate
+    from rlhf_core.data.steps import StepSplitter
+    from rlhf_core.data.tables import read_steps
+    from rlhf_core.training.fit import fit
+    from rlhf_core.training.step_objective import StepObjective
+
+    chat = ChatTemplate.load(context.path(policy))
+    splitter = StepSplitter(chat, config.separator)
+    rows = {split: read_steps(context.path(steps) / f"{split}.parquet") for split in ("train", "eval")}
+    samples = {split: step_samples(chat, splitter, rows[split], config) for split in rows}
+    if not samples["train"]:
+        rule = f"no answer of {len(rows['train'])} has steps that are found again between separators"
+        remedy = "take a separator that no step holds, or raise max_length"
+        raise DataError(explain(f"{context.label}.separator", config.separator, rule, remedy))
+    context.tracker.dataset("steps", steps.digest, "training")
+    context.tracker.input_model(policy.digest)
+
+    model = ModelSpec(path=str(context.path(policy)), head="score", lora=None, seed=context.seed)
+    with context.runtime.trainer("reward_model", model, config.optimizer) as trainer:
+        result = fit(
+            trainer,
+            samples["train"],
+            samples["eval"],
+            StepObjective(),
+            optimizer=config.optimizer,
+            loop=config.loop,
+            context=context,
+        )
+        trainer.export(context.out)
+        write_contract(trainer, samples["eval"] or samples["train"], chat, config, context.out)
+        report = write_report(trainer, samples["eval"], chat, context)
+    metrics = {
+        "steps": result.steps,
+        "train_answers": len(samples["train"]),
+        "train_steps": sum(sum(sample.loss_mask) for sample in samples["train"]),
+        "dropped_answers": sum(len(rows[split]) - len(samples[split]) for split in rows),
+    }
+    return context.commit(ProcessRewardModelRef, metrics=metrics | result.final | report)
+
+
+def step_samples(
+    chat: ChatTemplate, splitter: StepSplitter, rows: Sequence[SteppedAnswer], config: ProcessRewardModelConfig
+) -> list[StepSample]:
+    """Return the rendered answers with a label at each step's last token, up to the last one that `max_length` leaves.
+
+    Left out are answers whose steps are not found again, since a step holds the separator, and those cut to no step.
+    """
+    samples = []
+    for row in rows:
+        whole = chat.continuation(row.prompt, row.answer(config.separator), max_length=_UNLIMITED)
+        if whole is None:
+            continue
+        trained = [position for position, mask in enumerate(whole.loss_mask) if mask]
+        first, last = trained[0], trained[-1]  # where a sampled answer begins and ends, too
+        ends = [first + end for end in splitter.ends(whole.token_ids[first : last + 1])]
+        kept = [end for end in ends if end < config.max_length]
+        if len(ends) != len(row.labels) or not kept:
+            continue
+        label_at = dict(zip(kept, row.labels, strict=False))
+        places = range(kept[-1] + 1)
+        samples.append(
+            StepSample(
+                whole.token_ids[: kept[-1] + 1],
+                tuple(int(place in label_at) for place in places),
+                tuple(label_at[place] if place in label_at else 0.0 for place in places),
+            )
+        )
+    return samples
+
+
+def write_contract(
+    trainer: Trainer, samples: Sequence[StepSample], chat: ChatTemplate, config: ProcessRewardModelConfig, folder: Path
+) -> None:
+    """Write `contract.json`: what a user of the scores must reproduce, with the probes' step scores to check it by."""
+    probe = [unlabelled(sample) for sample in samples[:PROBES]]
+    scores = trainer.step_scores(probe)
+    every = [score for row in scores for score in row]
+    contract = {
+        "max_length": config.max_length,
+        "separator": config.separator,
+        "reduce": config.reduce,
+        "eos_token_id": chat.eos_id,
+        "template": chat.digest,
+        "probe": [list(sample.token_ids) for sample in probe],
+        "probe_step_ends": [[place for place, mask in enumerate(sample.loss_mask) if mask] for sample in probe],
+        "probe_step_scores": scores,
+        "mean": fmean(every),
+        "std": pstdev(every),
+    }
+    (folder / "contract.json").write_text(json.dumps(contract))
+
+
+def write_report(
+    trainer: Trainer, samples: Sequence[StepSample], chat: ChatTemplate, context: StageContext
+) -> dict[str, float]:
+    """Write `report.json` and its figures into the artifact; return the headline figures of the held-out answers."""
+    from rlhf_core.evaluation.step_report import step_report
+
+    if not samples:
+        return {}
+    logits = trainer.step_scores([unlabelled(sample) for sample in samples])
+    labels = [judgements(sample) for sample in samples]
+    report, figures = step_report(logits=logits, labels=labels, seed=context.seed)
+    (context.out / "report.json").write_text(json.dumps(report, indent=2))
+    (context.out / "figures").mkdir()
+    for name, png in figures.items():
+        path = context.out / "figures" / f"{name}.png"
+        path.write_bytes(png)
+        context.tracker.file(path, "figures")
+    shown = zip(samples[:TABLE_ROWS], labels, logits, strict=False)
+    table = [[chat.decode(sample.token_ids), json.dumps(said), json.dumps(scores)] for sample, said, scores in shown]
+    context.tracker.table("samples/steps", ["answer", "labels", "scores"], table)
+    headline = ("accuracy", "first_error_accuracy", "f1", "ece")
+    return {f"held_out/{name}": report[name] for name in headline if report[name] is not None}
+
+
+def unlabelled(sample: StepSample) -> TokenSample:
+    """Return the sample as the trainer scores it."""
+    return TokenSample(sample.token_ids, sample.loss_mask)
+
+
+def judgements(sample: StepSample) -> tuple[float, ...]:
+    """Return the labels of the steps, in order."""
+    return tuple(label for label, mask in zip(sample.labels, sample.loss_mask, strict=True) if mask)

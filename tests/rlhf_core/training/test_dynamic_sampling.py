@@ -1,0 +1,58 @@
+"""Groups that carry no gradient are replaced, up to a number of rounds, and a step always has its size."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlhf_core.config.policy import DynamicSampling
+from rlhf_core.training.dynamic_sampling import is_decided, sampled_until_decided
+from rlhf_core.types import Completion, Message, Prompt, Rollout
+
+
+def group(name: str, *rewards: float) -> list[Rollout]:
+    prompt = Prompt(name, (Message("user", name),), "", "test")
+    completion = Completion((1,), (0.0,), "", "stop", 0, 0)
+    return [Rollout(prompt, (1,), completion, reward, {}) for reward in rewards]
+
+
+ROUNDS = [group("a", 1, 1) + group("b", 0, 1), group("c", 0, 0) + group("d", 1, 0), group("e", 2, 1) + group("f", 0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("groups", "rounds", "names", "drawn"),
+    [
+        (1, 3, ["b"], [0]),
+        (2, 3, ["b", "d"], [0, 1]),
+        (3, 3, ["b", "d", "e"], [0, 1, 2]),
+        (3, 2, ["b", "d", "a"], [0, 1]),  # the cap: a fills, for nothing better came
+    ],
+)
+def test_rounds_are_drawn_until_there_are_enough_groups(
+    groups: int, rounds: int, names: list[str], drawn: list[int]
+) -> None:
+    asked: list[int] = []
+
+    def draw(number: int) -> list[Rollout]:
+        asked.append(number)
+        return ROUNDS[number]
+
+    made = sampled_until_decided(draw, DynamicSampling(max_rounds=rounds), groups=groups, group_size=2)
+    assert [rollout.prompt.id for rollout in made] == [name for name in names for _ in range(2)]
+    assert asked == drawn
+
+
+@pytest.mark.parametrize(
+    ("rewards", "bounds", "decided"),
+    [
+        ((0, 0), {}, False),
+        ((0, 1), {}, True),
+        ((0, 1), {"low": 0.5}, False),  # strictly above
+        ((0, 2), {"low": 0.5, "high": 1.5}, True),
+        ((1, 1), {"high": 1.5}, True),
+        ((2, 1), {"high": 1.5}, False),
+    ],
+)
+def test_a_group_is_decided_by_its_spread_or_by_its_mean(
+    rewards: tuple[float, ...], bounds: dict[str, float], decided: bool
+) -> None:
+    assert is_decided(group("x", *rewards), DynamicSampling(**bounds)) is decided
