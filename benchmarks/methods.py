@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.faults.small import _directly
+from benchmarks.faults.small import directly
 from pipelines.deferred import DeferredRuntime
 from pipelines.full import judge, part
 from pipelines.graph import Stages
@@ -103,7 +103,7 @@ def main() -> int:
     store.create()
     runtime = DeferredRuntime(config.runtime)
     run = PipelineRun(config, RunOptions(), store, runtime, MemoryTracker(), Silent(), planned=[])
-    stages = Stages(_directly(run), config.seed, config.runtime)
+    stages = Stages(directly(run), config.seed, config.runtime)
     try:
         start = make_start(config, stages)
         before = gold_of(judged(config, stages, start, {"sft": start.policy}), run, "sft")

@@ -122,7 +122,7 @@ class Small:
     def run(self, listener: Silent) -> dict[str, str]:
         """Run what is not in the store; return label -> digest."""
         run = PipelineRun(self.config, RunOptions(), self.store, self.runtime, MemoryTracker(), listener, planned=[])
-        made = run_stages(run, lifecycle, _directly(run), tags={})
+        made = run_stages(run, lifecycle, directly(run), tags={})
         return {label: ref.digest for label, ref in made.items()}
 
     def forget(self, label: str) -> None:
@@ -148,7 +148,8 @@ class Small:
         return faulty.outcome("" if same else "another digest than in peace")
 
 
-def _directly(run: PipelineRun) -> RunStage:
+def directly(run: PipelineRun) -> RunStage:
+    """Return what runs a stage of `run` in this thread, without Prefect."""
     def run_stage(spec: StageSpec, kind: type[ArtifactRef]) -> ArtifactRef:
         return run.stage(spec, lambda *_: None).ref
 
