@@ -67,6 +67,13 @@ def _parser() -> argparse.ArgumentParser:
     _store_options(chat)
     verbs.add_parser("doctor", help="check this machine: versions, memory, disk, ports, engines")
 
+    translator = verbs.add_parser("import-openrlhf", help="translate OpenRLHF command lines to a profile")
+    translator.add_argument("script", help="a shell script, or - for standard input")
+    translator.add_argument(
+        "--out", default="", metavar="FILE", help="write the profile there; default: standard output"
+    )
+    translator.add_argument("--lenient", action="store_true", help="list unknown flags instead of refusing them")
+
     _store_verbs(verbs.add_parser("store", help="look after the artifact store"))
     return parser
 
@@ -119,6 +126,7 @@ def _verb(name: str) -> Callable[[argparse.Namespace], int | None]:
         "runs": verbs.runs,
         "chat": verbs.chat,
         "doctor": verbs.doctor,
+        "import-openrlhf": verbs.import_openrlhf,
         "store": verbs.store,
     }
     return table[name]

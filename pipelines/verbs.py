@@ -140,6 +140,13 @@ def doctor(options: argparse.Namespace) -> int:
     return examine(console)
 
 
+def import_openrlhf(options: argparse.Namespace) -> None:
+    """Translate a script of OpenRLHF commands to a profile, and say what became of every flag."""
+    from pipelines.openrlhf.importing import import_script
+
+    import_script(options.script, out=options.out, lenient=options.lenient, console=console)
+
+
 def store(options: argparse.Namespace) -> None:
     """Look after the store."""
     from pipelines.store_verbs import look_after

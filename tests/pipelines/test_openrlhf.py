@@ -1,0 +1,358 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines.openrlhf.flags import COMMANDS, FLAGS
+from pipelines.openrlhf.shell import read_commands
+from pipelines.openrlhf.translate import Translation, translate
+from pipelines.profile import PipelineConfig, load_profile
+
+SFT_06 = r"""
+set -x
+read -r -d '' training_commands <<EOF
+openrlhf.cli.train_sft \
+   --max_len 4096 --dataset data/orca.jsonl --input_key question --output_key response \
+   --train_batch_size 256 --micro_train_batch_size 2 --max_samples 500000 \
+   --pretrain meta-llama/Meta-Llama-3-8B --save_path ./checkpoint/sft --save_steps -1 --eval_steps -1 \
+   --zero_stage 2 --max_epochs 1 --bf16 --flash_attn --learning_rate 5e-6 --packing_samples --gradient_checkpointing
+EOF
+    # --use_wandb [WANDB_TOKENS]
+if [[ ${1} != "slurm" ]]; then
+    deepspeed --num_gpus 8 --module $training_commands
+fi
+"""
+DPO_08 = r"""
+MODEL=models/sft
+deepspeed --module openrlhf.cli.train_dpo --pretrain ${MODEL} --ref_pretrain "$MODEL" --dataset a.jsonl,b.jsonl \
+   --dataset_probs 0.7,0.3 --apply_chat_template --chosen_key better --rejected_key worse --train_batch_size 64 \
+   --learning_rate=5e-7 --ipo --beta 0.2 --label_smoothing 0.1 --max_len 2048 --lora_rank 16 --lora_alpha 32 \
+   --target_modules q_proj v_proj --lora_dropout 0.05 --zero_stage 3 --adam_offload --ring_attn_size 2 --seed 7
+"""
+GRPO_09 = r"""
+ray job submit --address="http://127.0.0.1:8265" --runtime-env-json='{"working_dir": "/openrlhf"}' \
+   -- python3 -m openrlhf.cli.train_ppo_ray \
+   --actor_num_nodes 2 --actor_num_gpus_per_node 4 --ref_num_nodes 2 --ref_num_gpus_per_node 4 \
+   --vllm_num_engines 8 --vllm_tensor_parallel_size 1 --colocate_all_models --vllm_gpu_memory_utilization 0.4 \
+   --advantage_estimator group_norm --use_kl_loss --kl_estimator k3 --init_kl_coef 1e-3 --eps_clip_low_high 0.2 0.28 \
+   --pretrain models/base --remote_rm_url reward_func.py --save_path ckpt --use_wandb True \
+   --train_batch_size 128 --rollout_batch_size 64 --n_samples_per_prompt 8 --max_samples 6400 --num_episodes 2 \
+   --prompt_max_len 512 --generate_max_len 1536 --param_dtype bf16 --prompt_data data/maths.jsonl \
+   --input_key problem --label_key answer --apply_chat_template --dynamic_filtering --vllm_enable_sleep
+"""
+SFT_010 = r"""
+python -m torch.distributed.run --nproc_per_node 4 -m openrlhf.cli.train_sft \
+   --data.max_len 2048 --data.dataset data/chats.jsonl --data.input_key conversation --data.apply_chat_template \
+   --data.multiturn --train.batch_size 32 --model.model_name_or_path models/base --adam.lr 2e-5 --adam.betas 0.9 0.999 \
+   --adam.weight_decay 0.01 --lr_scheduler linear --lr_warmup_ratio 0.1 --train.max_epochs 3 --ckpt.save_steps 100 \
+   --eval.steps 50 --ds.zero_stage 3 --ds.param_dtype bf16 --logger.tensorboard_dir logs
+"""
+RM_010 = r"""
+deepspeed --module openrlhf.cli.train_rm --model.model_name_or_path models/sft --data.dataset data/pairs.parquet \
+   --data.prompt_key prompt --data.chosen_key chosen --data.rejected_key rejected --data.apply_chat_template \
+   --model.margin_loss_enable --model.loss_type logexp --train.batch_size 256 --data.max_len 8192 --adam.lr 9e-6 \
+   --ds.lora.rank 8 --ds.attn_implementation flash_attention_2 --ckpt.output_dir ./rm --eval.dataset data/test.jsonl
+"""
+PPO_010 = r"""
+python3 -m openrlhf.cli.train_ppo_ray --actor.num_gpus_per_node 4 --vllm.num_engines 2 --vllm.tensor_parallel_size 2 \
+   --actor.model_name_or_path models/sft --reward.model_name_or_path models/rm --train.batch_size 128 \
+   --rollout.batch_size 512 --data.max_len 3072 --rollout.max_new_tokens 2048 --actor.adam.lr 5e-7 --critic.adam.lr 9e-6 \
+   --critic.lr_warmup_ratio 0.1 --algo.advantage.lambd 0.95 --algo.advantage.gamma 0.99 --critic.freezing_steps 10 \
+   --actor.dual_clip 3.0 --reward.clip_range -5 5 --data.prompt_dataset data/prompts.jsonl --data.apply_chat_template \
+   --algo.advantage.is_correction_enable --algo.advantage.is_correction_type icepop --train.enable_ema \
+   --reward.overlong_buffer_len 512 --train.num_episodes 3 --vllm.enforce_eager
+"""
+SCRIPTS = {
+    "sft-0.6": SFT_06,
+    "dpo-0.8": DPO_08,
+    "grpo-0.9": GRPO_09,
+    "sft-0.10": SFT_010,
+    "rm-0.10": RM_010,
+    "ppo-0.10": PPO_010,
+}
+PPO = "python3 -m openrlhf.cli.train_ppo_ray --pretrain models/sft --prompt_data p.jsonl --apply_chat_template "
+DPO = "deepspeed --module openrlhf.cli.train_dpo --pretrain models/sft --dataset p.jsonl --apply_chat_template "
+
+
+def translated(script: str, tmp_path: Path) -> tuple[PipelineConfig, Translation]:
+    """Return the profile as `load_profile` reads it, and the account."""
+    translation = translate(script, name="there", template_file="there.jinja")
+    path = tmp_path / "there.toml"
+    path.write_text(translation.profile)
+    return load_profile(path), translation
+
+
+def fates(translation: Translation) -> dict[str, str]:
+    return {outcome.flag: outcome.fate for outcome in translation.outcomes}
+
+
+def dig(config: Any, dotted: str) -> Any:
+    for name in dotted.split("."):
+        config = config[name] if isinstance(config, dict) else getattr(config, name)
+    return config
+
+
+# ---------------------------------------------------------------- nothing is dropped
+
+
+@pytest.mark.parametrize("name", sorted(SCRIPTS))
+def test_every_flag_of_a_script_is_in_one_of_the_three_lists(name: str, tmp_path: Path) -> None:
+    _, translation = translated(SCRIPTS[name], tmp_path)
+    [command] = read_commands(SCRIPTS[name])[0]
+    said = [word.partition("=")[0] for word in (*command.launcher, *command.words) if word.startswith("--")]
+    written = sorted(flag for flag in said if flag not in ("--", "--module"))
+    assert sorted(outcome.flag for outcome in translation.outcomes) == written
+    assert all(outcome.what and "nothing here reads it" not in outcome.what[0] for outcome in translation.outcomes)
+
+
+@pytest.mark.parametrize("command", sorted(set(COMMANDS.values())))
+@pytest.mark.parametrize("dotted", [False, True])
+def test_every_flag_that_openrlhf_knows_has_a_fate(command: str, dotted: bool) -> None:
+    values = {"adam_betas": "0.8 0.9", "critic.adam.betas": "0.8 0.9", "reward_clip_range": "-1 1"}
+    values |= {"eps_clip_low_high": "0.1 0.2", "dynamic_filtering_reward_range": "0 1", "gamma": "0.9", "lambd": "0.9"}
+    values |= {"ema_beta": "0.9", "lr_warmup_ratio": "0.1", "critic.lr_warmup_ratio": "0.1", "label_smoothing": "0.1"}
+    values |= {
+        "zero_stage": "2",
+        "max_len": "64",
+        "prompt_max_len": "32",
+        "max_new_tokens": "16",
+        "eval_task": "generate",
+    }
+    values |= {
+        "pretrain": "models/a",
+        "dataset": "a.jsonl",
+        "prompt_data": "b.jsonl",
+        "num_episodes": "5",
+        "top_p": "0.9",
+    }
+    values |= {"rollout_batch_size": "8", "n_samples_per_prompt": "2", "freezing_actor_steps": "2"}
+    values |= {"param_dtype": "bf16"}
+    module = [module for module, name in COMMANDS.items() if name == command][-1]
+    words = []
+    for flag in FLAGS:
+        if command not in flag.commands.split():
+            continue
+        spelt = flag.others.split()[-1] if dotted and flag.others else flag.name
+        words += [f"--{spelt}", *([] if flag.kind == "switch" else values.get(flag.name, "1").split())]
+    translation = translate(f"python -m openrlhf.cli.{module} {' '.join(words)}", name="x", template_file="x.jinja")
+    unread = [outcome.flag for outcome in translation.outcomes if "nothing here reads it" in outcome.what[0]]
+    assert unread == []
+    assert len(translation.outcomes) == sum(word.startswith("--") for word in words)
+
+
+# ---------------------------------------------------------------- what the numbers mean
+
+
+def test_a_batch_is_an_optimizer_step_over_all_ranks(tmp_path: Path) -> None:
+    config, _ = translated(SFT_06, tmp_path)
+    assert config.sft and config.sft.loop.batch_size == 256 and config.runtime.trainer.micro_batch == 2
+    assert config.runtime.train_workers == 8
+
+
+def test_rollouts_are_prompts_times_samples_and_are_split_into_optimizer_steps(tmp_path: Path) -> None:
+    config, _ = translated(GRPO_09, tmp_path)
+    assert config.ppo
+    assert (config.ppo.prompts_per_step, config.ppo.samples_per_prompt) == (64, 8)
+    assert config.ppo.minibatches == 4  # 64 * 8 / 128
+    assert config.ppo.steps == 200  # 2 * 6400 / 64
+    assert config.prepare_data.data.max_rows == 6400  # type: ignore[union-attr]
+
+
+def test_fewer_rollouts_than_a_batch_are_one_optimizer_step_and_that_is_said(tmp_path: Path) -> None:
+    config, translation = translated(PPO + "--rollout_batch_size 16 --train_batch_size 64", tmp_path)
+    assert config.ppo and config.ppo.minibatches == 1
+    assert fates(translation)["--train_batch_size"] == "not translatable"
+
+
+@pytest.mark.parametrize(
+    ("flags", "prompt", "answer"),
+    [
+        ("--prompt_max_len 512 --generate_max_len 1536", 512, 1536),
+        ("--data.max_len 3072 --rollout.max_new_tokens 2048", 1024, 2048),
+        ("--max_len 3072 --max_new_tokens 2048", 1024, 2048),
+        ("--data.max_len 2048", 1024, 1024),
+    ],
+)
+def test_limits_of_both_generations_come_to_prompt_answer_and_sum(
+    flags: str, prompt: int, answer: int, tmp_path: Path
+) -> None:
+    config, _ = translated(PPO + flags, tmp_path)
+    assert config.ppo and config.ppo.sampling.max_tokens == answer
+    assert (config.prepare_data.max_prompt_tokens, config.prepare_data.max_tokens) == (prompt, prompt + answer)
+    assert config.runtime.sampler.max_model_len == prompt + answer  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("flags", "kl_in", "estimator"),
+    [
+        ("--kl_estimator k1", "reward", "translated"),
+        ("--kl_estimator k3", "reward", "not translatable"),
+        ("--use_kl_loss --kl_estimator k2", "loss", "translated"),
+        ("--use_kl_loss --kl_estimator k3", "loss", "not translatable"),
+        ("--algo.kl.use_loss --algo.kl.estimator k1", "loss", "not translatable"),
+        ("--advantage_estimator group_norm --n_samples_per_prompt 4 --kl_estimator k1", "loss", "not translatable"),
+    ],
+)
+def test_the_penalty_is_k1_in_the_reward_or_k2_in_the_loss(
+    flags: str, kl_in: str, estimator: str, tmp_path: Path
+) -> None:
+    config, translation = translated(PPO + flags + " --init_kl_coef 0.03", tmp_path)
+    assert config.ppo and (config.ppo.kl_in, config.ppo.kl_coef) == (kl_in, 0.03)
+    assert (
+        next(fate for flag, fate in fates(translation).items() if flag.replace(".", "_").endswith("kl_estimator"))
+        == estimator
+    )
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("gae", "gae"),
+        ("reinforce", "reinforce++"),
+        ("rloo", "rloo"),
+        ("reinforce_baseline", "reinforce++-baseline"),
+        ("group_norm", "grpo"),
+        ("dr_grpo", "dr_grpo"),
+    ],
+)
+def test_estimators_have_their_names_here(theirs: str, ours: str, tmp_path: Path) -> None:
+    flags = f"--advantage_estimator {theirs} --n_samples_per_prompt 4 --gamma 0.9 --lambd 0.8"
+    config, translation = translated(PPO + flags, tmp_path)
+    assert config.ppo and config.ppo.advantage.type == ours
+    assert fates(translation)["--gamma"] == ("translated" if theirs in ("gae", "reinforce") else "ignored")
+    assert fates(translation)["--lambd"] == ("translated" if theirs == "gae" else "ignored")
+
+
+def test_an_estimator_that_we_have_not_names_the_nearest(tmp_path: Path) -> None:
+    config, translation = translated(PPO + "--advantage_estimator flash_reinforce", tmp_path)
+    assert config.ppo and config.ppo.advantage.type == "reinforce++"
+    assert fates(translation)["--advantage_estimator"] == "not translatable"
+
+
+SETTINGS = [
+    (GRPO_09, "ppo.loss.clip_low", 0.2),
+    (GRPO_09, "ppo.loss.clip_high", 0.28),
+    (GRPO_09, "ppo.advantage.eps", 1e-9),
+    (GRPO_09, "ppo.correction.level", "off"),
+    (GRPO_09, "ppo.dynamic_sampling.low", 0.0),
+    (GRPO_09, "ppo.dynamic_sampling.high", 1.0),
+    (GRPO_09, "ppo.rewards.terms.remote.function", "reward_func_adapter.py:reward"),
+    (GRPO_09, "runtime.train_workers", 8),
+    (GRPO_09, "runtime.gpus_per_train_worker", 0.5),
+    (GRPO_09, "runtime.gpus_per_engine", 0.5),
+    (GRPO_09, "runtime.sampler.engines", 8),
+    (GRPO_09, "runtime.sampler.gpu_memory_fraction", 0.4),
+    (GRPO_09, "runtime.sampler.enforce_eager", False),
+    (GRPO_09, "runtime.sampler.dtype", "bfloat16"),
+    (PPO_010, "runtime.gpus_per_engine", 2.0),
+    (PPO_010, "runtime.sampler.tensor_parallel", 2),
+    (PPO_010, "runtime.sampler.enforce_eager", True),
+    (PPO_010, "runtime.trainer.micro_batch", 1),
+    (PPO_010, "ppo.advantage.gae_lambda", 0.95),
+    (PPO_010, "ppo.advantage.gamma", 0.99),
+    (PPO_010, "ppo.loss.dual_clip", 3.0),
+    (PPO_010, "ppo.value_warmup_steps", 10),
+    (PPO_010, "ppo.value_clip", 0.5),
+    (PPO_010, "ppo.rewards.clip", 5.0),
+    (PPO_010, "ppo.rewards.overlong.max_tokens", 2048),
+    (PPO_010, "ppo.rewards.overlong.buffer_tokens", 512),
+    (PPO_010, "ppo.correction.mode", "mask"),
+    (PPO_010, "ppo.correction.low", 0.5),
+    (PPO_010, "ppo.correction.cap", 5.0),
+    (PPO_010, "ppo.optimizer.ema_decay", 0.992),
+    (PPO_010, "ppo.optimizer.learning_rate", 5e-7),
+    (PPO_010, "ppo.optimizer.warmup_fraction", 0.03),
+    (PPO_010, "ppo.value_optimizer.learning_rate", 9e-6),
+    (PPO_010, "ppo.value_optimizer.warmup_fraction", 0.1),
+    (DPO_08, "dpo.loss.type", "ipo"),
+    (DPO_08, "dpo.loss.length_average", False),
+    (DPO_08, "dpo.loss.beta", 0.2),
+    (DPO_08, "dpo.lora.rank", 16),
+    (DPO_08, "dpo.lora.alpha", 32.0),
+    (DPO_08, "dpo.lora.target_modules", ("q_proj", "v_proj")),
+    (DPO_08, "dpo.max_length", 2048),
+    (DPO_08, "runtime.trainer.zero_stage", 3),
+    (DPO_08, "runtime.trainer.offload_optimizer", True),
+    (DPO_08, "seed", 7),
+    (SFT_06, "sft.packing", True),
+    (SFT_06, "runtime.trainer.gradient_checkpointing", True),
+    (SFT_06, "sft.optimizer.schedule", "cosine"),
+    (SFT_06, "sft.optimizer.min_lr_fraction", 0.1),
+    (SFT_06, "sft.optimizer.warmup_fraction", 0.03),
+    (SFT_06, "sft.loop.checkpoint_every", 50),
+    (SFT_010, "sft.optimizer.schedule", "linear"),
+    (SFT_010, "sft.optimizer.min_lr_fraction", 0.0),
+    (SFT_010, "sft.optimizer.betas", (0.9, 0.999)),
+    (SFT_010, "sft.optimizer.weight_decay", 0.01),
+    (SFT_010, "sft.loop.checkpoint_every", 100),
+    (SFT_010, "sft.loop.eval_every", 50),
+    (SFT_010, "sft.loop.epochs", 3),
+    (SFT_010, "runtime.train_workers", 4),
+    (RM_010, "reward_model.use_margin", True),
+    (RM_010, "reward_model.max_length", 8192),
+    (RM_010, "runtime.trainer.attention", "flash_attention_2"),
+]
+
+
+@pytest.mark.parametrize(("script", "key", "value"), SETTINGS)
+def test_a_setting_has_its_value_in_the_profile(script: str, key: str, value: object, tmp_path: Path) -> None:
+    config, _ = translated(script, tmp_path)
+    assert dig(config, key) == value
+
+
+@pytest.mark.parametrize(
+    ("script", "flag"),
+    [
+        (DPO_08, "--lora_dropout"),
+        (DPO_08, "--ring_attn_size"),
+        (RM_010, "--ds.lora.rank"),
+        (RM_010, "--eval.dataset"),
+        (GRPO_09, "--remote_rm_url"),
+        (GRPO_09, "--vllm_enable_sleep"),
+        (PPO_010, "--reward.model_name_or_path"),
+        (PPO_010, "--train.num_episodes"),
+        (PPO + "--kl_target 6", "--kl_target"),
+        (PPO + "--top_p 0.9", "--top_p"),
+        (PPO + "--load_in_4bit", "--load_in_4bit"),
+        (PPO + "--param_dtype fp16", "--param_dtype"),
+        (PPO + "--reward_clip_range -5 10", "--reward_clip_range"),
+        (DPO + "--ref_pretrain models/other", "--ref_pretrain"),
+        (DPO + "--lr_scheduler polynomial", "--lr_scheduler"),
+    ],
+)
+def test_what_cannot_be_said_here_has_a_reason_and_the_nearest_thing(script: str, flag: str, tmp_path: Path) -> None:
+    _, translation = translated(script, tmp_path)
+    outcome = next(one for one in translation.outcomes if one.flag == flag)
+    assert outcome.fate == "not translatable" and "; nearest: " in outcome.what[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind"),
+    [("", "dpo"), ("--label_smoothing 0", "dpo"), ("--label_smoothing 0.1", "cdpo"), ("--ipo", "ipo")],
+)
+def test_preference_losses(flags: str, kind: str, tmp_path: Path) -> None:
+    config, _ = translated(DPO + flags, tmp_path)
+    assert config.dpo and config.dpo.loss.type == kind and config.dpo.start_from == "base"
+
+
+def test_kto_is_a_loss_of_dpo_on_judged_answers(tmp_path: Path) -> None:
+    script = (
+        "deepspeed --module openrlhf.cli.train_kto --pretrain m --dataset d.csv --input_key instruction "
+        "--output_key response --label_key score --undesirable_loss_weight 1.5"
+    )
+    config, _ = translated(script, tmp_path)
+    assert config.dpo and config.dpo.loss.model_dump() == {
+        "type": "kto",
+        "beta": 0.01,
+        "desirable_weight": 1.0,
+        "undesirable_weight": 1.5,
+    }
+    [source] = config.prepare_data.data.sources  # type: ignore[union-attr]
+    assert source.format == "unpaired_preference"
+    assert source.columns.model_dump(exclude_defaults=True) == {
+        "prompt": "instruction",
+        "completion": "response",
+        "label": "score",
+    }
