@@ -150,6 +150,7 @@ class Small:
 
 def directly(run: PipelineRun) -> RunStage:
     """Return what runs a stage of `run` in this thread, without Prefect."""
+
     def run_stage(spec: StageSpec, kind: type[ArtifactRef]) -> ArtifactRef:
         return run.stage(spec, lambda *_: None).ref
 
