@@ -107,9 +107,15 @@ MISSING = {
     "deepspeed_enable_sleep": Missing(
         "", "optimizer states stay where they are", "runtime.trainer.offload_optimizer = true"
     ),
-    "use_dynamic_batch": Missing("", "micro-batches are counted in rows", "runtime.trainer.micro_batch"),
-    "rollout_max_tokens_per_gpu": Missing("", "micro-batches are counted in rows", "runtime.trainer.micro_batch"),
-    "train_max_tokens_per_gpu": Missing("", "micro-batches are counted in rows", "runtime.trainer.micro_batch"),
+    "use_dynamic_batch": Missing(
+        "", "a budget is of one forward pass, padding included", "runtime.trainer.micro_tokens"
+    ),
+    "rollout_max_tokens_per_gpu": Missing(
+        "", "a budget is of one forward pass, padding included", "runtime.trainer.micro_tokens"
+    ),
+    "train_max_tokens_per_gpu": Missing(
+        "", "a budget is of one forward pass, padding included", "runtime.trainer.micro_tokens"
+    ),
     "async_train": Missing("", "sampling and training take turns", "ppo.minibatches > 1 uses the rollouts for longer"),
     "async_queue_size": Missing("1", "sampling and training take turns", "ppo.minibatches > 1"),
     "partial_rollout": Missing("", "answers are finished before the weights change", "a smaller sampling.max_tokens"),
