@@ -182,7 +182,11 @@ def learn(
         )
     report = judged(config, stages, start, {"sft": start.policy, "made": made})
     figures = report_of(report, run)["policies"]["made"]
-    seconds = next(record.seconds for record in run.store.records() if record.label == label)
+    seconds = next(
+        record.seconds
+        for record in run.store.records()
+        if record.label == label and record.handle.digest == made.digest
+    )
     return Result(figures["gold"]["mean"], figures["kl"]["mean"], seconds)
 
 

@@ -11,6 +11,8 @@ from pydantic import BaseModel
 
 from rlhf_core.config.base import Config, keyed
 from rlhf_core.config.engines import RuntimeConfig
+from rlhf_core.config.rewards import RewardsConfig
+from rlhf_core.errors import ConfigError
 from rlhf_core.fingerprint import callable_digest
 from rlhf_core.stage import StageSpec
 from rlhf_core.types import (
@@ -116,6 +118,7 @@ class Stages:
         generations: GenerationsRef,
         reward_models: dict[str, RewardModelRef],
     ) -> RolloutsRef:
+        self._check_reward_models(label, config.rewards, reward_models)
         inputs = {"generations": generations, "reward_models": reward_models}
         return self._run("score", label, config, RolloutsRef, inputs)
 
@@ -167,6 +170,7 @@ class Stages:
         reward_models: dict[str, RewardModelRef],
         demonstrations: DemonstrationsRef | None = None,
     ) -> PolicyRef:
+        self._check_reward_models(label, config.rewards, reward_models)
         inputs = {"policy": policy, "reference": reference, "prompts": prompts, "reward_models": reward_models}
         if demonstrations is not None:
             inputs["demonstrations"] = demonstrations
@@ -188,6 +192,15 @@ class Stages:
 
     def publish(self, label: str, config: PublishConfig, *, policy: PolicyRef, report: ReportRef) -> PublishedRef:
         return self._run("publish", label, config, PublishedRef, {"policy": policy, "report": report})
+
+    def _check_reward_models(self, label: str, rewards: RewardsConfig, given: Mapping[str, RewardModelRef]) -> None:
+        """Raise ConfigError now, and not when the stages before have run for hours, for a judge that is not there."""
+        from rlhf_core.rewards.scoring import check_reward_models
+
+        try:
+            check_reward_models(rewards, given)
+        except ConfigError as error:
+            raise ConfigError(f"{label.replace('/', '.')}.{error}") from None
 
     def _run(
         self,

@@ -137,6 +137,10 @@ class PipelineConfig(Config):
                 f"distill.teacher = {self.distill.teacher!r}: the profile has no [{self.distill.teacher}]; "
                 "add that section or name another policy"
             )
+        if self.distill is not None and self.distill.teacher == self.distill.start_from:
+            raise ValueError(
+                f"distill.teacher = {self.distill.teacher!r}: is also where the student starts; name another policy"
+            )
         if self.evaluate is not None:
             reference = self.evaluate.evaluate.reference
             if reference not in self.policies():
@@ -242,11 +246,20 @@ def _merge(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in changes.items():
         if value == "none":
             merged.pop(key, None)
-        elif isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
+        elif (
+            isinstance(value, Mapping)
+            and isinstance(merged.get(key), Mapping)
+            and not _of_another_type(merged[key], value)
+        ):
             merged[key] = _merge(merged[key], value)
         else:
             merged[key] = value
     return merged
+
+
+def _of_another_type(table: Mapping[str, Any], changes: Mapping[str, Any]) -> bool:
+    """Return whether `changes` choose another `type`: the options of the one before are not its own."""
+    return "type" in changes and "type" in table and changes["type"] != table["type"]
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:

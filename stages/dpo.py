@@ -17,7 +17,17 @@ from pydantic import Field, model_validator
 from rlhf_core.config.base import Config
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig
 from rlhf_core.config.loop import LoopConfig
-from rlhf_core.config.preference import REFERENCE_FREE, AOTLoss, DPOLoss, KTOLoss, ORPOLoss, PreferenceLoss
+from rlhf_core.config.preference import (
+    REFERENCE_FREE,
+    AOTLoss,
+    DPOLoss,
+    IPOLoss,
+    KTOLoss,
+    ORPOLoss,
+    PreferenceLoss,
+    SimPOLoss,
+)
+from rlhf_core.errors import DataError, explain
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.stage import StageContext
 from rlhf_core.store_layout import write_json
@@ -52,8 +62,14 @@ class DPOConfig(Config):
 
     @model_validator(mode="after")
     def _options_belong_to_losses_on_pairs(self) -> DPOConfig:
-        if isinstance(self.loss, KTOLoss) and (self.nll_coef or self.length_alpha < 1):
-            raise ValueError("loss.type = 'kto': judges single answers; leave nll_coef at 0 and length_alpha at 1")
+        if isinstance(self.loss, KTOLoss) and self.nll_coef:
+            raise ValueError(f"nll_coef = {self.nll_coef}: kto judges single answers; leave it at 0")
+        averaged = isinstance(self.loss, IPOLoss) and self.loss.length_average
+        if self.length_alpha < 1 and (averaged or isinstance(self.loss, AOTLoss | KTOLoss | ORPOLoss | SimPOLoss)):
+            raise ValueError(
+                f"length_alpha = {self.length_alpha}: is for losses on the summed log-probs of a pair, and "
+                f"{self.loss.type!r} is none; leave it at 1"
+            )
         if isinstance(self.loss, ORPOLoss) and self.nll_coef:
             raise ValueError(f"nll_coef = {self.nll_coef}: orpo has the chosen answer's loss in it; leave it at 0")
         return self
@@ -145,7 +161,7 @@ def answer_samples(
 ) -> list[AnswerSample]:
     """Return both answers of each pair on their own, with the answer to another prompt that KTO's KL is measured on."""
     answers = [answer for pair in pairs for answer in pair]
-    strangers = [mismatched(answer, answers[(i + 2) % len(answers)]) for i, answer in enumerate(answers)]
+    strangers = [mismatched(answer, stranger_of(i, answers)) for i, answer in enumerate(answers)]
     sums = reference_sums(split, [*answers, *strangers], lambda row, _: sum(row), reference, context)
     return [
         AnswerSample(answer, i % 2 == 0, sums[i], stranger, sums[len(answers) + i])
@@ -153,9 +169,25 @@ def answer_samples(
     ]
 
 
+def stranger_of(index: int, answers: Sequence[TokenSample]) -> TokenSample:
+    """Return the next answer to another prompt. DataError if all answers are to one prompt."""
+    prompt = prompt_of(answers[index])
+    for step in range(1, len(answers)):
+        other = answers[(index + step) % len(answers)]
+        if prompt_of(other) != prompt:
+            return other
+    rule = "all answers are to one prompt, so there is none to another"
+    raise DataError(explain("preferences", len(answers), rule, "kto needs pairs of at least two prompts"))
+
+
+def prompt_of(sample: TokenSample) -> tuple[int, ...]:
+    """Return the tokens before the first trained one."""
+    return sample.token_ids[: sample.loss_mask.index(1)]
+
+
 def mismatched(sample: TokenSample, other: TokenSample) -> TokenSample:
     """Return the prompt of `sample` with the answer of `other`, cut to the longer one's length."""
-    prompt, start = sample.token_ids[: sample.loss_mask.index(1)], other.loss_mask.index(1)
+    prompt, start = prompt_of(sample), other.loss_mask.index(1)
     length = max(len(sample.token_ids), len(other.token_ids))
     ids = prompt + other.token_ids[start:]
     mask = (0,) * len(prompt) + other.loss_mask[start:]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.data.order import rows_at, shuffled
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError, DataError, explain
 from rlhf_core.interfaces import Metrics, ModelSpec, Sampler, Trainer
 from rlhf_core.stage import StageContext
 from rlhf_core.types import (
@@ -26,6 +26,7 @@ from rlhf_core.types import (
     Generation,
     PolicyRef,
     PolicySample,
+    ProcessRewardModelRef,
     Prompt,
     PromptsRef,
     RewardModelRef,
@@ -119,7 +120,7 @@ def lease_models(
     context: StageContext,
     leases: ExitStack,
 ) -> Models:
-    """Lease the engines: the value model starts from the first reward model if there is one, else from the policy."""
+    """Lease the engines: the value model starts from a reward model if there is one, else from the policy."""
     from rlhf_core.rewards.scoring import open_scorer
 
     folder = str(context.path(policy))
@@ -127,7 +128,9 @@ def lease_models(
     frozen = ModelSpec(path=str(context.path(reference)), head="lm", lora=None, seed=context.seed)
     critic = None
     if config.advantage.type == "gae":
-        start = next((str(context.path(ref)) for ref in reward_models.values()), folder)
+        # By name, and not by the order of a mapping, which does not survive a file.
+        names = sorted(reward_models, key=lambda name: (isinstance(reward_models[name], ProcessRewardModelRef), name))
+        start = str(context.path(reward_models[names[0]])) if names else folder
         spec = ModelSpec(path=start, head="value", lora=None, seed=context.seed)
         critic = leases.enter_context(context.runtime.trainer("value_model", spec, config.value_optimizer))
     return Models(
@@ -151,7 +154,11 @@ def token_samples(
         raise ConfigError(explain("ppo.ptx", config.ptx.coef, "there are no demonstrations to mix in", "give some"))
     rows = read_demonstrations(context.path(demonstrations) / "train.parquet")
     made = [chat.conversation(row.messages, max_length=config.ptx.max_length) for row in rows]
-    return [sample for sample in made if sample is not None]
+    samples = [sample for sample in made if sample is not None]
+    if not samples:
+        rule = "leaves no token of any demonstration to train on"
+        raise DataError(explain("ppo.ptx.max_length", config.ptx.max_length, rule, "raise it"))
+    return samples
 
 
 def roll_out(
@@ -266,7 +273,7 @@ def update(
                 metrics |= {f"value/{name}": value for name, value in made.items()}
             if step >= frozen:
                 made = models.policy.forward_backward([policy_rows[row] for row in rows], policy_objective)
-                if config.ptx and imitated:
+                if config.ptx:
                     number = (step * config.epochs + epoch) * config.minibatches + i
                     batch = rows_at(number, imitated, count=config.ptx.batch_size, seed=context.seed)
                     mixed = models.policy.forward_backward(batch, Scaled(SftObjective(pack_to=None), config.ptx.coef))

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlhf_core.config.base import Config
 from rlhf_core.config.engines import OptimizerConfig
@@ -46,6 +46,15 @@ class ProcessRewardModelConfig(Config):
     """How the steps of an answer become its score, where the reward that uses this model does not say."""
     loop: LoopConfig = LoopConfig(batch_size=32, epochs=1)
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
+
+    @model_validator(mode="after")
+    def _the_judged_weights_are_the_trained_ones(self) -> ProcessRewardModelConfig:
+        if self.optimizer.ema_decay:
+            raise ValueError(
+                f"optimizer.ema_decay = {self.optimizer.ema_decay}: the report and the probe scores are of the trained "
+                "weights, not of their average; leave it at 0"
+            )
+        return self
 
 
 def run(

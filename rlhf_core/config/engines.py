@@ -67,7 +67,8 @@ class OptimizerConfig(Config):
     warmup_fraction: float = Field(0.05, ge=0, lt=1)
     min_lr_fraction: float = Field(0.1, ge=0, le=1)
     ema_decay: float = Field(0.0, ge=0, lt=1)
-    """Above 0 the stage's result is the exponential moving average of the weights over the updates; 0.99 is common."""
+    """Above 0 the stage's result is the exponential moving average of the weights over the updates; 0.99 is common.
+    Evaluations on the way are of the weights themselves, so it does not go with `loop.keep_best`."""
 
 
 class TrainerConfig(Config):

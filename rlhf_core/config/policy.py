@@ -221,6 +221,21 @@ class PPOConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _bounds_are_of_rewards_as_they_are(self) -> PPOConfig:
+        bounds = self.dynamic_sampling
+        if bounds and (bounds.low is not None or bounds.high is not None) and self.rewards.normalise != "none":
+            raise ValueError(
+                f"dynamic_sampling.low = {bounds.low}, high = {bounds.high}: are compared with the shaped reward, and "
+                f"rewards.normalise = {self.rewards.normalise!r} moves it; leave one of them out"
+            )
+        if self.value_optimizer.ema_decay:
+            raise ValueError(
+                f"value_optimizer.ema_decay = {self.value_optimizer.ema_decay}: nobody uses the average of a value model; "
+                "leave it at 0"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _the_whole_distribution_is_sampled(self) -> PPOConfig:
         # A filter renormalises the sampler's log-probs and not the trainer's: the ratios would compare two things.
         rule = "the trainer's log-probs are those of the whole distribution"

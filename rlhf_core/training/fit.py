@@ -15,7 +15,7 @@ from rlhf_core.checkpoints import Checkpoints
 from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.config.loop import LoopConfig
 from rlhf_core.data.order import shuffled
-from rlhf_core.errors import TrainingError, explain
+from rlhf_core.errors import ConfigError, TrainingError, explain
 from rlhf_core.interfaces import Metrics, Objective, Trainer
 from rlhf_core.stage import StageContext
 from rlhf_core.training.schedule import scheduled_rate
@@ -67,6 +67,9 @@ def fit(
 
     The trainer ends with the last weights, or with the best ones if `loop.keep_best` is set.
     """
+    if loop.keep_best and optimizer.ema_decay:
+        rule = "the checkpoints are judged by their own weights, and the result is an average"
+        raise ConfigError(explain(f"{context.label}.loop.keep_best", loop.keep_best, rule, "set it or ema_decay to 0"))
     if not train:
         raise TrainingError(
             explain(

@@ -186,7 +186,7 @@ def matched(
         reference = sorted(sample.ref_chosen_logprob - sample.ref_rejected_logprob for sample in samples)
         rank = {index: position for position, index in enumerate(_order(margins))}
         return [
-            replace(sample, ref_chosen_logprob=reference[rank[index]], ref_rejected_logprob=0.0)
+            replace(sample, ref_chosen_logprob=reference[rank[index]] + sample.ref_rejected_logprob)
             for index, sample in enumerate(samples)
         ]
     up = _order([c - sample.ref_chosen_logprob for c, sample in zip(chosen, samples, strict=True)])

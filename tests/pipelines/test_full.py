@@ -94,3 +94,8 @@ def test_a_process_reward_model_is_offered_to_later_stages_and_not_to_the_report
     assert isinstance(offered, dict)
     assert {name: type(ref) for name, ref in offered.items()} == {"process_reward_model": ProcessRewardModelRef}
     assert "reward_model" not in stages["evaluate"].spec.inputs
+
+
+def test_a_judge_that_no_section_trains_is_missed_before_anything_is_computed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^ppo\.rewards\.terms\.judge\.model = 'other'"):
+        planned(tmp_path, 'ppo.rewards.terms={judge={type="reward_model", model="other"}}')

@@ -62,6 +62,22 @@ def test_a_bare_name_chooses_a_loss_with_its_defaults() -> None:
         load_profile("tiny/full", ["ppo.loss=gpso"])
 
 
+def test_another_type_does_not_inherit_the_options_of_the_one_before(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text(
+        '[prepare_data]\n[dpo]\nstart_from = "base"\nloss = {type = "dpo", beta = 0.3}\n'
+    )
+    child = tmp_path / "child.toml"
+    child.write_text('extends = "base.toml"\n[dpo.loss]\ntype = "simpo"\n')
+    config = load_profile(child)
+    assert config.dpo is not None
+    assert config.dpo.loss.model_dump() == {"type": "simpo", "beta": 2.0, "gamma": 1.0}
+
+
+def test_a_student_does_not_start_from_its_teacher() -> None:
+    with pytest.raises(ConfigError, match=r"distill\.teacher = 'sft': is also where the student starts"):
+        load_profile("tiny/distill", ["distill.start_from=sft"])
+
+
 def test_a_rule_between_fields_keeps_its_dotted_key() -> None:
     with pytest.raises(ConfigError, match=r"^iterative_dpo\.dpo\.nll_coef = 0\.5: orpo has the chosen answer's loss"):
         load_profile("tiny/full", ['iterative_dpo.dpo.loss={type="orpo"}', "iterative_dpo.dpo.nll_coef=0.5"])

@@ -12,9 +12,18 @@ from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.config.base import Config
 from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.config.loop import LoopConfig
-from rlhf_core.config.preference import REFERENCE_FREE, DiscoPOPLoss, DPOLoss, KTOLoss, ORPOLoss, PreferenceLoss
+from rlhf_core.config.preference import (
+    REFERENCE_FREE,
+    DiscoPOPLoss,
+    DPOLoss,
+    IPOLoss,
+    KTOLoss,
+    ORPOLoss,
+    PreferenceLoss,
+)
+from rlhf_core.errors import DataError
 from rlhf_core.types import PolicyRef, TokenSample
-from stages.dpo import DPOConfig, mismatched
+from stages.dpo import DPOConfig, mismatched, stranger_of
 from tests.stages.recording import Workshop, make_policy
 from tests.stages.training import killed_and_resumed, preferences
 
@@ -64,6 +73,14 @@ def test_kto_measures_its_kl_on_answers_to_other_prompts() -> None:
     assert mismatched(sample, other) == TokenSample((1, 2, 8, 9, 5), (0, 0, 1, 1, 1))
 
 
+def test_the_stranger_is_the_next_answer_to_another_prompt() -> None:
+    one, same, other = (TokenSample(ids, (0, 1, 1)) for ids in ((1, 5, 6), (1, 7, 8), (2, 5, 6)))
+    assert stranger_of(0, [one, same, other]) is other
+    assert stranger_of(2, [one, same, other]) is one
+    with pytest.raises(DataError, match="preferences = 2: all answers are to one prompt"):
+        stranger_of(0, [one, same])
+
+
 def test_a_killed_run_ends_with_the_same_bytes(tmp_path: Path, policy: Path) -> None:
     refs = []
     for name in ("whole", "killed"):
@@ -76,9 +93,13 @@ def test_a_killed_run_ends_with_the_same_bytes(tmp_path: Path, policy: Path) -> 
 
 
 def test_options_that_a_loss_cannot_use_are_refused() -> None:
-    with pytest.raises(ValidationError, match=r"loss\.type = 'kto': judges single answers"):
+    with pytest.raises(ValidationError, match=r"nll_coef = 0\.1: kto judges single answers"):
         DPOConfig(loss=KTOLoss(), nll_coef=0.1)
     with pytest.raises(ValidationError, match=r"nll_coef = 0\.1: orpo has the chosen answer's loss"):
         DPOConfig(loss=ORPOLoss(), nll_coef=0.1)
+    for loss in ("kto", "aot", "orpo", "simpo", "ipo"):
+        with pytest.raises(ValidationError, match=r"length_alpha = 0\.5: is for losses on the summed log-probs"):
+            DPOConfig.model_validate({"loss": loss, "length_alpha": 0.5})
+    assert DPOConfig(loss=IPOLoss(length_average=False), length_alpha=0.5).length_alpha == 0.5
     with pytest.raises(ValidationError, match="label_smoothing"):
         DPOConfig(loss={"type": "dpo", "label_smoothing": 0.1})

@@ -61,6 +61,11 @@ def test_a_killed_run_ends_with_the_same_weights(tmp_path: Path, policy: Path) -
     assert weights[0] == weights[1]
 
 
+def test_an_average_of_weights_is_refused_since_the_contract_is_of_the_weights() -> None:
+    with pytest.raises(ValidationError, match=r"optimizer\.ema_decay = 0\.9: the report and the probe scores"):
+        RewardModelConfig.model_validate({"optimizer": {"ema_decay": 0.9}})
+
+
 def test_adapters_are_not_offered() -> None:
     with pytest.raises(ValidationError, match="lora"):
         RewardModelConfig.model_validate({"lora": {"rank": 4}})

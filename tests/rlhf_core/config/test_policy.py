@@ -46,6 +46,15 @@ def test_estimators_that_compare_samples_need_two_of_them(kind: Any) -> None:
         ({"dynamic_sampling": {}}, "samples_per_prompt = 1: dynamic_sampling compares"),
         ({"dynamic_sampling": {"max_rounds": 1}, "samples_per_prompt": 2}, "greater than or equal to 2"),
         ({"ptx": {"coef": 0}}, "greater than 0"),
+        ({"value_optimizer": {"ema_decay": 0.9}}, "nobody uses the average of a value model"),
+        (
+            {
+                "dynamic_sampling": {"low": 0.1},
+                "samples_per_prompt": 2,
+                "rewards": {"normalise": "running"},
+            },
+            "rewards.normalise = 'running' moves it",
+        ),
         ({"advantage": "grpo", "samples_per_prompt": 2}, "kl_in = 'reward': grpo divides"),
     ],
 )

@@ -50,6 +50,7 @@ def test_dpo_on_matched_pairs_is_aot_on_the_whole_step(paired: bool) -> None:
         logits = [c - r - (row.ref_chosen_logprob - row.ref_rejected_logprob)
                   for c, r, row in zip(CHOSEN, REJECTED, rows, strict=True)]  # fmt: skip
         assert sum(softplus(-0.1 * logit) for logit in logits) / 3 == pytest.approx(expected, rel=1e-12)
+        assert [row.ref_rejected_logprob for row in rows] == REF_REJECTED  # so that the rewards stay of their size
     else:
         assert [row.ref_chosen_logprob for row in rows] == [-6.0, -5.5, -4.0]  # log-ratios -3, 0.5, 1
         assert [row.ref_rejected_logprob for row in rows] == [-5.0, -4.5, -8.0]  # log-ratios -3, 0.5, 3
