@@ -126,7 +126,10 @@ def correction(one: Sheet) -> None:
 
 def shaping(one: Sheet, answer_tokens: int) -> None:
     """Write what is done to a reward: normalisation, clip, penalty for overlong answers."""
-    if one.has("normalize_reward"):
+    if one.has("normalize_reward") and one.has("dynamic_filtering"):
+        reason = "the bounds of dynamic sampling are of rewards as they are"
+        one.refuse("normalize_reward", reason, "reward_model.centering_coef, or ppo.rewards.clip")
+    elif one.has("normalize_reward"):
         note = "by the mean and spread of all rewards so far, not the reward model's own"
         one.put("ppo.rewards.normalise", "running", "normalize_reward", note=note)
     low, high = one.pair("reward_clip_range")

@@ -160,6 +160,13 @@ def test_rollouts_are_prompts_times_samples_and_are_split_into_optimizer_steps(t
     assert config.prepare_data.data.max_rows == 6400  # type: ignore[union-attr]
 
 
+def test_bounds_on_rewards_win_over_their_running_normalisation(tmp_path: Path) -> None:
+    flags = "--normalize_reward --advantage_estimator rloo --n_samples_per_prompt 4 --dynamic_filtering"
+    config, translation = translated(PPO + flags, tmp_path)
+    assert config.ppo and config.ppo.dynamic_sampling and config.ppo.rewards.normalise == "none"
+    assert fates(translation)["--normalize_reward"] == "not translatable"
+
+
 def test_fewer_rollouts_than_a_batch_are_one_optimizer_step_and_that_is_said(tmp_path: Path) -> None:
     config, translation = translated(PPO + "--rollout_batch_size 16 --train_batch_size 64", tmp_path)
     assert config.ppo and config.ppo.minibatches == 1
