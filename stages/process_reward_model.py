@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field, model_validator
 
 from rlhf_core.config.base import Config
-from rlhf_core.config.engines import OptimizerConfig
+from rlhf_core.config.engines import OptimizerConfig, refuse_average
 from rlhf_core.config.loop import LoopConfig
 from rlhf_core.errors import DataError, explain
 from rlhf_core.interfaces import ModelSpec, Trainer
@@ -49,11 +49,7 @@ class ProcessRewardModelConfig(Config):
 
     @model_validator(mode="after")
     def _the_judged_weights_are_the_trained_ones(self) -> ProcessRewardModelConfig:
-        if self.optimizer.ema_decay:
-            raise ValueError(
-                f"optimizer.ema_decay = {self.optimizer.ema_decay}: the report and the probe scores are of the trained "
-                "weights, not of their average; leave it at 0"
-            )
+        refuse_average(self.optimizer)
         return self
 
 

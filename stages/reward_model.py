@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field, model_validator
 
 from rlhf_core.config.base import Config
-from rlhf_core.config.engines import OptimizerConfig
+from rlhf_core.config.engines import OptimizerConfig, refuse_average
 from rlhf_core.config.loop import LoopConfig
 from rlhf_core.interfaces import ModelSpec, Trainer
 from rlhf_core.stage import StageContext
@@ -45,11 +45,7 @@ class RewardModelConfig(Config):
 
     @model_validator(mode="after")
     def _the_judged_weights_are_the_trained_ones(self) -> RewardModelConfig:
-        if self.optimizer.ema_decay:
-            raise ValueError(
-                f"optimizer.ema_decay = {self.optimizer.ema_decay}: the report and the probe scores are of the trained "
-                "weights, not of their average; leave it at 0"
-            )
+        refuse_average(self.optimizer)
         return self
 
 

@@ -71,6 +71,15 @@ class OptimizerConfig(Config):
     Evaluations on the way are of the weights themselves, so it does not go with `loop.keep_best`."""
 
 
+def refuse_average(optimizer: OptimizerConfig) -> None:
+    """Raise ValueError where averaged weights are asked of a judge: what is written about it is of the weights themselves."""
+    if optimizer.ema_decay:
+        raise ValueError(
+            f"optimizer.ema_decay = {optimizer.ema_decay}: the report and the probe scores are of the trained "
+            "weights, not of their average; leave it at 0"
+        )
+
+
 class TrainerConfig(Config):
     """How models are trained; the numbers of rows and workers do not change the result, the precision does."""
 
