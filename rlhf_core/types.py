@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
@@ -126,10 +126,31 @@ class SamplingRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class ActionSpan:
+    """Tokens `start` to `end` (exclusive) of a completion, sampled in one go by one version of the policy.
+
+    `reward` is what an environment gave for them; a whole episode's reward stands at its last span.
+
+    >>> ActionSpan(0, 3, policy_version=7, reward=0.5).end
+    3
+    """
+
+    start: int
+    end: int
+    policy_version: int
+    reward: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """What the sampler said, never edited and never re-tokenised. `token_ids` includes the end token if it was sampled.
 
     `logprobs` has one entry per token: the sampler's processed log-probability (after temperature and filters).
+
+    Of an episode of several turns, or of an answer that several versions of the policy wrote, `spans` names the tokens
+    that were sampled; the rest is an environment's, with log-probability 0. Without spans all of them were sampled, by
+    `policy_version`. `failure` says why an episode could not be ended; it is counted and never trained on. `extras` are
+    figures that an environment reports.
     """
 
     token_ids: tuple[int, ...]
@@ -138,10 +159,30 @@ class Completion:
     finish_reason: FinishReason
     policy_version: int
     seed: int
+    spans: tuple[ActionSpan, ...] = ()
+    failure: str = ""
+    extras: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):
             raise ValueError(f"{len(self.token_ids)} tokens but {len(self.logprobs)} logprobs; one per token is needed")
+        bounds = [bound for span in self.spans for bound in (span.start, span.end)]
+        if bounds != sorted(bounds) or (bounds and not 0 <= bounds[0] <= bounds[-1] <= len(self.token_ids)):
+            raise ValueError(f"spans = {bounds}: must follow each other within the {len(self.token_ids)} tokens")
+
+    @property
+    def action_mask(self) -> tuple[int, ...]:
+        """1 where a token was sampled, 0 where an environment wrote it; one entry per token.
+
+        >>> Completion((5, 6, 7), (-0.1, 0.0, -0.2), "", "stop", 0, 1, (ActionSpan(0, 1, 0), ActionSpan(2, 3, 0))).action_mask
+        (1, 0, 1)
+        """
+        if not self.spans:
+            return (1,) * len(self.token_ids)
+        mask = [0] * len(self.token_ids)
+        for span in self.spans:
+            mask[span.start : span.end] = [1] * (span.end - span.start)
+        return tuple(mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,13 +196,18 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A scored generation. `reward` is what selection and training use; `reward_components` says what it is made of."""
+    """A scored generation. `reward` is what selection and training use; `reward_components` says what it is made of.
+
+    A component that does not apply is left out. `invalid` says why there is no reward (`reward` is then NaN): such a
+    rollout is counted, and neither selected nor trained on.
+    """
 
     prompt: Prompt
     prompt_ids: tuple[int, ...]
     completion: Completion
     reward: float
     reward_components: dict[str, float]
+    invalid: str = ""
 
 
 # ---------------------------------------------------------------- advantage to collate: one row of a training batch

@@ -55,7 +55,8 @@ def run(
     config: ConditionConfig, *, rollouts: RolloutsRef, prompts: PromptsRef | None = None, context: StageContext
 ) -> DemonstrationsRef | PromptsRef:
     """Return the answers of `rollouts` behind prompts with their level, or `prompts` that ask for the best one."""
-    from rlhf_core.data.tables import read_prompts, read_rollouts, write_demonstrations, write_prompts
+    from rlhf_core.data.shards import read_rollouts
+    from rlhf_core.data.tables import read_prompts, write_demonstrations, write_prompts
 
     context.tracker.dataset("rollouts", rollouts.digest, "training")
     everything = read_rollouts(context.path(rollouts))

@@ -97,7 +97,7 @@ def with_reference(
     context: StageContext,
 ) -> EvaluateConfig:
     """Return `config` with `reference` set to the name of the policy that really is the reference, where it has one."""
-    from rlhf_core.data.tables import read_index
+    from rlhf_core.data.shards import read_index
 
     digests = {name: read_index(context.path(ref))["policy"] for name, ref in generations.items()}
     names = [name for name, digest in digests.items() if reference is not None and digest == reference.digest]
@@ -129,7 +129,7 @@ def measured(
     context: StageContext,
 ) -> list[Answers]:
     """Return the answers of every policy with gold reward, score and log-ratio, and the best-of-n rows behind theirs."""
-    from rlhf_core.data.tables import read_generations, read_index
+    from rlhf_core.data.shards import read_generations, read_index
     from rlhf_core.evaluation.comparison import Answers, best_of
     from rlhf_core.evaluation.metrics import best_of_n_kl
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from rlhf_core.data.chat import ChatTemplate
 
 NAME = "generate"
-VERSION = 1
+VERSION = 2
 CODE = "warn"
 
 TABLE_ROWS = 16
@@ -67,7 +67,8 @@ def run(
     `asked` is how the prompts, by their ids, are put to this policy; the answers are kept as answers to `prompts`.
     """
     from rlhf_core.data.chat import ChatTemplate
-    from rlhf_core.data.tables import read_generations, read_prompts, shards, write_index
+    from rlhf_core.data.shards import read_generations, shards, write_index
+    from rlhf_core.data.tables import read_prompts
 
     chat = ChatTemplate.load(context.path(policy))
     pieces = cut(read_prompts(context.path(prompts)), config)
@@ -115,7 +116,7 @@ def sample_shards(
     put: Mapping[str, tuple[Message, ...]],
 ) -> None:
     """Write the shards that an earlier attempt did not finish; the sampler is not started if there are none."""
-    from rlhf_core.data.tables import shard_path, write_generations
+    from rlhf_core.data.shards import shard_path, write_generations
 
     missing = [index for index in range(len(pieces)) if not shard_path(folder, index).exists()]
     if not missing:

@@ -10,7 +10,6 @@ the clipped loss, GSPO's or CISPO's. One step, top to bottom:
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -23,15 +22,12 @@ from rlhf_core.interfaces import Metrics, ModelSpec, Sampler, Trainer
 from rlhf_core.stage import StageContext
 from rlhf_core.types import (
     DemonstrationsRef,
-    Generation,
     PolicyRef,
     PolicySample,
     ProcessRewardModelRef,
-    Prompt,
     PromptsRef,
     RewardModelRef,
     Rollout,
-    SamplingRequest,
     TokenSample,
     ValueSample,
     derive_seed,
@@ -39,13 +35,12 @@ from rlhf_core.types import (
 
 if TYPE_CHECKING:
     from rlhf_core.data.chat import ChatTemplate
-    from rlhf_core.data.rollout_log import RolloutLog
     from rlhf_core.kl import AdaptiveKL, FixedKL
     from rlhf_core.rewards.scoring import Scorer
     from rlhf_core.training.experience import Experience
 
 NAME = "ppo"
-VERSION = 3
+VERSION = 4
 CODE = "warn"
 
 __all__ = ["CODE", "NAME", "VERSION", "PPOConfig", "run"]
@@ -76,6 +71,7 @@ def run(
     from rlhf_core.data.chat import ChatTemplate
     from rlhf_core.data.rollout_log import RolloutLog
     from rlhf_core.data.tables import read_prompts
+    from rlhf_core.rollouts.source import RolloutSource
     from rlhf_core.training.experience import estimate_advantages, policy_samples, value_samples
 
     chat = ChatTemplate.load(context.path(policy))
@@ -83,14 +79,15 @@ def run(
     context.tracker.dataset("prompts", prompts.digest, "training")
     context.tracker.input_model(policy.digest)
     imitated = token_samples(config, chat, demonstrations, context)
+    log = RolloutLog(context.work / "rollouts")
     with ExitStack() as leases:
         models = lease_models(config, policy, reference, reward_models, context, leases)
-        log = RolloutLog(context.work / "rollouts")
+        source = RolloutSource(config, models.sampler, models.score, chat, dataset, log, context.seed)
         first, kl, metrics = resume(config, models, context)
         for step in range(first, config.steps):
             weights = models.policy.weights()
             models.sampler.load_weights(weights, version=step)
-            rollouts = roll_out(config, models, chat, dataset, log, step, policy=weights.digest, seed=context.seed)
+            rollouts = source.collect(step, policy=weights.digest)
             experience = measure(config, models, rollouts)
             advantages = estimate_advantages(
                 experience,
@@ -101,7 +98,8 @@ def run(
             value_rows = value_samples(experience, advantages) if models.value_model else []
             policy_rows = policy_samples(experience, advantages)
             updated = update(config, models, policy_rows, value_rows, imitated, kl.coef, step, context)
-            metrics = advantages.metrics | updated | {"kl/coef": kl.coef}
+            valid = len(rollouts) / (config.prompts_per_step * config.samples_per_prompt)
+            metrics = advantages.metrics | updated | {"kl/coef": kl.coef, "rollout/valid": valid}
             kl = kl.updated(metrics["kl/per_sequence"], len(rollouts))
             record(config, context, step + 1, metrics, rollouts)
             stop = context.stopping()
@@ -159,58 +157,6 @@ def token_samples(
         rule = "leaves no token of any demonstration to train on"
         raise DataError(explain("ppo.ptx.max_length", config.ptx.max_length, rule, "raise it"))
     return samples
-
-
-def roll_out(
-    config: PPOConfig,
-    models: Models,
-    chat: ChatTemplate,
-    prompts: Sequence[Prompt],
-    log: RolloutLog,
-    step: int,
-    *,
-    policy: str,
-    seed: int,
-) -> list[Rollout]:
-    """Return the scored rollouts of a step; those that the same policy (by digest) made before a kill are taken again."""
-    from rlhf_core.training.dynamic_sampling import sampled_until_decided
-
-    kept = log.read(step, policy=policy)
-    if kept is not None:
-        models.score.restore(kept.scorer)
-        return kept.rollouts
-
-    def draw(number: int) -> list[Rollout]:
-        salted = derive_seed(seed, "round", number) if number else seed
-        batch = rows_at(step, prompts, count=config.prompts_per_step, seed=salted)
-        return models.score(sample(models.sampler, chat, batch, config, step=step, seed=salted))
-
-    if config.dynamic_sampling:
-        groups, size = config.prompts_per_step, config.samples_per_prompt
-        rollouts = sampled_until_decided(draw, config.dynamic_sampling, groups=groups, group_size=size)
-    else:
-        rollouts = draw(0)
-    log.write(step, rollouts, models.score.state(), policy=policy)
-    log.forget(before=step - config.checkpoint_every)
-    return rollouts
-
-
-def sample(
-    sampler: Sampler, chat: ChatTemplate, prompts: Sequence[Prompt], config: PPOConfig, *, step: int, seed: int
-) -> list[Generation]:
-    """Return `samples_per_prompt` completions per prompt, those of a prompt together, each from its own seed.
-
-    A prompt that stands in `prompts` again goes on counting its samples, so it gets other seeds.
-    """
-    work: list[tuple[Prompt, tuple[int, ...], int]] = []
-    drawn: Counter[str] = Counter()
-    for prompt in prompts:
-        ids = chat.prompt_ids(prompt.messages)
-        work += [(prompt, ids, drawn[prompt.id] + i) for i in range(config.samples_per_prompt)]
-        drawn[prompt.id] += config.samples_per_prompt
-    requests = [SamplingRequest(ids, derive_seed(seed, "ppo", step, prompt.id, i)) for prompt, ids, i in work]
-    completions = sampler.generate(requests, config.sampling)
-    return [Generation(prompt, ids, completion) for (prompt, ids, _), completion in zip(work, completions, strict=True)]
 
 
 def measure(config: PPOConfig, models: Models, rollouts: Sequence[Rollout]) -> Experience:

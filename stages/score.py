@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_core.config.base import Config
 from rlhf_core.config.rewards import RewardsConfig
-from rlhf_core.errors import DataError, explain
+from rlhf_core.errors import DataError, RewardError, explain
 from rlhf_core.interfaces import Metrics
 from rlhf_core.stage import StageContext
 from rlhf_core.types import Generation, GenerationsRef, RewardModelRef, Rollout, RolloutsRef
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rlhf_core.rewards.scoring import Scorer
 
 NAME = "score"
-VERSION = 1
+VERSION = 2
 CODE = "warn"
 
 SHARD_ROWS = 1024
@@ -44,7 +44,7 @@ def run(
     context: StageContext,
 ) -> RolloutsRef:
     """Score every generation; return the rollouts in the same order, each with its reward and what it is made of."""
-    from rlhf_core.data.tables import read_generations, read_index, read_rollouts, shards, write_index
+    from rlhf_core.data.shards import read_generations, read_index, read_rollouts, shards, write_index
     from rlhf_core.rewards.scoring import check_reward_models
 
     check_reward_models(config.rewards, reward_models)
@@ -76,7 +76,7 @@ def score_shards(
     context: StageContext,
 ) -> None:
     """Write the shards that an earlier attempt did not finish; no reward is opened if there are none."""
-    from rlhf_core.data.tables import shards, write_rollouts
+    from rlhf_core.data.shards import shards, write_rollouts
     from rlhf_core.rewards.scoring import open_scorer
 
     pieces = [rows[start : start + SHARD_ROWS] for start in range(0, len(rows), SHARD_ROWS)]
@@ -115,13 +115,17 @@ def reward_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     """Return the distribution of the reward, the mean of each component, and what selection could gain.
 
     `reward/best` is the mean over prompts of the best reward; `reward/undecided` the share of prompts whose answers all
-    earn the same: neither pairs nor group advantages come of them.
+    earn the same: neither pairs nor group advantages come of them. Invalid rollouts are counted in `reward/invalid` and
+    nowhere else; RewardError if there are no others.
     """
-    rewards = [rollout.reward for rollout in rollouts]
+    if all(rollout.invalid for rollout in rollouts):
+        raise RewardError(explain("rewards", rollouts[0].invalid, "no rollout has a reward", "mend the reward"))
+    rewards = [rollout.reward for rollout in rollouts if not rollout.invalid]
     components: defaultdict[str, list[float]] = defaultdict(list)
     groups: defaultdict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
-        groups[rollout.prompt.id].append(rollout.reward)
+        if not rollout.invalid:
+            groups[rollout.prompt.id].append(rollout.reward)
         for name, value in rollout.reward_components.items():
             components[name].append(value)
     return {
@@ -131,12 +135,14 @@ def reward_metrics(rollouts: Sequence[Rollout]) -> Metrics:
         "reward/max": max(rewards),
         "reward/best": fmean(max(group) for group in groups.values()),
         "reward/undecided": fmean(max(group) == min(group) for group in groups.values()),
+        "reward/invalid": 1 - len(rewards) / len(rollouts),
     } | {f"reward_component/{name}": fmean(values) for name, values in components.items()}
 
 
 def record_table(rollouts: Sequence[Rollout], context: StageContext) -> None:
     """Record the best and the worst answers as a table."""
-    ranked = sorted(rollouts, key=lambda rollout: rollout.reward, reverse=True)
+    valid = [rollout for rollout in rollouts if not rollout.invalid]
+    ranked = sorted(valid, key=lambda rollout: rollout.reward, reverse=True)
     shown = [("best", one) for one in ranked[:TABLE_ROWS]] + [("worst", one) for one in ranked[-TABLE_ROWS:][::-1]]
     rows = [
         [rank, one.prompt.messages[-1].content, one.completion.text, one.reward, json.dumps(one.reward_components)]

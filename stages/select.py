@@ -84,12 +84,18 @@ def run(
     config: BestOfN | TopK | Threshold | Pairs, *, rollouts: RolloutsRef, context: StageContext
 ) -> DemonstrationsRef | PreferencesRef:
     """Return demonstrations, or preferences for `pairs`, split by prompt into train and eval."""
-    from rlhf_core.data.tables import read_rollouts, write_demonstrations, write_preferences
+    from rlhf_core.data.shards import read_rollouts
+    from rlhf_core.data.tables import write_demonstrations, write_preferences
 
     context.tracker.dataset("rollouts", rollouts.digest, "training")
     everything = read_rollouts(context.path(rollouts))
-    groups = by_prompt(everything, drop_truncated=config.drop_truncated)
-    counts = {"prompts": float(len(groups)), "truncated": float(len(everything) - sum(map(len, groups)))}
+    valid = [rollout for rollout in everything if not rollout.invalid]
+    groups = by_prompt(valid, drop_truncated=config.drop_truncated)
+    counts = {
+        "prompts": float(len(groups)),
+        "truncated": float(len(valid) - sum(map(len, groups))),
+        "invalid": float(len(everything) - len(valid)),
+    }
     if isinstance(config, Pairs):
         pairs, dropped = make_pairs(groups, config, seed=context.seed)
         for split, part in split_by_prompt(pairs, prompt_of_pair, config, seed=context.seed).items():
@@ -103,7 +109,7 @@ def run(
         write_demonstrations(context.out / f"{split}.parquet", demonstrations(kept))
         counts[split] = len(kept)
     record_demonstrations(chosen, context)
-    gain = {"reward/all": _mean_reward(everything), "reward/selected": _mean_reward(chosen)}
+    gain = {"reward/all": _mean_reward(valid), "reward/selected": _mean_reward(chosen)}
     return context.commit(DemonstrationsRef, metrics=counts | gain)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.data.tables import read_index, read_rollouts, write_index, write_rollouts
+from rlhf_core.data.shards import read_index, read_rollouts, write_index, write_rollouts
 from rlhf_core.store_layout import remove_tree
 from rlhf_core.types import Rollout
 

@@ -26,11 +26,17 @@ def sampled_until_decided(
             (decided if is_decided(group, config) else passed_over).append(group)
         if len(decided) >= groups:
             break
+    passed_over.sort(key=lambda group: any(rollout.invalid for rollout in group))  # stable: whole groups come first
     return [rollout for group in (decided + passed_over)[:groups] for rollout in group]
 
 
 def is_decided(group: Sequence[Rollout], config: DynamicSampling) -> bool:
-    """Return whether the rewards of a group differ or, with bounds, whether their mean lies strictly between them."""
+    """Return whether the rewards of a group differ or, with bounds, whether their mean lies strictly between them.
+
+    A group with an invalid rollout is not decided.
+    """
+    if any(rollout.invalid for rollout in group):
+        return False
     rewards = [rollout.reward for rollout in group]
     if config.low is None and config.high is None:
         return min(rewards) != max(rewards)

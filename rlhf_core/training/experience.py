@@ -64,9 +64,9 @@ class Advantages:
 
 
 def token_sample(rollout: Rollout) -> TokenSample:
-    """Return prompt and completion as one sequence whose actions are the completion's tokens."""
-    prompt, answer = rollout.prompt_ids, rollout.completion.token_ids
-    return TokenSample(token_ids=prompt + answer, loss_mask=(0,) * len(prompt) + (1,) * len(answer))
+    """Return prompt and completion as one sequence whose actions are the tokens that the policy sampled."""
+    prompt, completion = rollout.prompt_ids, rollout.completion
+    return TokenSample(token_ids=prompt + completion.token_ids, loss_mask=(0,) * len(prompt) + completion.action_mask)
 
 
 def completion_tensor(rows: Sequence[Sequence[float]], experience: Experience) -> Tensor:
@@ -140,9 +140,10 @@ def _group_advantages(estimator: GroupAdvantage, rewards_PG: Tensor, lengths_PG:
 
 
 def token_rewards(scores_B: Tensor, kl_BT: Tensor, mask_BT: Tensor, *, kl_coef: float) -> Tensor:
-    """Return rewards (B, T): the KL penalty on every valid token and the score added on the last valid one."""
+    """Return rewards (B, T): the KL penalty on every action and the score added on the last one."""
     rewards_BT = -kl_coef * kl_BT * mask_BT
-    last_B = mask_BT.sum(dim=1).long() - 1
+    positions_T = torch.arange(mask_BT.shape[1])
+    last_B = torch.where(mask_BT != 0, positions_T, -1).amax(dim=1)
     rewards_BT[torch.arange(len(scores_B)), last_B] += scores_B
     return rewards_BT
 

@@ -13,7 +13,8 @@ import pytest
 
 from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.config.base import keyed
-from rlhf_core.data.tables import Prompt, read_generations, write_generations, write_index, write_prompts
+from rlhf_core.data.shards import read_generations, write_generations, write_index
+from rlhf_core.data.tables import Prompt, write_prompts
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.types import Completion, Generation, GenerationsRef, Message, PolicyRef, PromptsRef, RewardModelRef
 from stages.evaluate import EvaluateConfig

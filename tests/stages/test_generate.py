@@ -10,7 +10,8 @@ import pytest
 from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.data.chat import ChatTemplate
-from rlhf_core.data.tables import read_generations, read_index, shards, write_prompts
+from rlhf_core.data.shards import read_generations, read_index, shards
+from rlhf_core.data.tables import write_prompts
 from rlhf_core.errors import DataError
 from rlhf_core.types import Completion, Generation, Message, PolicyRef, Prompt, PromptsRef, SamplingRequest, derive_seed
 from stages.generate import GenerateConfig, cut, generation_metrics

@@ -12,10 +12,10 @@ from pydantic import ValidationError
 from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
 from rlhf_core.config.rewards import FunctionReward, RewardsConfig
-from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import ConfigError
-from rlhf_core.types import Completion, Generation, Message, PolicyRef, Prompt, SamplingRequest
-from stages.ppo import PPOConfig, sample
+from rlhf_core.rollouts.source import sample
+from rlhf_core.types import Generation, Message, PolicyRef, Prompt
+from stages.ppo import PPOConfig
 from tests.stages.recording import Workshop, make_policy
 from tests.stages.training import demonstrations, killed_and_resumed, prompts, stopped_and_resumed
 
@@ -61,25 +61,6 @@ def shop_and_inputs(root: Path, policy: Path) -> tuple[Workshop, dict[str, Any]]
 
 def series(shop: Workshop, name: str) -> list[float]:
     return [values[f"ppo/{name}"] for _, values in shop.tracker.points if f"ppo/{name}" in values]
-
-
-class Echo:
-    """A sampler that answers with the seed it was given."""
-
-    def generate(self, requests: Sequence[SamplingRequest], config: SamplingConfig) -> list[Completion]:
-        return [Completion((1,), (0.0,), "", "stop", 0, request.seed) for request in requests]
-
-    def load_weights(self, weights: Any, *, version: int) -> None:
-        raise AssertionError
-
-
-def test_a_prompt_that_comes_twice_in_a_step_is_sampled_from_other_seeds(policy: Path) -> None:
-    batch = [PROMPTS[0], PROMPTS[1], PROMPTS[0]]
-    made = sample(Echo(), ChatTemplate.load(policy), batch, config(), step=0, seed=3)
-    assert [row.prompt.id for row in made] == ["p0", "p0", "p1", "p1", "p0", "p0"]
-    assert len({row.completion.seed for row in made}) == 6
-    once = sample(Echo(), ChatTemplate.load(policy), batch[:2], config(), step=0, seed=3)
-    assert [row.completion.seed for row in made[:4]] == [row.completion.seed for row in once]
 
 
 @pytest.mark.parametrize("advantage", ["gae", "reinforce++", "reinforce++-baseline", "rloo", "grpo", "dr_grpo", "opo"])
@@ -164,7 +145,7 @@ def test_rollouts_made_since_the_last_checkpoint_are_not_made_again(
         sampled.append(step)
         return sample(*args, step=step, seed=seed)
 
-    monkeypatch.setattr("stages.ppo.sample", counted)
+    monkeypatch.setattr("rlhf_core.rollouts.source.sample", counted)
     # the normaliser's running statistics are part of what a rollout step leaves behind
     terms = {"short": FunctionReward(function="tests.stages.test_ppo:short_is_good")}
     settings = config(checkpoint_every=2, rewards=RewardsConfig(terms=terms, normalise="running"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import stages.score
 from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.config.rewards import FunctionReward, RewardsConfig
 from rlhf_core.data.chat import ChatTemplate
-from rlhf_core.data.tables import read_index, read_rollouts, write_generations, write_index
+from rlhf_core.data.shards import read_index, read_rollouts, write_generations, write_index
 from rlhf_core.errors import ArtifactError, ConfigError, RewardError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.types import Completion, Generation, GenerationsRef, Message, Prompt, RewardModelRef
@@ -104,6 +106,7 @@ def test_the_metrics_say_what_selection_could_gain() -> None:
         "reward/max": 3.0,
         "reward/best": 2.5,
         "reward/undecided": 0.5,
+        "reward/invalid": 0.0,
         "reward_component/quality": 2.0,
     }
 
@@ -172,3 +175,12 @@ def test_an_ensemble_of_reward_models_scores_as_its_members_do(tmp_path: Path) -
     found = [one.reward_components for one in read_rollouts(shop.store.path(ref))]
     assert [row["least"] for row in found] == pytest.approx([min(row["one"], row["two"]) for row in found], abs=1e-6)
     assert all(row["one"] != row["two"] for row in found)
+
+
+def test_invalid_rollouts_are_counted_and_do_not_enter_any_mean() -> None:
+    broken = replace(rollout("a", "z", math.nan), invalid="crashed", reward_components={})
+    metrics = reward_metrics([rollout("a", "x", 1.0), broken, rollout("b", "y", 2.0)])
+    assert metrics["reward/mean"] == 1.5
+    assert metrics["reward/invalid"] == pytest.approx(1 / 3)
+    with pytest.raises(RewardError, match="'crashed': no rollout has a reward"):
+        reward_metrics([broken])

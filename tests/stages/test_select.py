@@ -9,7 +9,8 @@ import pytest
 from pydantic import TypeAdapter
 
 from rlhf_core.artifacts import ArtifactStore
-from rlhf_core.data.tables import read_demonstrations, read_preferences, write_rollouts
+from rlhf_core.data.shards import write_rollouts
+from rlhf_core.data.tables import read_demonstrations, read_preferences
 from rlhf_core.errors import DataError
 from rlhf_core.types import Message, Rollout, RolloutsRef
 from stages.select import (

@@ -14,28 +14,19 @@ from rlhf_core.data.tables import (
     Tables,
     content_id,
     read_demonstrations,
-    read_generations,
-    read_index,
     read_preferences,
     read_prompts,
-    read_rollouts,
     read_steps,
-    shard_path,
-    shards,
     write_demonstrations,
-    write_generations,
-    write_index,
     write_preferences,
     write_prompts,
-    write_rollouts,
     write_steps,
 )
 from rlhf_core.errors import DataError
-from rlhf_core.types import Completion, Generation, Message, Prompt, Rollout
+from rlhf_core.types import Message, Prompt
 
 ASK, SAY, NAY = (Message("user", "Hi"),), (Message("assistant", "Hello."),), (Message("assistant", "No."),)
 PROMPT = Prompt("p1", ASK, '{"answer": 3}', "world")
-COMPLETION = Completion((5, 6, 2), (-0.1, -0.2, -1 / 3), "Hello.", "stop", 4, 2**31 - 1)
 
 
 def test_demonstrations_come_back(tmp_path: Path) -> None:
@@ -55,37 +46,10 @@ def test_prompts_come_back(tmp_path: Path) -> None:
     assert read_prompts(tmp_path) == [PROMPT]
 
 
-def test_generations_of_all_shards_come_back_in_order(tmp_path: Path) -> None:
-    rows = [Generation(PROMPT, (1, number), COMPLETION) for number in range(3)]
-    write_generations(tmp_path, 1, rows[2:])
-    write_generations(tmp_path, 0, rows[:2])
-    assert [path.name for path in shards(tmp_path)] == ["shard-00000.parquet", "shard-00001.parquet"]
-    assert read_generations(tmp_path) == rows
-
-
-def test_rollouts_come_back_with_exact_logprobs_and_components(tmp_path: Path) -> None:
-    rows = [Rollout(PROMPT, (1, 2), COMPLETION, 1 / 7, {"b": 2.0, "a": -1.0}), Rollout(PROMPT, (), COMPLETION, 0.0, {})]
-    write_rollouts(tmp_path, 0, rows)
-    assert read_rollouts(tmp_path) == rows
-
-
 def test_an_empty_table_keeps_its_columns(tmp_path: Path) -> None:
     write_demonstrations(tmp_path / "eval.parquet", [])
     assert read_demonstrations(tmp_path / "eval.parquet") == []
     assert pq.read_schema(tmp_path / "eval.parquet").names == ["id", "messages", "source"]
-
-
-def test_the_index_comes_back(tmp_path: Path) -> None:
-    write_index(tmp_path, {"count": 3, "policy": "ab", "sampling": {"temperature": 1.0}})
-    assert read_index(tmp_path) == {"count": 3, "policy": "ab", "sampling": {"temperature": 1.0}}
-
-
-def test_an_interrupted_write_leaves_no_shard(tmp_path: Path) -> None:
-    unwritable = Generation(PROMPT, ("not a number",), COMPLETION)  # type: ignore[arg-type]
-    with pytest.raises(Exception, match="not a number"):
-        write_generations(tmp_path, 0, [unwritable])
-    assert not shard_path(tmp_path, 0).exists()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_missing_table_and_a_foreign_table_are_named(tmp_path: Path) -> None:
@@ -94,10 +58,6 @@ def test_a_missing_table_and_a_foreign_table_are_named(tmp_path: Path) -> None:
     write_prompts(tmp_path, [PROMPT])
     with pytest.raises(DataError, match="misses the columns"):
         read_preferences(tmp_path / "prompts.parquet")
-    with pytest.raises(DataError, match="has no shard"):
-        read_generations(tmp_path)
-    with pytest.raises(DataError, match="index"):
-        read_index(tmp_path)
 
 
 def test_ids_depend_on_content_only() -> None:

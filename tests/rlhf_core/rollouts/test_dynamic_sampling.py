@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from rlhf_core.config.policy import DynamicSampling
-from rlhf_core.training.dynamic_sampling import is_decided, sampled_until_decided
+from rlhf_core.rollouts.dynamic_sampling import is_decided, sampled_until_decided
 from rlhf_core.types import Completion, Message, Prompt, Rollout
 
 
@@ -39,6 +42,13 @@ def test_rounds_are_drawn_until_there_are_enough_groups(
     made = sampled_until_decided(draw, DynamicSampling(max_rounds=rounds), groups=groups, group_size=2)
     assert [rollout.prompt.id for rollout in made] == [name for name in names for _ in range(2)]
     assert asked == drawn
+
+
+def test_a_group_with_an_invalid_rollout_is_drawn_anew_and_fills_last() -> None:
+    broken = [replace(rollout, invalid="crashed", reward=math.nan) for rollout in group("a", 0, 1)]
+    rounds = [broken + group("b", 1, 1), group("c", 0, 1)]
+    made = sampled_until_decided(rounds.__getitem__, DynamicSampling(max_rounds=2), groups=3, group_size=2)
+    assert [rollout.prompt.id for rollout in made] == ["c", "c", "b", "b", "a", "a"]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from rlhf_core.training.experience import (
     token_sample,
     value_samples,
 )
-from rlhf_core.types import Completion, Message, Prompt, Rollout
+from rlhf_core.types import ActionSpan, Completion, Message, Prompt, Rollout
 
 PROMPT = Prompt(id="p", messages=(Message("user", "hi"),), label="", source="test")
 
@@ -53,6 +53,15 @@ def test_a_rollout_becomes_one_sequence_whose_actions_are_the_completion() -> No
     sample = token_sample(rollout((1, 2), (3, 4, 5), 1.0))
     assert sample.token_ids == (1, 2, 3, 4, 5)
     assert sample.loss_mask == (0, 0, 1, 1, 1)
+
+
+def test_an_environments_tokens_are_no_actions_and_the_score_stands_on_the_last_action() -> None:
+    spans = (ActionSpan(0, 1, 0), ActionSpan(2, 3, 0))
+    completion = Completion((3, 4, 5, 6), (-0.5, 0.0, -0.5, 0.0), "text", "stop", 0, 1, spans)
+    made = token_sample(Rollout(PROMPT, (1, 2), completion, 2.0, {}))
+    assert made.loss_mask == (0, 0, 1, 0, 1, 0)
+    rewards_BT = token_rewards(torch.tensor([2.0]), torch.ones(1, 4), torch.tensor([[1, 0, 1, 0]]), kl_coef=0.1)
+    assert rewards_BT.tolist() == [pytest.approx([-0.1, 0.0, 1.9, 0.0])]
 
 
 def test_completion_tensor_leaves_the_prompt_out_and_pads_on_the_right() -> None:

@@ -1,0 +1,65 @@
+"""Reading and writing one parquet file of the store.
+
+Every write is atomic and on the disk before it has its name, so a file that is there is whole.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+from rlhf_core.errors import DataError, explain
+from rlhf_core.store_layout import fsync_path
+from rlhf_core.types import Message
+
+MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+"""The column type of a conversation."""
+
+
+def plain_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """Return messages as rows of a `MESSAGES` column."""
+    return [{"role": message.role, "content": message.content} for message in messages]
+
+
+def to_messages(rows: list[dict[str, str]]) -> tuple[Message, ...]:
+    """Return rows of a `MESSAGES` column as messages."""
+    return tuple(Message(row["role"], row["content"]) for row in rows)
+
+
+def write_table(path: Path, schema: pa.Schema, rows: list[dict[str, Any]]) -> None:
+    """Write `rows` to `path`, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), temporary)
+    _put(temporary, path)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write `content` to `path`, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(content)
+    _put(temporary, path)
+
+
+def _put(temporary: Path, path: Path) -> None:
+    """Give a written file its name once its content is on the disk: a shard that is there is whole, power cut or not."""
+    fsync_path(temporary)
+    temporary.replace(path)
+    fsync_path(path.parent)
+
+
+def read_table(path: Path, schema: pa.Schema) -> list[dict[str, Any]]:
+    """Return the rows of `path`; DataError if it is not there or misses a column of `schema`."""
+    if not path.is_file():
+        raise DataError(explain("table", str(path), "must exist", "prepare the data again"))
+    missing = sorted(set(schema.names) - set(pq.read_schema(path).names))
+    if missing:
+        raise DataError(explain("table", str(path), f"misses the columns {missing}", "prepare the data again"))
+    rows: list[dict[str, Any]] = pq.read_table(path, columns=schema.names).to_pylist()
+    return rows
