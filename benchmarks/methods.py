@@ -1,9 +1,10 @@
 """Every preference loss, advantage estimator and policy loss from one SFT policy in the tiny world: do they learn?
 
     python -m benchmarks.methods --seeds 3
-    python -m benchmarks.methods --only dpo/ --state /tmp/methods
+    python -m benchmarks.methods --only dpo/ --pairs 512 --state /tmp/methods
 
-Data, SFT and reward model are those of `tiny/full`. A preference loss trains one epoch on the prepared pairs; an estimator
+Data, SFT and reward model are those of `tiny/full`. A preference loss trains one epoch on the prepared pairs, or on the
+first `--pairs` of them; an estimator
 or policy loss makes `--steps` steps of policy optimisation against the reward model. The held-out gold reward, which no
 training sees, is compared with that of SFT; the seeds are those of the method's own stages. What is in the store is not
 made again.
@@ -29,6 +30,7 @@ from pipelines.profile import EvaluationConfig, OfflineDPOConfig, PipelineConfig
 from pipelines.run import PipelineRun, RunOptions
 from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.config.policy import GROUP_ADVANTAGES, PPOConfig
+from rlhf_core.data.tables import read_preferences, write_preferences
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import DemonstrationsRef, PolicyRef, PreferencesRef, PromptsRef, RewardModelRef
 from stages.dpo import DPOConfig
@@ -37,7 +39,7 @@ PREFERENCE: Mapping[str, dict[str, Any]] = {
     "dpo": {"loss": {"type": "dpo"}},
     "cdpo": {"loss": {"type": "cdpo"}},
     "robust": {"loss": {"type": "robust"}},
-    "ipo": {"loss": {"type": "ipo"}},
+    "ipo": {"loss": {"type": "ipo", "beta": 0.5}},  # aims at h = 1 nat; at 0.1 it aims at 5 and overshoots
     "hinge": {"loss": {"type": "hinge"}},
     "apo_zero": {"loss": {"type": "apo_zero"}},
     "apo_down": {"loss": {"type": "apo_down"}},
@@ -94,6 +96,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12, help="of policy optimisation")
+    parser.add_argument("--pairs", type=int, default=0, help="of preference losses; 0 takes all")
     parser.add_argument("--only", default="", help="methods whose name, as dpo/ipo or ppo/rloo, has this in it")
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="key=value")
     parser.add_argument("--state", type=Path, default=Path(".rlhf"), help="folder whose store is used")
@@ -106,6 +109,8 @@ def main() -> int:
     stages = Stages(directly(run), config.seed, config.runtime)
     try:
         start = make_start(config, stages)
+        if options.pairs:
+            start = replace(start, preferences=first_pairs(start.preferences, options.pairs, store, options.state))
         before = gold_of(judged(config, stages, start, {"sft": start.policy}), run, "sft")
         print(f"sft: gold {before:.2f}\n", flush=True)
         print("| method | gold - sft, mean over seeds | each seed | KL | seconds |\n|---|--:|---|--:|--:|", flush=True)
@@ -154,6 +159,16 @@ def make_start(config: PipelineConfig, stages: Stages) -> Start:
         preferences=preferences,
         reward_models={"reward_model": model},
     )
+
+
+def first_pairs(preferences: PreferencesRef, count: int, store: ArtifactStore, state: Path) -> PreferencesRef:
+    """Return the first `count` training pairs, with all that are held out."""
+    folder = state / "methods" / f"pairs-{count}-{preferences.digest[:8]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, kept in (("train", count), ("eval", None)):
+        rows = read_preferences(store.path(preferences) / f"{split}.parquet")
+        write_preferences(folder / f"{split}.parquet", rows[:kept])
+    return store.external(PreferencesRef, folder)
 
 
 def learn(

@@ -65,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--max-tokens", type=int, default=64)
     chat.add_argument("--temperature", type=float, default=0.7)
     _store_options(chat)
+    _serve_reward_verb(verbs.add_parser("serve-reward", help="a reward function or reward model over HTTP"))
     verbs.add_parser("doctor", help="check this machine: versions, memory, disk, ports, engines")
 
     translator = verbs.add_parser("import-openrlhf", help="translate OpenRLHF command lines to a profile")
@@ -76,6 +77,21 @@ def _parser() -> argparse.ArgumentParser:
 
     _store_verbs(verbs.add_parser("store", help="look after the artifact store"))
     return parser
+
+
+def _serve_reward_verb(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--function", default="", help="module:function or file.py:function")
+    what.add_argument("--reward-model", default="", metavar="MODEL", help="label of a stage, digest, or a folder")
+    parser.add_argument("--arguments", default="{}", metavar="JSON", help="keyword arguments of the function")
+    parser.add_argument("--render", action="store_true", help="render plain prompts by the reward model's template")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=5000)
+    parser.add_argument("--token-env", default="", metavar="NAME", help="environment variable with the bearer token")
+    parser.add_argument("--timeout-s", type=float, default=60.0, help="deadline of one batch of the function")
+    parser.add_argument("--max-batch", type=int, default=256, help="answers that are scored at a time")
+    parser.add_argument("--max-wait-ms", type=float, default=10.0, help="so long a request waits for others")
+    _store_options(parser)
 
 
 def _store_verbs(parser: argparse.ArgumentParser) -> None:
@@ -125,6 +141,7 @@ def _verb(name: str) -> Callable[[argparse.Namespace], int | None]:
         "resume": verbs.resume,
         "runs": verbs.runs,
         "chat": verbs.chat,
+        "serve-reward": verbs.serve_reward,
         "doctor": verbs.doctor,
         "import-openrlhf": verbs.import_openrlhf,
         "store": verbs.store,

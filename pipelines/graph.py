@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel
 
+from rlhf_core.config.agents import EpisodeLimits
 from rlhf_core.config.base import Config, keyed
 from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.config.rewards import RewardsConfig
@@ -236,7 +237,9 @@ class Stages:
 def reward_functions(config: Any, key: str) -> dict[str, str]:
     """Return dotted key -> function that a configuration names, in fields called `function` or `gold`."""
     found: dict[str, str] = {}
-    if isinstance(config, BaseModel):
+    if isinstance(config, EpisodeLimits):
+        found |= {f"{key}.{function}": function for function in config.callables()}
+    elif isinstance(config, BaseModel):
         for name in type(config).model_fields:
             value = getattr(config, name)
             if name in FUNCTION_FIELDS and isinstance(value, str):

@@ -133,6 +133,13 @@ def chat(options: argparse.Namespace) -> None:
     talk(options, _place(options), console)
 
 
+def serve_reward(options: argparse.Namespace) -> None:
+    """Serve a reward over HTTP."""
+    from pipelines.reward_service import serve
+
+    serve(options, _place(options), console)
+
+
 def doctor(options: argparse.Namespace) -> int:
     """Check this machine; 1 if something that is needed is missing."""
     from pipelines.doctor import examine

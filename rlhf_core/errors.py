@@ -45,6 +45,10 @@ class SamplerLostError(WorkerLostError, SamplingError):
     """The sampler's worker is gone."""
 
 
+class AgentError(RlhfError, RuntimeError):
+    """The environments of an agent could not be run at all; an episode that failed is counted instead."""
+
+
 class RewardError(RlhfError, RuntimeError):
     """A reward could not be computed; names the reward and the sample. A failed sample is never scored 0."""
 

@@ -131,6 +131,15 @@ class Sampler(Protocol):
         """Return one completion per request, in order; the same request gives the same completion."""
         ...
 
+    def advance(
+        self, new: Sequence[tuple[int, SamplingRequest]], sampling: SamplingConfig
+    ) -> list[tuple[int, Completion]]:
+        """Add numbered requests to those being sampled, run until one has finished, return those that have.
+
+        `generate` and `load_weights` drop what is still being sampled.
+        """
+        ...
+
     def load_weights(self, weights: Weights, *, version: int) -> None:
         """Replace the policy; later completions carry `version`."""
         ...

@@ -69,8 +69,8 @@ class GenerationsRef(ArtifactRef):
     """Parquet shards of unscored `Generation` values."""
 
 
-class RolloutsRef(ArtifactRef):
-    """Parquet shards of scored `Rollout` values."""
+class RolloutsRef(GenerationsRef):
+    """Parquet shards of scored `Rollout` values; they are generations too, and can be scored again."""
 
 
 class ReportRef(ArtifactRef):
@@ -119,10 +119,14 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest:
-    """One completion to sample: the rendered prompt and the seed that belongs to this sample alone."""
+    """One completion to sample: the rendered prompt and the seed that belongs to this sample alone.
+
+    `max_tokens` lowers that of the sampling configuration; 0 leaves it.
+    """
 
     prompt_ids: tuple[int, ...]
     seed: int
+    max_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,15 @@ from __future__ import annotations
 import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 from pydantic import Field
 
+from rlhf_core.config.agents import AgentConfig
 from rlhf_core.config.base import Config
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.errors import DataError, explain
@@ -27,11 +30,11 @@ from rlhf_core.types import (
     PolicyRef,
     Prompt,
     PromptsRef,
-    SamplingRequest,
     derive_seed,
 )
 
 if TYPE_CHECKING:
+    from rlhf_core.agents.process import Environments
     from rlhf_core.data.chat import ChatTemplate
 
 NAME = "generate"
@@ -46,6 +49,8 @@ class GenerateConfig(Config):
 
     samples_per_prompt: int = Field(8, ge=1)
     sampling: SamplingConfig = SamplingConfig()
+    agent: AgentConfig | None = None
+    """Makes every answer an episode of turns with an environment, tools or an agent program."""
     max_prompts: int = Field(0, ge=0)
     """Takes this many prompts from the start; 0 takes all."""
     shard_size: int = Field(128, ge=1)
@@ -121,9 +126,15 @@ def sample_shards(
     missing = [index for index in range(len(pieces)) if not shard_path(folder, index).exists()]
     if not missing:
         return
-    with context.runtime.sampler(policy) as sampler:
+    from rlhf_core.rollouts.answers import open_environments
+
+    with ExitStack() as leases:
+        environments = open_environments(config.agent, policy, leases)  # first: it fails in a second
+        sampler = leases.enter_context(context.runtime.sampler(policy))
         for index in missing:
-            generations = sample(sampler, chat, pieces[index], config, seed=context.seed, put=put)
+            generations = sample(
+                sampler, chat, pieces[index], config, seed=context.seed, put=put, environments=environments
+            )
             context.metrics(
                 index + 1, generation_metrics(generations)
             )  # first: a shard that is there is not made again
@@ -141,35 +152,51 @@ def sample(
     *,
     seed: int,
     put: Mapping[str, tuple[Message, ...]],
+    environments: Environments | None = None,
 ) -> list[Generation]:
     """Return `samples_per_prompt` generations per prompt, each from its own seed.
 
     A prompt whose id is in `put` is asked with those messages; the generation has the prompt itself and its tokens.
     """
+    from rlhf_core.agents.episodes import Episode
+    from rlhf_core.rollouts.answers import answers
+
+    chat = chat if environments is None else chat.with_tools(environments.tools)
+    asked = [replace(prompt, messages=put[prompt.id]) if prompt.id in put else prompt for prompt in prompts]
     work = [
-        (prompt, ids, SamplingRequest(asked, derive_seed(seed, "generate", config.round, prompt.id, i)))
-        for prompt in prompts
+        Episode(prompt, ids, derive_seed(seed, "generate", config.round, prompt.id, i))
+        for prompt in asked
         for ids in [chat.prompt_ids(prompt.messages)]
-        for asked in [chat.prompt_ids(put[prompt.id]) if prompt.id in put else ids]
         for i in range(config.samples_per_prompt)
     ]
-    completions = sampler.generate([request for _, _, request in work], config.sampling)
-    return [Generation(prompt, ids, completion) for (prompt, ids, _), completion in zip(work, completions, strict=True)]
+    own = [prompt for prompt in prompts for _ in range(config.samples_per_prompt)]
+    drawn = answers(sampler, chat, work, config.sampling, environments)
+    return [
+        Generation(prompt, chat.prompt_ids(prompt.messages) if prompt.id in put else ids, completion)
+        for prompt, (ids, completion) in zip(own, drawn, strict=True)
+    ]
 
 
 def generation_metrics(generations: Sequence[Generation]) -> Metrics:
-    """Return length (tokens), entropy estimate (nats per token), truncation and variety of the answers.
+    """Return length (sampled tokens), entropy estimate (nats per token), truncation and variety of the answers.
 
     `entropy` is the mean of -log p over sampled tokens, `distinct` the mean over prompts of the share of different
     texts among the answers to one prompt.
     """
+    from rlhf_core.rollouts.answers import episode_metrics
+
     completions = [generation.completion for generation in generations]
-    logprobs = [logprob for completion in completions for logprob in completion.logprobs]
+    logprobs = [
+        logprob
+        for completion in completions
+        for logprob, sampled in zip(completion.logprobs, completion.action_mask, strict=True)
+        if sampled
+    ]
     texts: defaultdict[str, list[str]] = defaultdict(list)
     for generation in generations:
         texts[generation.prompt.id].append(generation.completion.text)
-    return {
-        "length_mean": fmean(len(completion.token_ids) for completion in completions),
+    return episode_metrics(completions) | {
+        "length_mean": fmean(sum(completion.action_mask) for completion in completions),
         "entropy": -fmean(logprobs) if logprobs else 0.0,
         "truncated": fmean(completion.finish_reason == "length" for completion in completions),
         "distinct": fmean(len(set(answers)) / len(answers) for answers in texts.values()),

@@ -2,7 +2,7 @@
 
 PPO (arXiv 1707.06347, as used in 2203.02155) with a value model, or REINFORCE++, RLOO, GRPO, Dr.GRPO and OPO without;
 the clipped loss, GSPO's or CISPO's. One step, top to bottom:
-  rollouts     y ~ mu(. | x), a sampler that holds the policy's weights
+  rollouts     y ~ mu(. | x), a sampler that holds the policy's weights, or those of `staleness` steps before
   rewards      reward models and functions; the KL to the reference is taken off per token (`kl_in = "reward"`)
   advantages   `rlhf_core.advantages`
   update       E[min(rho A, clip(rho) A)], rho = pi / pi_old, weighted by truncated pi_old / mu
@@ -10,6 +10,7 @@ the clipped loss, GSPO's or CISPO's. One step, top to bottom:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from rlhf_core.data.chat import ChatTemplate
     from rlhf_core.kl import AdaptiveKL, FixedKL
     from rlhf_core.rewards.scoring import Scorer
+    from rlhf_core.rollouts.source import RolloutSource
     from rlhf_core.training.experience import Experience
 
 NAME = "ppo"
@@ -71,6 +73,8 @@ def run(
     from rlhf_core.data.chat import ChatTemplate
     from rlhf_core.data.rollout_log import RolloutLog
     from rlhf_core.data.tables import read_prompts
+    from rlhf_core.rewards.scoring import component_means
+    from rlhf_core.rollouts.answers import open_environments
     from rlhf_core.rollouts.source import RolloutSource
     from rlhf_core.training.experience import estimate_advantages, policy_samples, value_samples
 
@@ -81,29 +85,35 @@ def run(
     imitated = token_samples(config, chat, demonstrations, context)
     log = RolloutLog(context.work / "rollouts")
     with ExitStack() as leases:
+        environments = open_environments(config.agent, context.path(policy), leases)  # first: it fails in a second
         models = lease_models(config, policy, reference, reward_models, context, leases)
-        source = RolloutSource(config, models.sampler, models.score, chat, dataset, log, context.seed)
-        first, kl, metrics = resume(config, models, context)
+        # Entered last, so that nobody samples any more when the engines are let go of.
+        source = leases.enter_context(
+            RolloutSource(config, models.sampler, models.score, chat, dataset, log, context.seed, environments)
+        )
+        first, kl, metrics = resume(config, models, source, context)
         for step in range(first, config.steps):
-            weights = models.policy.weights()
-            models.sampler.load_weights(weights, version=step)
-            rollouts = source.collect(step, policy=weights.digest)
+            rollouts, sampled = source.rollouts(step, models.policy)
+            clock = time.perf_counter()
             experience = measure(config, models, rollouts)
             advantages = estimate_advantages(
                 experience,
                 estimator=config.advantage,
                 group_size=config.samples_per_prompt,
                 kl_coef=kl.coef if config.kl_in == "reward" else 0.0,
+                turn_weight=config.turn_weight,
             )
             value_rows = value_samples(experience, advantages) if models.value_model else []
             policy_rows = policy_samples(experience, advantages)
             updated = update(config, models, policy_rows, value_rows, imitated, kl.coef, step, context)
             valid = len(rollouts) / (config.prompts_per_step * config.samples_per_prompt)
-            metrics = advantages.metrics | updated | {"kl/coef": kl.coef, "rollout/valid": valid}
+            metrics = advantages.metrics | updated | sampled | component_means(rollouts) | models.score.logs()
+            metrics |= {"kl/coef": kl.coef, "rollout/valid": valid}
             kl = kl.updated(metrics["kl/per_sequence"], len(rollouts))
-            record(config, context, step + 1, metrics, rollouts)
+            took = {"time/wait_for_rollouts": source.waited_s, "time/train": time.perf_counter() - clock}
+            record(config, context, step + 1, metrics, took, rollouts)
             stop = context.stopping()
-            save(config, models, context, step + 1, kl, metrics, stop=stop)
+            save(config, models, source, context, step + 1, kl, metrics, stop=stop)
             if stop:
                 context.stop()
         models.policy.export(context.out)
@@ -197,7 +207,7 @@ def update(
 
     policy_objective = PolicyObjective(
         loss=config.loss,
-        max_length=config.sampling.max_tokens,
+        max_length=config.agent.max_episode_tokens if config.agent else config.sampling.max_tokens,
         temperature=config.sampling.temperature,
         kl_coef=kl_coef if config.kl_in == "loss" else 0.0,
         entropy_coef=config.entropy_coef,
@@ -208,8 +218,9 @@ def update(
     history: list[Metrics] = []
     for epoch in range(config.epochs):
         order = shuffled(len(policy_rows), derive_seed(context.seed, "minibatches", step, epoch))
-        for i in range(config.minibatches):
-            rows = order[i :: config.minibatches]
+        parts = min(config.minibatches, len(policy_rows))  # fewer rollouts than that where many were invalid
+        for i in range(parts):
+            rows = order[i::parts]
             metrics: Metrics = {}
             if models.value_model:
                 made = models.value_model.forward_backward([value_rows[row] for row in rows], value_objective)
@@ -233,7 +244,9 @@ def update(
     return {name: sum(made[name] for made in history) / len(history) for name in history[0]}
 
 
-def resume(config: PPOConfig, models: Models, context: StageContext) -> tuple[int, FixedKL | AdaptiveKL, Metrics]:
+def resume(
+    config: PPOConfig, models: Models, source: RolloutSource, context: StageContext
+) -> tuple[int, FixedKL | AdaptiveKL, Metrics]:
     """Return the first step to make, the KL controller and the last metrics; load the newest checkpoint if any."""
     from rlhf_core.kl import AdaptiveKL, FixedKL
 
@@ -247,6 +260,7 @@ def resume(config: PPOConfig, models: Models, context: StageContext) -> tuple[in
     if models.value_model:
         models.value_model.load(checkpoint.path / "value_model")
     models.score.restore(checkpoint.state["rewards"])
+    source.load(checkpoint.path / "rollouts", checkpoint.step)
     kl = (AdaptiveKL if adaptive else FixedKL)(**checkpoint.state["kl"])
     return checkpoint.step, kl, dict(checkpoint.state["metrics"])
 
@@ -254,6 +268,7 @@ def resume(config: PPOConfig, models: Models, context: StageContext) -> tuple[in
 def save(
     config: PPOConfig,
     models: Models,
+    source: RolloutSource,
     context: StageContext,
     step: int,
     kl: FixedKL | AdaptiveKL,
@@ -266,14 +281,17 @@ def save(
         return
     state = {"kl": asdict(kl), "rewards": models.score.state(), "metrics": metrics}
     with context.checkpoints.saving(step, state) as folder:
+        source.save(folder / "rollouts")
         models.policy.save(folder / "policy")
         if models.value_model:
             models.value_model.save(folder / "value_model")
 
 
-def record(config: PPOConfig, context: StageContext, step: int, metrics: Metrics, rollouts: Sequence[Rollout]) -> None:
-    """Log a step's metrics, and now and then a table of its rollouts."""
-    context.metrics(step, metrics)
+def record(
+    config: PPOConfig, context: StageContext, step: int, metrics: Metrics, took: Metrics, rollouts: Sequence[Rollout]
+) -> None:
+    """Log a step's metrics and how long its parts `took`, and now and then a table of its rollouts."""
+    context.metrics(step, metrics | took)
     context.progress(step, config.steps, f"reward {metrics['reward/mean']:.3f}  kl {metrics['kl/per_sequence']:.2f}")
     if step % config.table_every == 0 or step == config.steps:
         rows = [

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rlhf_core.rewards.scoring import Scorer
 
 NAME = "score"
-VERSION = 2
+VERSION = 3
 CODE = "warn"
 
 SHARD_ROWS = 1024
@@ -79,21 +79,33 @@ def score_shards(
     from rlhf_core.data.shards import shards, write_rollouts
     from rlhf_core.rewards.scoring import open_scorer
 
-    pieces = [rows[start : start + SHARD_ROWS] for start in range(0, len(rows), SHARD_ROWS)]
+    pieces = whole_groups(rows, at_least=SHARD_ROWS)
     done = len(shards(folder))
     if done == len(pieces):
         return
     with open_scorer(config.rewards, reward_models, context) as score:
         restore(score, folder, done)
         for index in range(done, len(pieces)):
+            score.at_step(0)  # nothing is optimised here: weights are those of the start
             rollouts = score(pieces[index])
             keep(score, folder, index)  # before its shard: a shard that is there has its state
-            metrics = reward_metrics(rollouts)
+            metrics = reward_metrics(rollouts) | score.logs()
             context.metrics(index + 1, metrics)  # before it as well: a shard that is there is not made again
             write_rollouts(folder, index, rollouts)
             context.progress(index + 1, len(pieces), f"reward {metrics['reward/mean']:.3f}")
             if context.stopping():
                 context.stop()
+
+
+def whole_groups(rows: Sequence[Generation], *, at_least: int) -> list[Sequence[Generation]]:
+    """Return the rows cut into pieces of `at_least` rows, or more: the answers to a prompt that follow each other stay
+    together, for rewards that are normalised among them."""
+    pieces, start = [], 0
+    for end in range(1, len(rows) + 1):
+        if end == len(rows) or (end - start >= at_least and rows[end].prompt.id != rows[end - 1].prompt.id):
+            pieces.append(rows[start:end])
+            start = end
+    return pieces
 
 
 def keep(score: Scorer, folder: Path, shard: int) -> None:
@@ -118,16 +130,15 @@ def reward_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     earn the same: neither pairs nor group advantages come of them. Invalid rollouts are counted in `reward/invalid` and
     nowhere else; RewardError if there are no others.
     """
+    from rlhf_core.rewards.scoring import component_means
+
     if all(rollout.invalid for rollout in rollouts):
         raise RewardError(explain("rewards", rollouts[0].invalid, "no rollout has a reward", "mend the reward"))
     rewards = [rollout.reward for rollout in rollouts if not rollout.invalid]
-    components: defaultdict[str, list[float]] = defaultdict(list)
     groups: defaultdict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
         if not rollout.invalid:
             groups[rollout.prompt.id].append(rollout.reward)
-        for name, value in rollout.reward_components.items():
-            components[name].append(value)
     return {
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
@@ -136,7 +147,7 @@ def reward_metrics(rollouts: Sequence[Rollout]) -> Metrics:
         "reward/best": fmean(max(group) for group in groups.values()),
         "reward/undecided": fmean(max(group) == min(group) for group in groups.values()),
         "reward/invalid": 1 - len(rewards) / len(rollouts),
-    } | {f"reward_component/{name}": fmean(values) for name, values in components.items()}
+    } | component_means(rollouts)
 
 
 def record_table(rollouts: Sequence[Rollout], context: StageContext) -> None:

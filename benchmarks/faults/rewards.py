@@ -12,7 +12,7 @@ import psutil
 
 from benchmarks.faults.fault import Fault, Outcome
 from rlhf_core.errors import RewardError
-from rlhf_core.rewards.functions import score_functions
+from rlhf_core.rewards.functions import checked
 from rlhf_core.rewards.isolation import IsolatedReward
 from rlhf_core.types import Completion, Generation, Message, Prompt
 
@@ -76,7 +76,8 @@ def _one_error(mood: str, folder: Path) -> Outcome:
         began = time.monotonic()
         said = ""
         try:
-            score_functions({"mood": reward}, [generation("p0", mood), generation("p1", "x")])
+            batch = [generation("p0", mood), generation("p1", "x")]
+            checked("mood", reward(batch), batch)
         except RewardError as error:
             said = str(error)
         noticed = time.monotonic()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import PurePosixPath
-
 from pipelines.openrlhf import policy_rules as policy
 from pipelines.openrlhf.data_rules import add_source, chat, datasets, source
 from pipelines.openrlhf.draft import Sheet
@@ -11,6 +9,7 @@ from pipelines.openrlhf.sampling_rules import reward_model
 from pipelines.openrlhf.training_rules import adapters, optimizer, start_from, trainer, workers
 
 _CRITIC = ("critic_learning_rate", "critic.adam.betas", "critic.adam.eps", "critic.adam.weight_decay")
+_MOST_TURNS = 64
 _CRITIC_SCHEDULE = ("critic.lr_scheduler", "critic.lr_warmup_ratio", "critic.min_lr_ratio", "critic.max_norm")
 
 
@@ -34,6 +33,7 @@ def ppo(one: Sheet, section: str) -> None:
     policy.correction(one)
     policy.kl(one)
     policy.extras(one)
+    overlap(one)
     optimizer(one, "ppo.optimizer", head="actor")
     value_model(one)
     adapters(one, "ppo.lora")
@@ -140,22 +140,54 @@ def placement(one: Sheet) -> None:
 
 
 def rewards(one: Sheet) -> None:
-    """Write the terms of the reward; a function has another signature here and is wrapped by a person."""
-    if one.has("remote_rm_url"):
-        url = one.text("remote_rm_url")
-        stem = PurePosixPath(url).stem if url.endswith(".py") else "remote_reward"
-        wrapper = f"{stem}_adapter.py:reward"
-        one.put("ppo.rewards.terms.remote.type", "function")
-        one.put("ppo.rewards.terms.remote.function", wrapper, note="to be written: docs/openrlhf.md")
-        one.refuse(
-            "remote_rm_url", "a reward is a function from generations to floats", f"{wrapper}, a wrapper to be written"
-        )
-        one.draft.note(f"write {wrapper} around {url} (docs/openrlhf.md shows how), or name a function that you have")
+    """Write the terms of the reward: an agent's own, a `reward_func` file or servers as they are, or the reward model."""
+    if one.text("agent_func_path").endswith(".py"):
+        agent(one)
+        return
+    one.refuse("agent_func_path", "an agent is a Python file", 'ppo.agent.file = "agent.py"')
+    url = one.text("remote_rm_url")
+    if url.endswith(".py") or url.startswith(("http://", "https://")):
+        term = "ppo.rewards.terms.remote"
+        if url.endswith(".py"):
+            one.put(f"{term}.type", "function", "remote_rm_url")
+            one.put(f"{term}.function", f"{url}:reward_func", "remote_rm_url")
+            one.put(f"{term}.batch_size", 1, note="as OpenRLHF calls it; more where the function takes lists")
+        else:
+            one.put(f"{term}.type", "remote", "remote_rm_url")
+            one.put(f"{term}.urls", [part.strip() for part in url.split(",")], "remote_rm_url")
         one.ignore("reward_pretrain", "OpenRLHF asks the remote reward instead")
         return
+    one.refuse("remote_rm_url", "rewards are a Python file or addresses", 'ppo.rewards.terms.remote.type = "remote"')
     for path in one.text("reward_pretrain").split(",")[1:]:
         one.draft.note(f"{path.strip()}: a profile has one reward model; [ppo.rewards.terms] weighs it with functions")
     reward_model(one, "reward_pretrain", "ppo.rewards")
+
+
+def agent(one: Sheet) -> None:
+    """Write the agent, whose file is taken as it is and whose rewards are the only ones."""
+    one.put("ppo.agent.type", "openrlhf", "agent_func_path")
+    one.put("ppo.agent.file", one.text("agent_func_path"), "agent_func_path")
+    one.put("ppo.agent.max_turns", _MOST_TURNS, note="OpenRLHF counts tokens and not turns")
+    one.put("ppo.agent.max_episode_tokens", one.draft.values["runtime.sampler.max_model_len"].value, "max_len")
+    one.put("ppo.rewards.terms.episode.type", "episode", "agent_func_path")
+    for name in ("remote_rm_url", "reward_pretrain"):
+        one.ignore(name, "OpenRLHF takes the agent's rewards instead")
+
+
+def overlap(one: Sheet) -> None:
+    """Write how far sampling may run ahead of training."""
+    if one.has("async_train") and any(key.startswith("ppo.dynamic_sampling") for key in one.draft.values):
+        for name in ("async_train", "async_queue_size"):
+            one.refuse(name, "dynamic sampling draws again after a step is scored", "ppo.dynamic_sampling alone")
+    elif one.has("async_train"):
+        queue = one.integer("async_queue_size") if one.has("async_queue_size") else 1
+        corrected = one.draft.values["ppo.correction.level"].value != "off"
+        one.put("ppo.staleness", min(4, queue) if corrected else 1, "async_train", "async_queue_size")
+        if queue > 1 and not corrected:
+            one.refuse("async_queue_size", "older answers need a correction", "ppo.correction, then ppo.staleness")
+    one.ignore("async_queue_size", "sampling and training take turns without --async_train")
+    reason = "OpenRLHF changes the weights within an answer whenever they come"
+    one.refuse("partial_rollout", reason, "ppo.partial_tokens, which does so after a number of tokens")
 
 
 def value_model(one: Sheet) -> None:

@@ -47,7 +47,30 @@ def trainer(one: Sheet) -> None:
         one.put("runtime.trainer.offload_optimizer", True, "adam_offload")
     if one.has("gradient_checkpointing"):
         one.put("runtime.trainer.gradient_checkpointing", True, "gradient_checkpointing")
+    if one.has("aux_loss_coef") and one.number("aux_loss_coef") > 0:
+        one.put("runtime.trainer.router_aux_coef", one.number("aux_loss_coef"), "aux_loss_coef")
+    one.ignore("aux_loss_coef", "0 leaves the balancing loss out")
+    if one.has("use_liger_kernel"):
+        one.put("runtime.trainer.liger", True, "use_liger_kernel")
+    split(one)
     attention(one)
+
+
+def split(one: Sheet) -> None:
+    """Write how many workers share a row or a weight; rows are shared by heads (Ulysses) and not in a ring."""
+    ring, tensor = _parts(one, "ring_attn_size"), _parts(one, "ds_tensor_parallel_size")
+    if "runtime.train_workers" not in one.draft.values and ring * tensor > 1:
+        one.put("runtime.train_workers", ring * tensor, note="the fewest that can share")
+    if ring > 1:
+        one.put("runtime.trainer.sequence_parallel", ring, "ring_attn_size", note="Ulysses: it has to divide the heads")
+    if tensor > 1 and one.integer("zero_stage") in (1, 2) and ring == 1:
+        one.put("runtime.trainer.tensor_parallel", tensor, "ds_tensor_parallel_size")
+    elif tensor > 1:
+        reason = "weights are shared with ZeRO 1 or 2 and whole rows"
+        one.refuse("ds_tensor_parallel_size", reason, "runtime.trainer.zero_stage = 3")
+    one.ignore("ring_attn_size", "1 shares no row")
+    one.ignore("ring_head_stride", "there is no ring")
+    one.ignore("ds_tensor_parallel_size", "1 shares no weight")
 
 
 def precision(one: Sheet) -> None:
@@ -67,7 +90,9 @@ def attention(one: Sheet) -> None:
     """Write the implementation of attention, where the script names one."""
     if not one.has("attn_implementation"):
         return
-    if one.text("attn_implementation") in _ATTENTION:
+    if _parts(one, "ring_attn_size") > 1:
+        one.refuse("attn_implementation", "rows are shared with sdpa alone", 'runtime.trainer.attention = "sdpa"')
+    elif one.text("attn_implementation") in _ATTENTION:
         one.put("runtime.trainer.attention", one.text("attn_implementation"), "attn_implementation")
     else:
         one.refuse("attn_implementation", f"known are {', '.join(_ATTENTION)}", 'runtime.trainer.attention = "sdpa"')
@@ -153,18 +178,25 @@ def adapters(one: Sheet, key: str | None) -> None:
     if one.integer("lora_rank") == 0:
         for name in ("lora_rank", *others):
             one.ignore(name, "rank 0 has no adapters")
+        one.refuse("load_in_4bit", "weights in 4 bits are not trained themselves", "adapters: lora.quantise")
         return
     if key is None:
-        for name in ("lora_rank", *others):
+        for name in ("lora_rank", *others, "load_in_4bit"):
             one.refuse(name, "reward models are trained whole", "gradient_checkpointing and offload_optimizer")
         return
     one.put(f"{key}.rank", one.integer("lora_rank"), "lora_rank")
     one.put(f"{key}.alpha", one.number("lora_alpha"), "lora_alpha")
+    if one.has("load_in_4bit"):
+        one.put(f"{key}.quantise", "nf4", "load_in_4bit")
     modules = one.text("target_modules").split()
     if modules and modules != ["all-linear"]:
         one.put(f"{key}.target_modules", modules, "target_modules")
     else:
         one.says("target_modules", f"the default of {key}.target_modules: all linear layers of a Llama")
+
+
+def _parts(one: Sheet, name: str) -> int:
+    return one.integer(name) if one.has(name) else 1
 
 
 def _of_head(one: Sheet, head: str, older: str, dotted: str) -> str:

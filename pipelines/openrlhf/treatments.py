@@ -35,7 +35,6 @@ IGNORED = {
     "overlap_comm": _SPEED,
     "torch_compile": _SPEED,
     "deepcompile": _SPEED,
-    "use_liger_kernel": _SPEED,
     "ds.experts_implementation": _SPEED,
     "grad_accum_dtype": "gradients are summed in float32",
     "dataloader_num_workers": _SPEED,
@@ -86,12 +85,7 @@ class Missing(NamedTuple):
 _MUON = Missing("", "the optimizer is AdamW", "optimizer.learning_rate of AdamW")
 
 MISSING = {
-    "ring_attn_size": Missing("1", "no ring attention", "runtime.trainer.zero_stage = 3 and gradient_checkpointing"),
-    "ring_head_stride": Missing("1", "no ring attention", "runtime.trainer.zero_stage = 3 and gradient_checkpointing"),
-    "ds_tensor_parallel_size": Missing("1", "no tensor parallelism in training", "runtime.trainer.zero_stage = 3"),
     "zpg": Missing("1", "no hierarchical partition of ZeRO++", "runtime.trainer.zero_stage = 3"),
-    "aux_loss_coef": Missing("0", "no balancing loss for routers", "a model without experts"),
-    "load_in_4bit": Missing("", "weights are not quantised", "lora on the model in bfloat16"),
     "optim": Missing("adam", "the optimizer is AdamW", "optimizer.learning_rate of AdamW"),
     "critic.optim": Missing("adam", "the optimizer is AdamW", "value_optimizer.learning_rate of AdamW"),
     "muon.lr": _MUON,
@@ -116,10 +110,6 @@ MISSING = {
     "train_max_tokens_per_gpu": Missing(
         "", "a budget is of one forward pass, padding included", "runtime.trainer.micro_tokens"
     ),
-    "async_train": Missing("", "sampling and training take turns", "ppo.minibatches > 1 uses the rollouts for longer"),
-    "async_queue_size": Missing("1", "sampling and training take turns", "ppo.minibatches > 1"),
-    "partial_rollout": Missing("", "answers are finished before the weights change", "a smaller sampling.max_tokens"),
-    "agent_func_path": Missing("", "answers have one turn", "a function in [ppo.rewards.terms]"),
     "save_value_network": Missing("", "the value model is not an artifact", "the reward model, which is"),
     "stop_properly_penalty_coef": Missing("", "no penalty for truncation as such", "[ppo.rewards.overlong]"),
     "algo.kl.unbiased_gradient": Missing(

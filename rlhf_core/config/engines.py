@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from rlhf_core.config.base import OPERATIONAL, Config
 
 DType = Literal["float32", "bfloat16"]
+Url = Annotated[str, Field(pattern=r"^https?://[^/?#]+$")]
+"""Of a server, without a path."""
 
 
 # ---------------------------------------------------------------- models
@@ -50,6 +52,9 @@ class LoraConfig(Config):
     variant: Literal["lora", "rslora", "dora"] = "lora"
     """`rslora` scales by alpha / sqrt(rank) (arXiv 2312.03732); `dora` also learns the norms of the rows (2402.09353)."""
     target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    quantise: Literal["", "nf4"] = ""
+    """`nf4` keeps the weights under the adapters in 4 bits (QLoRA, arXiv 2305.14314); it needs bitsandbytes. The export is of
+    whole weights: the rounded ones with the adapters merged in."""
 
 
 # ---------------------------------------------------------------- training
@@ -94,6 +99,39 @@ class TrainerConfig(Config):
     `micro_batch` rows: short rows go together in crowds. Where rows are packed, `micro_batch` counts."""
     gradient_checkpointing: Annotated[bool, OPERATIONAL] = False
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    liger: bool = False
+    """Liger's kernels for norms, rotations and MLPs, where `liger-kernel` is installed and there is a GPU."""
+    router_aux_coef: float = Field(0.0, ge=0)
+    """Weight of the load-balancing loss of a mixture of experts, taken over each sequence and added to every loss of every
+    trained model; 0.001 to 0.02 are common. 0 leaves it out; dense models are refused above 0."""
+    sequence_parallel: Annotated[int, Field(ge=1), OPERATIONAL] = 1
+    """So many train workers share each row (Ulysses), for rows too long for one GPU; it must divide the train workers and
+    the attention heads. DeepSpeed and sdpa only."""
+
+    tensor_parallel: Annotated[int, Field(ge=1), OPERATIONAL] = 1
+    """So many train workers share each attention and MLP weight of a trained model (AutoTP); it must divide the train workers
+    and the key heads. DeepSpeed with ZeRO 1 or 2 only, without adapters. Frozen models stay whole."""
+
+    @property
+    def ranks_per_share(self) -> int:
+        """How many neighbouring train workers get the same samples."""
+        return self.sequence_parallel * self.tensor_parallel
+
+    @model_validator(mode="after")
+    def _parallel_settings_go_together(self) -> Self:
+        rules: dict[str, dict[str, tuple[object, ...]]] = {
+            "sequence_parallel": {"engine": ("deepspeed",), "attention": ("sdpa",), "router_aux_coef": (0,)},
+            "tensor_parallel": {"engine": ("deepspeed",), "zero_stage": (1, 2), "sequence_parallel": (1,)},
+        }
+        for kind, allowed in rules.items():
+            for name, values in allowed.items() if getattr(self, kind) > 1 else ():
+                if getattr(self, name) not in values:
+                    choice = " or ".join(repr(value) for value in values)
+                    raise ValueError(
+                        f"{kind} = {getattr(self, kind)}: {name} = {getattr(self, name)!r} does not go with it; set {name} "
+                        f"to {choice}, or {kind} to 1"
+                    )
+        return self
 
 
 # ---------------------------------------------------------------- sampling
@@ -122,6 +160,41 @@ class VllmSamplerConfig(Config):
     """CPU only: size of the KV cache."""
     gpu_memory_fraction: Annotated[float, Field(gt=0, le=1), OPERATIONAL] = 0.5
     enforce_eager: Annotated[bool, OPERATIONAL] = True
+    prefix_caching: bool = False
+    """Computes what prompts have in common once, for each version of the weights anew: groups and turns of episodes get
+    faster. Which tokens are cached depends on what was sampled before, so a restart is no longer bitwise the same."""
+    sleep: Annotated[bool, OPERATIONAL] = False
+    """Where an engine shares its GPU with a train worker: it moves its weights to host memory and gives up its KV cache
+    whenever a model trains, and takes them back to sample."""
+
+
+class VllmServerSamplerConfig(Config):
+    """`vllm serve` processes that somebody else started (`rlhf_core.sampling.vllm_server_sampler` says with which options)."""
+
+    type: Literal["vllm_server"] = "vllm_server"
+    urls: Annotated[tuple[Url, ...], Field(min_length=1), OPERATIONAL]
+    """Servers of the same policy, e.g. `["http://node-1:8000"]`; requests go to the one that has the fewest."""
+    weights_folder: Annotated[str, Field(min_length=1), OPERATIONAL]
+    """Folder that the servers and this run see under the same absolute path: weights travel through it."""
+    token_env: Annotated[str, OPERATIONAL] = ""
+    """Environment variable with the servers' `--api-key`."""
+    dtype: DType = "float32"
+    max_model_len: int = Field(256, ge=16)
+    request_timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 300.0
+    """Deadline of one completion, the wait in the server's queue included."""
+    load_timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 300.0
+    """Deadline of one weight update on all servers."""
+    retries: Annotated[int, Field(ge=0), OPERATIONAL] = 2
+    """How often a request is sent again after a server failed it, to another one if there is one."""
+    max_in_flight: Annotated[int, Field(ge=1), OPERATIONAL] = 256
+    """Requests that one server has at a time."""
+
+    @field_validator("weights_folder")
+    @classmethod
+    def _is_the_same_path_everywhere(cls, folder: str) -> str:
+        if not folder.startswith("/"):
+            raise ValueError("must be an absolute path, since servers resolve it too; begin it with /")
+        return folder
 
 
 class HFSamplerConfig(Config):
@@ -132,7 +205,8 @@ class HFSamplerConfig(Config):
     batch_size: Annotated[int, Field(ge=1), OPERATIONAL] = 32
 
 
-SamplerConfig = Annotated[VllmSamplerConfig | HFSamplerConfig, Field(discriminator="type")]
+AnySamplerConfig = VllmSamplerConfig | VllmServerSamplerConfig | HFSamplerConfig
+SamplerConfig = Annotated[AnySamplerConfig, Field(discriminator="type")]
 
 
 # ---------------------------------------------------------------- runtime
@@ -161,3 +235,23 @@ class RuntimeConfig(Config):
     so leave room for one step and one checkpoint; 0: no limit."""
     trainer: TrainerConfig = TrainerConfig()
     sampler: SamplerConfig = VllmSamplerConfig()
+
+    @model_validator(mode="after")
+    def _only_an_engine_that_shares_a_gpu_sleeps(self) -> Self:
+        asleep = isinstance(self.sampler, VllmSamplerConfig) and self.sampler.sleep
+        if asleep and not (self.type == "ray" and 0 < self.gpus_per_engine < 1 and self.gpus_per_train_worker > 0):
+            raise ValueError(
+                f"sampler.sleep = true: gpus_per_engine = {self.gpus_per_engine:g} on {self.type}, and only an engine that "
+                "shares a GPU with a train worker has memory to give back (vLLM cannot sleep on CPU); set it to false, or "
+                "gpus_per_engine and gpus_per_train_worker to fractions of one GPU"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _workers_share_evenly(self) -> Self:
+        if self.train_workers % self.trainer.ranks_per_share != 0:
+            raise ValueError(
+                f"trainer.sequence_parallel, tensor_parallel = {self.trainer.sequence_parallel}, "
+                f"{self.trainer.tensor_parallel}: does not divide train_workers = {self.train_workers}; use a divisor"
+            )
+        return self

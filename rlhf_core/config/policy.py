@@ -9,9 +9,10 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from rlhf_core.config.agents import AgentConfig
 from rlhf_core.config.base import OPERATIONAL, Config, by_type
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig, SamplingConfig
-from rlhf_core.config.rewards import RewardsConfig
+from rlhf_core.config.rewards import EpisodeReward, RewardsConfig
 
 # ---------------------------------------------------------------- advantages
 
@@ -163,6 +164,8 @@ class PPOConfig(Config):
     samples_per_prompt: int = Field(1, ge=1)
     """Group size of the estimators that compare the samples of a prompt."""
     sampling: SamplingConfig = SamplingConfig()
+    agent: AgentConfig | None = None
+    """Makes every answer an episode of turns with an environment, tools or an agent program."""
     rewards: RewardsConfig = RewardsConfig()
 
     advantage: Advantage = GAEAdvantage()
@@ -186,6 +189,15 @@ class PPOConfig(Config):
     dynamic_sampling: DynamicSampling | None = None
     """Replaces groups that carry no gradient."""
 
+    staleness: int = Field(0, ge=0, le=4)
+    """Each step trains on what the weights of this many steps before sampled, so that sampling and training overlap. 0
+    samples, then trains; 1 is one step off; more helps where the lengths of the answers vary from step to step."""
+    partial_tokens: int = Field(0, ge=0)
+    """Above 0 sampling goes in rounds of this many tokens, and a step's ends as soon as `prompts_per_step` groups are
+    whole: the others go on in the next step with its weights. It divides `sampling.max_tokens`."""
+    in_flight_groups: int = Field(0, ge=0)
+    """Groups that partial rollouts have under way at once; 0 means twice `prompts_per_step`."""
+
     value_clip: float = Field(0.2, ge=0)
     """0 switches value clipping off."""
     value_warmup_steps: int = Field(0, ge=0)
@@ -196,6 +208,11 @@ class PPOConfig(Config):
 
     checkpoint_every: Annotated[int, Field(ge=1), OPERATIONAL] = 10
     table_every: Annotated[int, Field(ge=1), OPERATIONAL] = 10
+
+    @property
+    def groups_in_flight(self) -> int:
+        """How many groups a step of partial rollouts begins with, those that were carried over among them."""
+        return self.in_flight_groups or 2 * self.prompts_per_step
 
     @model_validator(mode="after")
     def _minibatches_divide_the_rollouts(self) -> PPOConfig:
@@ -247,6 +264,31 @@ class PPOConfig(Config):
             raise ValueError(f"sampling.top_k = {self.sampling.top_k}: {rule}; leave it at 0")
         return self
 
+    @property
+    def turn_weight(self) -> float:
+        """The weight of what a turn earned that is put at the turn itself; 0 where the whole episode earns it."""
+        if self.agent is None or self.agent.credit == "episode":
+            return 0.0
+        return sum(term.weight for term in self.rewards.terms.values() if isinstance(term, EpisodeReward))
+
+    @model_validator(mode="after")
+    def _turns_earn_what_they_add(self) -> PPOConfig:
+        if self.agent is None or self.agent.credit == "episode":
+            return self
+        terms = [term for term in self.rewards.terms.values() if isinstance(term, EpisodeReward)]
+        plain = all(term.weight_end is None and term.normalise == "none" and not term.clip for term in terms)
+        if (
+            not terms
+            or not plain
+            or self.rewards.normalise != "none"
+            or self.rewards.composition.type != "weighted_sum"
+        ):
+            raise ValueError(
+                'agent.credit = "turn": needs a term of type "episode" with a constant weight in a weighted sum, nothing '
+                'normalised or clipped, so that each turn earns what it adds; mend the rewards, or set "episode"'
+            )
+        return self
+
     @model_validator(mode="after")
     def _the_penalty_is_not_normalised(self) -> PPOConfig:
         if self.advantage.type == "grpo" and self.kl_in == "reward" and self.kl_coef > 0:
@@ -262,5 +304,57 @@ class PPOConfig(Config):
             raise ValueError(
                 f"value_warmup_steps = {self.value_warmup_steps}: must be < steps = {self.steps}, or the policy is never "
                 "trained; lower it, or raise steps"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _older_rollouts_are_corrected(self) -> PPOConfig:
+        if self.staleness >= self.steps:
+            raise ValueError(
+                f"staleness = {self.staleness}: must be < steps = {self.steps}, or the first weights answer everything; "
+                "lower it, or raise steps"
+            )
+        decoupled = self.correction.level != "off" and self.correction.pi_old == "trainer"
+        name, value = ("staleness", self.staleness) if self.staleness > 1 else ("partial_tokens", self.partial_tokens)
+        if (self.staleness > 1 or self.partial_tokens) and not decoupled:
+            raise ValueError(
+                f"{name} = {value}: answers of weights that old need the correction pi_old / mu; set correction.pi_old = "
+                '"trainer" and a correction.level other than "off"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_are_drawn_in_one_way(self) -> PPOConfig:
+        if self.dynamic_sampling and (self.staleness or self.partial_tokens):
+            name, value = ("staleness", self.staleness) if self.staleness else ("partial_tokens", self.partial_tokens)
+            raise ValueError(
+                f"{name} = {value}: dynamic_sampling draws again once a step is scored, with the weights of that step; "
+                "leave one of them out"
+            )
+        if self.agent and self.partial_tokens:
+            raise ValueError(
+                f"partial_tokens = {self.partial_tokens}: the episodes of an agent cannot be carried over; set it to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rounds_make_whole_groups(self) -> PPOConfig:
+        # Rounds of equal size end every answer, and a pool that holds a step's groups makes every step possible.
+        if self.partial_tokens and (
+            self.sampling.max_tokens % self.partial_tokens or self.partial_tokens == self.sampling.max_tokens
+        ):
+            raise ValueError(
+                f"partial_tokens = {self.partial_tokens}: must divide sampling.max_tokens = {self.sampling.max_tokens} into "
+                "two rounds or more; take a half or a quarter of it"
+            )
+        if self.in_flight_groups and not self.partial_tokens:
+            raise ValueError(
+                f"in_flight_groups = {self.in_flight_groups}: without partial_tokens no group is carried over; set both, "
+                "or leave it at 0"
+            )
+        if 0 < self.in_flight_groups < self.prompts_per_step:
+            raise ValueError(
+                f"in_flight_groups = {self.in_flight_groups}: must be >= prompts_per_step = {self.prompts_per_step}, or no "
+                "step would ever have its groups; raise it"
             )
         return self

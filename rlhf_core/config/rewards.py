@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -10,17 +11,41 @@ from rlhf_core.config.base import OPERATIONAL, Config
 
 # ---------------------------------------------------------------- terms
 
+OnFailure = Literal["fail", "invalid"]
+"""What a generation without a reward does: end the stage, or become an invalid rollout. It never scores 0."""
 
-class RewardModelReward(Config):
+
+class Term(Config):
+    """How much a term counts and on which scale. Its values are normalised, then clipped, then weighted."""
+
+    weight: float = 1.0
+    weight_end: float | None = None
+    """The weight from step `weight_steps` of policy optimisation on; between, it moves in a straight line."""
+    weight_steps: int = Field(0, ge=0)
+    normalise: Literal["none", "running", "group"] = "none"
+    """`running`: by all values of this term so far; `group`: by those of the same prompt. Subtracts the mean and divides
+    by the standard deviation; values that do not differ become 0."""
+    clip: float = Field(0.0, ge=0)
+    """Clips to +- this; 0 does not clip."""
+
+    @model_validator(mode="after")
+    def _schedule_is_whole(self) -> Self:
+        if (self.weight_end is None) != (self.weight_steps == 0):
+            raise ValueError(
+                f"weight_steps = {self.weight_steps}: a schedule has weight_end and weight_steps >= 1; give both or none"
+            )
+        return self
+
+
+class RewardModelReward(Term):
     """The score of a trained reward model."""
 
     type: Literal["reward_model"] = "reward_model"
     model: str = "reward_model"
     """Name of the reward model among the inputs of the stage."""
-    weight: float = 1.0
 
 
-class ProcessRewardModelReward(Config):
+class ProcessRewardModelReward(Term):
     """The steps of an answer, judged by a trained process reward model: a probability for each, made one score."""
 
     type: Literal["process_reward_model"] = "process_reward_model"
@@ -28,10 +53,9 @@ class ProcessRewardModelReward(Config):
     """Name of the process reward model among the inputs of the stage."""
     reduce: Literal["model", "min", "mean", "last", "product"] = "model"
     """How the steps become one score; `model`: as the model was trained to be read."""
-    weight: float = 1.0
 
 
-class EnsembleReward(Config):
+class EnsembleReward(Term):
     """One score from several reward models, so that no single one is exploited (arXiv 2310.02743)."""
 
     type: Literal["ensemble"] = "ensemble"
@@ -40,18 +64,41 @@ class EnsembleReward(Config):
     reduce: Literal["mean", "min", "mean_minus_std"] = "mean"
     k: float = Field(1.0, ge=0)
     """Standard deviations that `mean_minus_std` takes off."""
-    weight: float = 1.0
 
 
-class FunctionReward(Config):
-    """A Python function from generations to one float each; it runs in a process of its own."""
+class EpisodeReward(Term):
+    """What the environment gave: the sum over an episode's spans. It does not apply to a completion without spans."""
+
+    type: Literal["episode"] = "episode"
+
+
+FunctionProtocol = Literal["auto", "generations", "columns", "openrlhf", "trl", "trl_text"]
+
+
+class FunctionReward(Term):
+    """A Python function of answers, in processes of its own; `rlhf_core.rewards.protocols` says how it may be written."""
 
     type: Literal["function"] = "function"
     function: str
     """`package.module:function` or `path/to/file.py:function`."""
-    weight: float = 1.0
+    arguments: dict[str, Any] = {}
+    """Passed by keyword."""
+    protocol: FunctionProtocol = "auto"
+    """How the function is called; `auto` tells by the names of its parameters."""
     timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 60.0
     """Deadline of one batch; the process is killed after it."""
+    batch_size: Annotated[int, Field(ge=0), OPERATIONAL] = 0
+    """Generations per call; 0: as many at once as there are for each worker."""
+    workers: Annotated[int, Field(ge=1), OPERATIONAL] = 1
+    """Processes that run the function."""
+    memory_mb: Annotated[int, Field(ge=0), OPERATIONAL] = 0
+    """Most memory of one process; 0: half of the machine's, shared by the workers."""
+    retries: Annotated[int, Field(ge=0), OPERATIONAL] = 0
+    """Further tries of a batch that raised, died or was late, after 0.5 s, 1 s, 2 s ..."""
+    on_failure: OnFailure = "fail"
+    cache: bool = False
+    """Keeps values by content. Only for a function that gives the same answer the same value, whatever stands beside it
+    in the batch: not for one that is random or compares answers."""
 
     @field_validator("function")
     @classmethod
@@ -62,8 +109,101 @@ class FunctionReward(Config):
         return function
 
 
+class RemoteReward(Term):
+    """Rewards of a server on OpenRLHF's `/get_reward` contract."""
+
+    type: Literal["remote"] = "remote"
+    urls: Annotated[tuple[str, ...], Field(min_length=1), OPERATIONAL]
+    """Where it is served; several share the work. Where it runs is not what it says: `version` names that."""
+    version: str = ""
+    """Enters the key of the stage: change it when the server scores differently."""
+    timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 180.0
+    retries: Annotated[int, Field(ge=0), OPERATIONAL] = 4
+    batch_size: Annotated[int, Field(ge=1), OPERATIONAL] = 64
+    token_env: Annotated[str, OPERATIONAL] = ""
+    """Environment variable with the bearer token; empty sends none."""
+    on_failure: OnFailure = "fail"
+    cache: bool = False
+
+    @field_validator("urls")
+    @classmethod
+    def _are_addresses(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(_address(url) for url in urls)
+
+
+class PatternVerdict(Config):
+    """The score is the first group of the last match of `pattern` in the judge's answer."""
+
+    type: Literal["pattern"] = "pattern"
+    pattern: str = r"(?i)score\s*[:=]\s*(-?\d+(?:\.\d+)?)"
+
+    @field_validator("pattern")
+    @classmethod
+    def _has_one_group(cls, pattern: str) -> str:
+        try:
+            groups = re.compile(pattern).groups
+        except re.error as error:
+            raise ValueError(f"is not a regular expression ({error}); mend it") from error
+        if groups != 1:
+            raise ValueError(f"has {groups} groups; put exactly one around the score")
+        return pattern
+
+
+class JsonVerdict(Config):
+    """The score is a field of the last JSON object in the judge's answer."""
+
+    type: Literal["json"] = "json"
+    field: str = "score"
+
+
+class JudgeReward(Term):
+    """The score that a language model gives when it is asked, over an OpenAI-compatible chat endpoint."""
+
+    type: Literal["judge"] = "judge"
+    url: Annotated[str, OPERATIONAL]
+    """Up to and without `/chat/completions`, mostly `http://host:port/v1`."""
+    model: str
+    version: str = ""
+    """Enters the key of the stage: change it when another model answers by the same name."""
+    template: str
+    """The question. `{prompt}`, `{completion}` and `{label}` are filled in; other braces stay."""
+    verdict: Annotated[PatternVerdict | JsonVerdict, Field(discriminator="type")] = PatternVerdict()
+    low: float = 0.0
+    high: float = 10.0
+    """A score outside of low to high is a failure; it is not scaled."""
+    max_tokens: int = Field(512, ge=1)
+    temperature: float = Field(0.0, ge=0)
+    concurrency: Annotated[int, Field(ge=1), OPERATIONAL] = 16
+    timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 120.0
+    """Deadline of one question."""
+    retries: Annotated[int, Field(ge=0), OPERATIONAL] = 4
+    token_env: Annotated[str, OPERATIONAL] = ""
+    on_failure: OnFailure = "fail"
+    cache: bool = False
+
+    @field_validator("url")
+    @classmethod
+    def _is_an_address(cls, url: str) -> str:
+        return _address(url)
+
+    @model_validator(mode="after")
+    def _asks_about_the_answer(self) -> Self:
+        if "{completion}" not in self.template:
+            raise ValueError("template: must hold {completion}, or every answer gets the same score; add it")
+        if not self.low < self.high:
+            raise ValueError(f"low = {self.low}: must be below high = {self.high}; swap them")
+        return self
+
+
 RewardSpec = Annotated[
-    RewardModelReward | ProcessRewardModelReward | EnsembleReward | FunctionReward, Field(discriminator="type")
+    RewardModelReward
+    | ProcessRewardModelReward
+    | EnsembleReward
+    | EpisodeReward
+    | FunctionReward
+    | RemoteReward
+    | JudgeReward,
+    Field(discriminator="type"),
 ]
 
 # ---------------------------------------------------------------- composition and shaping
@@ -85,7 +225,17 @@ class GatedProduct(Config):
     """The reward of a closed gate. Must lie below every honest reward, or failing the gate pays."""
 
 
-Composition = Annotated[WeightedSum | GatedProduct, Field(discriminator="type")]
+class Gdpo(Config):
+    """The weighted sum of terms that are each normalised within the answers of a prompt first (arXiv 2601.05242).
+
+    A term on a large scale does not drown the others. The paper then normalises over the batch: take the advantage
+    `reinforce++-baseline`, and not `grpo`, which would divide by the spread of the sum again.
+    """
+
+    type: Literal["gdpo"] = "gdpo"
+
+
+Composition = Annotated[WeightedSum | GatedProduct | Gdpo, Field(discriminator="type")]
 
 
 class OverlongPenalty(Config):
@@ -107,10 +257,10 @@ class OverlongPenalty(Config):
 
 
 class RewardsConfig(Config):
-    """Terms -> composition -> running normalisation -> clip -> overlong penalty, in this order."""
+    """Terms, each normalised and clipped -> composition -> running normalisation -> clip -> overlong penalty."""
 
     terms: dict[str, RewardSpec] = Field(default={"reward_model": RewardModelReward()}, min_length=1)
-    """Every term is kept under its name in `reward_components`, unweighted."""
+    """Every term is kept under its name in `reward_components`, as it was given."""
     composition: Composition = WeightedSum()
     normalise: Literal["none", "running"] = "none"
     """`running` subtracts the mean and divides by the standard deviation of all rewards so far."""
@@ -126,6 +276,18 @@ class RewardsConfig(Config):
         unknown = sorted(gates - set(self.terms))
         if unknown:
             raise ValueError(f"composition.gates = {unknown}: must name terms; there are {sorted(self.terms)}")
-        if not any(spec.weight for name, spec in self.terms.items() if name not in gates):
+        if not any(spec.weight or spec.weight_end for name, spec in self.terms.items() if name not in gates):
             raise ValueError("terms = {...}: no term has a weight, so every reward would be equal; give one a weight")
+        own = sorted(name for name, spec in self.terms.items() if spec.normalise != "none")
+        if isinstance(self.composition, Gdpo) and own:
+            raise ValueError(f"terms.{own[0]}.normalise: gdpo normalises every term itself; take it out")
+        scaled = sorted(name for name in gates if self.terms[name].normalise != "none")
+        if scaled:
+            raise ValueError(f"terms.{scaled[0]}.normalise: a gate must stay in [0, 1]; take it out")
         return self
+
+
+def _address(url: str) -> str:
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"{url!r}: must begin with http:// or https://; write it whole")
+    return url

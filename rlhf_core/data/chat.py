@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,7 @@ _TODAY = datetime(2024, 7, 26)
 """The date that templates print as today's (Llama 3 prints it too): tokens must not depend on the day of a run."""
 
 _PROBE = (Message("user", "Hi"), Message("assistant", "Hello"))
+_ANSWERED = (Message("user", "Hi"), Message("assistant", "An-answer-like-no-other"))
 
 
 class ChatTemplate:
@@ -52,9 +53,13 @@ class ChatTemplate:
     (1, 42, 43, 4, 2)
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Check that `tokenizer` has a template and an EOS that ends each assistant turn; ConfigError otherwise."""
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Check that `tokenizer` has a template and an EOS that ends each assistant turn; ConfigError otherwise.
+
+        `tools` are JSON schemas that every prompt shows to the policy.
+        """
         self.tokenizer: Any = tokenizer
+        self._tools = [dict(tool) for tool in tools]
         self._recent: dict[str, tuple[int, ...]] = {}
         name = str(self.tokenizer.name_or_path)
         if not self.tokenizer.chat_template:
@@ -83,6 +88,16 @@ class ChatTemplate:
             raise ConfigError(explain("policy", str(folder), "is not a folder", "give the folder of a policy"))
         return cls(AutoTokenizer.from_pretrained(str(folder), local_files_only=True))
 
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatTemplate:
+        """Return this template with `tools` (JSON schemas) in its prompts; ConfigError if it does not show them."""
+        if not tools:
+            return self
+        shown = ChatTemplate(self.tokenizer, tools=tools)
+        if shown.prompt_text(_PROBE[:1]) == self.prompt_text(_PROBE[:1]):
+            rule = f"the chat template of {self.tokenizer.name_or_path} shows no tools"
+            raise ConfigError(explain("chat_template", len(tools), rule, "give a template that renders `tools`"))
+        return shown
+
     @property
     def digest(self) -> str:
         """The sha256 over tokenizer, template and special tokens."""
@@ -93,7 +108,31 @@ class ChatTemplate:
 
     def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the tokens of `messages` up to and with the generation prompt."""
-        return self._encode(self._render(messages, generation_prompt=True))
+        return self._encode(self.prompt_text(messages))
+
+    def prompt_text(self, messages: Sequence[Message]) -> str:
+        """Return the text whose tokens are `prompt_ids`."""
+        return self._render(messages, generation_prompt=True)
+
+    def turn_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Return the tokens that follow an answer's EOS when `messages` come next, with the next generation prompt.
+
+        Found by difference: what a conversation with a known answer adds after that answer's end. So what the policy said
+        is never rendered, and a template that shows earlier turns in another way (without their thoughts, for example)
+        does no harm. DataError if the template does not keep what it writes after an EOS.
+        """
+        before = self._after_answer(self._render(_ANSWERED, generation_prompt=False))
+        after = self._after_answer(self._render([*_ANSWERED, *messages], generation_prompt=True))
+        if before is None or after is None or not after.startswith(before):
+            raise DataError(
+                explain(
+                    "chat_template",
+                    [message.role for message in messages],
+                    "renders the end of an answer differently once these turns follow it",
+                    "give a template that keeps earlier turns as they were (prepare_data.chat_template)",
+                )
+            )
+        return self._encode(after)
 
     def conversation(self, messages: Sequence[Message], *, max_length: int) -> TokenSample | None:
         """Return the conversation cut to `max_length` tokens, every assistant turn trained with its end-of-turn token.
@@ -143,7 +182,11 @@ class ChatTemplate:
             # An argument of this name hides the clock that transformers gives to templates.
             return str(
                 self.tokenizer.apply_chat_template(
-                    rows, tokenize=False, add_generation_prompt=generation_prompt, strftime_now=_TODAY.strftime
+                    rows,
+                    tools=self._tools or None,
+                    tokenize=False,
+                    add_generation_prompt=generation_prompt,
+                    strftime_now=_TODAY.strftime,
                 )
             )
         except Exception as error:  # templates raise their own errors, e.g. for a system turn they do not know
@@ -151,6 +194,12 @@ class ChatTemplate:
             raise DataError(
                 explain("messages.role", roles, f"the chat template refuses them ({error})", "change the turns")
             ) from error
+
+    def _after_answer(self, rendered: str) -> str | None:
+        """Return what stands after the end of the answer of `_ANSWERED`; None if it is not there."""
+        _, found, rest = rendered.partition(_ANSWERED[1].content)
+        _, ended, rest = rest.partition(str(self.tokenizer.eos_token))
+        return rest if found and ended else None
 
     def _segments(self, messages: Sequence[Message], *, answers_from: int) -> list[tuple[str, bool]]:
         """Return (text, is an answer) pieces that join to the rendered conversation.

@@ -16,8 +16,13 @@ T = TypeVar("T")
 
 def rows_at(step: int, rows: Sequence[T], *, count: int, seed: int) -> list[T]:
     """Return `count` rows for `step`; an epoch goes on in the step after the one that it began in."""
+    return rows_from(step * count, rows, count=count, seed=seed)
+
+
+def rows_from(first: int, rows: Sequence[T], *, count: int, seed: int) -> list[T]:
+    """Return `count` rows (at least one) from number `first` of the endless row of epochs."""
     size = len(rows)
-    positions = range(step * count, (step + 1) * count)
+    positions = range(first, first + count)
     epochs = range(positions[0] // size, positions[-1] // size + 1)
     orders = {epoch: shuffled(size, derive_seed(seed, "prompts", epoch)) for epoch in epochs}
     return [rows[orders[position // size][position % size]] for position in positions]

@@ -3,14 +3,14 @@
 Legend: N samples, B rows, L positions, H hidden, V vocabulary, T the positions that the loss mask selects.
 
 No attention mask is passed. With right padding a real token never sees padding under causal attention, so rows with
-one sample run as plain causal attention (the fast kernel); packed rows are told apart by their restarting
+one sample run as plain causal attention (the fast kernel); samples that share a row are told apart by their restarting
 `position_ids`, from which transformers builds a block-diagonal causal mask.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from rlhf_core.batches import TokenBatch
 from rlhf_core.errors import ConfigError, explain
+from rlhf_core.models.routing import note_routing, routing_arguments
+from rlhf_core.models.shared_rows import shared_rows
 
 R = TypeVar("R", Tensor, tuple[Tensor, ...])
 
@@ -121,22 +123,33 @@ def check_head(model: nn.Module) -> None:
 
 
 def hidden_states(model: nn.Module, batch: TokenBatch) -> Tensor:
-    """Return the backbone's last hidden states `hidden_BLH`; samples that share a row do not see each other."""
+    """Return the backbone's last hidden states `hidden_BLH`; samples that share a row do not see each other.
+
+    Where the lengths of the samples differ much, rows that are not packed are computed in fewer, shared ones.
+    """
     any_model: Any = model
     backbone = any_model.base_model
     if batch.packed:
         _check_packing(backbone)
+    asked = routing_arguments()
+    # Whoever watches the routers takes their logits for those of the batch's own rows.
+    shared = None if asked else shared_rows(batch, model_type=backbone.config.get_text_config().model_type)
     ids_BL, positions_BL = batch.token_ids_BL, batch.position_ids_BL
-    if batch.packed and _is_flash(backbone):
+    if shared is not None:
+        ids_BL, positions_BL = shared.token_ids_RL, shared.position_ids_RL
+    shape = ids_BL.shape
+    if (batch.packed or shared is not None) and _is_flash(backbone):
         # The variable-length kernels read the boundaries from the position ids of one long row only.
-        flat_1LH = _run(backbone, ids_BL.reshape(1, -1), positions_BL.reshape(1, -1))
-        return flat_1LH.reshape(*ids_BL.shape, -1)
-    return _run(backbone, ids_BL, positions_BL)
+        ids_BL, positions_BL = ids_BL.reshape(1, -1), positions_BL.reshape(1, -1)
+    output = _run(backbone, ids_BL, positions_BL, asked)
+    note_routing(backbone, output, batch)
+    hidden_BLH = output.last_hidden_state.reshape(*shape, -1)
+    return hidden_BLH if shared is None else shared.restore(hidden_BLH, batch)
 
 
-def _run(backbone: Any, ids_BL: Tensor, positions_BL: Tensor) -> Tensor:
+def _run(backbone: Any, ids_BL: Tensor, positions_BL: Tensor, asked: Mapping[str, bool]) -> Any:
     positions = {"position_ids": positions_BL} if _takes_positions(backbone) else {}
-    return backbone(input_ids=ids_BL, use_cache=False, **positions).last_hidden_state
+    return backbone(input_ids=ids_BL, use_cache=False, **positions, **asked)
 
 
 def _takes_positions(backbone: nn.Module) -> bool:
@@ -201,7 +214,8 @@ def _by_chunks(model: nn.Module, hidden_TH: Tensor, compute: Callable[..., R], *
 def _chunk_logprobs(
     logits_CV: Tensor, targets_C: Tensor, *, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    logits_CV = logits_CV / temperature
+    if temperature != 1:
+        logits_CV = logits_CV / temperature
     normaliser_C = torch.logsumexp(logits_CV, dim=-1)
     logprobs_C = logits_CV.gather(-1, targets_C.unsqueeze(-1)).squeeze(-1) - normaliser_C
     if not with_entropy:

@@ -19,6 +19,7 @@ from rlhf_core.models.forward import check_head
 from rlhf_core.models.heads import ValueModel, initial_head, read_head
 from rlhf_core.models.lora import apply_lora
 from rlhf_core.models.packages import PACKAGE, package_folder
+from rlhf_core.models.quantised import check_quantiser
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,8 @@ def load_model(spec: ModelSpec, *, dtype: str, attention: str, gradient_checkpoi
     _check_folder(folder)
     if spec.lora is not None and spec.head != "lm":
         raise ConfigError(explain("lora", spec.head, "adapters are for the lm head only", "remove lora from this role"))
+    if spec.lora is not None and spec.lora.quantise:
+        check_quantiser()
     config = _config_without_dropout(folder)
     load = {"lm": _load_lm, "score": _load_score, "value": _load_value}[spec.head]
     model: Any = load(folder, config, spec.seed, {"dtype": getattr(torch, dtype), "attn_implementation": attention})

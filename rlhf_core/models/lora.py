@@ -2,6 +2,10 @@
 
 Adapters are put inside the model rather than around it, so a model with LoRA has the same class, backbone and head as
 one without.
+
+Merging and stacking: a stage's result is always the merged weights, and its adapters alone lie beside them for other
+programs. The next stage starts from the merged weights with adapters of its own, fresh ones; adapters are never stacked,
+loaded again or merged twice. Within a stage a checkpoint holds the adapters, and a resumed stage goes on with them.
 """
 
 from __future__ import annotations
@@ -16,17 +20,21 @@ from torch import Tensor, nn
 
 from rlhf_core.config.engines import LoraConfig
 from rlhf_core.errors import ConfigError, explain
+from rlhf_core.models.quantised import is_quantised, quantise, whole_weight
 
 logger = logging.getLogger(__name__)
 
 _LAYER = ".base_layer."
+_BLOCK_STATE = ".base_layer.weight."
+"""In the names of what a 4-bit weight needs to be made whole."""
 _ADAPTER = "default"
 
 
 def apply_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> nn.Module:
     """Return `model` with trainable adapters inside and everything else frozen; at first it computes what it did.
 
-    A ~ Kaiming-uniform from `seed`, B = 0. Raises ConfigError if no module matches `target_modules`.
+    A ~ Kaiming-uniform from `seed`, B = 0. With `quantise` the adapted layers' weights are rounded to 4 bits first. Raises
+    ConfigError if no module matches `target_modules`.
     """
     import peft
 
@@ -50,9 +58,18 @@ def apply_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> nn.Module:
         bias="none",
         task_type="CAUSAL_LM",
     )
+    any_model: Any = model
+    if config.quantise:
+        quantise(model, targets)
+        any_model.is_loaded_in_4bit = (
+            True  # how peft is told to adapt 4-bit layers; transformers would refuse to move it
+        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return peft.inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
+        adapted = peft.inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
+    if config.quantise:
+        del any_model.is_loaded_in_4bit
+    return adapted
 
 
 def has_lora(model: nn.Module) -> bool:
@@ -65,12 +82,12 @@ def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
     The live model does not change. Tensors are contiguous and on the CPU; weights without an adapter may share memory with
     a model on the CPU, so use or copy them before the next optimizer step. The merge is V = W + scaling * B A in fp32,
-    for DoRA every row of V brought to its learnt norm, rounded once to the dtype of W.
+    for DoRA every row of V brought to its learnt norm, rounded once to the dtype of W. A 4-bit W is made whole before.
     """
     layers = _adapted_layers(model)
     state: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
-        if ".lora_" in name:
+        if ".lora_" in name or _BLOCK_STATE in name:
             continue
         merged = _merged(tensor, layers.pop(name)) if name in layers else tensor
         state[name.replace(_LAYER, ".")] = merged.detach().cpu().contiguous()
@@ -110,6 +127,9 @@ def _adapted_layers(model: nn.Module) -> dict[str, Any]:
 
 @torch.no_grad()
 def _merged(weight_OI: Tensor, layer: Any) -> Tensor:
+    base = layer.get_base_layer()
+    if is_quantised(base):
+        weight_OI = whole_weight(base)
     a_RI, b_OR = layer.lora_A[_ADAPTER].weight.float(), layer.lora_B[_ADAPTER].weight.float()
     merged_OI = weight_OI.float() + (b_OR @ a_RI) * layer.scaling[_ADAPTER]
     if layer.use_dora[_ADAPTER]:

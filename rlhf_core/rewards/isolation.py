@@ -9,63 +9,71 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from rlhf_core.errors import ConfigError, RewardError, explain
+from rlhf_core.child_process import kill_group
+from rlhf_core.errors import ConfigError, explain
+from rlhf_core.rewards.outcomes import BatchFailed, Outcome, check_length, merged_logs
+from rlhf_core.rewards.worker import Settings
 from rlhf_core.types import Generation
 
 START_TIMEOUT_S = 120.0
 """For the interpreter and the imports of the function's module."""
 
+STATUS_TIMEOUT_S = 5.0
+"""For a process that has closed its pipe to end."""
+
 
 class IsolatedReward:
-    """A `RewardFunction` that runs `function` in a child process and gives each batch `timeout_s`.
+    """A `Reward` that runs `function` in a child process and gives each call `timeout_s`.
 
-    The process starts at construction (ConfigError if the function cannot be loaded) and is started anew after a batch
-    that it did not survive. RewardError names the reward, the prompts and, where the function raised, its traceback.
+    The process starts at construction (ConfigError if the function cannot be loaded) and is started anew after a call
+    that it did not survive. BatchFailed names the reward, the prompts and, where the function raised, its traceback.
+    Several batches of `batch_size` (0: one) are put to an async function at a time.
 
     >>> with IsolatedReward("exact", "rlhf_core.rewards.verifiable:exact_match", timeout_s=5.0) as reward:
     ...     reward([])
     []
     """
 
-    def __init__(self, name: str, function: str, *, timeout_s: float) -> None:
+    def __init__(
+        self, name: str, function: str, *, timeout_s: float, settings: Settings = Settings(), batch_size: int = 0
+    ) -> None:
         self._name = name
         self._function = function
+        self._settings = settings
         self._timeout_s = timeout_s
-        self._process = self._start()
+        self._batch_size = batch_size
+        self._process, self.is_async = self._start()
 
-    def __call__(self, generations: Sequence[Generation]) -> list[float]:
-        """Return one float per generation."""
+    def __call__(self, generations: Sequence[Generation]) -> list[float | None]:
+        """Return one value per generation, None where the reward does not apply."""
+        return list(self.outcome(generations).values)
+
+    def outcome(self, generations: Sequence[Generation]) -> Outcome:
+        """Return the values with what the function logged."""
         if not generations:
-            return []
+            return Outcome(())
         if self._process.poll() is not None:
-            self._process = self._start()
-        kind, answer = self._exchange(list(generations), timeout_s=self._timeout_s)
-        if kind == "scores":
-            return [float(value) for value in answer]
-        ids = f"prompts {generations[0].prompt.id} to {generations[-1].prompt.id}"
-        problem = {
-            "raised": f"{self._function} raised:\n{answer}",
-            "timeout": f"{self._function} took longer than {self._timeout_s:g} s for {len(generations)} generations",
-            "died": f"the process of {self._function} ended with status {answer}",
-        }[kind]
-        raise RewardError(explain(f"rewards.{self._name}", ids, problem, "mend the function, or raise timeout_s"))
+            self._process, self.is_async = self._start()
+        size = self._batch_size or len(generations)
+        batches = [list(generations[start : start + size]) for start in range(0, len(generations), size)]
+        kind, answer = self._exchange(self._process, batches, timeout_s=self._timeout_s)
+        if kind == "outcomes":
+            return self._joined(answer, batches)
+        if kind == "refused":
+            raise ConfigError(f"rewards.{self._name}.{answer}")
+        raise self._failure(kind, answer, generations)
 
     def close(self) -> None:
         """End the process and all that it started."""
-        _kill_group(self._process)
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):  # unsent bytes for a process that is gone
-                pipe.close()
+        _end(self._process)
 
     def __enter__(self) -> Self:
         return self
@@ -75,18 +83,39 @@ class IsolatedReward:
     ) -> None:
         self.close()
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "rlhf_core.rewards.worker", self._function],
+    def _failure(self, kind: str, answer: Any, generations: Sequence[Generation]) -> BatchFailed:
+        last = str(answer).rstrip().splitlines()[-1:]  # of a traceback: the exception
+        late = f"took longer than {self._timeout_s:g} s"
+        problem, reason = {
+            "raised": (f"{self._function} raised:\n{answer}", f"raised {' '.join(last)}"),
+            "timeout": (f"{self._function} {late} for {len(generations)} generations", late),
+            "died": (f"the process of {self._function} ended with status {answer}", f"ended with status {answer}"),
+        }[kind]
+        ids = f"prompts {generations[0].prompt.id} to {generations[-1].prompt.id}"
+        remedy = "mend the function, or raise timeout_s"
+        return BatchFailed(explain(f"rewards.{self._name}", ids, problem, remedy), reason=reason)
+
+    def _joined(self, outcomes: Sequence[Outcome], batches: Sequence[Sequence[Generation]]) -> Outcome:
+        """Return the outcomes of the batches as one; BatchFailed if one has not a value for each generation."""
+        for outcome, batch in zip(outcomes, batches, strict=True):
+            check_length(self._name, outcome, batch)
+        values = tuple(value for outcome in outcomes for value in outcome.values)
+        return Outcome(values, logs=merged_logs([outcome.logs for outcome in outcomes]))
+
+    def _start(self) -> tuple[subprocess.Popen[bytes], bool]:
+        """Return a new process that is ready, and whether its function is async."""
+        command = [sys.executable, "-m", "rlhf_core.rewards.worker", self._function, self._settings.model_dump_json()]
+        process = subprocess.Popen(
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.curdir for path in sys.path)},
             start_new_session=True,
         )
-        kind, answer = self._exchange(None, timeout_s=START_TIMEOUT_S)
+        kind, answer = self._exchange(process, None, timeout_s=START_TIMEOUT_S)
         if kind == "ready":
-            return self._process
-        self.close()
+            return process, bool(answer)
+        _end(process)
         if kind == "refused":
             raise ConfigError(f"rewards.{self._name}.{answer}")
         problem = "did not load" if kind == "died" else f"did not load within {START_TIMEOUT_S:g} s"
@@ -94,13 +123,13 @@ class IsolatedReward:
             explain(f"rewards.{self._name}.function", self._function, problem, "import it by hand to see why")
         )
 
-    def _exchange(self, message: Any, *, timeout_s: float) -> tuple[str, Any]:
+    def _exchange(self, process: subprocess.Popen[bytes], message: Any, *, timeout_s: float) -> tuple[str, Any]:
         """Send `message` (None: nothing) and return the answer; the watchdog kills a late process and its children."""
-        process, expired = self._process, threading.Event()
+        expired = threading.Event()
 
         def expire() -> None:
             expired.set()
-            _kill_group(process)
+            kill_group(process)
 
         watchdog = threading.Timer(timeout_s, expire)
         watchdog.daemon = True
@@ -113,15 +142,31 @@ class IsolatedReward:
             answer: tuple[str, Any] = pickle.load(process.stdout)
             return answer
         except (EOFError, BrokenPipeError, pickle.UnpicklingError):
-            _kill_group(process)
-            status = process.wait()
-            return ("timeout", None) if expired.is_set() else ("died", status)
+            if not expired.is_set():
+                _await_status(process)
+            _end(process)
+            return ("timeout", None) if expired.is_set() else ("died", process.returncode)
         finally:
             watchdog.cancel()
 
 
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill `process` and its children: one that lives on would hold the pipe open, and a reader would wait for it."""
-    if process.returncode is None:  # once reaped, the number may be another process's
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End `process` with all that it started, and let go of its pipes."""
+    kill_group(process)
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        with contextlib.suppress(BrokenPipeError):  # unsent bytes for a process that is gone
+            pipe.close()
+
+
+def _await_status(process: subprocess.Popen[bytes]) -> None:
+    """Wait a moment for a process whose pipe has closed to end by itself, or its status would be that of our kill.
+
+    It is not reaped, so that its group can still be killed by its number.
+    """
+    deadline = time.monotonic() + STATUS_TIMEOUT_S
+    while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.005)

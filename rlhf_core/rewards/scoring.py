@@ -2,73 +2,162 @@
 
 from __future__ import annotations
 
-import difflib
+import math
+import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from functools import partial
+from statistics import fmean
 from typing import Any
 
-from rlhf_core.config.rewards import (
-    EnsembleReward,
-    FunctionReward,
-    OverlongPenalty,
-    ProcessRewardModelReward,
-    RewardModelReward,
-    RewardsConfig,
-    RewardSpec,
-)
-from rlhf_core.errors import ConfigError, explain
-from rlhf_core.interfaces import ModelSpec, RewardFunction
-from rlhf_core.rewards.composition import compose
-from rlhf_core.rewards.functions import score_functions
-from rlhf_core.rewards.isolation import IsolatedReward
-from rlhf_core.rewards.model import Contract, score_with_reward_model, verify_contract
-from rlhf_core.rewards.shaping import RunningNormaliser, clipped, soft_overlong
+from rlhf_core.config.rewards import GatedProduct, OverlongPenalty, RewardsConfig, Term
+from rlhf_core.interfaces import Metrics
+from rlhf_core.rewards.batches import BatchedReward
+from rlhf_core.rewards.composition import compose, in_group
+from rlhf_core.rewards.outcomes import Logs, Outcome, Reward, as_outcome, merged_logs, screened
+from rlhf_core.rewards.shaping import RunningNormaliser, clipped, linear_weight, soft_overlong
+from rlhf_core.rewards.terms import check_reward_models, open_terms
 from rlhf_core.stage import StageContext
-from rlhf_core.types import Generation, ProcessRewardModelRef, RewardModelRef, Rollout
+from rlhf_core.types import Generation, RewardModelRef, Rollout
+
+__all__ = ["Scorer", "check_reward_models", "component_means", "open_scorer", "overlong_penalties"]
+
+NO_REWARD = "no reward applies"
+_NOT_IN_A_NAME = re.compile(r"[^\w\-. ]")
 
 
 class Scorer:
-    """Scores generations with opened terms. Holds the running normaliser: `state` and `restore` are for checkpoints."""
+    """Scores generations with opened terms.
 
-    def __init__(self, config: RewardsConfig, rewards: Mapping[str, RewardFunction]) -> None:
+    Holds the step, for weights that change, the running normalisers, and what the rewards logged in the step; `state`
+    and `restore` are for checkpoints.
+    """
+
+    def __init__(self, config: RewardsConfig, rewards: Mapping[str, Reward]) -> None:
         self._config = config
         self._rewards = rewards
+        self._step = 0
         self._normaliser = RunningNormaliser.empty()
+        self._of_terms = dict.fromkeys(
+            (name for name, spec in config.terms.items() if spec.normalise == "running"), RunningNormaliser.empty()
+        )
+        self._logs: dict[str, tuple[float, int]] = {}
+
+    def at_step(self, step: int) -> None:
+        """Weigh the terms as at `step` of policy optimisation, and begin its logs."""
+        self._step = step
+        self._logs = {}
 
     def __call__(self, generations: Sequence[Generation]) -> list[Rollout]:
-        """Return one rollout per generation, in order; RewardError names the reward and the prompt."""
-        components = score_functions(self._rewards, generations)
-        rewards = self._shaped(compose(components, self._config))
-        if self._config.overlong is not None:
-            penalties = overlong_penalties(generations, self._config.overlong)
-            rewards = [reward + penalty for reward, penalty in zip(rewards, penalties, strict=True)]
-            components["overlong"] = penalties
+        """Return one rollout per generation, in order; RewardError names the reward and the prompt.
+
+        A generation that failed is not shown to any reward. It is invalid, and so is one for which a term that counts
+        failed, or to which none applies: its reward is NaN and `invalid` says why.
+        """
+        sent = [at for at, generation in enumerate(generations) if not generation.completion.failure]
+        shown = [generations[at] for at in sent]
+        outcomes = self._outcomes(shown)
+        self._keep_logs(outcomes)
+        weights = self._weights()
+        rewards = self._composed(outcomes, weights, [one.prompt.id for one in shown])
+        reasons = [self._reason(at, outcomes, weights, rewards[at]) for at in range(len(shown))]
+        shaped = iter(self._shaped([reward for reward, why in zip(rewards, reasons, strict=True) if not why]))
+        rollouts = {
+            at: _rollout(one, next(shaped) if not why else math.nan, _components(outcomes, i), why)
+            for i, (at, one, why) in enumerate(zip(sent, shown, reasons, strict=True))
+        }
         return [
-            Rollout(
-                prompt=generation.prompt,
-                prompt_ids=generation.prompt_ids,
-                completion=generation.completion,
-                reward=rewards[index],
-                reward_components={name: values[index] for name, values in components.items()},
-            )
-            for index, generation in enumerate(generations)
+            self._with_penalty(rollouts[at]) if at in rollouts else _rollout(one, math.nan, {}, one.completion.failure)
+            for at, one in enumerate(generations)
         ]
+
+    def logs(self) -> Metrics:
+        """Return what the rewards logged in this step: means, and for terms that may fail the share that did."""
+        return {name: total / count for name, (total, count) in self._logs.items() if count}
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must keep (JSON)."""
-        return asdict(self._normaliser)
+        terms = {name: asdict(normaliser) for name, normaliser in self._of_terms.items()}
+        return {"normaliser": asdict(self._normaliser), "terms": terms, "logs": self._logs}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`."""
-        self._normaliser = RunningNormaliser(**state)
+        self._normaliser = RunningNormaliser(**state["normaliser"])
+        self._of_terms = {name: RunningNormaliser(**kept) for name, kept in state["terms"].items()}
+        self._logs = {name: (total, count) for name, (total, count) in state["logs"].items()}
 
-    def _shaped(self, rewards: list[float]) -> list[float]:
+    def _outcomes(self, generations: Sequence[Generation]) -> dict[str, Outcome]:
+        """Return what each reward says; those that run elsewhere do it at the same time, and while models score."""
+        if not generations:
+            return dict.fromkeys(self._rewards, Outcome(()))
+        elsewhere = {name: reward for name, reward in self._rewards.items() if isinstance(reward, BatchedReward)}
+        with ThreadPoolExecutor(len(elsewhere) or 1, thread_name_prefix="reward") as pool:
+            waiting = {name: pool.submit(reward, generations) for name, reward in elsewhere.items()}
+            here = {name: reward(generations) for name, reward in self._rewards.items() if name not in waiting}
+            found = {name: waiting[name].result() if name in waiting else here[name] for name in self._rewards}
+        return {
+            name: screened(name, as_outcome(answer), generations, on_failure="fail") for name, answer in found.items()
+        }
+
+    def _weights(self) -> dict[str, float]:
+        return {name: _weight_at(spec, self._step) for name, spec in self._config.terms.items()}
+
+    def _composed(
+        self, outcomes: Mapping[str, Outcome], weights: Mapping[str, float], groups: Sequence[str]
+    ) -> list[float | None]:
+        scaled = {
+            name: self._scaled(name, spec, outcomes[name].values, groups) for name, spec in self._config.terms.items()
+        }
+        return compose(scaled, self._config.composition, weights, groups)
+
+    def _scaled(
+        self, name: str, spec: Term, values: Sequence[float | None], groups: Sequence[str]
+    ) -> list[float | None]:
+        """Return the values of a term, normalised and clipped."""
+        if spec.normalise == "group":
+            values = in_group(values, groups)
+        present = [value for value in values if value is not None]
+        if spec.normalise == "running":
+            self._of_terms[name] = self._of_terms[name].updated(present)
+            present = self._of_terms[name].normalised(present)
+        each = iter(clipped(present, limit=spec.clip) if spec.clip else present)
+        return [None if value is None else next(each) for value in values]
+
+    def _reason(
+        self, at: int, outcomes: Mapping[str, Outcome], weights: Mapping[str, float], reward: float | None
+    ) -> str:
+        """Return why a generation has no reward, "" if it has one. A term without a weight may fail."""
+        composition = self._config.composition
+        gates = composition.gates if isinstance(composition, GatedProduct) else ()
+        for name, outcome in outcomes.items():
+            if at in outcome.failures and (weights[name] or name in gates):
+                return f"{name}: {outcome.failures[at]}"
+        return NO_REWARD if reward is None else ""
+
+    def _shaped(self, rewards: Sequence[float | None]) -> list[float]:
+        found = [reward for reward in rewards if reward is not None]
         if self._config.normalise == "running":
-            self._normaliser = self._normaliser.updated(rewards)
-            rewards = self._normaliser.normalised(rewards)
-        return clipped(rewards, limit=self._config.clip) if self._config.clip else rewards
+            self._normaliser = self._normaliser.updated(found)
+            found = self._normaliser.normalised(found)
+        return clipped(found, limit=self._config.clip) if self._config.clip else found
+
+    def _with_penalty(self, rollout: Rollout) -> Rollout:
+        if self._config.overlong is None:
+            return rollout
+        (penalty,) = overlong_penalties([rollout], self._config.overlong)
+        components = rollout.reward_components | {"overlong": penalty}
+        return _rollout(rollout, rollout.reward + penalty, components, rollout.invalid)
+
+    def _keep_logs(self, outcomes: Mapping[str, Outcome]) -> None:
+        found: list[Logs] = [self._logs]
+        for name, outcome in outcomes.items():
+            found.append({_metric("reward_extra", name, key): value for key, value in outcome.logs.items()})
+            reward = self._rewards[name]
+            if isinstance(reward, BatchedReward) and reward.on_failure == "invalid":
+                found.append({_metric("reward_failed", name): (len(outcome.failures), len(outcome.values))})
+        self._logs = merged_logs(found)
 
 
 @contextmanager
@@ -82,38 +171,19 @@ def open_scorer(
     """
     check_reward_models(config, reward_models)
     with ExitStack() as leases:
-        rewards: dict[str, RewardFunction] = {}
-        for name, spec in config.terms.items():  # functions first: they fail in a second, before a model is loaded
-            if isinstance(spec, FunctionReward):
-                isolated = IsolatedReward(name, spec.function, timeout_s=spec.timeout_s)
-                rewards[name] = leases.enter_context(isolated)
-        for name, spec in config.terms.items():
-            match spec:
-                case RewardModelReward():
-                    rewards[name] = _open_reward_model(reward_models[spec.model], context, leases)
-                case ProcessRewardModelReward():
-                    rewards[name] = _open_process_reward_model(spec, reward_models[spec.model], context, leases)
-                case EnsembleReward():
-                    rewards[name] = _open_ensemble(spec, reward_models, context, leases)
-        yield Scorer(config, {name: rewards[name] for name in config.terms})
+        yield Scorer(config, open_terms(config, reward_models, context, leases))
 
 
-def check_reward_models(config: RewardsConfig, reward_models: Mapping[str, RewardModelRef]) -> None:
-    """Raise ConfigError when a term names a reward model that is not among the inputs, or one that judges steps."""
-    for name, spec in config.terms.items():
-        for key, model in _models_of(spec):
-            if model not in reward_models:
-                near = difflib.get_close_matches(model, reward_models, n=1)
-                given = f"did you mean {near[0]}?" if near else f"the stage has {sorted(reward_models) or 'none'}"
-                rule = "the stage was not given this reward model"
-                raise ConfigError(explain(f"rewards.terms.{name}.{key}", model, rule, given))
-            steps = isinstance(reward_models[model], ProcessRewardModelRef)
-            if steps and not isinstance(spec, ProcessRewardModelReward):
-                rule, remedy = "it judges steps and not whole answers", 'set type = "process_reward_model"'
-                raise ConfigError(explain(f"rewards.terms.{name}.{key}", model, rule, remedy))
+def component_means(rollouts: Sequence[Rollout]) -> Metrics:
+    """Return the mean of each component over the rollouts that it applies to, as `reward_component/name`."""
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        for name, value in rollout.reward_components.items():
+            found[name].append(value)
+    return {f"reward_component/{name}": fmean(values) for name, values in found.items()}
 
 
-def overlong_penalties(generations: Sequence[Generation], config: OverlongPenalty) -> list[float]:
+def overlong_penalties(generations: Sequence[Generation | Rollout], config: OverlongPenalty) -> list[float]:
     """Return the penalty <= 0 of each generation by the number of its completion tokens."""
     return [
         soft_overlong(
@@ -126,58 +196,21 @@ def overlong_penalties(generations: Sequence[Generation], config: OverlongPenalt
     ]
 
 
-def _open_reward_model(ref: RewardModelRef, context: StageContext, leases: ExitStack) -> RewardFunction:
-    from rlhf_core.data.chat import ChatTemplate
-
-    folder = context.path(ref)
-    contract, chat = Contract.read(folder), ChatTemplate.load(folder)
-    spec = ModelSpec(path=str(folder), head="score", lora=None, seed=context.seed)
-    trainer = leases.enter_context(context.runtime.trainer("reward_model", spec, None))
-    verify_contract(trainer, contract)
-    return partial(score_with_reward_model, trainer, chat, max_length=contract.max_length)
+def _rollout(one: Generation | Rollout, reward: float, components: dict[str, float], invalid: str) -> Rollout:
+    return Rollout(one.prompt, one.prompt_ids, one.completion, reward, components, invalid)
 
 
-def _models_of(spec: RewardSpec) -> list[tuple[str, str]]:
-    """Return key -> name of the reward models that a term asks for."""
-    match spec:
-        case RewardModelReward() | ProcessRewardModelReward():
-            return [("model", spec.model)]
-        case EnsembleReward():
-            return [(f"models[{index}]", model) for index, model in enumerate(spec.models)]
-        case FunctionReward():
-            return []
+def _components(outcomes: Mapping[str, Outcome], at: int) -> dict[str, float]:
+    values = {name: outcome.values[at] for name, outcome in outcomes.items()}
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def _open_process_reward_model(
-    term: ProcessRewardModelReward, ref: RewardModelRef, context: StageContext, leases: ExitStack
-) -> RewardFunction:
-    from rlhf_core.data.chat import ChatTemplate
-    from rlhf_core.data.steps import StepSplitter
-    from rlhf_core.rewards.process_model import (
-        ProcessContract,
-        score_with_process_reward_model,
-        verify_process_contract,
-    )
-
-    folder = context.path(ref)
-    contract, chat = ProcessContract.read(folder), ChatTemplate.load(folder)
-    spec = ModelSpec(path=str(folder), head="score", lora=None, seed=context.seed)
-    trainer = leases.enter_context(context.runtime.trainer("reward_model", spec, None))
-    verify_process_contract(trainer, contract)
-    return partial(
-        score_with_process_reward_model,
-        trainer,
-        chat,
-        StepSplitter(chat, contract.separator),
-        max_length=contract.max_length,
-        reduce=contract.reduce if term.reduce == "model" else term.reduce,
-    )
+def _weight_at(spec: Term, step: int) -> float:
+    if spec.weight_end is None:
+        return spec.weight
+    return linear_weight(step, start=spec.weight, end=spec.weight_end, steps=spec.weight_steps)
 
 
-def _open_ensemble(
-    term: EnsembleReward, reward_models: Mapping[str, RewardModelRef], context: StageContext, leases: ExitStack
-) -> RewardFunction:
-    from rlhf_core.rewards.ensemble import score_with_ensemble
-
-    members = [_open_reward_model(reward_models[name], context, leases) for name in term.models]
-    return partial(score_with_ensemble, members, reduce=term.reduce, k=term.k)
+def _metric(*parts: str) -> str:
+    """The name of a metric; a function may call what it logs anything."""
+    return "/".join(_NOT_IN_A_NAME.sub("_", part) for part in parts)

@@ -56,6 +56,15 @@ def clipped(values: Sequence[float], *, limit: float) -> list[float]:
     return [min(max(value, -limit), limit) for value in values]
 
 
+def linear_weight(step: int, *, start: float, end: float, steps: int) -> float:
+    """Return the weight at `step`: from `start` at step 0 in a straight line to `end` at `steps`, and `end` after it.
+
+    >>> linear_weight(5, start=1.0, end=0.0, steps=20)
+    0.75
+    """
+    return start + (end - start) * min(step / steps, 1.0)
+
+
 def soft_overlong(length: int, *, max_tokens: int, buffer_tokens: int, factor: float) -> float:
     """Return the penalty <= 0 of an answer of `length` tokens: DAPO, arXiv 2503.14476 eq. 13.
 

@@ -1,74 +1,74 @@
-"""The child process of `rlhf_core.rewards.isolation`: `python -m rlhf_core.rewards.worker module:function`.
+"""The child process of `rlhf_core.rewards.isolation`: `python -m rlhf_core.rewards.worker module:function [settings]`.
 
-Reads pickled lists of generations from standard input and answers each with a pickled (kind, value) pair. It lives no
-longer than whoever holds the other end of its input, however that one ends and whatever the function does then.
+Reads pickled lists of batches from standard input and answers each with a pickled (kind, value) pair: the outcomes of
+the batches. It lives no longer than whoever holds the other end of its input, however that one ends and whatever the
+function does then.
 """
 
 from __future__ import annotations
 
-import os
+import asyncio
 import pickle
-import select
-import signal
+import resource
 import sys
 import traceback
 from typing import Any, BinaryIO
 
+from pydantic import BaseModel, ConfigDict
+
+from rlhf_core.callables import load_callable
+from rlhf_core.child_process import start_guard, take_standard_streams
+from rlhf_core.config.rewards import FunctionProtocol
 from rlhf_core.errors import ConfigError
-from rlhf_core.rewards.functions import as_floats, load_reward
-
-GUARD_LOOKS_EVERY_MS = 1000
+from rlhf_core.rewards.protocols import Adapted, adapt
 
 
-def main(function: str) -> None:
+class Settings(BaseModel):
+    """What the child must know beside the function's name; JSON on its command line."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    arguments: dict[str, Any] = {}
+    protocol: FunctionProtocol = "auto"
+    memory_bytes: int = 0
+    """Most memory of the process; 0 sets no limit."""
+
+
+def main(function: str, settings: Settings) -> None:
     """Serve the reward function until the input ends."""
-    _start_guard()
-    answers, requests = _take_standard_streams()
+    start_guard()
+    answers, requests = take_standard_streams()
     try:
-        reward = load_reward(function)
+        reward = adapt(load_callable("function", function), protocol=settings.protocol, arguments=settings.arguments)
     except ConfigError as error:
         _send(answers, "refused", str(error))
         return
-    _send(answers, "ready", None)
-    while True:
-        try:
-            generations = pickle.load(requests)
-        except EOFError:
-            return
-        try:
-            scores = as_floats(reward, generations)
-        except Exception:
-            _send(answers, "raised", traceback.format_exc())
-        else:
-            _send(answers, "scores", scores)
+    _limit_memory(settings.memory_bytes)
+    _send(answers, "ready", reward.is_async)
+    with asyncio.Runner() as runner:  # one loop for all batches: a client that the function keeps belongs to it
+        while True:
+            try:
+                batches = pickle.load(requests)
+            except EOFError:
+                return
+            _send(answers, *_answer(reward, batches, runner))
 
 
-def _start_guard() -> None:
-    """Fork a process that kills our group when nobody holds the other end of our input any more, or when we are gone.
+def _answer(reward: Adapted, batches: Any, runner: asyncio.Runner) -> tuple[str, Any]:
+    try:
+        return "outcomes", reward.outcomes(batches, runner)
+    except ConfigError as error:
+        return "refused", str(error)
+    except Exception:
+        return "raised", traceback.format_exc()
 
-    A process and not a thread: the function may hold the interpreter lock for ever. It is one of the group that
-    `isolation` kills at the end. Polling for nothing reports the end alone and leaves the requests to us.
+
+def _limit_memory(limit: int) -> None:
+    """Let allocations beyond `limit` raise MemoryError: before the machine runs out, and the run with it.
+
+    What is mapped and never written (libraries, reserved address space) does not count.
     """
-    worker = os.getpid()
-    if os.getpgrp() != worker or os.fork() != 0:  # in a group of somebody else's there would be more to kill
-        return
-    for descriptor in (1, 2):  # or a reader would wait for us to end
-        os.close(descriptor)
-    poll = select.poll()
-    poll.register(0, 0)
-    while not poll.poll(GUARD_LOOKS_EVERY_MS) and os.getppid() == worker:
-        continue
-    os.killpg(0, signal.SIGKILL)
-
-
-def _take_standard_streams() -> tuple[BinaryIO, BinaryIO]:
-    """Keep both pipes for ourselves: what the function prints goes to standard error, what it reads is empty."""
-    answers, requests = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
-    os.dup2(2, 1)
-    empty = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(empty, 0)
-    os.close(empty)
-    return answers, requests
+    if limit:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def _send(answers: BinaryIO, kind: str, value: Any) -> None:
@@ -77,4 +77,4 @@ def _send(answers: BinaryIO, kind: str, value: Any) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], Settings.model_validate_json(sys.argv[2] if len(sys.argv) > 2 else "{}"))

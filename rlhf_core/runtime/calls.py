@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,7 +26,9 @@ OTHERS_GRACE_S = 10.0
 class WorkerGroup:
     """Ray actors that work as one: they are called together, and one failure of one makes all of them `broken`.
 
-    A broken group is killed at once, so that nothing keeps computing, and is never leased again.
+    A broken group is killed at once, so that nothing keeps computing, and is never leased again. Threads may share a
+    group: their calls are made one after the other, so that all actors see them in the same order, and a call's deadline
+    begins when it is its turn.
 
     >>> group = WorkerGroup("trainer", actors, TrainingError, timeout_s=600.0)   # doctest: +SKIP
     >>> group.call("policy", "optim_step", ("policy-1", 1e-5))                    # doctest: +SKIP
@@ -50,6 +53,7 @@ class WorkerGroup:
         self._timeout_s = timeout_s
         self._log_folder = log_folder
         self._ray_lost = ray_lost
+        self._turn = threading.Lock()
 
     @property
     def broken(self) -> bool:
@@ -66,14 +70,16 @@ class WorkerGroup:
         Raises the worker's own error if it is one of this library's, TrainerLostError or SamplerLostError if a worker
         died or missed the deadline, else TrainingError or SamplingError.
         """
-        self._check_alive(role, method)
-        refs = [getattr(actor, method).remote(*args) for actor, args in zip(self.actors, arguments, strict=True)]
-        return self._gather(role, method, refs)
+        with self._turn:
+            self._check_alive(role, method)
+            refs = [getattr(actor, method).remote(*args) for actor, args in zip(self.actors, arguments, strict=True)]
+            return self._gather(role, method, refs)
 
     def call_first(self, role: str, method: str, *arguments: Any) -> Any:
         """Call `method(*arguments)` on rank 0 alone; return its result."""
-        self._check_alive(role, method)
-        return self._gather(role, method, [getattr(self.actors[0], method).remote(*arguments)])[0]
+        with self._turn:
+            self._check_alive(role, method)
+            return self._gather(role, method, [getattr(self.actors[0], method).remote(*arguments)])[0]
 
     def send(self, method: str, *arguments: Any) -> None:
         """Call `method` on every actor without waiting for it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,19 +12,34 @@ from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.errors import RlhfError, SamplingError, explain
 from rlhf_core.interfaces import Metrics, Objective, Weights
 from rlhf_core.runtime.calls import WorkerGroup
+from rlhf_core.runtime.turns import Turns
 from rlhf_core.runtime.weight_sync import DeviceWeights, Transfer
 from rlhf_core.runtime.weights import StoredWeights
 from rlhf_core.types import Completion, SamplingRequest, TokenSample, TopLogprobs
 
 
 class RayTrainer:
-    """One role on all ranks. The samples are dealt out by length; sums are divided by the whole batch's denominators."""
+    """One role on all ranks. The samples are dealt out by length; sums are divided by the whole batch's denominators.
 
-    def __init__(self, workers: WorkerGroup, role: str, lease: str, *, transfer: Transfer) -> None:
+    `ranks_per_share` neighbouring ranks get the same samples, and the first of them answers for all.
+    """
+
+    def __init__(
+        self,
+        workers: WorkerGroup,
+        role: str,
+        lease: str,
+        *,
+        transfer: Transfer,
+        ranks_per_share: int = 1,
+        turns: Turns | None = None,
+    ) -> None:
         self._workers = workers
+        self._turns = turns or Turns()
         self._transfer = transfer
         self._role = role
         self._lease = lease
+        self._ranks_per_share = ranks_per_share
 
     def forward_backward(self, samples: Sequence[Any], objective: Objective) -> Metrics:
         """Accumulate the gradient of `objective` over all ranks' shards; return the metrics of the whole batch."""
@@ -78,26 +94,33 @@ class RayTrainer:
         self._call("export", folder)
 
     def _call(self, method: str, *arguments: Any) -> list[Any]:
-        return self._workers.call(self._role, method, self._lease, *arguments)
+        with self._turns.training():
+            return self._workers.call(self._role, method, self._lease, *arguments)
 
     def _shares(self, samples: Sequence[Any]) -> list[list[int]]:
         from rlhf_core.training.batching import row_length, shares
 
-        return shares([row_length(sample) for sample in samples], len(self._workers.actors))
+        return shares([row_length(sample) for sample in samples], len(self._workers.actors) // self._ranks_per_share)
+
+    def _call_shares(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        repeated = [each for each in arguments for _ in range(self._ranks_per_share)]
+        with self._turns.training():
+            return self._workers.call_each(self._role, method, repeated)[:: self._ranks_per_share]
 
     def _reduced(self, method: str, samples: Sequence[Any], objective: Objective) -> Metrics:
         from rlhf_core.training.batching import reduce
+        from rlhf_core.training.router_objective import step_counts
 
-        denominators = objective.denominators(samples)
+        denominators = step_counts(objective, samples)
         parts = [[samples[i] for i in share] for share in self._shares(samples)]
         arguments = [(self._lease, part, objective, denominators) for part in parts]
-        metrics: Metrics = reduce(self._workers.call_each(self._role, method, arguments))
+        metrics: Metrics = reduce(self._call_shares(method, arguments))
         return metrics
 
     def _in_order(self, method: str, samples: Sequence[Any], *arguments: Any) -> list[Any]:
         shares = self._shares(samples)
         parts = [[samples[i] for i in share] for share in shares]
-        results = self._workers.call_each(self._role, method, [(self._lease, part, *arguments) for part in parts])
+        results = self._call_shares(method, [(self._lease, part, *arguments) for part in parts])
         ordered: list[Any] = [None] * len(samples)
         for positions, part in zip(shares, results, strict=True):
             for position, result in zip(positions, part, strict=True):
@@ -108,27 +131,55 @@ class RayTrainer:
 class RaySampler:
     """One policy on all engines; engine e gets a run of consecutive requests."""
 
-    def __init__(self, workers: WorkerGroup, *, transfer: Transfer, tensor_parallel: int) -> None:
+    def __init__(
+        self, workers: WorkerGroup, *, transfer: Transfer, tensor_parallel: int, turns: Turns | None = None
+    ) -> None:
         self._workers = workers
+        self._turns = turns or Turns()
         self._transfer = transfer
         self._tensor_parallel = tensor_parallel
+        self._sampled: dict[int, int] = {}
+        """Number of a request that is being sampled -> its engine."""
 
     def generate(self, requests: Sequence[SamplingRequest], sampling: SamplingConfig) -> list[Completion]:
         """Return one completion per request, in order."""
+        self._sampled.clear()
         engines = len(self._workers.actors)
         bounds = [len(requests) * index // engines for index in range(engines + 1)]
         parts = [(list(requests[start:end]), sampling) for start, end in itertools.pairwise(bounds)]
-        results = self._workers.call_each("policy", "generate", parts)
+        with self._turns.sampling():
+            results = self._workers.call_each("policy", "generate", parts)
         return [completion for part in results for completion in part]
+
+    def advance(
+        self, new: Sequence[tuple[int, SamplingRequest]], sampling: SamplingConfig
+    ) -> list[tuple[int, Completion]]:
+        """Give each request to the engine that samples the fewest; return what finished first on each of them."""
+        parts: list[list[tuple[int, SamplingRequest]]] = [[] for _ in self._workers.actors]
+        load = Counter(self._sampled.values())
+        for number, request in new:
+            engine = min(range(len(parts)), key=lambda one: load[one])
+            load[engine] += 1
+            self._sampled[number] = engine
+            parts[engine].append((number, request))
+        with self._turns.sampling():
+            results = self._workers.call_each("policy", "advance", [(part, sampling) for part in parts])
+        finished = [one for result in results for one in result]
+        for number, _ in finished:
+            del self._sampled[number]
+        return finished
 
     def load_weights(self, weights: Weights, *, version: int) -> None:
         """Load a `RayTrainer`'s weights into every engine; completions made after this carry `version`."""
+        self._sampled.clear()
         match weights.payload:
             case StoredWeights():
-                self._workers.call("policy", "load_weights", weights, version)
+                with self._turns.sampling():
+                    self._workers.call("policy", "load_weights", weights, version)
             case DeviceWeights(trainers, ticket):
-                self._receive(trainers, ticket)
-                self._workers.call("policy", "adopt", version)
+                with self._turns.sampling():
+                    self._receive(trainers, ticket)
+                    self._workers.call("policy", "adopt", version)
             case other:
                 rule, remedy = "is not from this runtime's trainer", "load what its trainer.weights() returned"
                 raise SamplingError(explain("weights.payload", type(other).__name__, rule, remedy))

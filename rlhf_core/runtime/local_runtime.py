@@ -48,7 +48,7 @@ class LocalRuntime:
         threads = threads_per_worker(self._config, workers=1)
         warm, self._sampler = self._sampler, None  # not kept if opening fails
         self._sampler = reopen_sampler(warm, policy, self._config.sampler, threads=threads, transfer="")
-        self._served.update(sampler_versions(self._config.sampler))
+        self._served.update(sampler_versions(self._config.sampler, self._sampler))
         self._sampler_leased = True
         try:
             yield self._sampler

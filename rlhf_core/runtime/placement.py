@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.config.engines import HFSamplerConfig, RuntimeConfig, VllmSamplerConfig
+from rlhf_core.config.engines import AnySamplerConfig, RuntimeConfig, VllmSamplerConfig
 from rlhf_core.errors import ConfigError, explain
 
 RESERVE_TIMEOUT_S = 60.0
@@ -20,7 +20,7 @@ class Placement:
     group: Any
 
 
-def engine_count(sampler: VllmSamplerConfig | HFSamplerConfig) -> int:
+def engine_count(sampler: AnySamplerConfig) -> int:
     """Return how many sampler processes there are."""
     return sampler.engines if isinstance(sampler, VllmSamplerConfig) else 1
 

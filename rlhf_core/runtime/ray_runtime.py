@@ -31,6 +31,7 @@ from rlhf_core.runtime.liveness import RayWatch
 from rlhf_core.runtime.placement import Placement, reserve
 from rlhf_core.runtime.sample_worker import SampleWorker
 from rlhf_core.runtime.train_worker import TrainWorker
+from rlhf_core.runtime.turns import Turns
 from rlhf_core.runtime.weight_sync import Transfer, choose_transfer
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,8 @@ class RayRuntime:
         self._sampler_leased = False
         self._leases = itertools.count(1)
         self._served: dict[str, str] = {}
+        sleeps = isinstance(config.sampler, VllmSamplerConfig) and config.sampler.sleep
+        self._turns = Turns(lambda: self._sample) if sleeps else Turns()
         self._starting = threading.RLock()
         """Workers are also started ahead, by a thread of the caller's."""
 
@@ -71,9 +74,11 @@ class RayRuntime:
         """Lease `model` on the train workers, with an optimizer if it is to be trained."""
         workers = self._train_workers()
         lease = f"{role}-{next(self._leases)}"
-        self._note_served(workers.call(role, "open", lease, model, optimizer))
+        with self._turns.training():
+            self._note_served(workers.call(role, "open", lease, model, optimizer))
         try:
-            yield RayTrainer(workers, role, lease, transfer=self._transfer())
+            shared = self._config.trainer.ranks_per_share
+            yield RayTrainer(workers, role, lease, transfer=self._transfer(), ranks_per_share=shared, turns=self._turns)
         except (KeyboardInterrupt, SystemExit):
             workers.kill()  # or the release would wait for the call that was interrupted
             raise
@@ -93,8 +98,10 @@ class RayRuntime:
         self._sampler_leased = True
         try:
             transfer = self._transfer()
-            self._note_served(workers.call("policy", "open", policy, transfer))
-            yield RaySampler(workers, transfer=transfer, tensor_parallel=self._tensor_parallel())
+            with self._turns.sampling():
+                self._note_served(workers.call("policy", "open", policy, transfer))
+            tensor_parallel = self._tensor_parallel()
+            yield RaySampler(workers, transfer=transfer, tensor_parallel=tensor_parallel, turns=self._turns)
         finally:
             self._sampler_leased = False
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.engines import HFSamplerConfig, SamplingConfig, VllmSamplerConfig
+from rlhf_core.config.engines import AnySamplerConfig, HFSamplerConfig, SamplingConfig, VllmSamplerConfig
 from rlhf_core.interfaces import Weights
 from rlhf_core.runtime.priority import at_low_priority
 from rlhf_core.runtime.weights import unpack
@@ -18,7 +18,7 @@ from rlhf_core.types import Completion, SamplingRequest
 class SampleWorker:
     """Hosts one sampler. `open` reuses the engine if only the weights of the policy differ, else replaces it."""
 
-    def __init__(self, config: VllmSamplerConfig | HFSamplerConfig, threads: int) -> None:
+    def __init__(self, config: AnySamplerConfig, threads: int) -> None:
         self._config = config
         self._threads = threads
         self._sampler: Any = None
@@ -35,8 +35,10 @@ class SampleWorker:
             import vllm
 
             _ = vllm.LLM  # lazily imported, most of the start-up time
+        elif isinstance(self._config, HFSamplerConfig):
+            import rlhf_core.sampling.hf_sampler
         else:
-            import rlhf_core.sampling.hf_sampler  # noqa: F401
+            import rlhf_core.sampling.vllm_server_sampler  # noqa: F401
 
     def pid(self) -> int:
         """Return the process id."""
@@ -58,12 +60,19 @@ class SampleWorker:
 
         warm, self._sampler = self._sampler, None  # not kept if opening fails
         self._sampler = reopen_sampler(warm, policy, self._config, threads=self._threads, transfer=transfer)
-        return sampler_versions(self._config)
+        return sampler_versions(self._config, self._sampler)
 
     def generate(self, requests: Sequence[SamplingRequest], sampling: SamplingConfig) -> list[Completion]:
         """Return one completion per request, in order."""
         completions: list[Completion] = self._sampler.generate(requests, sampling)
         return completions
+
+    def advance(
+        self, new: Sequence[tuple[int, SamplingRequest]], sampling: SamplingConfig
+    ) -> list[tuple[int, Completion]]:
+        """Add requests and run the engine until one has finished; return those that have, none if none is being sampled."""
+        finished: list[tuple[int, Completion]] = self._sampler.advance(new, sampling)
+        return finished
 
     def load_weights(self, weights: Weights, version: int) -> None:
         """Read the weights from the object store (shared memory on this node) and load them into the engine."""
@@ -71,6 +80,18 @@ class SampleWorker:
 
         tensors = unpack(ray.get(weights.payload.ref))
         self._sampler.load_weights(Weights(payload=tensors, digest=weights.digest), version=version)
+
+    # ------------------------------------------------------------ a GPU that is shared
+
+    def sleep(self) -> None:
+        """Give the engine's memory back, if there is an engine."""
+        if self._sampler is not None:
+            self._sampler.sleep()
+
+    def wake(self) -> None:
+        """Take the engine's memory again."""
+        if self._sampler is not None:
+            self._sampler.wake()
 
     # ------------------------------------------------------------ device transfer, called by the trainer's rank 0
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
-from rlhf_core.config.engines import HFSamplerConfig, TrainerConfig, VllmSamplerConfig
+from rlhf_core.config.engines import AnySamplerConfig, HFSamplerConfig, TrainerConfig, VllmServerSamplerConfig
 
 
 def trainer_versions(config: TrainerConfig) -> dict[str, str]:
@@ -13,8 +14,13 @@ def trainer_versions(config: TrainerConfig) -> dict[str, str]:
     return {name: version(name) for name in ("torch", "transformers", *engines)}
 
 
-def sampler_versions(config: VllmSamplerConfig | HFSamplerConfig) -> dict[str, str]:
-    """Return name -> version of what samples. The CPU build of vLLM is a distribution of another name."""
+def sampler_versions(config: AnySamplerConfig, sampler: Any) -> dict[str, str]:
+    """Return name -> version of what samples. The CPU build of vLLM is a distribution of another name.
+
+    Of servers it is what they say of themselves.
+    """
+    if isinstance(config, VllmServerSamplerConfig):
+        return {"vllm": sampler.served_version}
     if isinstance(config, HFSamplerConfig):
         return {name: version(name) for name in ("torch", "transformers")}
     return {"torch": version("torch"), "vllm": _vllm_version()}

@@ -18,7 +18,7 @@ from rlhf_core.errors import SamplingError, explain
 from rlhf_core.interfaces import ModelSpec, Weights
 from rlhf_core.models.export import weights_digest
 from rlhf_core.models.loading import load_model, load_tokenizer
-from rlhf_core.sampling.requests import check_logprobs, check_requests, finish_reason, stop_token_ids
+from rlhf_core.sampling.requests import check_logprobs, check_requests, finish_reason, most_tokens, stop_token_ids
 from rlhf_core.types import Completion, SamplingRequest
 
 
@@ -59,6 +59,13 @@ class HFSampler:
             completions.extend(self._completion(row) for row in rows)
         return completions
 
+    def advance(
+        self, new: Sequence[tuple[int, SamplingRequest]], sampling: SamplingConfig
+    ) -> list[tuple[int, Completion]]:
+        """Return the completions of `new`, all of them: this engine has no batch that others could join."""
+        completions = self.generate([request for _, request in new], sampling)
+        return [(number, completion) for (number, _), completion in zip(new, completions, strict=True)]
+
     def load_weights(self, weights: Weights, *, version: int) -> None:
         """Replace the policy by `weights` (payload: name -> tensor). Raises SamplingError if they are not the policy's."""
         received = weights_digest(weights.payload)
@@ -86,11 +93,11 @@ class HFSampler:
     # ------------------------------------------------------------ one batch
 
     def _fill(self, rows: list[_Row], sampling: SamplingConfig) -> None:
-        """Run the rows together, left-padded, until each has a stop token or `max_tokens` tokens."""
+        """Run the rows together, left-padded, until each has a stop token or as many tokens as it may."""
         ids_BL, mask_BL = _left_pad([row.request.prompt_ids for row in rows], device=self._model.device)
         positions_BL = (mask_BL.cumsum(-1) - 1).clamp(min=0)
         cache = None
-        for step in range(sampling.max_tokens):
+        for step in range(max(row.most for row in rows)):
             output = self._model(
                 input_ids=ids_BL,
                 attention_mask=mask_BL,
@@ -110,14 +117,14 @@ class HFSampler:
 
     def _draw(self, rows: list[_Row], logprobs_BV: Tensor, step: int, *, greedy: bool) -> Tensor:
         """Append a token to every unfinished row; return the next input `tokens_B` (a finished row repeats its last)."""
-        uniforms_B = torch.stack([row.uniforms[step] for row in rows]).to(logprobs_BV.device)
+        uniforms_B = torch.stack([row.uniforms[min(step, row.most - 1)] for row in rows]).to(logprobs_BV.device)
         tokens_B = logprobs_BV.argmax(-1) if greedy else inverse_cdf(logprobs_BV, uniforms_B)
         drawn_B = logprobs_BV.gather(-1, tokens_B[:, None]).squeeze(-1)
         for row, token, logprob in zip(rows, tokens_B.tolist(), drawn_B.tolist(), strict=True):
             if not row.finished:
                 row.token_ids.append(token)
                 row.logprobs.append(logprob)
-                row.finished = token in self._stops
+                row.finished = token in self._stops or len(row.token_ids) == row.most
         return torch.tensor([row.token_ids[-1] for row in rows], device=logprobs_BV.device)
 
     def _completion(self, row: _Row) -> Completion:
@@ -162,9 +169,10 @@ def inverse_cdf(logprobs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
 
 @dataclass
 class _Row:
-    """A request being answered; `uniforms` are the draws in [0, 1) of all its steps."""
+    """A request being answered by `most` tokens at most; `uniforms` are the draws in [0, 1) of all its steps."""
 
     request: SamplingRequest
+    most: int
     uniforms: Tensor
     token_ids: list[int]
     logprobs: list[float]
@@ -173,8 +181,9 @@ class _Row:
     @classmethod
     def start(cls, request: SamplingRequest, sampling: SamplingConfig) -> _Row:
         generator = torch.Generator().manual_seed(request.seed)
-        uniforms = torch.rand(sampling.max_tokens, generator=generator, dtype=torch.float64)
-        return cls(request, uniforms, [], [], False)
+        most = most_tokens(request, sampling.max_tokens)
+        uniforms = torch.rand(most, generator=generator, dtype=torch.float64)
+        return cls(request, most, uniforms, [], [], False)
 
 
 def _left_pad(prompts: Sequence[Sequence[int]], *, device: Any) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,15 @@ from rlhf_core.errors import ConfigError, SamplingError, explain
 from rlhf_core.types import FinishReason, SamplingRequest
 
 
+def most_tokens(request: SamplingRequest, max_tokens: int) -> int:
+    """Return how many tokens may be sampled for `request` where `max_tokens` is the sampling configuration's.
+
+    >>> most_tokens(SamplingRequest((1, 2), seed=7, max_tokens=3), 64)
+    3
+    """
+    return min(request.max_tokens, max_tokens) if request.max_tokens else max_tokens
+
+
 def check_requests(
     requests: Sequence[SamplingRequest], *, vocab_size: int, max_tokens: int, max_model_len: int
 ) -> None:
@@ -22,9 +31,10 @@ def check_requests(
         if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocab_size:
             rule = f"token ids must lie in [0, {vocab_size})"
             raise SamplingError(explain(where, request.prompt_ids[:8], rule, "render it with this policy's tokenizer"))
-        needed = len(request.prompt_ids) + max_tokens
+        most = most_tokens(request, max_tokens)
+        needed = len(request.prompt_ids) + most
         if needed > max_model_len:
-            rule = f"{len(request.prompt_ids)} prompt tokens + max_tokens {max_tokens} exceed max_model_len {max_model_len}"
+            rule = f"{len(request.prompt_ids)} prompt tokens + max_tokens {most} exceed max_model_len {max_model_len}"
             raise SamplingError(
                 explain(where, needed, rule, "raise runtime.sampler.max_model_len, lower max_tokens or drop the prompt")
             )

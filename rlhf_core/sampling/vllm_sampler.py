@@ -1,15 +1,15 @@
 """Sampling with vLLM, the engine core in the calling process. The only module that imports vLLM's engine.
 
 The engine core lives in-process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`): no second import of torch and no child to leak;
-whoever wants isolation runs this class in a Ray actor. Prefix caching and asynchronous scheduling are off, so the same
-requests make the same batches and hence, on CPU, bitwise the same completions after a restart. The engine has no
-tokenizer: token ids go in and come out, text is decoded here, once, with the policy's tokenizer.
+whoever wants isolation runs this class in a Ray actor. Asynchronous scheduling is off, and so is prefix caching unless it
+is asked for: the same requests make the same batches and hence, on CPU, bitwise the same completions after a restart. The
+engine has no tokenizer: token ids go in and come out, text is decoded here, once, with the policy's tokenizer.
 """
 
 from __future__ import annotations
 
 import gc
-import json
+import itertools
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -17,20 +17,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_core.config.engines import SamplingConfig, VllmSamplerConfig
-from rlhf_core.errors import ConfigError, SamplingError, explain
+from rlhf_core.errors import SamplingError, explain
 from rlhf_core.interfaces import Weights
-from rlhf_core.sampling.requests import check_logprobs, check_requests, finish_reason, stop_token_ids
+from rlhf_core.sampling.policy_folder import PolicyFolder, architecture
+from rlhf_core.sampling.requests import most_tokens
 from rlhf_core.types import Completion, SamplingRequest
 
 logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
-
-NOT_ARCHITECTURE = {
-    *("transformers_version", "_name_or_path", "use_cache", "dtype", "torch_dtype"),
-    *("eos_token_id", "bos_token_id", "pad_token_id"),
-}
-"""Keys of a config that a re-export may change and that the engine does not read, or gets from us."""
 
 TransferVerb = Literal["init", "start", "update", "finish"]
 
@@ -49,9 +44,13 @@ class VllmSampler:
         prepare_environment(config, threads=threads)
         self.config = config
         self.version = 0
-        self._adopt(policy)
-        self._check_positions(policy)
+        self._policy = PolicyFolder.read(policy, max_model_len=config.max_model_len)
+        self._architecture = architecture(policy)
         self._llm: Any = _start_engine(policy, config, transfer=transfer)
+        self._numbers = itertools.count()
+        self._loads = 0
+        self._asleep = False
+        self._sampled: dict[str, tuple[int, SamplingRequest]] = {}
 
     # ------------------------------------------------------------ Sampler
 
@@ -59,18 +58,39 @@ class VllmSampler:
         """Return one completion per request, in order. Raises SamplingError naming a request that does not fit."""
         if not requests:
             return []
-        check_requests(
-            requests,
-            vocab_size=self._vocab_size,
-            max_tokens=sampling.max_tokens,
-            max_model_len=self.config.max_model_len,
-        )
+        self._policy.check(requests, sampling)
+        self._abandon()
         outputs = self._llm.generate(
-            [{"prompt_token_ids": list(request.prompt_ids)} for request in requests],
-            [self._sampling_params(request.seed, sampling) for request in requests],
+            [self._prompt(request) for request in requests],
+            [self._sampling_params(request, sampling) for request in requests],
             use_tqdm=False,
         )
         return [self._completion(request, output.outputs[0]) for request, output in zip(requests, outputs, strict=True)]
+
+    def advance(
+        self, new: Sequence[tuple[int, SamplingRequest]], sampling: SamplingConfig
+    ) -> list[tuple[int, Completion]]:
+        """Add requests to those that are being sampled and run the engine until one has finished; return those that have.
+
+        Raises SamplingError naming a request that does not fit.
+        """
+        from vllm.sampling_params import RequestOutputKind
+
+        self._policy.check([request for _, request in new], sampling)
+        engine = self._llm.llm_engine
+        for number, request in new:
+            name = f"advance-{next(self._numbers)}"
+            params = self._sampling_params(request, sampling)
+            params.output_kind = RequestOutputKind.FINAL_ONLY
+            engine.add_request(name, {"type": "token", **self._prompt(request)}, params)
+            self._sampled[name] = (number, request)
+        finished: list[tuple[int, Completion]] = []
+        while self._sampled and not finished:
+            for output in engine.step():
+                if output.finished:
+                    number, request = self._sampled.pop(output.request_id)
+                    finished.append((number, self._completion(request, output.outputs[0])))
+        return finished
 
     def load_weights(self, weights: Weights, *, version: int) -> None:
         """Replace the policy by `weights` (payload: name -> CPU tensor, Hugging Face names); completions carry `version`.
@@ -93,24 +113,30 @@ class VllmSampler:
 
     def accepts(self, policy: Path) -> bool:
         """Return whether `policy` has this engine's architecture and vocabulary, so that its weights can be loaded in place."""
-        return _architecture(policy) == self._architecture
+        return architecture(policy) == self._architecture
 
     def load_policy(self, policy: Path) -> None:
         """Load the safetensors of another policy that this engine `accepts`; its completions carry version 0."""
         self._reload(weights_path=str(policy))
-        self._adopt(policy)
+        self._policy = PolicyFolder.read(policy, max_model_len=self.config.max_model_len)
         self.version = 0
 
-    def _adopt(self, policy: Path) -> None:
-        from rlhf_core.models.loading import load_tokenizer
+    # ------------------------------------------------------------ a GPU that is shared
 
-        self.policy = policy
-        self._architecture = _architecture(policy)
-        self._tokenizer = load_tokenizer(policy)
-        self._stops = stop_token_ids(policy, tokenizer_eos=self._tokenizer.eos_token_id)
-        self._vocab_size = int(_text_config(policy)["vocab_size"])
+    def sleep(self) -> None:
+        """Move the weights to host memory and drop the KV cache, unless something is being sampled (`config.sleep`)."""
+        if not self._asleep and not self._sampled:
+            self._llm.sleep(level=1)
+            self._asleep = True
+
+    def wake(self) -> None:
+        """Take the memory back; must come before anything else is asked of an engine that sleeps."""
+        if self._asleep:
+            self._llm.wake_up()
+            self._asleep = False
 
     def _reload(self, **source: Any) -> None:
+        self._abandon()
         try:
             self._llm.collective_rpc("reload_weights", kwargs=source)
             self._llm.collective_rpc("repack_heads")
@@ -118,6 +144,11 @@ class VllmSampler:
             raise SamplingError(
                 explain("weights", type(error).__name__, str(error), "the policy must have the engine's architecture")
             ) from error
+        self._forget_prefixes()
+
+    def _forget_prefixes(self) -> None:
+        """Let nothing that other weights computed be found again: what is cached is salted with the number of loads."""
+        self._loads += 1
         self._llm.reset_prefix_cache()
 
     def _check_digest(self, tensors: Mapping[str, Any], expected: str) -> None:
@@ -135,21 +166,19 @@ class VllmSampler:
                 rule = "the engine still holds other values than were sent"
                 raise SamplingError(explain("weights", wrong[:3], rule, "report this: the reload is broken"))
 
-    def _check_positions(self, policy: Path) -> None:
-        positions = _text_config(policy).get("max_position_embeddings")
-        if positions is not None and self.config.max_model_len > positions:
-            raise ConfigError(
-                explain(
-                    "runtime.sampler.max_model_len",
-                    self.config.max_model_len,
-                    f"the policy has {positions} positions",
-                    f"set it to {positions} or less",
-                )
-            )
-
     # ------------------------------------------------------------ one request
 
-    def _sampling_params(self, seed: int, sampling: SamplingConfig) -> Any:
+    def _prompt(self, request: SamplingRequest) -> dict[str, Any]:
+        prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_ids)}
+        return {**prompt, "cache_salt": str(self._loads)} if self.config.prefix_caching else prompt
+
+    def _abandon(self) -> None:
+        """Drop what `advance` added and nobody came back for, because its caller failed."""
+        if self._sampled:
+            self._llm.llm_engine.abort_request(list(self._sampled))
+            self._sampled.clear()
+
+    def _sampling_params(self, request: SamplingRequest, sampling: SamplingConfig) -> Any:
         from vllm import SamplingParams
 
         greedy = sampling.temperature == 0
@@ -157,29 +186,17 @@ class VllmSampler:
             temperature=sampling.temperature,
             top_p=1.0 if greedy else sampling.top_p,
             top_k=0 if greedy else sampling.top_k,
-            max_tokens=sampling.max_tokens,
-            seed=None if greedy else seed,
+            max_tokens=most_tokens(request, sampling.max_tokens),
+            seed=None if greedy else request.seed,
             logprobs=0,  # the sampled token's log-probability and no other
-            stop_token_ids=list(self._stops),
+            stop_token_ids=list(self._policy.stops),
             detokenize=False,
         )
 
     def _completion(self, request: SamplingRequest, output: Any) -> Completion:
         token_ids = tuple(output.token_ids)
-        if not token_ids:
-            raise SamplingError(
-                explain(f"request (seed {request.seed})", output.finish_reason, "no token", "see the log")
-            )
         logprobs = tuple(entry[token].logprob for token, entry in zip(token_ids, output.logprobs, strict=True))
-        check_logprobs(request, logprobs)
-        return Completion(
-            token_ids=token_ids,
-            logprobs=logprobs,
-            text=self._tokenizer.decode(token_ids, skip_special_tokens=True),
-            finish_reason=finish_reason(token_ids[-1], self._stops),
-            policy_version=self.version,
-            seed=request.seed,
-        )
+        return self._policy.completion(request, token_ids, logprobs, version=self.version)
 
     # ------------------------------------------------------------ device transfer
 
@@ -188,12 +205,13 @@ class VllmSampler:
         if verb == "init":
             self._llm.init_weight_transfer_engine({"init_info": info})
         elif verb == "start":
+            self._abandon()
             self._llm.start_weight_update()
         elif verb == "update":
             self._llm.update_weights({"update_info": info})
         else:
             self._llm.finish_weight_update()
-            self._llm.reset_prefix_cache()
+            self._forget_prefixes()
 
     def close(self) -> None:
         """Shut the engine down and free its KV cache."""
@@ -244,7 +262,8 @@ def _start_engine(policy: Path, config: VllmSamplerConfig, *, transfer: str) -> 
             tensor_parallel_size=config.tensor_parallel,
             distributed_executor_backend="mp" if config.tensor_parallel > 1 else "uni",
             enforce_eager=config.enforce_eager,
-            enable_prefix_caching=False,
+            enable_prefix_caching=config.prefix_caching,
+            enable_sleep_mode=config.sleep,
             async_scheduling=False,
             logprobs_mode="processed_logprobs",
             seed=0,
@@ -255,23 +274,3 @@ def _start_engine(policy: Path, config: VllmSamplerConfig, *, transfer: str) -> 
         raise SamplingError(
             explain("policy", str(policy), f"vLLM could not start: {error}", "see the worker's log for the first error")
         ) from error
-
-
-def _read_config(policy: Path) -> dict[str, Any]:
-    file = policy / "config.json"
-    if not file.is_file():
-        raise ConfigError(explain("policy", str(policy), "no config.json", "point at a Hugging Face model folder"))
-    config: dict[str, Any] = json.loads(file.read_text())
-    return config
-
-
-def _text_config(policy: Path) -> dict[str, Any]:
-    """Return the language model's part of the config: multimodal models nest it."""
-    config = _read_config(policy)
-    nested: dict[str, Any] = config["text_config"] if "text_config" in config else config
-    return nested
-
-
-def _architecture(policy: Path) -> dict[str, Any]:
-    """Return what two policies must share to be served by one engine."""
-    return {key: value for key, value in _read_config(policy).items() if key not in NOT_ARCHITECTURE}

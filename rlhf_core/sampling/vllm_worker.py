@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,29 @@ class WeightReload:
     """Mixed into vLLM's worker by `worker_extension_cls`, so that `collective_rpc("repack_heads")` finds it."""
 
     model_runner: Any
+    vllm_config: Any
+
+    def settings(self) -> dict[str, str | int]:
+        """Return what decides which log-probabilities this engine reports."""
+        model = self.vllm_config.model_config
+        return {
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "max_model_len": model.max_model_len,
+            "logprobs_mode": str(model.logprobs_mode),
+        }
+
+    def load_folder(self, folder: str, digest: str) -> list[str]:
+        """Load the safetensors of `folder` if they are those of `digest`; return what is wrong, nothing if all is well."""
+        from rlhf_core.models.export import weights_digest
+
+        tensors = read_tensors(Path(folder))
+        received = weights_digest(tensors)
+        if received != digest:
+            return [f"the files in {folder} have the digest {received[:12]}, not {digest[:12]}"]
+        worker: Any = self
+        worker.reload_weights(weights_path=folder)
+        self.repack_heads()
+        return [f"{name} still has other values" for name in self.mismatched_weights(probe_weights(tensors))]
 
     def repack_heads(self) -> None:
         """Pack the LM head again from its weight.
@@ -42,6 +66,16 @@ class WeightReload:
             and _same_but_for_padding(tuple(held[name].shape), shape)
             and not torch.equal(_rows(held[name].detach()[: shape[0]]).cpu(), rows.to(held[name].dtype))
         ]
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Return all tensors of the safetensors files in `folder`; they stay on the disk until they are read."""
+    from safetensors.torch import load_file
+
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
 
 
 def probe_weights(tensors: Mapping[str, Tensor]) -> Probes:

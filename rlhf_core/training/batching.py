@@ -102,6 +102,11 @@ def row_length(sample: Row | tuple[int, ...]) -> int:
     return len(sample) if isinstance(sample, tuple) else max(len(ids) for ids in _sides(sample))
 
 
+def row_count(sample: Row) -> int:
+    """Return how many token rows a sample is in a forward pass: two for a pair."""
+    return len(_sides(sample))
+
+
 def _sides(sample: Row) -> tuple[tuple[int, ...], ...]:
     match sample:
         case RewardPair():

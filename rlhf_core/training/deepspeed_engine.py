@@ -26,6 +26,7 @@ from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.losses.output import LossOutput
 from rlhf_core.training.adamw import ClippedAdamW, adamw, parameter_groups
+from rlhf_core.training.deepspeed_tensor_parallel import check_partition, partition_settings, whole_layers
 from rlhf_core.training.deepspeed_universal import load_universal
 from rlhf_core.training.distributed import join, largest, rank_and_world
 from rlhf_core.training.state import (
@@ -56,17 +57,28 @@ class DeepSpeedEngine:
         self.device = device
         self.rank, self._world = rank_and_world()
         self._stage = max(config.zero_stage, 1) if config.dtype == "bfloat16" else config.zero_stage
+        # Ranks that share their rows all have the gradient of the same loss.
+        self._parallel = config.tensor_parallel
+        self._weight = self._world / (config.sequence_parallel * self._parallel)
         self._trained = optimizer is not None
         settings = deepspeed_config(optimizer, config, stage=self._stage)
+        carrier: Any = _Carrier(module)
+        if self._parallel > 1:
+            check_partition(module, self._parallel, self._world)
+            settings["tensor_parallel"] = partition_settings(self._parallel)
+            carrier.config = module.config  # the number of heads is read there
         with _quiet():
             deepspeed = _import_deepspeed(device)
             join()
             self._engine: Any = deepspeed.initialize(
-                model=_Carrier(module),
+                model=carrier,
                 optimizer=None if optimizer is None else self._client_optimizer(optimizer, config),
                 config=settings,
                 dist_init_required=False,
             )[0]
+        if self._parallel > 1:
+            # It compares the arguments of the first forward pass on all ranks, and ours is a function.
+            self._engine.first_dataloader_check.remove()
 
     def forward(self, compute: Callable[[nn.Module], T]) -> T:
         """Return `compute(module)`, run through DeepSpeed's own forward so that its hooks see the model and the loss."""
@@ -77,8 +89,8 @@ class DeepSpeedEngine:
         return result
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of `loss`; ranks are summed."""
-        self._engine.backward(loss * self._world)
+        """Add the gradient of `loss`; ranks are summed, but for those that share their rows."""
+        self._engine.backward(loss * self._weight)
 
     def step(self, learning_rate: float) -> float:
         """Reduce, clip, update, clear the gradient; return its norm before clipping, infinite if it was skipped."""
@@ -98,7 +110,8 @@ class DeepSpeedEngine:
 
         parameters = list(self.module.parameters())
         whole = deepspeed.zero.GatheredParameters(parameters, modifier_rank=None, enabled=self._stage == 3)
-        with whole, _own_storage(parameters):
+        layers = whole_layers(self.module) if self._parallel > 1 else contextlib.nullcontext()
+        with whole, layers, _own_storage(parameters):
             yield
 
     def snapshot(self, folder: Path) -> dict[Path, Any]:
@@ -118,12 +131,13 @@ class DeepSpeedEngine:
     def load(self, folder: Path) -> None:
         """Restore a written `snapshot`, also of another number of ranks.
 
-        Raises TrainingError if it is of another ZeRO stage.
+        Raises TrainingError if it is of another ZeRO stage or, with tensor parallelism, of another number of ranks.
         """
         if not self._trained:
             return
         written = engine_settings(folder)
-        if written["zero_stage"] != self._stage:
+        split = "tensor_parallel" in self._settings() | written
+        if written["zero_stage"] != self._stage or (split and written != self._settings()):
             raise refuse_engine_settings(written, self._settings())
         if self._stage == 0:
             load_training_state(folder / STATE_FILE, self.module, self._engine.optimizer)
@@ -142,7 +156,8 @@ class DeepSpeedEngine:
         self.module = nn.Module()
 
     def _settings(self) -> dict[str, int]:
-        return {"zero_stage": self._stage, "workers": self._world}
+        settings = {"zero_stage": self._stage, "workers": self._world}
+        return settings | ({"tensor_parallel": self._parallel} if self._parallel > 1 else {})
 
     def _client_optimizer(self, optimizer: OptimizerConfig, config: TrainerConfig) -> torch.optim.AdamW:
         fused = self.device.type == "cuda" and not config.offload_optimizer

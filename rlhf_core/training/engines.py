@@ -16,8 +16,11 @@ from torch import Tensor, nn
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.interfaces import ModelSpec
+from rlhf_core.models.kernels import check_kernels, use_liger
 from rlhf_core.models.loading import load_model
+from rlhf_core.models.routing import check_routers
 from rlhf_core.training.distributed import local_device, rank_and_world
+from rlhf_core.training.sequence_parallel import spread
 
 T = TypeVar("T")
 
@@ -81,9 +84,17 @@ def open_engine(spec: ModelSpec, optimizer: OptimizerConfig | None, config: Trai
     """
     rank, world = rank_and_world()
     device = local_device()
+    if config.zero_stage == 3 and spec.lora is not None and spec.lora.quantise:
+        rule, remedy = "ZeRO 3 cannot partition weights of 4 bits", "use zero_stage <= 2, or leave it empty"
+        raise ConfigError(explain("lora.quantise", spec.lora.quantise, rule, remedy))
     if optimizer is not None and optimizer.ema_decay > 0 and config.zero_stage == 3:
         rule = "under ZeRO 3 no rank has the whole weights to average"
         raise ConfigError(explain("optimizer.ema_decay", optimizer.ema_decay, rule, "use zero_stage <= 2, or 0 here"))
+    if config.tensor_parallel > 1 and optimizer is not None:
+        for name, used in (("lora", spec.lora is not None), ("optimizer.ema_decay", optimizer.ema_decay > 0)):
+            if used:
+                rule = "does not go with runtime.trainer.tensor_parallel, whose ranks hold parts of the weights"
+                raise ConfigError(explain(name, "set", rule, "leave one of them out"))
     if config.engine == "deepspeed" and (optimizer is not None or config.zero_stage == 3):
         from rlhf_core.training.deepspeed_engine import DeepSpeedEngine
 
@@ -101,6 +112,7 @@ def open_engine(spec: ModelSpec, optimizer: OptimizerConfig | None, config: Trai
 
 
 def _load(spec: ModelSpec, config: TrainerConfig, *, dtype: str, trained: bool, device: torch.device) -> nn.Module:
+    check_kernels(config.attention, liger=config.liger, device=device.type)
     module = load_model(
         spec,
         dtype=dtype,
@@ -108,4 +120,10 @@ def _load(spec: ModelSpec, config: TrainerConfig, *, dtype: str, trained: bool, 
         gradient_checkpointing=config.gradient_checkpointing and trained,
         device=str(device),
     )
+    if config.liger:
+        use_liger(module)
+    if trained and config.router_aux_coef > 0:
+        check_routers(module)
+    if config.sequence_parallel > 1:
+        spread(module, config.sequence_parallel)
     return module if trained else module.requires_grad_(False)

@@ -84,17 +84,20 @@ def estimate_advantages(
     estimator: Advantage,
     group_size: int,
     kl_coef: float,
+    turn_weight: float = 0.0,
 ) -> Advantages:
     """Return advantages by `estimator` from rewards with the KL penalty inside (`kl_coef` = 0 leaves it out).
 
     Token rewards (arXiv 2203.02155): -kl_coef * (log pi_old - log pi_ref) on every token, the rollout's reward on the
-    last one. Group estimators see their sum per rollout. Raises ConfigError for groups of fewer than two.
+    last one; with `turn_weight` that much of what each turn earned stands at the turn's own last token. Group estimators see their sum per rollout. Raises ConfigError for groups of fewer than two.
     """
     mask_BT = completion_tensor([sample.loss_mask for sample in experience.samples], experience)
     old_BT = completion_tensor(experience.old_logprobs, experience)
     ref_BT = completion_tensor(experience.ref_logprobs, experience)
     scores_B = torch.tensor([rollout.reward for rollout in experience.rollouts], dtype=torch.float32)
     rewards_BT = token_rewards(scores_B, k1(old_BT, ref_BT), mask_BT, kl_coef=kl_coef)
+    if turn_weight:
+        move_to_turns(rewards_BT, experience.rollouts, weight=turn_weight)
     metrics = _reward_metrics(scores_B, old_BT, ref_BT, mask_BT) | _rollout_metrics(experience, old_BT, mask_BT)
 
     match estimator:
@@ -146,6 +149,15 @@ def token_rewards(scores_B: Tensor, kl_BT: Tensor, mask_BT: Tensor, *, kl_coef: 
     last_B = torch.where(mask_BT != 0, positions_T, -1).amax(dim=1)
     rewards_BT[torch.arange(len(scores_B)), last_B] += scores_B
     return rewards_BT
+
+
+def move_to_turns(rewards_BT: Tensor, rollouts: Sequence[Rollout], *, weight: float) -> None:
+    """Move `weight` times what each turn earned from the last action to the turn's own last one, in place."""
+    for row, rollout in zip(rewards_BT, rollouts, strict=True):
+        spans = [span for span in rollout.completion.spans if span.end > span.start]
+        for span in spans:
+            row[span.end - 1] += weight * span.reward
+            row[spans[-1].end - 1] -= weight * span.reward
 
 
 def policy_samples(experience: Experience, advantages: Advantages) -> list[PolicySample]:

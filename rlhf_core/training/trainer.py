@@ -30,6 +30,7 @@ from rlhf_core.training.distillation_objective import top_logprobs
 from rlhf_core.training.ema import average_of
 from rlhf_core.training.engines import Engine, open_engine
 from rlhf_core.training.objectives import SftObjective, TrainingObjective, unmasked
+from rlhf_core.training.router_objective import RoutedObjective
 from rlhf_core.training.state import load_state, random_file, random_state, resume_random_state, write_states
 from rlhf_core.types import TokenSample, TopLogprobs
 
@@ -60,6 +61,7 @@ class LocalTrainer:
         self._trained = optimizer is not None
         self._rows = config.micro_batch
         self._padded_tokens = config.micro_tokens
+        self._router_aux = config.router_aux_coef if self._trained else 0.0
         self._engine = open_engine(spec, optimizer, config) if engine is None else engine
         self._average = average_of(
             self._engine.module, decay=optimizer.ema_decay if optimizer else 0.0, rank=self._engine.rank
@@ -206,8 +208,10 @@ class LocalTrainer:
         *,
         backward: bool,
     ) -> Metrics:
-        counts = objective.denominators(samples) if denominators is None else denominators
         pack_to = objective.pack_to if isinstance(objective, SftObjective) else None
+        if self._router_aux:
+            objective = RoutedObjective(objective, self._router_aux)
+        counts = objective.denominators(samples) if denominators is None else denominators
         total = _Total()
         for batch in self._passes(samples, pack_to=pack_to):
 

@@ -26,7 +26,7 @@ from stages.ppo import PPOConfig
 from stages.reward_model import RewardModelConfig
 from stages.sft import SFTConfig
 from tests.stages.recording import RUNTIME, Workshop, make_policy
-from tests.stages.training import demonstrations, killed_and_resumed, preferences, prompts
+from tests.stages.training import demonstrations, killed_and_resumed, preferences, prompts, untimed
 
 RATE = OptimizerConfig(learning_rate=2e-4)
 LOOP = LoopConfig(batch_size=6, epochs=1, eval_every=3, checkpoint_every=2)
@@ -121,7 +121,7 @@ def _shop(stage: str, policy: Path, root: Path) -> tuple[Workshop, dict[str, Any
 
 def _outcome(shop: Workshop, ref: ArtifactRef) -> Outcome:
     (record,) = [record for record in shop.store.records() if record.handle == ref]
-    return Outcome(ref, shop.store.path(ref), dict(record.metrics), shop.tracker.points)
+    return Outcome(ref, shop.store.path(ref), dict(record.metrics), untimed(shop.tracker.points))
 
 
 def _weights(outcome: Outcome) -> bytes:

@@ -49,6 +49,15 @@ def test_the_functions_of_users_are_found_wherever_they_stand() -> None:
     }
 
 
+def test_the_environment_and_the_tools_of_an_agent_are_among_them() -> None:
+    config = PPOConfig.model_validate({"agent": {"type": "tools", "tools": ["m:add", "n.py:sub"]}})
+    assert list(reward_functions(config, "ppo").values()) == ["m:add", "n.py:sub"]
+    environment = {"type": "environment", "environment": "worlds.py:Echo"}
+    assert reward_functions(PPOConfig.model_validate({"agent": environment}), "ppo") == {
+        "ppo.agent.worlds.py:Echo": "worlds.py:Echo"
+    }
+
+
 def test_the_gold_reward_of_an_evaluation_is_one_of_them(tmp_path: Path) -> None:
     config = load_profile(write_mini(tmp_path))
     assert config.evaluate is not None

@@ -238,6 +238,7 @@ def test_an_estimator_that_we_have_not_names_the_nearest(tmp_path: Path) -> None
     assert fates(translation)["--advantage_estimator"] == "not translatable"
 
 
+TWO_SERVERS = ("http://a:1/get_reward", "http://b:1/get_reward")
 SETTINGS = [
     (GRPO_09, "ppo.loss.clip_low", 0.2),
     (GRPO_09, "ppo.loss.clip_high", 0.28),
@@ -245,7 +246,16 @@ SETTINGS = [
     (GRPO_09, "ppo.correction.level", "off"),
     (GRPO_09, "ppo.dynamic_sampling.low", 0.0),
     (GRPO_09, "ppo.dynamic_sampling.high", 1.0),
-    (GRPO_09, "ppo.rewards.terms.remote.function", "reward_func_adapter.py:reward"),
+    (GRPO_09, "ppo.rewards.terms.remote.function", "reward_func.py:reward_func"),
+    (PPO + "--remote_rm_url http://a:1/get_reward,http://b:1/get_reward", "ppo.rewards.terms.remote.urls", TWO_SERVERS),
+    (PPO + "--agent_func_path agent.py", "ppo.agent.file", "agent.py"),
+    (PPO + "--agent_func_path agent.py", "ppo.rewards.terms.episode.type", "episode"),
+    (PPO + "--async_train --async_queue_size 2 --enable_vllm_is_correction", "ppo.staleness", 2),
+    (PPO + "--async_train --async_queue_size 2", "ppo.staleness", 1),
+    (DPO_08, "runtime.trainer.sequence_parallel", 2),
+    (PPO + "--use_liger_kernel", "runtime.trainer.liger", True),
+    (PPO + "--aux_loss_coef 0.01", "runtime.trainer.router_aux_coef", 0.01),
+    (PPO + "--load_in_4bit --lora_rank 8", "ppo.lora.quantise", "nf4"),
     (GRPO_09, "runtime.train_workers", 8),
     (GRPO_09, "runtime.gpus_per_train_worker", 0.5),
     (GRPO_09, "runtime.gpus_per_engine", 0.5),
@@ -312,11 +322,10 @@ def test_a_setting_has_its_value_in_the_profile(script: str, key: str, value: ob
 @pytest.mark.parametrize(
     ("script", "flag"),
     [
+        (PPO + "--async_train --partial_rollout", "--partial_rollout"),
         (DPO_08, "--lora_dropout"),
-        (DPO_08, "--ring_attn_size"),
         (RM_010, "--ds.lora.rank"),
         (RM_010, "--eval.dataset"),
-        (GRPO_09, "--remote_rm_url"),
         (GRPO_09, "--vllm_enable_sleep"),
         (PPO_010, "--reward.model_name_or_path"),
         (PPO_010, "--train.num_episodes"),

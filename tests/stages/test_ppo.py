@@ -13,11 +13,11 @@ from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
 from rlhf_core.config.rewards import FunctionReward, RewardsConfig
 from rlhf_core.errors import ConfigError
-from rlhf_core.rollouts.source import sample
+from rlhf_core.rollouts.answers import sample
 from rlhf_core.types import Generation, Message, PolicyRef, Prompt
 from stages.ppo import PPOConfig
 from tests.stages.recording import Workshop, make_policy
-from tests.stages.training import demonstrations, killed_and_resumed, prompts, stopped_and_resumed
+from tests.stages.training import demonstrations, killed_and_resumed, prompts, stopped_and_resumed, untimed
 
 PROMPTS = [Prompt(f"p{i}", (Message("user", str(i)),), "", "test") for i in range(5)]
 
@@ -141,9 +141,9 @@ def test_rollouts_made_since_the_last_checkpoint_are_not_made_again(
 ) -> None:
     sampled: list[int] = []
 
-    def counted(*args: Any, step: int, seed: int) -> list[Generation]:
+    def counted(*args: Any, step: int, **rest: Any) -> list[Generation]:
         sampled.append(step)
-        return sample(*args, step=step, seed=seed)
+        return sample(*args, step=step, **rest)
 
     monkeypatch.setattr("rlhf_core.rollouts.source.sample", counted)
     # the normaliser's running statistics are part of what a rollout step leaves behind
@@ -230,3 +230,67 @@ def test_dynamic_sampling_replaces_groups_without_a_gradient_and_resumes_bitwise
 
 def test_grpo_may_have_the_penalty_in_the_loss() -> None:
     assert config(advantage={"type": "grpo"}, kl_coef=0.1, kl_in="loss").kl_coef == 0.1
+
+
+OVERLAPS: dict[str, dict[str, Any]] = {
+    "one step off": {"staleness": 1},
+    "two steps off": {"staleness": 2},
+    "partial": {"partial_tokens": 2},
+    "partial, one step off": {"staleness": 1, "partial_tokens": 3, "in_flight_groups": 5},
+}
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_with_overlap_a_run_killed_at_every_step_ends_with_the_same_bytes_and_metrics(
+    tmp_path: Path, policy: Path, overlap: str
+) -> None:
+    settings = config(**OVERLAPS[overlap], advantage={"type": "rloo"}, checkpoint_every=2)
+    whole, inputs = shop_and_inputs(tmp_path / "whole", policy)
+    expected, _ = whole.run("ppo", settings, inputs)
+    killed, inputs = shop_and_inputs(tmp_path / "killed", policy)
+    for at in range(1, 5):  # after the update and before the checkpoint of each step, in one attempt after the other
+
+        def interrupt(done: int, total: int, message: str, at: int = at) -> None:
+            if done == at:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            killed.run("ppo", settings, inputs, progress=interrupt)
+    ref, decision = killed.run("ppo", settings, inputs)
+    assert decision.action == "RESUME"
+    assert ref.digest == expected.digest
+    assert untimed(killed.tracker.points) == untimed(whole.tracker.points)
+
+
+@pytest.mark.parametrize("overlap", ["two steps off", "partial, one step off"])
+def test_with_overlap_a_stage_that_is_asked_to_stop_loses_nothing(tmp_path: Path, policy: Path, overlap: str) -> None:
+    settings = config(**OVERLAPS[overlap], advantage={"type": "rloo"}, checkpoint_every=4)
+    whole, inputs = shop_and_inputs(tmp_path / "whole", policy)
+    expected, _ = whole.run("ppo", settings, inputs)
+    stopped, inputs = shop_and_inputs(tmp_path / "stopped", policy)
+    ref, step = stopped_and_resumed(stopped, "ppo", settings, inputs, at=2)
+    assert step == 2
+    assert ref.digest == expected.digest
+
+
+def test_old_rollouts_are_corrected_and_their_age_and_what_they_cost_is_said(tmp_path: Path, policy: Path) -> None:
+    shop, inputs = shop_and_inputs(tmp_path, policy)
+    shop.run("ppo", config(staleness=2, advantage={"type": "rloo"}), inputs)
+    assert series(shop, "rollout/staleness") == [0, 1, 2, 2]
+    assert series(shop, "rollout/staleness_max") == [0, 1, 2, 2]
+    assert series(shop, "rollout/in_flight") == [8, 8, 4, 0]
+    on_policy, *older = series(shop, "mismatch/exp_abs_log_q")
+    assert on_policy == pytest.approx(1.0, abs=1e-3)
+    assert min(older) > 1.001, "pi_old is the trainer's now, mu that of the weights that sampled"
+    assert series(shop, "policy/ratio_max") == [1.0] * 4, "the ratio of the update begins at 1 all the same"
+    assert all(seconds > 0 for seconds in series(shop, "time/train"))
+    assert len(series(shop, "time/wait_for_rollouts")) == 4
+
+
+def test_an_answer_that_two_policies_wrote_has_the_log_probs_of_each(tmp_path: Path, policy: Path) -> None:
+    shop, inputs = shop_and_inputs(tmp_path, policy)
+    partial = {"partial_tokens": 2, "in_flight_groups": 8, "optimizer": OptimizerConfig(learning_rate=1e-9)}
+    shop.run("ppo", config(**partial, advantage={"type": "rloo"}, steps=4), inputs)
+    assert max(series(shop, "rollout/staleness_max")) >= 1
+    # with weights that hardly move, sampler and trainer agree on every segment as they do on a whole answer
+    assert series(shop, "mismatch/exp_abs_log_q") == pytest.approx([1.0] * 4, abs=1e-3)

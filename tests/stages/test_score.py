@@ -17,7 +17,7 @@ from rlhf_core.data.shards import read_index, read_rollouts, write_generations, 
 from rlhf_core.errors import ArtifactError, ConfigError, RewardError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.types import Completion, Generation, GenerationsRef, Message, Prompt, RewardModelRef
-from stages.score import ScoreConfig, reward_metrics
+from stages.score import ScoreConfig, reward_metrics, whole_groups
 from tests.stages.recording import Workshop, generation, make_policy, rollout
 
 COUNTING = """
@@ -184,3 +184,55 @@ def test_invalid_rollouts_are_counted_and_do_not_enter_any_mean() -> None:
     assert metrics["reward/invalid"] == pytest.approx(1 / 3)
     with pytest.raises(RewardError, match="'crashed': no rollout has a reward"):
         reward_metrics([broken])
+
+
+LOGGING = """
+def reward(prompts, completions, labels, **columns):
+    if "xxx" in completions:
+        raise RuntimeError("three is too hard")
+    return {"rewards": [float(len(text)) for text in completions], "extra_logs": {"seen": [1.0] * len(completions)}}
+"""
+
+
+def test_a_reward_that_fails_for_one_answer_costs_only_that_one(tmp_path: Path) -> None:
+    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    file = tmp_path / "logging_reward.py"
+    file.write_text(LOGGING)
+    spec = FunctionReward(function=f"{file}:reward", on_failure="invalid")
+    inputs = {"generations": generations_in(shop.store, tmp_path / "generations"), "reward_models": {}}
+    ref, decision = shop.run("score", ScoreConfig(rewards=RewardsConfig(terms={"length": spec})), inputs)
+    rollouts = read_rollouts(shop.store.path(ref))
+    assert [one.invalid for one in rollouts] == ["", "", "length: raised RuntimeError: three is too hard", "", "", ""]
+    assert math.isnan(rollouts[2].reward)
+    assert rollouts[2].reward_components == {}
+    metrics = {
+        name.removeprefix("score/"): value for _, values in shop.tracker.points for name, value in values.items()
+    }
+    assert (
+        metrics["reward/mean"] == shop.metrics(decision)["reward/mean"] == 3.6
+    )  # (1 + 2 + 4 + 5 + 6) / 5: nothing is scored 0
+    assert [metrics["reward/invalid"], metrics["reward_failed/length"]] == pytest.approx([1 / 6, 1 / 6])
+    assert metrics["reward_extra/length/seen"] == 1.0
+
+
+def test_stored_rollouts_are_scored_again_by_another_reward_without_generating(tmp_path: Path) -> None:
+    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    (tmp_path / "mended").touch()
+    inputs = {"generations": generations_in(shop.store, tmp_path / "generations"), "reward_models": {}}
+    first, _ = shop.run("score", config_in(tmp_path), inputs)
+    assert isinstance(first, GenerationsRef)  # so a person may name it where generations are asked for
+    other = FunctionReward(function="rlhf_core.rewards.verifiable:finished")
+    config = ScoreConfig(rewards=RewardsConfig(terms={"ended": other}))
+    again, _ = shop.run("score", config, {"generations": first, "reward_models": {}})
+    before, after = (read_rollouts(shop.store.path(ref)) for ref in (first, again))
+    assert [one.completion for one in after] == [one.completion for one in before]
+    assert [one.reward for one in after] == [1.0] * 6
+    assert read_index(shop.store.path(again))["policy"] == "abc"
+
+
+def test_the_answers_to_a_prompt_are_not_parted() -> None:
+    rows = [generation(name, "x") for name in "aaabbcccc"]
+    pieces = whole_groups(rows, at_least=2)
+    assert ["".join(one.prompt.id for one in piece) for piece in pieces] == ["aaa", "bb", "cccc"]
+    assert [len(piece) for piece in whole_groups(rows, at_least=4)] == [5, 4]
+    assert whole_groups([], at_least=4) == []

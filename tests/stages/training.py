@@ -69,6 +69,11 @@ def prompts(store: ArtifactStore, root: Path, count: int = 6) -> PromptsRef:
     return store.external(PromptsRef, root / "prompts")
 
 
+def untimed(points: list[tuple[int, dict[str, float]]]) -> list[tuple[int, dict[str, float]]]:
+    """Return what a tracker was told without how long things took, which no two runs have in common."""
+    return [(step, {name: value for name, value in values.items() if "/time/" not in name}) for step, values in points]
+
+
 def stopped_and_resumed(
     shop: Workshop, name: str, config: Config, inputs: dict[str, Any], *, at: int
 ) -> tuple[ArtifactRef, int | None]:

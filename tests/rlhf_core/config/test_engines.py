@@ -20,7 +20,13 @@ def test_workers_and_micro_batches_are_not_in_the_key_but_precision_and_sampler_
     small = RuntimeConfig()
     large = RuntimeConfig(train_workers=8, gpus_per_train_worker=1, cpu_threads=4, type="local")
     assert keyed(small) == keyed(large)
-    assert keyed(small)["trainer"] == {"engine": "deepspeed", "dtype": "float32", "attention": "sdpa"}
+    assert keyed(small)["trainer"] == {
+        "engine": "deepspeed",
+        "dtype": "float32",
+        "attention": "sdpa",
+        "liger": False,
+        "router_aux_coef": 0.0,
+    }
     assert keyed(small) != keyed(RuntimeConfig(sampler=HFSamplerConfig()))
     assert keyed(small) != keyed(RuntimeConfig(sampler=VllmSamplerConfig(max_model_len=128)))
 

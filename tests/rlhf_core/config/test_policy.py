@@ -56,6 +56,29 @@ def test_estimators_that_compare_samples_need_two_of_them(kind: Any) -> None:
             "rewards.normalise = 'running' moves it",
         ),
         ({"advantage": "grpo", "samples_per_prompt": 2}, "kl_in = 'reward': grpo divides"),
+        ({"staleness": 5}, "less than or equal to 4"),
+        ({"staleness": 3, "steps": 3}, "staleness = 3: must be < steps = 3"),
+        ({"staleness": 2, "correction": {"level": "off"}}, "staleness = 2: answers of weights that old need the correction"),
+        (
+            {"partial_tokens": 16, "correction": {"level": "off", "pi_old": "sampler"}},
+            'partial_tokens = 16: .*; set correction.pi_old = "trainer"',
+        ),
+        (
+            {"staleness": 1, "dynamic_sampling": {}, "samples_per_prompt": 2},
+            "staleness = 1: dynamic_sampling draws again",
+        ),
+        (
+            {"partial_tokens": 16, "dynamic_sampling": {}, "samples_per_prompt": 2},
+            "partial_tokens = 16: dynamic_sampling draws again",
+        ),
+        ({"partial_tokens": 24}, "partial_tokens = 24: must divide sampling.max_tokens = 64"),
+        ({"partial_tokens": 64}, "partial_tokens = 64: .* two rounds or more"),
+        ({"in_flight_groups": 64}, "in_flight_groups = 64: without partial_tokens"),
+        ({"partial_tokens": 16, "in_flight_groups": 63}, "in_flight_groups = 63: must be >= prompts_per_step = 64"),
+        (
+            {"partial_tokens": 16, "agent": {"type": "environment", "environment": "my.module:Game"}},
+            "partial_tokens = 16: the episodes of an agent cannot be carried over",
+        ),
     ],
 )
 def test_a_section_that_cannot_work_is_refused(section: dict[str, Any], message: str) -> None:
@@ -66,3 +89,9 @@ def test_a_section_that_cannot_work_is_refused(section: dict[str, Any], message:
 def test_grpo_is_chosen_with_its_own_option() -> None:
     section = {"advantage": {"type": "grpo", "eps": 1e-4}, "samples_per_prompt": 8, "kl_in": "loss"}
     assert PPOConfig.model_validate(section).advantage == GRPOAdvantage(eps=1e-4)
+
+
+def test_old_answers_need_no_correction_one_step_off_and_the_pool_is_twice_a_step() -> None:
+    assert PPOConfig.model_validate({"staleness": 1, "correction": {"level": "off"}}).staleness == 1
+    assert PPOConfig(partial_tokens=16).groups_in_flight == 128
+    assert PPOConfig(partial_tokens=16, in_flight_groups=70).groups_in_flight == 70

@@ -11,6 +11,7 @@ from rlhf_core.config.base import keyed
 from rlhf_core.config.rewards import FunctionReward, GatedProduct, OverlongPenalty, RewardModelReward, RewardsConfig
 
 FORM = {"type": "function", "function": "rlhf_core.rewards.verifiable:think_format"}
+JUDGE = {"type": "judge", "url": "http://localhost:1/v1", "model": "m", "template": "Rate {completion}"}
 
 
 def test_without_a_section_the_reward_is_the_trained_reward_model() -> None:
@@ -23,9 +24,28 @@ def test_terms_are_chosen_by_type() -> None:
     assert config.terms["quality"].weight == 0.5
 
 
-def test_a_deadline_is_not_part_of_the_key_and_a_weight_is() -> None:
-    config = RewardsConfig.model_validate({"terms": {"form": FORM | {"timeout_s": 5.0}}})
-    assert keyed(config)["terms"]["form"] == FORM | {"weight": 1.0}
+def test_how_a_function_runs_is_not_part_of_the_key_and_what_it_gives_is() -> None:
+    runs = {"timeout_s": 5.0, "workers": 4, "batch_size": 8, "retries": 2, "memory_mb": 512}
+    plain, running = (RewardsConfig.model_validate({"terms": {"form": FORM | extra}}) for extra in ({}, runs))
+    assert keyed(running) == keyed(plain)
+    assert {"function", "arguments", "protocol", "weight", "on_failure", "cache"} <= set(keyed(plain)["terms"]["form"])
+    other = RewardsConfig.model_validate({"terms": {"form": FORM | {"arguments": {"pattern": "x"}}}})
+    assert keyed(other) != keyed(plain)
+
+
+def test_where_a_server_runs_is_not_part_of_the_key_and_its_version_is() -> None:
+    def term(**extra: Any) -> dict[str, Any]:
+        given = {"type": "remote", "urls": ["http://a:1"]} | extra
+        return keyed(RewardsConfig.model_validate({"terms": {"far": given}}))
+
+    assert term(urls=["http://b:2", "https://c"], token_env="TOKEN") == term()
+    assert term(version="2") != term()
+    first, second = (
+        keyed(RewardsConfig.model_validate({"terms": {"judge": JUDGE | extra}}))
+        for extra in ({}, {"url": "http://elsewhere/v1", "concurrency": 2})
+    )
+    assert first == second
+    assert keyed(RewardsConfig.model_validate({"terms": {"judge": JUDGE | {"model": "other"}}})) != first
 
 
 @pytest.mark.parametrize(
@@ -41,6 +61,23 @@ def test_a_deadline_is_not_part_of_the_key_and_a_weight_is() -> None:
         (
             {"terms": {"form": FORM}, "composition": {"type": "gated_product", "gates": ["form"]}},
             "no term has a weight",
+        ),
+        ({"terms": {"form": FORM | {"weight_end": 2.0}}}, "give both or none"),
+        ({"terms": {"form": FORM | {"weight_steps": 2}}}, "give both or none"),
+        ({"terms": {"form": FORM | {"protocol": "verl"}}}, "'trl_text'"),
+        ({"terms": {"far": {"type": "remote", "urls": []}}}, "at least 1"),
+        ({"terms": {"far": {"type": "remote", "urls": ["host:80"]}}}, "must begin with http"),
+        ({"terms": {"judge": JUDGE | {"template": "How good?"}}}, r"must hold \{completion\}"),
+        ({"terms": {"judge": JUDGE | {"low": 3.0, "high": 3.0}}}, "must be below high"),
+        ({"terms": {"judge": JUDGE | {"verdict": {"type": "pattern", "pattern": "score"}}}}, "exactly one"),
+        ({"terms": {"judge": JUDGE | {"verdict": {"type": "pattern", "pattern": "("}}}}, "not a regular expression"),
+        ({"terms": {"form": FORM | {"normalise": "group"}}, "composition": {"type": "gdpo"}}, "gdpo normalises"),
+        (
+            {
+                "terms": {"form": FORM | {"normalise": "running"}, "quality": {"type": "reward_model"}},
+                "composition": {"type": "gated_product", "gates": ["form"]},
+            },
+            "a gate must stay in",
         ),
         ({"overlong": {"max_tokens": 8, "buffer_tokens": 9}}, "must be <= max_tokens = 8"),
         ({"normalize": "running"}, "Extra inputs"),
@@ -61,3 +98,8 @@ def test_a_gate_beside_a_weighted_term_is_accepted() -> None:
     )
     assert config.composition == GatedProduct(gates=("form",), closed=-2.0)
     assert config.overlong == OverlongPenalty(max_tokens=64, buffer_tokens=16, factor=1.0)
+
+
+def test_a_term_whose_weight_comes_later_is_a_term_with_a_weight() -> None:
+    late = FORM | {"weight": 0.0, "weight_end": 1.0, "weight_steps": 10}
+    assert RewardsConfig.model_validate({"terms": {"form": late}}).terms["form"].weight_steps == 10

@@ -168,3 +168,36 @@ def test_a_template_whose_answers_do_not_end_with_eos_is_refused(chat: ChatTempl
 def test_the_digest_changes_with_the_template_only(chat: ChatTemplate, chatml: ChatTemplate) -> None:
     again = ChatTemplate.load(Path(chat.tokenizer.name_or_path))
     assert again.digest == chat.digest != chatml.digest
+
+
+def test_the_next_turn_is_what_follows_the_end_of_an_answer(chat: ChatTemplate, chatml: ChatTemplate) -> None:
+    for template in (chat, chatml):
+        whole = template.tokenizer(template.prompt_text((USER, ANSWER, THANKS)), add_special_tokens=False)["input_ids"]
+        first = template.prompt_ids((USER,)) + tuple(template.tokenizer("42", add_special_tokens=False)["input_ids"])
+        assert (*first, template.eos_id, *template.turn_ids((THANKS,))) == tuple(whole)
+    assert golden(chatml, chatml.turn_ids((THANKS,))).startswith("\n")  # written after the answer's end, so not sampled
+
+
+def test_the_next_turn_is_found_where_a_template_leaves_earlier_thoughts_out(chat: ChatTemplate) -> None:
+    source = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
+        "{{ '(thought)' if m.role == 'assistant' and loop.last and loop.length > 1 else '' }}"
+        "{{ m.content + eos_token }}{% endfor %}{{ '<|assistant|>' if add_generation_prompt }}"
+    )
+    template = with_template(chat, source)
+    assert golden(template, template.turn_ids((THANKS,))) == golden(chat, chat.turn_ids((THANKS,)))
+
+
+def test_a_template_that_changes_the_end_of_an_answer_has_no_next_turn(chat: ChatTemplate) -> None:
+    source = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + eos_token }}"
+        "{{ 'fin' if loop.last and m.role == 'assistant' }}{% endfor %}{{ '<|assistant|>' if add_generation_prompt }}"
+    )
+    with pytest.raises(DataError, match="renders the end of an answer differently"):
+        with_template(chat, source).turn_ids((THANKS,))
+
+
+def with_template(chat: ChatTemplate, source: str) -> ChatTemplate:
+    tokenizer = ChatTemplate.load(Path(chat.tokenizer.name_or_path)).tokenizer
+    tokenizer.chat_template = source
+    return ChatTemplate(tokenizer)

@@ -10,6 +10,8 @@ import pytest
 
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards.isolation import IsolatedReward
+from rlhf_core.rewards.outcomes import BatchFailed
+from rlhf_core.rewards.worker import Settings
 from rlhf_core.types import Completion, Generation, Message, Prompt
 
 HOSTILE = """
@@ -30,6 +32,24 @@ def by_mood(generations):
         print("x" * 100_000)
         sys.stdin.read()
     return [len(g.completion.text) for g in generations]
+"""
+
+
+LIMITED = """
+def limited(completions, unit, **kwargs):
+    if completions[0] == "hog":
+        held = [bytearray(64 * 2**20) for _ in range(64)]   # 4 GiB
+    return [len(text) * unit for text in completions]
+"""
+
+MEETING = """
+import asyncio
+
+arrived = asyncio.Barrier(3)
+
+async def meeting(completions, labels):
+    await arrived.wait()
+    return [float(len(text)) for text in completions]
 """
 
 
@@ -89,8 +109,49 @@ def test_a_crash_is_reported_and_survived(reward: IsolatedReward) -> None:
     assert reward(batch("next")) == [4.0]
 
 
+def test_a_batch_that_failed_keeps_its_reason_in_a_line(reward: IsolatedReward) -> None:
+    with pytest.raises(BatchFailed) as failed:
+        reward(batch("raise"))
+    assert failed.value.reason == "raised KeyError: 'no such thing'"
+    with pytest.raises(BatchFailed) as failed:
+        reward(batch("crash"))
+    assert failed.value.reason == "ended with status 3"
+
+
+def test_arguments_protocol_and_a_memory_limit_reach_the_process(tmp_path: Path) -> None:
+    file = tmp_path / "limited.py"
+    file.write_text(LIMITED)
+    settings = Settings(arguments={"unit": 2.5}, protocol="trl_text", memory_bytes=512 * 2**20)
+    with IsolatedReward("limited", f"{file}:limited", timeout_s=20.0, settings=settings) as limited:
+        assert limited(batch("aa")) == [5.0]
+        with pytest.raises(BatchFailed, match="MemoryError") as failed:
+            limited(batch("hog"))
+        assert failed.value.reason.startswith("raised MemoryError")
+        assert limited(batch("a")) == [2.5]
+
+
+def test_the_batches_of_an_async_function_are_under_way_together(tmp_path: Path) -> None:
+    file = tmp_path / "meeting.py"
+    file.write_text(MEETING)
+    with IsolatedReward("meeting", f"{file}:meeting", timeout_s=20.0, batch_size=1) as meeting:
+        assert meeting.is_async
+        assert meeting(batch("a", "bb", "ccc")) == [1.0, 2.0, 3.0]  # each waits until all three have come
+        assert meeting(batch("a", "bb", "ccc")) == [1.0, 2.0, 3.0]  # on the same loop as before
+
+
+def test_too_few_values_cannot_be_told_apart(tmp_path: Path) -> None:
+    file = tmp_path / "short.py"
+    file.write_text("def short(generations):\n    return [1.0]\n")
+    with (
+        IsolatedReward("short", f"{file}:short", timeout_s=20.0) as short,
+        pytest.raises(BatchFailed, match=r"rewards\.short = 1: values for 2 generations") as failed,
+    ):
+        short(batch("a", "b"))
+    assert not failed.value.divisible
+
+
 def test_a_large_batch_passes_the_pipes(reward: IsolatedReward) -> None:
-    assert sum(reward(batch(*["y" * 500] * 2000))) == 1_000_000
+    assert reward(batch(*["y" * 500] * 2000)) == [500.0] * 2000
 
 
 def test_a_function_that_does_not_exist_is_refused_before_any_batch() -> None:

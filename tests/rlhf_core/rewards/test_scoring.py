@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -16,13 +19,30 @@ from rlhf_core.config.rewards import (
     RewardsConfig,
 )
 from rlhf_core.errors import ConfigError, RewardError
-from rlhf_core.rewards.scoring import Scorer, check_reward_models
+from rlhf_core.rewards.batches import BatchedReward
+from rlhf_core.rewards.outcomes import Outcome
+from rlhf_core.rewards.scoring import Scorer, check_reward_models, component_means
 from rlhf_core.types import Completion, Generation, Message, ProcessRewardModelRef, Prompt, RewardModelRef
 
 TERMS = {
     "length": FunctionReward(function="m:length", weight=1.0),
     "constant": FunctionReward(function="m:constant", weight=2.0),
 }
+
+
+def failing(reason: str) -> Callable[[Sequence[Generation]], Outcome]:
+    """A reward that fails for answers of three tokens and does not apply to those of four."""
+
+    def ask(generations: Sequence[Generation]) -> Outcome:
+        sizes = [len(one.completion.token_ids) for one in generations]
+        failures = {at: reason for at, size in enumerate(sizes) if size == 3}
+        return Outcome(tuple(None if size in (3, 4) else 1.0 for size in sizes), failures, {"seen": (6.0, len(sizes))})
+
+    return ask
+
+
+def part(ask: Callable[[Sequence[Generation]], Outcome]) -> BatchedReward:
+    return BatchedReward("part", [ask], batch_size=0, retries=0, on_failure="invalid")
 
 
 def length(generations: Sequence[Generation]) -> list[float]:
@@ -103,3 +123,96 @@ def test_every_model_of_every_kind_of_term_must_be_there_and_of_its_kind() -> No
     whole = RewardModelReward(model="process_reward_model")
     with pytest.raises(ConfigError, match=r"terms\.w\.model .* judges steps .*type = \"process_reward_model\""):
         check_reward_models(RewardsConfig(terms={"w": whole}), given)
+
+
+PART = {"type": "function", "function": "m:part", "on_failure": "invalid"}
+
+
+def config_of(**terms: dict[str, Any]) -> RewardsConfig:
+    return RewardsConfig.model_validate({"terms": terms})
+
+
+def test_a_term_that_failed_makes_its_rollout_invalid_and_not_zero() -> None:
+    config = config_of(part=PART, length=TERMS["length"].model_dump())
+    rollouts = Scorer(config, {"part": part(failing("took too long")), "length": length})(answers(2, 3, 5))
+    assert [one.invalid for one in rollouts] == ["", "part: took too long", ""]
+    assert [one.reward for one in rollouts if not one.invalid] == [3.0, 6.0]
+    assert math.isnan(rollouts[1].reward)
+    assert rollouts[1].reward_components == {"length": 3.0}
+
+
+def test_a_term_that_does_not_apply_is_left_out_and_without_any_the_rollout_is_invalid() -> None:
+    config = config_of(part=PART)
+    rollouts = Scorer(config, {"part": part(failing(""))})(answers(4, 2))
+    assert rollouts[0].invalid == "no reward applies"
+    assert rollouts[0].reward_components == {}
+    assert (rollouts[1].invalid, rollouts[1].reward) == ("", 1.0)
+
+
+def test_a_term_without_a_weight_may_fail() -> None:
+    config = config_of(part=PART | {"weight": 0.0}, length=TERMS["length"].model_dump())
+    scorer = Scorer(config, {"part": part(failing("broken")), "length": length})
+    assert [one.reward for one in scorer(answers(3, 2))] == [3.0, 2.0]
+    assert scorer.logs()["reward_failed/part"] == 0.5
+
+
+def test_an_episode_that_failed_is_shown_to_no_reward_whatever_its_policy() -> None:
+    shown: list[int] = []
+
+    def watching(generations: Sequence[Generation]) -> list[float]:
+        shown.extend(one.completion.seed for one in generations)
+        return [1.0 for _ in generations]
+
+    good, bad = answers(2, 2)
+    bad = replace(bad, completion=replace(bad.completion, failure="the environment closed"))
+    config = config_of(length=TERMS["length"].model_dump())
+    rollouts = Scorer(config, {"length": watching})([bad, good])
+    assert shown == [good.completion.seed]
+    assert [one.invalid for one in rollouts] == ["the environment closed", ""]
+    assert rollouts[0].reward_components == {}
+    (alone,) = Scorer(config, {"length": watching})([bad])
+    assert alone.invalid == "the environment closed"
+
+
+def test_weights_move_with_the_steps() -> None:
+    spec = TERMS["length"].model_dump() | {"weight": 1.0, "weight_end": 0.0, "weight_steps": 4}
+    scorer = Scorer(
+        config_of(length=spec, constant=TERMS["constant"].model_dump()), {"length": length, "constant": constant}
+    )
+    rewards = []
+    for step in (0, 3, 8):
+        scorer.at_step(step)
+        rewards += [one.reward for one in scorer(answers(8))]
+    assert rewards == [9.0, 3.0, 1.0]  # 8 * (1, 1/4, 0) + 2 * 0.5
+
+
+def test_a_term_is_normalised_then_clipped_then_weighted_and_kept_as_it_was() -> None:
+    spec = TERMS["length"].model_dump() | {"normalise": "group", "clip": 0.8, "weight": 10.0}
+    rollouts = Scorer(config_of(length=spec), {"length": length})(answers(2, 4, 12))
+    # mean 6, deviation sqrt((16 + 4 + 36) / 2) = 5.29: -0.756, -0.378, 1.134 -> 0.8
+    assert [one.reward for one in rollouts] == pytest.approx([-40 / 28**0.5, -20 / 28**0.5, 8.0])
+    assert [one.reward_components["length"] for one in rollouts] == [2.0, 4.0, 12.0]
+
+
+def test_the_normaliser_of_a_term_and_the_logs_of_the_step_go_on_from_a_checkpoint() -> None:
+    config = config_of(part=PART, length=TERMS["length"].model_dump() | {"normalise": "running"})
+
+    def new() -> Scorer:
+        return Scorer(config, {"part": part(failing("late")), "length": length})
+
+    whole, first, second = new(), new(), new()
+    for one in (whole, first):
+        one.at_step(0)
+        one(answers(1, 3))
+    second.restore(json.loads(json.dumps(first.state())))
+    assert second.logs() == whole.logs() == {"reward_extra/part/seen": 3.0, "reward_failed/part": 0.5}
+    whole.at_step(1)
+    second.at_step(1)
+    assert second.logs() == {}
+    assert second(answers(5)) == whole(answers(5))
+
+
+def test_the_means_of_components_are_over_the_rollouts_that_they_apply_to() -> None:
+    config = config_of(part=PART, length=TERMS["length"].model_dump())
+    rollouts = Scorer(config, {"part": part(failing("")), "length": length})(answers(4, 2))
+    assert component_means(rollouts) == {"reward_component/length": 3.0, "reward_component/part": 1.0}

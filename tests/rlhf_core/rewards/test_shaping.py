@@ -8,7 +8,7 @@ from statistics import fmean, pstdev
 
 import pytest
 
-from rlhf_core.rewards.shaping import RunningNormaliser, clipped, soft_overlong
+from rlhf_core.rewards.shaping import RunningNormaliser, clipped, linear_weight, soft_overlong
 
 
 def test_the_running_statistics_are_those_of_everything_seen() -> None:
@@ -42,3 +42,8 @@ def test_the_clip_is_symmetric() -> None:
 @pytest.mark.parametrize(("length", "penalty"), [(0, 0.0), (80, 0.0), (85, -0.5), (90, -1.0), (100, -2.0), (120, -2.0)])
 def test_the_overlong_penalty_falls_linearly_over_the_buffer(length: int, penalty: float) -> None:
     assert soft_overlong(length, max_tokens=100, buffer_tokens=20, factor=2.0) == penalty
+
+
+def test_a_weight_moves_in_a_straight_line_and_then_stays() -> None:
+    weights = [linear_weight(step, start=1.0, end=3.0, steps=4) for step in (0, 1, 4, 9)]
+    assert weights == [1.0, 1.5, 3.0, 3.0]

@@ -12,13 +12,14 @@ from typing import Any
 
 import psutil
 
+from rlhf_core.rewards.outcomes import Outcome
 from rlhf_core.types import Completion, Generation, Message, Prompt
 
 
 def answers(function: str, *requests: list[Generation]) -> list[tuple[str, Any]]:
     done = subprocess.run(
         [sys.executable, "-m", "rlhf_core.rewards.worker", function],
-        input=b"".join(pickle.dumps(request) for request in requests),
+        input=b"".join(pickle.dumps([request]) for request in requests),
         stdout=subprocess.PIPE,
         check=True,
         timeout=60,
@@ -33,7 +34,7 @@ def test_it_answers_each_request_and_ends_with_the_input() -> None:
     prompt = Prompt("p", (Message("user", "1+1?"),), "2", "test")
     right = Generation(prompt, (1,), Completion((2,), (-1.0,), "2", "stop", 0, 0))
     found = answers("rlhf_core.rewards.verifiable:exact_match", [right], [])
-    assert found == [("ready", None), ("scores", [1.0]), ("scores", [])]
+    assert found == [("ready", False), ("outcomes", [Outcome((1.0,))]), ("outcomes", [Outcome(())])]
 
 
 HANGING = """

@@ -1,8 +1,9 @@
-"""The requests of a step: as many as asked for, each with a seed of its own."""
+"""Where rollouts come from: which weights answer for which step, overlap, and going on from a checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,33 +11,159 @@ import pytest
 
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.config.policy import PPOConfig
-from rlhf_core.data.chat import ChatTemplate
-from rlhf_core.rollouts.source import sample
-from rlhf_core.types import Completion, Message, Prompt, SamplingRequest
-from tests.stages.recording import make_policy
-
-PROMPTS = [Prompt(f"p{i}", (Message("user", str(i)),), "", "test") for i in range(5)]
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("policy"))
+from rlhf_core.data.rollout_log import RolloutLog
+from rlhf_core.errors import DataError, SamplerLostError
+from rlhf_core.interfaces import Metrics
+from rlhf_core.rollouts.source import RolloutSource, staleness
+from rlhf_core.types import ActionSpan, Completion, Rollout, SamplingRequest
+from tests.rlhf_core.rollouts.fake_engines import PROMPTS, FakeChat, FakeSampler, FakeScorer, FakeTrainer
 
 
-class Echo:
-    """A sampler that answers with the seed it was given."""
+class Ahead:
+    """A source over fake engines, with what they were asked for."""
 
-    def generate(self, requests: Sequence[SamplingRequest], config: SamplingConfig) -> list[Completion]:
-        return [Completion((1,), (0.0,), "", "stop", 0, request.seed) for request in requests]
+    def __init__(self, folder: Path, length: Callable[[SamplingRequest], int] = lambda request: 1, **changes: Any):
+        settings = {
+            "steps": 6,
+            "prompts_per_step": 2,
+            "samples_per_prompt": 2,
+            "sampling": SamplingConfig(max_tokens=4),
+        }
+        self.config = PPOConfig(**(settings | changes))
+        self.sampler = FakeSampler(length)
+        self.policy = FakeTrainer()
+        self.score = FakeScorer()
+        log = RolloutLog(folder / "log")
+        self.source = RolloutSource(self.config, self.sampler, self.score, FakeChat(), PROMPTS, log, seed=3)
 
-    def load_weights(self, weights: Any, *, version: int) -> None:
-        raise AssertionError
+    def step(self, step: int) -> tuple[list[Rollout], Metrics]:
+        self.policy.version = step
+        return self.source.rollouts(step, self.policy)
 
 
-def test_a_prompt_that_comes_twice_in_a_step_is_sampled_from_other_seeds(policy: Path) -> None:
-    batch = [PROMPTS[0], PROMPTS[1], PROMPTS[0]]
-    made = sample(Echo(), ChatTemplate.load(policy), batch, PPOConfig(samples_per_prompt=2), step=0, seed=3)
-    assert [row.prompt.id for row in made] == ["p0", "p0", "p1", "p1", "p0", "p0"]
-    assert len({row.completion.seed for row in made}) == 6
-    once = sample(Echo(), ChatTemplate.load(policy), batch[:2], PPOConfig(samples_per_prompt=2), step=0, seed=3)
-    assert [row.completion.seed for row in made[:4]] == [row.completion.seed for row in once]
+@pytest.mark.parametrize("behind", [0, 1, 2, 4])
+def test_a_step_trains_on_what_the_weights_of_that_many_steps_before_sampled(tmp_path: Path, behind: int) -> None:
+    ahead = Ahead(tmp_path, staleness=behind)
+    with ahead.source:
+        made = [ahead.step(step) for step in range(6)]
+    versions = [{one.completion.policy_version for one in rollouts} for rollouts, _ in made]
+    assert versions == [{max(0, step - behind)} for step in range(6)]
+    assert [metrics["rollout/staleness_max"] for _, metrics in made] == [min(step, behind) for step in range(6)]
+    assert [metrics["rollout/in_flight"] for _, metrics in made] == [2 * min(behind, 5 - step) for step in range(6)], (
+        "groups of the steps ahead; none beyond the last"
+    )
+    assert len(ahead.sampler.batches) == 6
+    assert ahead.sampler.version == 5 - behind, "weights that nobody samples with are not sent"
+
+
+def test_the_same_prompts_are_asked_with_the_same_seeds_whoever_answers(tmp_path: Path) -> None:
+    asked = []
+    for behind in (0, 2):
+        ahead = Ahead(tmp_path / str(behind), staleness=behind)
+        with ahead.source:
+            asked.append([[one.completion.seed for one in ahead.step(step)[0]] for step in range(6)])
+    assert asked[0] == asked[1]
+
+
+def test_rewards_are_weighed_as_at_the_step_that_trains_on_them(tmp_path: Path) -> None:
+    ahead = Ahead(tmp_path, staleness=2)
+    with ahead.source:
+        for step in range(6):
+            ahead.step(step)
+            assert ahead.score.step == step
+
+
+def test_the_next_step_is_sampled_while_this_one_trains(tmp_path: Path) -> None:
+    ahead = Ahead(tmp_path, staleness=1)
+    trained = threading.Event()
+    seen: list[bool] = []
+
+    def when_trained(request: SamplingRequest) -> int:
+        if ahead.sampler.version == 1:  # the batch of step 2, asked for when step 1 begins to train
+            seen.append(trained.wait(20))
+        return 1
+
+    ahead.sampler._length = when_trained
+    with ahead.source:
+        ahead.step(0)
+        ahead.step(1)  # returns although the batch of step 2 cannot end before the training of step 1
+        trained.set()
+        ahead.step(2)
+    assert seen
+    assert all(seen)
+
+
+def test_what_goes_wrong_ahead_is_raised_by_the_next_step_and_by_a_checkpoint(tmp_path: Path) -> None:
+    ahead = Ahead(tmp_path, staleness=1)
+
+    def fail(request: SamplingRequest) -> int:
+        raise SamplerLostError("sampler.policy = 'generate on worker 0': the worker died; run again")
+
+    with ahead.source:
+        ahead.step(0)
+        ahead.source.save(tmp_path / "whole")  # waits, so that nothing is under way
+        ahead.sampler._length = fail
+        ahead.step(1)
+        with pytest.raises(SamplerLostError, match="the worker died"):
+            ahead.source.save(tmp_path / "checkpoint")
+        with pytest.raises(SamplerLostError, match="the worker died"):
+            ahead.step(2)
+
+
+def every_third_is_long(request: SamplingRequest) -> int:
+    return 4 if request.prompt_ids[1] % 3 == 0 else 1
+
+
+@pytest.mark.parametrize(
+    "changes", [{"staleness": 1}, {"staleness": 3}, {"partial_tokens": 2}, {"staleness": 2, "partial_tokens": 1}]
+)
+@pytest.mark.parametrize("at", [1, 3, 5])
+def test_a_source_goes_on_from_a_checkpoint_as_if_nothing_had_happened(
+    tmp_path: Path, changes: dict[str, int], at: int
+) -> None:
+    whole = Ahead(tmp_path / "whole", every_third_is_long, **changes)
+    with whole.source:
+        expected = [whole.step(step) for step in range(6)]
+    killed = Ahead(tmp_path / "killed", every_third_is_long, **changes)
+    with killed.source:
+        made = [killed.step(step) for step in range(at)]
+        killed.source.save(tmp_path / "checkpoint")
+    # without the log: the checkpoint is enough
+    resumed = Ahead(tmp_path / "resumed", every_third_is_long, **changes)
+    resumed.source.load(tmp_path / "checkpoint", at)
+    with resumed.source:
+        made += [resumed.step(step) for step in range(at, 6)]
+    assert made == expected
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"staleness": 2}, {"partial_tokens": 2}, {"staleness": 1, "partial_tokens": 2}]
+)
+def test_steps_that_were_scored_after_the_checkpoint_are_taken_from_the_log(
+    tmp_path: Path, changes: dict[str, int]
+) -> None:
+    killed = Ahead(tmp_path, every_third_is_long, **changes)
+    with killed.source:
+        killed.step(0)
+        killed.source.save(tmp_path / "checkpoint")
+        expected = [killed.step(step) for step in range(1, 6)]
+    resumed = Ahead(tmp_path, every_third_is_long, **changes)
+    resumed.source.load(tmp_path / "checkpoint", 1)
+    with resumed.source:
+        assert [resumed.step(step) for step in range(1, 6)] == expected
+    assert resumed.sampler.batches == []
+    assert resumed.score.scored == killed.score.scored  # restored, not scored again
+
+
+def test_a_checkpoint_without_the_rollouts_that_it_counts_on_is_refused(tmp_path: Path) -> None:
+    ahead = Ahead(tmp_path, staleness=2)
+    rule = r"rollouts of the steps 3 to 4 should wait here, there are those of \[\]; start the stage over with --force"
+    with ahead.source, pytest.raises(DataError, match=rule):
+        ahead.source.load(tmp_path / "nothing", 3)
+
+
+def test_staleness_is_weighed_by_tokens_over_the_segments() -> None:
+    parts = Completion((1,) * 4, (0.0,) * 4, "", "stop", 5, 0, (ActionSpan(0, 3, 3), ActionSpan(3, 4, 5)))
+    whole = Completion((1,) * 4, (0.0,) * 4, "", "stop", 5, 0)
+    rollouts = [Rollout(PROMPTS[0], (9, 0), made, 0.0, {}) for made in (parts, whole)]
+    assert staleness(rollouts, 5) == {"rollout/staleness": 6 / 8, "rollout/staleness_max": 2.0}

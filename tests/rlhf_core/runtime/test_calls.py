@@ -84,6 +84,38 @@ def test_results_come_in_rank_order(new_group: Callable[..., WorkerGroup]) -> No
     group.kill()
 
 
+def test_the_calls_of_several_threads_reach_all_actors_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    # ranks that did the calls of two threads in different orders would wait for each other in their collectives
+    class Method:
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+
+        def remote(self, value: int) -> int:
+            self.seen.append(value)
+            time.sleep(0.001)  # here the other thread would come in between
+            return value
+
+    class Actor:
+        def __init__(self) -> None:
+            self.note = Method()
+
+    actors = [Actor() for _ in range(3)]
+    group = WorkerGroup("trainer", actors, TrainingError, timeout_s=60.0, log_folder="/logs", ray_lost=str)
+    monkeypatch.setattr(group, "_gather", lambda role, method, refs: refs)
+
+    def call(first: int) -> None:
+        for value in range(first, first + 20):
+            assert group.call("policy", "note", value) == [value] * 3
+
+    threads = [threading.Thread(target=call, args=(first,)) for first in (0, 100)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(actors[0].note.seen) == 40
+    assert actors[0].note.seen == actors[1].note.seen == actors[2].note.seen
+
+
 def test_our_own_errors_pass_as_they_are_and_others_name_role_worker_and_cause(
     new_group: Callable[..., WorkerGroup],
 ) -> None:

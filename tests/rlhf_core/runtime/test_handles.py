@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rlhf_core.config.engines import HFSamplerConfig, OptimizerConfig, RuntimeConfig, TrainerConfig
+from rlhf_core.config.engines import HFSamplerConfig, OptimizerConfig, RuntimeConfig, SamplingConfig, TrainerConfig
 from rlhf_core.errors import SamplingError
 from rlhf_core.interfaces import ModelSpec, Trainer, Weights
 from rlhf_core.runtime.handles import RaySampler
 from rlhf_core.runtime.local_runtime import LocalRuntime
 from rlhf_core.runtime.ray_runtime import RayRuntime
 from rlhf_core.training.objectives import SftObjective
-from rlhf_core.types import TokenSample
+from rlhf_core.types import SamplingRequest, TokenSample
 
 pytestmark = pytest.mark.engine
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
@@ -67,3 +68,29 @@ def test_weights_of_another_runtime_are_refused() -> None:
     sampler = RaySampler(None, transfer="", tensor_parallel=1)  # type: ignore[arg-type]
     with pytest.raises(SamplingError, match=r"weights\.payload = 'dict': is not from this runtime's trainer"):
         sampler.load_weights(Weights({}, ""), version=1)
+
+
+class Engines:
+    """Two engines that finish the oldest of what they were given."""
+
+    def __init__(self) -> None:
+        self.actors = [None, None]
+        self.given: list[list[int]] = [[], []]
+
+    def call_each(self, role: str, method: str, arguments: list[tuple[Any, ...]]) -> list[list[tuple[int, str]]]:
+        assert (role, method) == ("policy", "advance")
+        for own, (new, _) in zip(self.given, arguments, strict=True):
+            own += [number for number, _ in new]
+        return [[(own.pop(0), "done")] if own else [] for own in self.given]
+
+
+def test_a_new_request_goes_to_the_engine_with_the_fewest() -> None:
+    engines = Engines()
+    sampler = RaySampler(engines, transfer="", tensor_parallel=1)  # type: ignore[arg-type]
+    request, sampling = SamplingRequest((1,), 7), SamplingConfig()
+    assert [number for number, _ in sampler.advance([(n, request) for n in range(5)], sampling)] == [0, 1]
+    assert engines.given == [[2, 4], [3]]
+    sampler.advance([(5, request)], sampling)
+    assert engines.given == [[4], [5]]
+    assert [number for number, _ in sampler.advance([], sampling)] == [4, 5]
+    assert sampler.advance([], sampling) == []

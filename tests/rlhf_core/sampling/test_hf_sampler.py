@@ -123,3 +123,18 @@ def test_a_diverged_policy_is_named_instead_of_sampled(policies: tuple[Path, Pat
     sampler.load_weights(Weights(payload, weights_digest(payload)), version=1)
     with pytest.raises(SamplingError, match=r"seed 100.*diverged"):
         sampler.generate(REQUESTS[:1], SAMPLING)
+
+
+def test_a_request_may_ask_for_fewer_tokens_and_gets_the_beginning_of_its_answer(sampler: HFSampler) -> None:
+    whole = sampler.generate(REQUESTS, SAMPLING)
+    cut = [replace(request, max_tokens=1 + index) for index, request in enumerate(REQUESTS)]
+    for index, (one, other) in enumerate(zip(sampler.generate(cut, SAMPLING), whole, strict=True)):
+        assert one.token_ids == other.token_ids[: 1 + index]
+    more = replace(REQUESTS[0], max_tokens=40)
+    assert len(sampler.generate([more], SAMPLING)[0].token_ids) <= 12  # the configuration's limit stays
+
+
+def test_advancing_answers_what_is_new(sampler: HFSampler) -> None:
+    finished = sampler.advance([(7, REQUESTS[1]), (9, REQUESTS[0])], SAMPLING)
+    assert [number for number, _ in finished] == [7, 9]
+    assert tokens([completion for _, completion in finished]) == tokens(sampler.generate(REQUESTS[1::-1], SAMPLING))

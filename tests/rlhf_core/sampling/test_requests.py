@@ -54,3 +54,8 @@ def test_a_policy_without_any_stop_token_is_refused(tmp_path: Path) -> None:
 
 def test_an_answer_stops_only_on_a_stop_token() -> None:
     assert (finish_reason(2, (2, 5)), finish_reason(3, (2, 5))) == ("stop", "length")
+
+
+def test_a_request_that_asks_for_fewer_tokens_needs_less_room() -> None:
+    request = SamplingRequest((1, 2, 3, 4, 5), seed=50, max_tokens=3)
+    check_requests([request], vocab_size=10, max_tokens=4, max_model_len=8)  # 5 + 3 = 8

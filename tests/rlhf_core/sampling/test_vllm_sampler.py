@@ -63,6 +63,18 @@ def test_logprobs_agree_with_transformers(
         assert completion["logprobs"] == pytest.approx(expected, abs=2e-3)
 
 
+def test_requests_that_join_while_others_are_sampled_get_the_same_tokens(seen: Seen) -> None:
+    assert len(seen["advanced"]) == len(PROMPTS)
+    assert list(seen["advanced"]) != sorted(seen["advanced"], key=int)  # short answers finish before long ones
+    for number, completion in seen["advanced"].items():
+        assert completion["token_ids"] == seen["first"][int(number)]["token_ids"]
+        assert completion["logprobs"] == pytest.approx(seen["first"][int(number)]["logprobs"], abs=1e-4)
+
+
+def test_what_is_still_being_sampled_is_dropped_by_the_next_batch(seen: Seen) -> None:
+    assert [_content(one) for one in seen["after_advancing"]] == [_content(one) for one in seen["first"]]
+
+
 def test_greedy_logprobs_are_the_largest(seen: Seen, policies: tuple[Path, Path]) -> None:
     for prompt, completion in zip(PROMPTS, seen["greedy"], strict=True):
         logprobs_LV = _logprobs(policies[0], prompt, completion["token_ids"])

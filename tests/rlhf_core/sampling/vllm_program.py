@@ -28,6 +28,10 @@ def main(policy: Path, other: Path | None, result: Path) -> None:
     seen: dict[str, Any] = {"first": plain(sampler.generate(REQUESTS, SAMPLING))}
     if other is not None:
         seen["again"] = plain(sampler.generate(REQUESTS, SAMPLING))
+        seen["advanced"] = advanced(sampler)
+        sampler.advance([(99, REQUESTS[5])], SamplingConfig(max_tokens=1))
+        sampler.advance([(index, REQUESTS[index]) for index in range(3)], SAMPLING)  # two of them are given up
+        seen["after_advancing"] = plain(sampler.generate(REQUESTS, SAMPLING))
         seen["filtered"] = plain(sampler.generate(REQUESTS, SamplingConfig(max_tokens=24, temperature=0.7, top_k=5)))
         seen["greedy"] = plain(sampler.generate(REQUESTS, SamplingConfig(max_tokens=24, temperature=0)))
         seen["errors"] = [refusal(lambda: sampler.generate([REQUESTS[0]], SamplingConfig(max_tokens=94)))]
@@ -39,6 +43,17 @@ def main(policy: Path, other: Path | None, result: Path) -> None:
         fresh = VllmSampler(other, CONFIG, threads=1, transfer="")
         seen["fresh_other"] = plain(fresh.generate(REQUESTS, SAMPLING))
     result.write_text(json.dumps(seen))
+
+
+def advanced(sampler: VllmSampler) -> dict[str, Any]:
+    """Six requests, then another one whenever one has finished: the order in which they finish, and what they got."""
+    waiting = list(enumerate(REQUESTS))
+    new, waiting = waiting[:6], waiting[6:]
+    done: dict[str, Any] = {}
+    while finished := sampler.advance(new, SAMPLING):
+        done |= {str(number): asdict(completion) for number, completion in finished}
+        new, waiting = waiting[: len(finished)], waiting[len(finished) :]
+    return done
 
 
 def reloads(sampler: VllmSampler, policy: Path, other: Path) -> dict[str, Any]:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
+from rlhf_core.config.engines import LoraConfig, OptimizerConfig, TrainerConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.training.distributed import LAUNCHER
@@ -36,3 +38,15 @@ def test_only_a_trained_model_checkpoints_its_activations(policy_spec: ModelSpec
     config = TrainerConfig(engine="torch", gradient_checkpointing=True)
     assert open_engine(policy_spec, OptimizerConfig(), config).module.is_gradient_checkpointing
     assert not open_engine(policy_spec, None, config).module.is_gradient_checkpointing
+
+
+def test_weights_of_4_bits_are_not_partitioned(policy_spec: ModelSpec) -> None:
+    spec = replace(policy_spec, lora=LoraConfig(quantise="nf4"))
+    with pytest.raises(ConfigError, match=r"lora.quantise = 'nf4': ZeRO 3 cannot partition weights of 4 bits"):
+        open_engine(spec, OptimizerConfig(), TrainerConfig(zero_stage=3))
+
+
+def test_kernels_that_do_not_run_here_are_refused_before_the_model_is_read() -> None:
+    spec = ModelSpec("no such folder", "lm", None, 0)
+    with pytest.raises(ConfigError, match="Liger kernels do not run here"):
+        open_engine(spec, OptimizerConfig(), TrainerConfig(engine="torch", liger=True))

@@ -149,3 +149,14 @@ def test_training_rows_are_zero_on_the_prompt_and_keep_the_samplers_logprobs() -
     assert policy_row.advantages == (0.0, 0.0, 0.5, 0.5)
     assert value_row.returns == (0.0, 0.0, 1.0, 1.0)
     assert value_row.old_values == (0.0, 0.0, 0.5, 0.5)
+
+
+def test_each_turn_gets_its_own_reward_and_the_last_action_the_rest() -> None:
+    spans = (ActionSpan(0, 2, 0, reward=1.0), ActionSpan(3, 5, 0, reward=0.5))
+    completion = Completion((3, 4, 5, 6, 7), (-0.5, -0.5, 0.0, -0.5, -0.5), "text", "stop", 0, 1, spans)
+    made = experience(Rollout(PROMPT, (1, 2), completion, 4.0, {}), old=-0.5, ref=-0.5, value=0.0)
+    estimates = estimate_advantages(made, estimator=GAE, group_size=1, kl_coef=0.0, turn_weight=2.0)
+    # 2 * 1 at the end of the first turn, 4 - 2 * 1 = 2 at the last action; advantages are the sums to come
+    assert estimates.returns_BT.tolist() == [[4.0, 4.0, 0.0, 2.0, 2.0]]
+    whole = estimate_advantages(made, estimator=GAE, group_size=1, kl_coef=0.0)
+    assert whole.returns_BT.tolist() == [[4.0, 4.0, 0.0, 4.0, 4.0]]

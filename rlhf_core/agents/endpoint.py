@@ -1,0 +1,283 @@
+"""The policy behind an OpenAI-compatible endpoint, for agents that know only such a server.
+
+It serves `/session/<id>/v1/chat/completions`, `.../completions` and `.../models` on 127.0.0.1, so that a base URL alone says
+whose episode a request belongs to; the API key is the run's. How tokens are drawn is the stage's configuration: what a client
+says of temperature and the like is ignored with a warning, what would change the answer's form (`n`, `stop`, ...) is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import hmac
+import json
+import logging
+import secrets
+import socket
+from collections.abc import AsyncIterator, Generator, Mapping
+from typing import Any
+
+import uvicorn
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from rlhf_core.agents.captured import Captured, RequestRefused, Turn
+from rlhf_core.agents.programs import Engine, EpisodeCut
+from rlhf_core.data.chat import ChatTemplate
+
+MODEL = "policy"
+"""The name under which `/models` lists the policy; any name is answered."""
+
+IGNORED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "n": (None, 1),
+    "best_of": (None, 1),
+    "stop": (None, [], ""),
+    "logit_bias": (None, {}),
+    "response_format": (None, {"type": "text"}),
+    "tool_choice": (None, "auto"),
+    "echo": (None, False),
+    "suffix": (None, ""),
+}
+"""Parameters that change what an answer is, with the values that leave it as it is."""
+
+LOG = logging.getLogger(__name__)
+
+
+class Asked(BaseModel):
+    """What both kinds of request have; further keys are looked at by `check_parameters`."""
+
+    model_config = ConfigDict(extra="allow")
+    model: str = MODEL
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    stream: bool = False
+    return_token_ids: bool = False
+    logprobs: bool | int | None = None
+
+    @property
+    def most_tokens(self) -> int:
+        """The client's bound of the turn, 0 for none."""
+        return self.max_completion_tokens or self.max_tokens or 0
+
+
+class AskedChat(Asked):
+    """A request for a chat completion."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+
+
+class AskedText(Asked):
+    """A request for a plain completion: text, or tokens, of one prompt."""
+
+    prompt: str | list[int]
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield  # the process is not ours: its signals stay as they are
+
+
+class Session:
+    """An episode's address and what was said there."""
+
+    def __init__(self, base_url: str, api_key: str, captured: Captured) -> None:
+        self.base_url = base_url
+        self.api_key = api_key
+        self.captured = captured
+
+
+class Endpoint:
+    """The server; it starts with the first session, on the event loop of that session.
+
+    >>> async with endpoint.session(engine) as session:                   # doctest: +SKIP
+    ...     openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
+    """
+
+    def __init__(self, template: ChatTemplate, *, request_timeout_s: float) -> None:
+        self._template = template
+        self._request_timeout_s = request_timeout_s
+        self._api_key = secrets.token_urlsafe(24)
+        self._sessions: dict[str, Captured] = {}
+        self._warned: set[str] = set()
+        self._address = ""
+        self._serving: asyncio.Task[None] | None = None
+
+    @contextlib.asynccontextmanager
+    async def session(self, engine: Engine) -> AsyncIterator[Session]:
+        """Open a session for an episode; afterwards its address is unknown."""
+        self._start()
+        name = secrets.token_hex(8)
+        captured = self._sessions[name] = Captured(self._template, engine)
+        try:
+            yield Session(f"{self._address}/session/{name}/v1", self._api_key, captured)
+        finally:
+            del self._sessions[name]
+
+    async def close(self) -> None:
+        """Stop serving."""
+        if self._serving is not None:
+            self._serving.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._serving
+            self._serving = None
+
+    def _start(self) -> None:
+        if self._serving is not None:
+            return
+        listening = socket.create_server(("127.0.0.1", 0))
+        self._address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        app = Starlette(
+            routes=[
+                Route("/session/{name}/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/session/{name}/v1/completions", self._complete, methods=["POST"]),
+                Route("/session/{name}/v1/models", self._models, methods=["GET"]),
+            ]
+        )
+        server = _Server(uvicorn.Config(app, log_level="warning", lifespan="off", access_log=False))
+        # A context of its own: the server is not part of the episode that happens to come first.
+        self._serving = asyncio.get_running_loop().create_task(
+            server.serve(sockets=[listening]), context=contextvars.Context()
+        )
+
+    async def _models(self, request: Request) -> Response:
+        refusal = self._unknown(request)
+        return refusal or JSONResponse(
+            {"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "rlhf"}]}
+        )
+
+    async def _chat(self, request: Request) -> Response:
+        async def answer(asked: AskedChat, captured: Captured) -> dict[str, Any]:
+            turn = await captured.chat(asked.messages, tools=asked.tools or (), max_tokens=asked.most_tokens)
+            return self._chat_reply(asked, turn, f"chatcmpl-{request.path_params['name']}-{len(captured.turns)}")
+
+        return await self._answered(request, AskedChat, answer)
+
+    async def _complete(self, request: Request) -> Response:
+        async def answer(asked: AskedText, captured: Captured) -> dict[str, Any]:
+            turn = await captured.continue_text(asked.prompt, max_tokens=asked.most_tokens)
+            return self._text_reply(asked, turn, f"cmpl-{request.path_params['name']}-{len(captured.turns)}")
+
+        return await self._answered(request, AskedText, answer)
+
+    async def _answered(self, request: Request, kind: Any, answer: Any) -> Response:
+        refusal = self._unknown(request)
+        if refusal is not None:
+            return refusal
+        try:
+            asked = kind.model_validate_json(await request.body())
+            self._check_parameters(asked)
+            async with asyncio.timeout(self._request_timeout_s):
+                reply = await answer(asked, self._sessions[request.path_params["name"]])
+        except ValidationError as error:
+            return problem(400, "invalid_request", str(error))
+        except RequestRefused as error:
+            return problem(409 if error.code == "busy" else 400, error.code, str(error))
+        except EpisodeCut as error:
+            return problem(400, "context_length_exceeded", f"the episode is over: {error}")
+        except TimeoutError:
+            return problem(504, "timeout", f"no turn was sampled within {self._request_timeout_s:g} s")
+        return StreamingResponse(events(reply), media_type="text/event-stream") if asked.stream else JSONResponse(reply)
+
+    def _unknown(self, request: Request) -> Response | None:
+        given = request.headers.get("authorization", "").encode()
+        if not hmac.compare_digest(given, f"Bearer {self._api_key}".encode()):
+            return problem(401, "invalid_api_key", "the API key is not that of this run")
+        if request.path_params["name"] not in self._sessions:
+            return problem(404, "unknown_session", "there is no episode at this address, or it is over")
+        return None
+
+    def _check_parameters(self, asked: Asked) -> None:
+        given = asked.model_extra or {}
+        for name, harmless in REFUSED.items():
+            if name in given and given[name] not in harmless:
+                raise RequestRefused(
+                    "unsupported_parameter", f"{name} = {given[name]!r} would change what a turn is; leave it"
+                )
+        for name in IGNORED:
+            if given.get(name) is not None and name not in self._warned:
+                self._warned.add(name)
+                LOG.warning("an agent asks for %s = %r: ignored, `sampling` of the stage decides", name, given[name])
+
+    def _chat_reply(self, asked: AskedChat, turn: Turn, name: str) -> dict[str, Any]:
+        said, reason = turn.said, turn.answer.finish_reason
+        message: dict[str, Any] = {"role": "assistant", "content": said.content}
+        if said.calls:
+            message["content"] = said.content or None
+            message["tool_calls"] = [
+                {"id": f"{name}-{i}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for i, call in enumerate(said.calls)
+            ]
+        tokens = zip(self._texts(turn), turn.answer.logprobs)
+        rows = [{"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []} for t, p in tokens]
+        choice = {
+            "index": 0,
+            "message": message,
+            "finish_reason": "tool_calls" if said.calls and reason == "stop" else reason,
+            "logprobs": {"content": rows} if asked.logprobs else None,
+        }
+        return reply("chat.completion", asked, turn, choice, name)
+
+    def _text_reply(self, asked: AskedText, turn: Turn, name: str) -> dict[str, Any]:
+        rows = {"tokens": self._texts(turn), "token_logprobs": list(turn.answer.logprobs)}
+        choice = {
+            "index": 0,
+            "text": turn.answer.text,
+            "finish_reason": turn.answer.finish_reason,
+            # 0 asks for the log-probabilities of the sampled tokens alone, and no others are kept.
+            "logprobs": None if asked.logprobs is None or asked.logprobs is False else rows,
+        }
+        return reply("text_completion", asked, turn, choice, name)
+
+    def _texts(self, turn: Turn) -> list[str]:
+        return [str(self._template.tokenizer.decode([token])) for token in turn.answer.token_ids]
+
+
+def reply(kind: str, asked: Asked, turn: Turn, choice: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the answer to a request; with `return_token_ids` it holds the tokens as vLLM's server does."""
+    prompt, said = len(turn.prompt_ids), len(turn.answer.token_ids)
+    body: dict[str, Any] = {
+        "id": name,
+        "object": kind,
+        "created": 0,
+        "model": asked.model,
+        "choices": [choice],
+        "usage": {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said},
+    }
+    if asked.return_token_ids:
+        choice["token_ids"] = list(turn.answer.token_ids)
+        (choice if kind == "text_completion" else body)["prompt_token_ids"] = list(turn.prompt_ids)
+    return body
+
+
+async def events(body: dict[str, Any]) -> AsyncIterator[str]:
+    """Yield a whole answer as server-sent events: one chunk, and the end."""
+    choice = dict(body["choices"][0])
+    if "message" in choice:
+        message = choice.pop("message")
+        calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", ()))]
+        choice["delta"] = message | ({"tool_calls": calls} if calls else {})
+        body = body | {"object": "chat.completion.chunk"}
+    yield f"data: {json.dumps(body | {'choices': [choice]})}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+def problem(status: int, code: str, message: str) -> JSONResponse:
+    """Return an error as OpenAI's clients read it."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return JSONResponse({"error": {"message": message, "type": kind, "code": code}}, status_code=status)

@@ -1,0 +1,57 @@
+"""What a user writes: an environment of one episode, with `reset` and `step`, plain or `async`.
+
+It lives in a process of its own. A failure there (an exception, a hang, a crash) ends the episode as failed: it is counted
+and left out, never scored 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Observation = str | Sequence[Mapping[str, str]]
+"""The text of the next user turn, or messages such as `[{"role": "tool", "content": "42"}]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a turn of the policy led to.
+
+    `reward` belongs to the turn; an episode earns their sum. `extras` are figures to log as `episode/<name>`; of one that
+    is reported in several turns the last counts.
+
+    >>> StepResult("higher", reward=0.1).done
+    False
+    """
+
+    observation: Observation = ""
+    reward: float = 0.0
+    done: bool = False
+    extras: Mapping[str, float] = field(default_factory=dict)
+
+
+class Environment:
+    """One episode. Subclassing is not needed; both methods may be `async`, and there may be a `close()`.
+
+    Write `async def` where it waits for others: the episodes of a process wait together. While the code runs, the global
+    generators of `random`, `numpy` and `torch` belong to the episode alone, seeded from its seed.
+
+    >>> class Echo(Environment):
+    ...     def step(self, action, **info):
+    ...         return StepResult(reward=float("4" in action), done=True)
+    >>> Echo().step("It is 4.").reward
+    1.0
+    """
+
+    def reset(self, prompt: Mapping[str, Any], seed: int) -> str | None:
+        """Begin the episode; return what to add to the prompt's last user turn, None for nothing.
+
+        `prompt` holds `id`, `messages` (role, content), `label`, `source`, `text` (as it is rendered), `sampling` and, where
+        the label is a JSON object, its keys.
+        """
+        return None
+
+    def step(self, action: str, **info: Any) -> StepResult:
+        """Take the policy's turn as text. `info` has `turn` (from 0) and `truncated` (whether it was cut for its length)."""
+        raise NotImplementedError

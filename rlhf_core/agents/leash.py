@@ -1,0 +1,34 @@
+"""Runs a command that does not outlive us: `python -I -S leash.py DESCRIPTOR COMMAND ...`, first of a new session.
+
+DESCRIPTOR is the reading end of a pipe whose other end the parent holds. A watcher in the command's process group kills
+the whole group when that end closes, however the parent came to its end. It needs the standard library alone, so it starts in
+a few milliseconds and under any interpreter.
+"""
+
+import os
+import select
+import signal
+import sys
+
+
+def main(descriptor: int, command: list[str]) -> None:
+    """Become `command`, watched."""
+    leader = os.getpid()
+    if os.fork() == 0:
+        watch(descriptor, leader)
+    os.close(descriptor)
+    os.execvp(command[0], command)
+
+
+def watch(descriptor: int, leader: int) -> None:
+    """Kill the group when nobody holds the other end of `descriptor`."""
+    for stream in (0, 1, 2):  # or a reader would wait for us to end
+        os.close(stream)
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    poll.poll()
+    os.killpg(leader, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,207 @@
+"""Environments behind an OpenEnv server, by its wire: an episode is a session on `/ws`, the rest is asked over HTTP.
+
+The policy's turn becomes a field of an action, and a field of the observation becomes the next user turn; which fields, the
+server's own schemas say. An action that the server finds invalid is the policy's doing: it is told, and the episode goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import httpx
+from pydantic import BaseModel
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed
+
+from rlhf_core.agents.environment import StepResult
+from rlhf_core.agents.games import EpisodeFailed, label_columns
+from rlhf_core.config.agents import OpenEnvAgent, ServedAgent
+from rlhf_core.errors import ConfigError, explain, nearest
+
+PROBE_TIMEOUT_S = 20.0
+MESSAGE_BYTES = 2**26
+"""Most bytes of an observation."""
+ENVELOPE = ("done", "reward", "metadata")
+"""Fields of a schema that are not in the action or observation itself."""
+WHOLE = "json"
+"""As the name of an action's field: the turn is the JSON of the whole action."""
+
+
+class Reply(BaseModel):
+    """A message of the server."""
+
+    type: str
+    data: dict[str, Any]
+
+
+class Observed(BaseModel):
+    """What a reset or a step led to."""
+
+    observation: dict[str, Any]
+    reward: float | None = None
+    done: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """How text becomes an action, and an observation text. `observation_field` "" stands for all of it as JSON."""
+
+    action_field: str
+    action_is_text: bool
+    observation_field: str
+
+    def action(self, turn: str) -> dict[str, Any]:
+        """Return the action of a turn; ValueError if it is no JSON and has to be."""
+        if self.action_field == WHOLE:
+            action = json.loads(turn)
+            if not isinstance(action, dict):
+                raise ValueError("the action must be a JSON object")
+            return action
+        return {self.action_field: turn if self.action_is_text else json.loads(turn)}
+
+    def text(self, observation: Mapping[str, Any]) -> str:
+        """Return an observation as the policy reads it; EpisodeFailed if it lacks the field."""
+        if self.observation_field and self.observation_field not in observation:
+            raise EpisodeFailed(f"the observation has no {self.observation_field!r}, only {sorted(observation)}")
+        value = observation[self.observation_field] if self.observation_field else observation
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, sort_keys=True)
+
+
+class OpenEnvEpisode:
+    """One episode: `reset` opens a session, `close` ends it."""
+
+    def __init__(self, config: OpenEnvAgent, wire: Wire) -> None:
+        self._config = config
+        self._wire = wire
+        self._socket: ClientConnection | None = None
+        self._rewarded = False
+
+    async def reset(self, prompt: Mapping[str, Any], seed: int) -> str:
+        """Open a session and reset it with the seed; return the first observation."""
+        address = f"ws{self._config.url.removeprefix('http').rstrip('/')}/ws"
+        self._socket = await connect(address, additional_headers=authorization(self._config), max_size=MESSAGE_BYTES)
+        given = label_columns(str(prompt["label"])) if self._config.give_label else {}
+        observed = await self._ask("reset", given | self._config.reset_arguments | {"seed": seed})
+        if observed.done:
+            raise EpisodeFailed("it was over as soon as it was reset")
+        return self._wire.text(observed.observation)
+
+    async def step(self, action: str) -> StepResult:
+        """Send the turn as an action; return what it led to."""
+        try:
+            observed = await self._ask("step", self._wire.action(action))
+        except (ValueError, InvalidAction) as error:
+            return StepResult(f"error: {error}", extras={"invalid_actions": 1.0})
+        self._rewarded = self._rewarded or observed.reward is not None
+        if observed.done and self._config.needs_reward and not self._rewarded:
+            raise EpisodeFailed("it ended without any reward (needs_reward = false takes rewards from elsewhere)")
+        text = "" if observed.done else self._wire.text(observed.observation)
+        return StepResult(text, observed.reward or 0.0, observed.done)
+
+    async def close(self) -> None:
+        """End the session."""
+        if self._socket is not None:
+            with contextlib.suppress(ConnectionClosed):  # a server may end a session itself
+                await self._socket.send(json.dumps({"type": "close"}))
+            await self._socket.close()
+
+    async def _ask(self, kind: str, data: Mapping[str, Any]) -> Observed:
+        assert self._socket is not None
+        try:
+            await self._socket.send(json.dumps({"type": kind, "data": data}))
+            reply = Reply.model_validate_json(await self._socket.recv())
+        except ConnectionClosed as error:
+            raise EpisodeFailed(f"the server closed the connection at the {kind}: {error}") from error
+        if reply.type == "observation":
+            return Observed.model_validate(reply.data)
+        code, message = reply.data.get("code", "none"), reply.data.get("message", reply.data)
+        if code == "VALIDATION_ERROR" and kind == "step":
+            raise InvalidAction(
+                f"{message} {json.dumps(reply.data['errors'])}" if "errors" in reply.data else str(message)
+            )
+        if code == "CAPACITY_REACHED":
+            message = f"{message}; let it serve as many sessions as episodes are played at a time (max_concurrent_envs)"
+        raise EpisodeFailed(f"the server answered {kind} with {code}: {message}")
+
+
+class InvalidAction(Exception):
+    """The server finds an action invalid."""
+
+
+def open_server(config: OpenEnvAgent) -> Callable[[], OpenEnvEpisode]:
+    """Probe the server; return what makes an episode. ConfigError if it does not speak the protocol or is of another version."""
+    with httpx.Client(base_url=config.url, headers=authorization(config), timeout=PROBE_TIMEOUT_S) as client:
+        health = asked(client, "/health")
+        if health.get("status") != "healthy":
+            raise ConfigError(explain("agent.url", config.url, f"the server says {health}", "mend the server"))
+        schema = asked(client, "/schema")
+        said = str(asked(client, "/metadata").get("version") or "")
+    if config.version and said and said != config.version:
+        raise ConfigError(
+            explain("agent.version", config.version, f"the server at {config.url} is {said}", "change one")
+        )
+    return partial(OpenEnvEpisode, config, wire_of(config, schema))
+
+
+def asked(client: httpx.Client, path: str) -> dict[str, Any]:
+    """Return what the server says at `path`; ConfigError if it says nothing of the kind."""
+    try:
+        response = client.get(path)
+        response.raise_for_status()
+        body = response.json()
+    except (httpx.HTTPError, ValueError) as error:
+        problem = f"GET {path} fails ({type(error).__name__}: {error})"
+        raise ConfigError(explain("agent.url", str(client.base_url), problem, "start the server there")) from error
+    if not isinstance(body, dict):
+        raise ConfigError(
+            explain("agent.url", str(client.base_url), f"{path} is no object", "see the server's protocol")
+        )
+    return body
+
+
+def wire_of(config: OpenEnvAgent, schema: Mapping[str, Any]) -> Wire:
+    """Return the fields that the configuration names, or else the schemas' only texts; ConfigError if that is not clear."""
+    try:
+        actions = own_fields(schema["action"])
+        observations = own_fields(schema["observation"])
+    except (KeyError, TypeError, AttributeError) as error:
+        problem = f"/schema has no schemas of action and observation ({error!r}): it speaks another version of OpenEnv"
+        raise ConfigError(explain("agent.url", config.url, problem, "see docs/rewards_and_agents.md")) from error
+    action = config.action_field or only_text(actions)
+    if not action or (action != WHOLE and action not in actions):
+        problem = f"the action's fields are {sorted(actions)}"
+        raise ConfigError(
+            explain("agent.action_field", config.action_field, problem, nearest(action, [*actions, WHOLE]))
+        )
+    observation = config.observation_field or only_text(observations)
+    is_text = action == WHOLE or "string" in json.dumps(actions[action])
+    return Wire(action, is_text, observation)
+
+
+def own_fields(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return name -> schema of the fields, less those of the protocol itself."""
+    return {name: field for name, field in schema["properties"].items() if name not in ENVELOPE}
+
+
+def only_text(fields: Mapping[str, Any]) -> str:
+    """Return the name of the only field that is a text, "" if there is none or there are several."""
+    texts = [name for name, field in fields.items() if field.get("type") == "string"]
+    return texts[0] if len(texts) == 1 else ""
+
+
+def authorization(config: ServedAgent) -> dict[str, str]:
+    """Return the headers that a server with a token wants; ConfigError if the variable that holds it is not set."""
+    if not config.token_env:
+        return {}
+    token = os.environ.get(config.token_env)
+    if not token:
+        raise ConfigError(
+            explain("agent.token_env", config.token_env, "is not set", "export it with the server's token")
+        )
+    return {"Authorization": f"Bearer {token}"}

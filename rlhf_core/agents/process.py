@@ -1,0 +1,240 @@
+"""The processes that environments live in: calls go out, replies come back, and what hangs or crashes is replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import queue
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import IO, Any, Self
+
+from rlhf_core.agents.ownership import NOBODY
+from rlhf_core.agents.worker import Call, Reply
+from rlhf_core.child_process import kill_group
+from rlhf_core.config.agents import AgentConfig
+from rlhf_core.errors import AgentError, ConfigError, explain
+
+START_TIMEOUT_S = 300.0
+"""For the interpreter and the imports of the user's module, which may be torch on a busy machine."""
+GRACE_S = 2.0
+"""After the deadline of a step: then code that does not `await` is taken for hung, and its process is killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What became of an episode: a reply, or `lost` with its process; `blamed` says whether it is why."""
+
+    ticket: int
+    kind: str
+    value: Any
+    seconds: float = 0.0
+    blamed: bool = True
+
+
+class Environments:
+    """Environments in `config.processes` processes, each episode known by a ticket.
+
+    ConfigError if the user's code cannot be loaded. `tokenizer` is the folder of a tokenizer, read only by agents that
+    tokenise.
+
+    >>> with Environments(config, tokenizer="policy") as environments:            # doctest: +SKIP
+    ...     ticket = environments.begin(prompt, seed=7)
+    ...     environments.events(timeout_s=1.0)
+    [Event(ticket=0, kind='observed', value=None, seconds=0.001, blamed=True)]
+    """
+
+    def __init__(self, config: AgentConfig, *, tokenizer: str) -> None:
+        self.config = config
+        self._tokenizer = tokenizer
+        self._inbox: queue.SimpleQueue[tuple[_Child, Any]] = queue.SimpleQueue()
+        self._homes: dict[int, _Child] = {}
+        self._tickets = 0
+        self._children: list[_Child] = []
+        try:
+            for _ in range(config.processes):
+                self._children.append(_Child(config, tokenizer, self._inbox))
+            loaded = [child.ready() for child in self._children]
+            self.tools, self.programs = loaded[0]
+        except BaseException:
+            self.close()
+            raise
+
+    def begin(self, prompt: Mapping[str, Any], seed: int, *, timeout_s: float) -> int:
+        """Begin an episode; return its ticket. Tickets take turns among the processes."""
+        ticket = self._tickets
+        self._tickets += 1
+        self._homes[ticket] = self._children[ticket % len(self._children)]
+        self.tell(ticket, "begin", prompt, seed, timeout_s=timeout_s)
+        return ticket
+
+    def tell(self, ticket: int, verb: str, *arguments: Any, timeout_s: float) -> None:
+        """Call a method of the episode's session; `events` has its reply."""
+        self._homes[ticket].send(Call(ticket, verb, arguments, timeout_s))
+
+    def end(self, ticket: int) -> None:
+        """Forget the episode; its environment is closed."""
+        child = self._homes.pop(ticket, None)
+        if child is not None:
+            child.send(Call(ticket, "end", (), self.config.step_timeout_s))
+
+    def events(self, *, timeout_s: float) -> list[Event]:
+        """Return what happened, waiting for up to `timeout_s` until something has; a dead process is replaced."""
+        self._kill_the_hung()
+        found: list[Event] = []
+        with contextlib.suppress(queue.Empty):
+            found += self._received(*self._inbox.get(block=timeout_s > 0, timeout=timeout_s or None))
+            while True:
+                found += self._received(*self._inbox.get_nowait())
+        return found
+
+    def close(self) -> None:
+        """End all processes and what they started."""
+        for child in self._children:
+            child.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _received(self, child: _Child, message: Reply | None) -> list[Event]:
+        if message is None:
+            return self._lost(child) if child in self._children else []
+        child.replied(message.ticket)
+        if message.ticket not in self._homes:
+            return []
+        return [Event(message.ticket, message.kind, message.value, message.seconds)]
+
+    def _lost(self, child: _Child) -> list[Event]:
+        running = child.running()
+        status = child.close()
+        reason = child.verdict or f"its process ended with status {status}"
+        lost = [ticket for ticket, home in self._homes.items() if home is child]
+        guilty = {running} if running in child.owed else set(child.owed)
+        self._children[self._children.index(child)] = fresh = _Child(self.config, self._tokenizer, self._inbox)
+        fresh.ready()
+        for ticket in lost:
+            del self._homes[ticket]
+        return [Event(ticket, "lost", reason, blamed=ticket in guilty) for ticket in lost]
+
+    def _kill_the_hung(self) -> None:
+        patience = self.config.step_timeout_s + GRACE_S
+        for child in self._children:
+            if child.silent_s() > patience and not child.verdict:
+                child.verdict = f"it took longer than step_timeout_s = {self.config.step_timeout_s:g} without waiting"
+                child.kill()
+
+
+class _Child:
+    """One process with a thread that reads its replies and one that writes to it, which may have to wait."""
+
+    def __init__(self, config: AgentConfig, tokenizer: str, inbox: queue.SimpleQueue[tuple[_Child, Any]]) -> None:
+        self.owed: dict[int, None] = {}
+        self.verdict = ""
+        self._heard = time.monotonic()
+        self._inbox = inbox
+        self._beacon = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
+        self._beacon.write(struct.pack("q", NOBODY))
+        self._beacon.flush()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "rlhf_core.agents.worker", str(self._beacon.fileno())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ
+            | {"PYTHONPATH": os.pathsep.join(path or os.curdir for path in sys.path), "PYTHONHASHSEED": "0"},
+            pass_fds=(self._beacon.fileno(),),
+            start_new_session=True,
+        )
+        self._started: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._outbox.put((config, tokenizer))
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._read, self._write)]
+        for thread in self._threads:
+            thread.start()
+
+    def ready(self) -> tuple[tuple[dict[str, Any], ...], bool]:
+        """Wait until the user's code is loaded; return the tools' schemas, and whether it plays programs.
+
+        ConfigError if it cannot be loaded.
+        """
+        try:
+            message = self._started.get(timeout=START_TIMEOUT_S)
+        except queue.Empty:
+            message = ("silent", f"did not load within {START_TIMEOUT_S:g} s")
+        if message is not None and message[0] == "ready":
+            loaded: tuple[tuple[dict[str, Any], ...], bool] = message[1]
+            return loaded
+        status = self.close()
+        if message is None:
+            raise AgentError(explain("agent", status, "its process ended before the code was loaded", "see its errors"))
+        raise ConfigError(message[1] if message[0] == "refused" else explain("agent", None, message[1], "mend it"))
+
+    def send(self, call: Call) -> None:
+        if call.verb != "end":
+            if not self.owed:
+                self._heard = time.monotonic()
+            self.owed[call.ticket] = None
+        self._outbox.put(call)
+
+    def replied(self, ticket: int) -> None:
+        self._heard = time.monotonic()
+        self.owed.pop(ticket, None)
+
+    def silent_s(self) -> float:
+        """Return for how long it has owed a reply without giving any."""
+        return time.monotonic() - self._heard if self.owed else 0.0
+
+    def running(self) -> int:
+        """Return the ticket of the episode whose code ran last, NOBODY if none was running."""
+        return int(struct.unpack("q", os.pread(self._beacon.fileno(), 8, 0))[0])
+
+    def kill(self) -> None:
+        kill_group(self._process)
+
+    def close(self) -> int:
+        """Kill the process and what it started; return its status."""
+        kill_group(self._process)
+        status = self._process.wait()
+        self._outbox.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._beacon.close()
+        return status
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as pipe:
+            first = _loaded(pipe)
+            self._started.put(first)
+            while first is not None:
+                message = _loaded(pipe)
+                self._inbox.put((self, message))
+                if message is None:
+                    return
+
+    def _write(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
+            while (message := self._outbox.get()) is not None:
+                pickle.dump(message, pipe)
+                pipe.flush()
+
+
+def _loaded(pipe: IO[bytes]) -> Any:
+    """Return the next message, None at the end."""
+    try:
+        return pickle.load(pipe)
+    except (EOFError, pickle.UnpicklingError):
+        return None

@@ -1,0 +1,92 @@
+"""Agent programs as they are: a command per episode that talks to the policy as if it were OpenAI's server.
+
+The command gets `OPENAI_BASE_URL` and `OPENAI_API_KEY`, and the prompt as a line of JSON on its standard input. Its exit
+status says whether the episode could be played; its last line of output may say what was earned.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.agents.endpoint import MODEL, Endpoint
+from rlhf_core.agents.games import EpisodeFailed
+from rlhf_core.agents.leashed import leashed
+from rlhf_core.agents.programs import Engine, Program, ProgramResult
+from rlhf_core.config.agents import ProgramAgent
+from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.errors import explain
+
+TOLD = ("id", "messages", "source")
+"""What a program is told of a prompt unless it is given the label."""
+SHOWN_CHARACTERS = 2000
+"""Of a program's errors, from the end."""
+
+
+def open_program(config: ProgramAgent, *, tokenizer: str) -> Program:
+    """Return the command as a program; all its episodes share one endpoint."""
+    endpoint = Endpoint(ChatTemplate.load(Path(tokenizer)), request_timeout_s=config.request_timeout_s)
+
+    async def program(prompt: Mapping[str, Any], seed: int, engine: Engine) -> ProgramResult:
+        async with endpoint.session(engine) as session:
+            environment = dict(config.variables) | {
+                "OPENAI_BASE_URL": session.base_url,
+                "OPENAI_API_KEY": session.api_key,
+                "OPENAI_MODEL": MODEL,
+                "RLHF_SEED": str(seed),
+            }
+            told = {name: value for name, value in prompt.items() if config.give_label or name in TOLD}
+            status, output, errors = await run(config.command, environment, json.dumps(told | {"seed": seed}))
+            cut = session.captured.cut
+            if status != 0 and not cut:
+                raise EpisodeFailed(failure(config.command, status, errors))
+            # A program that does not survive the end of its tokens was cut: it earned what it says, and it says nothing.
+            return ProgramResult(**earned("" if status else output), truncated=cut)
+
+    return program
+
+
+async def run(command: tuple[str, ...], environment: Mapping[str, str], line: str) -> tuple[int, str, str]:
+    """Run `command` with `line` as its input; return its exit status, output and errors."""
+    async with leashed(command, environment=environment) as process:
+        output, errors = await process.communicate(f"{line}\n".encode())
+        status = await process.wait()
+    return status, output.decode(errors="replace"), errors.decode(errors="replace")
+
+
+def earned(output: str) -> dict[str, Any]:
+    """Return `rewards` and `extras` of a program's last line; no rewards where it is no JSON object with a `reward`.
+
+    >>> earned('thinking\\n{"reward": 1, "tries": 3}\\n')
+    {'rewards': (1.0,), 'extras': {'tries': 3.0}}
+    >>> earned("done")
+    {'rewards': (), 'extras': {}}
+    """
+    lines = output.strip().splitlines()
+    try:
+        said = json.loads(lines[-1]) if lines else None
+    except json.JSONDecodeError:
+        said = None
+    if not isinstance(said, dict):
+        said = {}
+    reward = said.pop("reward", None)
+    extras = {name: float(value) for name, value in said.items() if isinstance(value, (int, float))}
+    if reward is None:
+        return {"rewards": (), "extras": extras}
+    if not isinstance(reward, (int, float)) or not math.isfinite(reward):
+        raise EpisodeFailed(
+            explain("reward", reward, "the program's last line must hold a finite number", "mend the program")
+        )
+    return {"rewards": (float(reward),), "extras": extras}
+
+
+def failure(command: tuple[str, ...], status: int, errors: str) -> str:
+    """Return why a command's episode could not be played."""
+    shown = errors.strip()[-SHOWN_CHARACTERS:]
+    how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+    return explain(
+        "agent.command", list(command), f"{how}:\n{shown}", "run it by hand with a line of JSON as its input"
+    )

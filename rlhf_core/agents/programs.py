@@ -1,0 +1,133 @@
+"""Agent programs: code that drives an episode itself and asks for turns, in the child process of `process`.
+
+A program is `async (prompt, seed, engine) -> ProgramResult`. What it gets from `engine.generate` is sampled by the driver
+and kept there, so its tokens cannot be changed on the way: the result only says which turns count and what they earned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from rlhf_core.agents.ownership import owned
+from rlhf_core.types import FinishReason
+
+Reply: TypeAlias = tuple[Literal["asks", "finished"], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A turn that a program asks for; `max_tokens` 0 takes what the configuration and the episode's budget leave."""
+
+    prompt_ids: tuple[int, ...]
+    max_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The turn that was sampled; `text` is without special tokens."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str
+    finish_reason: FinishReason
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramResult:
+    """What an episode came to.
+
+    `rewards` are of the turns that count, in order; of fewer the last stands at the last turn. `token_ids` is the whole
+    conversation with the prompt, and `actions` its sampled (start, end) ranges; without them all turns count, and each
+    must have been asked for with what was said before it as the beginning of its prompt.
+    """
+
+    rewards: tuple[float, ...]
+    extras: Mapping[str, float] = field(default_factory=dict)
+    truncated: bool = False
+    token_ids: tuple[int, ...] = ()
+    actions: tuple[tuple[int, int], ...] = ()
+
+
+class EpisodeCut(RuntimeError):
+    """Raised by `generate` where the episode has no turn or no token left; a program may catch it and return its result."""
+
+
+class Engine:
+    """What a program samples with: one turn at a time.
+
+    >>> answer = await engine.generate(prompt_ids, max_tokens=32)    # doctest: +SKIP
+    """
+
+    def __init__(self) -> None:
+        self._asked: asyncio.Queue[Ask] = asyncio.Queue()
+        self._answer: asyncio.Future[Answer] | None = None
+
+    async def generate(self, prompt_ids: tuple[int, ...], *, max_tokens: int = 0) -> Answer:
+        """Return the policy's continuation of `prompt_ids`.
+
+        EpisodeCut if no turn is left; RuntimeError if another one is still being sampled.
+        """
+        if self._answer is not None:
+            raise RuntimeError(
+                "a turn was asked for while another one is being sampled; an episode is one conversation"
+            )
+        self._answer = asyncio.get_running_loop().create_future()
+        try:
+            self._asked.put_nowait(Ask(tuple(prompt_ids), max_tokens))
+            return await self._answer
+        finally:
+            self._answer = None
+
+    async def asked(self) -> Ask:
+        """Return the next turn that the program asks for."""
+        return await self._asked.get()
+
+    def answer(self, answer: Answer | str) -> None:
+        """Hand over the turn that was asked for, or why there is none."""
+        if self._answer is None or self._answer.done():
+            return
+        if isinstance(answer, str):
+            self._answer.set_exception(EpisodeCut(answer))
+        else:
+            self._answer.set_result(answer)
+
+
+Program: TypeAlias = Callable[[Mapping[str, Any], int, Engine], Coroutine[Any, Any, ProgramResult]]
+
+
+class ProgramSession:
+    """One episode of a program: `begin`, then `answer` after each turn, say what it does next."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._engine = Engine()
+        self._running: asyncio.Future[ProgramResult] | None = None
+
+    async def begin(self, prompt: Mapping[str, Any], seed: int) -> Reply:
+        """Start the program; return its first request, or its result."""
+        self._running = asyncio.ensure_future(owned(self._program(prompt, seed, self._engine)))
+        return await self._next()
+
+    async def answer(self, answer: Answer | str) -> Reply:
+        """Go on with the turn that was sampled, or with why there is none; return the next request, or the result."""
+        self._engine.answer(answer)
+        return await self._next()
+
+    async def close(self) -> None:
+        """Cancel what still runs."""
+        if self._running is not None:
+            self._running.cancel()
+
+    async def _next(self) -> Reply:
+        assert self._running is not None
+        asked = asyncio.ensure_future(self._engine.asked())
+        try:
+            both: list[asyncio.Future[Any]] = [self._running, asked]
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            return ("asks", asked.result()) if asked.done() else ("finished", self._running.result())
+        finally:
+            asked.cancel()

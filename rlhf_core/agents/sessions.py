@@ -1,0 +1,130 @@
+"""What the child process plays with: for each episode a session, opened from the configuration's `type`.
+
+A session has `begin(prompt, seed)`, then `step(...)` (environments) or `answer(...)` (programs), and `close()`; each returns
+what happened as (kind, value). A further type of agent is a further case of `open_sessions`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, assert_never
+
+from rlhf_core.agents.environment import StepResult
+from rlhf_core.agents.programs import ProgramSession
+from rlhf_core.callables import load_callable
+from rlhf_core.config.agents import (
+    AgentConfig,
+    EnvironmentAgent,
+    NemoGymAgent,
+    OpenEnvAgent,
+    OpenRLHFAgent,
+    ProgramAgent,
+    ToolsAgent,
+    VerifiersAgent,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sessions:
+    """Opens a session per episode. `tools` are JSON schemas for the chat template."""
+
+    open: Callable[[], Any]
+    tools: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def programs(self) -> bool:
+        """Whether programs are played, and not environments."""
+        return isinstance(self.open(), ProgramSession)
+
+
+class EnvironmentSession:
+    """One episode of an environment."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._environment: Any = None
+        self._wanted: frozenset[str] | None = None
+
+    async def begin(self, prompt: Mapping[str, Any], seed: int) -> tuple[str, str | None]:
+        """Make the environment and reset it; return what it adds to the prompt."""
+        self._environment = self._make()
+        self._wanted = wanted_keywords(self._environment.step)
+        added = await resolved(self._environment.reset(prompt, seed)) if hasattr(self._environment, "reset") else None
+        if added is not None and not isinstance(added, str):
+            raise TypeError(f"reset returned a {type(added).__name__}, and must return a text or None")
+        return "observed", added
+
+    async def step(self, action: str, info: Mapping[str, Any]) -> tuple[str, StepResult]:
+        """Take a turn; return what it led to."""
+        passed = {name: value for name, value in info.items() if self._wanted is None or name in self._wanted}
+        result = await resolved(self._environment.step(action, **passed))
+        return "stepped", checked_step(result)
+
+    async def close(self) -> None:
+        """Close the environment, if it can be."""
+        if hasattr(self._environment, "close"):
+            await resolved(self._environment.close())
+
+
+def open_sessions(config: AgentConfig, *, tokenizer: str) -> Sessions:
+    """Load the user's code; ConfigError if it cannot be. `tokenizer` is a folder, read only by agents that tokenise."""
+    match config:
+        case EnvironmentAgent():
+            make = load_callable("agent.environment", config.environment)
+            return Sessions(partial(EnvironmentSession, partial(make, **config.arguments)))
+        case OpenRLHFAgent():
+            from rlhf_core.agents.openrlhf import open_executor
+
+            return Sessions(partial(ProgramSession, open_executor(config, tokenizer=tokenizer)))
+        case ToolsAgent():
+            from rlhf_core.agents.tools import ToolEnvironment, load_tools
+
+            tools = load_tools(config.tools)
+            functions = {name: tool.function for name, tool in tools.items()}
+            make = partial(ToolEnvironment, functions, max_tool_calls=config.max_tool_calls)
+            return Sessions(partial(EnvironmentSession, make), tools=tuple(tool.schema for tool in tools.values()))
+        case ProgramAgent():
+            from rlhf_core.agents.program_agent import open_program
+
+            return Sessions(partial(ProgramSession, open_program(config, tokenizer=tokenizer)))
+        case OpenEnvAgent():
+            from rlhf_core.agents.openenv import open_server
+
+            return Sessions(partial(EnvironmentSession, open_server(config)))
+        case NemoGymAgent():
+            from rlhf_core.agents.nemo_gym import open_resources
+
+            return Sessions(partial(ProgramSession, open_resources(config, tokenizer=tokenizer)))
+        case VerifiersAgent():
+            from rlhf_core.agents.verifiers import open_verifiers
+
+            return Sessions(partial(ProgramSession, open_verifiers(config, tokenizer=tokenizer)))
+        case _:
+            assert_never(config)
+
+
+async def resolved(value: Any) -> Any:
+    """Return `value`, awaited if it can be: methods may be plain or `async`."""
+    return await value if inspect.isawaitable(value) else value
+
+
+def wanted_keywords(function: Callable[..., Any]) -> frozenset[str] | None:
+    """Return the names that `function` takes besides the first parameter; None if it takes all."""
+    parameters = list(inspect.signature(function).parameters.values())
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return frozenset(parameter.name for parameter in parameters[1:])
+
+
+def checked_step(result: Any) -> StepResult:
+    """Return `result` if it is a StepResult of the right shape, its numbers as floats; TypeError otherwise."""
+    if not isinstance(result, StepResult):
+        raise TypeError(f"step returned a {type(result).__name__}, and must return a StepResult")
+    observation = result.observation
+    if not isinstance(observation, str):
+        observation = [{"role": turn["role"], "content": turn["content"]} for turn in observation]
+    extras = {str(name): float(value) for name, value in result.extras.items()}
+    return StepResult(observation, float(result.reward), bool(result.done), extras)

@@ -1,0 +1,123 @@
+"""Tool calling: functions whose schemas the chat template shows, called where an answer holds `<tool_call>{json}</tool_call>`.
+
+The format is that of Hermes and Qwen templates: `{"name": ..., "arguments": {...}}`. What is wrong with a call is told to the
+policy as the tool's answer, so that it can mend it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_core.agents.environment import StepResult
+from rlhf_core.callables import load_callable
+from rlhf_core.errors import ConfigError, explain, nearest
+
+CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function and the JSON schema of its call."""
+
+    function: Callable[..., Any]
+    schema: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call as the policy wrote it; `problem` says why it cannot be made."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    problem: str = ""
+
+
+class ToolEnvironment:
+    """One episode with tools; it ends with the first answer that calls none."""
+
+    def __init__(self, functions: Mapping[str, Callable[..., Any]], *, max_tool_calls: int) -> None:
+        self._functions = functions
+        self._left = max_tool_calls
+        self._calls = 0
+        self._failures = 0
+
+    async def step(self, action: str) -> StepResult:
+        """Make the calls in `action`; each result is a turn of the role `tool`."""
+        calls = parse_calls(action)
+        results = [await self._result(call) for call in calls]
+        counts = {"tool_calls": float(self._calls), "tool_failures": float(self._failures)}
+        return StepResult([{"role": "tool", "content": text} for text in results], done=not calls, extras=counts)
+
+    async def _result(self, call: ToolCall) -> str:
+        self._calls += 1
+        problem = call.problem
+        if self._calls > self._left:
+            problem = f"no tool call is left of {self._left}; give your answer"
+        elif not problem and call.name not in self._functions:
+            problem = f"there is no tool {call.name}; {nearest(call.name, list(self._functions))}"
+        if not problem:
+            function = self._functions[call.name]
+            try:
+                inspect.signature(function).bind(**call.arguments)
+                result = function(**call.arguments)
+                return as_text(await result if inspect.isawaitable(result) else result)
+            except Exception as error:  # the policy's arguments are as likely the cause as the tool: it is told
+                problem = f"{type(error).__name__}: {error}"
+        self._failures += 1
+        return f"error: {problem}"
+
+
+def parse_calls(text: str) -> list[ToolCall]:
+    """Return the tool calls of an answer, in order.
+
+    >>> parse_calls('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+    [ToolCall(name='add', arguments={'a': 1}, problem='')]
+    >>> parse_calls("<tool_call>{a}</tool_call>")[0].problem[:28]
+    'the call is no JSON (Expecti'
+    """
+    return [_parsed(body) for body in CALL.findall(text)]
+
+
+def _parsed(body: str) -> ToolCall:
+    try:
+        call = json.loads(body)
+    except json.JSONDecodeError as error:
+        return ToolCall("", {}, f"the call is no JSON ({error.msg} at character {error.pos})")
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return ToolCall("", {}, 'the call must read {"name": ..., "arguments": {...}}')
+    arguments = call["arguments"] if "arguments" in call else {}
+    if not isinstance(arguments, dict):
+        return ToolCall(call["name"], {}, "the arguments must be an object")
+    return ToolCall(call["name"], arguments)
+
+
+def as_text(result: Any) -> str:
+    """Return a tool's result as the policy reads it: text as it is, anything else as JSON."""
+    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+
+
+def load_tools(specs: Sequence[str]) -> dict[str, Tool]:
+    """Return name -> tool; ConfigError if a function has no types, or a docstring that does not describe its arguments."""
+    from transformers.utils import get_json_schema
+
+    tools: dict[str, Tool] = {}
+    for spec in specs:
+        function = load_callable("agent.tools", spec)
+        try:
+            schema = get_json_schema(function)
+        except Exception as error:  # TypeHintParsingException, DocstringParsingException
+            raise ConfigError(
+                explain(
+                    "agent.tools", spec, f"no schema can be made of it ({error})", "type and document its arguments"
+                )
+            ) from error
+        name = schema["function"]["name"]
+        if name in tools:
+            raise ConfigError(explain("agent.tools", spec, f"there are two tools named {name}", "rename one"))
+        tools[name] = Tool(function, schema)
+    return tools

@@ -1,0 +1,153 @@
+"""Environments of `verifiers`: they run in an interpreter of their own and take the policy from our endpoint.
+
+One process of `verifiers_runner` plays all episodes of a process of ours. It is started anew if it ends; the episodes that it
+was playing have failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.agents import leash, verifiers_runner
+from rlhf_core.agents.endpoint import MODEL, Endpoint
+from rlhf_core.agents.games import EpisodeFailed, label_columns
+from rlhf_core.agents.programs import Engine, Program, ProgramResult
+from rlhf_core.config.agents import VerifiersAgent
+from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.errors import ConfigError, explain
+
+START_TIMEOUT_S = 100.0
+"""For the interpreter, the imports of `verifiers` and what the environment loads."""
+
+
+class Runner:
+    """A process of `verifiers_runner`; ConfigError if the environment cannot be loaded there, or the version is another."""
+
+    def __init__(self, config: VerifiersAgent) -> None:
+        self._config = config
+        self._numbers = 0
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._process = self._start()
+
+    async def play(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what an episode came to; EpisodeFailed if it could not be played."""
+        self._loop = asyncio.get_running_loop()
+        if self._process.poll() is not None:
+            self._process = await asyncio.to_thread(self._start)
+        number, self._numbers = self._numbers, self._numbers + 1
+        answer = self._waiting[number] = self._loop.create_future()
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"id": number, **request}) + "\n")
+            self._process.stdin.flush()
+            reply = await answer
+        except BrokenPipeError:
+            reply = {"error": "its interpreter has ended"}
+        finally:
+            self._waiting.pop(number, None)
+        if "error" in reply:
+            raise EpisodeFailed(f"{self._config.environment}: {reply['error']}")
+        return reply
+
+    def _start(self) -> subprocess.Popen[str]:
+        own, held = os.pipe()
+        settings = {
+            "environment": self._config.environment,
+            "arguments": self._config.arguments,
+            "folders": [str(Path(folder).resolve()) for folder in self._config.folders],
+        }
+        runner = [self._config.python, verifiers_runner.__file__, json.dumps(settings)]
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", leash.__file__, str(own), *runner],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+            pass_fds=(own,),
+            start_new_session=True,
+            text=True,
+        )
+        os.close(own)
+        first: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, args=(process, first, held), daemon=True).start()
+        try:
+            said = first.get(timeout=START_TIMEOUT_S)
+        except queue.Empty:
+            process.kill()
+            said = {"refused": f"it was not loaded within {START_TIMEOUT_S:g} s"}
+        self._check(said)
+        return process
+
+    def _check(self, said: Mapping[str, Any]) -> None:
+        if "refused" in said:
+            where = f"could not be loaded by {self._config.python}: {said['refused']}"
+            raise ConfigError(explain("agent.environment", self._config.environment, where, "load it there by hand"))
+        wanted, found = self._config.version, str(said["version"])
+        if wanted and f"{found}.".find(f"{wanted}.") != 0:
+            problem = f"{self._config.python} has verifiers {found}"
+            raise ConfigError(explain("agent.version", wanted, problem, "install that version, or change this"))
+
+    def _listen(self, process: subprocess.Popen[str], first: queue.SimpleQueue[dict[str, Any]], held: int) -> None:
+        """Hand on what the process says; when it ends, fail what still waits. Runs in a thread of its own."""
+        assert process.stdout is not None
+        lines = (json.loads(line) for line in process.stdout)
+        first.put(next(lines, {"refused": "its interpreter ended at once; see its errors"}))
+        for reply in lines:
+            self._hand_on(reply["id"], reply)
+        os.close(held)
+        for number in list(self._waiting):
+            self._hand_on(number, {"error": "its interpreter has ended"})
+
+    def _hand_on(self, number: int, reply: dict[str, Any]) -> None:
+        def settle() -> None:
+            answer = self._waiting.get(number)
+            if answer is not None and not answer.done():
+                answer.set_result(reply)
+
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(settle)
+
+
+def open_verifiers(config: VerifiersAgent, *, tokenizer: str) -> Program:
+    """Load the environment in its interpreter; return its episodes as a program."""
+    runner = Runner(config)
+    endpoint = Endpoint(ChatTemplate.load(Path(tokenizer)), request_timeout_s=config.request_timeout_s)
+
+    async def program(prompt: Mapping[str, Any], seed: int, engine: Engine) -> ProgramResult:
+        async with endpoint.session(engine) as session:
+            request = {
+                "base_url": session.base_url,
+                "api_key": session.api_key,
+                "model": MODEL,
+                "messages": prompt["messages"],
+                "task": label_columns(prompt["label"]) or {"answer": prompt["label"]},
+                "timeout_s": config.request_timeout_s,
+            }
+            try:
+                said = await runner.play(request)
+            except EpisodeFailed:
+                if session.captured.cut:  # not its failure: it has no answer to the end of the episode's tokens
+                    return ProgramResult((), truncated=True)
+                raise
+            return result_of(said, cut=session.captured.cut)
+
+    return program
+
+
+def result_of(said: Mapping[str, Any], *, cut: bool) -> ProgramResult:
+    """Return what the runner says of an episode; EpisodeFailed if there is no finite reward."""
+    reward = said["reward"]
+    if not isinstance(reward, (int, float)) or not math.isfinite(reward):
+        raise EpisodeFailed(f"its reward is {reward}")
+    metrics = {name: float(value) for name, value in said["metrics"].items() if isinstance(value, (int, float))}
+    return ProgramResult((float(reward),), metrics, truncated=cut)

@@ -1,0 +1,149 @@
+"""Plays environments of `verifiers` in the interpreter that has it: `python verifiers_runner.py SETTINGS`.
+
+SETTINGS is JSON: `environment`, `arguments`, `folders`. Requests are lines of JSON on standard input, answers are lines on
+standard output; the first line says whether the environment could be loaded, and the version. Everything else that is printed
+goes to standard error. Beside `verifiers` it needs the standard library alone: it runs where this project is not installed.
+
+Up to 0.1 an environment is what `load_environment` of its module returns; since 0.2 it is a taskset with a harness.
+"""
+
+import asyncio
+import contextlib
+import contextvars
+import importlib.metadata
+import json
+import logging
+import os
+import sys
+import traceback
+
+KEY_VARIABLE = "RLHF_POLICY_KEY"
+"""The variable that `verifiers` is told to read the policy's API key from."""
+
+
+PROBLEMS = contextvars.ContextVar("PROBLEMS")
+"""What went wrong in the episode whose code is running."""
+
+
+class Overheard(logging.Handler):
+    """Keeps errors that `verifiers` only logs: 0.1 takes a reward function that raised for one that said 0."""
+
+    def emit(self, record):
+        """Keep the message with the episode that it belongs to."""
+        problems = PROBLEMS.get(None)
+        if problems is not None:
+            problems.append(record.getMessage())
+
+
+class Legacy:
+    """An environment of `verifiers` 0.1."""
+
+    def __init__(self, settings):
+        import verifiers
+
+        self._environment = verifiers.load_environment(settings["environment"], **settings["arguments"])
+
+    def serving(self):
+        """Return a context that needs nothing."""
+        return contextlib.nullcontext()
+
+    async def play(self, request):
+        """Play a task; return what it earned."""
+        from verifiers.types import ClientConfig
+
+        client = ClientConfig(
+            api_key_var=KEY_VARIABLE, api_base_url=request["base_url"], max_retries=0, timeout=request["timeout_s"]
+        )
+        task = request["task"]
+        row = {"example_id": 0, "prompt": request["messages"], "answer": "", "info": {}, **task}
+        output = await self._environment.run_rollout(row, client, request["model"], {})
+        if output.get("error"):
+            raise RuntimeError(f"the rollout has an error: {output['error']}")
+        return {"reward": output["reward"], "metrics": output.get("metrics") or {}}
+
+
+class Current:
+    """An environment of `verifiers` since 0.2: a taskset and a harness that drives the model."""
+
+    def __init__(self, settings):
+        from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+
+        arguments = dict(settings["arguments"])
+        taskset = {"id": settings["environment"], **arguments.pop("taskset", {})}
+        self._environment = load_environment(resolve_env_config({"taskset": taskset, **arguments}))
+        self._task_class = type(self._environment.taskset).task_type()
+
+    def serving(self):
+        """Return the context of what its rollouts share."""
+        return self._environment.serving()
+
+    async def play(self, request):
+        """Play a task; return what it earned."""
+        from verifiers.v1.clients import ModelContext
+        from verifiers.v1.configs.client import EvalClientConfig
+        from verifiers.v1.types import SamplingConfig
+
+        data = self._task_class.data_type().model_validate({"prompt": request["messages"], **request["task"]})
+        task = self._task_class(data, self._environment.config.taskset.task)
+        client = EvalClientConfig(base_url=request["base_url"], api_key_var=KEY_VARIABLE)
+        context = ModelContext(client=client, model=request["model"], sampling=SamplingConfig())
+        (slot,) = self._environment.slots(task)
+        episode = await self._environment.run_slot(slot, context)
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        if not episode.ok or errors:
+            raise RuntimeError(f"the episode has errors: {[f'{error.type}: {error.message}' for error in errors]}")
+        trace = episode.traces[0]
+        if not trace.rewards or None in trace.rewards.values():
+            raise RuntimeError(f"the episode was not scored: {trace.rewards}")
+        return {"reward": trace.reward, "metrics": dict(trace.metrics)}
+
+
+async def serve(environment, requests, answers):
+    """Play what is asked for, side by side, until the input ends."""
+    loop = asyncio.get_running_loop()
+    tasks = set()
+
+    def say(message):
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+
+    async def answer(request):
+        problems = []
+        PROBLEMS.set(problems)
+        try:
+            played = await environment.play(request)
+            if problems:
+                raise RuntimeError("; ".join(problems))
+            say({"id": request["id"], **played})
+        except Exception:
+            say({"id": request["id"], "error": traceback.format_exc()[-4000:]})
+
+    async with environment.serving():
+        while line := await loop.run_in_executor(None, requests.readline):
+            request = json.loads(line)
+            os.environ[KEY_VARIABLE] = request["api_key"]
+            task = asyncio.create_task(answer(request))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+
+def main(settings):
+    """Load the environment, say how that went, and serve."""
+    answers, requests = os.fdopen(os.dup(1), "w"), os.fdopen(os.dup(0), "r")
+    os.dup2(2, 1)
+    sys.path[:1] = settings["folders"]  # and not our own folder, which has a module `verifiers` too
+    try:
+        version = importlib.metadata.version("verifiers")
+        kind = Legacy if tuple(map(int, version.split(".")[:2])) < (0, 2) else Current
+        environment = kind(settings)
+        logging.getLogger("verifiers").addHandler(Overheard(logging.ERROR))
+    except Exception as error:
+        traceback.print_exc()
+        print(json.dumps({"refused": f"{type(error).__name__}: {error}"}), file=answers, flush=True)
+        return
+    print(json.dumps({"version": version}), file=answers, flush=True)
+    asyncio.run(serve(environment, requests, answers))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,123 @@
+"""The child process of `rlhf_core.agents.process`: `python -m rlhf_core.agents.worker BEACON`.
+
+Plays many episodes on one event loop. Reads pickled calls from standard input and answers each with a pickled message;
+`BEACON` is the descriptor of a file that holds the ticket of the episode whose code is running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import pickle
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from rlhf_core.agents.ownership import OWNER, Owner, owned
+from rlhf_core.agents.sessions import Sessions, open_sessions
+from rlhf_core.child_process import start_guard, take_standard_streams
+from rlhf_core.errors import ConfigError
+
+TRACEBACK_LINES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a method of an episode's session; `end` closes it and is not answered."""
+
+    ticket: int
+    verb: str
+    arguments: tuple[Any, ...]
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a call came to: the session's own kinds, or `raised` (a traceback) or `late`."""
+
+    ticket: int
+    kind: str
+    value: Any
+    seconds: float
+
+
+def main(beacon: int) -> None:
+    """Serve until the input ends."""
+    start_guard()
+    answers, requests = take_standard_streams()
+    config, tokenizer = pickle.load(requests)
+    try:
+        sessions = open_sessions(config, tokenizer=tokenizer)
+    except ConfigError as error:
+        _send(answers, ("refused", str(error)))
+        return
+    _send(answers, ("ready", (sessions.tools, sessions.programs)))
+    mapped = mmap.mmap(beacon, 8)
+    asyncio.run(_Host(sessions, answers, lambda ticket: struct.pack_into("q", mapped, 0, ticket)).serve(requests))
+
+
+class _Host:
+    def __init__(self, sessions: Sessions, answers: BinaryIO, mark: Callable[[int], None]) -> None:
+        self._sessions = sessions
+        self._answers = answers
+        self._mark = mark
+        self._playing: dict[int, tuple[Any, Owner]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(self, requests: BinaryIO) -> None:
+        loop = asyncio.get_running_loop()
+        inbox: asyncio.Queue[Call | None] = asyncio.Queue()
+
+        def read() -> None:
+            while True:
+                try:
+                    call = pickle.load(requests)
+                except EOFError:
+                    call = None
+                loop.call_soon_threadsafe(inbox.put_nowait, call)
+                if call is None:
+                    return
+
+        threading.Thread(target=read, daemon=True).start()
+        while (call := await inbox.get()) is not None:
+            if call.verb == "begin":
+                owner = Owner(call.ticket, call.arguments[1], self._mark)
+                self._playing[call.ticket] = (self._sessions.open(), owner)
+            task = asyncio.create_task(self._answer(call))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, call: Call) -> None:
+        ending = call.verb == "end"
+        session, owner = self._playing.pop(call.ticket) if ending else self._playing[call.ticket]
+        OWNER.set(owner)
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(call.timeout_s) as deadline:
+                method = session.close if ending else getattr(session, call.verb)
+                result = await owned(method(*call.arguments))
+            kind, value = result if not ending else ("", None)
+        except Exception:
+            late = deadline.expired()
+            kind = "late" if late else "raised"
+            value = "" if late else "\n".join(traceback.format_exc().splitlines()[-TRACEBACK_LINES:])
+            if ending:
+                traceback.print_exc()  # the episode is over: nobody waits for this
+        if not ending:
+            _send(self._answers, Reply(call.ticket, kind, value, time.monotonic() - started))
+
+
+def _send(answers: BinaryIO, message: Any) -> None:
+    pickle.dump(message, answers)
+    answers.flush()
+
+
+if __name__ == "__main__":
+    from rlhf_core.agents import worker
+
+    worker.main(int(sys.argv[1]))  # not ours: the parent knows Call and Reply by that module's name

@@ -1,0 +1,174 @@
+"""The configuration of agents: `[ppo.agent]` and `[generate.agent]` with `type`, whose answers are episodes of turns."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from rlhf_core.config.base import OPERATIONAL, Config
+
+
+class EpisodeLimits(Config):
+    """What every kind of agent has: how long an episode may get, how it is played, and who earns its rewards."""
+
+    max_turns: int = Field(8, ge=1)
+    """Turns that the policy may take; an episode that is not over then is cut (`finish_reason = "length"`)."""
+    max_episode_tokens: int = Field(2048, ge=2)
+    """Tokens of the prompt, the turns and the environment's text together; `sampling.max_tokens` bounds one turn."""
+    step_timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 60.0
+    """Deadline of the environment's part of one turn."""
+    episode_timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 600.0
+    """Deadline of the environment's part of a whole episode; sampling does not count."""
+    retries: Annotated[int, Field(ge=0), OPERATIONAL] = 1
+    """How often an episode is played anew whose environment failed. Then it is counted and left out, never scored 0."""
+    processes: Annotated[int, Field(ge=1), OPERATIONAL] = 1
+    """Processes that the environments live in, many in each; a step that does not `await` holds up the others in its own."""
+    scheduling: Annotated[Literal["lockstep", "continuous"], OPERATIONAL] = "lockstep"
+    """`lockstep` samples the turns of all episodes in one batch, so that a restart gives the same bytes; `continuous`
+    samples a turn as soon as its environment has answered."""
+    credit: Literal["episode", "turn"] = "episode"
+    """`turn` puts what each turn earned (the term `type = "episode"`) at its own last token; estimators that compare whole
+    answers see their sum either way."""
+
+    def callables(self) -> tuple[str, ...]:
+        """Return the users' functions and classes, whose modules belong to the key of a stage."""
+        return ()
+
+
+class EnvironmentAgent(EpisodeLimits):
+    """An environment with `reset` and `step` (`rlhf_core.agents.environment`)."""
+
+    type: Literal["environment"] = "environment"
+    environment: str
+    """`package.module:Class` or `path/to/file.py:Class`, or a function that returns an environment; called per episode."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments of the call."""
+
+    @field_validator("environment")
+    @classmethod
+    def _names_module_and_class(cls, spec: str) -> str:
+        return named_object(spec)
+
+    def callables(self) -> tuple[str, ...]:
+        """Return the environment."""
+        return (self.environment,)
+
+
+class OpenRLHFAgent(EpisodeLimits):
+    """A file with a class `AgentExecutor`, as OpenRLHF's `--train.agent_func_path` takes it, unchanged."""
+
+    type: Literal["openrlhf"] = "openrlhf"
+    file: str = Field(pattern=r"\.py$")
+
+    def callables(self) -> tuple[str, ...]:
+        """Return the class in the file."""
+        return (f"{self.file}:AgentExecutor",)
+
+
+class ToolsAgent(EpisodeLimits):
+    """Functions that the policy may call through the chat template; an answer that calls none ends the episode."""
+
+    type: Literal["tools"] = "tools"
+    tools: tuple[str, ...] = Field(min_length=1)
+    """Functions as `package.module:function` or `path/to/file.py:function`, typed and with a docstring that describes
+    each argument: their schema is made of it."""
+    max_tool_calls: int = Field(8, ge=1)
+    """Calls in an episode; further ones are answered with an error."""
+
+    @field_validator("tools")
+    @classmethod
+    def _name_modules_and_functions(cls, specs: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(named_object, specs))
+
+    def callables(self) -> tuple[str, ...]:
+        """Return the tools."""
+        return self.tools
+
+
+class ProgramAgent(EpisodeLimits):
+    """A command per episode that talks to the policy as to an OpenAI server (`rlhf_core.agents.program_agent`)."""
+
+    type: Literal["program"] = "program"
+    command: tuple[str, ...] = Field(min_length=1)
+    """Program and arguments, e.g. `["python", "agent.py"]`; `python` is the interpreter that runs this."""
+    files: tuple[str, ...] = ()
+    """Further files that decide what the program does; with those in `command` they belong to the key of a stage."""
+    variables: dict[str, str] = {}
+    """Environment variables of the program."""
+    give_label: bool = False
+    """Tells the program the prompt's label, for programs that compute a reward themselves."""
+    request_timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 600.0
+    """Deadline of one request of the program, sampling included."""
+
+    def read_files(self) -> tuple[str, ...]:
+        """Return the files whose content belongs to the key of a stage."""
+        return (*(word for word in self.command[1:] if word.endswith((".py", ".sh", ".js"))), *self.files)
+
+
+class ServedAgent(EpisodeLimits):
+    """What environments behind a server have in common."""
+
+    url: Annotated[str, Field(pattern=r"^https?://"), OPERATIONAL]
+    token_env: Annotated[str, OPERATIONAL] = ""
+    """Environment variable with a bearer token for the server."""
+    version: str = ""
+    """Which version of the environment it is. It belongs to the key of a stage, which cannot see the server's code; where
+    the server says one, it must be this."""
+
+
+class OpenEnvAgent(ServedAgent):
+    """An OpenEnv server: each episode is a session on its `/ws` (`rlhf_core.agents.openenv`)."""
+
+    type: Literal["openenv"] = "openenv"
+    action_field: str = ""
+    """The field of an action that takes the policy's turn; by default the only text among the schema's fields. `json`
+    takes the turn as JSON for the whole action."""
+    observation_field: str = ""
+    """The field of an observation that the policy reads, e.g. `text`; by default the only text, or else all as JSON."""
+    reset_arguments: dict[str, Any] = {}
+    """Further arguments of each reset, beside the seed."""
+    give_label: bool = False
+    """Passes the label's keys to each reset."""
+    needs_reward: bool = True
+    """An episode that ends without any reward has failed; false where the rewards come from elsewhere."""
+
+
+class NemoGymAgent(ServedAgent):
+    """A NeMo Gym resources server: its tools are called, and it verifies the answer (`rlhf_core.agents.nemo_gym`)."""
+
+    type: Literal["nemo_gym"] = "nemo_gym"
+    label_field: str = ""
+    """The field of a task that takes a label which is no JSON object, e.g. `expected_answer`."""
+
+
+class VerifiersAgent(EpisodeLimits):
+    """An environment of `verifiers`, in an interpreter of its own (`rlhf_core.agents.verifiers`)."""
+
+    type: Literal["verifiers"] = "verifiers"
+    python: Annotated[str, OPERATIONAL]
+    """The interpreter of the virtual environment that `verifiers` and the environment are installed in."""
+    environment: str
+    """The environment's name, as `load_environment` takes it."""
+    arguments: dict[str, Any] = {}
+    """Arguments of the environment."""
+    version: str = ""
+    """Which version of `verifiers` must be installed there, or the beginning of it; it belongs to the key of a stage."""
+    folders: tuple[str, ...] = ()
+    """Folders that its modules may be imported from."""
+    request_timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 600.0
+    """Deadline of one request of the environment, sampling included."""
+
+
+AgentConfig = Annotated[
+    EnvironmentAgent | OpenRLHFAgent | ToolsAgent | ProgramAgent | OpenEnvAgent | NemoGymAgent | VerifiersAgent,
+    Field(discriminator="type"),
+]
+
+
+def named_object(spec: str) -> str:
+    """Return `spec` if it reads `package.module:name` or `path/to/file.py:name`; ValueError otherwise."""
+    module, separator, name = spec.rpartition(":")
+    if not separator or not module or not name.isidentifier():
+        raise ValueError("must read package.module:name or path/to/file.py:name; add what is missing")
+    return spec

@@ -1,0 +1,47 @@
+"""Faster kernels where they are installed: FlashAttention 2 and Liger (arXiv 2410.10989). Never required."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from torch import nn
+
+from rlhf_core.errors import ConfigError, explain
+
+LIGER = "liger_kernel"
+
+
+def check_kernels(attention: str, *, liger: bool, device: str) -> None:
+    """Raise ConfigError for kernels that are not installed, or that `device`, a torch device type, does not run."""
+    from transformers.utils import is_flash_attn_2_available
+
+    if attention == "flash_attention_2" and not (device == "cuda" and is_flash_attn_2_available()):
+        rule, remedy = (
+            f"FlashAttention 2 does not run here (device {device})",
+            "use sdpa, or install flash-attn on a GPU",
+        )
+        raise ConfigError(explain("runtime.trainer.attention", attention, rule, remedy))
+    if liger and not (device == "cuda" and find_spec(LIGER) is not None):
+        rule, remedy = (
+            f"Liger kernels do not run here (device {device})",
+            "leave it out, or install liger-kernel on a GPU",
+        )
+        raise ConfigError(explain("runtime.trainer.liger", liger, rule, remedy))
+
+
+def use_liger(model: nn.Module) -> None:
+    """Give the norms, rotations and MLPs of `model` Liger's kernels; its losses stay ours.
+
+    Raises ConfigError for an architecture that Liger does not know: it would be left as it is without a word.
+    """
+    any_model: Any = model
+    patches = import_module(f"{LIGER}.transformers.monkey_patch")
+    kind = any_model.config.get_text_config().model_type
+    if kind not in patches.MODEL_TYPE_TO_APPLY_LIGER_FN:
+        rule = f"Liger does not know the architecture {kind!r}"
+        raise ConfigError(explain("runtime.trainer.liger", True, rule, "leave it out"))
+    patches._apply_liger_kernel_to_instance(
+        model=any_model.base_model, cross_entropy=False, fused_linear_cross_entropy=False
+    )

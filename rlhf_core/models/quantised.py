@@ -1,0 +1,64 @@
+"""Frozen weights in 4 bits under their adapters (QLoRA, arXiv 2305.14314). The only module that imports bitsandbytes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from torch import Tensor, nn
+
+from rlhf_core.errors import ConfigError, explain
+
+QUANTISER = "bitsandbytes"
+
+
+def check_quantiser() -> None:
+    """Raise ConfigError where bitsandbytes is not installed."""
+    if find_spec(QUANTISER) is None:
+        rule = f"needs {QUANTISER}, which is not installed"
+        raise ConfigError(explain("lora.quantise", "nf4", rule, f"install {QUANTISER}, or leave lora.quantise empty"))
+
+
+def quantise(model: nn.Module, names: Collection[str]) -> None:
+    """Put 4-bit layers in the place of the linear layers of `model` whose last name is in `names`.
+
+    NF4 in blocks of 64, the blocks' scales quantised too. A weight is rounded when its layer is moved to a device.
+    """
+    bitsandbytes = import_module(QUANTISER)
+    for owner in list(model.modules()):
+        for name, layer in list(owner.named_children()):
+            if name not in names or not isinstance(layer, nn.Linear):
+                continue
+            small = bitsandbytes.nn.Linear4bit(
+                layer.in_features,
+                layer.out_features,
+                bias=layer.bias is not None,
+                quant_type="nf4",
+                compress_statistics=True,
+                device="meta",
+            )
+            small.weight = bitsandbytes.nn.Params4bit(
+                layer.weight.data,
+                requires_grad=False,
+                quant_type="nf4",
+                compress_statistics=True,
+                module=small,
+            )
+            small.bias = layer.bias
+            setattr(owner, name, small.to(layer.weight.device))
+    model.requires_grad_(False)
+
+
+def is_quantised(layer: nn.Module) -> bool:
+    """Return whether `layer` is one of `quantise`."""
+    return type(layer).__name__ == "Linear4bit"
+
+
+def whole_weight(layer: nn.Module) -> Tensor:
+    """Return weight_OI of a layer of `quantise` in the dtype that it had, as the forward pass uses it."""
+    any_layer: Any = layer
+    functional = import_module(f"{QUANTISER}.functional")
+    weight: Tensor = functional.dequantize_4bit(any_layer.weight.data, any_layer.weight.quant_state)
+    return weight

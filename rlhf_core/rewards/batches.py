@@ -1,0 +1,148 @@
+"""A reward asked in batches: by several workers, again when it fails, and apart until the culprits are found."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from rlhf_core.config.rewards import OnFailure
+from rlhf_core.errors import RewardError
+from rlhf_core.rewards.cache import ResultCache
+from rlhf_core.rewards.outcomes import BatchFailed, Outcome, merged_logs, reason_of, screened
+from rlhf_core.types import Generation
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 30.0
+FAILED_CALLS = 48
+"""After so many failed calls for one batch what is left of it fails as a whole: each may have cost a deadline. Enough for
+four culprits among a thousand answers."""
+
+Ask = Callable[[Sequence[Generation]], Outcome]
+
+
+class BatchedReward:
+    """A `Reward` that puts batches to the workers `asked`, each of which answers one batch at a time.
+
+    A batch that fails is tried `retries` times more, after pauses that double. Then RewardError for `fail`; for `invalid`
+    it is halved, and its halves, down to the generations that fail alone: those become failures, the others are scored.
+    Generations that the `cache` knows are not asked about, and those that are alike are asked about once.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        asked: Sequence[Ask],
+        *,
+        batch_size: int,
+        retries: int,
+        on_failure: OnFailure,
+        failed_calls: int = FAILED_CALLS,
+        cache: ResultCache | None = None,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._name = name
+        self._free: queue.SimpleQueue[Ask] = queue.SimpleQueue()
+        for ask in asked:
+            self._free.put(ask)
+        self._workers = len(asked)
+        self._batch_size = batch_size
+        self._retries = retries
+        self.on_failure: OnFailure = on_failure
+        self._failed_calls = failed_calls
+        self._cache = cache
+        self._pause = pause
+
+    def __call__(self, generations: Sequence[Generation]) -> Outcome:
+        """Return one value per generation; those that failed, with their reasons, only for `on_failure = "invalid"`."""
+        if self._cache is None:
+            return self._scored(generations)
+        keys = [self._cache.key(generation) for generation in generations]
+        new = {key: at for at, key in enumerate(keys) if not self._cache.known(key)}  # one of those that are alike
+        outcome = self._scored([generations[at] for at in new.values()])
+        failures = {key: outcome.failures[at] for at, key in enumerate(new) if at in outcome.failures}
+        fresh = zip(new, outcome.values, strict=True)
+        self._cache.add({key: value for key, value in fresh if key not in failures})
+        return Outcome(
+            tuple(None if key in failures else self._cache.value(key) for key in keys),
+            {at: failures[key] for at, key in enumerate(keys) if key in failures},
+            outcome.logs,
+        )
+
+    def _scored(self, generations: Sequence[Generation]) -> Outcome:
+        if not generations:
+            return Outcome(())
+        size = self._batch_size or -(-len(generations) // self._workers)
+        batches = [generations[start : start + size] for start in range(0, len(generations), size)]
+        if self._workers == 1:
+            return joined([self._settled(batch) for batch in batches])
+        with ThreadPoolExecutor(self._workers, thread_name_prefix=f"reward-{self._name}") as pool:
+            return joined(list(pool.map(self._settled, batches)))
+
+    def _settled(self, batch: Sequence[Generation]) -> Outcome:
+        ask = self._free.get()
+        try:
+            return self._tried(partial(self._screened, ask), batch)
+        finally:
+            self._free.put(ask)
+
+    def _screened(self, ask: Ask, batch: Sequence[Generation]) -> Outcome:
+        return screened(self._name, ask(batch), batch, on_failure=self.on_failure)
+
+    def _tried(self, ask: Ask, batch: Sequence[Generation]) -> Outcome:
+        for attempt in range(self._retries + 1):
+            try:
+                return ask(batch)
+            except RewardError as error:
+                if attempt < self._retries and isinstance(error, BatchFailed) and error.divisible:
+                    pause = min(FIRST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S)
+                    logger.warning("%s; tried again in %g s (%d of %d)", error, pause, attempt + 1, self._retries)
+                    self._pause(pause)
+                    continue
+                if self.on_failure == "fail":
+                    raise
+                logger.warning("%s; looking for the answers that cause it", error)
+                return told_apart(ask, batch, error, failed_calls=self._failed_calls)
+        raise AssertionError("the last try returns or raises")
+
+
+def told_apart(ask: Ask, batch: Sequence[Generation], error: RewardError, *, failed_calls: int) -> Outcome:
+    """Return the outcome of a batch that failed with `error`: it is halved until what fails stands alone."""
+    values: list[float | None] = [None] * len(batch)
+    failures: dict[int, str] = {}
+    logs = []
+    waiting: deque[tuple[int, int, RewardError]] = deque([(0, len(batch), error)])
+    while waiting:
+        start, end, error = waiting.popleft()
+        whole = isinstance(error, BatchFailed) and not error.divisible
+        if end - start == 1 or whole or failed_calls <= 0:
+            failures |= dict.fromkeys(range(start, end), reason_of(error))
+            continue
+        middle = (start + end) // 2
+        for low, high in ((start, middle), (middle, end)):
+            try:
+                outcome = ask(batch[low:high])
+            except RewardError as inner:
+                failed_calls -= 1
+                waiting.append((low, high, inner))
+            else:
+                values[low:high] = outcome.values
+                failures |= {low + at: reason for at, reason in outcome.failures.items()}
+                logs.append(outcome.logs)
+    return Outcome(tuple(values), failures, merged_logs(logs))
+
+
+def joined(outcomes: Sequence[Outcome]) -> Outcome:
+    """Return the outcomes of consecutive batches as one."""
+    values: list[float | None] = []
+    failures: dict[int, str] = {}
+    for outcome in outcomes:
+        failures |= {len(values) + at: reason for at, reason in outcome.failures.items()}
+        values += outcome.values
+    return Outcome(tuple(values), failures, merged_logs([outcome.logs for outcome in outcomes]))

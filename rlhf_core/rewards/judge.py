@@ -1,0 +1,165 @@
+"""A generative judge: a language model is shown each answer and says a score, over an OpenAI-compatible endpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Self
+
+import httpx
+
+from rlhf_core.config.rewards import JsonVerdict, JudgeReward, PatternVerdict
+from rlhf_core.errors import ConfigError, RewardError, explain
+from rlhf_core.rewards.batches import FIRST_PAUSE_S, LONGEST_PAUSE_S
+from rlhf_core.rewards.outcomes import Outcome, shortened
+from rlhf_core.rewards.protocols import prompt_text
+from rlhf_core.types import Generation
+
+_PLACE = re.compile(r"\{(prompt|completion|label)\}")
+_FINAL = frozenset({400, 401, 403, 404, 405, 413, 422})
+"""Statuses that the same question gets again."""
+
+
+class Judge:
+    """A `Reward` that asks about each generation on its own, `concurrency` at a time.
+
+    A question is asked again after a fault of the network or the server, with pauses that double. An answer without a
+    score, or with one outside of the range, is a failure of that generation. RewardError for `on_failure = "fail"`.
+    """
+
+    def __init__(self, name: str, config: JudgeReward, *, pause: Callable[[float], None] = time.sleep) -> None:
+        self._name = name
+        self._config = config
+        self._pause = pause
+        limits = httpx.Limits(max_connections=config.concurrency)
+        self._client = httpx.Client(headers=authorization(name, config.token_env), limits=limits)
+
+    def outcome(self, generations: Sequence[Generation]) -> Outcome:
+        """Return the score of each generation."""
+        with ThreadPoolExecutor(self._config.concurrency, thread_name_prefix=f"judge-{self._name}") as pool:
+            verdicts = list(pool.map(self._verdict, generations))
+        failures = {at: verdict for at, verdict in enumerate(verdicts) if isinstance(verdict, str)}
+        if failures and self._config.on_failure == "fail":
+            at, reason = next(iter(failures.items()))
+            key = f"rewards.{self._name}[prompt {generations[at].prompt.id}]"
+            raise RewardError(explain(key, reason, "the judge gave no score", "mend the template, or the server"))
+        values = tuple(None if isinstance(verdict, str) else verdict for verdict in verdicts)
+        return Outcome(values, failures)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _verdict(self, generation: Generation) -> float | str:
+        """Return the score, or why there is none."""
+        problem = ""
+        for attempt in range(self._config.retries + 1):
+            if attempt:
+                self._pause(min(FIRST_PAUSE_S * 2 ** (attempt - 1), LONGEST_PAUSE_S))
+            try:
+                text = self._said(question(self._config.template, generation))
+                return read_score(text, self._config.verdict, low=self._config.low, high=self._config.high)
+            except httpx.HTTPStatusError as error:
+                problem = f"{self._config.url} answered {error.response.status_code}"
+                if error.response.status_code in _FINAL:
+                    return problem
+            except httpx.HTTPError as error:
+                problem = f"{self._config.url}: {error!r}"
+            except ValueError as error:
+                return shortened(str(error))
+        return shortened(problem)
+
+    def _said(self, asked: str) -> str:
+        """Return what the judge said; httpx.HTTPError for a fault, ReadTimeout after the deadline of the whole answer."""
+        config = self._config
+        body = {
+            "model": config.model,
+            "messages": [{"role": "user", "content": asked}],
+            "max_tokens": config.max_tokens,
+            "temperature": config.temperature,
+        }
+        deadline = time.monotonic() + config.timeout_s
+        url = f"{config.url.rstrip('/')}/chat/completions"
+        received = b""
+        with self._client.stream("POST", url, json=body, timeout=config.timeout_s) as response:
+            response.raise_for_status()
+            for piece in response.iter_bytes():  # the timeout of httpx is for each piece, not for all of them
+                received += piece
+                if time.monotonic() > deadline:
+                    raise httpx.ReadTimeout(f"took longer than {config.timeout_s:g} s")
+        return _content(received)
+
+
+def question(template: str, generation: Generation) -> str:
+    """Return the template with prompt, completion and label filled in; what they say is not filled in again."""
+    filled = {
+        "prompt": prompt_text(generation.prompt.messages),
+        "completion": generation.completion.text,
+        "label": generation.prompt.label,
+    }
+    return _PLACE.sub(lambda place: filled[place.group(1)], template)
+
+
+def read_score(text: str, verdict: PatternVerdict | JsonVerdict, *, low: float, high: float) -> float:
+    """Return the score that a judge's answer holds; ValueError if there is none between `low` and `high`.
+
+    >>> read_score("Clear and right. Score: 8", PatternVerdict(), low=0, high=10)
+    8.0
+    """
+    found = _last_field(text, verdict.field) if isinstance(verdict, JsonVerdict) else _last_match(text, verdict.pattern)
+    if found is None:
+        raise ValueError(f"the judge's answer holds no score: {text[-80:]!r}")
+    try:
+        score = float(found)
+    except (TypeError, ValueError):
+        raise ValueError(f"the judge's score {found!r} is not a number") from None
+    if not low <= score <= high:  # NaN too
+        raise ValueError(f"the judge's score {score:g} is not between {low:g} and {high:g}")
+    return score
+
+
+def authorization(name: str, token_env: str) -> dict[str, str]:
+    """Return the header with the token of an environment variable, none for ""; ConfigError if it is not set."""
+    if not token_env:
+        return {}
+    if token_env not in os.environ:
+        raise ConfigError(explain(f"rewards.{name}.token_env", token_env, "is not set", "export it"))
+    return {"Authorization": f"Bearer {os.environ[token_env]}"}
+
+
+def _content(received: bytes) -> str:
+    try:
+        content = json.loads(received)["choices"][0]["message"]["content"]
+    except (ValueError, KeyError, IndexError, TypeError):
+        raise ValueError(f"the judge's server answered with no chat completion: {received[:80]!r}") from None
+    if not isinstance(content, str):
+        raise ValueError("the judge said nothing")
+    return content
+
+
+def _last_match(text: str, pattern: str) -> str | None:
+    found = re.findall(pattern, text)
+    return found[-1] if found else None
+
+
+def _last_field(text: str, field: str) -> Any:
+    """The field of the last JSON object in `text` that has it."""
+    decoder = json.JSONDecoder()
+    for start in reversed([match.start() for match in re.finditer(r"\{", text)]):
+        try:
+            value, _ = decoder.raw_decode(text, start)
+        except ValueError:
+            continue
+        if field in value:
+            return value[field]
+    return None

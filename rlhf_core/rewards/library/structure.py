@@ -1,0 +1,89 @@
+"""Rewards of form: thoughts in their tags, and JSON that fits a schema."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from rlhf_core.errors import ConfigError, explain
+from rlhf_core.rewards.library.labels import against_labels, needed
+
+_FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
+
+
+def think_format(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    labels: Sequence[str | None],
+    *,
+    opened: bool = False,
+    answer_tag: bool = False,
+    **columns: Any,
+) -> list[float | None]:
+    """Return 1.0 where the answer is one `<think>` block and then something else that is not empty.
+
+    `opened`: the prompt ends with `<think>`, so the answer starts inside the block. `answer_tag`: the rest must be one
+    `<answer>` block. Neither part may hold any of the tags again.
+    """
+    opening = "" if opened else r"\s*<think>"
+    closing = r"\s*<answer>(.*?)</answer>\s*" if answer_tag else r"(.*)"
+    form = re.compile(rf"{opening}(.*?)</think>{closing}", re.DOTALL)
+    tag = re.compile(r"</?(?:think|answer)>") if answer_tag else re.compile(r"</?think>")
+
+    def well_formed(text: str) -> bool:
+        match = form.fullmatch(text)
+        return match is not None and all(part.strip() and not tag.search(part) for part in match.groups())
+
+    return [float(well_formed(text)) for text in completions]
+
+
+def json_schema(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    labels: Sequence[str | None],
+    *,
+    schema: dict[str, Any] | None = None,
+    **columns: Any,
+) -> list[float | None]:
+    """Return 1.0 where the answer is JSON, bare or in its last code fence, that fits `schema`.
+
+    Without `schema` each label is one; None where there is no label. Nothing is fetched for a `$ref` elsewhere.
+    """
+    jsonschema, referencing = needed("jsonschema", "jsonschema"), needed("referencing", "referencing")
+
+    def validator(given: Any) -> Any:
+        kind = jsonschema.validators.validator_for(given, default=jsonschema.Draft202012Validator)
+        try:
+            kind.check_schema(given)
+        except jsonschema.SchemaError as error:
+            raise ConfigError(explain("schema", given, f"is no JSON schema: {error.message}", "mend it")) from None
+        return kind(given, registry=referencing.Registry())
+
+    def fits(text: str, checker: Any) -> float:
+        value = _read_json(text)
+        return float(value is not None and checker.is_valid(value[0]))
+
+    if schema is not None:
+        checker = validator(schema)
+        return [fits(text, checker) for text in completions]
+    return against_labels(completions, labels, lambda text, label: fits(text, validator(_schema_of(label))))
+
+
+def _schema_of(label: str) -> Any:
+    try:
+        return json.loads(label)
+    except ValueError as error:
+        raise ConfigError(
+            explain("label", label[:200], f"is no JSON: {error}", "give the schema as argument")
+        ) from None
+
+
+def _read_json(text: str) -> tuple[Any] | None:
+    """The value in a tuple, for it may be null; None if there is no JSON."""
+    fences = _FENCED.findall(text)
+    try:
+        return (json.loads(fences[-1] if fences else text),)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,126 @@
+"""Rewards of the text alone: equality, patterns, length and repetition."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from rlhf_core.errors import ConfigError, RewardError, explain
+from rlhf_core.rewards.library.labels import against_labels
+from rlhf_core.rewards.shaping import soft_overlong
+
+Unit = Literal["tokens", "words", "characters"]
+
+
+def exact_match(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    labels: Sequence[str | None],
+    *,
+    ignore_case: bool = True,
+    **columns: Any,
+) -> list[float | None]:
+    """Return 1.0 where the answer is the label, white space and a final period aside; None without a label."""
+
+    def normalised(text: str) -> str:
+        text = " ".join(text.split()).rstrip(".")
+        return text.casefold() if ignore_case else text
+
+    return against_labels(completions, labels, lambda text, label: float(normalised(text) == normalised(label)))
+
+
+def regex_match(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    labels: Sequence[str | None],
+    *,
+    pattern: str,
+    whole: bool = False,
+    **columns: Any,
+) -> list[float | None]:
+    r"""Return 1.0 where `pattern` is found in the answer (`whole`: matches all of it). A dot matches newlines too.
+
+    `{label}` in the pattern stands for the escaped label; then None without a label.
+    """
+    try:
+        re.compile(pattern.replace("{label}", ""), re.DOTALL)
+    except re.error as error:
+        raise ConfigError(explain("pattern", pattern, f"is no regular expression: {error}", "mend it")) from None
+
+    def judge(text: str, label: str) -> float:
+        expression = re.compile(pattern.replace("{label}", re.escape(label.strip())), re.DOTALL)
+        return float((expression.fullmatch(text) if whole else expression.search(text)) is not None)
+
+    if "{label}" in pattern:
+        return against_labels(completions, labels, judge)
+    return [judge(text, "") for text in completions]
+
+
+def length_target(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    labels: Sequence[str | None],
+    *,
+    target: int,
+    width: int,
+    unit: Unit = "tokens",
+    **columns: Any,
+) -> list[float | None]:
+    """Return 1 at the length `target`, falling linearly to 0 at `width` away from it on either side."""
+    lengths = _lengths(completions, unit, columns)
+    return [max(0.0, 1.0 - abs(length - target) / width) for length in lengths]
+
+
+def overlong_penalty(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    labels: Sequence[str | None],
+    *,
+    limit: int,
+    buffer: int,
+    factor: float = 1.0,
+    unit: Unit = "tokens",
+    **columns: Any,
+) -> list[float | None]:
+    """Return DAPO's soft penalty (arXiv 2503.14476 eq. 13): 0 up to limit - buffer, then linearly to -factor at limit."""
+    lengths = _lengths(completions, unit, columns)
+    return [soft_overlong(length, max_tokens=limit, buffer_tokens=buffer, factor=factor) for length in lengths]
+
+
+def repetition_penalty(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    labels: Sequence[str | None],
+    *,
+    ngram: int = 3,
+    factor: float = 1.0,
+    **columns: Any,
+) -> list[float | None]:
+    """Return -factor times the share of word n-grams that were there before (arXiv 2502.03373); 0 where there is none.
+
+    >>> repetition_penalty([""], ["a b a b a"], [None], ngram=2)
+    [-0.5]
+    """
+    return [-factor * _repeated(text.casefold().split(), ngram) for text in completions]
+
+
+def _repeated(words: Sequence[str], ngram: int) -> float:
+    grams = [tuple(words[start : start + ngram]) for start in range(len(words) - ngram + 1)]
+    return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def _lengths(completions: Sequence[str], unit: Unit, columns: dict[str, Any]) -> list[int]:
+    match unit:
+        case "characters":
+            return [len(text) for text in completions]
+        case "words":
+            return [len(text.split()) for text in completions]
+        case "tokens":
+            ids = columns.get("completion_ids", [()] * len(completions))
+            if any(text and not tokens for text, tokens in zip(completions, ids, strict=True)):
+                raise RewardError(
+                    explain("unit", unit, "no completion_ids came with the answers", 'use unit = "words" over HTTP')
+                )
+            return [len(tokens) for tokens in ids]
+    raise ConfigError(explain("unit", unit, "is no unit of length", "use tokens, words or characters"))

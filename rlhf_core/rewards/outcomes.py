@@ -1,0 +1,113 @@
+"""What a reward says of a batch of generations: values, what does not apply, what failed, and what it wants logged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rlhf_core.config.rewards import OnFailure
+from rlhf_core.errors import RewardError, explain
+from rlhf_core.types import Generation
+
+LARGEST_REWARD = 1e6
+"""Beyond it a reward is taken for a bug: it would swamp every other sample of its batch."""
+LONGEST_REASON = 200
+
+Logs = Mapping[str, tuple[float, int]]
+"""Name -> sum and count of what is to be logged as a mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One value per generation; None where the reward does not apply or failed. `failures`: position -> why it failed.
+
+    >>> Outcome((1.0, None, None), failures={2: "took longer than 5 s"}).failures[2]
+    'took longer than 5 s'
+    """
+
+    values: tuple[float | None, ...]
+    failures: Mapping[int, str] = field(default_factory=dict)
+    logs: Logs = field(default_factory=dict)
+
+
+class Reward(Protocol):
+    """Anything that scores generations: a model, a function in its process, a server, a judge."""
+
+    def __call__(self, generations: Sequence[Generation]) -> Outcome | Sequence[float | None]:
+        """Return one value per generation, None where it does not apply."""
+        ...
+
+
+class BatchFailed(RewardError):
+    """A batch has no rewards. `reason` says why in a line; a smaller batch may do where it is `divisible`."""
+
+    def __init__(self, message: str, *, reason: str, divisible: bool = True) -> None:
+        super().__init__(message)
+        self.reason = shortened(reason)
+        self.divisible = divisible
+
+
+def as_outcome(answer: Outcome | Sequence[float | None]) -> Outcome:
+    """Return what a `Reward` gave as an outcome."""
+    return answer if isinstance(answer, Outcome) else Outcome(tuple(answer))
+
+
+def check_length(name: str, outcome: Outcome, generations: Sequence[Generation]) -> None:
+    """Raise BatchFailed when there is not one value per generation: nobody can say whose is missing."""
+    if len(outcome.values) != len(generations):
+        problem = f"values for {len(generations)} generations"
+        message = explain(f"rewards.{name}", len(outcome.values), problem, "return one for each")
+        raise BatchFailed(message, reason=f"returned {len(outcome.values)} {problem}", divisible=False)
+
+
+def screened(name: str, outcome: Outcome, generations: Sequence[Generation], *, on_failure: OnFailure) -> Outcome:
+    """Return `outcome` with every value that is no reward, NaN or absurd, made a failure; RewardError for `fail`."""
+    check_length(name, outcome, generations)
+    bad = {i: value for i, value in enumerate(outcome.values) if value is not None and not _is_reward(value)}
+    if not bad:
+        return outcome
+    rule = f"must be finite and within +-{LARGEST_REWARD:g}"
+    if on_failure == "fail":
+        position, value = next(iter(bad.items()))
+        generation = generations[position]
+        key = f"rewards.{name}[prompt {generation.prompt.id}]"
+        answer = generation.completion.text[:LONGEST_REASON]
+        raise RewardError(explain(key, value, rule, f"mend the reward; the answer was {answer!r}"))
+    values = tuple(None if i in bad else value for i, value in enumerate(outcome.values))
+    failures = {**outcome.failures, **{i: f"returned {value}: {rule}" for i, value in bad.items()}}
+    return Outcome(values, failures, outcome.logs)
+
+
+def reason_of(error: RewardError) -> str:
+    """Return why a batch failed, in a line that can be kept with a rollout."""
+    return error.reason if isinstance(error, BatchFailed) else shortened(str(error))
+
+
+def shortened(text: str) -> str:
+    """Return `text` as one line of at most 200 characters.
+
+    >>> shortened("KeyError:\\n  'x'")
+    "KeyError: 'x'"
+    """
+    line = " ".join(text.split())
+    return line if len(line) <= LONGEST_REASON else line[: LONGEST_REASON - 4] + " ..."
+
+
+def merged_logs(parts: Sequence[Logs]) -> dict[str, tuple[float, int]]:
+    """Return the sums and counts of all parts together.
+
+    >>> merged_logs([{"hits": (1.0, 2)}, {"hits": (3.0, 2)}])
+    {'hits': (4.0, 4)}
+    """
+    merged: dict[str, tuple[float, int]] = {}
+    for part in parts:
+        for name, (total, count) in part.items():
+            before, seen = merged.get(name, (0.0, 0))
+            merged[name] = (before + total, seen + count)
+    return merged
+
+
+def _is_reward(value: float) -> bool:
+    return math.isfinite(value) and abs(value) <= LARGEST_REWARD

@@ -1,0 +1,263 @@
+"""Reward functions as people write them, made one: from generations to an outcome.
+
+| protocol | told by | called as |
+|---|---|---|
+| `generations` | its first parameter is `generations`, or it has one parameter of no known name | `f(generations)` |
+| `openrlhf` | a parameter `queries` | `f(queries, prompts, labels)`, lists of text |
+| `columns` | a parameter `labels`, or `generations` by keyword | `f(prompts=, completions=, labels=, **columns)`, lists of text |
+| `trl` | otherwise one of `prompts`, `completions`, `completion_ids` | `f(prompts=, completions=, completion_ids=, **columns)` |
+| `trl_text` | only by saying so | as `trl`, with text instead of messages |
+
+In `trl` prompts are lists of messages and each completion is `[{"role": "assistant", "content": text}]`, as TRL does for
+conversations: a prompt is always one here. A function gets the keywords that it names, and all of them if it takes
+`**kwargs`; what is configured as `arguments` comes on top and wins.
+
+Columns come from the prompt's label. If it is a JSON object, each of its fields is a column (None in rows without it).
+`label`, `labels`, `solution` and `answer` are the label itself where the object has no such field. Beside them stand
+`prompt_id`, `source`, `messages`, `completion_ids` and `finish_reason`.
+
+It returns a list of numbers or None (does not apply), an array, a tensor, or `{"rewards", "scores", "extra_logs"}`, of
+which rewards are used, and the means of the rest logged. It may be `async`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rlhf_core.config.rewards import FunctionProtocol
+from rlhf_core.errors import ConfigError, explain
+from rlhf_core.rewards.outcomes import Logs, Outcome, merged_logs
+from rlhf_core.types import Generation, Message
+
+Protocol = Literal["generations", "columns", "openrlhf", "trl", "trl_text"]
+
+LABEL_COLUMNS = ("label", "labels", "solution", "answer")
+_TRL = frozenset({"prompts", "completions", "completion_ids"})
+_KEYWORD = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A user's function with its configured arguments, called by its protocol."""
+
+    function: Callable[..., Any]
+    protocol: Protocol
+    arguments: Mapping[str, Any]
+
+    @property
+    def is_async(self) -> bool:
+        """Whether its batches may be gathered on one loop."""
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
+            getattr(self.function, "__call__", None)  # noqa: B004 - an object whose call is async
+        )
+
+    def outcomes(self, batches: Sequence[Sequence[Generation]], runner: asyncio.Runner) -> list[Outcome]:
+        """Return the outcome of each batch; whatever the function raises goes through.
+
+        The batches of an async function are under way together. Any other is called outside of the loop, so that it may
+        run one of its own.
+        """
+        if not self.is_async:
+            return [self._outcome(batch, runner) for batch in batches]
+
+        async def all_of_them() -> list[Outcome]:
+            return list(await asyncio.gather(*(self._awaited(batch) for batch in batches)))
+
+        return runner.run(all_of_them())
+
+    def _outcome(self, generations: Sequence[Generation], runner: asyncio.Runner) -> Outcome:
+        logged = _Logged()
+        answer = self._call(generations, logged)
+        if inspect.iscoroutine(answer):  # of a function that is not async itself, a partial or a lambda around one
+            answer = runner.run(answer)
+        return read_answer(answer, len(generations), also=logged.logs())
+
+    async def _awaited(self, generations: Sequence[Generation]) -> Outcome:
+        logged = _Logged()
+        answer = await self._call(generations, logged)
+        return read_answer(answer, len(generations), also=logged.logs())
+
+    def _call(self, generations: Sequence[Generation], logged: _Logged) -> Any:
+        match self.protocol:
+            case "generations":
+                return self.function(generations, **self.arguments)
+            case "openrlhf":
+                prompts = [prompt_text(one.prompt.messages) for one in generations]
+                queries = [prompt + one.completion.text for prompt, one in zip(prompts, generations, strict=True)]
+                return self.function(queries, prompts, [one.prompt.label for one in generations], **self.arguments)
+            case "columns":
+                given: dict[str, Any] = columns_of(generations) | {
+                    "prompts": [prompt_text(one.prompt.messages) for one in generations],
+                    "completions": [one.completion.text for one in generations],
+                    "labels": [one.prompt.label for one in generations],
+                    "generations": list(generations),
+                }
+            case "trl" | "trl_text":
+                given = columns_of(generations) | _trl_arguments(generations, text=self.protocol == "trl_text")
+                given = given | {"trainer_state": None, "log_extra": logged.column, "log_metric": logged.metric}
+        return self.function(**{**self._accepted(given), **self.arguments})
+
+    def _accepted(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Return what of `given` the function takes."""
+        parameters = inspect.signature(self.function).parameters.values()
+        if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
+            return given
+        names = {one.name for one in parameters if one.kind in _KEYWORD}
+        return {name: value for name, value in given.items() if name in names}
+
+
+def adapt(function: Callable[..., Any], *, protocol: FunctionProtocol, arguments: Mapping[str, Any]) -> Adapted:
+    """Return `function` ready to be called; ConfigError when its parameters fit no protocol or not the `arguments`."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    unknown = [name for name in arguments if name not in parameters]
+    if unknown and not takes_all:
+        has = f"the function has the parameters {', '.join(parameters)}"
+        raise ConfigError(explain(f"arguments.{unknown[0]}", arguments[unknown[0]], "is not a parameter", has))
+    chosen = told_by(parameters, arguments) if protocol == "auto" else protocol
+    return Adapted(function, chosen, dict(arguments))
+
+
+def told_by(parameters: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]) -> Protocol:
+    """Return the protocol that the names of the parameters tell; ConfigError if none."""
+    named = [
+        name
+        for name, one in parameters.items()
+        if name not in arguments and one.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    ]
+    if named[:1] == ["generations"]:
+        return "generations"
+    if "queries" in named:
+        return "openrlhf"
+    if "labels" in named or "generations" in named:
+        return "columns"
+    if _TRL & set(named):
+        return "trl"
+    required = [name for name in named if parameters[name].default is inspect.Parameter.empty]
+    if len(required) == 1:
+        return "generations"
+    rule = "the names of its parameters tell no protocol"
+    remedy = "name them as in docs/score.md, or set protocol"
+    raise ConfigError(explain("function", f"({', '.join(parameters)})", rule, remedy))
+
+
+def prompt_text(messages: Sequence[Message]) -> str:
+    r"""Return a conversation as text: one message is its content, several are `role: content` with an empty line after.
+
+    No chat template is applied, so the text does not depend on a model.
+
+    >>> prompt_text([Message("user", "2+2?")]), prompt_text([Message("system", "Add."), Message("user", "2+2?")])
+    ('2+2?', 'system: Add.\n\nuser: 2+2?\n\n')
+    """
+    if len(messages) == 1:
+        return messages[0].content
+    return "".join(f"{message.role}: {message.content}\n\n" for message in messages)
+
+
+def columns_of(generations: Sequence[Generation]) -> dict[str, list[Any]]:
+    """Return column -> one value per generation, as the module says."""
+    rows = [_label_fields(one.prompt.label) for one in generations]
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in names}
+    columns |= {
+        name: [row.get(name, one.prompt.label) for row, one in zip(rows, generations, strict=True)]
+        for name in LABEL_COLUMNS
+    }
+    return columns | {
+        "prompt_id": [one.prompt.id for one in generations],
+        "source": [one.prompt.source for one in generations],
+        "messages": [_plain(one.prompt.messages) for one in generations],
+        "completion_ids": [list(one.completion.token_ids) for one in generations],
+        "finish_reason": [one.completion.finish_reason for one in generations],
+    }
+
+
+def read_answer(answer: Any, count: int, *, also: Logs) -> Outcome:
+    """Return what a function returned as an outcome of plain floats; ValueError or TypeError if it holds no numbers."""
+    logs = [also]
+    if isinstance(answer, Mapping):
+        logs += [_log(name, value, count) for name, value in answer.get("extra_logs", {}).items()]
+        if "scores" in answer:
+            logs.append(_log("scores", answer["scores"], count))
+        if "rewards" not in answer:
+            raise ValueError(f"the table returned has no 'rewards', it has {sorted(answer)}")
+        answer = answer["rewards"]
+    return Outcome(tuple(_number(value) for value in _listed(answer)), logs=merged_logs(logs))
+
+
+# ---------------------------------------------------------------- private
+
+
+class _Logged:
+    """What a function logs while it runs: the callables that TRL hands out."""
+
+    def __init__(self) -> None:
+        self._parts: list[Logs] = []
+
+    def column(self, name: str, values: Sequence[Any]) -> None:
+        """Keep the mean of a column; columns of text are for TRL's table and are left out."""
+        if not any(isinstance(value, str) for value in values):
+            self._parts.append(_log(name, values, len(values)))
+
+    def metric(self, name: str, value: float) -> None:
+        self._parts.append(_log(name, value, 1))
+
+    def logs(self) -> Logs:
+        return merged_logs(self._parts)
+
+
+def _trl_arguments(generations: Sequence[Generation], *, text: bool) -> dict[str, Any]:
+    if text:
+        return {
+            "prompts": [prompt_text(one.prompt.messages) for one in generations],
+            "completions": [one.completion.text for one in generations],
+        }
+    return {
+        "prompts": [_plain(one.prompt.messages) for one in generations],
+        "completions": [[{"role": "assistant", "content": one.completion.text}] for one in generations],
+    }
+
+
+def _plain(messages: Sequence[Message]) -> list[dict[str, str]]:
+    return [{"role": message.role, "content": message.content} for message in messages]
+
+
+def _label_fields(label: str) -> dict[str, Any]:
+    if not label.lstrip().startswith("{"):
+        return {}
+    try:
+        fields = json.loads(label)
+    except ValueError:  # text that happens to begin with a brace
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def _log(name: str, value: Any, count: int) -> Logs:
+    """Sum and count of a number, which stands for all `count` rows, or of a list; what is no finite number is left out."""
+    listed = _listed(value)
+    numbers = [_number(one) for one in (listed * count if len(listed) == 1 else listed)]
+    finite = [one for one in numbers if one is not None and math.isfinite(one)]
+    return {name: (math.fsum(finite), len(finite))} if finite else {}
+
+
+def _listed(value: Any) -> list[Any]:
+    """A tensor, an array, a list or a lone number as a list."""
+    plain = value.tolist() if hasattr(value, "tolist") else value
+    return list(plain) if isinstance(plain, (list, tuple)) else [plain]
+
+
+def _number(value: Any) -> float | None:
+    """A number, also where it is alone in a list or a tensor."""
+    if value is None:
+        return None
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        return _number(value[0])
+    if isinstance(value, str):
+        raise ValueError(f"a reward must be a number or None, not {value!r}")
+    return float(value)

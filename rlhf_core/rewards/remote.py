@@ -1,0 +1,252 @@
+"""Rewards of other machines, by OpenRLHF's contract: POST `query`, `prompts`, `labels`; back come `rewards`.
+
+    {"query": ["2+2? 4"], "prompts": ["2+2? "], "labels": ["4"]}  ->  {"rewards": [1.0], "extra_logs": {"hits": 1.0}}
+
+`scores` in the answer is logged with `extra_logs`; a reward that is null does not apply.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from rlhf_core.errors import ConfigError, explain
+from rlhf_core.rewards.outcomes import BatchFailed, Logs, Outcome, merged_logs
+from rlhf_core.rewards.protocols import prompt_text
+from rlhf_core.types import Generation
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 8.0
+"""Before the second try and at most; it doubles, and it is the same in every run."""
+CONNECT_S = 5.0
+COOL_DOWN_S = 10.0
+"""For so long a URL that failed is asked only if all the others failed as well."""
+LARGEST_ANSWER = 64 * 2**20
+REFUSED_FOR_GOOD = (401, 403, 404, 405)
+"""No second try and no smaller batch will help."""
+
+QueryText = Callable[[Generation], str]
+
+
+def plain_query(generation: Generation) -> str:
+    """Return prompt and answer as text, without a chat template."""
+    return prompt_text(generation.prompt.messages) + generation.completion.text
+
+
+class RemoteReward:
+    """A `Reward` that asks servers at `urls`: batches go to all of them at once, and from one that fails to the next.
+
+    `timeout_s` is for one try; connecting has 5 s of its own, and the last read of an answer that dribbles in may be late
+    by as much again. So a batch has an answer or fails within (retries + 1) * (2 * timeout_s + 13 s), mostly far sooner.
+    BatchFailed names URL, status and prompts. `query` makes the text that is sent: for a server that scores with
+    a model, prompt and answer rendered as that model reads them. Close it, or use it in a `with` block.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        urls: Sequence[str],
+        *,
+        timeout_s: float,
+        retries: int,
+        batch_size: int,
+        token_env: str,
+        query: QueryText = plain_query,
+    ) -> None:
+        self._name = name
+        self._urls = _Rotation(name, urls)
+        self._timeout_s = timeout_s
+        self._retries = retries
+        self._batch_size = batch_size
+        self._query = query
+        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_S))
+        self._client = httpx.Client(timeout=timeout, headers=_authorisation(name, token_env))
+        self._pool = ThreadPoolExecutor(len(urls), thread_name_prefix=f"remote-{name}")
+
+    def __call__(self, generations: Sequence[Generation]) -> Outcome:
+        """Return one value per generation, None where the server says null, and what the servers want logged."""
+        size = self._batch_size
+        batches = [generations[start : start + size] for start in range(0, len(generations), size)]
+        outcomes = list(self._pool.map(self._scored, batches))
+        values = tuple(value for outcome in outcomes for value in outcome.values)
+        return Outcome(values, logs=merged_logs([outcome.logs for outcome in outcomes]))
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._pool.shutdown()
+        self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _scored(self, batch: Sequence[Generation]) -> Outcome:
+        body = {
+            "query": [self._query(one) for one in batch],
+            "prompts": [prompt_text(one.prompt.messages) for one in batch],
+            "labels": [one.prompt.label for one in batch],
+        }
+        problems: dict[str, _NoRewards] = {}
+        for attempt in range(self._retries + 1):
+            url = self._urls.next(avoid=[url for url, problem in problems.items() if problem.final])
+            if url is None:
+                break
+            if url in problems:  # another one is asked at once; the same one after a while
+                time.sleep(min(FIRST_PAUSE_S * 2 ** (attempt - 1), LONGEST_PAUSE_S))
+            try:
+                outcome = read_answer(self._post(url, body), len(batch))
+            except _NoRewards as problem:
+                problems[url] = problem
+                self._urls.cool(url)
+                logger.warning("rewards.%s: %s %s", self._name, url, problem.reason)
+            else:
+                self._urls.answered(url)
+                return outcome
+        raise self._failure(batch, problems)
+
+    def _post(self, url: str, body: Mapping[str, Any]) -> Any:
+        """Return the JSON that `url` answers within the deadline, else _NoRewards."""
+        deadline, answer = time.monotonic() + self._timeout_s, b""
+        try:
+            with self._client.stream("POST", url, json=body) as response:
+                for piece in response.iter_bytes():
+                    answer += piece
+                    if len(answer) > LARGEST_ANSWER:
+                        raise _NoRewards(f"answered more than {LARGEST_ANSWER} bytes")
+                    if time.monotonic() > deadline:  # each read has a deadline, but there may be many
+                        raise _NoRewards(f"took longer than {self._timeout_s:g} s")
+                status = response.status_code
+        except httpx.TimeoutException:
+            raise _NoRewards(f"took longer than {self._timeout_s:g} s") from None
+        except httpx.HTTPError as error:
+            raise _NoRewards(f"cannot be asked: {error!r}") from None
+        if status != 200:
+            text = answer[:300].decode(errors="replace")
+            raise _NoRewards(f"answered status {status}: {text}", final=status in REFUSED_FOR_GOOD)
+        try:
+            return json.loads(answer)
+        except ValueError:
+            raise _NoRewards(f"answered what is no JSON: {answer[:100]!r}") from None
+
+    def _failure(self, batch: Sequence[Generation], problems: Mapping[str, _NoRewards]) -> BatchFailed:
+        told = "; ".join(f"{url} {problem.reason}" for url, problem in problems.items())
+        ids = f"prompts {batch[0].prompt.id} to {batch[-1].prompt.id}"
+        message = explain(f"rewards.{self._name}", ids, told, "mend the server, or raise timeout_s or retries")
+        return BatchFailed(message, reason=told, divisible=not any(problem.final for problem in problems.values()))
+
+
+def read_answer(answer: Any, count: int) -> Outcome:
+    """Return the rewards of a server's answer with its logs; _NoRewards if they are not `count` numbers or nulls."""
+    if not isinstance(answer, dict) or not isinstance(answer.get("rewards"), list):
+        raise _NoRewards(f"answered no list of rewards: {str(answer)[:100]}")
+    values = tuple(_number(value) for value in answer["rewards"])
+    if len(values) != count:
+        raise _NoRewards(f"answered {len(values)} rewards for {count} answers")
+    extra = answer.get("extra_logs") or {}
+    logs = dict(extra) if isinstance(extra, dict) else {}
+    if "scores" in answer:
+        logs["scores"] = answer["scores"]
+    return Outcome(values, logs=_means(logs, count))
+
+
+# ---------------------------------------------------------------- private
+
+
+class _NoRewards(Exception):
+    """One try failed."""
+
+    def __init__(self, reason: str, *, final: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.final = final
+
+
+@dataclass
+class _Health:
+    failures: int = 0
+    cool_until: float = 0.0
+
+
+class _Rotation:
+    """The URLs in turn, those that failed lately last. Several threads use it."""
+
+    def __init__(self, name: str, urls: Sequence[str]) -> None:
+        for url in urls:
+            if not url.startswith(("http://", "https://")):
+                raise ConfigError(
+                    explain(f"rewards.{name}.urls", url, "must begin with http:// or https://", "give the whole URL")
+                )
+        self._health = {url: _Health() for url in urls}
+        self._turn = 0
+        self._lock = threading.Lock()
+
+    def next(self, *, avoid: Collection[str]) -> str | None:
+        """Return whose turn it is; None if all are to be avoided."""
+        with self._lock:
+            urls = list(self._health)
+            turn = [url for url in urls[self._turn :] + urls[: self._turn] if url not in avoid]
+            if not turn:
+                return None
+            now = time.monotonic()
+            chosen = min(turn, key=lambda url: max(0.0, self._health[url].cool_until - now))  # the first of equals
+            self._turn = (urls.index(chosen) + 1) % len(urls)
+            return chosen
+
+    def cool(self, url: str) -> None:
+        with self._lock:
+            health = self._health[url]
+            health.failures += 1
+            health.cool_until = time.monotonic() + COOL_DOWN_S * min(2 ** (health.failures - 1), 8)
+
+    def answered(self, url: str) -> None:
+        with self._lock:
+            self._health[url] = _Health()
+
+
+def _authorisation(name: str, token_env: str) -> dict[str, str]:
+    if not token_env:
+        return {}
+    token = os.environ.get(token_env, "")
+    if not token:
+        raise ConfigError(
+            explain(f"rewards.{name}.token_env", token_env, "the environment has no such variable", "export it")
+        )
+    return {"Authorization": f"Bearer {token}"}
+
+
+def _number(value: Any) -> float | None:
+    """A number, also alone in a list, as OpenRLHF's server answers for some models."""
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise _NoRewards(f"answered the reward {value!r}, which is no finite number")
+    return float(value)
+
+
+def _means(logs: Mapping[str, Any], count: int) -> Logs:
+    """Sum and count of each; a lone number stands for all `count` answers, and what is no number is left out."""
+    found: dict[str, tuple[float, int]] = {}
+    for name, value in logs.items():
+        listed = value if isinstance(value, list) else [value] * count
+        numbers = [one for one in listed if isinstance(one, (int, float)) and math.isfinite(one)]
+        if numbers:
+            found[name] = (math.fsum(numbers), len(numbers))
+    return found

@@ -1,0 +1,263 @@
+"""A reward over HTTP, on OpenRLHF's contract: `/get_reward` (and `/`), `/health`, `/metrics`.
+
+Requests that come within `max_wait_s` of each other are scored as one batch, one batch at a time, in a thread of its
+own, so that health and metrics answer while it works. If a batch fails, each of its requests is scored alone: what one
+client sends does not fail another's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from rlhf_core.errors import RlhfError
+from rlhf_core.rewards.outcomes import Logs, Outcome
+
+logger = logging.getLogger(__name__)
+
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """One answer to score. `text` is prompt and answer; without a `prompt` of its own it is all answer."""
+
+    text: str
+    prompt: str
+    label: str
+
+    @property
+    def answer(self) -> str:
+        """The text after the prompt.
+
+        >>> Query("2+2? 4", "2+2? ", "4").answer
+        '4'
+        """
+        return self.text.removeprefix(self.prompt)
+
+
+Score = Callable[[Sequence[Query]], Outcome]
+"""Scores a batch; blocks, and is called by one thread at a time."""
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """How requests are gathered, and what is refused."""
+
+    max_batch: int = 256
+    """Answers that are scored at a time; a request with more is a batch of its own."""
+    max_wait_s: float = 0.01
+    """So long a request waits for others."""
+    max_request_bytes: int = 32 * 2**20
+
+
+def create_app(score: Score, *, name: str, token: str, limits: ServerLimits = ServerLimits()) -> Starlette:
+    """Return the application. With a `token`, rewards and metrics need it as bearer token (401 without)."""
+    service = _Service(score, name=name, token=token, limits=limits)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        with ThreadPoolExecutor(1, thread_name_prefix="score") as thread:
+            task = asyncio.create_task(service.score_batches(thread))
+            yield
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    routes = [
+        Route("/get_reward", service.get_reward, methods=["POST"]),
+        Route("/", service.get_reward, methods=["POST"]),
+        Route("/health", service.health),
+        Route("/metrics", service.metrics),
+    ]
+    return Starlette(routes=routes, lifespan=lifespan)
+
+
+def read_request(body: bytes) -> list[Query]:
+    """Return the queries of a request; ValueError says what is wrong with it.
+
+    >>> read_request(b'{"query": ["2+2? 4"], "prompts": ["2+2? "], "labels": [null]}')
+    [Query(text='2+2? 4', prompt='2+2? ', label='')]
+    """
+    content = json.loads(body)
+    texts = content.get("query") if isinstance(content, dict) else None
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError("query must be a list of texts")
+    columns = {}
+    for key in ("prompts", "labels"):
+        values = content.get(key) or [""] * len(texts)
+        if not isinstance(values, list) or len(values) != len(texts):
+            raise ValueError(f"{key} must be a list with an entry for each of the {len(texts)} queries")
+        columns[key] = [_as_text(value) for value in values]
+    rows = zip(texts, columns["prompts"], columns["labels"], strict=True)
+    return [Query(text, prompt, label) for text, prompt, label in rows]
+
+
+# ---------------------------------------------------------------- private
+
+
+@dataclass
+class _Waiting:
+    """A request that waits for its rewards."""
+
+    queries: list[Query]
+    rewards: asyncio.Future[Outcome] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class _Service:
+    def __init__(self, score: Score, *, name: str, token: str, limits: ServerLimits) -> None:
+        self._score = score
+        self._name = name
+        self._token = token
+        self._limits = limits
+        self._queue: asyncio.Queue[_Waiting] = asyncio.Queue()
+        self._left_over: _Waiting | None = None
+        self._registry = CollectorRegistry()
+        self._requests = Counter("reward_requests", "Requests by status", ["status"], registry=self._registry)
+        self._samples = Counter("reward_samples", "Answers that were scored", registry=self._registry)
+        queued = Gauge("reward_queued_requests", "Requests behind the batch at work", registry=self._registry)
+        queued.set_function(self._queue.qsize)
+        self._errors = Counter("reward_errors", "Batches that could not be scored", registry=self._registry)
+        self._batches = Histogram(
+            "reward_batch_size", "Answers per batch", buckets=BATCH_SIZES, registry=self._registry
+        )
+        self._seconds = Histogram("reward_request_seconds", "From request to answer", registry=self._registry)
+
+    # ------------------------------------------------------------ routes
+
+    async def get_reward(self, request: Request) -> Response:
+        started = time.monotonic()
+        response = await self._answer(request)
+        self._requests.labels(str(response.status_code)).inc()
+        self._seconds.observe(time.monotonic() - started)
+        return response
+
+    async def health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok", "serves": self._name})
+
+    async def metrics(self, request: Request) -> Response:
+        if not self._allowed(request):
+            return _problem(401, "the bearer token is missing or wrong")
+        return PlainTextResponse(generate_latest(self._registry).decode())
+
+    async def _answer(self, request: Request) -> Response:
+        if not self._allowed(request):
+            return _problem(401, "the bearer token is missing or wrong")
+        body = await self._read(request)
+        if body is None:
+            return _problem(413, f"a request has at most {self._limits.max_request_bytes} bytes")
+        try:
+            queries = read_request(body)
+        except (ValueError, RecursionError) as error:
+            return _problem(422, str(error))
+        if not queries:
+            return JSONResponse({"rewards": [], "scores": [], "extra_logs": {}})
+        waiting = _Waiting(queries)
+        await self._queue.put(waiting)
+        try:
+            outcome = await waiting.rewards
+        except RlhfError as error:
+            return _problem(500, str(error))
+        means = {name: total / count for name, (total, count) in outcome.logs.items()}
+        return JSONResponse({"rewards": outcome.values, "scores": outcome.values, "extra_logs": means})
+
+    def _allowed(self, request: Request) -> bool:
+        given = request.headers.get("authorization", "").encode()
+        return not self._token or hmac.compare_digest(given, f"Bearer {self._token}".encode())
+
+    async def _read(self, request: Request) -> bytes | None:
+        """Return the body, None if it is too large; no more than the limit is ever held."""
+        body = bytearray()
+        async for piece in request.stream():
+            body += piece
+            if len(body) > self._limits.max_request_bytes:
+                return None
+        return bytes(body)
+
+    # ------------------------------------------------------------ batches
+
+    async def score_batches(self, thread: ThreadPoolExecutor) -> None:
+        """Score what is asked, batch by batch, until cancelled."""
+        while True:
+            requests = await self._gather()
+            try:
+                await self._settle(requests, thread)
+            except Exception as error:  # a fault of this server: whoever waits must hear of it, and the next be served
+                logger.exception("a batch could not be scored")
+                for one in requests:
+                    if not one.rewards.done():
+                        one.rewards.set_exception(RlhfError(f"the reward failed: {error!r}"))
+
+    async def _gather(self) -> list[_Waiting]:
+        """Return the next request and those that come soon after, up to `max_batch` answers."""
+        first = self._left_over or await self._queue.get()
+        self._left_over = None
+        requests, size = [first], len(first.queries)
+        deadline = time.monotonic() + self._limits.max_wait_s
+        while size < self._limits.max_batch:
+            try:
+                following = self._queue.get_nowait()
+            except asyncio.QueueEmpty:
+                try:
+                    following = await asyncio.wait_for(self._queue.get(), max(0.0, deadline - time.monotonic()))
+                except TimeoutError:
+                    break
+            if size + len(following.queries) > self._limits.max_batch:
+                self._left_over = following
+                break
+            requests.append(following)
+            size += len(following.queries)
+        return requests
+
+    async def _settle(self, requests: Sequence[_Waiting], thread: ThreadPoolExecutor) -> None:
+        """Give every request its rewards, or the error of scoring it alone."""
+        queries = [query for one in requests for query in one.queries]
+        self._batches.observe(len(queries))
+        try:
+            outcome = await asyncio.get_running_loop().run_in_executor(thread, self._score, queries)
+        except RlhfError as error:
+            self._errors.inc()
+            logger.warning("%s", error)
+            if len(requests) == 1:
+                if not requests[0].rewards.done():  # the client may have gone
+                    requests[0].rewards.set_exception(error)
+                return
+            for one in requests:
+                await self._settle([one], thread)
+            return
+        self._samples.inc(len(queries))
+        start = 0
+        for one in requests:
+            end = start + len(one.queries)
+            if not one.rewards.done():
+                one.rewards.set_result(Outcome(outcome.values[start:end], logs=_as_logs(outcome.logs)))
+            start = end
+
+
+def _as_logs(logs: Logs) -> Logs:
+    return {name: (total, count) for name, (total, count) in logs.items() if count}
+
+
+def _as_text(value: Any) -> str:
+    """A label as text: OpenRLHF sends what the data hold, which may be a number or a table."""
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _problem(status: int, text: str) -> JSONResponse:
+    return JSONResponse({"error": text}, status_code=status)

@@ -1,0 +1,225 @@
+"""The rewards that a configuration names, opened: processes started, models leased and verified, clients made."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import assert_never
+
+from rlhf_core.config.base import keyed
+from rlhf_core.config.rewards import (
+    EnsembleReward,
+    EpisodeReward,
+    FunctionReward,
+    JudgeReward,
+    ProcessRewardModelReward,
+    RemoteReward,
+    RewardModelReward,
+    RewardsConfig,
+    RewardSpec,
+    Term,
+)
+from rlhf_core.errors import ConfigError, explain
+from rlhf_core.fingerprint import callable_digest, canonical_json, sha256_text
+from rlhf_core.interfaces import ModelSpec, RewardFunction
+from rlhf_core.rewards.batches import BatchedReward
+from rlhf_core.rewards.cache import ResultCache
+from rlhf_core.rewards.isolation import IsolatedReward
+from rlhf_core.rewards.model import Contract, score_with_reward_model, verify_contract
+from rlhf_core.rewards.outcomes import Reward
+from rlhf_core.rewards.worker import Settings
+from rlhf_core.stage import StageContext
+from rlhf_core.types import Generation, ProcessRewardModelRef, RewardModelRef
+
+SHAPING = frozenset({"weight", "weight_end", "weight_steps", "normalise", "clip", "on_failure", "cache"})
+"""Fields of a term that do not change the values it is given."""
+
+REMOTE_FAILED_CALLS = 6
+"""Each costs all tries of the client: one culprit is found in a batch of 64, and a server that is down is given up on."""
+
+
+def open_terms(
+    config: RewardsConfig, reward_models: Mapping[str, RewardModelRef], context: StageContext, leases: ExitStack
+) -> dict[str, Reward]:
+    """Return the rewards by name, in the order of the terms; `leases` end them.
+
+    What runs elsewhere is opened first: it fails in a second, before a model is loaded.
+    """
+    opened = {
+        name: open_elsewhere(name, spec, context.work / "rewards", leases)
+        for name, spec in config.terms.items()
+        if isinstance(spec, (FunctionReward, RemoteReward, JudgeReward))
+    }
+    return {
+        name: opened[name] if name in opened else _open_here(spec, reward_models, context, leases)
+        for name, spec in config.terms.items()
+    }
+
+
+def open_elsewhere(
+    name: str, spec: FunctionReward | RemoteReward | JudgeReward, folder: Path, leases: ExitStack
+) -> BatchedReward:
+    """Return a reward that runs in other processes; what it caches is kept in `folder`."""
+    path = folder / f"{sha256_text(name)[:16]}.jsonl"
+    cache = ResultCache(identity(spec), path) if spec.cache else None
+    match spec:
+        case FunctionReward():
+            workers = _start_workers(name, spec, leases)
+            return BatchedReward(
+                name,
+                [worker.outcome for worker in workers],
+                batch_size=0 if workers[0].is_async else spec.batch_size,
+                retries=spec.retries,
+                on_failure=spec.on_failure,
+                cache=cache,
+            )
+        case RemoteReward():
+            from rlhf_core.rewards import remote
+
+            client = remote.RemoteReward(
+                name,
+                spec.urls,
+                timeout_s=spec.timeout_s,
+                retries=spec.retries,
+                batch_size=spec.batch_size,
+                token_env=spec.token_env,
+            )
+            leases.enter_context(client)
+            return BatchedReward(
+                name,
+                [client] * len(spec.urls),
+                batch_size=spec.batch_size,
+                retries=0,  # the client's own, from one server to the next
+                on_failure=spec.on_failure,
+                failed_calls=REMOTE_FAILED_CALLS,
+                cache=cache,
+            )
+        case JudgeReward():
+            from rlhf_core.rewards.judge import Judge
+
+            judge = leases.enter_context(Judge(name, spec))
+            return BatchedReward(
+                name, [judge.outcome], batch_size=0, retries=0, on_failure=spec.on_failure, cache=cache
+            )
+        case _:
+            assert_never(spec)
+
+
+def identity(spec: Term) -> str:
+    """Return the digest of all that decides a term's values: for a function the source of its module too.
+
+    The key of a stage holds the same facts; this one outlives a change of weights.
+    """
+    facts = {name: value for name, value in keyed(spec).items() if name not in SHAPING}
+    source = callable_digest(spec.function) if isinstance(spec, FunctionReward) else ""
+    return sha256_text(canonical_json([facts, source]))
+
+
+def episode_reward(generations: Sequence[Generation]) -> list[float | None]:
+    """Return the sum of what an environment gave over an episode's spans; None for a completion without spans."""
+    episodes = [generation.completion.spans for generation in generations]
+    return [sum(span.reward for span in spans) if spans else None for spans in episodes]
+
+
+def check_reward_models(config: RewardsConfig, reward_models: Mapping[str, RewardModelRef]) -> None:
+    """Raise ConfigError when a term names a reward model that is not among the inputs, or one that judges steps."""
+    for name, spec in config.terms.items():
+        for key, model in _models_of(spec):
+            if model not in reward_models:
+                near = difflib.get_close_matches(model, reward_models, n=1)
+                given = f"did you mean {near[0]}?" if near else f"the stage has {sorted(reward_models) or 'none'}"
+                rule = "the stage was not given this reward model"
+                raise ConfigError(explain(f"rewards.terms.{name}.{key}", model, rule, given))
+            steps = isinstance(reward_models[model], ProcessRewardModelRef)
+            if steps and not isinstance(spec, ProcessRewardModelReward):
+                rule, remedy = "it judges steps and not whole answers", 'set type = "process_reward_model"'
+                raise ConfigError(explain(f"rewards.terms.{name}.{key}", model, rule, remedy))
+
+
+def _start_workers(name: str, spec: FunctionReward, leases: ExitStack) -> list[IsolatedReward]:
+    """Start the processes: the first alone, since it tells whether the function can be loaded."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = spec.memory_mb * 2**20 if spec.memory_mb else machine // 2 // spec.workers
+    settings = Settings(arguments=spec.arguments, protocol=spec.protocol, memory_bytes=memory)
+
+    def start(_: int) -> IsolatedReward:
+        return IsolatedReward(
+            name, spec.function, timeout_s=spec.timeout_s, settings=settings, batch_size=spec.batch_size
+        )
+
+    workers = [leases.enter_context(start(0))]
+    with ThreadPoolExecutor(spec.workers) as pool:
+        workers += [leases.enter_context(worker) for worker in pool.map(start, range(1, spec.workers))]
+    return workers
+
+
+def _open_here(
+    spec: RewardSpec, reward_models: Mapping[str, RewardModelRef], context: StageContext, leases: ExitStack
+) -> Reward:
+    match spec:
+        case RewardModelReward():
+            return _open_reward_model(reward_models[spec.model], context, leases)
+        case ProcessRewardModelReward():
+            return _open_process_reward_model(spec, reward_models[spec.model], context, leases)
+        case EnsembleReward():
+            from rlhf_core.rewards.ensemble import score_with_ensemble
+
+            members = [_open_reward_model(reward_models[name], context, leases) for name in spec.models]
+            return partial(score_with_ensemble, members, reduce=spec.reduce, k=spec.k)
+        case EpisodeReward():
+            return episode_reward
+        case _:
+            raise TypeError(f"{type(spec).__name__} runs elsewhere")
+
+
+def _open_reward_model(ref: RewardModelRef, context: StageContext, leases: ExitStack) -> RewardFunction:
+    from rlhf_core.data.chat import ChatTemplate
+
+    folder = context.path(ref)
+    contract, chat = Contract.read(folder), ChatTemplate.load(folder)
+    spec = ModelSpec(path=str(folder), head="score", lora=None, seed=context.seed)
+    trainer = leases.enter_context(context.runtime.trainer("reward_model", spec, None))
+    verify_contract(trainer, contract)
+    return partial(score_with_reward_model, trainer, chat, max_length=contract.max_length)
+
+
+def _open_process_reward_model(
+    term: ProcessRewardModelReward, ref: RewardModelRef, context: StageContext, leases: ExitStack
+) -> RewardFunction:
+    from rlhf_core.data.chat import ChatTemplate
+    from rlhf_core.data.steps import StepSplitter
+    from rlhf_core.rewards.process_model import (
+        ProcessContract,
+        score_with_process_reward_model,
+        verify_process_contract,
+    )
+
+    folder = context.path(ref)
+    contract, chat = ProcessContract.read(folder), ChatTemplate.load(folder)
+    spec = ModelSpec(path=str(folder), head="score", lora=None, seed=context.seed)
+    trainer = leases.enter_context(context.runtime.trainer("reward_model", spec, None))
+    verify_process_contract(trainer, contract)
+    return partial(
+        score_with_process_reward_model,
+        trainer,
+        chat,
+        StepSplitter(chat, contract.separator),
+        max_length=contract.max_length,
+        reduce=contract.reduce if term.reduce == "model" else term.reduce,
+    )
+
+
+def _models_of(spec: RewardSpec) -> list[tuple[str, str]]:
+    """Return key -> name of the reward models that a term asks for."""
+    match spec:
+        case RewardModelReward() | ProcessRewardModelReward():
+            return [("model", spec.model)]
+        case EnsembleReward():
+            return [(f"models[{index}]", model) for index, model in enumerate(spec.models)]
+        case _:
+            return []

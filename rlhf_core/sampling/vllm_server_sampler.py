@@ -1,0 +1,268 @@
+"""Sampling with `vllm serve` processes that somebody else started, on other machines perhaps.
+
+    VLLM_SERVER_DEV_MODE=1 vllm serve <policy> --enable-scale-out --logprobs-mode processed_logprobs --dtype float32
+        --max-model-len 256 --worker-extension-cls rlhf_core.sampling.vllm_worker.WeightReload
+
+`--dtype` and `--max-model-len` are those of `runtime.sampler`. Of the CPU build only `python -m
+vllm.entrypoints.openai.api_server --model <policy>` starts, with the same options. This package must be installed there
+too: its worker extension loads weights and checks what arrived. Weights travel through a folder that the servers and this
+process see under one path. In that mode whoever reaches a server can load weights into it, whatever its `--api-key`: keep
+it in a private network.
+
+Requests are spread over the servers, and sent elsewhere if one fails. The same seeds give the same answers up to rounding:
+which requests share a batch is up to the servers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import os
+import shutil
+import threading
+import uuid
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rlhf_core.config.engines import SamplingConfig, VllmServerSamplerConfig
+from rlhf_core.errors import ConfigError, SamplerLostError, SamplingError, explain
+from rlhf_core.interfaces import Weights
+from rlhf_core.sampling.policy_folder import PolicyFolder, architecture
+from rlhf_core.sampling.vllm_server import Server, ServerFailed, generate_body, open_client
+from rlhf_core.types import Completion, SamplingRequest
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Sampled = concurrent.futures.Future[tuple[list[int], list[float]]]
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 4.0
+"""Before a server is asked again that failed the same request, and at most; it doubles."""
+KEY = "runtime.sampler.urls"
+
+
+class VllmServerSampler:
+    """A `Sampler` over several servers of one policy. Close it: it has a thread, connections and a folder.
+
+    A server that cannot be reached is left out with a warning until the next weights; with none left SamplerLostError says
+    so. Other weights than those that were sent are an error at once.
+
+    >>> VllmServerSampler(Path("policy"), config).generate(requests, SamplingConfig())   # doctest: +SKIP
+    """
+
+    def __init__(self, policy: Path, config: VllmServerSamplerConfig) -> None:
+        self.config = config
+        self.version = 0
+        self._policy = PolicyFolder.read(policy, max_model_len=config.max_model_len)
+        self._architecture = architecture(policy)
+        self._folder = Path(config.weights_folder) / f"rlhf-{uuid.uuid4().hex[:12]}"
+        self._label = ""
+        self._loads = 0
+        self._sampled: dict[Sampled, tuple[int, SamplingRequest]] = {}
+        headers = _authorization(config)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-servers", daemon=True)
+        self._thread.start()
+        most = config.max_in_flight * len(config.urls)
+        self._client = open_client(headers, connections=most + len(config.urls))
+        self._slots = asyncio.Semaphore(most)
+        self._servers = [Server(url, self._client) for url in config.urls]
+        try:
+            self.served_version = "; ".join(sorted(set(self._of_all("check", config))))
+            self.load_policy(policy)
+        except BaseException:
+            self.close()
+            raise
+
+    # ------------------------------------------------------------ Sampler
+
+    def generate(self, requests: Sequence[SamplingRequest], sampling: SamplingConfig) -> list[Completion]:
+        """Return one completion per request, in order. Raises SamplingError naming a request that does not fit."""
+        self._policy.check(requests, sampling)
+        self._abandon()
+        asked = [self._start(self._answered(request, sampling)) for request in requests]
+        try:
+            return [self._completion(request, future) for request, future in zip(requests, asked, strict=True)]
+        finally:
+            self._cancel(asked)  # those that wait, where another one failed
+
+    def advance(
+        self, new: Sequence[tuple[int, SamplingRequest]], sampling: SamplingConfig
+    ) -> list[tuple[int, Completion]]:
+        """Add requests to those that are being sampled and wait until one has finished; return those that have."""
+        self._policy.check([request for _, request in new], sampling)
+        for number, request in new:
+            self._sampled[self._start(self._answered(request, sampling))] = (number, request)
+        finished, _ = concurrent.futures.wait(self._sampled, return_when=concurrent.futures.FIRST_COMPLETED)
+        try:
+            done = [(self._sampled[future], future) for future in list(self._sampled) if future in finished]
+            for future in finished:
+                del self._sampled[future]
+            return [(number, self._completion(request, future)) for (number, request), future in done]
+        except BaseException:
+            self._abandon()
+            raise
+
+    def load_weights(self, weights: Weights, *, version: int) -> None:
+        """Write `weights` (payload: name -> CPU tensor) to the folder and let every server load and check them."""
+        from safetensors.torch import save_file
+
+        if not isinstance(weights.payload, Mapping):
+            kind = type(weights.payload).__name__
+            raise SamplingError(explain("weights.payload", kind, "must map names to tensors", "resolve it first"))
+        folder = self._next_folder()
+        folder.mkdir(parents=True)
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.payload.items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        self._load(folder, weights.digest)
+        self.version = version
+
+    # ------------------------------------------------------------ warm servers
+
+    def accepts(self, policy: Path) -> bool:
+        """Return whether the servers can load the weights of `policy`: it has the same architecture."""
+        return architecture(policy) == self._architecture
+
+    def load_policy(self, policy: Path) -> None:
+        """Load the weights of a policy's folder; completions carry version 0."""
+        from rlhf_core.models.export import weights_digest
+        from rlhf_core.sampling.vllm_worker import read_tensors
+
+        folder = self._next_folder()
+        folder.mkdir(parents=True)
+        for file in sorted(policy.glob("*.safetensors*")):
+            shutil.copyfile(file, folder / file.name)
+        self._load(folder, weights_digest(read_tensors(policy)))
+        self._policy = PolicyFolder.read(policy, max_model_len=self.config.max_model_len)
+        self.version = 0
+
+    def close(self) -> None:
+        """Drop what is being sampled, and remove the folder. The servers go on with the weights that they have."""
+        self._abandon()
+        self._run(self._client.aclose())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # ------------------------------------------------------------ weights
+
+    def _next_folder(self) -> Path:
+        self._loads += 1
+        return self._folder / f"{self._loads:06d}"
+
+    def _load(self, folder: Path, digest: str) -> None:
+        self._abandon()
+        self._label = (
+            f"{self._folder.name}-{folder.name}"  # before the servers have it, so that old answers are refused
+        )
+        for server in self._servers:
+            server.stale = True
+        self._of_all("load", str(folder), digest, self._label)
+        for old in self._folder.iterdir():
+            if old != folder:
+                shutil.rmtree(old)
+
+    def _of_all(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of every server within the deadline; return what those answer that can be reached."""
+        return self._run(self._all(method, *arguments))
+
+    async def _all(self, method: str, *arguments: Any) -> list[Any]:
+        async def called(server: Server) -> Any:
+            try:
+                async with asyncio.timeout(self.config.load_timeout_s):
+                    return await getattr(server, method)(*arguments)
+            except TimeoutError:
+                raise ServerFailed(
+                    server.url, f"took longer than {self.config.load_timeout_s:g} s to {method}"
+                ) from None
+
+        results = await asyncio.gather(*map(called, self._servers), return_exceptions=True)
+        lost = [result for result in results if isinstance(result, ServerFailed)]
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, ServerFailed):
+                raise result
+        if len(lost) == len(results):
+            raise SamplerLostError(
+                explain(KEY, list(self.config.urls), _told(lost), "start the servers, and run again")
+            )
+        for failure in lost:
+            logger.warning("%s: left out until the next weights: %s", KEY, failure)
+        return [result for result in results if not isinstance(result, BaseException)]
+
+    # ------------------------------------------------------------ requests
+
+    async def _answered(self, request: SamplingRequest, sampling: SamplingConfig) -> tuple[list[int], list[float]]:
+        body = generate_body(request, sampling, stops=self._policy.stops, salt=self._label)
+        failed: list[ServerFailed] = []
+        asked: set[str] = set()
+        async with self._slots:
+            for attempt in range(self.config.retries + 1):
+                server = self._next_server(asked)
+                if server is None:
+                    break
+                if server.url in asked:
+                    await asyncio.sleep(min(FIRST_PAUSE_S * 2 ** (attempt - 1), LONGEST_PAUSE_S))
+                asked.add(server.url)
+                server.in_flight += 1
+                try:
+                    return await server.generate(body, self._label, timeout_s=self.config.request_timeout_s)
+                except ServerFailed as failure:
+                    if failure.refused:
+                        where = (f"request (seed {request.seed})", "refused")
+                        raise SamplingError(explain(*where, str(failure), "see the server's log")) from None
+                    failed.append(failure)
+                    server.failures += 1
+                    if server.failures == 1:
+                        logger.warning("%s: asked last until the next weights: %s", KEY, failure)
+                finally:
+                    server.in_flight -= 1
+        remedy = "look for the cause in the servers' logs, and run again"
+        raise SamplerLostError(explain(f"request (seed {request.seed})", "unanswered", _told(failed), remedy))
+
+    def _next_server(self, asked: set[str]) -> Server | None:
+        """Return the server with the fewest requests among those that have not failed, as far as there are any."""
+        usable = [server for server in self._servers if not server.stale]
+        return min(usable, key=lambda one: (one.url in asked, one.failures > 0, one.in_flight), default=None)
+
+    def _completion(self, request: SamplingRequest, sampled: Sampled) -> Completion:
+        token_ids, logprobs = sampled.result()
+        return self._policy.completion(request, tuple(token_ids), tuple(logprobs), version=self.version)
+
+    def _abandon(self) -> None:
+        """Drop what `advance` added and nobody came back for; a server gives up what nobody waits for."""
+        self._cancel(self._sampled)
+        self._sampled.clear()
+
+    def _cancel(self, asked: Iterable[Sampled]) -> None:
+        """Give up what is not done yet, and wait until the connections are closed, so that the servers notice."""
+        cancelled = [future for future in asked if future.cancel()]
+        if cancelled:
+            self._run(_others_ended())
+
+    def _start(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._start(work).result()
+
+
+async def _others_ended() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+def _told(failures: Sequence[ServerFailed]) -> str:
+    return "; ".join(dict.fromkeys(map(str, failures))) or "no server has the weights"
+
+
+def _authorization(config: VllmServerSamplerConfig) -> dict[str, str]:
+    if not config.token_env:
+        return {}
+    token = os.environ.get(config.token_env)
+    if not token:
+        rule, remedy = "is not set", "export it with the servers' --api-key"
+        raise ConfigError(explain("runtime.sampler.token_env", config.token_env, rule, remedy))
+    return {"Authorization": f"Bearer {token}"}

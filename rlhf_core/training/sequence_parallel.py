@@ -1,0 +1,213 @@
+"""Ulysses sequence parallelism (arXiv 2309.14509): the ranks of a group each hold a part of every row.
+
+Every rank of a group gets the same samples. Its backbone runs over its own part of their positions, so activations are
+divided by the size of the group. Around attention the ranks exchange: parts of the sequence with all heads become the
+whole sequence with a part of the heads, and back. The last hidden states are put together again, so that whatever
+computes a loss from them knows nothing of all this and computes the same on every rank of the group.
+
+DeepSpeed's own (`UlyssesSPAttentionHF`) is not used: it fixes the number of rows of a batch and the heads of one model
+for the whole process, and with sdpa lets packed samples see each other.
+
+Legend: N ranks of a group, B rows, L positions, S = L / N positions of a rank, A heads, D size of a head, H hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rlhf_core.errors import ConfigError, explain
+from rlhf_core.training.distributed import join, rank_and_world
+
+KEY = "runtime.trainer.sequence_parallel"
+ATTENTION = "ulysses_sdpa"
+UNKNOWN = ("sliding_window", "softcap", "s_aux")
+"""What an architecture may ask of its attention that plain causal attention does not do."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one forward pass: their true length, and which positions see which if samples share rows."""
+
+    group: Any
+    length: int
+    mask_B1LL: Tensor | None
+
+
+def spread(model: nn.Module, size: int) -> None:
+    """Spread the sequences of `model` over groups of `size` neighbouring ranks.
+
+    Raises ConfigError if the ranks or the heads cannot be divided so, or if the architecture does not hand keyword
+    arguments on to its attention.
+    """
+    import inspect
+
+    any_model: Any = model
+    backbone = any_model.base_model
+    _, world = rank_and_world()
+    if world % size != 0:
+        raise ConfigError(explain(KEY, size, f"does not divide the {world} train workers", "use a divisor of them"))
+    heads = backbone.config.get_text_config().num_attention_heads
+    if heads % size != 0:
+        rule = f"does not divide the {heads} attention heads of {type(model).__name__}"
+        raise ConfigError(explain(KEY, size, rule, "use a divisor of them"))
+    parameters = inspect.signature(backbone.forward).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if not takes_any or "position_ids" not in parameters:
+        rule = f"{type(backbone).__name__} does not hand position ids and keyword arguments on to its attention"
+        raise ConfigError(explain(KEY, size, rule, "set it to 1"))
+    _register()
+    join()
+    group = _group(size)
+    backbone.set_attn_implementation(ATTENTION)
+    backbone.register_forward_pre_hook(lambda module, args, kwargs: (args, _cut(kwargs, group)), with_kwargs=True)
+    backbone.register_forward_hook(_put_together, with_kwargs=True)
+
+
+@lru_cache(maxsize=1)
+def _register() -> None:
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, _attention)
+
+
+@lru_cache(maxsize=8)
+def _group(size: int) -> Any:
+    """Return the group of this rank. Every rank makes all groups, in the same order."""
+    rank, world = rank_and_world()
+    groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
+    return groups[rank // size]
+
+
+# ---------------------------------------------------------------- around the backbone
+
+
+def _cut(kwargs: dict[str, Any], group: Any) -> dict[str, Any]:
+    """Return the arguments of the backbone for this rank's part of the rows, padded to a multiple of N."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    ids_BL, positions_BL = kwargs["input_ids"], kwargs["position_ids"]
+    length = ids_BL.shape[1]
+    extra = -length % size
+    part = (length + extra) // size
+    ids_BL = F.pad(ids_BL, (0, extra))
+    # The padding goes on counting: it belongs to the last sample and comes after all that is read.
+    more = positions_BL[:, -1:] + torch.arange(1, extra + 1, device=positions_BL.device)
+    positions_BL = torch.cat([positions_BL, more], dim=1)
+    own = slice(rank * part, (rank + 1) * part)
+    rows = Rows(group, length, _mask(positions_BL))
+    return kwargs | {"input_ids": ids_BL[:, own], "position_ids": positions_BL[:, own], "ulysses": rows}
+
+
+def _mask(positions_BL: Tensor) -> Tensor | None:
+    """Return where position l (third) sees position m (last): earlier ones of its own sample. None if rows are not shared."""
+    starts_BL = positions_BL == 0
+    if not bool(starts_BL[:, 1:].any()):
+        return None
+    sample_BL = starts_BL.cumsum(dim=1)
+    same_BLL = sample_BL.unsqueeze(2) == sample_BL.unsqueeze(1)
+    return same_BLL.tril().unsqueeze(1)
+
+
+def _put_together(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    rows: Rows = kwargs["ulysses"]
+    whole_BLH = _Gather.apply(output.last_hidden_state, rows.group)
+    output.last_hidden_state = whole_BLH[:, : rows.length]
+    return output
+
+
+# ---------------------------------------------------------------- attention
+
+
+def _attention(
+    module: nn.Module,
+    query_BASD: Tensor,
+    key_BASD: Tensor,
+    value_BASD: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    ulysses: Rows | None = None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Return the heads' outputs [B, S, A, D] of this rank's positions, as transformers wants them. Keys may have fewer heads."""
+    asked = {name: kwargs[name] for name in UNKNOWN if name in kwargs and kwargs[name] is not None}
+    if ulysses is None or asked:
+        rule = (
+            f"{type(module).__name__} asks for {asked}" if asked else f"{type(module).__name__} was not told the rows"
+        )
+        raise ConfigError(explain(KEY, "> 1", rule, "set it to 1 for this architecture"))
+    group, size = ulysses.group, dist.get_world_size(ulysses.group)
+    if key_BASD.shape[1] % size != 0:
+        repeats = query_BASD.shape[1] // key_BASD.shape[1]
+        key_BASD, value_BASD = (x.repeat_interleave(repeats, dim=1) for x in (key_BASD, value_BASD))
+    query, key, value = (_whole_sequence(x, group, size) for x in (query_BASD, key_BASD, value_BASD))
+    out_BALD = F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=ulysses.mask_B1LL,
+        is_causal=ulysses.mask_B1LL is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return _all_heads(out_BALD, group, size), None
+
+
+def _whole_sequence(x_BASD: Tensor, group: Any, size: int) -> Tensor:
+    """Return the whole sequence [B, A / N, L, D] of this rank's heads."""
+    rows, heads, part, width = x_BASD.shape
+    by_heads = x_BASD.reshape(rows, size, heads // size, part, width).transpose(0, 1)
+    by_parts = _Exchange.apply(by_heads, group)
+    return by_parts.permute(1, 2, 0, 3, 4).reshape(rows, heads // size, size * part, width)
+
+
+def _all_heads(x_BALD: Tensor, group: Any, size: int) -> Tensor:
+    """Return all heads [B, S, A, D] of this rank's part of the sequence."""
+    rows, heads, length, width = x_BALD.shape
+    by_parts = x_BALD.reshape(rows, heads, size, length // size, width).permute(2, 0, 1, 3, 4)
+    by_heads = _Exchange.apply(by_parts, group)
+    return by_heads.permute(1, 3, 0, 2, 4).reshape(rows, length // size, size * heads, width)
+
+
+# ---------------------------------------------------------------- between ranks
+
+
+class _Exchange(torch.autograd.Function):
+    """x[n] goes to rank n of the group, and what rank m sent is at [m]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        x = x.contiguous()
+        received = torch.empty_like(x)
+        dist.all_to_all_single(received, x, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _Exchange.apply(grads[0], ctx.group), None
+
+
+class _Gather(torch.autograd.Function):
+    """Puts the parts of all ranks together along dimension 1.
+
+    All ranks of the group compute the same of the whole, so the gradient of a part, a sum over them, is N times its own.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        size, rank = dist.get_world_size(ctx.group), dist.get_rank(ctx.group)
+        return grads[0].chunk(size, dim=1)[rank] * size, None

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from rlhf_core.agents.environment import StepResult
+from rlhf_core.agents.openenv import open_server
+from rlhf_core.config.agents import OpenEnvAgent
+from rlhf_core.errors import ConfigError
+from tests.rlhf_core.agents.replay import openenv_server, recorded
+
+WIRE = recorded("openenv")
+TEXT = {"type": "string"}
+
+
+def played(session: str, actions: list[str], **settings: Any) -> tuple[list[Any], list[Any]]:
+    """Return what the reset and the steps of a recorded session led to, and what it was asked beside the record."""
+
+    async def episode(config: OpenEnvAgent) -> list[Any]:
+        one = make()
+        try:
+            heard: list[Any] = [await one.reset({"label": '{"level": 2}'}, 7)]
+            for action in actions:
+                heard.append(await one.step(action))
+            return heard
+        finally:
+            await one.close()
+
+    faults: list[Any] = []
+    with openenv_server(WIRE["http"], WIRE["sessions"][session], faults) as url:
+        config = OpenEnvAgent(url=url, **settings)
+        make = open_server(config)
+        return asyncio.run(episode(config)), faults
+
+
+def test_an_episode_is_a_session_on_the_servers_socket() -> None:
+    heard, faults = played("played", ["It is 42.", "no"])
+    assert heard == ["Say digits (7).", StepResult("turn 1", 2 / 9, False), StepResult("", 0.0, True)]
+    assert faults == []
+
+
+def test_an_action_that_the_server_finds_invalid_is_told_to_the_policy() -> None:
+    heard, faults = played(
+        "refused", ["no JSON", '{"word": "no"}', '{"text": "12"}', '{"text": "34"}'], action_field="json"
+    )
+    assert heard[1].observation.startswith("error: Expecting value") and heard[1].extras == {"invalid_actions": 1.0}
+    assert "Field required" in heard[2].observation and not heard[2].done
+    assert [step.reward for step in heard[3:]] == [1.0, 1.0] and faults == []
+
+
+def test_what_the_server_itself_fails_at_is_a_failure() -> None:
+    with pytest.raises(Exception, match="EXECUTION_ERROR: the digits are gone"):
+        played("crashed", ["crash"])
+
+
+def test_a_full_server_says_what_to_raise() -> None:
+    with pytest.raises(Exception, match="max_concurrent_envs"):
+        played("full", [])
+
+
+def test_a_lost_connection_is_a_failure() -> None:
+    lost = [WIRE["sessions"]["played"][0], {"sent": {"type": "step", "data": {"text": "4"}}}]
+    with (
+        pytest.raises(Exception, match="closed the connection at the step"),
+        openenv_server(WIRE["http"], lost, []) as url,
+    ):
+        make = open_server(OpenEnvAgent(url=url))
+
+        async def episode() -> None:
+            one = make()
+            await one.reset({"label": ""}, 7)
+            await one.step("4")
+
+        asyncio.run(episode())
+
+
+@pytest.mark.parametrize("needed", [True, False])
+def test_an_episode_without_a_reward_has_failed_unless_none_is_needed(needed: bool) -> None:
+    over = {"type": "observation", "data": {"observation": {"message": ""}, "reward": None, "done": True}}
+    exchanges = [WIRE["sessions"]["played"][0], {"sent": {"type": "step", "data": {"text": "4"}}, "received": over}]
+
+    async def episode(make: Any) -> Any:
+        one = make()
+        await one.reset({"label": ""}, 7)
+        return await one.step("4")
+
+    with openenv_server(WIRE["http"], exchanges, []) as url:
+        make = open_server(OpenEnvAgent(url=url, needs_reward=needed))
+        if needed:
+            with pytest.raises(Exception, match="without any reward"):
+                asyncio.run(episode(make))
+        else:
+            assert asyncio.run(episode(make)).done
+
+
+def test_arguments_of_the_reset_and_the_labels_keys_are_sent() -> None:
+    _, faults = played("played", [], reset_arguments={"mode": "easy"}, give_label=True)
+    assert faults == [{"type": "reset", "data": {"level": 2, "mode": "easy", "seed": 7}}, {"type": "close"}]
+
+
+@pytest.mark.parametrize(
+    ("changed", "settings", "message"),
+    [
+        ({"/health": {"status": "unhealthy"}}, {}, "unhealthy"),
+        ({"/schema": {"actions": {}}}, {}, "speaks another version of OpenEnv"),
+        ({"/metadata": {"version": "2.0"}}, {"version": "1.0"}, "is 2.0"),
+        ({}, {"action_field": "txt"}, "did you mean text"),
+        (
+            {"/schema": {"action": {"properties": {"a": TEXT, "b": TEXT}}, "observation": {"properties": {}}}},
+            {},
+            "'a', 'b'",
+        ),
+    ],
+    ids=["unhealthy", "other protocol", "other version", "misspelt field", "two texts"],
+)
+def test_a_server_that_cannot_be_used_is_refused_at_the_start(
+    changed: dict[str, Any], settings: dict[str, Any], message: str
+) -> None:
+    with openenv_server(WIRE["http"] | changed, [], []) as url, pytest.raises(ConfigError, match=message):
+        open_server(OpenEnvAgent(url=url, **settings))
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"agent.url = 'http://127.0.0.1:9.*start the server"):
+        open_server(OpenEnvAgent(url="http://127.0.0.1:9"))

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.agents.process import Environments
+from rlhf_core.config.agents import EnvironmentAgent
+from rlhf_core.errors import ConfigError
+from rlhf_core.processes import is_running, process_stat
+from tests.rlhf_core.agents.scripted import WORLDS
+from tests.rlhf_core.agents.test_episodes import numbered, played
+
+QUICK = {"step_timeout_s": 0.5, "retries": 0}
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        ("raise", "the board is broken"),
+        ("crash", "its process ended with status 3"),
+        ("shape", "step returned a dict, and must return a StepResult"),
+        ("nan", "the reward is nan, and must be finite"),
+    ],
+)
+@pytest.mark.parametrize("scheduling", ["lockstep", "continuous"])
+def test_a_fault_is_named_and_harms_no_other_episode(fault: str, named: str, scheduling: str) -> None:
+    results, _ = played("Faulty", ["none", fault, "print"], numbered, scheduling=scheduling, retries=0)
+    healthy, faulty, noisy = (result.completion for result in results)
+    assert named in faulty.failure and faulty.failure.startswith("the environment failed 1 times: ")
+    assert faulty.token_ids and [span.reward for span in faulty.spans] == [0.0]
+    assert [one.failure for one in (healthy, noisy)] == ["", ""]
+    assert [one.spans[0].reward for one in (healthy, noisy)] == [1.0, 1.0]
+
+
+def test_code_that_hangs_without_waiting_is_killed_and_the_others_are_played_again() -> None:
+    results, _ = played("Faulty", ["none", "hang", "none"], numbered, **QUICK)
+    assert "longer than step_timeout_s = 0.5 without waiting" in results[1].completion.failure
+    assert [results[i].completion.spans[0].reward for i in (0, 2)] == [1.0, 1.0]
+
+
+def test_a_wait_past_the_deadline_ends_that_episode_alone() -> None:
+    results, sampler = played("Stuck", ["no", "stuck", "no"], numbered, **QUICK)
+    assert "step_timeout_s = 0.5" in results[1].completion.failure
+    assert [results[i].completion.failure for i in (0, 2)] == ["", ""]
+    assert len(sampler.batches) == 1  # nobody was played again
+
+
+def test_the_deadline_of_an_episode_bounds_its_steps() -> None:
+    results, _ = played("Stuck", ["stuck"], numbered, episode_timeout_s=0.4, retries=0)
+    assert "episode_timeout_s = 0.4" in results[0].completion.failure
+
+
+@pytest.mark.parametrize("fault", ["raise", "crash"])
+def test_an_episode_is_played_again_from_the_same_seeds(fault: str, tmp_path: Path) -> None:
+    arguments = {"once": str(tmp_path / "failed")}
+    results, sampler = played("Faulty", [fault], numbered, arguments=arguments, retries=1)
+    assert not results[0].completion.failure and results[0].completion.spans[0].reward == 1.0
+    assert sampler.batches[0] == sampler.batches[1]
+
+
+def test_after_its_retries_an_episode_has_failed() -> None:
+    results, sampler = played("Faulty", ["raise"], numbered, retries=2)
+    assert results[0].completion.failure.startswith("the environment failed 3 times")
+    assert len(sampler.batches) == 3
+
+
+def test_a_connection_that_is_refused_is_named() -> None:
+    results, _ = played("Disconnected", ["none"], numbered, retries=0)
+    assert "Connect call failed" in results[0].completion.failure
+
+
+def test_no_process_is_left_even_of_those_that_an_environment_started(tmp_path: Path) -> None:
+    note = tmp_path / "child"
+    played("Spawning", ["none"], numbered, arguments={"note": str(note)})
+    child = int(note.read_text())
+    deadline = time.monotonic() + 5.0
+    while is_running(child) and process_stat(child) is not None and time.monotonic() < deadline:
+        stat = process_stat(child)
+        if stat is None or stat[0] == "Z":  # dead, and not yet collected by whoever adopted it
+            break
+        time.sleep(0.02)
+    else:
+        assert not is_running(child)
+
+
+def test_the_process_ends_with_whoever_started_it() -> None:
+    config = EnvironmentAgent(environment=f"{WORLDS}:Echo")
+    environments = Environments(config, tokenizer="")
+    pid = environments._children[0]._process.pid
+    assert os.getpgid(pid) == pid
+    environments.close()
+    assert not is_running(pid)
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (f"{WORLDS}:Ecko", "did you mean Echo?"),
+        ("no/such/file.py:Echo", "there is no file no/such/file.py"),
+        ("no_such_module:Echo", "No module named 'no_such_module'"),
+    ],
+)
+def test_code_that_cannot_be_loaded_is_refused_at_the_start(spec: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=r"agent\.environment") as refused:
+        Environments(EnvironmentAgent(environment=spec), tokenizer="")
+    assert reason in str(refused.value)

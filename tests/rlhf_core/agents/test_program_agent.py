@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.agents.episodes import Episode, play
+from rlhf_core.agents.games import EpisodeFailed
+from rlhf_core.agents.process import Environments
+from rlhf_core.agents.program_agent import earned, open_program
+from rlhf_core.agents.programs import ProgramResult
+from rlhf_core.config.agents import ProgramAgent
+from rlhf_core.config.engines import SamplingConfig
+from tests.rlhf_core.agents.scripted import ScriptedSampler, chat, chat_folder, prompt
+from tests.rlhf_core.agents.test_captured import SpelledEngine
+
+OPENAI_AGENT = str(Path(__file__).with_name("openai_agent.py"))
+
+
+def played(script: str, *texts: str, deadline_s: float = 60.0, **settings: Any) -> ProgramResult:
+    """Run a script for a prompt with the label `a-secret`; the policy says `texts`."""
+    template = chat()
+    program = open_program(ProgramAgent(command=("sh", "-c", script), **settings), tokenizer=chat_folder())
+    messages = [{"role": "user", "content": "What is 3?"}]
+    told = {"id": "q", "messages": messages, "label": "a-secret", "source": "test", "text": "", "sampling": {}}
+
+    async def run() -> ProgramResult:
+        async with asyncio.timeout(deadline_s):
+            return await program(told, 7, SpelledEngine(template, *texts))  # type: ignore[arg-type]
+
+    return asyncio.run(run())
+
+
+def asking(then: str = "") -> str:
+    """Return a script that asks for one turn."""
+    ask = (
+        "import json, os, urllib.request as u;"
+        "b = json.dumps({'messages': [{'role': 'user', 'content': 'Hi'}]}).encode();"
+        "h = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']};"
+        "u.urlopen(u.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', b, h)).read()"
+    )
+    return f'{sys.executable} -S -c "{ask}" && {then or "true"}'
+
+
+def test_an_agent_written_for_openais_client_is_played_token_by_token() -> None:
+    template = chat()
+    sampler = ScriptedSampler(template, lambda request, turn: f"It is {turn}.")
+    episodes = [Episode(one, template.prompt_ids(one.messages), 100) for one in (prompt(0, "a"), prompt(1, "b"))]
+    config = ProgramAgent(command=("python", OPENAI_AGENT), retries=0, step_timeout_s=240.0)
+    with Environments(config, tokenizer=chat_folder()) as environments:
+        done = play(sampler, template, episodes, environments, config, SamplingConfig(max_tokens=24))
+    for episode in done:
+        completion, whole = episode.completion, episode.prompt_ids + episode.completion.token_ids
+        assert completion.failure == "" and len(completion.spans) == 2
+        assert completion.spans[-1].reward == pytest.approx(2 / 16) and completion.extras == {"letters": 16.0}
+        for span in completion.spans:
+            start, end = (len(episode.prompt_ids) + bound for bound in (span.start, span.end))
+            assert sampler.said[whole[:start]] == whole[start:end]
+            text = template.tokenizer.decode(list(whole[start : end - 1]))
+            assert tuple(template.tokenizer(text, add_special_tokens=False)["input_ids"]) != whole[start : end - 1]
+
+
+def test_the_last_line_says_what_was_earned() -> None:
+    result = played(asking('echo thinking; echo \'{"reward": 2, "tries": 3}\''), "It is 3.")
+    assert result == ProgramResult((2.0,), {"tries": 3.0})
+
+
+def test_a_command_that_ends_badly_has_failed_and_is_named() -> None:
+    with pytest.raises(EpisodeFailed, match=r"(?s)ended with status 3:\nit is broken"):
+        played("echo it is broken >&2; exit 3")
+
+
+def test_a_command_that_does_not_survive_the_end_of_its_tokens_was_cut() -> None:
+    assert played(asking("exit 1")) == ProgramResult((), truncated=True)
+
+
+def test_a_command_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    with pytest.raises(TimeoutError):
+        played(f"sleep 600 & echo $! > {pids}; echo $$ >> {pids}; wait", deadline_s=2.0)
+    assert_gone([int(line) for line in pids.read_text().split()])
+
+
+def test_the_label_is_told_only_where_it_is_asked_for(tmp_path: Path) -> None:
+    for give in (False, True):
+        told = tmp_path / f"told-{give}"
+        played(f"cat > {told}", give_label=give)
+        assert ("a-secret" in told.read_text()) == give and "What is 3?" in told.read_text()
+
+
+def test_our_own_modules_are_not_forced_on_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/ours")
+    seen = tmp_path / "seen"
+    played(f'echo "$PYTHONPATH|$MY_OWN|$RLHF_SEED" > {seen}', variables={"MY_OWN": "value"})
+    assert seen.read_text().strip() == "|value|7"
+
+
+def test_a_reward_that_is_no_number_is_a_failure() -> None:
+    with pytest.raises(Exception, match="finite number"):
+        earned('{"reward": NaN}')
+    assert earned('{"reward": null, "tries": 2}') == {"rewards": (), "extras": {"tries": 2.0}}
+
+
+def test_the_scripts_of_a_command_belong_to_its_key() -> None:
+    config = ProgramAgent(command=("python", "agent.py", "--fast"), files=("rules.json",))
+    assert config.read_files() == ("agent.py", "rules.json")
+
+
+def assert_gone(pids: list[int]) -> None:
+    """Wait a little for processes to be gone (or to wait for their parent)."""
+    deadline = time.monotonic() + 20
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"{pids} live on"
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from rlhf_core.agents.environment import Environment, StepResult
+from rlhf_core.agents.sessions import EnvironmentSession, checked_step, open_sessions
+from rlhf_core.config.agents import EnvironmentAgent
+from tests.rlhf_core.agents.scripted import WORLDS
+
+
+class Closing(Environment):
+    closed = False
+
+    def step(self, action: str, truncated: bool) -> StepResult:  # type: ignore[override]  # it wants no other keyword
+        return StepResult(str(truncated))
+
+    async def close(self) -> None:
+        Closing.closed = True
+
+
+def test_a_step_is_given_the_keywords_that_it_takes_and_an_environment_is_closed() -> None:
+    async def scenario() -> Any:
+        session = EnvironmentSession(Closing)
+        assert await session.begin({}, 7) == ("observed", None)
+        stepped = await session.step("a", {"turn": 3, "truncated": True})
+        await session.close()
+        return stepped
+
+    assert asyncio.run(scenario()) == ("stepped", StepResult("True"))
+    assert Closing.closed
+
+
+def test_what_reset_returns_must_be_a_text() -> None:
+    class Numbers(Environment):
+        def reset(self, prompt: Any, seed: int) -> Any:
+            return 5
+
+    with pytest.raises(TypeError, match="reset returned a int"):
+        asyncio.run(EnvironmentSession(Numbers).begin({}, 7))
+
+
+@pytest.mark.parametrize("wrong", [None, {"reward": 1.0}, ("text", 1.0, True), StepResult([{"text": "no role"}])])
+def test_a_step_of_another_shape_is_an_error(wrong: Any) -> None:
+    with pytest.raises((TypeError, KeyError)):
+        checked_step(wrong)
+
+
+def test_arguments_reach_the_environment() -> None:
+    agent = EnvironmentAgent(environment=f"{WORLDS}:Echo", arguments={"turns": 1})
+    sessions = open_sessions(agent, tokenizer="")
+
+    async def scenario() -> Any:
+        session = sessions.open()
+        await session.begin({"label": "x"}, 7)
+        return await session.step("a", {"turn": 0, "truncated": False})
+
+    assert asyncio.run(scenario())[1].done and not sessions.programs

@@ -1,0 +1,50 @@
+"""Tags and JSON."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rlhf_core.errors import ConfigError
+from rlhf_core.rewards.library.structure import json_schema, think_format
+
+SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+
+
+@pytest.mark.parametrize(
+    ("answer", "options", "expected"),
+    [
+        ("<think>hm</think>4", {}, 1.0),
+        ("<think>hm</think>  ", {}, 0.0),
+        ("<think></think>4", {}, 0.0),
+        ("first <think>hm</think>4", {}, 0.0),
+        ("<think>a</think><think>b</think>4", {}, 0.0),
+        ("hm</think>4", {"opened": True}, 1.0),
+        ("<think>hm</think>4", {"answer_tag": True}, 0.0),
+        ("<think>hm</think>\n<answer>4</answer>\n", {"answer_tag": True}, 1.0),
+    ],
+)
+def test_thoughts_come_once_and_first(answer: str, options: dict[str, bool], expected: float) -> None:
+    assert think_format([""], [answer], [None], **options) == [expected]
+
+
+def test_json_is_read_bare_or_from_the_last_fence() -> None:
+    answers = ['{"age": 3}', 'Here:\n```json\n{"age": 3}\n```', '{"age": "3"}', "age 3", "[" * 100_000]
+    assert json_schema([""] * 5, answers, [None] * 5, schema=SCHEMA) == [1.0, 1.0, 0.0, 0.0, 0.0]
+
+
+def test_a_label_may_be_the_schema() -> None:
+    assert json_schema([""] * 2, ["null", "null"], ['{"type": "null"}', None]) == [1.0, None]
+
+
+def test_a_schema_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is no JSON schema"):
+        json_schema([""], ["1"], [None], schema={"type": "intger"})
+    with pytest.raises(ConfigError, match="label"):
+        json_schema([""], ["1"], ["{"])
+
+
+def test_a_reference_elsewhere_is_not_fetched() -> None:
+    with pytest.raises(Exception, match="Unresolvable"):
+        json_schema([""], ["1"], [json.dumps({"$ref": "http://127.0.0.1:9/schema.json"})])

@@ -1,0 +1,199 @@
+"""Batches: workers, further tries, and telling the culprits apart."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.config.rewards import OnFailure
+from rlhf_core.errors import ConfigError, RewardError
+from rlhf_core.rewards.batches import FAILED_CALLS, BatchedReward
+from rlhf_core.rewards.cache import ResultCache
+from rlhf_core.rewards.outcomes import BatchFailed, Outcome
+from rlhf_core.types import Completion, Generation, Message, Prompt
+
+
+def answers(*texts: str) -> list[Generation]:
+    prompt = Prompt("p", (Message("user", "hi"),), "", "test")
+    return [Generation(prompt, (1,), Completion((2,), (-1.0,), text, "stop", 0, 0)) for text in texts]
+
+
+class Judge:
+    """Scores by length and fails for some texts; it keeps the batches that it was asked about."""
+
+    def __init__(self, *, fails: Sequence[str] = (), times: float = math.inf) -> None:
+        self.fails = fails
+        self.left = times
+        self.asked: list[list[str]] = []
+
+    def __call__(self, generations: Sequence[Generation]) -> Outcome:
+        texts = [one.completion.text for one in generations]
+        self.asked.append(texts)
+        if self.left > 0 and set(texts) & set(self.fails):
+            self.left -= 1
+            raise BatchFailed("rewards.judge: broke", reason="broke")
+        return Outcome(tuple(float(len(text)) for text in texts), logs={"asked": (1.0, 1)})
+
+
+def batched(
+    judge: Judge,
+    *,
+    batch_size: int = 0,
+    retries: int = 0,
+    on_failure: OnFailure = "invalid",
+    cache: ResultCache | None = None,
+    pauses: list[float] | None = None,
+) -> BatchedReward:
+    waited = [] if pauses is None else pauses
+    return BatchedReward(
+        "judge",
+        [judge],
+        batch_size=batch_size,
+        retries=retries,
+        on_failure=on_failure,
+        cache=cache,
+        pause=waited.append,
+    )
+
+
+def test_batches_have_their_size_and_values_their_order() -> None:
+    judge = Judge()
+    outcome = batched(judge, batch_size=2)(answers("a", "bb", "ccc", "dddd", "e"))
+    assert outcome.values == (1.0, 2.0, 3.0, 4.0, 1.0)
+    assert judge.asked == [["a", "bb"], ["ccc", "dddd"], ["e"]]
+    assert outcome.logs == {"asked": (3.0, 3)}
+
+
+def test_a_batch_that_failed_is_tried_again_after_pauses_that_double() -> None:
+    pauses: list[float] = []
+    judge = Judge(fails=["bb"], times=3)
+    assert batched(judge, retries=3, on_failure="fail", pauses=pauses)(answers("a", "bb")).values == (1.0, 2.0)
+    assert pauses == [0.5, 1.0, 2.0]
+    with pytest.raises(RewardError, match="broke"):
+        batched(Judge(fails=["bb"], times=2), retries=1, on_failure="fail")(answers("a", "bb"))
+
+
+def test_only_the_answers_that_fail_alone_become_failures() -> None:
+    judge = Judge(fails=["x"])
+    outcome = batched(judge)(answers(*["a"] * 5, "x", *["bb"] * 10))
+    assert outcome.failures == {5: "broke"}
+    assert outcome.values == (1.0,) * 5 + (None,) + (2.0,) * 10
+    assert len(judge.asked) == 9  # the whole, and two halves of 16, 8, 4, 2
+
+
+def test_further_tries_come_before_the_halving_and_not_within_it() -> None:
+    pauses: list[float] = []
+    judge = Judge(fails=["x"])
+    batched(judge, retries=2, pauses=pauses)(answers("a", "x"))
+    assert judge.asked == [["a", "x"]] * 3 + [["a"], ["x"]]
+    assert len(pauses) == 2
+
+
+def test_a_reward_that_is_broken_altogether_is_given_up_on() -> None:
+    judge = Judge(fails=["x"])
+    outcome = batched(judge)(answers(*["x"] * 1000))
+    assert len(outcome.failures) == 1000
+    assert len(judge.asked) <= FAILED_CALLS + 2
+
+
+def test_four_culprits_among_a_thousand_are_found() -> None:
+    texts = ["a"] * 1000
+    for at in (0, 333, 334, 999):
+        texts[at] = "x"
+    outcome = batched(Judge(fails=["x"]))(answers(*texts))
+    assert sorted(outcome.failures) == [0, 333, 334, 999]
+    assert sum(value == 1.0 for value in outcome.values) == 996
+
+
+class Short(Judge):
+    def __call__(self, generations: Sequence[Generation]) -> Outcome:
+        super().__call__(generations)
+        return Outcome((1.0,))
+
+
+def test_a_wrong_number_of_values_fails_the_batch_at_once() -> None:
+    judge = Short()
+    outcome = batched(judge, batch_size=2, retries=3)(answers("a", "b", "c"))
+    assert outcome.values == (None, None, 1.0)
+    assert outcome.failures == dict.fromkeys((0, 1), "returned 1 values for 2 generations")
+    assert len(judge.asked) == 2
+    with pytest.raises(RewardError, match="1: values for 2 generations"):
+        batched(Short(), on_failure="fail")(answers("a", "b"))
+
+
+class NotANumber(Judge):
+    def __call__(self, generations: Sequence[Generation]) -> Outcome:
+        outcome = super().__call__(generations)
+        texts = [one.completion.text for one in generations]
+        return Outcome(
+            tuple(math.nan if text == "x" else value for text, value in zip(texts, outcome.values, strict=True))
+        )
+
+
+def test_a_value_that_is_no_reward_fails_alone_and_is_not_asked_for_again() -> None:
+    judge = NotANumber()
+    outcome = batched(judge, retries=3)(answers("a", "x"))
+    assert outcome.values == (1.0, None)
+    assert outcome.failures[1].startswith("returned nan")
+    assert len(judge.asked) == 1
+    with pytest.raises(RewardError, match=r"rewards\.judge\[prompt p\] = nan"):
+        batched(NotANumber(), on_failure="fail", retries=3)(answers("a", "x"))
+
+
+def test_a_configuration_that_cannot_work_is_no_failure_of_an_answer() -> None:
+    def ask(generations: Sequence[Generation]) -> Outcome:
+        raise ConfigError("install it")
+
+    with pytest.raises(ConfigError):
+        BatchedReward("x", [ask], batch_size=0, retries=3, on_failure="invalid")(answers("a"))
+
+
+def test_several_workers_answer_at_the_same_time() -> None:
+    meeting = threading.Barrier(3, timeout=20)
+
+    def ask(generations: Sequence[Generation]) -> Outcome:
+        meeting.wait()  # returns when three are here
+        return Outcome(tuple(float(one.completion.text) for one in generations))
+
+    reward = BatchedReward("x", [ask] * 3, batch_size=0, retries=0, on_failure="fail")
+    assert reward(answers("0", "1", "2", "3", "4", "5")).values == (0.0, 1.0, 2.0, 3.0, 4.0, 5.0)
+
+
+def test_a_worker_answers_one_batch_at_a_time() -> None:
+    busy = threading.Lock()
+
+    def ask(generations: Sequence[Generation]) -> Outcome:
+        assert busy.acquire(blocking=False)
+        busy.release()
+        return Outcome((0.0,) * len(generations))
+
+    BatchedReward("x", [ask], batch_size=1, retries=0, on_failure="fail")(answers(*"abcdefgh"))
+
+
+def test_what_is_alike_is_asked_for_once_and_what_is_known_not_again(tmp_path: Path) -> None:
+    judge = Judge(fails=["x"])
+    path = tmp_path / "cache.jsonl"
+    reward = batched(judge, cache=ResultCache("one", path))
+    assert reward(answers("a", "bb", "a")).values == (1.0, 2.0, 1.0)
+    assert judge.asked == [["a", "bb"]]
+    assert reward(answers("bb", "ccc")).values == (2.0, 3.0)
+    assert judge.asked[1:] == [["ccc"]]
+    again = Judge()
+    assert batched(again, cache=ResultCache("one", path))(answers("ccc", "a")).values == (3.0, 1.0)
+    assert again.asked == []
+
+
+def test_a_failure_is_not_cached(tmp_path: Path) -> None:
+    judge = Judge(fails=["x"], times=1)
+    reward = batched(judge, cache=ResultCache("one", tmp_path / "cache.jsonl"))
+    outcome = reward(answers("x", "a", "x"))
+    assert outcome.values == (1.0, 1.0, 1.0)  # the halves succeeded
+    judge.left = math.inf
+    judge.fails = ["y"]
+    assert reward(answers("y", "a", "y")).failures == {0: "broke", 2: "broke"}
+    judge.fails = []
+    assert reward(answers("y")).values == (1.0,)

@@ -1,0 +1,182 @@
+"""A judge over an OpenAI-compatible endpoint: what is asked, what is read, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from rlhf_core.config.rewards import JsonVerdict, JudgeReward, PatternVerdict
+from rlhf_core.errors import ConfigError, RewardError
+from rlhf_core.rewards.judge import Judge, question, read_score
+from rlhf_core.types import Completion, Generation, Message, Prompt
+
+
+def generation(text: str) -> Generation:
+    prompt = Prompt("p0", (Message("user", "2+2?"),), "4", "test")
+    return Generation(prompt, (1,), Completion((2,), (-1.0,), text, "stop", 0, 0))
+
+
+class Endpoint:
+    """A chat server that answers with what `says` makes of the question; a number is a status."""
+
+    def __init__(self) -> None:
+        self.says: Callable[[str], str | int] = lambda asked: "Score: 5"
+        self.requests: list[dict[str, Any]] = []
+        self.tokens: list[str | None] = []
+        endpoint = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                endpoint.requests.append({"path": self.path} | body)
+                endpoint.tokens.append(self.headers["Authorization"])
+                said = endpoint.says(body["messages"][-1]["content"])
+                answer = {"choices": [{"message": {"role": "assistant", "content": said}}]}
+                content = (
+                    said.encode()
+                    if isinstance(said, str) and said.startswith("<html>")
+                    else json.dumps(answer).encode()
+                )
+                self.send_response(said if isinstance(said, int) else 200)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    made = Endpoint()
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+
+
+def judge(endpoint: Endpoint, pauses: list[float] | None = None, **settings: Any) -> Judge:
+    given = {"url": endpoint.url, "model": "m", "template": "Rate {completion}", "retries": 2, "on_failure": "invalid"}
+    waited = [] if pauses is None else pauses
+    return Judge("judge", JudgeReward.model_validate(given | settings), pause=waited.append)
+
+
+def test_each_answer_is_asked_about_and_scored_in_its_place(endpoint: Endpoint) -> None:
+    endpoint.says = lambda asked: f"It has {len(asked)} letters. Score: {len(asked) - 5}"
+    with judge(endpoint, max_tokens=9) as one:
+        outcome = one.outcome([generation(text) for text in ("a", "bb", "cccc")])
+    assert outcome.values == (1.0, 2.0, 4.0)
+    assert {request["path"] for request in endpoint.requests} == {"/v1/chat/completions"}
+    assert all(request["max_tokens"] == 9 and request["temperature"] == 0.0 for request in endpoint.requests)
+    assert {request["model"] for request in endpoint.requests} == {"m"}
+
+
+def test_the_template_is_filled_in_once() -> None:
+    template = 'Q: {prompt} A: {completion} Right: {label}. Say {"score": 0-10}.'
+    assert question(template, generation("{label}{prompt}")) == (
+        'Q: 2+2? A: {label}{prompt} Right: 4. Say {"score": 0-10}.'
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [("Score: 8", 8.0), ("score = 3.5\nno: Score: 4", 4.0), ("SCORE:-1", -1.0)],
+)
+def test_the_last_score_counts(text: str, score: float) -> None:
+    assert read_score(text, PatternVerdict(), low=-10, high=10) == score
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [('{"score": 8}', 8.0), ('first {"score": 1} then ```{"why": {"x": 1}, "score": "2"}```', 2.0)],
+)
+def test_a_score_may_be_a_field_of_json(text: str, score: float) -> None:
+    assert read_score(text, JsonVerdict(), low=0, high=10) == score
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("very good", "no score"), ("Score: 11", "not between 0 and 10"), ('{"score": [1]}', "no score")],
+)
+def test_an_answer_without_a_score_is_not_zero(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_score(text, PatternVerdict(), low=0, high=10)
+
+
+@pytest.mark.parametrize("text", ['{"score": null}', '{"score": "good"}', '{"score": NaN}', '{"points": 3}', "{"])
+def test_json_without_a_number_is_not_zero(text: str) -> None:
+    with pytest.raises(ValueError, match="the judge's"):
+        read_score(text, JsonVerdict(), low=0, high=10)
+
+
+def test_an_answer_that_cannot_be_judged_fails_alone_and_is_named(endpoint: Endpoint) -> None:
+    endpoint.says = lambda asked: "I cannot say" if "b" in asked else "Score: 2"
+    with judge(endpoint) as one:
+        outcome = one.outcome([generation("a"), generation("b")])
+    assert outcome.values == (2.0, None)
+    assert outcome.failures == {1: "the judge's answer holds no score: 'I cannot say'"}
+    assert len(endpoint.requests) == 2  # the same question would get the same answer
+    with judge(endpoint, on_failure="fail") as one, pytest.raises(RewardError, match=r"rewards\.judge\[prompt p0\]"):
+        one.outcome([generation("b")])
+
+
+def test_a_fault_of_the_server_is_asked_about_again(endpoint: Endpoint) -> None:
+    statuses = iter([503, 500])
+    endpoint.says = lambda asked: next(statuses, "Score: 2")
+    pauses: list[float] = []
+    with judge(endpoint, pauses) as one:
+        assert one.outcome([generation("a")]).values == (2.0,)
+    assert pauses == [0.5, 1.0]
+
+
+@pytest.mark.parametrize(("says", "reason", "asked"), [(503, "answered 503", 3), (401, "answered 401", 1)])
+def test_a_server_that_does_not_answer_is_named(endpoint: Endpoint, says: int, reason: str, asked: int) -> None:
+    endpoint.says = lambda _: says
+    with judge(endpoint) as one:
+        assert one.outcome([generation("a")]).failures == {0: f"{endpoint.url} {reason}"}
+    assert len(endpoint.requests) == asked
+
+
+def test_what_is_no_chat_completion_is_a_failure(endpoint: Endpoint) -> None:
+    endpoint.says = lambda asked: "<html>hello"
+    with judge(endpoint) as one:
+        (reason,) = one.outcome([generation("a")]).failures.values()
+    assert "no chat completion" in reason
+
+
+def test_a_slow_server_and_none_at_all_are_failures_in_time(endpoint: Endpoint) -> None:
+    slow = threading.Event()
+
+    def late(asked: str) -> str:
+        slow.wait(20)
+        return "Score: 1"
+
+    endpoint.says = late
+    began = time.monotonic()
+    with judge(endpoint, timeout_s=0.3, retries=0) as one:
+        (reason,) = one.outcome([generation("a")]).failures.values()
+    assert "ReadTimeout" in reason
+    slow.set()
+    with judge(endpoint, url="http://127.0.0.1:9/v1", retries=1) as one:
+        (reason,) = one.outcome([generation("a")]).failures.values()
+    assert "ConnectError" in reason
+    assert time.monotonic() - began < 15
+
+
+def test_the_token_is_sent_and_must_be_there(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_TOKEN", "secret")
+    with judge(endpoint, token_env="JUDGE_TOKEN") as one:
+        one.outcome([generation("a")])
+    assert endpoint.tokens == ["Bearer secret"]
+    with pytest.raises(ConfigError, match=r"rewards\.judge\.token_env = 'MISSING_TOKEN'"):
+        judge(endpoint, token_env="MISSING_TOKEN")

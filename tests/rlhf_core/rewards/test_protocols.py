@@ -1,0 +1,289 @@
+"""Reward functions as OpenRLHF, TRL and our own protocol have them, called unchanged."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.callables import load_callable
+from rlhf_core.config.rewards import FunctionProtocol
+from rlhf_core.errors import ConfigError
+from rlhf_core.rewards.outcomes import Outcome
+from rlhf_core.rewards.protocols import adapt, prompt_text
+from rlhf_core.types import Completion, Generation, Message, Prompt
+
+
+def generation(text: str, label: str = "4", *, asked: str = "2+2?") -> Generation:
+    prompt = Prompt("p0", (Message("user", asked),), label, "sums")
+    return Generation(prompt, (1, 2), Completion((3, 9), (-0.5, -0.1), text, "stop", 0, 7))
+
+
+def scored(
+    function: Callable[..., Any],
+    *generations: Generation,
+    protocol: FunctionProtocol = "auto",
+    arguments: dict[str, Any] | None = None,
+) -> Outcome:
+    adapted = adapt(function, protocol=protocol, arguments=arguments or {})
+    with asyncio.Runner() as runner:
+        return adapted.outcomes([list(generations)], runner)[0]
+
+
+# ---------------------------------------------------------------- ours
+
+
+def test_our_protocol_gets_text_labels_and_columns() -> None:
+    def reward(prompts: list[str], completions: list[str], labels: list[str], **columns: Any) -> list[float | None]:
+        assert prompts == ["2+2?", "2+2?"]
+        assert columns["level"] == [3, None]
+        assert columns["source"] == ["sums", "sums"]
+        assert columns["completion_ids"] == [[3, 9], [3, 9]]
+        assert columns["messages"] == [[{"role": "user", "content": "2+2?"}]] * 2
+        assert columns["finish_reason"] == ["stop", "stop"]
+        return [float(text == label) if label else None for text, label in zip(completions, labels, strict=True)]
+
+    given = generation("4", '{"level": 3}'), generation("4", "4")
+    assert scored(reward, *given).values == (0.0, 1.0)
+
+
+def test_a_column_that_no_label_has_is_named() -> None:
+    def reward(completions: list[str], labels: list[str], level: list[int]) -> list[float]:
+        return [float(one) for one in level]
+
+    assert scored(reward, generation("4", '{"level": 3}')).values == (3.0,)
+    with pytest.raises(TypeError, match="'level'"):
+        scored(reward, generation("4", "4"))
+
+
+def test_it_may_name_only_what_it_uses_and_say_that_it_does_not_apply() -> None:
+    def reward(completions: list[str], labels: list[str]) -> list[float | None]:
+        return [None if not label else float(len(text)) for text, label in zip(completions, labels, strict=True)]
+
+    assert scored(reward, generation("abc"), generation("abc", "")).values == (3.0, None)
+
+
+def test_arguments_go_in_by_name() -> None:
+    def reward(completions: list[str], labels: list[str], *, unit: float = 1.0, **columns: Any) -> list[float]:
+        return [len(text) * unit for text in completions]
+
+    def older(generations: Sequence[Generation], unit: float) -> list[float]:
+        return [len(one.completion.text) * unit for one in generations]
+
+    assert scored(reward, generation("abc"), arguments={"unit": 2.0}).values == (6.0,)
+    assert scored(older, generation("abc"), arguments={"unit": 2.0}).values == (6.0,)
+    with pytest.raises(ConfigError, match=r"arguments\.units = 2\.0: is not a parameter; .*generations, unit"):
+        adapt(older, protocol="auto", arguments={"units": 2.0})
+
+
+def test_a_table_gives_rewards_and_what_is_to_be_logged() -> None:
+    def reward(completions: list[str], labels: list[str]) -> dict[str, Any]:
+        logs = {"hits": [1, 0, 1, 1], "temperature": 0.5, "broken": [float("nan")] * 4}
+        return {"rewards": [1, None, True, 0.25], "scores": [1, 0, 1, 0], "extra_logs": logs}
+
+    outcome = scored(reward, *[generation("x")] * 4)
+    assert outcome.values == (1.0, None, 1.0, 0.25)
+    assert outcome.logs == {"hits": (3.0, 4), "temperature": (2.0, 4), "scores": (2.0, 4)}
+
+
+def test_an_async_function_is_awaited_also_behind_a_partial() -> None:
+    async def reward(completions: list[str], labels: list[str], *, unit: float) -> list[float]:
+        await asyncio.sleep(0)
+        return [len(text) * unit for text in completions]
+
+    assert scored(reward, generation("abc"), arguments={"unit": 2.0}).values == (6.0,)
+    assert scored(functools.partial(reward, unit=3.0), generation("abc")).values == (9.0,)
+
+
+def test_a_function_that_is_not_async_may_run_a_loop_of_its_own() -> None:
+    async def judge(text: str) -> float:
+        return float(len(text))
+
+    def reward(completions: list[str], labels: list[str]) -> list[float]:
+        return [asyncio.run(judge(text)) for text in completions]
+
+    assert scored(reward, generation("abc")).values == (3.0,)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (["good"], "must be a number or None"),
+        ({"scores": [1.0]}, "no 'rewards'"),
+        ([[1.0, 2.0]], "float"),
+        (["1"], "'1'"),
+    ],
+)
+def test_what_holds_no_numbers_is_refused(returned: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        scored(lambda generations: returned, generation("x"))
+
+
+# ---------------------------------------------------------------- OpenRLHF
+
+OPENRLHF = '''
+import re
+import torch
+
+def reward_func(queries, prompts, labels, **kwargs):
+    """Right answers in a box count 1, others 0."""
+    print(queries)
+    found = [re.search(r"boxed{(.*?)}", query[len(prompt):]) for query, prompt in zip(queries, prompts)]
+    right = torch.tensor([float(m is not None and m.group(1) == label) for m, label in zip(found, labels)])
+    has_box = torch.tensor([m is not None for m in found]).float()
+    return {"rewards": right * 2 - 1, "scores": right, "extra_logs": {"has_box": has_box, "size": torch.tensor(5.0)}}
+'''
+
+OPENRLHF_SINGLE = """
+import torch
+
+def reward_func(queries, prompts, labels):
+    # written for one query at a time
+    return torch.tensor([[1.0]]) if labels[0] in queries[0] else torch.tensor(-1.0)
+"""
+
+
+def test_an_openrlhf_file_runs_unchanged(tmp_path: Path) -> None:
+    file = tmp_path / "reward_func.py"
+    file.write_text(OPENRLHF)
+    given = [generation(r"so \boxed{4}"), generation(r"so \boxed{5}"), generation("4")]
+    outcome = scored(load_callable("function", f"{file}:reward_func"), *given)
+    assert outcome.values == (1.0, -1.0, -1.0)
+    assert outcome.logs == {"has_box": (2.0, 3), "size": (15.0, 3), "scores": (1.0, 3)}
+
+
+def test_an_openrlhf_file_for_one_query_at_a_time_runs_with_batches_of_one(tmp_path: Path) -> None:
+    file = tmp_path / "single.py"
+    file.write_text(OPENRLHF_SINGLE)
+    function = load_callable("function", f"{file}:reward_func")
+    assert scored(function, generation("it is 4")).values == (1.0,)
+    assert scored(function, generation("it is 5", "7")).values == (-1.0,)
+
+
+def test_a_query_begins_with_its_prompt_and_a_conversation_names_its_roles() -> None:
+    seen: list[str] = []
+
+    def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> list[float]:
+        assert all(query.startswith(prompt) for query, prompt in zip(queries, prompts, strict=True))
+        seen.extend(queries)
+        return [0.0] * len(queries)
+
+    talk = (Message("system", "Be brief."), Message("user", "2+2?"))
+    one = generation("4")
+    scored(reward_func, one, Generation(Prompt("p", talk, "", ""), (1,), one.completion))
+    assert seen == ["2+2?4", "system: Be brief.\n\nuser: 2+2?\n\n4"]
+    assert prompt_text(talk) == "system: Be brief.\n\nuser: 2+2?\n\n"
+
+
+# ---------------------------------------------------------------- TRL
+
+TRL = '''
+import re
+
+def accuracy(completions, solution, log_extra=None, log_metric=None, **kwargs):
+    """None where the solution has no number to compare with."""
+    texts = [completion[0]["content"] for completion in completions]
+    rewards = []
+    for text, gold in zip(texts, solution):
+        numbers = re.findall(r"\\d+", text)
+        rewards.append(None if not gold.isdigit() else float(bool(numbers) and numbers[-1] == gold))
+    if log_extra:
+        log_extra("gold", list(solution))
+        log_extra("length", [len(text) for text in texts])
+    if log_metric:
+        log_metric("accuracy", sum(r or 0 for r in rewards) / len(rewards))
+    return rewards
+
+def think_format(completions: list[list[dict[str, str]]], **kwargs) -> list[float]:
+    pattern = r"^<think>(?!.*<think>)(.*?)</think>.*$"
+    return [1.0 if re.match(pattern, c[0]["content"], re.DOTALL) else 0.0 for c in completions]
+
+def overlong(completion_ids, **kwargs):
+    return [-max(0.0, len(ids) - 1.0) for ids in completion_ids]
+
+async def by_level(prompts, completions, completion_ids, level, trainer_state, **kwargs):
+    assert trainer_state is None
+    assert prompts[0] == [{"role": "user", "content": "2+2?"}]
+    assert completions[0] == [{"role": "assistant", "content": "4"}]
+    return [n if n is not None else None for n in level]
+
+class Weighted:
+    def __init__(self, factor):
+        self.factor = factor
+        self.__name__ = "weighted"
+    def __call__(self, completions, **kwargs):
+        return [self.factor * len(c[0]["content"]) for c in completions]
+
+doubled = Weighted(2.0)
+
+def on_text(prompts, completions, **kwargs):
+    return [float(len(p) + len(c)) for p, c in zip(prompts, completions)]
+'''
+
+
+@pytest.fixture(scope="module")
+def trl(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("trl") / "trl_rewards.py"
+    file.write_text(TRL)
+    return str(file)
+
+
+def test_a_trl_function_gets_messages_columns_and_its_loggers(trl: str) -> None:
+    given = [generation("so 4"), generation("so 5"), generation("?", "four"), generation("7", '{"solution": "7"}')]
+    outcome = scored(load_callable("function", f"{trl}:accuracy"), *given)
+    assert outcome.values == (1.0, 0.0, None, 1.0)
+    assert outcome.logs == {"length": (10.0, 4), "accuracy": (0.5, 1)}  # the column of text is left out
+
+
+def test_trl_functions_of_other_shapes(trl: str) -> None:
+    thought = generation("<think>hm</think>4")
+    assert scored(load_callable("function", f"{trl}:think_format"), thought, generation("4")).values == (1.0, 0.0)
+    assert scored(load_callable("function", f"{trl}:overlong"), thought).values == (-1.0,)
+    assert scored(load_callable("function", f"{trl}:by_level"), generation("4", '{"level": 3}'), generation("4")).values == (
+        3.0,
+        None,
+    )
+    assert scored(load_callable("function", f"{trl}:doubled"), generation("444")).values == (6.0,)
+
+
+def test_a_trl_function_for_plain_text_says_so(trl: str) -> None:
+    assert scored(load_callable("function", f"{trl}:on_text"), generation("444"), protocol="trl_text").values == (7.0,)
+
+
+# ---------------------------------------------------------------- telling them apart
+
+
+@pytest.mark.parametrize(
+    ("function", "protocol"),
+    [
+        (lambda generations: [], "generations"),
+        (lambda rows: [], "generations"),
+        (lambda generations, labels: [], "generations"),
+        (lambda queries, prompts, labels: [], "openrlhf"),
+        (lambda prompts, completions, labels, **columns: [], "columns"),
+        (lambda labels, generations: [], "columns"),
+        (lambda prompts, completions, **kwargs: [], "trl"),
+        (lambda completions, solution: [], "trl"),
+        (lambda completion_ids, **kwargs: [], "trl"),
+    ],
+)
+def test_the_names_of_the_parameters_tell_the_protocol(function: Callable[..., Any], protocol: str) -> None:
+    assert adapt(function, protocol="auto", arguments={}).protocol == protocol
+
+
+def test_a_function_of_no_protocol_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"function = '\(data_source, solution_str\)'.*set protocol"):
+        adapt(lambda data_source, solution_str: 0.0, protocol="auto", arguments={})
+
+
+def test_a_label_cannot_take_the_place_of_a_completion() -> None:
+    def reward(completions: list[Any], completion_ids: list[Any], **kwargs: Any) -> list[float]:
+        assert completions == [[{"role": "assistant", "content": "4"}]]
+        assert completion_ids == [[3, 9]]
+        return [1.0]
+
+    assert scored(reward, generation("4", '{"completions": 1, "completion_ids": 2, "prompts": 3}')).values == (1.0,)

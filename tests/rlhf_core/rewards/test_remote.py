@@ -1,0 +1,187 @@
+"""The client: contract, failover, deadlines and what it says when all fail."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from rlhf_core.errors import ConfigError, RewardError
+from rlhf_core.rewards import remote
+from rlhf_core.rewards.outcomes import BatchFailed
+from rlhf_core.rewards.remote import RemoteReward
+from rlhf_core.types import Completion, Generation, Message, Prompt
+from tests.rlhf_core.rewards.serving import lengths, scripted
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
+
+
+def answers(*texts: str) -> list[Generation]:
+    return [
+        Generation(
+            Prompt(f"p{number}", (Message("user", "2+2? "),), f"label {number}", "test"),
+            (1,),
+            Completion((), (), text, "stop", 0, 0),
+        )
+        for number, text in enumerate(texts)
+    ]
+
+
+def client(
+    *urls: str, timeout_s: float = 5.0, retries: int = 2, batch_size: int = 8, token_env: str = ""
+) -> RemoteReward:
+    return RemoteReward("far", urls, timeout_s=timeout_s, retries=retries, batch_size=batch_size, token_env=token_env)
+
+
+def closed_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"http://127.0.0.1:{server.getsockname()[1]}/get_reward"
+
+
+def test_it_speaks_openrlhfs_contract() -> None:
+    with scripted(lengths) as server, client(server.url) as reward:
+        outcome = reward(answers("4", "four"))
+    assert server.asked == [
+        {"query": ["2+2? 4", "2+2? four"], "prompts": ["2+2? ", "2+2? "], "labels": ["label 0", "label 1"]}
+    ]
+    assert outcome.values == (6.0, 9.0)
+    assert outcome.logs == {"dummy_scores": (15.0, 2), "scores": (15.0, 2)}
+
+
+@pytest.mark.parametrize(
+    ("content", "values"),
+    [
+        ({"rewards": [1, None]}, (1.0, None)),  # bare, and null for what does not apply
+        ({"rewards": [[0.5], [1.5]], "extra_logs": {"hits": 0.5, "note": "x"}}, (0.5, 1.5)),  # a column, as some models
+    ],
+)
+def test_other_servers_of_the_contract_are_understood(content: Any, values: tuple[float | None, ...]) -> None:
+    with scripted(lambda body: (200, json.dumps(content).encode())) as server, client(server.url) as reward:
+        outcome = reward(answers("a", "b"))
+    assert outcome.values == values
+    assert set(outcome.logs) <= {"hits"}
+
+
+def test_batches_go_to_all_servers_and_come_back_in_order() -> None:
+    with scripted(lengths) as one, scripted(lengths) as two:
+        with client(one.url, two.url, batch_size=2) as reward:
+            outcome = reward(answers(*("x" * length for length in range(1, 8))))
+        assert outcome.values == tuple(5.0 + length for length in range(1, 8))
+        assert sorted((len(one.asked), len(two.asked))) == [2, 2]
+
+
+def test_a_server_that_fails_is_left_alone_for_a_while() -> None:
+    with scripted(lambda body: (500, b"broken")) as bad, scripted(lengths) as good:
+        with client(bad.url, good.url) as reward:
+            assert reward(answers("a")).values == (6.0,)
+            for _ in range(4):
+                reward(answers("a"))
+        assert (len(bad.asked), len(good.asked)) == (1, 5)
+
+
+def test_a_server_that_is_down_is_passed_over() -> None:
+    with scripted(lengths) as good, client(closed_port(), good.url) as reward:
+        assert reward(answers("a")).values == (6.0,)
+
+
+def test_one_that_recovers_is_asked_again() -> None:
+    fails = iter([True, True, False])
+    with scripted(lambda body: (503, b"") if next(fails) else lengths(body)) as server, client(server.url) as reward:
+        assert reward(answers("a")).values == (6.0,)
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        ((500, b"out of memory"), "answered status 500: out of memory"),
+        ((200, b"<html>"), "what is no JSON: b'<html>'"),
+        ((200, b'{"reward": [1]}'), "no list of rewards"),
+        ((200, b'{"rewards": [1, 2, 3]}'), "3 rewards for 2 answers"),
+        ((200, b'{"rewards": [1, NaN]}'), "the reward nan, which is no finite number"),
+        ((200, b'{"rewards": [1, "2"]}'), "the reward '2', which is no finite number"),
+    ],
+)
+def test_what_is_no_answer_is_tried_again_and_then_named(answer: tuple[int, bytes], problem: str) -> None:
+    with scripted(lambda body: answer) as server, client(server.url) as reward:
+        with pytest.raises(BatchFailed) as caught:
+            reward(answers("a", "b"))
+        assert len(server.asked) == 3
+    for part in ("rewards.far", "prompts p0 to p1", server.url, problem):
+        assert part in str(caught.value)
+    assert caught.value.divisible
+
+
+def test_a_wrong_token_is_not_tried_again_nor_are_smaller_batches() -> None:
+    with scripted(lambda body: (401, b"no")) as server, client(server.url) as reward:
+        with pytest.raises(BatchFailed, match="status 401") as caught:
+            reward(answers("a"))
+        assert len(server.asked) == 1 and not caught.value.divisible
+
+
+def test_a_server_that_hangs_costs_one_deadline_per_try() -> None:
+    def hang(body: dict[str, Any]) -> tuple[int, bytes]:
+        time.sleep(5)
+        return lengths(body)
+
+    with scripted(hang) as server, client(server.url, timeout_s=0.3, retries=1) as reward:
+        start = time.monotonic()
+        with pytest.raises(RewardError, match=r"took longer than 0\.3 s"):
+            reward(answers("a"))
+        assert time.monotonic() - start < 3
+
+
+def test_a_server_that_dribbles_is_late_too() -> None:
+    """Each byte comes in time, the answer does not."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def dribble() -> None:
+        connection, _ = listening.accept()
+        connection.recv(65536)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+        try:
+            for _ in range(100):
+                connection.sendall(b" ")
+                time.sleep(0.05)
+        except OSError:
+            return
+
+    thread = threading.Thread(target=dribble, daemon=True)
+    thread.start()
+    with client(f"http://127.0.0.1:{listening.getsockname()[1]}/", timeout_s=0.4, retries=0) as reward:
+        start = time.monotonic()
+        with pytest.raises(RewardError, match="took longer"):
+            reward(answers("a"))
+        assert time.monotonic() - start < 2.5
+    thread.join(10)
+    listening.close()
+
+
+def test_the_token_goes_with_the_request_and_into_no_message(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FAR_TOKEN", "s3cret")
+    with scripted(lambda body: (500, b"x")) as server, client(server.url, token_env="FAR_TOKEN") as reward:
+        with pytest.raises(BatchFailed) as caught:
+            reward(answers("a"))
+        assert server.headers[0]["Authorization"] == "Bearer s3cret"
+    assert "s3cret" not in str(caught.value) + caplog.text
+
+
+def test_what_cannot_work_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_SUCH_TOKEN", raising=False)
+    with pytest.raises(ConfigError, match=r"rewards\.far\.token_env = 'NO_SUCH_TOKEN'"):
+        client("http://127.0.0.1:1", token_env="NO_SUCH_TOKEN")
+    with pytest.raises(ConfigError, match=r"rewards\.far\.urls = 'host:5000'"):
+        client("host:5000")
+
+
+def test_no_answers_need_no_server() -> None:
+    with client(closed_port()) as reward:
+        assert reward([]).values == ()

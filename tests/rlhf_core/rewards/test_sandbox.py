@@ -1,0 +1,256 @@
+"""What a program in the sandbox can and cannot do. No mock: the kernel is what is tested."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlhf_core.errors import ConfigError
+from rlhf_core.rewards import sandbox
+from rlhf_core.rewards.sandbox import (
+    Assertions,
+    Execution,
+    InputOutput,
+    Isolation,
+    Limits,
+    find_isolation,
+    run_program,
+    run_tests,
+)
+
+QUICK = Limits(timeout_s=1.5)
+
+
+OURS = f"/tmp/rlhf-sandbox-test-{os.getpid()}-"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Skip where the kernel does not let us; afterwards no process and no folder may be left."""
+    monkeypatch.setattr(sandbox, "FOLDER", OURS)
+    try:
+        find_isolation(False)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    yield
+    assert sandboxed() == []
+    assert list(Path("/tmp").glob(f"{Path(OURS).name}*")) == []
+
+
+def sandboxed() -> list[int]:
+    """Numbers of all programs in a sandbox of this test, and of its launchers."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            launcher = str(sandbox.LAUNCHER) in process.cmdline() and os.getpid() in [
+                one.pid for one in process.parents()
+            ]
+            if launcher or process.environ().get("HOME", "").startswith(OURS):
+                found.append(process.pid)
+        except (psutil.AccessDenied, psutil.ZombieProcess, psutil.NoSuchProcess):
+            continue
+    return found
+
+
+def run(program: str, stdin: str = "", limits: Limits = QUICK) -> Execution:
+    return run_program(program, stdin, limits=limits)
+
+
+def test_a_program_reads_its_input_and_writes_its_output() -> None:
+    ran = run("import sys\nprint(input()[::-1])\nsys.stderr.write('note')", "abc\n")
+    assert ran == Execution("finished", 0, "cba\n", "note")
+
+
+def test_an_exception_is_an_error_with_its_traceback() -> None:
+    ran = run("1 / 0")
+    assert (ran.outcome, ran.status) == ("error", 1) and "ZeroDivisionError" in ran.stderr
+
+
+def test_an_infinite_loop_ends_at_its_deadline() -> None:
+    start = time.monotonic()
+    assert run("while True: pass").outcome == "timeout"
+    assert time.monotonic() - start < 1.5 + sandbox.GRACE_S
+
+
+def test_a_sleeper_that_closed_its_output_ends_at_its_deadline() -> None:
+    assert run("import os, time\nos.close(1); os.close(2)\ntime.sleep(60)").outcome == "timeout"
+
+
+def test_a_memory_bomb_is_named() -> None:
+    assert run("x = []\nwhile True: x.append(bytearray(10**7))", limits=Limits(5, memory_mb=128)).outcome == "memory"
+
+
+def test_memory_is_bounded_over_all_processes_together() -> None:
+    program = "import os, time\nfor _ in range(2): os.fork()\nx = bytearray(10**8)\ntime.sleep(30)"
+    assert run(program, limits=Limits(10, memory_mb=200)).outcome == "memory"  # 4 * 100 MB, each within its limit
+
+
+def test_a_fork_bomb_is_stopped_and_leaves_nothing() -> None:
+    ran = run("import os\nwhile True:\n  try: os.fork()\n  except OSError: pass")
+    assert ran.outcome in ("timeout", "memory")
+
+
+def test_an_orphan_that_forked_twice_into_its_own_session_dies_with_the_program() -> None:
+    program = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        time.sleep(60)
+    os._exit(0)
+os.wait()
+print("done")
+"""
+    assert run(program).stdout == "done\n"
+
+
+def test_there_is_no_network_not_even_to_this_machine() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        program = f"import socket\ntry: socket.create_connection(('127.0.0.1', {port}), 1)\nexcept OSError as e: print(e.errno)"
+        assert run(program).stdout.strip() in ("101", "111")  # unreachable; refused, had it a loopback of its own
+    abstract = "\0rlhf-sandbox-test"
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(abstract)
+        listening.listen()
+        program = f"import socket\ntry: socket.socket(socket.AF_UNIX).connect({abstract!r}); print('in')\nexcept OSError: print('out')"
+        assert run(program).stdout == "out\n"
+
+
+def test_nothing_outside_its_folder_can_be_written(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    targets = [str(tmp_path / "x"), "/usr/x", "/etc/x", "/dev/shm/x", "/var/tmp/rlhf-x", "/dev/x"]
+    program = f"""
+for path in {targets!r}:
+    try: open(path, "w").write("x")
+    except OSError: pass
+open("mine", "w").write("x")
+print(open("mine").read())
+"""
+    assert run(program).stdout == "x\n"
+    assert not [path for path in targets if Path(path).exists()]
+
+
+def test_a_file_has_a_largest_size() -> None:
+    ran = run("f = open('big', 'wb')\nfor _ in range(64): f.write(bytes(2**20))", limits=Limits(5, file_mb=4))
+    assert ran.outcome == "error" and "OSError" in ran.stderr
+
+
+def test_an_output_flood_is_cut_off() -> None:
+    ran = run("while True: print('x' * 1000)", limits=Limits(5, output_kb=64))
+    assert ran.outcome == "output" and len(ran.stdout) == 64 * 1024
+
+
+def test_it_knows_nothing_of_our_environment_our_processes_or_our_rights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "s3cret")
+    program = f"""
+import glob, os
+print(any(b"s3cret" in open(p, "rb").read() for p in glob.glob("/proc/[0-9]*/environ")), "SECRET_TOKEN" in os.environ)
+print(sorted(os.listdir("/dev")), os.getuid() == 0, os.path.exists("/proc/{os.getpid()}/stat"))
+try: os.setuid(0)
+except OSError: print("no root")
+"""
+    lines = run(program).stdout.splitlines()
+    assert lines == ["False False", "['null', 'random', 'urandom', 'zero'] False False", "no root"]
+
+
+SLEEPER = """
+import sys
+from rlhf_core.rewards import sandbox
+from rlhf_core.rewards.sandbox import *
+sandbox.FOLDER = sys.argv[1]
+find_isolation(False)
+print("up", flush=True)
+run_program("import time; time.sleep(60)", limits=Limits(timeout_s=60))
+"""
+
+
+@pytest.fixture
+def asker() -> Iterator[psutil.Popen]:
+    """Another process of ours that waits for a program, once that program runs."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with psutil.Popen(
+        [sys.executable, "-c", SLEEPER, OURS],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "up\n"
+        wait_for(lambda: any(one.cmdline()[-1:] == ["main.py"] for one in process.children(recursive=True)))
+        yield process
+        if process.poll() is None:
+            process.kill()
+
+
+def test_a_program_dies_with_the_process_that_asked_for_it(asker: psutil.Popen) -> None:
+    programs = asker.children(recursive=True)
+    asker.kill()
+    wait_for(lambda: not any(alive(process) for process in programs))
+    next(Path("/tmp").glob(f"{Path(OURS).name}*")).rmdir()  # empty: what was in it was in memory
+
+
+def test_a_program_dies_with_its_launcher(asker: psutil.Popen) -> None:
+    launcher, program = sorted(asker.children(recursive=True), key=lambda one: one.cmdline()[-1] == "main.py")
+    launcher.kill()
+    wait_for(lambda: not alive(program))
+    assert "RewardError" in asker.communicate()[1]
+
+
+def test_the_share_of_tests_and_the_first_failure_are_told() -> None:
+    tests = [Assertions("assert f(1) == 2"), Assertions("assert f(1) == 3"), Assertions("f(None)")]
+    verdict = run_tests("def f(x): return x + 1", tests, limits=QUICK)
+    assert verdict.outcome == "failed" and verdict.share == 1 / 3 and "AssertionError" in verdict.detail
+    assert run_tests("print(int(input()) * 2)", [InputOutput("2", "4 \n\n")], limits=QUICK).outcome == "passed"
+
+
+def test_a_program_that_exits_before_its_tests_has_not_passed() -> None:
+    assert run_tests("import sys\nsys.exit(0)", [Assertions("assert False")], limits=QUICK).outcome == "failed"
+    assert run_tests("import os\nos._exit(0)", [Assertions("assert False")], limits=QUICK).outcome == "failed"
+
+
+def test_after_a_limit_the_rest_of_the_tests_is_not_run() -> None:
+    start = time.monotonic()
+    verdict = run_tests("while True: pass", [InputOutput("", "")] * 20, limits=Limits(timeout_s=0.5))
+    assert (verdict.outcome, verdict.share) == ("timeout", 0.0) and time.monotonic() - start < 10
+
+
+def test_without_isolation_it_is_refused_unless_the_network_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = sandbox._launch
+
+    def no_namespaces(isolation: Isolation, *rest: object) -> dict[str, object]:
+        refused = {"outcome": "refused", "detail": "unshare: Operation not permitted"}
+        return real(isolation, *rest) if isolation.mode == "none" else refused  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sandbox, "_launch", no_namespaces)
+    find_isolation.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match=r"allow_network.*Operation not permitted"):
+            run("print(1)")
+        assert run_program("print(1)", limits=QUICK, allow_network=True).stdout == "1\n"
+        bomb = "import os\nwhile True:\n  try:\n    if os.fork() == 0: os.setsid()\n  except OSError: pass"
+        assert run_program(bomb, limits=QUICK, allow_network=True).outcome == "timeout"
+    finally:
+        find_isolation.cache_clear()
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_for(condition: object, seconds: float = 15.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

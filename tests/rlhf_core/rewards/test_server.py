@@ -1,0 +1,166 @@
+"""The server: contract, batching, refusals, metrics."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+
+from rlhf_core.errors import RewardError
+from rlhf_core.rewards.outcomes import Outcome
+from rlhf_core.rewards.remote import RemoteReward
+from rlhf_core.rewards.server import Query, ServerLimits, create_app, read_request
+from tests.rlhf_core.rewards.serving import serving
+from tests.rlhf_core.rewards.test_remote import answers
+
+
+class Counting:
+    """Scores the length of an answer; keeps the batches. An answer `bad` fails its batch, `none` does not apply."""
+
+    def __init__(self, gate: threading.Event | None = None) -> None:
+        self.batches: list[int] = []
+        self.threads: set[int] = set()
+        self.started = threading.Event()
+        self._gate = gate
+
+    def __call__(self, queries: Sequence[Query]) -> Outcome:
+        self.batches.append(len(queries))
+        self.threads.add(threading.get_ident())
+        self.started.set()
+        if self._gate is not None:
+            assert self._gate.wait(20)
+        if any(query.answer == "bad" for query in queries):
+            raise RewardError("the reward refuses 'bad'")
+        values = tuple(None if query.answer == "none" else float(len(query.answer)) for query in queries)
+        return Outcome(values, logs={"seen": (float(len(queries)), len(queries))})
+
+
+HTTP = httpx.Client(timeout=20)
+"""One for all: each reads the certificates."""
+
+
+def asked(url: str, *texts: str, **more: Any) -> httpx.Response:
+    return HTTP.post(url, json={"query": list(texts), **more})
+
+
+def test_it_answers_openrlhfs_contract_at_both_addresses() -> None:
+    """What OpenRLHF's client reads: rewards, scores and extra_logs, one entry per query."""
+    with serving(create_app(Counting(), name="n", token="")) as url:
+        for path in ("/get_reward", "/"):
+            answer = asked(url + path, "2+2? four", "2+2? none", prompts=["2+2? "] * 2, labels=["4", None])
+            assert answer.json() == {"rewards": [4.0, None], "scores": [4.0, None], "extra_logs": {"seen": 1.0}}
+        assert asked(url + "/get_reward").json()["rewards"] == []
+        assert HTTP.get(url + "/health").json() == {"status": "ok", "serves": "n"}
+
+
+def test_our_client_and_our_server_understand_each_other() -> None:
+    with serving(create_app(Counting(), name="n", token="")) as url:
+        urls = [url + "/get_reward"]
+        with RemoteReward("far", urls, timeout_s=10, retries=0, batch_size=2, token_env="") as reward:
+            outcome = reward(answers("a", "none", "abc"))
+    assert outcome.values == (1.0, None, 3.0)
+
+
+def test_requests_that_wait_are_scored_together_by_one_thread() -> None:
+    gate = threading.Event()
+    score = Counting(gate)
+    app = create_app(score, name="n", token="", limits=ServerLimits(max_batch=8, max_wait_s=0.05))
+    with serving(app) as url, ThreadPoolExecutor(20) as pool:
+        first = pool.submit(asked, url, "x")
+        assert score.started.wait(20)  # the scorer is at work; the others queue up behind it
+        rest = [pool.submit(asked, url, "y" * number, "z") for number in range(1, 13)]
+        HTTP.get(url + "/health").raise_for_status()
+        wait_until_queued(url, len(rest))
+        gate.set()
+        assert first.result().json()["rewards"] == [1.0]
+        found = [one.result().json()["rewards"] for one in rest]
+    assert found == [[float(number), 1.0] for number in range(1, 13)]
+    assert score.batches == [1, 8, 8, 8]
+    assert len(score.threads) == 1
+
+
+def test_one_request_that_fails_does_not_fail_its_neighbours() -> None:
+    gate = threading.Event()
+    score = Counting(gate)
+    with serving(create_app(score, name="n", token="")) as url, ThreadPoolExecutor(4) as pool:
+        first = pool.submit(asked, url, "x")
+        assert score.started.wait(20)
+        rest = [pool.submit(asked, url, text) for text in ("bad", "good")]
+        wait_until_queued(url, len(rest))
+        gate.set()
+        assert first.result().status_code == 200
+        bad, good = (one.result() for one in rest)
+        assert bad.status_code == 500 and "refuses 'bad'" in bad.json()["error"]
+        assert good.json()["rewards"] == [4.0]
+
+
+def test_a_bug_of_the_scorer_answers_500_and_the_next_is_served() -> None:
+    def score(queries: Sequence[Query]) -> Outcome:
+        if queries[0].answer == "bug":
+            raise ZeroDivisionError
+        return Outcome((1.0,) * len(queries))
+
+    with serving(create_app(score, name="n", token="")) as url:
+        assert asked(url, "bug").status_code == 500
+        assert asked(url, "fine").json()["rewards"] == [1.0]
+
+
+def test_without_the_token_there_is_no_reward_and_no_metrics() -> None:
+    score = Counting()
+    with serving(create_app(score, name="n", token="s3cret")) as url:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}):
+            assert HTTP.post(url, json={"query": ["x"]}, headers=headers).status_code == 401
+            assert HTTP.get(url + "/metrics", headers=headers).status_code == 401
+        assert HTTP.get(url + "/health").status_code == 200  # says nothing of the data
+        given = {"Authorization": "Bearer s3cret"}
+        assert HTTP.post(url, json={"query": ["x"]}, headers=given).json()["rewards"] == [1.0]
+    assert score.batches == [1]
+
+
+def test_what_is_no_request_is_refused_with_the_reason() -> None:
+    with serving(create_app(Counting(), name="n", token="", limits=ServerLimits(max_request_bytes=1000))) as url:
+        for content, reason in (
+            (b"{", "Expecting property name"),
+            (b"[]", "query must be a list"),
+            (b'{"query": "x"}', "query must be a list"),
+            (b'{"query": ["x"], "labels": ["a", "b"]}', "labels must be a list with an entry for each of the 1"),
+        ):
+            answer = HTTP.post(url, content=content)
+            assert answer.status_code == 422 and reason in answer.json()["error"]
+        assert asked(url, "x" * 2000).status_code == 413
+
+
+def test_metrics_count_what_happened() -> None:
+    with serving(create_app(Counting(), name="n", token="")) as url:
+        asked(url, "a", "b")
+        asked(url, "bad")
+        HTTP.post(url, content=b"{")
+        lines = HTTP.get(url + "/metrics").text.splitlines()
+    for line in (
+        'reward_requests_total{status="200"} 1.0',
+        'reward_requests_total{status="500"} 1.0',
+        'reward_requests_total{status="422"} 1.0',
+        "reward_samples_total 2.0",
+        "reward_errors_total 1.0",
+        "reward_batch_size_sum 3.0",
+        "reward_request_seconds_count 3.0",
+    ):
+        assert line in lines
+
+
+def test_labels_arrive_as_text() -> None:
+    queries = read_request(json.dumps({"query": ["a"] * 3, "labels": [4, None, {"tests": ["x"]}]}).encode())
+    assert [query.label for query in queries] == ["4", "", '{"tests": ["x"]}']
+
+
+def wait_until_queued(url: str, count: int) -> None:
+    """Until `count` requests are behind the one at work."""
+    deadline = time.monotonic() + 20
+    while f"reward_queued_requests {count}.0" not in HTTP.get(url + "/metrics").text.splitlines():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -1,0 +1,128 @@
+"""Episodes through whole stages: rewards rise, the trainer sees what was sampled, and a killed run's bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.artifacts import ArtifactStore
+from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
+from rlhf_core.config.rewards import EpisodeReward, RewardsConfig
+from rlhf_core.data.shards import read_generations
+from rlhf_core.rollouts.answers import episode_metrics
+from rlhf_core.types import ActionSpan, Completion, PolicyRef
+from stages.generate import GenerateConfig
+from stages.ppo import PPOConfig
+from tests.rlhf_core.agents.scripted import WORLDS
+from tests.stages.recording import Workshop, make_policy
+from tests.stages.training import killed_and_resumed, prompts, untimed
+
+OPENRLHF = {"type": "openrlhf", "file": str(Path(WORLDS).with_name("openrlhf_agent.py"))}
+
+
+def world(name: str, **settings: Any) -> dict[str, Any]:
+    return {"type": "environment", "environment": f"{WORLDS}:{name}", "max_episode_tokens": 64} | settings
+
+
+def config(agent: dict[str, Any], **changes: Any) -> PPOConfig:
+    settings: dict[str, Any] = {
+        "steps": 3,
+        "prompts_per_step": 4,
+        "samples_per_prompt": 4,
+        "sampling": SamplingConfig(max_tokens=5),
+        "agent": agent | {"max_episode_tokens": 64},
+        "rewards": RewardsConfig(terms={"won": EpisodeReward()}),
+        "advantage": "grpo",
+        "optimizer": OptimizerConfig(learning_rate=2e-2, schedule="constant"),
+        "kl_coef": 0.0,
+        "kl_in": "loss",
+        "checkpoint_every": 1,
+    }
+    return PPOConfig(**(settings | changes))
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_policy(tmp_path_factory.mktemp("policy"))
+
+
+def shop_and_inputs(root: Path, policy: Path) -> tuple[Workshop, dict[str, Any]]:
+    shop = Workshop(ArtifactStore(root / "store"))
+    base = shop.store.external(PolicyRef, policy)
+    inputs = {"policy": base, "reference": base, "prompts": prompts(shop.store, root), "reward_models": {}}
+    return shop, inputs
+
+
+def series(shop: Workshop, name: str) -> list[float]:
+    return [values[f"ppo/{name}"] for _, values in shop.tracker.points if f"ppo/{name}" in values]
+
+
+@pytest.mark.parametrize(("advantage", "credit"), [("grpo", "episode"), ("reinforce++", "turn")])
+def test_the_reward_of_episodes_rises(tmp_path: Path, policy: Path, advantage: str, credit: str) -> None:
+    shop, inputs = shop_and_inputs(tmp_path, policy)
+    settings = {"steps": 12, "samples_per_prompt": 8, "checkpoint_every": 12, "advantage": advantage}
+    shop.run("ppo", config(world("Readable", credit=credit), **settings), inputs)
+    rewards = series(shop, "reward/mean")
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.3, rewards
+    assert max(series(shop, "rollout/turns")) <= 2 and series(shop, "rollout/failed_episodes") == [0.0] * 12
+    assert len(series(shop, "episode/letters")) == 12
+
+
+def test_the_trainer_reads_episodes_exactly_as_they_were_sampled(tmp_path: Path, policy: Path) -> None:
+    shop, inputs = shop_and_inputs(tmp_path, policy)
+    shop.run("ppo", config(world("Readable"), steps=1, sampling=SamplingConfig(max_tokens=12)), inputs)
+    # the same log-probabilities to rounding: any shifted, missing or other token between the turns would show
+    assert series(shop, "mismatch/exp_abs_log_q")[0] == pytest.approx(1.0, abs=1e-3)
+    assert series(shop, "policy/ratio_max")[0] == pytest.approx(1.0, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "agent",
+    [
+        pytest.param(world("Readable"), id="environment"),
+        pytest.param(OPENRLHF, id="openrlhf", marks=pytest.mark.slow),  # its process imports torch, three times
+    ],
+)
+def test_a_killed_run_with_an_agent_makes_the_same_bytes(tmp_path: Path, policy: Path, agent: dict[str, Any]) -> None:
+    whole, inputs = shop_and_inputs(tmp_path / "whole", policy)
+    settings = config(agent)
+    uninterrupted, _ = whole.run("ppo", settings, inputs)
+    shop, inputs = shop_and_inputs(tmp_path / "killed", policy)
+    assert killed_and_resumed(shop, "ppo", settings, inputs, at=1).digest == uninterrupted.digest
+    assert untimed(shop.tracker.points)[-1] == untimed(whole.tracker.points)[-1]
+
+
+def test_failed_episodes_are_left_out_with_their_group_and_counted(tmp_path: Path, policy: Path) -> None:
+    shop, inputs = shop_and_inputs(tmp_path, policy)
+    agent = world("Moody", retries=0)
+    shop.run("ppo", config(agent, prompts_per_step=6, samples_per_prompt=2, steps=1), inputs)
+    failed, valid = series(shop, "rollout/failed_episodes")[0], series(shop, "rollout/valid")[0]
+    assert 0 < failed < 1 and 0 < valid < 1 - failed / 2
+
+
+def test_generated_episodes_are_stored_with_their_turns(tmp_path: Path, policy: Path) -> None:
+    shop, inputs = shop_and_inputs(tmp_path, policy)
+    settings = GenerateConfig(
+        samples_per_prompt=2, sampling=SamplingConfig(max_tokens=12), agent=config(world("Moody", retries=0)).agent
+    )
+    made = {"policy": inputs["policy"], "prompts": inputs["prompts"]}
+    ref, decision = shop.run("generate", settings, made)
+    kept = [one.completion for one in read_generations(shop.store.path(ref))]
+    failures = [bool(one.failure) for one in kept]
+    assert shop.metrics(decision)["rollout/failed_episodes"] == sum(failures) / 12
+    assert 0 < sum(failures) < 12 and all("not today" in one.failure for one in kept if one.failure)
+    assert all(one.spans[0].reward == len(one.text) / 10 for one in kept if not one.failure)
+
+
+def test_metrics_of_episodes_are_means_and_plain_answers_have_none() -> None:
+    spans = (ActionSpan(0, 1, 0), ActionSpan(2, 3, 0))
+    first = Completion((5, 6, 7), (-0.1, 0.0, -0.2), "", "stop", 0, 1, spans, extras={"tool_calls": 3.0})
+    second = Completion((5,), (-0.1,), "", "stop", 0, 1, spans[:1], failure="it hung", extras={"tool_calls": 0.0})
+    assert episode_metrics([first, second]) == {
+        "rollout/turns": 1.5,
+        "rollout/failed_episodes": 0.5,
+        "episode/tool_calls": 1.5,
+    }
+    assert episode_metrics([Completion((5,), (-0.1,), "", "stop", 0, 1)]) == {}

@@ -1,0 +1,132 @@
+"""Partial rollouts: every step has its groups, whole, whatever the lengths; every token is known by who sampled it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf_core.config.engines import SamplingConfig
+from rlhf_core.config.policy import PPOConfig
+from rlhf_core.data.rollout_log import Pool
+from rlhf_core.errors import SamplingError
+from rlhf_core.rollouts.partial import draw_groups
+from rlhf_core.types import Generation, SamplingRequest, derive_seed
+from tests.rlhf_core.rollouts.fake_engines import PROMPT_LENGTH, PROMPTS, FakeChat, FakeSampler
+
+
+def config(*, prompts: int, group: int, tokens: int, rounds: int, in_flight: int) -> PPOConfig:
+    return PPOConfig(
+        prompts_per_step=prompts,
+        samples_per_prompt=group,
+        sampling=SamplingConfig(max_tokens=tokens * rounds),
+        partial_tokens=tokens,
+        in_flight_groups=in_flight,
+    )
+
+
+def steps_of(
+    settings: PPOConfig, sampler: FakeSampler, count: int, pool: Pool = Pool()
+) -> list[tuple[list[Generation], Pool]]:
+    """Return what `count` steps draw, each under a new version."""
+    made = []
+    for version in range(count):
+        sampler.version = version
+        drawn, pool = draw_groups(pool, sampler, FakeChat(), PROMPTS, settings, seed=3)
+        made.append((drawn, pool))
+    return made
+
+
+def of_the_state(most: int, salt: int) -> FakeSampler:
+    """A sampler whose answers are as long as a draw from prompt and tokens so far says."""
+
+    def length(request: SamplingRequest) -> int:
+        made = len(request.prompt_ids) - PROMPT_LENGTH
+        return made + 1 + derive_seed(salt, request.seed) % (2 * most)
+
+    return FakeSampler(length)
+
+
+sizes = {
+    "prompts": st.integers(1, 5),
+    "group": st.integers(1, 3),
+    "tokens": st.integers(1, 4),
+    "rounds": st.integers(2, 4),
+    "more": st.integers(0, 9),
+    "salt": st.integers(0, 1000),
+}
+
+
+@settings(max_examples=150, deadline=None)
+@given(**sizes)
+def test_no_sizes_and_no_lengths_lock_up_and_no_group_is_lost_torn_or_older_than_the_bound(
+    prompts: int, group: int, tokens: int, rounds: int, more: int, salt: int
+) -> None:
+    in_flight = prompts + more
+    settings_ = config(prompts=prompts, group=group, tokens=tokens, rounds=rounds, in_flight=in_flight)
+    sampler = of_the_state(tokens * rounds, salt)
+    taken: list[int] = []
+    for step, (drawn, pool) in enumerate(steps_of(settings_, sampler, 9)):
+        assert len(drawn) == prompts * group
+        assert len(pool.samples) == (in_flight - prompts) * group
+        assert pool.begun == in_flight + step * prompts
+        for start in range(0, len(drawn), group):
+            members = drawn[start : start + group]
+            assert len({one.prompt.id for one in members}) == 1
+            taken.append(members[0].completion.seed)
+            for one in members:
+                made = one.completion
+                assert made.finish_reason == "stop" or len(made.token_ids) == tokens * rounds
+                assert [span.start for span in made.spans] == [0, *(span.end for span in made.spans[:-1])]
+                assert made.spans[-1].end == len(made.token_ids)
+                for span in made.spans:  # ids and log-probs are those of the version that the span names
+                    assert set(made.token_ids[span.start : span.end]) == {100 + span.policy_version}
+                    assert set(made.logprobs[span.start : span.end]) == {-1.0 - span.policy_version}
+                oldest = made.spans[0].policy_version
+                assert step - oldest <= rounds - 1 + (in_flight - 1) // prompts
+    assert len(taken) == len(set(taken))
+    per_version = [sum(version == step for version, _ in sampler.batches) for step in range(9)]
+    assert max(per_version) <= rounds
+
+
+def test_a_step_ends_when_its_groups_are_whole_and_what_is_long_goes_on_under_the_next_weights() -> None:
+    # groups of one, two a step, four under way; only prompt p0 is long
+    long_prompt = 0
+    settings_ = config(prompts=2, group=1, tokens=2, rounds=3, in_flight=4)
+    sampler = FakeSampler(lambda request: 6 if request.prompt_ids[1] == long_prompt else 1)
+    steps = steps_of(settings_, sampler, 3)
+    assert [len(requests) for _, requests in sampler.batches[:1]] == [4]
+    assert [version for version, _ in sampler.batches] == [0, 1, 2], "no step waited for the long answer"
+    (spans,) = [one.completion.spans for drawn, _ in steps for one in drawn if one.prompt.id == "p0"][:1]
+    versions = [span.policy_version for span in spans]
+    assert versions == list(range(versions[0], versions[0] + 3))
+    assert [(span.start, span.end) for span in spans] == [(0, 2), (2, 4), (4, 6)]
+
+
+def test_an_answer_goes_on_from_its_own_tokens_with_a_seed_of_its_own_per_segment() -> None:
+    settings_ = config(prompts=1, group=2, tokens=2, rounds=2, in_flight=1)
+    sampler = FakeSampler(lambda request: 4)
+    ((drawn, pool),) = steps_of(settings_, sampler, 1)
+    (_, first), (_, second) = sampler.batches
+    assert [request.prompt_ids for request in second] == [(*request.prompt_ids, 100, 100) for request in first]
+    assert len({request.seed for request in first + second}) == 4
+    assert [one.completion.seed for one in drawn] != [request.seed for request in first]
+    assert drawn[0].completion.text == "100 100 100 100"
+    assert pool == Pool(begun=1)
+
+
+def test_prompts_come_in_their_order_and_a_prompt_that_comes_again_has_other_seeds() -> None:
+    settings_ = config(prompts=7, group=1, tokens=1, rounds=2, in_flight=7)
+    drawn = [one for step, _ in steps_of(settings_, FakeSampler(), 2) for one in step]
+    assert sorted(one.prompt.id for one in drawn[:7]) == sorted(one.prompt.id for one in drawn[7:])
+    assert len({one.completion.seed for one in drawn}) == 14
+
+
+def test_a_sampler_that_cuts_answers_short_ends_in_an_error_and_not_in_a_loop() -> None:
+    class Short(FakeSampler):
+        def _answer(self, request: SamplingRequest, most: int):  # type: ignore[no-untyped-def]
+            return super()._answer(request, 1)
+
+    settings_ = config(prompts=1, group=1, tokens=4, rounds=2, in_flight=1)
+    with pytest.raises(SamplingError, match="partial_tokens = 4: the sampler ended answers early: 0 of 1 groups"):
+        steps_of(settings_, Short(lambda request: 99), 1)
