@@ -3,19 +3,21 @@
     python -m benchmarks.grpo_step --trl-python /path/to/venv-with-trl/bin/python
 
 The same random weights, prompts, group, answer limit, reward, KL to the reference, micro-batches and AdamW in float32.
-TRL generates with transformers; ours with transformers and with vLLM, in this process. Sides are processes of their own
+TRL generates with transformers; ours with transformers and with vLLM, in this process. Answers of `mixed` lengths end at
+any of a dozen tokens of the vocabulary, so that few of them reach the limit; the others nearly all do. Sides are processes of their own
 that stay warm and take turns. OMP_NUM_THREADS holds for all.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +46,18 @@ from rlhf_core.training.trainer import LocalTrainer
 from rlhf_core.types import Message, Prompt, Rollout, SamplingRequest, derive_seed
 
 KL_COEF = 0.04
-SAMPLERS = {"ours HF": "hf", "ours vLLM": "vllm", "ours vLLM, its log-probs": "vllm"}
+STOPS = range(500, 512)
+"""Of 512 tokens that a policy with random weights says about equally often: answers of about 40 tokens."""
+SAMPLERS = {"ours HF": "hf", "ours vLLM": "vllm", "ours HF, its log-probs": "hf", "ours vLLM, its log-probs": "vllm"}
+"""`its log-probs`: those of the sampler are pi_old (`correction.pi_old = "sampler"`), and the policy is not asked."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--answer", type=int, default=64)
+    parser.add_argument("--answer", type=int, default=128)
+    parser.add_argument("--lengths", nargs="*", default=["uniform", "mixed"], choices=["uniform", "mixed"])
     parser.add_argument("--sides", nargs="*", default=[*SAMPLERS, "TRL HF"])
     parser.add_argument("--trl-python", metavar="PATH", help="an interpreter that has TRL")
     parser.add_argument("--repeats", type=int, default=REPEATS)
@@ -62,52 +68,68 @@ def main() -> int:
     if options.root:
         root(work)
         return 0
-    lines = compare(options)
+    lines = [
+        "| answers | side | seconds of a step | tokens/s | TRL's time over its own | peak GiB |",
+        "|---|---|--:|--:|--:|--:|",
+    ]
+    print("\n".join(lines), flush=True)
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        roots = {"ours": Root([sys.executable, "-m", "benchmarks.grpo_step", "--root"], folder / "ours.log")}
+        if options.trl_python:
+            roots["TRL"] = Root([options.trl_python, "-m", "benchmarks.trl_side"], folder / "trl.log")
+        for spread in options.lengths:
+            (folder / spread).mkdir()
+            for line in compare(options, spread, folder / spread, roots):
+                lines.append(f"| {spread} | {line} |")
+                print(lines[-1], flush=True)
+        for one in roots.values():
+            one.close()
     if options.markdown:
         options.markdown.write_text("\n".join(lines) + "\n")
     return 0
 
 
-def compare(options: argparse.Namespace) -> list[str]:
-    """Let the sides take turns; print and return the table."""
-    lines = ["| side | seconds of a step | tokens/s | TRL's time over its own | peak GiB |", "|---|--:|--:|--:|--:|"]
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        size = tiny(folder / "model")
-        draw = random.Random(17)
-        prompts = [[draw.randrange(10, 256) for _ in range(draw.randrange(8, 33))] for _ in range(options.prompts)]
-        job = {
-            "kind": "grpo", "model": str(size.folder), "prompts": prompts, "group": options.group,
-            "answer": options.answer, "micro_batch": size.micro_batch, "learning_rate": 1e-5, "kl_coef": KL_COEF,
-            "folder": place,
-        }  # fmt: skip
-        roots = {"ours": Root([sys.executable, "-m", "benchmarks.grpo_step", "--root"], folder / "ours.log")}
-        if options.trl_python:
-            roots["TRL"] = Root([options.trl_python, "-m", "benchmarks.trl_side"], folder / "trl.log")
-        sides = [
-            Side(name, roots[name.split()[0]], job | {"side": name}, folder)
-            for name in options.sides
-            if name.split()[0] in roots
-        ]
+def compare(options: argparse.Namespace, spread: str, folder: Path, roots: Mapping[str, Root]) -> list[str]:
+    """Let the sides take turns; return the line of each."""
+    model = tiny(folder / "model").folder
+    if spread == "mixed":
+        end_at(model, STOPS)
+    draw = random.Random(17)
+    prompts = [[draw.randrange(10, 256) for _ in range(draw.randrange(8, 33))] for _ in range(options.prompts)]
+    job = {
+        "kind": "grpo", "model": str(model), "prompts": prompts, "group": options.group, "answer": options.answer,
+        "micro_batch": 8, "learning_rate": 1e-5, "kl_coef": KL_COEF, "folder": str(folder),
+    }  # fmt: skip
+    sides = [
+        Side(name, roots[name.split()[0]], job | {"side": name}, folder)
+        for name in options.sides
+        if name.split()[0] in roots
+    ]
+    for side in sides:
+        side.wait()
+    turns: dict[str, list[dict[str, float]]] = {side.name: [] for side in sides}
+    for _ in range(options.repeats):
         for side in sides:
-            side.wait()
-        turns: dict[str, list[dict[str, float]]] = {side.name: [] for side in sides}
-        for _ in range(options.repeats):
-            for side in sides:
-                turns[side.name].append(side.step())
-        peaks = {side.name: side.stop()["peak_gib"] for side in sides}
-        for one in roots.values():
-            one.close()
+            turns[side.name].append(side.step())
+    peaks = {side.name: side.stop()["peak_gib"] for side in sides}
     answers = options.prompts * options.group
+    lines = []
     for name, taken in turns.items():
         seconds = sorted(one[options.clock] for one in taken)
         rate = statistics.median(one["mean_length"] * answers / one[options.clock] for one in taken)
         lines.append(
-            f"| {name} | {statistics.median(seconds):.2f} ({seconds[0]:.2f}-{seconds[-1]:.2f}) | {rate:.0f} "
-            f"| {over(turns, name, options.clock)} | {peaks[name]:.2f} |"
+            f"{name} | {statistics.median(seconds):.2f} ({seconds[0]:.2f}-{seconds[-1]:.2f}) | {rate:.0f} "
+            f"| {over(turns, name, options.clock)} | {peaks[name]:.2f}"
         )
-    print("\n".join(lines), flush=True)
     return lines
+
+
+def end_at(model: Path, stops: Sequence[int]) -> None:
+    """Have the model's answers end at these tokens, too."""
+    file = model / "generation_config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps(settings | {"eos_token_id": [settings["eos_token_id"], *stops]}))
 
 
 def over(turns: dict[str, list[dict[str, float]]], name: str, clock: str) -> str:

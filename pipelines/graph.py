@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
@@ -13,8 +14,8 @@ from rlhf_core.config.agents import EpisodeLimits
 from rlhf_core.config.base import Config, keyed
 from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.config.rewards import RewardsConfig
-from rlhf_core.errors import ConfigError
-from rlhf_core.fingerprint import callable_digest
+from rlhf_core.errors import ConfigError, explain
+from rlhf_core.fingerprint import callable_digest, hash_file
 from rlhf_core.stage import StageSpec
 from rlhf_core.types import (
     ArtifactRef,
@@ -216,8 +217,9 @@ class Stages:
         """Run a stage; the digests of the user's `files` that its configuration names are part of its key."""
         configured = keyed(self.runtime)
         engines: dict[str, Any] = {engine: configured[engine] for engine in ENGINES[name]}
+        files = {**files, **agent_digests(config, label.replace("/", "."))}
         if files:
-            engines["files"] = dict(files)
+            engines["files"] = files
         functions = reward_functions(config, label.replace("/", "."))
         for key, function in functions.items():  # now, and not when the stages before have run for hours
             callable_digest(function, key=key)
@@ -232,6 +234,17 @@ class Stages:
             callables=tuple(dict.fromkeys(functions.values())),
         )
         return self.run_stage(spec, kind)
+
+
+def agent_digests(config: Any, key: str) -> dict[str, str]:
+    """Return the digests of the files that decide what a configuration's agent does; ConfigError if one is missing."""
+    agent = getattr(config, "agent", None)
+    if not isinstance(agent, EpisodeLimits):
+        return {}
+    for name in agent.read_files():
+        if not Path(name).is_file():
+            raise ConfigError(explain(f"{key}.agent", name, f"there is no such file in {Path.cwd()}", "mend the path"))
+    return {name: hash_file(Path(name)) for name in agent.read_files()}
 
 
 def reward_functions(config: Any, key: str) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """The configuration of a pipeline run, and how a TOML profile becomes one.
 
-A section that a profile leaves out switches that part of the pipeline off. A profile may start from another one:
-`extends = "full.toml"`; tables are merged, everything else is replaced, `"none"` takes a section away.
+A section that a profile leaves out switches that part of the pipeline off. A profile may start from another one,
+`extends = "full.toml"` (a path from there) or `"tiny/full"` (a shipped one); tables are merged, everything else is
+replaced, `"none"` takes a section away.
 """
 
 from __future__ import annotations
@@ -232,12 +233,15 @@ def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     try:
         tree = tomllib.loads(path.read_text())
     except FileNotFoundError:
-        raise ConfigError(f"extends = {str(path)!r}: no such file; the path is relative to {seen[-1]}") from None
+        rule = f"no such file seen from {seen[-1]}, and no shipped profile"
+        raise ConfigError(f"extends = {str(path)!r}: {rule}; shipped are {', '.join(profile_names())}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}; strings are quoted, tables are [in.brackets]") from None
     if "extends" not in tree:
         return tree
-    base = _read_tree(path.parent / tree.pop("extends"), (*seen, path))
+    named = tree.pop("extends")
+    beside, shipped = path.parent / named, shipped_profiles() / f"{named}.toml"
+    base = _read_tree(shipped if not beside.is_file() and shipped.is_file() else beside, (*seen, path))
     return _merge(base, tree)
 
 

@@ -7,12 +7,12 @@ import os
 import select
 import signal
 import subprocess
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 GUARD_LOOKS_EVERY_MS = 1000
 
 
-def kill_group(process: subprocess.Popen[bytes]) -> None:
+def kill_group(process: subprocess.Popen[Any]) -> None:
     """Kill `process`, the first of its group, and its children: one that lives on would hold its pipes open."""
     if process.returncode is None:  # once reaped, the number may be another process's
         with contextlib.suppress(ProcessLookupError):

@@ -60,7 +60,8 @@ def run(
 
     context.tracker.dataset("rollouts", rollouts.digest, "training")
     everything = read_rollouts(context.path(rollouts))
-    kept = [one for one in everything if not (config.drop_truncated and one.completion.finish_reason == "length")]
+    valid = [one for one in everything if not one.invalid]
+    kept = [one for one in valid if not (config.drop_truncated and one.completion.finish_reason == "length")]
     levels = reward_levels([rollout.reward for rollout in kept], levels=config.levels)
     check_levels(config, levels, context)
     best = max(levels)
@@ -81,9 +82,8 @@ def run(
     record(kept, levels, context)
     counts = {f"level_{level}": float(count) for level, count in sorted(Counter(levels).items())}
     counts |= {name: float(len(part)) for name, part in splits.items()}
-    return context.commit(
-        DemonstrationsRef, metrics=counts | {"truncated": float(len(everything) - len(kept)), "level": float(best)}
-    )
+    counts |= {"truncated": float(len(valid) - len(kept)), "invalid": float(len(everything) - len(valid))}
+    return context.commit(DemonstrationsRef, metrics=counts | {"level": float(best)})
 
 
 def reward_levels(rewards: Sequence[float], *, levels: int) -> list[int]:
@@ -115,16 +115,14 @@ def asking(prompt: Prompt, level: int, *, template: str) -> Prompt:
 
 def demonstrations(rollouts: Sequence[Rollout], levels: Sequence[int], *, template: str) -> list[Demonstration]:
     """Return each answer behind its prompt with its level; ids are the prompt's with a running number."""
+    from rlhf_core.data.answers import answer_message
     from rlhf_core.data.tables import Demonstration
 
     numbers: Counter[str] = Counter()
     rows = []
     for rollout, level in zip(rollouts, levels, strict=True):
         prompt = rollout.prompt
-        messages = (
-            *decorated(prompt.messages, level, template=template),
-            Message("assistant", rollout.completion.text),
-        )
+        messages = (*decorated(prompt.messages, level, template=template), answer_message(rollout))
         rows.append(Demonstration(f"{prompt.id}/{numbers[prompt.id]}", messages, prompt.source))
         numbers[prompt.id] += 1
     return rows

@@ -16,10 +16,10 @@ from pydantic import Field
 
 from rlhf_core.config.base import OPERATIONAL, Config, keyed
 from rlhf_core.config.engines import SamplingConfig
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError, DataError, explain
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.stage import StageContext
-from rlhf_core.types import Generation, GenerationsRef, PolicyRef, ReportRef, RewardModelRef, TokenSample
+from rlhf_core.types import Generation, GenerationsRef, PolicyRef, ReportRef, RewardModelRef
 
 if TYPE_CHECKING:
     from rlhf_core.evaluation.comparison import Answers, Intervals
@@ -29,8 +29,6 @@ NAME = "evaluate"
 VERSION = 1
 CODE = "strict"
 
-KL_BATCH = 256
-"""Answers per call into the reference, so that progress is seen."""
 TRAINING = ("sft", "reward_model", "process_reward_model", "dpo", "ppo", "distill")
 """Stages whose training curves are shown."""
 
@@ -128,26 +126,42 @@ def measured(
     reward_model: RewardModelRef | None,
     context: StageContext,
 ) -> list[Answers]:
-    """Return the answers of every policy with gold reward, score and log-ratio, and the best-of-n rows behind theirs."""
+    """Return the answers of every policy with gold reward, score and log-ratio, and the best-of-n rows behind theirs.
+
+    Episodes that failed are counted and not measured: a text that was only half played says nothing of the policy.
+    """
     from rlhf_core.data.shards import read_generations, read_index
     from rlhf_core.evaluation.comparison import Answers, best_of
+    from rlhf_core.evaluation.distance import log_ratios
     from rlhf_core.evaluation.metrics import best_of_n_kl
 
     folders = {name: context.path(ref) for name, ref in generations.items()}
-    rows = {name: read_generations(folder) for name, folder in folders.items()}
+    everything = {name: read_generations(folder) for name, folder in folders.items()}
+    rows = {name: ended(name, items) for name, items in everything.items()}
     facts = {name: read_index(folder) for name, folder in folders.items()}
     gold = gold_rewards(config, rows)
     scores = reward_scores(reward_model, rows, context)
     ratios = log_ratios(reference, rows, {name: SamplingConfig(**facts[name]["sampling"]) for name in rows}, context)
     policies = []
     for name in rows:
-        answers = Answers(name, facts[name]["policy"], tuple(rows[name]), gold[name], scores[name], ratios[name])
+        failed = len(everything[name]) - len(rows[name])
+        measures = (gold[name], scores[name], ratios[name])
+        answers = Answers(name, facts[name]["policy"], tuple(rows[name]), *measures, failed=failed)
         policies.append(answers)
         if name in config.best_of:
             n = config.best_of[name]
             bound = best_of_n_kl(n) if name == config.reference else math.nan  # it is a bound to the policy itself
             policies.append(best_of(answers, n, kl_bound=bound))
     return policies
+
+
+def ended(name: str, generations: Sequence[Generation]) -> list[Generation]:
+    """Return the answers of a policy without the episodes that failed; DataError if all of them did."""
+    kept = [one for one in generations if not one.completion.failure]
+    if generations and not kept:
+        rule = f"all {len(generations)} episodes failed; the first: {generations[0].completion.failure}"
+        raise DataError(explain("evaluate.generations", name, rule, "mend the environment, and generate again"))
+    return kept
 
 
 def gold_rewards(config: EvaluateConfig, rows: Mapping[str, Sequence[Generation]]) -> dict[str, tuple[float, ...]]:
@@ -178,49 +192,6 @@ def reward_scores(
             name: tuple(score_with_reward_model(trainer, chat, items, max_length=contract.max_length))
             for name, items in rows.items()
         }
-
-
-def log_ratios(
-    ref: PolicyRef | None,
-    rows: Mapping[str, Sequence[Generation]],
-    sampling: Mapping[str, SamplingConfig],
-    context: StageContext,
-) -> dict[str, tuple[float, ...]]:
-    """Return log mu(y) - log ref(y) of each answer y by policy, in nats; mu is the sampler's distribution.
-
-    Nothing without a reference, and nothing for greedy or filtered answers: greedy ones are no samples of a
-    distribution, and top_p and top_k renormalise mu over the tokens that are left, but not the reference.
-    """
-    if ref is None:
-        return dict.fromkeys(rows, ())
-    ratios: dict[str, tuple[float, ...]] = {}
-    total, done = sum(len(items) for items in rows.values()), 0
-    model = ModelSpec(str(context.path(ref)), "lm", None, context.seed)
-    with context.runtime.trainer("reference", model, None) as trainer:
-        for name, items in rows.items():
-            values: list[float] = []
-            temperature = sampling[name].temperature
-            for start in range(0, len(items) if _comparable(sampling[name]) else 0, KL_BATCH):
-                piece = items[start : start + KL_BATCH]
-                logprobs = trainer.logprobs([_as_sample(item) for item in piece], temperature=temperature)
-                values += [_log_ratio(item, row) for item, row in zip(piece, logprobs, strict=True)]
-                context.progress(done + len(values), total, f"log-probabilities of {name} under the reference")
-            ratios[name] = tuple(values)
-            done += len(items)
-    return ratios
-
-
-def _comparable(sampling: SamplingConfig) -> bool:
-    return sampling.temperature > 0 and sampling.top_p == 1 and sampling.top_k == 0
-
-
-def _as_sample(generation: Generation) -> TokenSample:
-    prompt, answer = generation.prompt_ids, generation.completion.token_ids
-    return TokenSample(prompt + answer, (0,) * len(prompt) + (1,) * len(answer))
-
-
-def _log_ratio(generation: Generation, ref_logprobs: Sequence[float]) -> float:
-    return math.fsum(generation.completion.logprobs) - math.fsum(ref_logprobs[len(generation.prompt_ids) :])
 
 
 # ---------------------------------------------------------------- comparing
@@ -267,12 +238,14 @@ NO_BRACKETS = str.maketrans("", "", "()")
 def headline(report: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of the key record: `<policy>/gold`, `<policy>/kl`, `<policy>/win_rate` ..."""
     measures = ("gold", "reward_model", "kl", "win_rate", "tokens")
-    return {
-        f"{name.translate(NO_BRACKETS)}/{measure}": row[measure]["mean"]
-        for name, row in report["policies"].items()
+    rows = {name.translate(NO_BRACKETS): row for name, row in report["policies"].items()}
+    means = {
+        f"{name}/{measure}": row[measure]["mean"]
+        for name, row in rows.items()
         for measure in measures
         if measure in row
     }
+    return means | {f"{name}/failed": float(row["failed"]) for name, row in rows.items() if "failed" in row}
 
 
 # ---------------------------------------------------------------- showing
@@ -313,7 +286,7 @@ def draw(
         caption = f"Reward against distance from {reference}, with {report['settings']['level']:.0%} intervals"
         figures["frontier"] = (caption, plots.frontier(points, reward_name=label, reference=reference))
     groups = {
-        answers.name: ([len(item.completion.token_ids) for item in answers.generations], answers.rewards)
+        answers.name: ([sum(item.completion.action_mask) for item in answers.generations], answers.rewards)
         for answers in policies
         if answers.rewards and answers.name in report["order"]
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections import defaultdict
@@ -58,10 +59,10 @@ def run(
 
     folder = context.work / "shards"
     score_shards(config, rows, reward_models, folder, context)
+    rollouts = read_rollouts(folder)
+    check_some_are_valid(rollouts, folder)
     for path in shards(folder):  # copied, not moved: a kill in between must not lose them
         shutil.copyfile(path, context.out / path.name)
-
-    rollouts = read_rollouts(context.out)
     facts = {"generations": generations.digest, "rewards": config.rewards.model_dump(mode="json")}
     write_index(context.out, read_index(source) | facts)
     record_table(rollouts, context)
@@ -92,9 +93,17 @@ def score_shards(
             metrics = reward_metrics(rollouts) | score.logs()
             context.metrics(index + 1, metrics)  # before it as well: a shard that is there is not made again
             write_rollouts(folder, index, rollouts)
-            context.progress(index + 1, len(pieces), f"reward {metrics['reward/mean']:.3f}")
+            mean = metrics.get("reward/mean", math.nan)
+            context.progress(index + 1, len(pieces), f"reward {mean:.3f}")
             if context.stopping():
                 context.stop()
+
+
+def check_some_are_valid(rollouts: Sequence[Rollout], folder: Path) -> None:
+    """Raise RewardError when no rollout has a reward; their shards are removed, so that the next attempt scores again."""
+    if all(rollout.invalid for rollout in rollouts):
+        shutil.rmtree(folder)
+        raise RewardError(explain("rewards", rollouts[0].invalid, "no rollout has a reward", "mend the reward"))
 
 
 def whole_groups(rows: Sequence[Generation], *, at_least: int) -> list[Sequence[Generation]]:
@@ -128,12 +137,12 @@ def reward_metrics(rollouts: Sequence[Rollout]) -> Metrics:
 
     `reward/best` is the mean over prompts of the best reward; `reward/undecided` the share of prompts whose answers all
     earn the same: neither pairs nor group advantages come of them. Invalid rollouts are counted in `reward/invalid` and
-    nowhere else; RewardError if there are no others.
+    nowhere else; there is nothing but that figure if there are no others.
     """
     from rlhf_core.rewards.scoring import component_means
 
     if all(rollout.invalid for rollout in rollouts):
-        raise RewardError(explain("rewards", rollouts[0].invalid, "no rollout has a reward", "mend the reward"))
+        return {"reward/invalid": 1.0}
     rewards = [rollout.reward for rollout in rollouts if not rollout.invalid]
     groups: defaultdict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:

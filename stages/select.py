@@ -16,7 +16,7 @@ from rlhf_core.data.holdout import held_out
 from rlhf_core.errors import DataError, explain
 from rlhf_core.interfaces import Metrics
 from rlhf_core.stage import StageContext
-from rlhf_core.types import DemonstrationsRef, Message, PreferencesRef, Rollout, RolloutsRef, derive_seed
+from rlhf_core.types import DemonstrationsRef, PreferencesRef, Rollout, RolloutsRef, derive_seed
 
 if TYPE_CHECKING:
     from rlhf_core.data.tables import Demonstration, Preference
@@ -140,14 +140,15 @@ def best(group: Group, config: BestOfN | TopK | Threshold) -> Group:
 
 def demonstrations(rollouts: Sequence[Rollout]) -> list[Demonstration]:
     """Return each answer with its prompt as a conversation; ids are the prompt's with a running number."""
+    from rlhf_core.data.answers import answer_message
     from rlhf_core.data.tables import Demonstration
 
     numbers: Counter[str] = Counter()
     rows = []
     for rollout in rollouts:
         prompt = rollout.prompt
-        answer = Message("assistant", rollout.completion.text)
-        rows.append(Demonstration(f"{prompt.id}/{numbers[prompt.id]}", (*prompt.messages, answer), prompt.source))
+        messages = (*prompt.messages, answer_message(rollout))
+        rows.append(Demonstration(f"{prompt.id}/{numbers[prompt.id]}", messages, prompt.source))
         numbers[prompt.id] += 1
     return rows
 
@@ -188,10 +189,11 @@ def make_pairs(groups: Sequence[Group], config: Pairs, *, seed: int) -> tuple[li
 
 def preference(pair: Pair) -> Preference:
     """Return the row of a pair."""
+    from rlhf_core.data.answers import answer_message
     from rlhf_core.data.tables import Preference
 
     prompt = pair.chosen.prompt
-    chosen, rejected = (Message("assistant", one.completion.text) for one in (pair.chosen, pair.rejected))
+    chosen, rejected = answer_message(pair.chosen), answer_message(pair.rejected)
     return Preference(prompt.id, prompt.messages, (chosen,), (rejected,), pair.margin, prompt.source)
 
 
@@ -202,14 +204,14 @@ def pair_metrics(pairs: Sequence[Pair]) -> Metrics:
         "reward/chosen": _mean_reward(chosen),
         "reward/rejected": _mean_reward(rejected),
         "margin": fmean(pair.margin for pair in pairs),
-        "length/chosen": fmean(len(one.completion.token_ids) for one in chosen),
-        "length/rejected": fmean(len(one.completion.token_ids) for one in rejected),
+        "length/chosen": fmean(_sampled_tokens(one) for one in chosen),
+        "length/rejected": fmean(_sampled_tokens(one) for one in rejected),
     }
 
 
 def _pair(answers: Group, config: Pairs, generator: random.Random) -> Pair:
     def value(rollout: Rollout) -> float:
-        return rollout.reward - config.length_penalty * len(rollout.completion.token_ids)
+        return rollout.reward - config.length_penalty * _sampled_tokens(rollout)
 
     ranked = sorted(answers, key=lambda rollout: -value(rollout))
     match config.rule:
@@ -220,6 +222,10 @@ def _pair(answers: Group, config: Pairs, generator: random.Random) -> Pair:
         case "random":
             chosen, rejected = sorted(generator.sample(ranked, 2), key=lambda rollout: -value(rollout))
     return Pair(chosen, rejected, value(chosen) - value(rejected))
+
+
+def _sampled_tokens(rollout: Rollout) -> int:
+    return sum(rollout.completion.action_mask)
 
 
 # ---------------------------------------------------------------- splitting and recording

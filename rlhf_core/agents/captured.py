@@ -66,6 +66,7 @@ class Captured:
         self._past: tuple[Said, ...] = ()
         self._text: str | None = None
         self._token_ids: tuple[int, ...] = ()
+        self._shown: tuple[str, ...] = ()
         self._key: object = None
         self._turn: asyncio.Task[Turn] | None = None
         self.turns: list[Turn] = []
@@ -96,6 +97,8 @@ class Captured:
     async def _chat(self, asked: tuple[Said, ...], tools: Sequence[Mapping[str, Any]], max_tokens: int) -> Turn:
         if self._text is not None:
             raise RequestRefused("mixed", "this conversation was begun with plain text; begin another one")
+        if self._past and any(sorted_json(tool) not in self._shown for tool in tools):
+            raise RequestRefused("tools", "a tool was not in the first request, and only that one shows tools")
         prompt_ids = self._following(asked) if self._past else self._opening(asked, tools)
         answer = await self._sampled(prompt_ids, max_tokens)
         calls = parse_calls(answer.text) if tools else []
@@ -113,6 +116,7 @@ class Captured:
             )
         try:
             self._template = self._template.with_tools(tools)
+            self._shown = tuple(map(sorted_json, tools))
             return self._template.prompt_ids([Message(said.role, said.content) for said in asked])
         except (ConfigError, DataError) as error:
             raise RequestRefused("template", str(error)) from error
@@ -175,7 +179,15 @@ class Captured:
 
 
 def said_in(message: Mapping[str, Any]) -> Said:
-    """Return what a message of the chat protocol says; RequestRefused for what no template can show."""
+    """Return what a message of the chat protocol says; RequestRefused for another form, and what no template can show."""
+    try:
+        return _said_in(message)
+    except (AttributeError, KeyError, TypeError) as error:
+        problem = f"a message has not the form of the chat protocol ({type(error).__name__}: {error})"
+        raise RequestRefused("messages", problem) from error
+
+
+def _said_in(message: Mapping[str, Any]) -> Said:
     content = message.get("content")
     if isinstance(content, list):
         if any(part.get("type") not in ("text", "output_text", "input_text") for part in content):

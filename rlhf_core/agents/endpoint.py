@@ -182,6 +182,9 @@ class Endpoint:
         try:
             asked = kind.model_validate_json(await request.body())
             self._check_parameters(asked)
+            refusal = self._unknown(request)  # again: the episode may have ended while the request was read
+            if refusal is not None:
+                return refusal
             async with asyncio.timeout(self._request_timeout_s):
                 reply = await answer(asked, self._sessions[request.path_params["name"]])
         except ValidationError as error:

@@ -36,6 +36,13 @@ class EpisodeFailed(Exception):
     """Why an episode cannot go on."""
 
 
+def rewarded(result: ProgramResult, *, needed: bool) -> ProgramResult:
+    """Return `result`; EpisodeFailed if it has no reward and one is needed: it would earn 0."""
+    if needed and not result.rewards:
+        raise EpisodeFailed("it ended without any reward (needs_reward = false takes rewards from elsewhere)")
+    return result
+
+
 class AnyGame(Protocol):
     """One attempt at an episode."""
 

@@ -12,12 +12,15 @@ import sys
 
 
 def main(descriptor: int, command: list[str]) -> None:
-    """Become `command`, watched."""
+    """Become `command`, watched; ends with status 1 and names it if it cannot be started."""
     leader = os.getpid()
     if os.fork() == 0:
         watch(descriptor, leader)
     os.close(descriptor)
-    os.execvp(command[0], command)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        sys.exit(f"{command[0]}: {error.strerror}")
 
 
 def watch(descriptor: int, leader: int) -> None:

@@ -20,7 +20,7 @@ LINE_LIMIT = 64 * 2**20
 async def leashed(
     command: Sequence[str], *, environment: Mapping[str, str]
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Start `command` with pipes for its input, output and errors; FileNotFoundError if there is no such program.
+    """Start `command` with pipes for its input, output and errors; if it cannot be started, its errors say so (status 1).
 
     `python` as its first word is the interpreter that runs us. Our own PYTHONPATH is not passed on.
     """

@@ -18,7 +18,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rlhf_core.agents.games import rewarded
 from rlhf_core.agents.programs import Engine, EpisodeCut, Program, ProgramResult
+from rlhf_core.agents.sessions import plain_text
 from rlhf_core.callables import load_file
 from rlhf_core.config.agents import OpenRLHFAgent
 from rlhf_core.errors import ConfigError, explain
@@ -223,7 +225,7 @@ def open_executor(config: OpenRLHFAgent, *, tokenizer: str) -> Program:
             llm_engine=LLMEngine(engine, loaded, SamplingParams(**sampling)),
             **({"images": None} if takes_images else {}),
         )
-        return as_result(result)
+        return rewarded(as_result(result), needed=config.needs_reward)
 
     return program
 
@@ -238,7 +240,7 @@ def as_result(result: Mapping[str, Any]) -> ProgramResult:
         extras["score"] = scores
     return ProgramResult(
         rewards=tuple(float(value) for value in rewards),
-        extras={name: float(value) for name, value in extras.items()},
+        extras={plain_text(str(name)): float(value) for name, value in extras.items()},
         truncated=bool(result.get("truncated")),
         token_ids=tuple(int(token) for token in result["observation_tokens"]),
         actions=tuple((int(start), int(end)) for start, end in result["action_ranges"]),

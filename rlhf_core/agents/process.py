@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
 import queue
@@ -14,7 +15,6 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import IO, Any, Self
 
 from rlhf_core.agents.ownership import NOBODY
@@ -27,6 +27,8 @@ START_TIMEOUT_S = 300.0
 """For the interpreter and the imports of the user's module, which may be torch on a busy machine."""
 GRACE_S = 2.0
 """After the deadline of a step: then code that does not `await` is taken for hung, and its process is killed."""
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +90,12 @@ class Environments:
 
     def events(self, *, timeout_s: float) -> list[Event]:
         """Return what happened, waiting for up to `timeout_s` until something has; a dead process is replaced."""
-        self._kill_the_hung()
         found: list[Event] = []
         with contextlib.suppress(queue.Empty):
             found += self._received(*self._inbox.get(block=timeout_s > 0, timeout=timeout_s or None))
             while True:
                 found += self._received(*self._inbox.get_nowait())
+        self._kill_the_hung()  # last: replies may have waited here for as long as the caller was busy
         return found
 
     def close(self) -> None:
@@ -104,9 +106,7 @@ class Environments:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _received(self, child: _Child, message: Reply | None) -> list[Event]:
@@ -122,7 +122,7 @@ class Environments:
         status = child.close()
         reason = child.verdict or f"its process ended with status {status}"
         lost = [ticket for ticket, home in self._homes.items() if home is child]
-        guilty = {running} if running in child.owed else set(child.owed)
+        guilty = set(child.owed) if running == NOBODY else {running}  # who runs may be over, and hang as it is closed
         self._children[self._children.index(child)] = fresh = _Child(self.config, self._tokenizer, self._inbox)
         fresh.ready()
         for ticket in lost:
@@ -216,10 +216,10 @@ class _Child:
     def _read(self) -> None:
         assert self._process.stdout is not None
         with self._process.stdout as pipe:
-            first = _loaded(pipe)
+            first = self._loaded(pipe)
             self._started.put(first)
             while first is not None:
-                message = _loaded(pipe)
+                message = self._loaded(pipe)
                 self._inbox.put((self, message))
                 if message is None:
                     return
@@ -231,10 +231,13 @@ class _Child:
                 pickle.dump(message, pipe)
                 pipe.flush()
 
-
-def _loaded(pipe: IO[bytes]) -> Any:
-    """Return the next message, None at the end."""
-    try:
-        return pickle.load(pipe)
-    except (EOFError, pickle.UnpicklingError):
-        return None
+    def _loaded(self, pipe: IO[bytes]) -> Any:
+        """Return the next message, None at the end, which is also what cannot be read."""
+        try:
+            return pickle.load(pipe)
+        except (EOFError, pickle.UnpicklingError):
+            return None
+        except Exception as error:  # whatever loading a class of the user's may raise: unsaid, all would wait for ever
+            LOG.exception("a reply of an agent's process cannot be read")
+            self.verdict = f"its reply cannot be read outside its process: {error!r}"
+            return None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.agents.endpoint import MODEL, Endpoint
-from rlhf_core.agents.games import EpisodeFailed
+from rlhf_core.agents.games import EpisodeFailed, rewarded
 from rlhf_core.agents.leashed import leashed
 from rlhf_core.agents.programs import Engine, Program, ProgramResult
 from rlhf_core.config.agents import ProgramAgent
@@ -41,10 +41,11 @@ def open_program(config: ProgramAgent, *, tokenizer: str) -> Program:
             told = {name: value for name, value in prompt.items() if config.give_label or name in TOLD}
             status, output, errors = await run(config.command, environment, json.dumps(told | {"seed": seed}))
             cut = session.captured.cut
-            if status != 0 and not cut:
+            # One that does not survive the end of its tokens was cut, which is enough where nothing is asked of it.
+            if status != 0 and (config.needs_reward or not cut):
                 raise EpisodeFailed(failure(config.command, status, errors))
-            # A program that does not survive the end of its tokens was cut: it earned what it says, and it says nothing.
-            return ProgramResult(**earned("" if status else output), truncated=cut)
+            result = ProgramResult(**earned("" if status else output), truncated=cut)
+            return rewarded(result, needed=config.needs_reward)
 
     return program
 

@@ -55,7 +55,7 @@ class EnvironmentSession:
         added = await resolved(self._environment.reset(prompt, seed)) if hasattr(self._environment, "reset") else None
         if added is not None and not isinstance(added, str):
             raise TypeError(f"reset returned a {type(added).__name__}, and must return a text or None")
-        return "observed", added
+        return "observed", None if added is None else plain_text(added)
 
     async def step(self, action: str, info: Mapping[str, Any]) -> tuple[str, StepResult]:
         """Take a turn; return what it led to."""
@@ -124,7 +124,17 @@ def checked_step(result: Any) -> StepResult:
     if not isinstance(result, StepResult):
         raise TypeError(f"step returned a {type(result).__name__}, and must return a StepResult")
     observation = result.observation
-    if not isinstance(observation, str):
-        observation = [{"role": turn["role"], "content": turn["content"]} for turn in observation]
-    extras = {str(name): float(value) for name, value in result.extras.items()}
+    if isinstance(observation, str):
+        observation = plain_text(observation)
+    else:
+        observation = [{key: plain_text(turn[key]) for key in ("role", "content")} for turn in observation]
+    extras = {plain_text(str(name)): float(value) for name, value in result.extras.items()}
     return StepResult(observation, float(result.reward), bool(result.done), extras)
+
+
+def plain_text(text: str) -> str:
+    """Return `text` as a `str`: a class of the user's, such as an enum of roles, cannot be loaded by the parent.
+
+    TypeError if it is no text.
+    """
+    return str.__str__(text)

@@ -7,7 +7,10 @@ was playing have failed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import contextvars
 import json
+import logging
 import math
 import os
 import queue
@@ -22,12 +25,22 @@ from rlhf_core.agents import leash, verifiers_runner
 from rlhf_core.agents.endpoint import MODEL, Endpoint
 from rlhf_core.agents.games import EpisodeFailed, label_columns
 from rlhf_core.agents.programs import Engine, Program, ProgramResult
+from rlhf_core.child_process import kill_group
 from rlhf_core.config.agents import VerifiersAgent
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import ConfigError, explain
 
 START_TIMEOUT_S = 100.0
 """For the interpreter, the imports of `verifiers` and what the environment loads."""
+PING_TIMEOUT_S = 10.0
+"""For the answer to a ping; then the interpreter is taken for hung in the environment's code, and killed."""
+ENDED = "its interpreter has ended"
+
+LOG = logging.getLogger(__name__)
+
+
+class RunnerEnded(EpisodeFailed):
+    """The interpreter ended while an episode was being played."""
 
 
 class Runner:
@@ -38,27 +51,64 @@ class Runner:
         self._numbers = 0
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._restart: asyncio.Task[None] | None = None
+        self._ping: asyncio.Task[None] | None = None
         self._process = self._start()
 
     async def play(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what an episode came to; EpisodeFailed if it could not be played."""
+        """Return what an episode came to; EpisodeFailed if it could not be played, RunnerEnded if the process ended."""
         self._loop = asyncio.get_running_loop()
         if self._process.poll() is not None:
-            self._process = await asyncio.to_thread(self._start)
+            await self._started_again(self._loop)
+        try:
+            reply = await self._asked(self._loop, request)
+        except asyncio.CancelledError:  # it took too long: perhaps nothing goes on there at all
+            if self._ping is None or self._ping.done():
+                # A context of its own, as for a restart: it is not part of the episode that happens to be the first.
+                self._ping = self._loop.create_task(self._kill_if_hung(self._loop), context=contextvars.Context())
+            raise
+        if "error" in reply:
+            raise EpisodeFailed(f"{self._config.environment}: {reply['error']}")
+        return reply
+
+    async def _started_again(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Wait for a new process: one for all who wait, even if the first of them gives up."""
+
+        async def start() -> None:
+            try:
+                self._process = await asyncio.to_thread(self._start)
+            finally:
+                self._restart = None
+
+        if self._restart is None:
+            self._restart = loop.create_task(start(), context=contextvars.Context())
+        await asyncio.shield(self._restart)
+
+    async def _asked(self, loop: asyncio.AbstractEventLoop, request: Mapping[str, Any]) -> dict[str, Any]:
         number, self._numbers = self._numbers, self._numbers + 1
-        answer = self._waiting[number] = self._loop.create_future()
+        answer = self._waiting[number] = loop.create_future()
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"id": number, **request}) + "\n")
             self._process.stdin.flush()
             reply = await answer
         except BrokenPipeError:
-            reply = {"error": "its interpreter has ended"}
+            reply = {"ended": True}
         finally:
             self._waiting.pop(number, None)
-        if "error" in reply:
-            raise EpisodeFailed(f"{self._config.environment}: {reply['error']}")
+        if "ended" in reply:
+            raise RunnerEnded(f"{self._config.environment}: {ENDED}")
         return reply
+
+    async def _kill_if_hung(self, loop: asyncio.AbstractEventLoop) -> None:
+        process = self._process
+        try:
+            async with asyncio.timeout(PING_TIMEOUT_S):
+                with contextlib.suppress(RunnerEnded):
+                    await self._asked(loop, {"ping": True})
+        except TimeoutError:
+            LOG.warning("%s hangs without waiting: its interpreter is started anew", self._config.environment)
+            kill_group(process)
 
     def _start(self) -> subprocess.Popen[str]:
         own, held = os.pipe()
@@ -105,8 +155,10 @@ class Runner:
         for reply in lines:
             self._hand_on(reply["id"], reply)
         os.close(held)
+        process.kill()
+        process.wait()  # before anyone is told: the next episode finds it ended, and starts another
         for number in list(self._waiting):
-            self._hand_on(number, {"error": "its interpreter has ended"})
+            self._hand_on(number, {"ended": True})
 
     def _hand_on(self, number: int, reply: dict[str, Any]) -> None:
         def settle() -> None:
@@ -135,8 +187,10 @@ def open_verifiers(config: VerifiersAgent, *, tokenizer: str) -> Program:
             }
             try:
                 said = await runner.play(request)
+            except RunnerEnded:
+                raise
             except EpisodeFailed:
-                if session.captured.cut:  # not its failure: it has no answer to the end of the episode's tokens
+                if session.captured.cut and not config.needs_reward:  # it has no answer to the end of its tokens
                     return ProgramResult((), truncated=True)
                 raise
             return result_of(said, cut=session.captured.cut)

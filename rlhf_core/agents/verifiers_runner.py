@@ -7,6 +7,8 @@ goes to standard error. Beside `verifiers` it needs the standard library alone: 
 Up to 0.1 an environment is what `load_environment` of its module returns; since 0.2 it is a taskset with a harness.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import contextvars
@@ -16,19 +18,20 @@ import logging
 import os
 import sys
 import traceback
+from typing import Any, TextIO
 
 KEY_VARIABLE = "RLHF_POLICY_KEY"
 """The variable that `verifiers` is told to read the policy's API key from."""
 
 
-PROBLEMS = contextvars.ContextVar("PROBLEMS")
+PROBLEMS: contextvars.ContextVar[list[str]] = contextvars.ContextVar("PROBLEMS")
 """What went wrong in the episode whose code is running."""
 
 
 class Overheard(logging.Handler):
     """Keeps errors that `verifiers` only logs: 0.1 takes a reward function that raised for one that said 0."""
 
-    def emit(self, record):
+    def emit(self, record: logging.LogRecord) -> None:
         """Keep the message with the episode that it belongs to."""
         problems = PROBLEMS.get(None)
         if problems is not None:
@@ -38,18 +41,18 @@ class Overheard(logging.Handler):
 class Legacy:
     """An environment of `verifiers` 0.1."""
 
-    def __init__(self, settings):
-        import verifiers
+    def __init__(self, settings: dict[str, Any]) -> None:
+        import verifiers  # type: ignore[import-not-found]
 
         self._environment = verifiers.load_environment(settings["environment"], **settings["arguments"])
 
-    def serving(self):
+    def serving(self) -> Any:
         """Return a context that needs nothing."""
         return contextlib.nullcontext()
 
-    async def play(self, request):
+    async def play(self, request: dict[str, Any]) -> dict[str, Any]:
         """Play a task; return what it earned."""
-        from verifiers.types import ClientConfig
+        from verifiers.types import ClientConfig  # type: ignore[import-not-found]
 
         client = ClientConfig(
             api_key_var=KEY_VARIABLE, api_base_url=request["base_url"], max_retries=0, timeout=request["timeout_s"]
@@ -65,23 +68,23 @@ class Legacy:
 class Current:
     """An environment of `verifiers` since 0.2: a taskset and a harness that drives the model."""
 
-    def __init__(self, settings):
-        from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+    def __init__(self, settings: dict[str, Any]) -> None:
+        from verifiers.v1.utils.loaders import load_environment, resolve_env_config  # type: ignore[import-not-found]
 
         arguments = dict(settings["arguments"])
         taskset = {"id": settings["environment"], **arguments.pop("taskset", {})}
         self._environment = load_environment(resolve_env_config({"taskset": taskset, **arguments}))
         self._task_class = type(self._environment.taskset).task_type()
 
-    def serving(self):
+    def serving(self) -> Any:
         """Return the context of what its rollouts share."""
         return self._environment.serving()
 
-    async def play(self, request):
+    async def play(self, request: dict[str, Any]) -> dict[str, Any]:
         """Play a task; return what it earned."""
-        from verifiers.v1.clients import ModelContext
-        from verifiers.v1.configs.client import EvalClientConfig
-        from verifiers.v1.types import SamplingConfig
+        from verifiers.v1.clients import ModelContext  # type: ignore[import-not-found]
+        from verifiers.v1.configs.client import EvalClientConfig  # type: ignore[import-not-found]
+        from verifiers.v1.types import SamplingConfig  # type: ignore[import-not-found]
 
         data = self._task_class.data_type().model_validate({"prompt": request["messages"], **request["task"]})
         task = self._task_class(data, self._environment.config.taskset.task)
@@ -98,50 +101,55 @@ class Current:
         return {"reward": trace.reward, "metrics": dict(trace.metrics)}
 
 
-async def serve(environment, requests, answers):
+def say(answers: TextIO, message: dict[str, Any]) -> None:
+    """Write a line of JSON, which is sent at once."""
+    answers.write(json.dumps(message) + "\n")
+    answers.flush()
+
+
+async def serve(environment: Legacy | Current, requests: TextIO, answers: TextIO) -> None:
     """Play what is asked for, side by side, until the input ends."""
     loop = asyncio.get_running_loop()
-    tasks = set()
+    tasks: set[asyncio.Task[None]] = set()
 
-    def say(message):
-        answers.write(json.dumps(message) + "\n")
-        answers.flush()
-
-    async def answer(request):
-        problems = []
+    async def answer(request: dict[str, Any]) -> None:
+        problems: list[str] = []
         PROBLEMS.set(problems)
         try:
             played = await environment.play(request)
             if problems:
                 raise RuntimeError("; ".join(problems))
-            say({"id": request["id"], **played})
+            say(answers, {"id": request["id"], **played})
         except Exception:
-            say({"id": request["id"], "error": traceback.format_exc()[-4000:]})
+            say(answers, {"id": request["id"], "error": traceback.format_exc()[-4000:]})
 
     async with environment.serving():
         while line := await loop.run_in_executor(None, requests.readline):
             request = json.loads(line)
+            if "ping" in request:
+                say(answers, {"id": request["id"]})
+                continue
             os.environ[KEY_VARIABLE] = request["api_key"]
             task = asyncio.create_task(answer(request))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
 
 
-def main(settings):
+def main(settings: dict[str, Any]) -> None:
     """Load the environment, say how that went, and serve."""
     answers, requests = os.fdopen(os.dup(1), "w"), os.fdopen(os.dup(0), "r")
     os.dup2(2, 1)
     sys.path[:1] = settings["folders"]  # and not our own folder, which has a module `verifiers` too
     try:
         version = importlib.metadata.version("verifiers")
-        kind = Legacy if tuple(map(int, version.split(".")[:2])) < (0, 2) else Current
+        kind: type[Legacy | Current] = Legacy if tuple(map(int, version.split(".")[:2])) < (0, 2) else Current
         environment = kind(settings)
         logging.getLogger("verifiers").addHandler(Overheard(logging.ERROR))
     except Exception as error:
         traceback.print_exc()
-        print(json.dumps({"refused": f"{type(error).__name__}: {error}"}), file=answers, flush=True)
+        say(answers, {"refused": f"{type(error).__name__}: {error}"})
         return
-    print(json.dumps({"version": version}), file=answers, flush=True)
+    say(answers, {"version": version})
     asyncio.run(serve(environment, requests, answers))
 
 

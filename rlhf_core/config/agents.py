@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
@@ -35,6 +37,17 @@ class EpisodeLimits(Config):
         """Return the users' functions and classes, whose modules belong to the key of a stage."""
         return ()
 
+    def read_files(self) -> tuple[str, ...]:
+        """Return the further files whose content belongs to the key of a stage."""
+        return ()
+
+
+class RewardingAgent(EpisodeLimits):
+    """What agents have in common that may end an episode without saying what it earned."""
+
+    needs_reward: bool = True
+    """An episode that ends without any reward has failed; false where the rewards come from elsewhere."""
+
 
 class EnvironmentAgent(EpisodeLimits):
     """An environment with `reset` and `step` (`rlhf_core.agents.environment`)."""
@@ -55,7 +68,7 @@ class EnvironmentAgent(EpisodeLimits):
         return (self.environment,)
 
 
-class OpenRLHFAgent(EpisodeLimits):
+class OpenRLHFAgent(RewardingAgent):
     """A file with a class `AgentExecutor`, as OpenRLHF's `--train.agent_func_path` takes it, unchanged."""
 
     type: Literal["openrlhf"] = "openrlhf"
@@ -86,7 +99,7 @@ class ToolsAgent(EpisodeLimits):
         return self.tools
 
 
-class ProgramAgent(EpisodeLimits):
+class ProgramAgent(RewardingAgent):
     """A command per episode that talks to the policy as to an OpenAI server (`rlhf_core.agents.program_agent`)."""
 
     type: Literal["program"] = "program"
@@ -95,15 +108,29 @@ class ProgramAgent(EpisodeLimits):
     files: tuple[str, ...] = ()
     """Further files that decide what the program does; with those in `command` they belong to the key of a stage."""
     variables: dict[str, str] = {}
-    """Environment variables of the program."""
+    """Environment variables of the program, beside those that the run itself has. Secrets belong there and not here, where
+    everyone who may read the profile or the artifacts would see them."""
     give_label: bool = False
     """Tells the program the prompt's label, for programs that compute a reward themselves."""
     request_timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 600.0
     """Deadline of one request of the program, sampling included."""
 
     def read_files(self) -> tuple[str, ...]:
-        """Return the files whose content belongs to the key of a stage."""
-        return (*(word for word in self.command[1:] if word.endswith((".py", ".sh", ".js"))), *self.files)
+        """Return the scripts in `command`, the module that `-m` names if it is below this folder, and `files`."""
+        program, *arguments = self.command
+        # Without a slash the program is looked for on PATH alone.
+        words = [program] * ("/" in program) + arguments
+        modules = [name.replace(".", "/") for flag, name in pairwise(self.command) if flag == "-m"]
+        found = [path for name in modules for path in (f"{name}.py", f"{name}/__main__.py") if Path(path).is_file()]
+        return (*(word for word in words if word.endswith((".py", ".sh", ".js"))), *found, *self.files)
+
+    @field_validator("variables")
+    @classmethod
+    def _hold_no_secrets(cls, variables: dict[str, str]) -> dict[str, str]:
+        secret = [name for name in variables if name.upper().endswith(("KEY", "_TOKEN", "SECRET", "PASSWORD"))]
+        if secret:
+            raise ValueError(f"{secret[0]} looks like a secret; set it where the run is started: programs inherit it")
+        return variables
 
 
 class ServedAgent(EpisodeLimits):
@@ -117,7 +144,7 @@ class ServedAgent(EpisodeLimits):
     the server says one, it must be this."""
 
 
-class OpenEnvAgent(ServedAgent):
+class OpenEnvAgent(ServedAgent, RewardingAgent):
     """An OpenEnv server: each episode is a session on its `/ws` (`rlhf_core.agents.openenv`)."""
 
     type: Literal["openenv"] = "openenv"
@@ -130,8 +157,6 @@ class OpenEnvAgent(ServedAgent):
     """Further arguments of each reset, beside the seed."""
     give_label: bool = False
     """Passes the label's keys to each reset."""
-    needs_reward: bool = True
-    """An episode that ends without any reward has failed; false where the rewards come from elsewhere."""
 
 
 class NemoGymAgent(ServedAgent):
@@ -142,7 +167,7 @@ class NemoGymAgent(ServedAgent):
     """The field of a task that takes a label which is no JSON object, e.g. `expected_answer`."""
 
 
-class VerifiersAgent(EpisodeLimits):
+class VerifiersAgent(RewardingAgent):
     """An environment of `verifiers`, in an interpreter of its own (`rlhf_core.agents.verifiers`)."""
 
     type: Literal["verifiers"] = "verifiers"
@@ -154,10 +179,16 @@ class VerifiersAgent(EpisodeLimits):
     """Arguments of the environment."""
     version: str = ""
     """Which version of `verifiers` must be installed there, or the beginning of it; it belongs to the key of a stage."""
+    environment_version: str = ""
+    """Which version of the environment it is. It belongs to the key of a stage, which cannot see what is installed there."""
     folders: tuple[str, ...] = ()
-    """Folders that its modules may be imported from."""
+    """Folders that its modules may be imported from; all their `*.py` belong to the key of a stage."""
     request_timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 600.0
     """Deadline of one request of the environment, sampling included."""
+
+    def read_files(self) -> tuple[str, ...]:
+        """Return the modules below `folders`."""
+        return tuple(str(path) for folder in self.folders for path in sorted(Path(folder).rglob("*.py")))
 
 
 AgentConfig = Annotated[

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from rlhf_core.config.agents import AgentConfig
 from rlhf_core.config.base import OPERATIONAL, Config, by_type
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig, SamplingConfig
-from rlhf_core.config.rewards import EpisodeReward, RewardsConfig
+from rlhf_core.config.rewards import EpisodeReward, Gdpo, RewardsConfig
 
 # ---------------------------------------------------------------- advantages
 
@@ -239,11 +239,11 @@ class PPOConfig(Config):
 
     @model_validator(mode="after")
     def _bounds_are_of_rewards_as_they_are(self) -> PPOConfig:
-        bounds = self.dynamic_sampling
-        if bounds and (bounds.low is not None or bounds.high is not None) and self.rewards.normalise != "none":
+        bounds, mover = self.dynamic_sampling, _what_moves_rewards(self.rewards)
+        if bounds and (bounds.low is not None or bounds.high is not None) and mover:
             raise ValueError(
                 f"dynamic_sampling.low = {bounds.low}, high = {bounds.high}: are compared with the shaped reward, and "
-                f"rewards.normalise = {self.rewards.normalise!r} moves it; leave one of them out"
+                f"{mover} moves it; leave one of them out"
             )
         if self.value_optimizer.ema_decay:
             raise ValueError(
@@ -264,6 +264,17 @@ class PPOConfig(Config):
             raise ValueError(f"sampling.top_k = {self.sampling.top_k}: {rule}; leave it at 0")
         return self
 
+    @model_validator(mode="after")
+    def _episodes_are_played(self) -> PPOConfig:
+        # The spans of partial rollouts look like those of an episode, and none of them earns anything.
+        names = [name for name, term in self.rewards.terms.items() if isinstance(term, EpisodeReward)]
+        if names and self.agent is None:
+            raise ValueError(
+                f"rewards.terms.{names[0]}.type = 'episode': only the episodes of an agent earn it; set agent, or take "
+                "the term out"
+            )
+        return self
+
     @property
     def turn_weight(self) -> float:
         """The weight of what a turn earned that is put at the turn itself; 0 where the whole episode earns it."""
@@ -281,6 +292,7 @@ class PPOConfig(Config):
             not terms
             or not plain
             or self.rewards.normalise != "none"
+            or self.rewards.clip
             or self.rewards.composition.type != "weighted_sum"
         ):
             raise ValueError(
@@ -358,3 +370,15 @@ class PPOConfig(Config):
                 "step would ever have its groups; raise it"
             )
         return self
+
+
+def _what_moves_rewards(rewards: RewardsConfig) -> str:
+    """Return the first setting that puts the reward on a scale of the answers around it; "" if there is none."""
+    if rewards.normalise != "none":
+        return f"rewards.normalise = {rewards.normalise!r}"
+    if isinstance(rewards.composition, Gdpo):
+        return f"rewards.composition.type = {rewards.composition.type!r}"
+    for name, term in rewards.terms.items():
+        if term.normalise != "none" and (term.weight or term.weight_end):
+            return f"rewards.terms.{name}.normalise = {term.normalise!r}"
+    return ""

@@ -1,7 +1,7 @@
 """Compares policies by their answers to the same prompts: rewards with intervals, distance, style, win rates.
 
 The unit of every interval is the prompt: several answers to one prompt are averaged first. Percentages are fractions;
-lengths are tokens; KL and entropy are nats.
+lengths are tokens; KL and entropy are nats. Of an episode only the tokens that the policy sampled are looked at.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 from rlhf_core.errors import ConfigError, DataError, explain
 from rlhf_core.evaluation.bootstrap import Interval, bootstrap_interval
 from rlhf_core.evaluation.metrics import correlation, distinct_n, entropy_estimate, repetition
-from rlhf_core.types import Generation
+from rlhf_core.types import Completion, Generation
 
 REPEATED_N = 3
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,8 @@ class Answers:
     """Instead of `log_ratios` for a best-of-n row: a bound of its KL, in nats."""
     picked_from: str = ""
     """Name of the policy whose answers these were picked from; "" for a policy's own answers."""
+    failed: int = 0
+    """Episodes that could not be ended, and are not among `generations`."""
 
     def __post_init__(self) -> None:
         if not self.generations:
@@ -74,7 +77,8 @@ class Intervals:
 
 def summary(answers: Answers, intervals: Intervals) -> dict[str, Any]:
     """Return the row of one policy: JSON-able; measured means are {mean, low, high}, absent measures are left out."""
-    tokens = [generation.completion.token_ids for generation in answers.generations]
+    completions = [generation.completion for generation in answers.generations]
+    tokens = [_sampled(completion, completion.token_ids) for completion in completions]
     lengths = [len(ids) for ids in tokens]
     prompts = answers.by_prompt(lengths)
     row: dict[str, Any] = {"digest": answers.digest, "prompts": len(prompts), "samples": len(lengths)}
@@ -94,13 +98,19 @@ def summary(answers: Answers, intervals: Intervals) -> dict[str, Any]:
         row["kl_per_token"] = math.fsum(answers.log_ratios) / max(1, sum(lengths))
     elif not math.isnan(answers.kl_bound):
         row["kl"] = {"mean": answers.kl_bound, "low": answers.kl_bound, "high": answers.kl_bound, "kind": "bound"}
-    completions = [generation.completion for generation in answers.generations]
     row["tokens"] = mean(lengths)
     row["truncated"] = mean([float(completion.finish_reason == "length") for completion in completions])
-    row["entropy"] = entropy_estimate([completion.logprobs for completion in completions])
+    row["entropy"] = entropy_estimate([_sampled(completion, completion.logprobs) for completion in completions])
     row["repetition"] = fmean(repetition(ids, REPEATED_N) for ids in tokens)
     row["distinct_2"] = distinct_n(tokens, 2)
+    if answers.failed:
+        row["failed"] = answers.failed
     return row
+
+
+def _sampled(completion: Completion, values: Sequence[T]) -> list[T]:
+    """Return those of one value per token whose token the policy sampled."""
+    return [value for value, sampled in zip(values, completion.action_mask, strict=True) if sampled]
 
 
 def best_of(answers: Answers, n: int, *, kl_bound: float) -> Answers:
@@ -114,9 +124,9 @@ def best_of(answers: Answers, n: int, *, kl_bound: float) -> Answers:
     places = answers.by_prompt(range(len(answers.generations)))
     least = min(len(group) for group in places.values())
     if least < n:
-        raise ConfigError(
-            explain(key, n, f"a prompt has only {least} answers", "generate more per prompt, or choose a smaller n")
-        )
+        failed = f", {answers.failed} episodes of all prompts having failed" if answers.failed else ""
+        rule = f"a prompt has only {least} answers{failed}"
+        raise ConfigError(explain(key, n, rule, "generate more per prompt, or choose a smaller n"))
     picks = [int(max(group[:n], key=lambda i: answers.scores[int(i)])) for group in places.values()]
     return replace(
         answers,

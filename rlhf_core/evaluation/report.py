@@ -41,6 +41,7 @@ STYLE = (
     Column("repetition", "repeated", ".1%", "Trigrams that occurred before in the same answer"),
     Column("kl_per_token", "KL / token", ".4f", "Nats per token to the reference"),
     Column("distinct_2", "distinct", ".1%", "Different bigrams over all bigrams of all answers"),
+    Column("failed", "failed", ".0f", "Episodes that could not be ended; no other figure counts them"),
 )
 WITH_BAR = ("gold", "reward_model")
 

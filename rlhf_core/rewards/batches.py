@@ -32,7 +32,8 @@ class BatchedReward:
 
     A batch that fails is tried `retries` times more, after pauses that double. Then RewardError for `fail`; for `invalid`
     it is halved, and its halves, down to the generations that fail alone: those become failures, the others are scored.
-    Generations that the `cache` knows are not asked about, and those that are alike are asked about once.
+    Generations that the `cache` knows are not asked about, and those that are alike are asked about once. The values of a
+    batch are kept as soon as it is settled: neither a kill nor a batch that fails later makes them be paid for again.
     """
 
     def __init__(
@@ -67,8 +68,6 @@ class BatchedReward:
         new = {key: at for at, key in enumerate(keys) if not self._cache.known(key)}  # one of those that are alike
         outcome = self._scored([generations[at] for at in new.values()])
         failures = {key: outcome.failures[at] for at, key in enumerate(new) if at in outcome.failures}
-        fresh = zip(new, outcome.values, strict=True)
-        self._cache.add({key: value for key, value in fresh if key not in failures})
         return Outcome(
             tuple(None if key in failures else self._cache.value(key) for key in keys),
             {at: failures[key] for at, key in enumerate(keys) if key in failures},
@@ -88,9 +87,13 @@ class BatchedReward:
     def _settled(self, batch: Sequence[Generation]) -> Outcome:
         ask = self._free.get()
         try:
-            return self._tried(partial(self._screened, ask), batch)
+            outcome = self._tried(partial(self._screened, ask), batch)
         finally:
             self._free.put(ask)
+        if self._cache is not None:
+            each = enumerate(zip(batch, outcome.values, strict=True))
+            self._cache.add({self._cache.key(one): value for at, (one, value) in each if at not in outcome.failures})
+        return outcome
 
     def _screened(self, ask: Ask, batch: Sequence[Generation]) -> Outcome:
         return screened(self._name, ask(batch), batch, on_failure=self.on_failure)

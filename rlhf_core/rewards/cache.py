@@ -6,6 +6,7 @@ A file is kept beside the shards or checkpoints of an attempt: a stage that goes
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,11 +18,13 @@ class ResultCache:
     """Content -> value, for one reward. `identity` says which: its code, its arguments, its version.
 
     With a `path` every value is appended to that file, and those of the same identity in it are known from the start.
+    Several threads may add.
     """
 
     def __init__(self, identity: str, path: Path | None) -> None:
         self._identity = identity
         self._path = path
+        self._adding = threading.Lock()
         self._known: dict[str, float | None] = _read(path) if path is not None and path.is_file() else {}
 
     def key(self, generation: Generation) -> str:
@@ -48,12 +51,13 @@ class ResultCache:
 
     def add(self, values: Mapping[str, float | None]) -> None:
         """Keep values by key."""
-        self._known.update(values)
-        if self._path is not None and values:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as stream:
-                # After a kill the last line may be half written: a line of its own begins what comes after it.
-                stream.write("".join(f"\n{json.dumps([key, value])}" for key, value in values.items()))
+        with self._adding:
+            self._known.update(values)
+            if self._path is not None and values:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                with self._path.open("a", encoding="utf-8") as stream:
+                    # After a kill the last line may be half written: a line of its own begins what comes after it.
+                    stream.write("".join(f"\n{json.dumps([key, value])}" for key, value in values.items()))
 
 
 def _read(path: Path) -> dict[str, float | None]:

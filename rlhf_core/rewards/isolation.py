@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Self
 
 from rlhf_core.child_process import kill_group
@@ -78,9 +77,7 @@ class IsolatedReward:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _failure(self, kind: str, answer: Any, generations: Sequence[Generation]) -> BatchFailed:
@@ -89,6 +86,10 @@ class IsolatedReward:
         problem, reason = {
             "raised": (f"{self._function} raised:\n{answer}", f"raised {' '.join(last)}"),
             "timeout": (f"{self._function} {late} for {len(generations)} generations", late),
+            "unreadable": (
+                f"{self._function} answered what cannot be read: {answer}",
+                f"answer cannot be read: {answer}",
+            ),
             "died": (f"the process of {self._function} ended with status {answer}", f"ended with status {answer}"),
         }[kind]
         ids = f"prompts {generations[0].prompt.id} to {generations[-1].prompt.id}"
@@ -146,6 +147,9 @@ class IsolatedReward:
                 _await_status(process)
             _end(process)
             return ("timeout", None) if expired.is_set() else ("died", process.returncode)
+        except Exception as error:  # whatever making the objects again raises: a class that only the child can import
+            _end(process)
+            return ("timeout", None) if expired.is_set() else ("unreadable", repr(error))
         finally:
             watchdog.cancel()
 

@@ -29,6 +29,8 @@ class PromptRenderer(Protocol):
 
     def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]: ...
 
+    def decode(self, ids: Sequence[int]) -> str: ...
+
 
 @dataclass(frozen=True)
 class Contract:
@@ -83,7 +85,7 @@ def score_with_reward_model(
 
     Nothing is decoded and tokenised again, and no end token is added to an answer that was cut off. Beyond
     `max_length` tokens the sequence is cut, as it was in training. ConfigError when `chat`, the reward model's own
-    template, would render the prompts to other tokens than the policy saw.
+    template, reads prompts or tokens in another way than the policy (`check_rendering`).
     """
     check_rendering(chat, generations)
     sequences = [generation.prompt_ids + generation.completion.token_ids for generation in generations]
@@ -94,7 +96,11 @@ def score_with_reward_model(
 
 
 def check_rendering(chat: PromptRenderer, generations: Sequence[Generation]) -> None:
-    """Raise ConfigError when `chat` renders one of the first prompts to other tokens than the policy saw."""
+    """Raise ConfigError when `chat` renders one of the first prompts to other tokens than the policy saw.
+
+    An agent may have added tools or text to the prompt, which no template renders from the prompt alone: for a completion
+    with spans it is enough that the tokens mean the same text.
+    """
     for generation in generations[:RENDERED]:
         _check_rendering(chat, generation)
 
@@ -105,12 +111,14 @@ def _in_bfloat16(scores: Sequence[float]) -> bool:
 
 
 def _check_rendering(chat: PromptRenderer, generation: Generation) -> None:
-    if chat.prompt_ids(generation.prompt.messages) != generation.prompt_ids:
-        raise ConfigError(
-            explain(
-                "reward_model",
-                f"prompt {generation.prompt.id}",
-                "the reward model's tokenizer or chat template renders it to other tokens than the policy's",
-                "train the reward model from a model with the policy's tokenizer and template",
-            )
-        )
+    if chat.prompt_ids(generation.prompt.messages) == generation.prompt_ids:
+        return
+    completion = generation.completion
+    rule = "the reward model's tokenizer or chat template renders it to other tokens than the policy's"
+    remedy = "train the reward model from a model with the policy's tokenizer and template"
+    if completion.spans:
+        if chat.decode(completion.token_ids) == completion.text:
+            return
+        rule = "to the reward model's tokenizer the tokens of the episode are another text"
+        remedy = "train the reward model from a model with the policy's tokenizer"
+    raise ConfigError(explain("reward_model", f"prompt {generation.prompt.id}", rule, remedy))

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol, cast, get_args
 
@@ -79,7 +80,7 @@ def score_with_process_reward_model(
     """Return one score per generation, `reduce` over the probabilities that its steps are right, on the tokens as sampled.
 
     A step that the token limit or `max_length` cut off is read at its last token. ConfigError when `chat`, the model's
-    own template, would render the prompts to other tokens than the policy saw.
+    own template, reads prompts or tokens in another way than the policy (`check_rendering`).
     """
     check_rendering(chat, generations)
     samples = [judged(generation, splitter, max_length=max_length) for generation in generations]
@@ -94,13 +95,30 @@ def score_with_process_reward_model(
 def judged(generation: Generation, splitter: Splitter, *, max_length: int) -> TokenSample:
     """Return prompt and completion, cut to `max_length` tokens, with the mask at the last token of each step.
 
-    A completion without tokens is read at the prompt's last token.
+    The steps are those of the policy: each of its turns is split alone, and what an environment wrote between them is no
+    step. A completion without tokens is read at the prompt's last token.
     """
     before = len(generation.prompt_ids)
-    ids = generation.prompt_ids + generation.completion.token_ids
-    ends = [before + end for end in splitter.ends(generation.completion.token_ids)] or [before - 1]
+    completion = generation.completion
+    ids = generation.prompt_ids + completion.token_ids
     last = min(len(ids), max_length) - 1
-    return step_ends_sample(ids[: last + 1], [*(end for end in ends if end < last), last])
+    turns = [
+        (before + start, splitter.ends(completion.token_ids[start:end]))
+        for start, end in turns_of(completion.action_mask)
+    ]
+    ends = [start + end for start, ends in turns for end in ends if start + end < last]
+    sampled = last >= before and completion.action_mask[last - before]
+    return step_ends_sample(ids[: last + 1], [*ends, last] if sampled or not ends else ends)
+
+
+def turns_of(action_mask: Sequence[int]) -> list[tuple[int, int]]:
+    """Return start and end (exclusive) of each run of sampled tokens.
+
+    >>> turns_of((1, 1, 0, 1))
+    [(0, 2), (3, 4)]
+    """
+    borders = [at for at, pair in enumerate(pairwise((0, *action_mask, 0))) if pair[0] != pair[1]]
+    return list(zip(borders[::2], borders[1::2], strict=True))
 
 
 def step_ends_sample(token_ids: Sequence[int], ends: Sequence[int]) -> TokenSample:

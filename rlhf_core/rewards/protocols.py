@@ -14,7 +14,8 @@ conversations: a prompt is always one here. A function gets the keywords that it
 
 Columns come from the prompt's label. If it is a JSON object, each of its fields is a column (None in rows without it).
 `label`, `labels`, `solution` and `answer` are the label itself where the object has no such field. Beside them stand
-`prompt_id`, `source`, `messages`, `completion_ids` and `finish_reason`.
+`prompt_id`, `source`, `messages`, `completion_ids`, `action_mask` (per token: 1 sampled, 0 an environment's) and
+`finish_reason`.
 
 It returns a list of numbers or None (does not apply), an array, a tensor, or `{"rewards", "scores", "extra_logs"}`, of
 which rewards are used, and the means of the rest logged. It may be `async`.
@@ -174,6 +175,7 @@ def columns_of(generations: Sequence[Generation]) -> dict[str, list[Any]]:
         "source": [one.prompt.source for one in generations],
         "messages": [_plain(one.prompt.messages) for one in generations],
         "completion_ids": [list(one.completion.token_ids) for one in generations],
+        "action_mask": [list(one.completion.action_mask) for one in generations],
         "finish_reason": [one.completion.finish_reason for one in generations],
     }
 
@@ -243,7 +245,8 @@ def _log(name: str, value: Any, count: int) -> Logs:
     listed = _listed(value)
     numbers = [_number(one) for one in (listed * count if len(listed) == 1 else listed)]
     finite = [one for one in numbers if one is not None and math.isfinite(one)]
-    return {name: (math.fsum(finite), len(finite))} if finite else {}
+    # A plain name: whoever reads it in another process cannot import an enum of the function's module.
+    return {str(name): (math.fsum(finite), len(finite))} if finite else {}
 
 
 def _listed(value: Any) -> list[Any]:

@@ -175,19 +175,19 @@ def open_scorer(
 
 
 def component_means(rollouts: Sequence[Rollout]) -> Metrics:
-    """Return the mean of each component over the rollouts that it applies to, as `reward_component/name`."""
+    """Return the mean of each component over the valid rollouts that it applies to, as `reward_component/name`."""
     found: defaultdict[str, list[float]] = defaultdict(list)
-    for rollout in rollouts:
+    for rollout in (one for one in rollouts if not one.invalid):
         for name, value in rollout.reward_components.items():
             found[name].append(value)
     return {f"reward_component/{name}": fmean(values) for name, values in found.items()}
 
 
 def overlong_penalties(generations: Sequence[Generation | Rollout], config: OverlongPenalty) -> list[float]:
-    """Return the penalty <= 0 of each generation by the number of its completion tokens."""
+    """Return the penalty <= 0 of each generation by the number of its sampled tokens; an environment's do not count."""
     return [
         soft_overlong(
-            len(generation.completion.token_ids),
+            sum(generation.completion.action_mask),
             max_tokens=config.max_tokens,
             buffer_tokens=config.buffer_tokens,
             factor=config.factor,

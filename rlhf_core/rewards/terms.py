@@ -104,7 +104,12 @@ def open_elsewhere(
 
             judge = leases.enter_context(Judge(name, spec))
             return BatchedReward(
-                name, [judge.outcome], batch_size=0, retries=0, on_failure=spec.on_failure, cache=cache
+                name,
+                [judge.outcome] * spec.concurrency,
+                batch_size=1,  # each verdict is cached as soon as it is paid for
+                retries=0,
+                on_failure=spec.on_failure,
+                cache=cache,
             )
         case _:
             assert_never(spec)

@@ -104,7 +104,7 @@ class Server:
             await self._post("/update_weight_version", {"new_version": RELOADING})
             wrong = await self._load_on_workers(folder, digest)
             if wrong:
-                remedy = "let it see runtime.sampler.weights_folder at the same path, and serve the same architecture"
+                remedy = "let it see runtime.sampler.weights_folder, serve the same architecture, and start it again"
                 raise SamplingError(explain("weights", self.url, "; ".join(wrong[:3]), remedy))
             await self._post("/update_weight_version", {"new_version": label})
         except BaseException:

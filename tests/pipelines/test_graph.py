@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.graph import ENGINES, reward_functions
+from pipelines.graph import ENGINES, agent_digests, reward_functions
 from pipelines.plan import plan
 from pipelines.profile import load_profile
 from rlhf_core.artifacts import ArtifactStore
@@ -84,3 +84,27 @@ def test_a_missing_reward_function_is_noticed_before_the_first_stage(
         ConfigError, match=rf"^ppo.rewards.terms.correct.function = '{function}': {re.escape(message)}$"
     ):
         plan(config, ArtifactStore(tmp_path))
+
+
+def test_the_files_of_an_agent_program_belong_to_a_stages_key(tmp_path: Path) -> None:
+    script = tmp_path / "agent.py"
+    config = PPOConfig.model_validate({"agent": {"type": "program", "command": ["python", str(script), "--fast"]}})
+    with pytest.raises(ConfigError, match="there is no such file"):
+        agent_digests(config, "ppo")
+    digests = []
+    for text in ("one", "two"):
+        script.write_text(text)
+        digests.append(agent_digests(config, "ppo")[str(script)])
+    assert digests[0] != digests[1] and agent_digests(PPOConfig(), "ppo") == {}
+
+
+def test_the_modules_of_a_verifiers_environment_decide_what_it_does(tmp_path: Path) -> None:
+    agent = {"type": "verifiers", "python": "python", "environment": "digits", "folders": [str(tmp_path)]}
+    config = PPOConfig.model_validate({"agent": agent})
+    module = tmp_path / "digits" / "rules.py"
+    module.parent.mkdir()
+    digests = []
+    for text in ("one", "two"):
+        module.write_text(text)
+        digests.append(agent_digests(config, "ppo")[str(module)])
+    assert digests[0] != digests[1]

@@ -109,6 +109,16 @@ def test_extends_merges_tables_and_replaces_the_rest(tmp_path: Path) -> None:
     assert (config.name, config.ppo.steps, config.ppo.prompts_per_step, config.evaluate) == ("child", 3, 4, None)
 
 
+def test_a_profile_may_extend_a_shipped_one_from_anywhere(tmp_path: Path) -> None:
+    child = tmp_path / "mine.toml"
+    child.write_text('extends = "tiny/rlvr"\nname = "mine"\n[ppo]\nsteps = 3\n')
+    config = load_profile(child)
+    assert config.ppo and config.ppo.steps == 3 and config.ppo.samples_per_prompt == 8
+    child.write_text('extends = "tiny/rlvx"\n')
+    with pytest.raises(ConfigError, match=r"tiny/rlvx': no such file .* and no shipped profile; shipped are .*tiny/rlvr"):
+        load_profile(child)
+
+
 def test_a_circle_of_extends_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text('extends = "b.toml"')
     (tmp_path / "b.toml").write_text('extends = "a.toml"')

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,8 @@ from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.data.shards import write_rollouts
 from rlhf_core.data.tables import read_demonstrations, read_prompts, write_prompts
 from rlhf_core.errors import DataError
-from rlhf_core.types import Message, Prompt, PromptsRef, Rollout, RolloutsRef
-from stages.condition import ConditionConfig, decorated, reward_levels
+from rlhf_core.types import ActionSpan, Message, Prompt, PromptsRef, Rollout, RolloutsRef
+from stages.condition import ConditionConfig, decorated, demonstrations, reward_levels
 from tests.stages.recording import Workshop, rollout
 
 ROLLOUTS = [
@@ -62,6 +64,23 @@ def test_every_answer_stands_behind_its_prompt_with_its_level(tmp_path: Path) ->
     metrics = shop.metrics(decision)
     assert (metrics["level_1"], metrics["level_2"], metrics["truncated"], metrics["level"]) == (2, 2, 1, 2)
     assert read_demonstrations(shop.store.path(made) / "eval.parquet") == []
+
+
+def test_rollouts_without_a_reward_have_no_level_and_are_counted(tmp_path: Path) -> None:
+    lost = replace(rollout("p", "lost", math.nan), invalid="crashed")
+    shop, ref = shop_and_rollouts(tmp_path, [lost, *ROLLOUTS, lost])
+    made, decision = shop.run("condition", CONFIG, {"rollouts": ref})
+    rows = read_demonstrations(shop.store.path(made) / "train.parquet")
+    levels = [row.messages[-2].content[-2] for row in rows]
+    assert ([row.messages[-1].content for row in rows], levels) == (["worst", "good", "best", "poor"], list("1221"))
+    assert (shop.metrics(decision)["invalid"], shop.metrics(decision)["truncated"]) == (2, 1)
+
+
+def test_an_episode_is_not_imitated() -> None:
+    one = rollout("p", "won", 1.0, tokens=3)
+    played = replace(one, completion=replace(one.completion, spans=(ActionSpan(0, 2, 0),)))
+    with pytest.raises(DataError, match="1 of its 3 tokens are an environment's"):
+        demonstrations([played], [1], template="{prompt} {level}")
 
 
 def test_no_prompt_is_in_both_splits(tmp_path: Path) -> None:

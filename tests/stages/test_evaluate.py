@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.config.base import keyed
 from rlhf_core.data.shards import read_generations, write_generations, write_index
 from rlhf_core.data.tables import Prompt, write_prompts
-from rlhf_core.errors import ConfigError, RewardError
+from rlhf_core.errors import ConfigError, DataError, RewardError
 from rlhf_core.types import Completion, Generation, GenerationsRef, Message, PolicyRef, PromptsRef, RewardModelRef
 from stages.evaluate import EvaluateConfig
 from tests.stages.recording import Workshop, make_policy
@@ -117,6 +118,38 @@ def test_the_artifact_holds_page_figures_and_the_tracker_has_the_same(
         "answers-sft",
         "answers-ppo",
     ]
+
+
+def with_failures(shop: Workshop, folder: Path, ref: GenerationsRef, failed: set[str]) -> GenerationsRef:
+    """Return the answers with the episodes to the prompts `failed` broken off."""
+    rows = [
+        replace(one, completion=replace(one.completion, text="", failure="the world ended"))
+        if one.prompt.id in failed
+        else one
+        for one in read_generations(shop.store.path(ref))
+    ]
+    folder.mkdir()
+    write_generations(folder, 0, rows)
+    write_index(folder, {"count": len(rows), "policy": "played", "sampling": {}})
+    return shop.store.external(GenerationsRef, folder)
+
+
+def test_episodes_that_failed_are_counted_and_not_measured(shop: Workshop, gold: str, tmp_path: Path) -> None:
+    whole = answers(shop.store, tmp_path / "whole", "d", {"p1": ["xxxx"], "p2": ["xx"]})
+    made = {"sft": whole, "ppo": with_failures(shop, tmp_path / "ppo", whole, {"p1"})}
+    ref, decision = shop.run("evaluate", EvaluateConfig(gold=gold), {"generations": made})
+    rows = report_of(shop, ref)["policies"]
+    assert (rows["ppo"]["gold"]["mean"], rows["ppo"]["samples"], rows["ppo"]["failed"]) == (2.0, 1, 1)
+    assert rows["ppo"]["win_rate"]["mean"] == 0.5  # a tie on p2, where a half-played p1 would lose
+    assert "failed" not in rows["sft"]
+    assert shop.metrics(decision)["ppo/failed"] == 1.0
+
+
+def test_a_policy_whose_episodes_all_failed_is_refused(shop: Workshop, gold: str, tmp_path: Path) -> None:
+    whole = answers(shop.store, tmp_path / "whole", "d", {"p1": ["xxxx"], "p2": ["xx"]})
+    made = {"sft": whole, "ppo": with_failures(shop, tmp_path / "ppo", whole, {"p1", "p2"})}
+    with pytest.raises(DataError, match=r"generations = 'ppo': all 2 episodes failed; the first: the world ended"):
+        shop.run("evaluate", EvaluateConfig(gold=gold), {"generations": made})
 
 
 def test_parents_change_who_is_compared_with_whom(shop: Workshop, gold: str, tmp_path: Path) -> None:

@@ -23,11 +23,11 @@ from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
 from rlhf_core.config.rewards import EpisodeReward, RewardsConfig
 from stages.ppo import PPOConfig
 from tests.stages.recording import make_policy
-from tests.stages.test_ppo import series, shop_and_inputs
+from tests.stages.training import series, shop_and_inputs
 
 AGENTS = Path(__file__).parents[1] / "rlhf_core" / "agents"
 SERVERS = AGENTS / "servers"
-LIMITS: dict[str, Any] = {"max_episode_tokens": 90, "step_timeout_s": 200.0, "retries": 0}
+LIMITS: dict[str, Any] = {"max_episode_tokens": 64, "step_timeout_s": 200.0, "retries": 0}
 
 pytestmark = pytest.mark.slow
 

@@ -9,15 +9,21 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
 from rlhf_core.config.rewards import FunctionReward, RewardsConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.rollouts.answers import sample
-from rlhf_core.types import Generation, Message, PolicyRef, Prompt
+from rlhf_core.types import Generation, Message, Prompt
 from stages.ppo import PPOConfig
-from tests.stages.recording import Workshop, make_policy
-from tests.stages.training import demonstrations, killed_and_resumed, prompts, stopped_and_resumed, untimed
+from tests.stages.recording import make_policy
+from tests.stages.training import (
+    demonstrations,
+    killed_and_resumed,
+    series,
+    shop_and_inputs,
+    stopped_and_resumed,
+    untimed,
+)
 
 PROMPTS = [Prompt(f"p{i}", (Message("user", str(i)),), "", "test") for i in range(5)]
 
@@ -50,17 +56,6 @@ def config(**changes: Any) -> PPOConfig:
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_policy(tmp_path_factory.mktemp("policy"))
-
-
-def shop_and_inputs(root: Path, policy: Path) -> tuple[Workshop, dict[str, Any]]:
-    shop = Workshop(ArtifactStore(root / "store"))
-    base = shop.store.external(PolicyRef, policy)
-    inputs = {"policy": base, "reference": base, "prompts": prompts(shop.store, root), "reward_models": {}}
-    return shop, inputs
-
-
-def series(shop: Workshop, name: str) -> list[float]:
-    return [values[f"ppo/{name}"] for _, values in shop.tracker.points if f"ppo/{name}" in values]
 
 
 @pytest.mark.parametrize("advantage", ["gae", "reinforce++", "reinforce++-baseline", "rloo", "grpo", "dr_grpo", "opo"])

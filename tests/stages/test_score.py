@@ -182,8 +182,7 @@ def test_invalid_rollouts_are_counted_and_do_not_enter_any_mean() -> None:
     metrics = reward_metrics([rollout("a", "x", 1.0), broken, rollout("b", "y", 2.0)])
     assert metrics["reward/mean"] == 1.5
     assert metrics["reward/invalid"] == pytest.approx(1 / 3)
-    with pytest.raises(RewardError, match="'crashed': no rollout has a reward"):
-        reward_metrics([broken])
+    assert reward_metrics([broken]) == {"reward/invalid": 1.0}
 
 
 LOGGING = """
@@ -213,6 +212,37 @@ def test_a_reward_that_fails_for_one_answer_costs_only_that_one(tmp_path: Path) 
     )  # (1 + 2 + 4 + 5 + 6) / 5: nothing is scored 0
     assert [metrics["reward/invalid"], metrics["reward_failed/length"]] == pytest.approx([1 / 6, 1 / 6])
     assert metrics["reward_extra/length/seen"] == 1.0
+
+
+def test_a_shard_without_any_reward_does_not_end_the_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages.score, "SHARD_ROWS", 1)
+    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    file = tmp_path / "logging_reward.py"
+    file.write_text(LOGGING)
+    spec = FunctionReward(function=f"{file}:reward", on_failure="invalid", retries=0)
+    inputs = {"generations": generations_in(shop.store, tmp_path / "generations"), "reward_models": {}}
+    ref, _ = shop.run("score", ScoreConfig(rewards=RewardsConfig(terms={"length": spec})), inputs)
+    assert [bool(one.invalid) for one in read_rollouts(shop.store.path(ref))] == [False, False, True] + [False] * 3
+
+
+def test_a_run_without_any_reward_is_refused_and_its_next_attempt_scores_again(tmp_path: Path) -> None:
+    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    file = tmp_path / "down.py"
+    mended = tmp_path / "mended"
+    file.write_text(
+        "from pathlib import Path\n\n"
+        "def reward(generations):\n"
+        f"    assert Path({str(mended)!r}).exists(), 'the server is down'\n"
+        "    return [1.0] * len(generations)\n"
+    )
+    spec = FunctionReward(function=f"{file}:reward", on_failure="invalid", retries=0)
+    config = ScoreConfig(rewards=RewardsConfig(terms={"one": spec}))
+    inputs = {"generations": generations_in(shop.store, tmp_path / "generations"), "reward_models": {}}
+    with pytest.raises(RewardError, match=r"(?s)the server is down.*no rollout has a reward"):
+        shop.run("score", config, inputs)
+    mended.touch()
+    ref, _ = shop.run("score", config, inputs)
+    assert [one.reward for one in read_rollouts(shop.store.path(ref))] == [1.0] * 6
 
 
 def test_stored_rollouts_are_scored_again_by_another_reward_without_generating(tmp_path: Path) -> None:

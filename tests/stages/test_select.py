@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.data.shards import write_rollouts
 from rlhf_core.data.tables import read_demonstrations, read_preferences
 from rlhf_core.errors import DataError
-from rlhf_core.types import Message, Rollout, RolloutsRef
+from rlhf_core.types import ActionSpan, Message, Rollout, RolloutsRef
 from stages.select import (
     BestOfN,
     Pairs,
@@ -23,6 +24,8 @@ from stages.select import (
     by_prompt,
     demonstrations,
     make_pairs,
+    pair_metrics,
+    preference,
     split_by_prompt,
 )
 from tests.stages.recording import Workshop, rollout
@@ -87,6 +90,27 @@ def test_a_length_penalty_can_turn_a_pair_around() -> None:
     (pair,), _ = make_pairs([group], Pairs(length_penalty=0.1), seed=0)  # 2 - 2 = 0 against 1.5 - 0.5 = 1
     assert pair.chosen.completion.text == "short"
     assert pair.margin == pytest.approx(1.0)
+
+
+def episode(text: str, reward: float, *, tokens: int) -> Rollout:
+    """A rollout whose first two of `tokens` tokens the policy sampled, and an environment wrote the rest."""
+    one = rollout("p", text, reward, tokens=tokens)
+    return replace(one, completion=replace(one.completion, spans=(ActionSpan(0, 2, 0),)))
+
+
+def test_the_length_of_an_episode_is_what_the_policy_said() -> None:
+    group = [episode("much shown", 2.0, tokens=50), episode("little shown", 1.5, tokens=5)]
+    (pair,), _ = make_pairs([group], Pairs(length_penalty=0.1), seed=0)
+    assert (pair.chosen.completion.text, pair.margin) == ("much shown", 0.5)
+    assert pair_metrics([pair])["length/chosen"] == pair_metrics([pair])["length/rejected"] == 2.0
+
+
+def test_an_episode_becomes_neither_a_demonstration_nor_a_preference() -> None:
+    group = [episode("won", 1.0, tokens=8), rollout("p", "lost", 0.0)]
+    (pair,), _ = make_pairs([group], Pairs(), seed=0)
+    for turned in (lambda: demonstrations(group), lambda: preference(pair)):
+        with pytest.raises(DataError, match="6 of its 8 tokens are an environment's"):
+            turned()
 
 
 @pytest.mark.parametrize("rule", ["random", "max_random"])

@@ -20,7 +20,16 @@ from rlhf_core.data.tables import (
     write_steps,
 )
 from rlhf_core.runtime.local_runtime import LocalRuntime
-from rlhf_core.types import ArtifactRef, DemonstrationsRef, Message, PreferencesRef, Prompt, PromptsRef, StepsRef
+from rlhf_core.types import (
+    ArtifactRef,
+    DemonstrationsRef,
+    Message,
+    PolicyRef,
+    PreferencesRef,
+    Prompt,
+    PromptsRef,
+    StepsRef,
+)
 from tests.stages.recording import Workshop
 
 
@@ -67,6 +76,19 @@ def prompts(store: ArtifactStore, root: Path, count: int = 6) -> PromptsRef:
     rows = [Prompt(f"q{i}", question(i), str(i), "test") for i in range(count)]
     write_prompts(root / "prompts", rows)
     return store.external(PromptsRef, root / "prompts")
+
+
+def shop_and_inputs(root: Path, policy: Path) -> tuple[Workshop, dict[str, Any]]:
+    """Return a store with what stage `ppo` needs where no reward model judges."""
+    shop = Workshop(ArtifactStore(root / "store"))
+    base = shop.store.external(PolicyRef, policy)
+    inputs = {"policy": base, "reference": base, "prompts": prompts(shop.store, root), "reward_models": {}}
+    return shop, inputs
+
+
+def series(shop: Workshop, name: str) -> list[float]:
+    """Return what stage `ppo` logged as `name`, step by step."""
+    return [values[f"ppo/{name}"] for _, values in shop.tracker.points if f"ppo/{name}" in values]
 
 
 def untimed(points: list[tuple[int, dict[str, float]]]) -> list[tuple[int, dict[str, float]]]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError, DataError, explain
 from rlhf_core.rewards.library.labels import against_labels, needed
 
 _FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
@@ -49,7 +49,8 @@ def json_schema(
 ) -> list[float | None]:
     """Return 1.0 where the answer is JSON, bare or in its last code fence, that fits `schema`.
 
-    Without `schema` each label is one; None where there is no label. Nothing is fetched for a `$ref` elsewhere.
+    Without `schema` each label is one; None where there is no label, DataError where it is no schema. Nothing is fetched
+    for a `$ref` elsewhere.
     """
     jsonschema, referencing = needed("jsonschema", "jsonschema"), needed("referencing", "referencing")
 
@@ -58,7 +59,8 @@ def json_schema(
         try:
             kind.check_schema(given)
         except jsonschema.SchemaError as error:
-            raise ConfigError(explain("schema", given, f"is no JSON schema: {error.message}", "mend it")) from None
+            problem = explain("schema", given, f"is no JSON schema: {error.message}", "mend it")
+            raise (DataError if schema is None else ConfigError)(problem) from None
         return kind(given, registry=referencing.Registry())
 
     def fits(text: str, checker: Any) -> float:
@@ -75,9 +77,7 @@ def _schema_of(label: str) -> Any:
     try:
         return json.loads(label)
     except ValueError as error:
-        raise ConfigError(
-            explain("label", label[:200], f"is no JSON: {error}", "give the schema as argument")
-        ) from None
+        raise DataError(explain("label", label[:200], f"is no JSON: {error}", "give the schema as argument")) from None
 
 
 def _read_json(text: str) -> tuple[Any] | None:

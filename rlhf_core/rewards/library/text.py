@@ -122,5 +122,6 @@ def _lengths(completions: Sequence[str], unit: Unit, columns: dict[str, Any]) ->
                 raise RewardError(
                     explain("unit", unit, "no completion_ids came with the answers", 'use unit = "words" over HTTP')
                 )
-            return [len(tokens) for tokens in ids]
+            masks = columns.get("action_mask")  # an environment's tokens are not the policy's length
+            return [len(tokens) for tokens in ids] if masks is None else [sum(mask) for mask in masks]
     raise ConfigError(explain("unit", unit, "is no unit of length", "use tokens, words or characters"))

@@ -24,7 +24,7 @@ class AgentExecutor(AgentExecutorBase):
             "action_ranges": [(len(tokens), len(tokens) + len(kept))],
             "rollout_log_probs": [0.0] * len(tokens)
             + [output.logprobs[i][t].logprob for i, t in enumerate(output.token_ids)],
-            "reward": 0.25,
+            "reward": None if label == "unpaid" else 0.25,
             "scores": 0.5,
             "extra_logs": {},
             "truncated": output.finish_reason == "length",

@@ -197,3 +197,31 @@ def test_parts_of_text_are_one_text_and_pictures_are_refused() -> None:
     assert said_in({"role": "user", "content": parts}) == said_in(USER)
     with pytest.raises(RequestRefused, match="text alone"):
         said_in({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]})
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"role": "user", "content": ["text"]},
+        {"role": "user", "content": [{"type": "text"}]},
+        {"role": "assistant", "tool_calls": [{"id": "x"}]},
+        {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]},
+    ],
+)
+def test_a_message_of_another_form_is_refused(odd: dict[str, Any]) -> None:
+    with pytest.raises(RequestRefused, match="form of the chat protocol"):
+        said_in(odd)
+
+
+def test_tools_that_come_after_the_first_request_are_refused() -> None:
+    captured, engine = conversation("It is 42.", "3", template=with_tools())
+    said = [USER, {"role": "assistant", "content": "It is 42."}, USER]
+
+    async def ask() -> None:
+        await captured.chat([USER])
+        await captured.chat(said, tools=[TOOL])
+
+    with pytest.raises(RequestRefused) as refusal:
+        finish(ask())
+    assert refusal.value.code == "tools" and len(engine.asked) == 1

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -123,6 +124,35 @@ def test_how_tokens_are_drawn_is_not_the_clients_business(caplog: pytest.LogCapt
     with caplog.at_level(logging.WARNING, logger="rlhf_core.agents.endpoint"):
         assert served(work, "3") == 200
     assert "temperature = 0.0: ignored" in caplog.text
+
+
+def test_a_message_of_another_form_is_the_client_s_error() -> None:
+    async def work(client: httpx.AsyncClient, session: Session, engine: SpelledEngine) -> Any:
+        odd = [{"role": "user", "content": [{"type": "text"}]}]
+        return (await asked(client, messages=odd)).status_code
+
+    assert served(work) == 400
+
+
+def test_an_episode_that_ends_while_a_request_is_read_is_unknown() -> None:
+    async def run() -> int:
+        endpoint = Endpoint(chat(), request_timeout_s=20.0)
+        ending = contextlib.AsyncExitStack()
+        session = await ending.enter_async_context(endpoint.session(SpelledEngine(chat())))  # type: ignore[arg-type]
+
+        async def slowly() -> AsyncIterator[bytes]:
+            yield json.dumps({"messages": [USER]}).encode()
+            await asyncio.sleep(0.2)  # the server has the header by now, and waits for the end of the request
+            await ending.aclose()
+
+        headers = {"Authorization": f"Bearer {session.api_key}"}
+        try:
+            async with httpx.AsyncClient(base_url=session.base_url, headers=headers, timeout=20.0) as client:
+                return (await client.post("/chat/completions", content=slowly())).status_code
+        finally:
+            await endpoint.close()
+
+    assert asyncio.run(run()) == 404
 
 
 def test_the_end_of_the_budget_is_an_error_that_clients_know() -> None:

@@ -68,6 +68,11 @@ def test_an_agent_file_of_openrlhf_is_played_unchanged(opened: Opened) -> None:
             assert sampler.said[whole[:start]] == whole[start:end]
 
 
+def test_an_executor_that_says_no_reward_has_failed(opened: Opened) -> None:
+    (episode,), _ = played(opened("openrlhf_executor.py"), ["unpaid"], lambda request, turn: "ab")
+    assert "without any reward" in episode.completion.failure
+
+
 def test_a_step_limit_ends_it_with_what_it_earned_so_far(opened: Opened) -> None:
     episodes, _ = played(opened("openrlhf_agent.py"), ["x"], lambda request, turn: "no", max_turns=1)
     completion = episodes[0].completion

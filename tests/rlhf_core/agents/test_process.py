@@ -1,17 +1,21 @@
 from __future__ import annotations
 
 import os
+import pickle
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rlhf_core.agents.process import Environments
+from rlhf_core.agents.process import Environments, Event
+from rlhf_core.agents.worker import Reply
 from rlhf_core.config.agents import EnvironmentAgent
 from rlhf_core.errors import ConfigError
-from rlhf_core.processes import is_running, process_stat
+from rlhf_core.processes import is_running
 from tests.rlhf_core.agents.scripted import WORLDS
 from tests.rlhf_core.agents.test_episodes import numbered, played
+from tests.rlhf_core.agents.test_leash import assert_gone
 
 QUICK = {"step_timeout_s": 0.5, "retries": 0}
 
@@ -39,6 +43,59 @@ def test_code_that_hangs_without_waiting_is_killed_and_the_others_are_played_aga
     results, _ = played("Faulty", ["none", "hang", "none"], numbered, **QUICK)
     assert "longer than step_timeout_s = 0.5 without waiting" in results[1].completion.failure
     assert [results[i].completion.spans[0].reward for i in (0, 2)] == [1.0, 1.0]
+
+
+def begun(environments: Environments, label: str) -> int:
+    return environments.begin({"label": label}, 7, timeout_s=60.0)
+
+
+def awaited(environments: Environments, kind: str) -> list[Event]:
+    """Return the events until one of `kind` has come."""
+    found: list[Event] = []
+    end = time.monotonic() + 60.0
+    while time.monotonic() < end and kind not in [event.kind for event in found]:
+        found += environments.events(timeout_s=0.2)
+    return found
+
+
+def test_replies_that_waited_while_the_caller_was_busy_are_no_silence() -> None:
+    with Environments(EnvironmentAgent(environment=f"{WORLDS}:Echo"), tokenizer="") as environments:
+        ticket = begun(environments, "3")
+        (child,) = environments._children
+        while environments._inbox.empty():
+            time.sleep(0.01)
+        child._heard -= 3600.0
+        assert [(event.ticket, event.kind) for event in environments.events(timeout_s=0.0)] == [(ticket, "observed")]
+        assert environments._children == [child] and not child.verdict
+
+
+def test_an_episode_that_hangs_after_its_end_is_the_fault_of_no_other() -> None:
+    with Environments(
+        EnvironmentAgent(environment=f"{WORLDS}:Lingering", step_timeout_s=0.3), tokenizer=""
+    ) as environments:
+        over = begun(environments, "hang")
+        awaited(environments, "observed")
+        environments.end(over)
+        other = begun(environments, "3")
+        (lost,) = [event for event in awaited(environments, "lost") if event.kind == "lost"]
+        assert (lost.ticket, lost.blamed) == (other, False)
+
+
+def test_a_reply_that_cannot_be_read_is_the_end_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Environments(EnvironmentAgent(environment=f"{WORLDS}:Echo"), tokenizer="") as environments:
+
+        def broken(pipe: Any) -> Any:
+            message = read(pipe)
+            if isinstance(message, Reply):
+                raise ModuleNotFoundError("No module named 'theirs'")
+            return message
+
+        read = pickle.load
+        monkeypatch.setattr("rlhf_core.agents.process.pickle.load", broken)
+        begun(environments, "3")  # the reader waits for this one already, and reads it as ever
+        begun(environments, "3")
+        lost = [event.value for event in awaited(environments, "lost") if event.kind == "lost"]
+        assert all("cannot be read outside its process: ModuleNotFoundError" in reason for reason in lost) and lost
 
 
 def test_a_wait_past_the_deadline_ends_that_episode_alone() -> None:
@@ -75,15 +132,7 @@ def test_a_connection_that_is_refused_is_named() -> None:
 def test_no_process_is_left_even_of_those_that_an_environment_started(tmp_path: Path) -> None:
     note = tmp_path / "child"
     played("Spawning", ["none"], numbered, arguments={"note": str(note)})
-    child = int(note.read_text())
-    deadline = time.monotonic() + 5.0
-    while is_running(child) and process_stat(child) is not None and time.monotonic() < deadline:
-        stat = process_stat(child)
-        if stat is None or stat[0] == "Z":  # dead, and not yet collected by whoever adopted it
-            break
-        time.sleep(0.02)
-    else:
-        assert not is_running(child)
+    assert_gone([int(note.read_text())])
 
 
 def test_the_process_ends_with_whoever_started_it() -> None:
@@ -100,7 +149,7 @@ def test_the_process_ends_with_whoever_started_it() -> None:
     [
         (f"{WORLDS}:Ecko", "did you mean Echo?"),
         ("no/such/file.py:Echo", "there is no file no/such/file.py"),
-        ("no_such_module:Echo", "No module named 'no_such_module'"),
+        ("no_such_module:Echo", "there is no module no_such_module"),
     ],
 )
 def test_code_that_cannot_be_loaded_is_refused_at_the_start(spec: str, reason: str) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 from typing import Any
 
 import pytest
@@ -46,6 +47,23 @@ def test_what_reset_returns_must_be_a_text() -> None:
 def test_a_step_of_another_shape_is_an_error(wrong: Any) -> None:
     with pytest.raises((TypeError, KeyError)):
         checked_step(wrong)
+
+
+class Word(enum.StrEnum):
+    ROLE = "tool"
+    TEXT = "42"
+
+
+def test_texts_of_the_user_s_own_classes_become_plain_ones() -> None:
+    class Naming(Environment):
+        def reset(self, prompt: Any, seed: int) -> str:
+            return Word.TEXT
+
+    kind, added = asyncio.run(EnvironmentSession(Naming).begin({}, 7))
+    single = checked_step(StepResult(Word.TEXT, extras={Word.ROLE: 1.0}))
+    (turn,) = checked_step(StepResult([{"role": Word.ROLE, "content": Word.TEXT}])).observation
+    assert isinstance(turn, dict) and (kind, added, turn) == ("observed", "42", {"role": "tool", "content": "42"})
+    assert {type(text) for text in (added, single.observation, *single.extras, *turn.values())} == {str}
 
 
 def test_arguments_reach_the_environment() -> None:

@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
-from rlhf_core.processes import process_stat
 from tests.rlhf_core.agents.scripted import WORLDS
+from tests.rlhf_core.agents.test_leash import assert_gone
 
 PROGRAM = """
 import os, sys
@@ -25,8 +24,4 @@ def test_environments_outlive_nobody_even_while_they_hang() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM, f"{WORLDS}:Faulty"], stdout=subprocess.PIPE, timeout=60, check=False
     )
-    child = int(ran.stdout)
-    deadline = time.monotonic() + 20.0
-    while (stat := process_stat(child)) is not None and stat[0] not in "ZX":
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert_gone([int(ran.stdout)])

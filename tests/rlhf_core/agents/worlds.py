@@ -105,6 +105,20 @@ class Stuck:
         return StepResult(reward=1.0, done=True)
 
 
+class Lingering:
+    """Hangs when it is closed, where the label says so."""
+
+    def reset(self, prompt, seed):
+        self._hang = prompt["label"] == "hang"
+
+    def step(self, action):
+        return StepResult(done=True)
+
+    def close(self):
+        if self._hang:
+            time.sleep(60)
+
+
 class Disconnected:
     """Speaks to a server that is not there."""
 

@@ -50,6 +50,7 @@ def test_credit_per_turn_wants_the_environment_s_reward_as_it_is() -> None:
     for rewards in (
         RewardsConfig(),
         RewardsConfig(terms=terms, normalise="running"),
+        RewardsConfig(terms=terms, clip=1.0),
         RewardsConfig(terms=scheduled),
     ):
         with pytest.raises(ValidationError, match="needs a term of type"):

@@ -41,3 +41,50 @@ def test_a_base_model_is_chosen_by_its_type() -> None:
 def test_code_that_comes_with_a_model_is_never_run() -> None:
     with pytest.raises(ValidationError, match="trust_remote_code"):
         PretrainedModel.model_validate({"path": "models/mine", "trust_remote_code": True})
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"gpus_per_engine": 0, "gpus_per_train_worker": 0},
+        {"gpus_per_engine": 1, "gpus_per_train_worker": 1},
+        {"gpus_per_train_worker": 0},
+        {"type": "local"},
+    ],
+)
+def test_only_an_engine_that_shares_a_gpu_may_sleep(other: dict[str, object]) -> None:
+    shared = {"sampler": {"type": "vllm", "sleep": True}, "gpus_per_engine": 0.4, "gpus_per_train_worker": 0.5}
+    RuntimeConfig.model_validate(shared)
+    with pytest.raises(ValidationError, match=r"sampler\.sleep = true: .*vLLM cannot sleep on CPU"):
+        RuntimeConfig.model_validate(shared | other)
+
+
+def test_where_servers_are_is_not_in_the_key_but_their_precision_is() -> None:
+    def servers(**fields: object) -> dict[str, object]:
+        values = {"type": "vllm_server", "urls": ["http://a:8000"], "weights_folder": "/shared", **fields}
+        return keyed(RuntimeConfig.model_validate({"sampler": values}))
+
+    assert servers() == servers(
+        urls=["http://b:8000", "https://c"], weights_folder="/other", token_env="KEY", retries=5
+    )
+    assert servers() != servers(dtype="bfloat16")
+    assert servers() != servers(max_model_len=128)
+    assert keyed(RuntimeConfig()) == keyed(RuntimeConfig(sampler=VllmSamplerConfig(sleep=False)))
+    assert keyed(RuntimeConfig()) != keyed(RuntimeConfig(sampler=VllmSamplerConfig(prefix_caching=True)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("urls", [], "at least 1 item"),
+        ("urls", ["http://a:8000/v1"], "should match pattern"),
+        ("urls", ["a:8000"], "should match pattern"),
+        ("weights_folder", "shared/weights", "must be an absolute path"),
+    ],
+)
+def test_servers_are_named_without_a_path_and_their_folder_with_all_of_it(
+    field: str, value: object, problem: str
+) -> None:
+    servers = {"type": "vllm_server", "urls": ["http://a:8000"], "weights_folder": "/shared", field: value}
+    with pytest.raises(ValidationError, match=problem):
+        RuntimeConfig.model_validate({"sampler": servers})

@@ -55,10 +55,33 @@ def test_estimators_that_compare_samples_need_two_of_them(kind: Any) -> None:
             },
             "rewards.normalise = 'running' moves it",
         ),
+        (
+            {
+                "dynamic_sampling": {"high": 0.9},
+                "samples_per_prompt": 2,
+                "rewards": {"composition": {"type": "gdpo"}},
+            },
+            "rewards.composition.type = 'gdpo' moves it",
+        ),
+        (
+            {
+                "dynamic_sampling": {"low": 0.1},
+                "samples_per_prompt": 2,
+                "rewards": {"terms": {"rm": {"type": "reward_model", "normalise": "group"}}},
+            },
+            "rewards.terms.rm.normalise = 'group' moves it",
+        ),
+        (
+            {"rewards": {"terms": {"won": {"type": "episode"}}}},
+            "rewards.terms.won.type = 'episode': only the episodes of an agent earn it",
+        ),
         ({"advantage": "grpo", "samples_per_prompt": 2}, "kl_in = 'reward': grpo divides"),
         ({"staleness": 5}, "less than or equal to 4"),
         ({"staleness": 3, "steps": 3}, "staleness = 3: must be < steps = 3"),
-        ({"staleness": 2, "correction": {"level": "off"}}, "staleness = 2: answers of weights that old need the correction"),
+        (
+            {"staleness": 2, "correction": {"level": "off"}},
+            "staleness = 2: answers of weights that old need the correction",
+        ),
         (
             {"partial_tokens": 16, "correction": {"level": "off", "pi_old": "sampler"}},
             'partial_tokens = 16: .*; set correction.pi_old = "trainer"',
@@ -84,6 +107,13 @@ def test_estimators_that_compare_samples_need_two_of_them(kind: Any) -> None:
 def test_a_section_that_cannot_work_is_refused(section: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         PPOConfig.model_validate(section)
+
+
+def test_bounds_go_with_a_term_that_is_normalised_and_only_watched() -> None:
+    watched = {"type": "reward_model", "weight": 0.0, "normalise": "running"}
+    rewards = {"terms": {"rm": {"type": "reward_model"}, "watched": watched}}
+    section = {"dynamic_sampling": {"low": 0.1}, "samples_per_prompt": 2, "rewards": rewards}
+    assert PPOConfig.model_validate(section).rewards.terms["watched"].weight == 0.0
 
 
 def test_grpo_is_chosen_with_its_own_option() -> None:

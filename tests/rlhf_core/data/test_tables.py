@@ -46,18 +46,11 @@ def test_prompts_come_back(tmp_path: Path) -> None:
     assert read_prompts(tmp_path) == [PROMPT]
 
 
-def test_an_empty_table_keeps_its_columns(tmp_path: Path) -> None:
+def test_a_table_names_its_columns_and_no_other_table_is_taken_for_it(tmp_path: Path) -> None:
     write_demonstrations(tmp_path / "eval.parquet", [])
-    assert read_demonstrations(tmp_path / "eval.parquet") == []
     assert pq.read_schema(tmp_path / "eval.parquet").names == ["id", "messages", "source"]
-
-
-def test_a_missing_table_and_a_foreign_table_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"prompts\.parquet'?: must exist|prompts.parquet.*must exist"):
-        read_prompts(tmp_path)
-    write_prompts(tmp_path, [PROMPT])
     with pytest.raises(DataError, match="misses the columns"):
-        read_preferences(tmp_path / "prompts.parquet")
+        read_preferences(tmp_path / "eval.parquet")
 
 
 def test_ids_depend_on_content_only() -> None:

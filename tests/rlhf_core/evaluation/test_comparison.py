@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation.comparison import Answers, Intervals, best_of, improvement, summary, win_rate
-from rlhf_core.types import Completion, Generation, Message, Prompt
+from rlhf_core.types import ActionSpan, Completion, Generation, Message, Prompt
 
 HOW = Intervals(level=0.95, resamples=200, seed=1)
 
@@ -41,9 +41,19 @@ def test_a_row_by_hand() -> None:
     assert row["distinct_2"] == 5 / 9  # 12 23 | 12 23 31 12 23 | 45 56
 
 
+def test_of_an_episode_only_the_sampled_tokens_are_counted() -> None:
+    ids, spans = (1, 2, 9, 9, 9, 9, 1, 3), (ActionSpan(0, 2, 0), ActionSpan(6, 8, 0))
+    logprobs = (-0.5, -0.5, 0.0, 0.0, 0.0, 0.0, -0.5, -0.5)
+    episode = Generation(generation("a").prompt, (8,), Completion(ids, logprobs, "text", "stop", 0, 0, spans))
+    row = summary(Answers("ppo", "d", (episode,), log_ratios=(2.0,), failed=3), HOW)
+    assert (row["tokens"]["mean"], row["kl_per_token"], row["entropy"]) == (4.0, 0.5, 0.5)
+    assert (row["repetition"], row["distinct_2"]) == (0.0, 1.0)  # 121 213; 12 21 13
+    assert row["failed"] == 3
+
+
 def test_what_was_not_measured_is_left_out() -> None:
     row = summary(Answers("sft", "d", (generation("a"),)), HOW)
-    assert not {"gold", "reward_model", "kl", "kl_per_token"} & set(row)
+    assert not {"gold", "reward_model", "kl", "kl_per_token", "failed"} & set(row)
 
 
 def test_best_of_n_takes_what_the_reward_model_likes_and_reports_its_gold() -> None:

@@ -197,3 +197,16 @@ def test_a_failure_is_not_cached(tmp_path: Path) -> None:
     assert reward(answers("y", "a", "y")).failures == {0: "broke", 2: "broke"}
     judge.fails = []
     assert reward(answers("y")).values == (1.0,)
+
+
+def test_what_was_settled_before_a_failure_ends_the_stage_is_not_paid_for_again(tmp_path: Path) -> None:
+    judge, path = Judge(fails=["x"]), tmp_path / "cache.jsonl"
+    with pytest.raises(RewardError):
+        batched(judge, batch_size=2, on_failure="fail", cache=ResultCache("one", path))(answers("a", "bb", "x"))
+    again = Judge()
+    assert batched(again, batch_size=2, cache=ResultCache("one", path))(answers("a", "bb", "x")).values == (
+        1.0,
+        2.0,
+        1.0,
+    )
+    assert again.asked == [["x"]]

@@ -17,6 +17,10 @@ from rlhf_core.types import Completion, Generation, Message, Prompt
 HOSTILE = """
 import os, re, sys, time
 
+class Strange:
+    def __reduce__(self):
+        return int, ("no number",)
+
 def by_mood(generations):
     mood = generations[0].completion.text
     if mood == "hang":
@@ -28,6 +32,8 @@ def by_mood(generations):
         os._exit(3)
     if mood == "raise":
         raise KeyError("no such thing")
+    if mood == "strange":                     # the next answer cannot be made again by whoever reads it
+        sys.modules["__main__"]._answer = lambda *_: ("outcomes", Strange())
     if mood == "chatter":
         print("x" * 100_000)
         sys.stdin.read()
@@ -116,6 +122,14 @@ def test_a_batch_that_failed_keeps_its_reason_in_a_line(reward: IsolatedReward) 
     with pytest.raises(BatchFailed) as failed:
         reward(batch("crash"))
     assert failed.value.reason == "ended with status 3"
+
+
+def test_an_answer_that_cannot_be_read_is_reported_and_survived(reward: IsolatedReward) -> None:
+    reward(batch("strange"))
+    with pytest.raises(BatchFailed, match="answered what cannot be read") as failed:
+        reward(batch("next"))
+    assert failed.value.reason.startswith("answer cannot be read: ValueError")
+    assert reward(batch("next")) == [4.0]  # a fresh process
 
 
 def test_arguments_protocol_and_a_memory_limit_reach_the_process(tmp_path: Path) -> None:

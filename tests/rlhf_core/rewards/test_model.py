@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -13,7 +14,7 @@ import pytest
 from rlhf_core.errors import ArtifactError, ConfigError
 from rlhf_core.interfaces import Trainer
 from rlhf_core.rewards.model import Contract, score_with_reward_model, verify_contract
-from rlhf_core.types import Completion, Generation, Message, Prompt
+from rlhf_core.types import ActionSpan, Completion, Generation, Message, Prompt
 
 
 class Arithmetic:
@@ -28,6 +29,9 @@ class Words:
 
     def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
         return tuple(len(message.content) for message in messages)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(f"word{token}" for token in ids)
 
 
 TRAINER = cast(Trainer, Arithmetic())
@@ -58,6 +62,16 @@ def test_a_sequence_beyond_the_contract_is_cut_and_said(caplog: pytest.LogCaptur
 def test_a_reward_model_with_another_tokenizer_or_template_is_refused() -> None:
     with pytest.raises(ConfigError, match="prompt p1"):
         score_with_reward_model(TRAINER, Words(), [generation(30, prompt_ids=(7, 5, 1))], max_length=99)
+
+
+def test_the_tokens_of_an_episode_may_follow_a_prompt_that_no_template_renders() -> None:
+    one = generation(30, 40, prompt_ids=(7, 5, 1))  # tools or an environment's first words behind the prompt
+    spans = (ActionSpan(0, 1, 0),)
+    episode = replace(one, completion=replace(one.completion, spans=spans, text="word30 word40"))
+    assert score_with_reward_model(TRAINER, Words(), [episode], max_length=99) == [5 + 0.040]
+    foreign = replace(one, completion=replace(one.completion, spans=spans, text="le mot"))
+    with pytest.raises(ConfigError, match="the tokens of the episode are another text"):
+        score_with_reward_model(TRAINER, Words(), [foreign], max_length=99)
 
 
 def test_probe_scores_that_hold_pass(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -20,7 +21,8 @@ from rlhf_core.rewards.process_model import (
     score_with_process_reward_model,
     verify_process_contract,
 )
-from rlhf_core.types import Completion, Generation, Message, Prompt, TokenSample
+from rlhf_core.types import ActionSpan, Generation, TokenSample
+from tests.rlhf_core.rewards.test_model import Words, generation
 
 BREAK = 9
 
@@ -43,19 +45,7 @@ class Breaks:
         return (*inner, len(token_ids) - 1) if token_ids else ()
 
 
-class Words:
-    """Renders a conversation to the lengths of its messages."""
-
-    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        return tuple(len(message.content) for message in messages)
-
-
 TRAINER = cast(Trainer, Arithmetic())
-PROMPT = Prompt("p1", (Message("system", "be kind"), Message("user", "hello")), "", "test")  # renders to (7, 5)
-
-
-def generation(*token_ids: int, prompt_ids: tuple[int, ...] = (7, 5)) -> Generation:
-    return Generation(PROMPT, prompt_ids, Completion(token_ids, (-1.0,) * len(token_ids), "text", "length", 0, 0))
 
 
 def score(*generations: Generation, reduce: StepReduction = "min", max_length: int = 99) -> list[float]:
@@ -78,6 +68,16 @@ def test_only_step_ends_are_read_and_a_cut_step_at_its_last_token(caplog: pytest
     with caplog.at_level(logging.WARNING):
         assert score(whole, reduce="last", max_length=5) == pytest.approx([0.75])
     assert "1 of 1 sequences are cut to the process reward model's 5 tokens" in caplog.text
+
+
+def test_what_an_environment_wrote_is_no_step() -> None:
+    one = generation(1, BREAK, 3, 8, BREAK, 8, 1, 3)
+    # two versions of the policy wrote 1 9 3, an environment 8 9 8, the policy 1 3
+    spans = (ActionSpan(0, 1, 0), ActionSpan(1, 3, 1), ActionSpan(6, 8, 1))
+    episode = replace(one, completion=replace(one.completion, spans=spans))
+    assert judged(episode, Breaks(), max_length=99).loss_mask == (0, 0, 1, 0, 1, 0, 0, 0, 0, 1)
+    assert judged(episode, Breaks(), max_length=7).loss_mask == (0, 0, 1, 0, 1, 0, 0)  # cut in the environment's text
+    assert judged(episode, Breaks(), max_length=9).loss_mask == (0, 0, 1, 0, 1, 0, 0, 0, 1)
 
 
 def test_an_answer_without_tokens_is_read_where_the_prompt_ends() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from rlhf_core.config.rewards import FunctionProtocol
 from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.outcomes import Outcome
 from rlhf_core.rewards.protocols import adapt, prompt_text
-from rlhf_core.types import Completion, Generation, Message, Prompt
+from rlhf_core.types import ActionSpan, Completion, Generation, Message, Prompt
 
 
 def generation(text: str, label: str = "4", *, asked: str = "2+2?") -> Generation:
@@ -49,6 +51,15 @@ def test_our_protocol_gets_text_labels_and_columns() -> None:
 
     given = generation("4", '{"level": 3}'), generation("4", "4")
     assert scored(reward, *given).values == (0.0, 1.0)
+
+
+def test_an_environments_tokens_are_told_from_the_policys() -> None:
+    def reward(completions: list[str], labels: list[str], action_mask: list[list[int]]) -> list[float]:
+        assert action_mask == [[1, 1], [0, 1]]
+        return [0.0, 0.0]
+
+    one = generation("4")
+    scored(reward, one, replace(one, completion=replace(one.completion, spans=(ActionSpan(1, 2, 0),))))
 
 
 def test_a_column_that_no_label_has_is_named() -> None:
@@ -88,6 +99,16 @@ def test_a_table_gives_rewards_and_what_is_to_be_logged() -> None:
     outcome = scored(reward, *[generation("x")] * 4)
     assert outcome.values == (1.0, None, 1.0, 0.25)
     assert outcome.logs == {"hits": (3.0, 4), "temperature": (2.0, 4), "scores": (2.0, 4)}
+
+
+def test_the_names_of_what_is_logged_are_plain_text() -> None:
+    class Name(StrEnum):
+        HITS = "hits"
+
+    def reward(completions: list[str], labels: list[str]) -> dict[str, Any]:
+        return {"rewards": [1.0], "extra_logs": {Name.HITS: 1.0}}
+
+    assert [type(name) for name in scored(reward, generation("4")).logs] == [str]
 
 
 def test_an_async_function_is_awaited_also_behind_a_partial() -> None:
@@ -243,7 +264,9 @@ def test_trl_functions_of_other_shapes(trl: str) -> None:
     thought = generation("<think>hm</think>4")
     assert scored(load_callable("function", f"{trl}:think_format"), thought, generation("4")).values == (1.0, 0.0)
     assert scored(load_callable("function", f"{trl}:overlong"), thought).values == (-1.0,)
-    assert scored(load_callable("function", f"{trl}:by_level"), generation("4", '{"level": 3}'), generation("4")).values == (
+    assert scored(
+        load_callable("function", f"{trl}:by_level"), generation("4", '{"level": 3}'), generation("4")
+    ).values == (
         3.0,
         None,
     )

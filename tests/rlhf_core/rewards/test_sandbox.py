@@ -193,6 +193,7 @@ def asker() -> Iterator[psutil.Popen]:
 
 def test_a_program_dies_with_the_process_that_asked_for_it(asker: psutil.Popen) -> None:
     programs = asker.children(recursive=True)
+    assert len(programs) == 2  # the launcher and what it launched
     asker.kill()
     wait_for(lambda: not any(alive(process) for process in programs))
     next(Path("/tmp").glob(f"{Path(OURS).name}*")).rmdir()  # empty: what was in it was in memory

@@ -22,7 +22,7 @@ from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards.batches import BatchedReward
 from rlhf_core.rewards.outcomes import Outcome
 from rlhf_core.rewards.scoring import Scorer, check_reward_models, component_means
-from rlhf_core.types import Completion, Generation, Message, ProcessRewardModelRef, Prompt, RewardModelRef
+from rlhf_core.types import ActionSpan, Completion, Generation, Message, ProcessRewardModelRef, Prompt, RewardModelRef
 
 TERMS = {
     "length": FunctionReward(function="m:length", weight=1.0),
@@ -79,6 +79,14 @@ def test_the_clip_comes_before_the_overlong_penalty() -> None:
     # length 8: clip(9, 4) = 4, penalty -(8 - 6)/4 = -0.5
     assert [rollout.reward for rollout in rollouts] == [3.0, 3.5]
     assert [rollout.reward_components["overlong"] for rollout in rollouts] == [0.0, -0.5]
+
+
+def test_the_words_of_an_environment_are_not_the_policys_length() -> None:
+    overlong = OverlongPenalty(max_tokens=10, buffer_tokens=4, factor=1.0)
+    (one,) = answers(12)
+    episode = replace(one, completion=replace(one.completion, spans=(ActionSpan(0, 3, 0), ActionSpan(8, 12, 0))))
+    (rollout,) = scorer(RewardsConfig(terms=TERMS, overlong=overlong))([episode])
+    assert rollout.reward_components["overlong"] == -0.25  # 7 sampled tokens: -(7 - 6)/4
 
 
 def test_running_normalisation_goes_on_from_a_checkpoint() -> None:
@@ -215,4 +223,7 @@ def test_the_normaliser_of_a_term_and_the_logs_of_the_step_go_on_from_a_checkpoi
 def test_the_means_of_components_are_over_the_rollouts_that_they_apply_to() -> None:
     config = config_of(part=PART, length=TERMS["length"].model_dump())
     rollouts = Scorer(config, {"part": part(failing("")), "length": length})(answers(4, 2))
-    assert component_means(rollouts) == {"reward_component/length": 3.0, "reward_component/part": 1.0}
+    means = {"reward_component/length": 3.0, "reward_component/part": 1.0}
+    assert component_means(rollouts) == means
+    invalid = replace(rollouts[0], invalid="other: crashed", reward=math.nan, reward_components={"length": 99.0})
+    assert component_means([*rollouts, invalid]) == means

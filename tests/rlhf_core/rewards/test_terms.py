@@ -275,6 +275,37 @@ def test_a_remote_reward_that_is_down_is_given_up_on(tmp_path: Path, monkeypatch
     assert len(asked) <= terms.REMOTE_FAILED_CALLS + 2
 
 
+class Paid:
+    """A client of the kind that `rlhf_core.rewards.judge` has; it has no verdict on "bad"."""
+
+    asked: list[str]
+
+    def __init__(self, name: str, config: JudgeReward) -> None:
+        Paid.asked = []
+
+    def outcome(self, generations: Sequence[Generation]) -> Outcome:
+        texts = [one.completion.text for one in generations]
+        Paid.asked += texts
+        if "bad" in texts:
+            raise RewardError("rewards.judge: no score")
+        return Outcome(tuple(float(len(text)) for text in texts))
+
+    def __enter__(self) -> Paid:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def test_a_verdict_is_kept_as_soon_as_it_is_paid_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_core.rewards.judge.Judge", Paid)
+    spec = JudgeReward(url="http://a/v1", model="m", template="{completion}", concurrency=1, cache=True)
+    for asked in (["a", "bb", "bad"], ["bad"]):
+        with ExitStack() as leases, pytest.raises(RewardError, match="no score"):
+            open_elsewhere("judge", spec, tmp_path, leases)(answers("a", "bb", "bad"))
+        assert Paid.asked == asked
+
+
 @pytest.mark.parametrize(
     ("faulty", "reason"),
     [

@@ -7,17 +7,16 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
 from rlhf_core.config.rewards import EpisodeReward, RewardsConfig
 from rlhf_core.data.shards import read_generations
 from rlhf_core.rollouts.answers import episode_metrics
-from rlhf_core.types import ActionSpan, Completion, PolicyRef
+from rlhf_core.types import ActionSpan, Completion
 from stages.generate import GenerateConfig
 from stages.ppo import PPOConfig
 from tests.rlhf_core.agents.scripted import WORLDS
-from tests.stages.recording import Workshop, make_policy
-from tests.stages.training import killed_and_resumed, prompts, untimed
+from tests.stages.recording import make_policy
+from tests.stages.training import killed_and_resumed, series, shop_and_inputs, untimed
 
 OPENRLHF = {"type": "openrlhf", "file": str(Path(WORLDS).with_name("openrlhf_agent.py"))}
 
@@ -46,17 +45,6 @@ def config(agent: dict[str, Any], **changes: Any) -> PPOConfig:
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_policy(tmp_path_factory.mktemp("policy"))
-
-
-def shop_and_inputs(root: Path, policy: Path) -> tuple[Workshop, dict[str, Any]]:
-    shop = Workshop(ArtifactStore(root / "store"))
-    base = shop.store.external(PolicyRef, policy)
-    inputs = {"policy": base, "reference": base, "prompts": prompts(shop.store, root), "reward_models": {}}
-    return shop, inputs
-
-
-def series(shop: Workshop, name: str) -> list[float]:
-    return [values[f"ppo/{name}"] for _, values in shop.tracker.points if f"ppo/{name}" in values]
 
 
 @pytest.mark.parametrize(("advantage", "credit"), [("grpo", "episode"), ("reinforce++", "turn")])

@@ -12,7 +12,7 @@ import pytest
 from rlhf_core.config.engines import HFSamplerConfig, OptimizerConfig, RuntimeConfig, SamplingConfig, TrainerConfig
 from rlhf_core.errors import SamplingError
 from rlhf_core.interfaces import ModelSpec, Trainer, Weights
-from rlhf_core.runtime.handles import RaySampler
+from rlhf_core.runtime.handles import RaySampler, RayTrainer
 from rlhf_core.runtime.local_runtime import LocalRuntime
 from rlhf_core.runtime.ray_runtime import RayRuntime
 from rlhf_core.training.objectives import SftObjective
@@ -94,3 +94,19 @@ def test_a_new_request_goes_to_the_engine_with_the_fewest() -> None:
     assert engines.given == [[4], [5]]
     assert [number for number, _ in sampler.advance([], sampling)] == [4, 5]
     assert sampler.advance([], sampling) == []
+
+
+def test_ranks_that_share_rows_get_the_same_samples_and_one_answers() -> None:
+    class FourWorkers:
+        actors = range(4)
+
+        def call_each(self, role: str, method: str, arguments: list[Any]) -> list[Any]:
+            assert arguments[0][:2] == arguments[1][:2] and arguments[2][:2] == arguments[3][:2]
+            assert sorted(len(arguments[rank][1]) for rank in (0, 2)) == [3, 4]
+            if method == "forward_backward":
+                return [{"loss": float(len(each[1]))} for each in arguments]
+            return [[(float(len(sample.token_ids)),) for sample in each[1]] for each in arguments]
+
+    trainer = RayTrainer(FourWorkers(), "policy", "policy-0", transfer="", ranks_per_share=2)  # type: ignore[arg-type]
+    assert trainer.forward_backward(SAMPLES, SftObjective(pack_to=None)) == {"loss": 7.0}
+    assert trainer.values(SAMPLES) == [(float(len(sample.token_ids)),) for sample in SAMPLES]

@@ -36,7 +36,9 @@ def test_a_library_reward_works_by_its_import_path(
         pytest.importorskip("math_verify")
     if function.startswith("reasoning_gym"):
         pytest.importorskip("reasoning_gym")
-    adapted = adapt(load_callable("function", f"rlhf_core.rewards.library.{function}"), protocol="auto", arguments=arguments)
+    adapted = adapt(
+        load_callable("function", f"rlhf_core.rewards.library.{function}"), protocol="auto", arguments=arguments
+    )
     prompt = Prompt("p", (Message("user", "2+2?"),), label, "test")
     generation = Generation(prompt, (1,), Completion((5, 2), (-1.0, -1.0), answer, "stop", 0, 0))
     with asyncio.Runner() as runner:

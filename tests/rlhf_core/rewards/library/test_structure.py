@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.rewards.library.structure import json_schema, think_format
 
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
@@ -41,8 +41,12 @@ def test_a_label_may_be_the_schema() -> None:
 def test_a_schema_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="is no JSON schema"):
         json_schema([""], ["1"], [None], schema={"type": "intger"})
-    with pytest.raises(ConfigError, match="label"):
-        json_schema([""], ["1"], ["{"])
+
+
+def test_a_label_that_is_no_schema_is_that_rows_fault_and_not_the_configurations() -> None:
+    for label, problem in (("{", "label"), ('{"type": "intger"}', "is no JSON schema")):
+        with pytest.raises(DataError, match=problem):
+            json_schema([""], ["1"], [label])
 
 
 def test_a_reference_elsewhere_is_not_fetched() -> None:

@@ -48,6 +48,12 @@ def test_tokens_are_counted_by_their_ids_and_never_guessed() -> None:
         overlong_penalty([""], ["x"], [None], limit=100, buffer=20)
 
 
+def test_an_environments_tokens_are_not_counted() -> None:
+    ids, mask = [[1] * 99], [[1] * 40 + [0] * 9 + [1] * 50]
+    values = overlong_penalty([""], ["x"], [None], limit=100, buffer=20, completion_ids=ids, action_mask=mask)
+    assert values == [-0.5]  # 90 sampled
+
+
 def test_repetition_is_the_share_of_ngrams_seen_before() -> None:
     # a b, b a, a b, b a: 2 of 4 are new; c d e has no repeated one; one word has none at all
     assert repetition_penalty([""] * 3, ["a b A b a", "c d e", "c"], [None] * 3, ngram=2) == [-0.5, 0.0, 0.0]

@@ -1,0 +1,37 @@
+"""vLLM with prefix caching: what is found again within a version of the weights, and never across an update."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.config.engines import InitModel
+from rlhf_core.models.initialise import initialise_llama, train_tokenizer
+
+pytestmark = pytest.mark.engine
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+PROGRAM = Path(__file__).with_name("prefix_program.py")
+LONG = InitModel(
+    vocab_size=320, hidden_size=128, layers=2, heads=2, kv_heads=2, intermediate_size=256, max_positions=320
+)  # fmt: skip
+
+
+def test_a_prefix_is_computed_once_for_each_version_of_the_weights(tmp_path: Path) -> None:
+    policy = tmp_path / "policy"
+    train_tokenizer(["numbers 0 1 2 3 4 5 6 7 8 9 and words"] * 5, vocab_size=320, folder=policy)
+    initialise_llama(LONG, policy, seed=7)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
+    result = tmp_path / "seen.json"
+    subprocess.run([sys.executable, PROGRAM, policy, result], env=environment, check=True, timeout=400)
+    seen = json.loads(result.read_text())
+    first, again, updated = seen["cached"]
+    assert first[0] == updated[0] == 0  # nobody has computed it with these weights
+    assert min(again) >= 128  # whole blocks of the 300 tokens that the requests share
+    assert seen["same_tokens"]
+    assert seen["other_logprobs"]

@@ -1,0 +1,108 @@
+"""What `VllmSampler` asks of its engine, seen from an engine that only writes it down; vLLM itself is not needed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlhf_core.config.engines import SamplingConfig, VllmSamplerConfig
+from rlhf_core.sampling import vllm_sampler
+from rlhf_core.sampling.vllm_sampler import VllmSampler
+from rlhf_core.types import SamplingRequest
+
+REQUESTS = [SamplingRequest((10, 11), seed=1), SamplingRequest((10, 11), seed=2)]
+
+
+class Engine:
+    """vLLM's `LLM` as far as it is used, sampling token 12 all the time."""
+
+    def __init__(self) -> None:
+        self.prompts: list[dict[str, Any]] = []
+        self.calls: list[str] = []
+        self.llm_engine = SimpleNamespace(abort_request=lambda names: self.calls.append("abort"))
+
+    def generate(self, prompts: list[dict[str, Any]], params: list[Any], *, use_tqdm: bool) -> list[Any]:
+        self.prompts += prompts
+        self.calls.append("generate")
+        output = SimpleNamespace(token_ids=(12,), logprobs=[{12: SimpleNamespace(logprob=-0.5)}])
+        return [SimpleNamespace(outputs=[output]) for _ in prompts]
+
+    def collective_rpc(self, method: str, **arguments: Any) -> list[Any]:
+        self.calls.append(method)
+        return []
+
+    def sleep(self, *, level: int) -> None:
+        self.calls.append(f"sleep {level}")
+
+    def wake_up(self) -> None:
+        self.calls.append("wake")
+
+    def finish_weight_update(self) -> None:
+        self.calls.append("finish")
+
+    def reset_prefix_cache(self) -> None:
+        self.calls.append("reset_prefix_cache")
+
+
+def opened(policy: Path, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> tuple[VllmSampler, Engine]:
+    engine = Engine()
+    monkeypatch.setattr(vllm_sampler, "_start_engine", lambda *_, **__: engine)
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # which the sampler changes for the imports of vLLM
+    monkeypatch.setattr(VllmSampler, "_sampling_params", lambda *_: None)
+    return VllmSampler(policy, VllmSamplerConfig(max_model_len=96, **fields), threads=1, transfer=""), engine
+
+
+def salts(engine: Engine) -> list[str]:
+    found = [prompt["cache_salt"] for prompt in engine.prompts]
+    engine.prompts.clear()
+    return found
+
+
+def test_prefixes_are_salted_anew_whenever_the_weights_change(
+    policies: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler, engine = opened(policies[0], monkeypatch, prefix_caching=True)
+    seen = []
+
+    def sample() -> None:
+        sampler.generate(REQUESTS, SamplingConfig(max_tokens=1))
+        (salt,) = set(salts(engine))  # what the requests have in common is shared
+        seen.append(salt)
+
+    sample()
+    sample()
+    sampler.load_policy(policies[1])  # back at version 0
+    sample()
+    sampler.transfer("finish", {})
+    sample()
+    assert seen[0] == seen[1]
+    assert len(set(seen)) == 3
+    assert engine.calls.count("reset_prefix_cache") == 2
+
+
+def test_without_prefix_caching_nothing_is_salted(policies: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler, engine = opened(policies[0], monkeypatch)
+    sampler.generate(REQUESTS, SamplingConfig(max_tokens=1))
+    assert engine.prompts == [{"prompt_token_ids": [10, 11]}] * 2
+
+
+def test_an_engine_falls_asleep_once_and_not_while_it_samples(
+    policies: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler, engine = opened(policies[0], monkeypatch, sleep=True)
+    sampler.wake()
+    sampler.sleep()
+    sampler.sleep()
+    sampler.wake()
+    assert engine.calls == ["sleep 1", "wake"]
+    sampler._sampled["advance-0"] = (0, REQUESTS[0])  # as between two calls of `advance`
+    sampler.sleep()
+    sampler.wake()
+    assert engine.calls == ["sleep 1", "wake"]
+    sampler.generate(REQUESTS, SamplingConfig(max_tokens=1))
+    sampler.sleep()
+    assert engine.calls == ["sleep 1", "wake", "abort", "generate", "sleep 1"]
