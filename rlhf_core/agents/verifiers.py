@@ -34,7 +34,6 @@ START_TIMEOUT_S = 100.0
 """For the interpreter, the imports of `verifiers` and what the environment loads."""
 PING_TIMEOUT_S = 10.0
 """For the answer to a ping; then the interpreter is taken for hung in the environment's code, and killed."""
-ENDED = "its interpreter has ended"
 
 LOG = logging.getLogger(__name__)
 
@@ -97,7 +96,7 @@ class Runner:
         finally:
             self._waiting.pop(number, None)
         if "ended" in reply:
-            raise RunnerEnded(f"{self._config.environment}: {ENDED}")
+            raise RunnerEnded(f"{self._config.environment}: its interpreter has ended")
         return reply
 
     async def _kill_if_hung(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -150,7 +149,7 @@ class Runner:
     def _listen(self, process: subprocess.Popen[str], first: queue.SimpleQueue[dict[str, Any]], held: int) -> None:
         """Hand on what the process says; when it ends, fail what still waits. Runs in a thread of its own."""
         assert process.stdout is not None
-        lines = (json.loads(line) for line in process.stdout)
+        lines = (json.loads(line) for line in process.stdout if line.endswith("\n"))  # the last may be half a line
         first.put(next(lines, {"refused": "its interpreter ended at once; see its errors"}))
         for reply in lines:
             self._hand_on(reply["id"], reply)
