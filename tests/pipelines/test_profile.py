@@ -115,7 +115,9 @@ def test_a_profile_may_extend_a_shipped_one_from_anywhere(tmp_path: Path) -> Non
     config = load_profile(child)
     assert config.ppo and config.ppo.steps == 3 and config.ppo.samples_per_prompt == 8
     child.write_text('extends = "tiny/rlvx"\n')
-    with pytest.raises(ConfigError, match=r"tiny/rlvx': no such file .* and no shipped profile; shipped are .*tiny/rlvr"):
+    with pytest.raises(
+        ConfigError, match=r"tiny/rlvx': no such file .* and no shipped profile; shipped are .*tiny/rlvr"
+    ):
         load_profile(child)
 
 
