@@ -121,7 +121,7 @@ def placement(one: Sheet) -> None:
         one.refuse("colocate_all_models", reason, "GPUs of their own, as written")
     if one.has("vllm_num_engines") and one.integer("vllm_num_engines") == 0:
         one.put("runtime.sampler.type", "hf", "vllm_num_engines")
-        for name in ("vllm_tensor_parallel_size", "vllm_gpu_memory_utilization", "enforce_eager"):
+        for name in ("vllm_tensor_parallel_size", "vllm_gpu_memory_utilization", "enforce_eager", "vllm_enable_sleep"):
             one.ignore(name, "there is no engine")
         return
     one.put("runtime.sampler.type", "vllm")
@@ -130,12 +130,13 @@ def placement(one: Sheet) -> None:
     one.put("runtime.sampler.tensor_parallel", tensor_parallel, "vllm_tensor_parallel_size")
     fraction = one.number("vllm_gpu_memory_utilization")
     one.put("runtime.sampler.gpu_memory_fraction", fraction, "vllm_gpu_memory_utilization")
-    if share and not one.has("vllm_gpu_memory_utilization"):
-        one.put("runtime.sampler.gpu_memory_fraction", 0.4, note="engines do not sleep: the trainer needs the rest")
+    if share and one.has("vllm_enable_sleep"):
+        one.put("runtime.sampler.sleep", True, "vllm_enable_sleep")
+    elif share and not one.has("vllm_gpu_memory_utilization"):
+        one.put("runtime.sampler.gpu_memory_fraction", 0.4, note="no engine sleeps: the trainer needs the rest")
     elif share and fraction > 0.5:
-        one.draft.note(
-            f"engines do not sleep here: {fraction:g} of a shared GPU may leave the trainer too little; lower it"
-        )
+        one.draft.note(f"no engine sleeps: {fraction:g} of a shared GPU may leave the trainer too little; lower it")
+    one.ignore("vllm_enable_sleep", "an engine with GPUs of its own need not sleep")
     one.put("runtime.sampler.enforce_eager", one.has("enforce_eager"), "enforce_eager")
 
 

@@ -247,7 +247,8 @@ def _start_engine(policy: Path, config: VllmSamplerConfig, *, transfer: str) -> 
     place: dict[str, Any] = (
         {"gpu_memory_utilization": config.gpu_memory_fraction}
         if on_gpu
-        else {"kv_cache_memory_bytes": int(config.kv_cache_gib * GIB)}
+        # A prompt that is cut between two passes sets its generator back, which torch's generators on CPU cannot do.
+        else {"kv_cache_memory_bytes": int(config.kv_cache_gib * GIB), "enable_chunked_prefill": False}
     )
     if transfer:
         place["weight_transfer_config"] = {"backend": transfer}

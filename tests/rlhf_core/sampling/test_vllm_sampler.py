@@ -75,6 +75,10 @@ def test_what_is_still_being_sampled_is_dropped_by_the_next_batch(seen: Seen) ->
     assert [_content(one) for one in seen["after_advancing"]] == [_content(one) for one in seen["first"]]
 
 
+def test_more_prompt_tokens_than_a_pass_takes_are_sampled_with_their_seeds(seen: Seen) -> None:
+    assert seen["crowd"] == 120
+
+
 def test_greedy_logprobs_are_the_largest(seen: Seen, policies: tuple[Path, Path]) -> None:
     for prompt, completion in zip(PROMPTS, seen["greedy"], strict=True):
         logprobs_LV = _logprobs(policies[0], prompt, completion["token_ids"])

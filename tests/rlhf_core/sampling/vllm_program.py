@@ -34,6 +34,8 @@ def main(policy: Path, other: Path | None, result: Path) -> None:
         seen["after_advancing"] = plain(sampler.generate(REQUESTS, SAMPLING))
         seen["filtered"] = plain(sampler.generate(REQUESTS, SamplingConfig(max_tokens=24, temperature=0.7, top_k=5)))
         seen["greedy"] = plain(sampler.generate(REQUESTS, SamplingConfig(max_tokens=24, temperature=0)))
+        crowd = [SamplingRequest(tuple(range(10, 90)), seed=index) for index in range(120)]  # 9600 tokens at once
+        seen["crowd"] = len(sampler.generate(crowd, SamplingConfig(max_tokens=2)))
         seen["errors"] = [refusal(lambda: sampler.generate([REQUESTS[0]], SamplingConfig(max_tokens=94)))]
         seen["reloads"] = reloads(sampler, policy, other)
         seen["errors"].append(refusal(lambda: sampler.load_weights(Weights({}, "0000"), version=2)))
