@@ -3,6 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3.11
 PROFILE ?= tiny/full
 TESTS ?= tests
+WORKERS ?= 2
 RLHF := $(VENV)/bin/rlhf
 
 .PHONY: demo test lint format up down status install requirements smollm2 clean clean-venv
@@ -10,9 +11,9 @@ RLHF := $(VENV)/bin/rlhf
 demo: install            ## the whole lifecycle on this machine, then the results table
 	$(RLHF) run $(PROFILE)
 
-test: install            ## every test; TESTS=tests/pipelines for some
+test: install            ## every test; TESTS=tests/pipelines for some, WORKERS=1 for one after the other
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1 DO_NOT_TRACK=1 RAY_USAGE_STATS_ENABLED=0 \
-	  $(VENV)/bin/python -m pytest -q $(TESTS)
+	  $(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile $(TESTS)
 
 lint: install            ## style, types, and who may import whom
 	$(VENV)/bin/ruff check .
