@@ -34,8 +34,10 @@ class Wire:
         self.fault: Callable[[str, Any], Answer | None] = lambda route, body: None
         self.together = 0
         """The most completions that were asked for at a time."""
+        self.waits_for = 1
+        """No completion is answered before so many were asked for at a time."""
         self._now = 0
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
 
     def routes(self) -> list[str]:
         """Return the routes that were asked, in order."""
@@ -70,11 +72,13 @@ class Wire:
     def _generated(self, body: Any) -> Answer:
         if not body:
             return 400, {"error": {"message": "1 validation error", "type": "Bad Request", "code": 400}}
-        with self._lock:
+        with self._changed:
             self._now += 1
             self.together = max(self.together, self._now)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self.together >= self.waits_for, timeout=30.0)
         time.sleep(0.002)
-        with self._lock:
+        with self._changed:
             self._now -= 1
         return 200, completion(body, self.digest, self.label)
 
