@@ -168,8 +168,8 @@ def gold_rewards(config: EvaluateConfig, rows: Mapping[str, Sequence[Generation]
     """Return the gold reward of each answer by policy; nothing when there is no gold reward."""
     if not config.gold:
         return dict.fromkeys(rows, ())
-    from rlhf_core.rewards.functions import checked
     from rlhf_core.rewards.isolation import IsolatedReward
+    from rlhf_core.rewards.outcomes import checked
 
     with IsolatedReward("gold", config.gold, timeout_s=config.gold_timeout_s) as reward:
         return {name: tuple(checked("gold", reward(items), items)) for name, items in rows.items()}

@@ -12,8 +12,8 @@ import psutil
 
 from benchmarks.faults.fault import Fault, Outcome
 from rlhf_core.errors import RewardError
-from rlhf_core.rewards.functions import checked
 from rlhf_core.rewards.isolation import IsolatedReward
+from rlhf_core.rewards.outcomes import checked
 from rlhf_core.types import Completion, Generation, Message, Prompt
 
 TIMEOUT_S = 5.0

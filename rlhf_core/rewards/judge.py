@@ -7,7 +7,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
 import httpx
@@ -25,7 +24,7 @@ _FINAL = frozenset({400, 401, 403, 404, 405, 413, 422})
 
 
 class Judge:
-    """A `Reward` that asks about each generation on its own, `concurrency` at a time.
+    """A `Reward` that asks about each generation on its own; `BatchedReward` asks `concurrency` of them at a time.
 
     A question is asked again after a fault of the network or the server, with pauses that double. An answer without a
     score, or with one outside of the range, is a failure of that generation. RewardError for `on_failure = "fail"`.
@@ -40,8 +39,7 @@ class Judge:
 
     def outcome(self, generations: Sequence[Generation]) -> Outcome:
         """Return the score of each generation."""
-        with ThreadPoolExecutor(self._config.concurrency, thread_name_prefix=f"judge-{self._name}") as pool:
-            verdicts = list(pool.map(self._verdict, generations))
+        verdicts = [self._verdict(generation) for generation in generations]
         failures = {at: verdict for at, verdict in enumerate(verdicts) if isinstance(verdict, str)}
         if failures and self._config.on_failure == "fail":
             at, reason = next(iter(failures.items()))

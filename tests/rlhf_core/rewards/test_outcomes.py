@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from rlhf_core.errors import RewardError
-from rlhf_core.rewards.outcomes import BatchFailed, Outcome, as_outcome, merged_logs, reason_of, screened, shortened
+from rlhf_core.rewards.outcomes import (
+    BatchFailed,
+    Outcome,
+    as_outcome,
+    checked,
+    merged_logs,
+    reason_of,
+    screened,
+    shortened,
+)
 from rlhf_core.types import Completion, Generation, Message, Prompt
 
 GENERATIONS = [
@@ -46,3 +55,20 @@ def test_a_reason_is_one_short_line() -> None:
 def test_logs_add_up_and_plain_lists_are_outcomes() -> None:
     assert merged_logs([{"a": (1.0, 2)}, {"a": (2.0, 1), "b": (0.0, 1)}]) == {"a": (3.0, 3), "b": (0.0, 1)}
     assert as_outcome([1.0, None]) == Outcome((1.0, None))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -2e6])
+def test_a_checked_value_that_is_not_a_reward_names_the_reward_and_the_prompt(value: float) -> None:
+    with pytest.raises(RewardError, match=r"rewards\.quality\[prompt b\]"):
+        checked("quality", [0.0, value], GENERATIONS[:2])
+
+
+def test_a_missing_checked_value_is_refused() -> None:
+    with pytest.raises(RewardError, match=r"rewards\.quality = 1: values for 2 generations"):
+        checked("quality", [0.0], GENERATIONS[:2])
+
+
+def test_a_reward_that_must_apply_names_the_prompt_where_it_does_not() -> None:
+    assert checked("gold", [1.0, 0.5], GENERATIONS[:2]) == [1.0, 0.5]
+    with pytest.raises(RewardError, match=r"rewards\.gold\[prompt b\] = None"):
+        checked("gold", [1.0, None], GENERATIONS[:2])
