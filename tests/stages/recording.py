@@ -38,10 +38,11 @@ class Workshop:
         inputs: dict[str, Any],
         *,
         progress: Callable[[int, int, str], None] = quiet,
+        seed: int = 17,
     ) -> tuple[ArtifactRef, Decision]:
         """Execute a stage."""
         spec = StageSpec(
-            name=name, module=f"stages.{name}", config=config, inputs=inputs, seed=17, label=name, engines={}
+            name=name, module=f"stages.{name}", config=config, inputs=inputs, seed=seed, label=name, engines={}
         )
         return execute(self.store, spec, runtime=self.runtime, tracker=self.tracker, progress=progress)
 

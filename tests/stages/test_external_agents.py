@@ -18,15 +18,12 @@ from typing import Any
 import httpx
 import pytest
 
-from rlhf_core.config.agents import AgentConfig, NemoGymAgent, OpenEnvAgent, ProgramAgent, VerifiersAgent
-from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
-from rlhf_core.config.rewards import EpisodeReward, RewardsConfig
-from stages.ppo import PPOConfig
-from tests.stages.recording import make_policy
-from tests.stages.training import series, shop_and_inputs
+from rlhf_core.config.agents import AgentConfig, NemoGymAgent, OpenEnvAgent, OpenRLHFAgent, ProgramAgent, VerifiersAgent
+from tests.stages.training import rewards_of_grpo
 
 AGENTS = Path(__file__).parents[1] / "rlhf_core" / "agents"
 SERVERS = AGENTS / "servers"
+PROGRAMS = Path(__file__).parent / "programs"
 LIMITS: dict[str, Any] = {"max_episode_tokens": 64, "step_timeout_s": 200.0, "retries": 0}
 
 pytestmark = pytest.mark.slow
@@ -64,42 +61,34 @@ def answers(url: str) -> bool:
         return False
 
 
-def trained(root: Path, agent: AgentConfig, *, steps: int, samples: int = 4) -> list[float]:
-    """Return the mean reward of each step of GRPO; no episode may have failed."""
-    shop, inputs = shop_and_inputs(root, make_policy(root / "policy"))
-    settings = PPOConfig(
-        steps=steps,
-        prompts_per_step=4,
-        samples_per_prompt=samples,
-        sampling=SamplingConfig(max_tokens=8),
-        advantage={"type": "grpo"},
-        agent=agent,
-        rewards=RewardsConfig(terms={"digits": EpisodeReward()}),
-        optimizer=OptimizerConfig(learning_rate=2e-2, schedule="constant"),
-        kl_coef=0.0,
-    )
-    shop.run("ppo", settings, inputs)
-    assert set(series(shop, "rollout/failed_episodes")) == {0.0}
-    return series(shop, "reward/mean")
+def learns(root: Path, agent: AgentConfig, *, most: float, steps: int = 20) -> None:
+    """A turn pays the share of digits in what was said: from less than 0.1 at random to near the most that there is."""
+    rewards = rewards_of_grpo(root, agent=agent, steps=steps, samples=8)
+    assert rewards[0] < 0.1 and rewards[-1] > 0.9 * most
 
 
-def rises(rewards: list[float]) -> bool:
-    return sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2
+def test_an_agent_file_of_openrlhf(tmp_path: Path) -> None:
+    learns(tmp_path, OpenRLHFAgent(file=str(PROGRAMS / "openrlhf_agent.py"), **LIMITS), most=2.0)
 
 
 def test_an_agent_that_knows_openais_client_alone(tmp_path: Path) -> None:
     agent = ProgramAgent(command=("python", str(AGENTS / "openai_agent.py")), **LIMITS)
-    assert len(trained(tmp_path, agent, steps=2, samples=2)) == 2
+    assert len(rewards_of_grpo(tmp_path, agent=agent, steps=2, samples=2)) == 2
+
+
+def test_a_program_that_posts_to_the_endpoint(tmp_path: Path) -> None:
+    agent = ProgramAgent(command=("python", "-I", "-S", str(PROGRAMS / "http_agent.py")), **LIMITS)
+    learns(tmp_path, agent, most=1.0, steps=14)
 
 
 def test_an_openenv_server(tmp_path: Path) -> None:
     with server(interpreter("RLHF_TEST_OPENENV_PYTHON"), "openenv_server.py", "/health") as url:
-        assert rises(trained(tmp_path, OpenEnvAgent(url=url, **LIMITS), steps=8))
+        learns(tmp_path, OpenEnvAgent(url=url, **LIMITS), most=1.0)  # a second turn rarely fits into the 64 tokens
 
 
 def test_a_nemo_gym_resources_server(tmp_path: Path) -> None:
     with server(interpreter("RLHF_TEST_NEMO_GYM_PYTHON"), "nemo_gym_server.py", "/openapi.json") as url:
-        assert rises(trained(tmp_path, NemoGymAgent(url=url, **LIMITS), steps=8))
+        learns(tmp_path, NemoGymAgent(url=url, **LIMITS), most=1.0)
 
 
 def test_an_environment_of_verifiers(tmp_path: Path) -> None:
@@ -109,4 +98,4 @@ def test_an_environment_of_verifiers(tmp_path: Path) -> None:
         folders=(str(SERVERS / "verifiers_legacy"),),
         **LIMITS,
     )
-    assert rises(trained(tmp_path, agent, steps=8))
+    learns(tmp_path, agent, most=1.0)

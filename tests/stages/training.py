@@ -9,7 +9,10 @@ import pytest
 
 from rlhf_core import stopping
 from rlhf_core.artifacts import ArtifactStore
+from rlhf_core.config.agents import AgentConfig
 from rlhf_core.config.base import Config
+from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
+from rlhf_core.config.rewards import EpisodeReward, RewardsConfig, RewardSpec
 from rlhf_core.data.tables import (
     Demonstration,
     Preference,
@@ -30,7 +33,8 @@ from rlhf_core.types import (
     PromptsRef,
     StepsRef,
 )
-from tests.stages.recording import Workshop
+from stages.ppo import PPOConfig
+from tests.stages.recording import Workshop, make_policy
 
 
 def question(number: int) -> tuple[Message, ...]:
@@ -89,6 +93,37 @@ def shop_and_inputs(root: Path, policy: Path) -> tuple[Workshop, dict[str, Any]]
 def series(shop: Workshop, name: str) -> list[float]:
     """Return what stage `ppo` logged as `name`, step by step."""
     return [values[f"ppo/{name}"] for _, values in shop.tracker.points if f"ppo/{name}" in values]
+
+
+def rewards_of_grpo(
+    root: Path,
+    *,
+    steps: int,
+    samples: int = 4,
+    agent: AgentConfig | None = None,
+    reward: RewardSpec | None = None,
+    seed: int = 17,
+) -> list[float]:
+    """Return the mean reward of each step of GRPO from an untrained policy; no episode and no reward may have failed.
+
+    The reward is what the agent earned, if no other is given.
+    """
+    shop, inputs = shop_and_inputs(root, make_policy(root / "policy"))
+    settings = PPOConfig(
+        steps=steps,
+        prompts_per_step=6,
+        samples_per_prompt=samples,
+        sampling=SamplingConfig(max_tokens=8),
+        advantage={"type": "grpo"},
+        agent=agent,
+        rewards=RewardsConfig(terms={"digits": reward or EpisodeReward()}),
+        optimizer=OptimizerConfig(learning_rate=2e-2, schedule="constant"),
+        kl_coef=0.0,
+    )
+    shop.run("ppo", settings, inputs, seed=seed)
+    assert set(series(shop, "rollout/failed_episodes")) <= {0.0}
+    assert set(series(shop, "rollout/invalid")) <= {0.0}
+    return series(shop, "reward/mean")
 
 
 def untimed(points: list[tuple[int, dict[str, float]]]) -> list[tuple[int, dict[str, float]]]:
