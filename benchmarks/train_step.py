@@ -86,7 +86,7 @@ def main() -> int:
 
 
 def tiny(folder: Path) -> Size:
-    """Return the model of `tiny/full`, with random weights, and a step of its length."""
+    """Return a Llama of 2.7M parameters with random weights, and a step for it."""
     from rlhf_core.config.engines import InitModel
     from rlhf_core.models.initialise import initialise_llama, train_tokenizer
 

@@ -78,7 +78,9 @@ class SampleWorker:
         """Read the weights from the object store (shared memory on this node) and load them into the engine."""
         import ray
 
-        tensors = unpack(ray.get(weights.payload.ref))
+        tensors: dict[str, Any] = {}
+        for bucket in ray.get(list(weights.payload.refs)):
+            tensors |= unpack(bucket)
         self._sampler.load_weights(Weights(payload=tensors, digest=weights.digest), version=version)
 
     # ------------------------------------------------------------ a GPU that is shared

@@ -11,7 +11,7 @@ from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import TrainingError, explain
 from rlhf_core.interfaces import Metrics, ModelSpec, Weights
 from rlhf_core.runtime.weight_sync import DeviceSender, Transfer
-from rlhf_core.runtime.weights import StoredWeights, pack
+from rlhf_core.runtime.weights import StoredWeights, buckets, pack
 from rlhf_core.types import TopLogprobs
 
 
@@ -159,7 +159,8 @@ class TrainWorker:
         weights = self._trainer(lease).weights()
         if self._rank != 0:
             return None
-        return Weights(payload=StoredWeights(ray.put(pack(weights.payload))), digest=weights.digest)
+        refs = tuple(ray.put(pack(bucket)) for bucket in buckets(weights.payload))
+        return Weights(payload=StoredWeights(refs), digest=weights.digest)
 
     def stage_weights(self, lease: str) -> tuple[int, str] | None:
         """Gather the full weights on all ranks; rank 0 keeps them to be sent and returns their ticket and digest."""

@@ -75,7 +75,7 @@ def test_weights_from_host_memory_are_taken_awake() -> None:
     log: list[str] = []
     trainer, sampler = handles(log, sleeps=True)
     trainer.optim_step(learning_rate=0.1)
-    sampler.load_weights(Weights(StoredWeights(None), "digest"), version=1)
+    sampler.load_weights(Weights(StoredWeights(()), "digest"), version=1)
     assert log == ["engine sleep", "trainer optim_step", "engine wake", "engine load_weights"]
 
 
