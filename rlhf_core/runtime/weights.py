@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-
 BUCKET_BYTES = 2**28
 """Most bytes of one object in the store, unless a single tensor has more. The store finds room for a bucket where it would
 not for a whole model, spills it alone, and another node pulls several at once."""
