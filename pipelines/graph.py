@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel
 
-from rlhf_core.config.agents import EpisodeLimits
+from rlhf_core.config.agents import AgentConfig, EpisodeLimits
 from rlhf_core.config.base import Config, keyed
 from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.config.rewards import RewardsConfig
@@ -109,6 +109,7 @@ class Stages:
         prompts: PromptsRef,
         asked: PromptsRef | None = None,
     ) -> GenerationsRef:
+        self._check_episodes(label, config.agent)
         inputs = {"policy": policy, "prompts": prompts} | ({"asked": asked} if asked else {})
         return self._run("generate", label, config, GenerationsRef, inputs)
 
@@ -173,6 +174,7 @@ class Stages:
         demonstrations: DemonstrationsRef | None = None,
     ) -> PolicyRef:
         self._check_reward_models(label, config.rewards, reward_models)
+        self._check_episodes(label, config.agent)
         inputs = {"policy": policy, "reference": reference, "prompts": prompts, "reward_models": reward_models}
         if demonstrations is not None:
             inputs["demonstrations"] = demonstrations
@@ -203,6 +205,16 @@ class Stages:
             check_reward_models(rewards, given)
         except ConfigError as error:
             raise ConfigError(f"{label.replace('/', '.')}.{error}") from None
+
+    def _check_episodes(self, label: str, agent: AgentConfig | None) -> None:
+        """Raise ConfigError for episodes that may outgrow the sampler: the first that did would end the run."""
+        longest: int | None = getattr(self.runtime.sampler, "max_model_len", None)
+        if agent is not None and longest is not None and agent.max_episode_tokens > longest:
+            key = f"{label.replace('/', '.')}.agent.max_episode_tokens"
+            rule = f"the sampler takes {longest} tokens"
+            raise ConfigError(
+                explain(key, agent.max_episode_tokens, rule, "lower it or raise runtime.sampler.max_model_len")
+            )
 
     def _run(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,15 +22,21 @@ def load_callable(key: str, spec: str) -> Any:
     >>> load_callable("function", "rlhf_core.rewards.verifiable:exact_match").__name__
     'exact_match'
     """
-    location, separator, name = spec.rpartition(":")
-    if not separator:
-        raise ConfigError(explain(key, spec, "must read module:name or file.py:name", "add the name"))
-    module = load_file(key, Path(location)) if location.endswith(".py") else _load_module(key, spec, location)
-    found = vars(module).get(name)
-    if found is None:
-        raise ConfigError(explain(key, spec, f"{location} has no {name}", nearest(name, _own_callables(module))))
-    if not callable(found):
-        raise ConfigError(explain(key, spec, f"{name} is a {type(found).__name__}", "name a function or a class"))
+    return load_callables(key, [spec])[0]
+
+
+def load_callables(key: str, specs: Sequence[str]) -> list[Any]:
+    """Return what each of `specs` names, as `load_callable`; those of one file share it, with all that it keeps."""
+    modules: dict[str, ModuleType] = {}
+    found = []
+    for spec in specs:
+        location, separator, _ = spec.rpartition(":")
+        if not separator:
+            raise ConfigError(explain(key, spec, "must read module:name or file.py:name", "add the name"))
+        if location not in modules:
+            from_file = location.endswith(".py")
+            modules[location] = load_file(key, Path(location)) if from_file else _load_module(key, spec, location)
+        found.append(_named(key, spec, modules[location]))
     return found
 
 
@@ -65,6 +72,16 @@ def _load_module(key: str, spec: str, location: str) -> ModuleType:
         raise ConfigError(explain(key, spec, f"there is no module {error.name}", remedy)) from None
     except Exception as error:
         raise ConfigError(explain(key, spec, f"importing {location} fails: {error!r}", "mend the module")) from error
+
+
+def _named(key: str, spec: str, module: ModuleType) -> Any:
+    location, _, name = spec.rpartition(":")
+    found = vars(module).get(name)
+    if found is None:
+        raise ConfigError(explain(key, spec, f"{location} has no {name}", nearest(name, _own_callables(module))))
+    if not callable(found):
+        raise ConfigError(explain(key, spec, f"{name} is a {type(found).__name__}", "name a function or a class"))
+    return found
 
 
 def _own_callables(module: ModuleType) -> list[str]:

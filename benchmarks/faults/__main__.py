@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.faults.fault import Fault, Outcome
 
-MODULES = ("rewards", "numbers", "disk", "services", "engines", "clusters")
+MODULES = ("rewards", "remote", "sandbox", "environments", "numbers", "disk", "services", "engines", "clusters")
 """Each has a list FAULTS."""
 
 

@@ -13,11 +13,12 @@ class Outcome:
     """What came of a fault. Times are seconds of the wall clock; None where there was nothing to wait for.
 
     `recovered`: the run went on by itself and ended with the right result. `one error`: it ended with one error that names
-    stage, worker or sample, and remedy, and the same command then resumed. `not handled`: anything else. `skipped`: it
-    could not be caused here; `said` says why.
+    stage, worker or sample, and remedy, and the same command then resumed. `left out`: the run went on without the samples
+    that it struck; they are invalid rollouts with their reason, counted, left out with their group and never scored 0.
+    `not handled`: anything else. `skipped`: it could not be caused here; `said` says why.
     """
 
-    result: Literal["recovered", "one error", "not handled", "skipped"]
+    result: Literal["recovered", "one error", "left out", "not handled", "skipped"]
     detect_s: float | None
     """From the fault until the program noticed."""
     recover_s: float | None

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
 from functools import partial
 from pathlib import Path
 
-import psutil
-
 from benchmarks.faults.fault import Fault, Outcome
-from rlhf_core.errors import RewardError
-from rlhf_core.rewards.isolation import IsolatedReward
-from rlhf_core.rewards.outcomes import checked
-from rlhf_core.types import Completion, Generation, Message, Prompt
+from benchmarks.faults.leftovers import end_with_the_run
+from benchmarks.faults.scored import GROUP, groups, left_out, one_error, recovered
+from rlhf_core.config.rewards import FunctionReward, OnFailure
 
 TIMEOUT_S = 5.0
 START_S = 20.0
 """For a process that starts on a busy machine; what a fault costs comes on top."""
 
 REWARD = """
-import os, re, sys, time
+import os, re, subprocess, sys, time
+from pathlib import Path
 
 def by_mood(generations):
     mood = generations[0].completion.text
     scores = [float(len(g.completion.text)) for g in generations]
     if mood == "raises":
         raise KeyError("no such thing")
+    if mood == "raises once" and not Path(__file__).with_suffix(".once").exists():
+        Path(__file__).with_suffix(".once").touch()
+        raise ConnectionError("not now")
+    if mood == "is slow within its deadline":
+        time.sleep(2)
     if mood == "hangs":
         re.match(r"(a+)+$", "a" * 40 + "b")   # for hours, and holds the interpreter lock
     if mood == "dies":
@@ -35,6 +35,11 @@ def by_mood(generations):
     if mood == "kills itself with its children":
         os.fork()
         os.kill(os.getpid(), 9)
+    if mood == "leaves a child in a session of its own":
+        subprocess.Popen(["sleep", "600"], start_new_session=True)
+    if mood == "dies with a child in a session of its own":
+        subprocess.Popen(["sleep", "600"], start_new_session=True)
+        os._exit(3)
     if mood == "prints garbage":
         os.write(1, b"\\x80\\x04garbage" * 10_000)
         print("x" * 100_000)
@@ -43,97 +48,85 @@ def by_mood(generations):
     return wrong[mood] + scores[1:] if mood in wrong else scores
 """
 
-PARENT = """
+RUN = """
 import sys
-from benchmarks.faults.rewards import generation
-from rlhf_core.rewards.isolation import IsolatedReward
-with IsolatedReward("mood", sys.argv[1], timeout_s=600) as reward:
-    print(reward._process.pid, flush=True)
-    reward([generation("p0", "hangs")])
+from benchmarks.faults.scored import groups, opened
+from rlhf_core.config.rewards import FunctionReward
+from pathlib import Path
+with opened(FunctionReward(function=sys.argv[1], timeout_s=600), Path(sys.argv[2])) as scorer:
+    print("up", flush=True)
+    scorer(groups("hangs"))
 """
 
-ERRORS = (
-    *("raises", "hangs", "dies", "kills itself with its children", "returns NaN", "returns infinity", "returns 1e38"),
-    *("returns text", "returns None", "returns too few", "returns too many"),
-)
+MUST_BE_FINITE = "must be finite"
+ERRORS = {
+    "raises": "KeyError",
+    "hangs": "took longer than 5 s",
+    "dies": "ended with status 3",
+    "kills itself with its children": "ended with status -9",
+    "dies with a child in a session of its own": "ended with status 3",
+    "returns NaN": MUST_BE_FINITE,
+    "returns infinity": MUST_BE_FINITE,
+    "returns 1e38": MUST_BE_FINITE,
+    "returns text": "a reward must be a number or None, not 'good'",
+    "returns too few": "for 2 generations",
+    "returns too many": "for 2 generations",
+}
+"""Mood -> what the error must name."""
 
 
-def generation(prompt_id: str, text: str) -> Generation:
-    """Return an answer `text` to a prompt."""
-    prompt = Prompt(prompt_id, (Message("user", "hi"),), "", "faults")
-    return Generation(prompt, (1,), Completion((2,), (-1.0,), text, "stop", 0, 0))
-
-
-def _function(folder: Path) -> str:
+def _spec(folder: Path, *, on_failure: OnFailure = "fail", retries: int = 0) -> FunctionReward:
     file = folder / "by_mood.py"
     file.write_text(REWARD)
-    return f"{file}:by_mood"
+    return FunctionReward(
+        function=f"{file}:by_mood", timeout_s=TIMEOUT_S, batch_size=GROUP, retries=retries, on_failure=on_failure
+    )
+
+
+def _length(text: str) -> float:
+    return float(len(text))
 
 
 def _one_error(mood: str, folder: Path) -> Outcome:
-    """Score a batch that makes the function misbehave, and then a good one."""
-    with IsolatedReward("mood", _function(folder), timeout_s=TIMEOUT_S) as reward:
-        began = time.monotonic()
-        said = ""
-        try:
-            batch = [generation("p0", mood), generation("p1", "x")]
-            checked("mood", reward(batch), batch)
-        except RewardError as error:
-            said = str(error)
-        noticed = time.monotonic()
-        names = "rewards.mood" in said and ("p0" in said or "generations" in said)
-        good = reward([generation("p2", "four")]) == [4.0]
-        recovered = time.monotonic()
-        family = _family(reward)
-    if not (names and good) or _alive(family):
-        return Outcome("not handled", noticed - began, None, said or "it was scored")
-    return Outcome("one error", noticed - began, recovered - noticed, said)
+    return one_error(_spec(folder), folder, groups(mood, "x", "xx", "xxx"), named=ERRORS[mood], value=_length)
 
 
-def _garbage(folder: Path) -> Outcome:
-    with IsolatedReward("mood", _function(folder), timeout_s=TIMEOUT_S) as reward:
-        mood = "prints garbage"
-        began = time.monotonic()
-        right = reward([generation("p0", mood)]) == [float(len(mood))]
-        took = time.monotonic() - began
-    said = "scored right; what it printed went to standard error"
-    return Outcome("recovered", None, took, said) if right else Outcome("not handled", None, took, "scored wrong")
+def _left_out(mood: str, folder: Path) -> Outcome:
+    lost = GROUP if mood in ("returns too few", "returns too many") else 1  # nobody can say whose is missing
+    spec = _spec(folder, on_failure="invalid")
+    return left_out(spec, folder, groups(mood, "x", "xx", "xxx"), _length, named=ERRORS[mood], lost=lost)
+
+
+def _does_not_apply(folder: Path) -> Outcome:
+    """None is an answer: the term does not apply. It is no failure, and no 0 either."""
+    spec = _spec(folder, on_failure="invalid")
+    answers = groups("returns None", "x", "xx", "xxx")
+    return left_out(spec, folder, answers, _length, named="no reward applies", counted=False)
+
+
+def _recovered(mood: str, said: str, folder: Path) -> Outcome:
+    spec = _spec(folder, retries=1 if mood == "raises once" else 0)
+    return recovered(spec, folder, groups(mood, "x", "xx", "xxx"), _length, said)
 
 
 def _run_is_killed(folder: Path) -> Outcome:
-    """Kill the run while its reward function hangs: its process must go too."""
-    command = [sys.executable, "-c", PARENT, _function(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
-        assert run.stdout is not None
-        child = psutil.Process(int(run.stdout.readline()))
-        while child.cpu_times().user + child.cpu_times().system < 0.5 or child.num_threads() == 0:
-            time.sleep(0.1)
-        time.sleep(1)  # into the expression
-        family = [child, *child.children(recursive=True)]
-        run.kill()
-        began = time.monotonic()
-        run.wait()
-        alive = _alive(family)
-        took = time.monotonic() - began
-        for process in alive:
-            process.kill()
-    if alive:
-        return Outcome("not handled", None, None, f"{len(alive)} processes of the reward are left over")
-    return Outcome("recovered", took, 0.0, "the process of the reward ended with the run")
+    return end_with_the_run(RUN, _spec(folder).function, str(folder))
 
 
-def _family(reward: IsolatedReward) -> list[psutil.Process]:
-    process = psutil.Process(reward._process.pid)
-    return [process, *process.children(recursive=True)]
-
-
-def _alive(family: list[psutil.Process]) -> list[psutil.Process]:
-    _, alive = psutil.wait_procs(family, timeout=10)
-    return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-
+RECOVERED = {
+    "raises once": "tried again after 0.5 s (retries = 1), then scored right",
+    "is slow within its deadline": "waited for, and scored right",
+    "prints garbage": "scored right; what it printed went to standard error",
+    "leaves a child in a session of its own": "scored right; the child ended with the process of the function",
+}
 
 FAULTS: list[Fault] = [
     *(Fault(f"reward function {mood}", TIMEOUT_S + START_S, partial(_one_error, mood)) for mood in ERRORS),
-    Fault("reward function prints garbage", TIMEOUT_S + START_S, _garbage),
+    *(
+        Fault(f'reward function {mood}, on_failure = "invalid"', 2 * TIMEOUT_S + START_S, partial(_left_out, mood))
+        for mood in ERRORS
+    ),
+    Fault("reward function returns None", START_S, _does_not_apply),
+    *(Fault(f"reward function {mood}", START_S, partial(_recovered, mood, said)) for mood, said in RECOVERED.items()),
     Fault("run killed while a reward function hangs", START_S, _run_is_killed),
 ]

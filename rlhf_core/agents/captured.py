@@ -197,7 +197,9 @@ def _said_in(message: Mapping[str, Any]) -> Said:
     if not role or not isinstance(content or "", str):
         raise RequestRefused("messages", "each message has a role and text as its content")
     calls = tuple(tool_use(call["function"]) for call in message.get("tool_calls") or ())
-    return Said("system" if role == "developer" else role, content or "", calls)
+    # Half a surrogate pair, which JSON may hold, is no text for a tokenizer.
+    content = (content or "").encode(errors="replace").decode()
+    return Said("system" if role == "developer" else role, content, calls)
 
 
 def tool_use(function: Mapping[str, Any]) -> ToolUse:
@@ -210,5 +212,5 @@ def tool_use(function: Mapping[str, Any]) -> ToolUse:
 
 
 def sorted_json(value: Any) -> str:
-    """Return `value` as JSON that equal values share."""
-    return json.dumps(value, ensure_ascii=False, sort_keys=True)
+    """Return `value` as JSON that equal values share, without half surrogate pairs, which no answer can hold."""
+    return json.dumps(value, ensure_ascii=False, sort_keys=True).encode(errors="replace").decode()

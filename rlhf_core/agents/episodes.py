@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from rlhf_core.agents.games import AnyGame, EpisodeFailed, Game, ProgramGame, Rules, prompt_columns
 from rlhf_core.agents.process import Environments, Event
+from rlhf_core.agents.sessions import plain_text
 from rlhf_core.agents.transcript import Played
 from rlhf_core.config.agents import EpisodeLimits
 from rlhf_core.config.engines import SamplingConfig
@@ -178,7 +179,8 @@ class _Table:
             self._again(seat)
             return
         del self._by_ticket[seat.ticket]
-        seat.played = seat.game.played(f"the environment failed {seat.failures} times: {reason}")
+        failure = plain_text(f"the environment failed {seat.failures} times: {reason}")
+        seat.played = seat.game.played(failure)
 
     def _again(self, seat: _Seat) -> None:
         """Play the episode anew, with the same seeds."""

@@ -259,6 +259,6 @@ def label_columns(label: str) -> dict[str, Any]:
         return {}
     try:
         columns: dict[str, Any] = json.loads(label)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # no JSON, or a number too long or brackets too deep to be read
         return {}
     return columns

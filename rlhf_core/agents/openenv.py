@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import httpx
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
@@ -116,10 +116,12 @@ class OpenEnvEpisode:
         try:
             await self._socket.send(json.dumps({"type": kind, "data": data}))
             reply = Reply.model_validate_json(await self._socket.recv())
+            if reply.type == "observation":
+                return Observed.model_validate(reply.data)
         except ConnectionClosed as error:
             raise EpisodeFailed(f"the server closed the connection at the {kind}: {error}") from error
-        if reply.type == "observation":
-            return Observed.model_validate(reply.data)
+        except ValidationError as error:  # a ValueError, and for one of those a step would blame the policy's turn
+            raise EpisodeFailed(f"the server answered {kind} with what its protocol does not know: {error}") from error
         code, message = reply.data.get("code", "none"), reply.data.get("message", reply.data)
         if code == "VALIDATION_ERROR" and kind == "step":
             raise InvalidAction(

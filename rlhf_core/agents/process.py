@@ -79,8 +79,9 @@ class Environments:
         return ticket
 
     def tell(self, ticket: int, verb: str, *arguments: Any, timeout_s: float) -> None:
-        """Call a method of the episode's session; `events` has its reply."""
-        self._homes[ticket].send(Call(ticket, verb, arguments, timeout_s))
+        """Call a method of the episode's session; `events` has its reply, or has said that its process was lost."""
+        if ticket in self._homes:
+            self._homes[ticket].send(Call(ticket, verb, arguments, timeout_s))
 
     def end(self, ticket: int) -> None:
         """Forget the episode; its environment is closed."""

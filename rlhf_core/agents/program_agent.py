@@ -69,7 +69,7 @@ def earned(output: str) -> dict[str, Any]:
     lines = output.strip().splitlines()
     try:
         said = json.loads(lines[-1]) if lines else None
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         said = None
     if not isinstance(said, dict):
         said = {}

@@ -7,7 +7,7 @@ what happened as (kind, value). A further type of agent is a further case of `op
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, assert_never
@@ -123,9 +123,13 @@ def checked_step(result: Any) -> StepResult:
     """Return `result` if it is a StepResult of the right shape, its numbers as floats; TypeError otherwise."""
     if not isinstance(result, StepResult):
         raise TypeError(f"step returned a {type(result).__name__}, and must return a StepResult")
-    observation = result.observation
+    observation: Any = result.observation  # what a user gave
     if isinstance(observation, str):
         observation = plain_text(observation)
+    elif not isinstance(observation, Sequence):
+        raise TypeError(
+            f"step returned a {type(observation).__name__} as observation, and must return text or messages"
+        )
     else:
         observation = [{key: plain_text(turn[key]) for key in ("role", "content")} for turn in observation]
     extras = {plain_text(str(name)): float(value) for name, value in result.extras.items()}
@@ -135,6 +139,7 @@ def checked_step(result: Any) -> StepResult:
 def plain_text(text: str) -> str:
     """Return `text` as a `str`: a class of the user's, such as an enum of roles, cannot be loaded by the parent.
 
+    Half a surrogate pair, as JSON may hold, becomes a question mark: no tokenizer takes it, and no file.
     TypeError if it is no text.
     """
-    return str.__str__(text)
+    return str.__str__(text).encode(errors="replace").decode()

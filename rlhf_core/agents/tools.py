@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.agents.environment import StepResult
-from rlhf_core.callables import load_callable
+from rlhf_core.callables import load_callables
 from rlhf_core.errors import ConfigError, explain, nearest
 
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
@@ -88,12 +88,15 @@ def _parsed(body: str) -> ToolCall:
         call = json.loads(body)
     except json.JSONDecodeError as error:
         return ToolCall("", {}, f"the call is no JSON ({error.msg} at character {error.pos})")
+    except (ValueError, RecursionError):  # thousands of digits, or of brackets
+        return ToolCall("", {}, "the call is no JSON that can be read (a number too long, or brackets too deep)")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return ToolCall("", {}, 'the call must read {"name": ..., "arguments": {...}}')
+    name = call["name"].encode(errors="replace").decode()  # half a surrogate pair goes into no answer
     arguments = call["arguments"] if "arguments" in call else {}
     if not isinstance(arguments, dict):
-        return ToolCall(call["name"], {}, "the arguments must be an object")
-    return ToolCall(call["name"], arguments)
+        return ToolCall(name, {}, "the arguments must be an object")
+    return ToolCall(name, arguments)
 
 
 def as_text(result: Any) -> str:
@@ -106,8 +109,7 @@ def load_tools(specs: Sequence[str]) -> dict[str, Tool]:
     from transformers.utils import get_json_schema
 
     tools: dict[str, Tool] = {}
-    for spec in specs:
-        function = load_callable("agent.tools", spec)
+    for spec, function in zip(specs, load_callables("agent.tools", specs), strict=True):
         try:
             schema = get_json_schema(function)
         except Exception as error:  # TypeHintParsingException, DocstringParsingException

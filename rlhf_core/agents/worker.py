@@ -102,6 +102,8 @@ class _Host:
                 method = session.close if ending else getattr(session, call.verb)
                 result = await owned(method(*call.arguments))
             kind, value = result if not ending else ("", None)
+            if time.monotonic() - started > call.timeout_s:  # code that never awaits is not interrupted
+                kind, value = "late", ""
         except Exception:
             late = deadline.expired()
             kind = "late" if late else "raised"

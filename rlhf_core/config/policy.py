@@ -229,11 +229,12 @@ class PPOConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _there_are_groups_to_sample_anew(self) -> PPOConfig:
-        if self.dynamic_sampling and self.samples_per_prompt < 2:
+    def _there_are_groups_to_compare(self) -> PPOConfig:
+        comparing = ["dynamic_sampling"] * bool(self.dynamic_sampling) + _what_compares_groups(self.rewards)
+        if comparing and self.samples_per_prompt < 2:
             raise ValueError(
-                f"samples_per_prompt = {self.samples_per_prompt}: dynamic_sampling compares the samples of a prompt, "
-                "at least 2; raise it, or take dynamic_sampling out"
+                f"samples_per_prompt = {self.samples_per_prompt}: {comparing[0]} compares the samples of a prompt, "
+                f"at least 2; raise it, or take {comparing[0]} out"
             )
         return self
 
@@ -370,6 +371,13 @@ class PPOConfig(Config):
                 "step would ever have its groups; raise it"
             )
         return self
+
+
+def _what_compares_groups(rewards: RewardsConfig) -> list[str]:
+    """Return the settings that normalise within the answers to a prompt: of a single one they make 0."""
+    gdpo = ['rewards.composition.type = "gdpo"'] * isinstance(rewards.composition, Gdpo)
+    terms = [f'rewards.terms.{name}.normalise = "group"' for name, t in rewards.terms.items() if t.normalise == "group"]
+    return gdpo + terms
 
 
 def _what_moves_rewards(rewards: RewardsConfig) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -135,7 +136,8 @@ class PatternVerdict(Config):
     """The score is the first group of the last match of `pattern` in the judge's answer."""
 
     type: Literal["pattern"] = "pattern"
-    pattern: str = r"(?i)score\s*[:=]\s*(-?\d+(?:\.\d+)?)"
+    pattern: str = r"(?i)score[\s*_]*[:=][\s*_]*(-?\d+(?:\.\d+)?)"
+    """By default also of a score in bold, as judges write it: `**Score:** 8`."""
 
     @field_validator("pattern")
     @classmethod
@@ -290,4 +292,11 @@ class RewardsConfig(Config):
 def _address(url: str) -> str:
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"{url!r}: must begin with http:// or https://; write it whole")
+    try:
+        parts = urlsplit(url)
+        found = parts.hostname and parts.port != 0  # reading the port raises ValueError where it is no number
+    except ValueError:
+        found = None
+    if not found:
+        raise ValueError(f"{url!r}: holds no host, or a port that is none; write it as http://host:port/path")
     return url

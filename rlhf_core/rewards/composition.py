@@ -18,7 +18,7 @@ Components = Mapping[str, Sequence[float | None]]
 def compose(
     components: Components, composition: Composition, weights: Mapping[str, float], groups: Sequence[str]
 ) -> list[float | None]:
-    """Return one reward per generation, combined as the configuration says; None where no weighted term applies.
+    """Return one reward per generation, combined as the configuration says; None where no term of `weights` applies.
 
     `groups` names the prompt of each generation: what has the same name is one group.
     """
@@ -32,7 +32,7 @@ def compose(
 
 
 def weighted_sum(components: Components, weights: Mapping[str, float]) -> list[float | None]:
-    """Return sum over the terms that apply of weight * value, per generation; None where none with a weight does.
+    """Return sum over the terms of `weights` that apply of weight * value, per generation; None where none does.
 
     >>> weighted_sum({"a": [1.0, None], "b": [0.5, None]}, {"a": 1.0, "b": 2.0})
     [2.0, None]
@@ -84,7 +84,7 @@ def in_group(values: Sequence[float | None], groups: Sequence[str]) -> list[floa
 
 
 def _weighed(weights: Sequence[float], row: Sequence[float | None]) -> float | None:
-    parts = [weight * value for weight, value in zip(weights, row, strict=True) if weight and value is not None]
+    parts = [weight * value for weight, value in zip(weights, row, strict=True) if value is not None]
     return math.fsum(parts) if parts else None
 
 

@@ -138,7 +138,7 @@ def authorization(name: str, token_env: str) -> dict[str, str]:
 def _content(received: bytes) -> str:
     try:
         content = json.loads(received)["choices"][0]["message"]["content"]
-    except (ValueError, KeyError, IndexError, TypeError):
+    except (ValueError, KeyError, IndexError, TypeError, RecursionError):
         raise ValueError(f"the judge's server answered with no chat completion: {received[:80]!r}") from None
     if not isinstance(content, str):
         raise ValueError("the judge said nothing")
@@ -156,7 +156,7 @@ def _last_field(text: str, field: str) -> Any:
     for start in reversed([match.start() for match in re.finditer(r"\{", text)]):
         try:
             value, _ = decoder.raw_decode(text, start)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if field in value:
             return value[field]

@@ -91,7 +91,7 @@ def shortened(text: str) -> str:
     >>> shortened("KeyError:\\n  'x'")
     "KeyError: 'x'"
     """
-    line = " ".join(text.split())
+    line = " ".join(text.encode(errors="replace").decode().split())  # half a surrogate pair goes into no file
     return line if len(line) <= LONGEST_REASON else line[: LONGEST_REASON - 4] + " ..."
 
 

@@ -184,7 +184,7 @@ def read_answer(answer: Any, count: int, *, also: Logs) -> Outcome:
     """Return what a function returned as an outcome of plain floats; ValueError or TypeError if it holds no numbers."""
     logs = [also]
     if isinstance(answer, Mapping):
-        logs += [_log(name, value, count) for name, value in answer.get("extra_logs", {}).items()]
+        logs += [_log(name, value, count) for name, value in (answer.get("extra_logs") or {}).items()]
         if "scores" in answer:
             logs.append(_log("scores", answer["scores"], count))
         if "rewards" not in answer:
@@ -203,9 +203,8 @@ class _Logged:
         self._parts: list[Logs] = []
 
     def column(self, name: str, values: Sequence[Any]) -> None:
-        """Keep the mean of a column; columns of text are for TRL's table and are left out."""
-        if not any(isinstance(value, str) for value in values):
-            self._parts.append(_log(name, values, len(values)))
+        """Keep the mean of a column."""
+        self._parts.append(_log(name, values, len(values)))
 
     def metric(self, name: str, value: float) -> None:
         self._parts.append(_log(name, value, 1))
@@ -235,14 +234,17 @@ def _label_fields(label: str) -> dict[str, Any]:
         return {}
     try:
         fields = json.loads(label)
-    except ValueError:  # text that happens to begin with a brace
+    except (ValueError, RecursionError):  # text that happens to begin with a brace
         return {}
     return fields if isinstance(fields, dict) else {}
 
 
 def _log(name: str, value: Any, count: int) -> Logs:
-    """Sum and count of a number, which stands for all `count` rows, or of a list; what is no finite number is left out."""
+    """Sum and count of a number, which stands for all `count` rows, or of a list; what is no finite number is left out,
+    and a column of text, which is for the tables of others."""
     listed = _listed(value)
+    if any(isinstance(one, str) for one in listed):
+        return {}
     numbers = [_number(one) for one in (listed * count if len(listed) == 1 else listed)]
     finite = [one for one in numbers if one is not None and math.isfinite(one)]
     # A plain name: whoever reads it in another process cannot import an enum of the function's module.

@@ -138,7 +138,7 @@ class RemoteReward:
             raise _NoRewards(f"answered status {status}: {text}", final=status in REFUSED_FOR_GOOD)
         try:
             return json.loads(answer)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise _NoRewards(f"answered what is no JSON: {answer[:100]!r}") from None
 
     def _failure(self, batch: Sequence[Generation], problems: Mapping[str, _NoRewards]) -> BatchFailed:

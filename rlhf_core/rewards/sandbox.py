@@ -209,16 +209,18 @@ def _converse(process: subprocess.Popen[bytes], spec: dict[str, Any], *, deadlin
         process.stdin.flush()
     poll = select.poll()  # not select(): numbers of open files may pass 1024
     poll.register(process.stdout, select.POLLIN | select.POLLHUP)
+    problem = f"no answer within {deadline_s:g} s"
     while poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
         piece = os.read(process.stdout.fileno(), 65536)
         if not piece:
+            problem = "its launcher ended without an answer"
             break
         answer += piece
     if answer.endswith(b"}"):
         found: dict[str, Any] = json.loads(answer)
         return found
     _end(process)
-    detail = process.stderr.read().decode(errors="replace")[-500:] or f"no answer within {deadline_s:g} s"
+    detail = process.stderr.read().decode(errors="replace")[-500:] or problem
     return {"outcome": "refused", "detail": detail}
 
 

@@ -102,7 +102,9 @@ class Scorer:
         }
 
     def _weights(self) -> dict[str, float]:
-        return {name: _weight_at(spec, self._step) for name, spec in self._config.terms.items()}
+        """Return the weights of the terms that count; one whose schedule is at 0 just now still says that it applies."""
+        counting = {name: spec for name, spec in self._config.terms.items() if spec.weight or spec.weight_end}
+        return {name: _weight_at(spec, self._step) for name, spec in counting.items()}
 
     def _composed(
         self, outcomes: Mapping[str, Outcome], weights: Mapping[str, float], groups: Sequence[str]
@@ -132,7 +134,7 @@ class Scorer:
         composition = self._config.composition
         gates = composition.gates if isinstance(composition, GatedProduct) else ()
         for name, outcome in outcomes.items():
-            if at in outcome.failures and (weights[name] or name in gates):
+            if at in outcome.failures and (weights.get(name) or name in gates):
                 return f"{name}: {outcome.failures[at]}"
         return NO_REWARD if reward is None else ""
 

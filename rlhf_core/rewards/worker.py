@@ -26,7 +26,7 @@ from rlhf_core.rewards.protocols import Adapted, adapt
 class Settings(BaseModel):
     """What the child must know beside the function's name; JSON on its command line."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
     arguments: dict[str, Any] = {}
     protocol: FunctionProtocol = "auto"
     memory_bytes: int = 0

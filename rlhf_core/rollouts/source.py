@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -28,7 +29,7 @@ from rlhf_core.rollouts.answers import episode_metrics, sample
 from rlhf_core.rollouts.background import Background, Inline
 from rlhf_core.rollouts.dynamic_sampling import sampled_until_decided
 from rlhf_core.rollouts.partial import draw_groups
-from rlhf_core.rollouts.validity import valid_groups
+from rlhf_core.rollouts.validity import has_whole_group, valid_groups
 from rlhf_core.types import Generation, Prompt, Rollout, derive_seed
 
 
@@ -87,7 +88,7 @@ class RolloutSource:
         self._ask(step, policy)
         drawn = self._jobs.result(self._drawn.pop(step))
         self.waited_s = time.perf_counter() - clock
-        rollouts = valid_groups(self._scored(step, drawn), group_size=self._config.samples_per_prompt)
+        rollouts = self._scored(step, drawn)
         ahead = len(self._drawn) * self._config.prompts_per_step
         begun = ahead + len(drawn.pool.samples) // self._config.samples_per_prompt
         # The segments of partial rollouts are spans as well, and no turns.
@@ -100,7 +101,10 @@ class RolloutSource:
         write_pool(folder / POOL, self._pool)
 
     def load(self, folder: Path, step: int) -> None:
-        """Go on at `step` from what `save` wrote. DataError if rollouts are missing that older weights made."""
+        """Go on at `step` from what `save` wrote. DataError if rollouts are missing that older weights made.
+
+        A step of whose groups none was played to its end is asked for again, with those after it, of the weights of then.
+        """
         kept = read_drawn(folder)
         self._asked = min(step + self._config.staleness, self._config.steps)
         if sorted(kept) != list(range(step, self._asked)):
@@ -108,7 +112,10 @@ class RolloutSource:
                 f"rollouts of the steps {step} to {self._asked - 1} should wait here, there are those of {sorted(kept)}"
             )
             raise DataError(explain("checkpoint.rollouts", str(folder), rule, "start the stage over with --force"))
-        self._drawn = {number: _done(one) for number, one in kept.items()}
+        size = self._config.samples_per_prompt
+        usable = takewhile(lambda one: has_whole_group(one[1].generations, group_size=size), sorted(kept.items()))
+        self._drawn = {number: _done(one) for number, one in usable}
+        self._asked = step + len(self._drawn)
         self._pool = read_pool(folder / POOL)
 
     # ------------------------------------------------------------ asking ahead
@@ -153,13 +160,13 @@ class RolloutSource:
     # ------------------------------------------------------------ scoring
 
     def _scored(self, step: int, drawn: Drawn) -> list[Rollout]:
+        groups, size = self._config.prompts_per_step, self._config.samples_per_prompt
         self._score.at_step(step)
         kept = self._log.read(step, policy=drawn.policy)
         if kept is not None:
             self._score.restore(kept.scorer)
-            return kept.rollouts
+            return valid_groups(kept.rollouts, group_size=size)
         if self._config.dynamic_sampling:
-            groups, size = self._config.prompts_per_step, self._config.samples_per_prompt
 
             def draw(number: int) -> list[Rollout]:
                 return self._score(self._answers(step, number) if number else drawn.generations)
@@ -167,9 +174,10 @@ class RolloutSource:
             rollouts = sampled_until_decided(draw, self._config.dynamic_sampling, groups=groups, group_size=size)
         else:
             rollouts = self._score(drawn.generations)
+        valid = valid_groups(rollouts, group_size=size)  # first: a step without any is not kept, but scored again
         self._log.write(step, rollouts, self._score.state(), policy=drawn.policy, pool=drawn.pool)
         self._log.forget(before=step - self._config.checkpoint_every)
-        return rollouts
+        return valid
 
 
 def staleness(rollouts: Sequence[Rollout], step: int) -> Metrics:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlhf_core.errors import RewardError, explain
-from rlhf_core.types import Rollout
+from rlhf_core.types import Generation, Rollout
 
 
 def valid_groups(rollouts: Sequence[Rollout], *, group_size: int) -> list[Rollout]:
@@ -20,3 +20,9 @@ def valid_groups(rollouts: Sequence[Rollout], *, group_size: int) -> list[Rollou
         where = f"rewards[prompt {first.prompt.id}]"
         raise RewardError(explain(where, first.invalid, "every group of the step has an invalid rollout", "mend it"))
     return kept
+
+
+def has_whole_group(generations: Sequence[Generation], *, group_size: int) -> bool:
+    """Return whether in one of the groups of `group_size` consecutive answers no episode failed."""
+    groups = [generations[start : start + group_size] for start in range(0, len(generations), group_size)]
+    return any(not any(one.completion.failure for one in group) for group in groups)

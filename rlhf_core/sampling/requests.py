@@ -35,9 +35,8 @@ def check_requests(
         needed = len(request.prompt_ids) + most
         if needed > max_model_len:
             rule = f"{len(request.prompt_ids)} prompt tokens + max_tokens {most} exceed max_model_len {max_model_len}"
-            raise SamplingError(
-                explain(where, needed, rule, "raise runtime.sampler.max_model_len, lower max_tokens or drop the prompt")
-            )
+            remedy = "raise runtime.sampler.max_model_len, lower max_tokens (or max_episode_tokens) or drop the prompt"
+            raise SamplingError(explain(where, needed, rule, remedy))
 
 
 def check_logprobs(request: SamplingRequest, logprobs: Sequence[float]) -> None:

@@ -35,6 +35,13 @@ def test_the_number_of_workers_is_no_part_of_a_spec_and_the_precision_is(tmp_pat
     assert trainer() != trainer("runtime.trainer.dtype=bfloat16")
 
 
+def test_episodes_that_may_outgrow_the_sampler_are_refused_in_the_plan(tmp_path: Path) -> None:
+    agent = 'ppo.agent={type = "program", command = ["true"], max_episode_tokens = %d}'
+    with pytest.raises(ConfigError, match=r"ppo\.agent\.max_episode_tokens = 257: the sampler takes 256 tokens; lower"):
+        plan(load_profile("tiny/full", [agent % 257]), ArtifactStore(tmp_path))
+    assert plan(load_profile("tiny/full", [agent % 256]), ArtifactStore(tmp_path))
+
+
 def test_the_functions_of_users_are_found_wherever_they_stand() -> None:
     config = PPOConfig.model_validate(
         {

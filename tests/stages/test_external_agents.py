@@ -61,14 +61,14 @@ def answers(url: str) -> bool:
         return False
 
 
-def learns(root: Path, agent: AgentConfig, *, most: float, steps: int = 20) -> None:
+def assert_learns(root: Path, agent: AgentConfig, *, most: float, steps: int = 20) -> None:
     """A turn pays the share of digits in what was said: from less than 0.1 at random to near the most that there is."""
     rewards = rewards_of_grpo(root, agent=agent, steps=steps, samples=8)
     assert rewards[0] < 0.1 and rewards[-1] > 0.9 * most
 
 
 def test_an_agent_file_of_openrlhf(tmp_path: Path) -> None:
-    learns(tmp_path, OpenRLHFAgent(file=str(PROGRAMS / "openrlhf_agent.py"), **LIMITS), most=2.0)
+    assert_learns(tmp_path, OpenRLHFAgent(file=str(PROGRAMS / "openrlhf_agent.py"), **LIMITS), most=2.0)
 
 
 def test_an_agent_that_knows_openais_client_alone(tmp_path: Path) -> None:
@@ -78,17 +78,19 @@ def test_an_agent_that_knows_openais_client_alone(tmp_path: Path) -> None:
 
 def test_a_program_that_posts_to_the_endpoint(tmp_path: Path) -> None:
     agent = ProgramAgent(command=("python", "-I", "-S", str(PROGRAMS / "http_agent.py")), **LIMITS)
-    learns(tmp_path, agent, most=1.0, steps=14)
+    assert_learns(tmp_path, agent, most=1.0, steps=14)
 
 
 def test_an_openenv_server(tmp_path: Path) -> None:
     with server(interpreter("RLHF_TEST_OPENENV_PYTHON"), "openenv_server.py", "/health") as url:
-        learns(tmp_path, OpenEnvAgent(url=url, **LIMITS), most=1.0)  # a second turn rarely fits into the 64 tokens
+        assert_learns(
+            tmp_path, OpenEnvAgent(url=url, **LIMITS), most=1.0
+        )  # a second turn rarely fits into the 64 tokens
 
 
 def test_a_nemo_gym_resources_server(tmp_path: Path) -> None:
     with server(interpreter("RLHF_TEST_NEMO_GYM_PYTHON"), "nemo_gym_server.py", "/openapi.json") as url:
-        learns(tmp_path, NemoGymAgent(url=url, **LIMITS), most=1.0)
+        assert_learns(tmp_path, NemoGymAgent(url=url, **LIMITS), most=1.0)
 
 
 def test_an_environment_of_verifiers(tmp_path: Path) -> None:
@@ -98,4 +100,4 @@ def test_an_environment_of_verifiers(tmp_path: Path) -> None:
         folders=(str(SERVERS / "verifiers_legacy"),),
         **LIMITS,
     )
-    learns(tmp_path, agent, most=1.0)
+    assert_learns(tmp_path, agent, most=1.0)

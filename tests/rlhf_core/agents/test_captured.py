@@ -6,8 +6,9 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import pytest
+from starlette.responses import JSONResponse
 
-from rlhf_core.agents.captured import Captured, RequestRefused, said_in
+from rlhf_core.agents.captured import Captured, RequestRefused, said_in, tool_use
 from rlhf_core.agents.programs import Answer, EpisodeCut
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.types import Message
@@ -195,6 +196,7 @@ def test_messages_and_text_do_not_mix() -> None:
 def test_parts_of_text_are_one_text_and_pictures_are_refused() -> None:
     parts = [{"type": "text", "text": "What "}, {"type": "text", "text": "is 3?"}]
     assert said_in({"role": "user", "content": parts}) == said_in(USER)
+    assert said_in({"role": "tool", "content": "half a \ud83d"}).content == "half a ?", "no tokenizer takes it"
     with pytest.raises(RequestRefused, match="text alone"):
         said_in({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]})
 
@@ -212,6 +214,15 @@ def test_parts_of_text_are_one_text_and_pictures_are_refused() -> None:
 def test_a_message_of_another_form_is_refused(odd: dict[str, Any]) -> None:
     with pytest.raises(RequestRefused, match="form of the chat protocol"):
         said_in(odd)
+
+
+def test_a_call_with_half_a_surrogate_pair_can_be_answered_and_repeated() -> None:
+    text = '<tool_call>{"name": "a\\ud83d", "arguments": {"x": "\\ud83d"}}</tool_call>'
+    captured, _ = conversation(text, "3", template=with_tools())
+    turn = finish(captured.chat([USER], tools=[TOOL]))
+    (use,) = turn.said.calls
+    assert JSONResponse({"name": use.name, "arguments": use.arguments}).body
+    assert tool_use({"name": use.name, "arguments": use.arguments}) == use
 
 
 def test_tools_that_come_after_the_first_request_are_refused() -> None:

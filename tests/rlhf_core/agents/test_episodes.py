@@ -138,3 +138,18 @@ def test_the_first_turn_is_what_plain_sampling_would_ask_for() -> None:
     request = sampler.batches[0][0]
     assert (request.prompt_ids, request.seed) == (template.prompt_ids(prompt(0, "").messages), 100)
     assert len({batch[0].seed for batch in sampler.batches}) == 3
+
+
+def test_the_deadline_of_an_episode_holds_for_an_environment_that_never_awaits() -> None:
+    (episode,), _ = played("Dawdling", ["0.3"], numbered, retries=0, max_turns=4, episode_timeout_s=0.5)
+    assert "episode_timeout_s = 0.5 was over" in episode.completion.failure
+
+
+def test_a_step_that_ends_after_its_deadline_is_late_though_it_never_awaits() -> None:
+    (episode,), _ = played("Dawdling", ["0.5"], numbered, retries=0, step_timeout_s=0.2)
+    assert "step_timeout_s = 0.2" in episode.completion.failure
+
+
+def test_what_no_file_can_hold_is_taken_out_of_a_failure() -> None:
+    (episode,), _ = played("Faulty", ["surrogate"], numbered, retries=0)
+    assert episode.completion.failure.endswith("half a ?") and episode.completion.failure.encode()

@@ -109,6 +109,8 @@ def test_columns_of_a_label_that_is_json_do_not_hide_the_prompt_s_own() -> None:
     columns = prompt_columns(prompt(3, '{"secret": 4, "id": "forged"}'), "text")
     assert (columns["secret"], columns["id"], columns["text"]) == (4, "q3", "text")
     assert label_columns("42") == {} and label_columns("{not json") == {}
+    assert label_columns(f'{{"n": {"1" * 5000}}}') == {}, "more digits than Python reads"
+    assert label_columns('{"n": ' + "[" * 5000) == {}
 
 
 def test_an_addition_to_a_prompt_that_ends_with_another_role_is_a_turn_of_its_own() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.agents.environment import StepResult
+from rlhf_core.agents.games import EpisodeFailed
 from rlhf_core.agents.openenv import open_server
 from rlhf_core.config.agents import OpenEnvAgent
 from rlhf_core.errors import ConfigError
@@ -74,6 +75,24 @@ def test_a_lost_connection_is_a_failure() -> None:
             await one.step("4")
 
         asyncio.run(episode())
+
+
+@pytest.mark.parametrize("reply", [{"type": "observation", "data": {"what": "?"}}, {"observation": {}}, "busy"])
+def test_what_is_no_reply_is_the_server_s_failure_and_not_an_invalid_action(reply: Any) -> None:
+    exchanges = [
+        WIRE["sessions"]["played"][0],
+        {"sent": {"type": "step", "data": {"text": "4"}}, "received": reply},
+    ]
+
+    async def episode(make: Any) -> Any:
+        one = make()
+        await one.reset({"label": ""}, 7)
+        return await one.step("4")
+
+    with openenv_server(WIRE["http"], exchanges, []) as url:
+        make = open_server(OpenEnvAgent(url=url))
+        with pytest.raises(EpisodeFailed, match="the server answered step with what its protocol does not know"):
+            asyncio.run(episode(make))
 
 
 @pytest.mark.parametrize("needed", [True, False])

@@ -156,3 +156,15 @@ def test_code_that_cannot_be_loaded_is_refused_at_the_start(spec: str, reason: s
     with pytest.raises(ConfigError, match=r"agent\.environment") as refused:
         Environments(EnvironmentAgent(environment=spec), tokenizer="")
     assert reason in str(refused.value)
+
+
+def test_a_call_to_an_episode_whose_process_is_lost_is_dropped() -> None:
+    config = EnvironmentAgent(environment=f"{WORLDS}:Faulty")
+    with Environments(config, tokenizer="") as environments:
+        ticket = begun(environments, "crash")
+        awaited(environments, "observed")
+        environments.tell(ticket, "step", "It is 3.", {}, timeout_s=60.0)
+        assert [event.ticket for event in awaited(environments, "lost")] == [ticket]
+        environments.tell(ticket, "step", "It is 4.", {}, timeout_s=60.0)
+        environments.end(ticket)
+        assert begun(environments, "none") > ticket and awaited(environments, "observed")

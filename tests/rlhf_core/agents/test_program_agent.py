@@ -124,3 +124,8 @@ def test_the_module_of_a_command_belongs_to_its_key(tmp_path: Path, monkeypatch:
 def test_a_secret_is_no_part_of_a_profile() -> None:
     with pytest.raises(ValueError, match="JUDGE_API_KEY looks like a secret"):
         ProgramAgent(command=("true",), variables={"LEVEL": "3", "JUDGE_API_KEY": "x"})
+
+
+@pytest.mark.parametrize("line", ["[" * 5000, "1" * 5000])
+def test_a_last_line_that_cannot_be_read_holds_no_reward(line: str) -> None:
+    assert earned(f"done\n{line}\n") == {"rewards": (), "extras": {}}

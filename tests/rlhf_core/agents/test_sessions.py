@@ -76,3 +76,14 @@ def test_arguments_reach_the_environment() -> None:
         return await session.step("a", {"turn": 0, "truncated": False})
 
     assert asyncio.run(scenario())[1].done and not sessions.programs
+
+
+def test_an_observation_that_is_nothing_is_named() -> None:
+    with pytest.raises(TypeError, match="a NoneType as observation, and must return text or messages"):
+        checked_step(StepResult(None, done=True))  # type: ignore[arg-type]
+
+
+def test_half_a_surrogate_pair_reaches_no_tokenizer() -> None:
+    half = "so \ud83d"
+    (turn,) = checked_step(StepResult([{"role": "tool", "content": half}])).observation
+    assert checked_step(StepResult(half)).observation == "so ?" and turn == {"role": "tool", "content": "so ?"}

@@ -55,6 +55,8 @@ def test_an_answer_without_a_call_ends_the_episode() -> None:
         ('<tool_call>{"name": "add"', "the call is no JSON"),
         ('<tool_call>["add"]</tool_call>', 'the call must read {"name": ...'),
         ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "the arguments must be an object"),
+        (f"<tool_call>{'[' * 5000}</tool_call>", "brackets too deep"),
+        (f'<tool_call>{{"name": "add", "arguments": {{"a": {"1" * 5000}}}}}</tool_call>', "a number too long"),
         (call("ad", a=1, b=2), "did you mean add?"),
         (call("add", a=1), "missing a required argument: 'b'"),
         (call("add", a=1, b="x"), "TypeError"),
@@ -78,6 +80,17 @@ def test_calls_past_the_limit_are_refused() -> None:
 def test_a_function_without_types_has_no_schema() -> None:
     with pytest.raises(ConfigError, match="no schema can be made"):
         load_tools((f"{WORLDS}:undocumented",))
+
+
+def test_tools_of_one_file_share_what_it_keeps(tmp_path: Path) -> None:
+    described = '    """Do it.\n\n    Args:\n        item: what\n    """\n'
+    (tmp_path / "cart.py").write_text(
+        f"CART = []\ndef put(item: str) -> str:\n{described}    CART.append(item)\n    return 'put'\n"
+        f"def has(item: str) -> bool:\n{described}    return item in CART\n"
+    )
+    tools = load_tools((f"{tmp_path}/cart.py:put", f"{tmp_path}/cart.py:has"))
+    tools["put"].function("tea")
+    assert tools["has"].function("tea")
 
 
 def test_calls_are_found_among_other_text() -> None:

@@ -80,6 +80,8 @@ class Faulty:
         match self._fault:
             case "raise":
                 raise ValueError("the board is broken")
+            case "surrogate":
+                raise ValueError("half a \ud83d")
             case "crash":
                 os._exit(3)
             case "hang":
@@ -103,6 +105,17 @@ class Stuck:
         if self._stuck:
             await asyncio.sleep(60)
         return StepResult(reward=1.0, done=True)
+
+
+class Dawdling:
+    """Works for as many seconds as the label says, and never awaits."""
+
+    def reset(self, prompt, seed):
+        self._seconds = float(prompt["label"])
+
+    def step(self, action):
+        time.sleep(self._seconds)
+        return StepResult("go on")
 
 
 class Lingering:

@@ -44,6 +44,11 @@ def test_estimators_that_compare_samples_need_two_of_them(kind: Any) -> None:
         ({"advantage": {"type": "rloo", "gamma": 0.9}, "samples_per_prompt": 2}, "Extra inputs"),
         ({"correction": {"pi_old": "sampler"}}, "level = 'token': with pi_old = 'sampler' q is 1 everywhere"),
         ({"dynamic_sampling": {}}, "samples_per_prompt = 1: dynamic_sampling compares"),
+        ({"rewards": {"composition": {"type": "gdpo"}}}, 'samples_per_prompt = 1: rewards.composition.type = "gdpo"'),
+        (
+            {"rewards": {"terms": {"rm": {"type": "reward_model", "normalise": "group"}}}},
+            'samples_per_prompt = 1: rewards.terms.rm.normalise = "group" compares',
+        ),
         ({"dynamic_sampling": {"max_rounds": 1}, "samples_per_prompt": 2}, "greater than or equal to 2"),
         ({"ptx": {"coef": 0}}, "greater than 0"),
         ({"value_optimizer": {"ema_decay": 0.9}}, "nobody uses the average of a value model"),

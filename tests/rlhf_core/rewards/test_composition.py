@@ -37,7 +37,8 @@ def test_the_configuration_chooses_the_composition() -> None:
 
 def test_what_does_not_apply_adds_nothing_and_where_nothing_applies_there_is_no_reward() -> None:
     values = {"maths": [1.0, None, None], "code": [None, 0.5, None], "noted": [7.0, 7.0, 7.0]}
-    assert weighted_sum(values, {"maths": 1.0, "code": 4.0, "noted": 0.0}) == [1.0, 2.0, None]
+    assert weighted_sum(values, {"maths": 1.0, "code": 4.0}) == [1.0, 2.0, None]
+    assert weighted_sum(values, {"maths": 0.0}) == [0.0, None, None], "it applies, and counts for nothing just now"
 
 
 def test_a_gate_that_does_not_apply_is_open_and_a_shut_one_needs_no_sum() -> None:

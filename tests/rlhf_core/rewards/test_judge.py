@@ -90,7 +90,13 @@ def test_the_template_is_filled_in_once() -> None:
 
 @pytest.mark.parametrize(
     ("text", "score"),
-    [("Score: 8", 8.0), ("score = 3.5\nno: Score: 4", 4.0), ("SCORE:-1", -1.0)],
+    [
+        ("Score: 8", 8.0),
+        ("score = 3.5\nno: Score: 4", 4.0),
+        ("SCORE:-1", -1.0),
+        ("**Score:** 8", 8.0),
+        ("__Score__: **7.5**", 7.5),
+    ],
 )
 def test_the_last_score_counts(text: str, score: float) -> None:
     assert read_score(text, PatternVerdict(), low=-10, high=10) == score
@@ -113,7 +119,9 @@ def test_an_answer_without_a_score_is_not_zero(text: str, message: str) -> None:
         read_score(text, PatternVerdict(), low=0, high=10)
 
 
-@pytest.mark.parametrize("text", ['{"score": null}', '{"score": "good"}', '{"score": NaN}', '{"points": 3}', "{"])
+@pytest.mark.parametrize(
+    "text", ['{"score": null}', '{"score": "good"}', '{"score": NaN}', '{"points": 3}', "{", '{"a":' * 2000]
+)
 def test_json_without_a_number_is_not_zero(text: str) -> None:
     with pytest.raises(ValueError, match="the judge's"):
         read_score(text, JsonVerdict(), low=0, high=10)

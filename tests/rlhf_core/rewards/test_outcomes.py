@@ -50,6 +50,7 @@ def test_a_reason_is_one_short_line() -> None:
     assert reason_of(BatchFailed("a\nlong message", reason="late")) == "late"
     assert reason_of(RewardError("two\nlines")) == "two lines"
     assert len(shortened("x" * 500)) == 200
+    assert shortened("half a \ud83d") == "half a ?", "no file holds the other half"
 
 
 def test_logs_add_up_and_plain_lists_are_outcomes() -> None:

@@ -53,6 +53,13 @@ def test_our_protocol_gets_text_labels_and_columns() -> None:
     assert scored(reward, *given).values == (0.0, 1.0)
 
 
+def test_a_label_that_is_too_deep_for_json_is_text() -> None:
+    def reward(completions: list[str], labels: list[str], label: list[str]) -> list[float]:
+        return [float(len(one)) for one in label]
+
+    assert scored(reward, generation("4", "{" + '"a":{' * 2000)).values == (10001.0,)
+
+
 def test_an_environments_tokens_are_told_from_the_policys() -> None:
     def reward(completions: list[str], labels: list[str], action_mask: list[list[int]]) -> list[float]:
         assert action_mask == [[1, 1], [0, 1]]
@@ -99,6 +106,17 @@ def test_a_table_gives_rewards_and_what_is_to_be_logged() -> None:
     outcome = scored(reward, *[generation("x")] * 4)
     assert outcome.values == (1.0, None, 1.0, 0.25)
     assert outcome.logs == {"hits": (3.0, 4), "temperature": (2.0, 4), "scores": (2.0, 4)}
+
+
+def test_text_among_what_is_logged_costs_no_reward() -> None:
+    def reward(queries: list[str], prompts: list[str], labels: list[str]) -> dict[str, Any]:
+        return {"rewards": [1.0], "extra_logs": {"kind": ["sum"], "unit": "apples", "hits": [3.0]}}
+
+    def silent(queries: list[str], prompts: list[str], labels: list[str]) -> dict[str, Any]:
+        return {"rewards": [1.0], "extra_logs": None}
+
+    assert scored(reward, generation("4")) == Outcome((1.0,), logs={"hits": (3.0, 1)})
+    assert scored(silent, generation("4")) == Outcome((1.0,))
 
 
 def test_the_names_of_what_is_logged_are_plain_text() -> None:

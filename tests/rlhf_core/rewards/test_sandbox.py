@@ -203,7 +203,8 @@ def test_a_program_dies_with_its_launcher(asker: psutil.Popen) -> None:
     launcher, program = sorted(asker.children(recursive=True), key=lambda one: one.cmdline()[-1] == "main.py")
     launcher.kill()
     wait_for(lambda: not alive(program))
-    assert "RewardError" in asker.communicate()[1]
+    said = asker.communicate()[1]
+    assert "RewardError" in said and "its launcher ended without an answer" in said
 
 
 def test_the_share_of_tests_and_the_first_failure_are_told() -> None:

@@ -227,3 +227,16 @@ def test_the_means_of_components_are_over_the_rollouts_that_they_apply_to() -> N
     assert component_means(rollouts) == means
     invalid = replace(rollouts[0], invalid="other: crashed", reward=math.nan, reward_components={"length": 99.0})
     assert component_means([*rollouts, invalid]) == means
+
+
+def test_a_weight_that_passes_through_0_leaves_a_reward_and_one_that_is_always_0_gives_none() -> None:
+    spec = TERMS["length"].model_dump() | {"weight": 1.0, "weight_end": -1.0, "weight_steps": 2}
+    noted = TERMS["constant"].model_dump() | {"weight": 0.0}
+    only_noted = Scorer(config_of(length=spec, constant=noted), {"length": lambda _: [None], "constant": constant})
+    passing = Scorer(config_of(length=spec, constant=noted), {"length": length, "constant": constant})
+    rewards = []
+    for step in (0, 1, 2):
+        passing.at_step(step)
+        rewards += [(one.reward, one.invalid) for one in passing(answers(8))]
+    assert rewards == [(8.0, ""), (0.0, ""), (-8.0, "")]
+    assert only_noted(answers(8))[0].invalid == "no reward applies"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import psutil
 
 from rlhf_core.rewards.outcomes import Outcome
+from rlhf_core.rewards.worker import Settings
 from rlhf_core.types import Completion, Generation, Message, Prompt
 
 
@@ -35,6 +37,11 @@ def test_it_answers_each_request_and_ends_with_the_input() -> None:
     right = Generation(prompt, (1,), Completion((2,), (-1.0,), "2", "stop", 0, 0))
     found = answers("rlhf_core.rewards.verifiable:exact_match", [right], [])
     assert found == [("ready", False), ("outcomes", [Outcome((1.0,))]), ("outcomes", [Outcome(())])]
+
+
+def test_infinite_arguments_reach_it() -> None:
+    sent = Settings(arguments={"most": math.inf})
+    assert Settings.model_validate_json(sent.model_dump_json()) == sent
 
 
 HANGING = """

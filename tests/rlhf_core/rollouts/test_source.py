@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,10 @@ import pytest
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.data.rollout_log import RolloutLog
-from rlhf_core.errors import DataError, SamplerLostError
+from rlhf_core.errors import DataError, RewardError, SamplerLostError
 from rlhf_core.interfaces import Metrics
 from rlhf_core.rollouts.source import RolloutSource, staleness
-from rlhf_core.types import ActionSpan, Completion, Rollout, SamplingRequest
+from rlhf_core.types import ActionSpan, Completion, Generation, Rollout, SamplingRequest
 from tests.rlhf_core.rollouts.fake_engines import PROMPTS, FakeChat, FakeSampler, FakeScorer, FakeTrainer
 
 
@@ -167,3 +169,40 @@ def test_staleness_is_weighed_by_tokens_over_the_segments() -> None:
     whole = Completion((1,) * 4, (0.0,) * 4, "", "stop", 5, 0)
     rollouts = [Rollout(PROMPTS[0], (9, 0), made, 0.0, {}) for made in (parts, whole)]
     assert staleness(rollouts, 5) == {"rollout/staleness": 6 / 8, "rollout/staleness_max": 2.0}
+
+
+@pytest.mark.parametrize("changes", [{}, {"staleness": 1}, {"dynamic_sampling": {}}])
+def test_a_step_without_a_valid_group_is_scored_again_by_the_next_attempt(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    class Down(FakeScorer):
+        def __call__(self, generations: Sequence[Generation]) -> list[Rollout]:
+            return [replace(one, reward=math.nan, invalid="refused") for one in super().__call__(generations)]
+
+    down = Ahead(tmp_path, **changes)
+    down.source._score = Down()
+    with down.source, pytest.raises(RewardError, match="every group of the step has an invalid rollout"):
+        down.step(0)
+    again = Ahead(tmp_path, **changes)
+    with again.source:
+        assert len(again.step(0)[0]) == 4
+
+
+def test_episodes_that_all_failed_are_not_kept_in_a_checkpoint_for_ever(tmp_path: Path) -> None:
+    class Away(FakeSampler):
+        def _answer(self, request: SamplingRequest, most: int) -> Completion:
+            failure = "the server is away" if len(self.batches) == 2 else ""
+            return replace(super()._answer(request, most), failure=failure)
+
+    first = Ahead(tmp_path, staleness=2)
+    first.source._sampler = Away()
+    with first.source:
+        first.step(0)
+        first.source.save(tmp_path / "checkpoint")
+    assert {bool(one.completion.failure) for one in first.source._drawn[1].result().generations} == {True}
+    again = Ahead(tmp_path, staleness=2)
+    again.source.load(tmp_path / "checkpoint", 1)
+    with again.source:
+        made = [again.step(step)[0] for step in range(1, 6)]
+    versions = [{one.completion.policy_version for one in rollouts} for rollouts in made]
+    assert versions == [{1}, {1}, {1}, {2}, {3}], "step 2 too: its weights come after those of step 1"

@@ -12,7 +12,7 @@ HEADERS = {"Content-Type": "application/json", "Authorization": "Bearer " + os.e
 
 def ask(messages):
     body = {"model": os.environ["OPENAI_MODEL"], "messages": messages}
-    with urlopen(Request(URL, json.dumps(body).encode(), HEADERS)) as reply:  # noqa: S310
+    with urlopen(Request(URL, json.dumps(body).encode(), HEADERS)) as reply:
         return json.load(reply)["choices"][0]["message"]["content"] or ""
 
 
