@@ -158,7 +158,7 @@ def grpo_step(job: dict[str, Any]) -> Callable[[], dict[str, float]]:
     trusting = job["side"].endswith("log-probs")
     objective = PolicyObjective(
         loss=ClipLoss(), max_length=job["answer"], temperature=1.0, kl_coef=job["kl_coef"], entropy_coef=0.0,
-        correction=CorrectionConfig(pi_old="sampler" if trusting else "trainer"),
+        correction=CorrectionConfig(pi_old="sampler", level="off") if trusting else CorrectionConfig(),
     )  # fmt: skip
     made = 0
 
