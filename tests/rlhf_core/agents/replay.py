@@ -36,7 +36,10 @@ def openenv_server(http: dict[str, Any], exchanges: list[dict[str, Any]], faults
         known = request.path in http
         return connection.respond(200 if known else 404, json.dumps(http.get(request.path)))  # type: ignore[arg-type]
 
+    sessions: list[threading.Thread] = []
+
     def play(connection: ServerConnection) -> None:
+        sessions.append(threading.current_thread())
         for exchange in exchanges:
             given = json.loads(connection.recv())
             if given != exchange["sent"]:
@@ -53,6 +56,8 @@ def openenv_server(http: dict[str, Any], exchanges: list[dict[str, Any]], faults
         finally:
             server.shutdown()
             thread.join()
+            for session in sessions:  # the last words of one may still be on their way to `faults`
+                session.join()
 
 
 def without_tokens(body: Any) -> Any:
