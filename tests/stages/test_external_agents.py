@@ -73,7 +73,7 @@ def test_an_agent_file_of_openrlhf(tmp_path: Path) -> None:
 
 def test_an_agent_that_knows_openais_client_alone(tmp_path: Path) -> None:
     agent = ProgramAgent(command=("python", str(AGENTS / "openai_agent.py")), **LIMITS)
-    assert len(rewards_of_grpo(tmp_path, agent=agent, steps=2, samples=2)) == 2
+    assert len(rewards_of_grpo(tmp_path, agent=agent, steps=2, prompts=2, samples=2)) == 2
 
 
 def test_a_program_that_posts_to_the_endpoint(tmp_path: Path) -> None:

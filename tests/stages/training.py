@@ -99,6 +99,7 @@ def rewards_of_grpo(
     root: Path,
     *,
     steps: int,
+    prompts: int = 6,
     samples: int = 4,
     agent: AgentConfig | None = None,
     reward: RewardSpec | None = None,
@@ -111,7 +112,7 @@ def rewards_of_grpo(
     shop, inputs = shop_and_inputs(root, make_policy(root / "policy"))
     settings = PPOConfig(
         steps=steps,
-        prompts_per_step=6,
+        prompts_per_step=prompts,
         samples_per_prompt=samples,
         sampling=SamplingConfig(max_tokens=8),
         advantage={"type": "grpo"},
