@@ -16,6 +16,7 @@ from typing import Any
 from rlhf_core.agents.programs import Answer, Engine, EpisodeCut
 from rlhf_core.agents.tools import parse_calls
 from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.encodable import encodable
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.types import Message
 
@@ -197,9 +198,7 @@ def _said_in(message: Mapping[str, Any]) -> Said:
     if not role or not isinstance(content or "", str):
         raise RequestRefused("messages", "each message has a role and text as its content")
     calls = tuple(tool_use(call["function"]) for call in message.get("tool_calls") or ())
-    # Half a surrogate pair, which JSON may hold, is no text for a tokenizer.
-    content = (content or "").encode(errors="replace").decode()
-    return Said("system" if role == "developer" else role, content, calls)
+    return Said("system" if role == "developer" else role, encodable(content or ""), calls)
 
 
 def tool_use(function: Mapping[str, Any]) -> ToolUse:
@@ -213,4 +212,4 @@ def tool_use(function: Mapping[str, Any]) -> ToolUse:
 
 def sorted_json(value: Any) -> str:
     """Return `value` as JSON that equal values share, without half surrogate pairs, which no answer can hold."""
-    return json.dumps(value, ensure_ascii=False, sort_keys=True).encode(errors="replace").decode()
+    return encodable(json.dumps(value, ensure_ascii=False, sort_keys=True))

@@ -25,6 +25,7 @@ from rlhf_core.config.agents import (
     ToolsAgent,
     VerifiersAgent,
 )
+from rlhf_core.encodable import encodable
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,6 @@ def checked_step(result: Any) -> StepResult:
 def plain_text(text: str) -> str:
     """Return `text` as a `str`: a class of the user's, such as an enum of roles, cannot be loaded by the parent.
 
-    Half a surrogate pair, as JSON may hold, becomes a question mark: no tokenizer takes it, and no file.
-    TypeError if it is no text.
+    It is `encodable`. TypeError if it is no text.
     """
-    return str.__str__(text).encode(errors="replace").decode()
+    return encodable(str.__str__(text))

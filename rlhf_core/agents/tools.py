@@ -15,6 +15,7 @@ from typing import Any
 
 from rlhf_core.agents.environment import StepResult
 from rlhf_core.callables import load_callables
+from rlhf_core.encodable import encodable
 from rlhf_core.errors import ConfigError, explain, nearest
 
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
@@ -92,7 +93,7 @@ def _parsed(body: str) -> ToolCall:
         return ToolCall("", {}, "the call is no JSON that can be read (a number too long, or brackets too deep)")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return ToolCall("", {}, 'the call must read {"name": ..., "arguments": {...}}')
-    name = call["name"].encode(errors="replace").decode()  # half a surrogate pair goes into no answer
+    name = encodable(call["name"])
     arguments = call["arguments"] if "arguments" in call else {}
     if not isinstance(arguments, dict):
         return ToolCall(name, {}, "the arguments must be an object")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rlhf_core.config.rewards import OnFailure
+from rlhf_core.encodable import encodable
 from rlhf_core.errors import RewardError, explain
 from rlhf_core.types import Generation
 
@@ -91,7 +92,7 @@ def shortened(text: str) -> str:
     >>> shortened("KeyError:\\n  'x'")
     "KeyError: 'x'"
     """
-    line = " ".join(text.encode(errors="replace").decode().split())  # half a surrogate pair goes into no file
+    line = " ".join(encodable(text).split())
     return line if len(line) <= LONGEST_REASON else line[: LONGEST_REASON - 4] + " ..."
 
 
