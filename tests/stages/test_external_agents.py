@@ -83,9 +83,8 @@ def test_a_program_that_posts_to_the_endpoint(tmp_path: Path) -> None:
 
 def test_an_openenv_server(tmp_path: Path) -> None:
     with server(interpreter("RLHF_TEST_OPENENV_PYTHON"), "openenv_server.py", "/health") as url:
-        assert_learns(
-            tmp_path, OpenEnvAgent(url=url, **LIMITS), most=1.0
-        )  # a second turn rarely fits into the 64 tokens
+        # A second turn rarely fits into the 64 tokens.
+        assert_learns(tmp_path, OpenEnvAgent(url=url, **LIMITS), most=1.0)
 
 
 def test_a_nemo_gym_resources_server(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ from rlhf_core.types import (
 )
 from stages.ppo import PPOConfig
 from tests.stages.recording import Workshop, make_policy
+
+logger = logging.getLogger(__name__)
 
 
 def question(number: int) -> tuple[Message, ...]:
@@ -124,7 +127,9 @@ def rewards_of_grpo(
     shop.run("ppo", settings, inputs, seed=seed)
     assert set(series(shop, "rollout/failed_episodes")) <= {0.0}
     assert set(series(shop, "rollout/invalid")) <= {0.0}
-    return series(shop, "reward/mean")
+    rewards = series(shop, "reward/mean")
+    logger.info("reward of each step: %s", " ".join(f"{reward:.2f}" for reward in rewards))
+    return rewards
 
 
 def untimed(points: list[tuple[int, dict[str, float]]]) -> list[tuple[int, dict[str, float]]]:
