@@ -6,7 +6,7 @@ TESTS ?= tests
 WORKERS ?= 2
 RLHF := $(VENV)/bin/rlhf
 
-.PHONY: demo test lint format up down status install requirements smollm2 clean clean-venv
+.PHONY: demo test test-portable test-external lint format up down status install requirements smollm2 clean clean-venv
 
 demo: install            ## the whole lifecycle on this machine, then the results table
 	$(RLHF) run $(PROFILE)
@@ -14,6 +14,13 @@ demo: install            ## the whole lifecycle on this machine, then the result
 test: install            ## every test; TESTS=tests/pipelines for some, WORKERS=1 for one after the other
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1 DO_NOT_TRACK=1 RAY_USAGE_STATS_ENABLED=0 \
 	  $(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile $(TESTS)
+
+SELECTION ?= full
+test-portable: install   ## the numeric tests with other kernels and rounding; SELECTION=quick for minutes instead of hours
+	$(VENV)/bin/python -m benchmarks.portable --selection $(SELECTION) --workers $(WORKERS)
+
+test-external: install   ## the tests that drive programs of others (OpenEnv, NeMo Gym, verifiers), each in .venv-external
+	VENV=$(VENV) requirements/external.sh
 
 lint: install            ## style, types, and who may import whom
 	$(VENV)/bin/ruff check .
@@ -48,10 +55,14 @@ requirements:
 	$(COMPILE) --python-platform x86_64-manylinux_2_28 --override requirements/cpu-overrides.txt requirements/cpu.in -o requirements/cpu.txt
 	$(COMPILE) --python-platform x86_64-manylinux_2_28 requirements/gpu.in -o requirements/gpu.txt
 	$(COMPILE) requirements/dev.in -o requirements/dev.txt
+	for name in openenv verifiers verifiers-legacy; do \
+	  $(COMPILE) --python-platform x86_64-manylinux_2_28 requirements/external/$$name.in -o requirements/external/$$name.txt || exit 1; done
+	$(subst --python-version 3.11,--python-version 3.13.14,$(COMPILE)) --python-platform x86_64-manylinux_2_28 \
+	  requirements/external/nemo-gym.in -o requirements/external/nemo-gym.txt
 
 clean:                   ## caches of the tools; the store in .rlhf stays
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
-	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './.venv-external/*' -prune -exec rm -rf {} +
 
 clean-venv: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-external

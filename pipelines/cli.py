@@ -124,6 +124,7 @@ def _profile_options(parser: argparse.ArgumentParser, *, positional: bool = True
     parser.add_argument("--until", default="", metavar="STAGE", help="stop after this stage")
     parser.add_argument("--force", action="append", default=[], metavar="STAGE", help="run it even if it is done")
     parser.add_argument("--strict-code", action="store_true", help="every change of code counts")
+    parser.add_argument("--strict-env", action="store_true", help="other versions of Python and of packages count")
 
 
 def _verb(name: str) -> Callable[[argparse.Namespace], int | None]:

@@ -26,8 +26,9 @@ from prefect.runner import _scheduled_run_poller as poller
 from pydantic import BaseModel
 
 from pipelines import flows, single_stage
+from pipelines.home import Home
 from pipelines.profile import PipelineConfig, load_profile
-from pipelines.reconcile import interrupt, reconcile
+from pipelines.reconcile import home_tag, interrupt, reconcile
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,10 @@ def deployments() -> list[Any]:
     return [
         _deploy(flows.full, "full", {"config": _plain(profile)}),
         _deploy(flows.rlvr, "rlvr", {"config": _plain(load_profile("tiny/rlvr"))}),
+        # Where the model is only a person knows: the form is filled in but for that.
+        _deploy(
+            single_stage.import_reward_model, "import-reward-model", {"settings": stage_flows["ppo"][1]["settings"]}
+        ),
         *(_deploy(flow, name, parameters) for name, (flow, parameters) in stage_flows.items()),
     ]
 
@@ -164,9 +169,11 @@ def _reconcile_all(log: Path) -> None:
 def main(mark: Path) -> None:
     """Serve the deployments; the file `mark` is there, and young, while they can be triggered."""
     logging.basicConfig(format="%(asctime)s %(message)s")
+    tag = home_tag(Home.here())
     reconcile()
     runner = InterruptingRunner(limit=RUNS_AT_ONCE, query_seconds=POLL_S)
     for deployment in deployments():
+        deployment.tags = [tag]  # its runs inherit it: that they are ours is known before they start
         runner.add_deployment(deployment)
     log = mark.parent / "logs" / "reconcile.log"
     threading.Thread(target=_keep_true, args=(log,), daemon=True, name="reconcile").start()

@@ -14,21 +14,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from pipelines.key_metric import key_metric
 from rlhf_core.stage import Decision
 
-KEY_METRICS = (
-    "accuracy",
-    "eval/accuracy",
-    "eval/loss",
-    "eval/token_loss",
-    "reward/mean",
-    "loss",
-    "rollouts",
-    "generations",
-    "pairs",
-    "demonstrations",
-)
-"""The number that a person looks for first, by the end of its name; the first that a stage has is shown."""
 STYLES = {
     "HIT": "green",
     "RUN": "cyan",
@@ -168,24 +156,11 @@ def _cells(label: str, row: Row) -> tuple[RenderableType, ...]:
     if row.state == "done":
         remark = key_metric(row.metrics) if row.decision != "HIT" else row.reason
         shown = "" if row.decision == "HIT" else f"{row.seconds:.1f} s"
-        return label, decision, Text("done", style="green"), shown, remark
+        return Text(label), decision, Text("done", style="green"), shown, Text(remark)
     seconds = time.monotonic() - row.began if row.state == "running" else row.seconds
     bar = ProgressBar(total=row.total, completed=row.done, width=24) if row.total else Text(row.state)
     remark = " ".join(part for part in (key_metric(row.metrics), row.message or row.reason) if part)
-    return Text(label, style="bold"), decision, bar, f"{seconds:.0f} s", remark
-
-
-def key_metric(metrics: Mapping[str, float]) -> str:
-    """Return `name value` of the number that says most about a stage, or an empty text.
-
-    While a stage runs its label stands before the name. What was measured `before` training is not its result.
-    """
-    results = {name: value for name, value in metrics.items() if "before" not in name.split("/")}
-    for wanted in KEY_METRICS:
-        for name, value in results.items():
-            if name == wanted or name.endswith(f"/{wanted}"):
-                return f"{wanted} {value:.4g}"
-    return ""
+    return Text(label, style="bold"), decision, bar, f"{seconds:.0f} s", Text(remark)
 
 
 def open_display(console: Console) -> PlainDisplay | LiveDisplay:
@@ -199,7 +174,8 @@ def decisions_table(rows: list[tuple[str, Decision]], *, wide: bool) -> Table:
     for name in ("stage", "decision", "why", "key"):
         table.add_column(name, no_wrap=name != "why" or wide)
     for label, decision in rows:
-        table.add_row(label, Text(decision.action, style=STYLES[decision.action]), decision.reason, decision.key[:12])
+        action = Text(decision.action, style=STYLES[decision.action])
+        table.add_row(Text(label), action, Text(decision.reason), decision.key[:12])
     return table
 
 
@@ -224,7 +200,7 @@ def results_table(report: Mapping[str, Any]) -> Table:
     for title in shown.values():
         table.add_column(title, justify="right", no_wrap=True)
     for name, row in rows.items():
-        table.add_row(name, *(_measure(measure, row[measure]) if measure in row else "" for measure in shown))
+        table.add_row(Text(name), *(_measure(measure, row[measure]) if measure in row else "" for measure in shown))
     return table
 
 

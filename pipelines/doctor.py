@@ -12,8 +12,9 @@ import sys
 import psutil
 from rich.console import Console
 
-from pipelines.home import Home
-from pipelines.services import MLFLOW_PORT, PREFECT_PORT, is_free, running
+from pipelines.home import Home, client_environment
+from pipelines.services import MLFLOW_PORT, PREFECT_PORT, is_free, prefect_trouble, running, user_prefect
+from rlhf_core.redaction import shown
 
 PACKAGES = ("torch", "deepspeed", "ray", "prefect", "mlflow", "transformers", "peft", "datasets", "pyarrow")
 ENGINES = ("torch", "transformers", "ray", "deepspeed", "vllm", "prefect", "mlflow")
@@ -77,7 +78,12 @@ def _gpus() -> str:
 
 
 def _services(home: Home) -> tuple[bool, str, str]:
-    services = running(home)
+    services, theirs = running(home), user_prefect(home)
+    if theirs:
+        address = shown(theirs)
+        remedy = "start it, or unset PREFECT_API_URL (also `prefect config unset PREFECT_API_URL`)"
+        trouble = prefect_trouble(client_environment(home, prefect_api=theirs))
+        return not trouble, f"your own Prefect at {address} {trouble or 'answers'}", remedy
     if services is not None:
         return True, f"services are up: {services.prefect_url} {services.mlflow_url}", ""
     taken = [str(port) for port in (PREFECT_PORT, MLFLOW_PORT) if not is_free(port)]

@@ -10,10 +10,10 @@ from pipelines.home import Home
 from pipelines.listener import Silent
 from pipelines.plan import Pipeline
 from pipelines.profile import PipelineConfig, with_overrides
-from pipelines.reconcile import own
+from pipelines.reconcile import FLOW_NAME, own
 from pipelines.rlvr import verifiable_rewards
 from pipelines.run import RunOptions, open_run, open_tracker
-from pipelines.tasks import FLOW_NAME, run_in_flow
+from pipelines.tasks import run_in_flow
 
 
 @flow(name=FLOW_NAME, flow_run_name="{config.name}", persist_result=False)
@@ -23,12 +23,13 @@ def full(
     until: str = "",
     force: list[str] = [],  # noqa: B006
     strict_code: bool = False,
+    strict_env: bool = False,
 ) -> dict[str, str]:
     """The whole lifecycle: every section of `config` that is there, in order.
 
     `overrides` are `dotted.key=value` changes of `config`; `until` ends after that stage; `force` runs stages anew.
     """
-    options = RunOptions(until=until, force=tuple(force), strict_code=strict_code)
+    options = RunOptions(until=until, force=tuple(force), strict_code=strict_code, strict_env=strict_env)
     return run_served(with_overrides(config, overrides), lifecycle, options)
 
 
@@ -39,9 +40,10 @@ def rlvr(
     until: str = "",
     force: list[str] = [],  # noqa: B006
     strict_code: bool = False,
+    strict_env: bool = False,
 ) -> dict[str, str]:
     """Policy optimisation on verifiable rewards; the profile has no learned reward."""
-    options = RunOptions(until=until, force=tuple(force), strict_code=strict_code)
+    options = RunOptions(until=until, force=tuple(force), strict_code=strict_code, strict_env=strict_env)
     return run_served(with_overrides(config, overrides), verifiable_rewards, options)
 
 

@@ -21,9 +21,18 @@ from pipelines.listener import Listener
 from pipelines.plan import plan
 from pipelines.profile import PipelineConfig, load_profile
 from pipelines.run import PipelineRun, RunOptions, import_tracker, open_run, open_tracker, store_of
-from pipelines.services import SERVER_TIMEOUT_S, PrivateServer, ServiceError, private_server, running
+from pipelines.services import (
+    SERVER_TIMEOUT_S,
+    PrivateServer,
+    ServiceError,
+    connect_user_prefect,
+    private_server,
+    running,
+    user_prefect,
+)
 from pipelines.watched import healthy, wait_for
 from rlhf_core.artifacts import ArtifactStore
+from rlhf_core.redaction import shown
 from rlhf_core.types import ArtifactRef, ReportRef
 
 logger = logging.getLogger(__name__)
@@ -39,13 +48,22 @@ def run_profile(options: argparse.Namespace, console: Console) -> None:
     home = Home.here().make()
     config = load_profile(options.profile, options.overrides)
     store = store_of(config, home)
-    wanted = RunOptions(until=options.until, force=tuple(options.force), strict_code=options.strict_code)
+    wanted = RunOptions(
+        until=options.until, force=tuple(options.force), strict_code=options.strict_code, strict_env=options.strict_env
+    )
     with open_display(console) as display:
         _keep_log(home, display)
         results = None
         if not is_watched(home):
-            planned = plan(config, store, until=wanted.until, force=wanted.force, strict_code=wanted.strict_code)
-            results = take_hits(planned, store, display, strict_code=wanted.strict_code)
+            planned = plan(
+                config,
+                store,
+                until=wanted.until,
+                force=wanted.force,
+                strict_code=wanted.strict_code,
+                strict_env=wanted.strict_env,
+            )
+            results = take_hits(planned, store, display, strict_code=wanted.strict_code, strict_env=wanted.strict_env)
         if results is None:
             results = _run_recorded(config, wanted, options, home, display)
     _print_results(results, store, console)
@@ -68,12 +86,17 @@ def _run_recorded(
 
 @contextmanager
 def _server(home: Home) -> Iterator[PrivateServer | None]:
-    """Point Prefect's client at the services that are up, or at a server that starts now and ends with the run."""
+    """Point Prefect's client at the user's own server, at that of `rlhf up`, or at one that ends with the run."""
     services = running(home)
+    theirs = user_prefect(home) or (services.prefect_api if services is not None else "")
+    if theirs:
+        connect_user_prefect(home, theirs)
+        yield None
+        return
     if services is not None:
-        if not wait_for(lambda: healthy(services.health[0]), SERVER_TIMEOUT_S):
+        if not wait_for(lambda: healthy(services.health["prefect"]), SERVER_TIMEOUT_S):
             raise ServiceError(f"{services.prefect_url}: does not answer; read {home.logs}, or rlhf down")
-        os.environ.update(client_environment(home, prefect_port=services.prefect_port))
+        os.environ.update(services.environment(home))
         yield None
         return
     with private_server(home) as server:
@@ -89,10 +112,13 @@ def _run_flow(
     from prefect.context import FlowRunContext
 
     from pipelines.full import lifecycle
-    from pipelines.tasks import FLOW_NAME, run_in_flow, settle
+    from pipelines.reconcile import FLOW_NAME
+    from pipelines.tasks import run_in_flow, settle
 
     @flow(name=FLOW_NAME, flow_run_name=config.name, validate_parameters=False, persist_result=False)
-    def full(profile: str, overrides: list[str], until: str, force: list[str], strict_code: bool) -> None:
+    def full(
+        profile: str, overrides: list[str], until: str, force: list[str], strict_code: bool, strict_env: bool
+    ) -> None:
         flow_runs.append(FlowRunContext.get().flow_run.id)
         run_in_flow(pipeline_run, lifecycle)
         ended.append(True)
@@ -102,9 +128,10 @@ def _run_flow(
     flow_runs: list[UUID] = []
     ended: list[bool] = []
     try:
-        full(_whereabouts(options.profile), options.overrides, options.until, options.force, options.strict_code)
+        strict = (options.strict_code, options.strict_env)
+        full(_whereabouts(options.profile), options.overrides, options.until, options.force, *strict)
     except TransportError as error:
-        url = os.environ["PREFECT_API_URL"]
+        url = shown(os.environ["PREFECT_API_URL"])
         if not ended:
             raise ServiceError(f"{url}: Prefect does not answer ({error}); what was done is kept: run again") from error
         # The client has tried again for minutes, and all stages have committed: nothing is lost but a page.
@@ -130,7 +157,10 @@ def _print_results(results: Mapping[str, ArtifactRef], store: ArtifactStore, con
 
 def _say_where_to_look(home: Home, console: Console) -> None:
     services = running(home)
-    if services is None:
+    theirs = user_prefect(home)
+    if theirs and (services is None or services.prefect_api != theirs):
+        console.print(f"Prefect {shown(theirs).removesuffix('/api')}", highlight=False)
+    elif services is None:
         console.print("look at it in a browser (Prefect and MLflow): make up, or rlhf up", highlight=False)
     else:
         console.print(f"Prefect {services.prefect_url}   MLflow {services.mlflow_url}", highlight=False)

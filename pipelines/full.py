@@ -56,6 +56,10 @@ def lifecycle(config: PipelineConfig, stages: Stages) -> dict[str, PolicyRef]:
     """Run every stage that the profile has a section for; return the policies by name, in order of making."""
     data = stages.prepare_data("prepare_data", config.prepare_data)
     made = Made(data, {"base": part(data, "base", PolicyRef)})
+    if config.import_reward_model:  # first: one that cannot be used is found before anything is trained
+        made.reward_models["reward_model"] = stages.import_reward_model(
+            "import_reward_model", config.import_reward_model, policy=made.policies["base"]
+        )
     if config.sft:
         demonstrations = part(data, "demonstrations", DemonstrationsRef)
         made.policies["sft"] = stages.sft(

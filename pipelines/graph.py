@@ -10,12 +10,15 @@ from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel
 
+from pipelines.home import Home
+from pipelines.registry import registry
 from rlhf_core.config.agents import AgentConfig, EpisodeLimits
 from rlhf_core.config.base import Config, keyed
 from rlhf_core.config.engines import RuntimeConfig
+from rlhf_core.config.preference import REFERENCE_FREE
 from rlhf_core.config.rewards import RewardsConfig
 from rlhf_core.errors import ConfigError, explain
-from rlhf_core.fingerprint import callable_digest, hash_file
+from rlhf_core.fingerprint import hash_file
 from rlhf_core.stage import StageSpec
 from rlhf_core.types import (
     ArtifactRef,
@@ -32,11 +35,14 @@ from rlhf_core.types import (
     RolloutsRef,
     StepsRef,
 )
+from rlhf_core.user_code import user_code_digest
 from stages.condition import ConditionConfig
 from stages.distill import DistillConfig
 from stages.dpo import DPOConfig
 from stages.evaluate import EvaluateConfig
 from stages.generate import GenerateConfig
+from stages.import_reward_model import ImportRewardModelConfig
+from stages.import_reward_model import content_digests as reward_model_digests
 from stages.ppo import PPOConfig
 from stages.prepare_data import PrepareDataConfig, content_digests
 from stages.process_reward_model import ProcessRewardModelConfig
@@ -52,6 +58,7 @@ ENGINES: Mapping[str, tuple[str, ...]] = {
     "prepare_data": (),
     "sft": ("trainer",),
     "reward_model": ("trainer",),
+    "import_reward_model": ("trainer",),
     "process_reward_model": ("trainer",),
     "generate": ("sampler",),
     "score": ("trainer",),
@@ -93,6 +100,10 @@ class Stages:
         self, label: str, config: RewardModelConfig, *, policy: PolicyRef, preferences: PreferencesRef
     ) -> RewardModelRef:
         return self._run("reward_model", label, config, RewardModelRef, {"policy": policy, "preferences": preferences})
+
+    def import_reward_model(self, label: str, config: ImportRewardModelConfig, *, policy: PolicyRef) -> RewardModelRef:
+        files = reward_model_digests(config)
+        return self._run("import_reward_model", label, config, RewardModelRef, {"policy": policy}, files=files)
 
     def process_reward_model(
         self, label: str, config: ProcessRewardModelConfig, *, policy: PolicyRef, steps: StepsRef
@@ -159,7 +170,9 @@ class Stages:
     def dpo(
         self, label: str, config: DPOConfig, *, policy: PolicyRef, reference: PolicyRef, preferences: PreferencesRef
     ) -> PolicyRef:
-        inputs = {"policy": policy, "reference": reference, "preferences": preferences}
+        # Losses that ask no reference have the policy in its place, so that another one makes no other key.
+        asked = policy if isinstance(config.loss, REFERENCE_FREE) else reference
+        inputs = {"policy": policy, "reference": asked, "preferences": preferences}
         return self._run("dpo", label, config, PolicyRef, inputs)
 
     def ppo(
@@ -175,7 +188,8 @@ class Stages:
     ) -> PolicyRef:
         self._check_reward_models(label, config.rewards, reward_models)
         self._check_episodes(label, config.agent)
-        inputs = {"policy": policy, "reference": reference, "prompts": prompts, "reward_models": reward_models}
+        asked = reference if config.uses_reference else policy  # as for dpo
+        inputs = {"policy": policy, "reference": asked, "prompts": prompts, "reward_models": reward_models}
         if demonstrations is not None:
             inputs["demonstrations"] = demonstrations
         return self._run("ppo", label, config, PolicyRef, inputs)
@@ -232,9 +246,11 @@ class Stages:
         files = {**files, **agent_digests(config, label.replace("/", "."))}
         if files:
             engines["files"] = files
+        if name == "publish":
+            engines["registry"] = registry(Home.here())
         functions = reward_functions(config, label.replace("/", "."))
         for key, function in functions.items():  # now, and not when the stages before have run for hours
-            callable_digest(function, key=key)
+            user_code_digest(function, key=key)
         spec = StageSpec(
             name=name,
             module=f"stages.{name}",

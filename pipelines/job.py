@@ -54,7 +54,9 @@ def run_job(job: JobSpec, reporter: Reporter) -> JobOutcome:
     with _tracker(job) as tracker:
         run = PipelineRun(
             job.config,
-            RunOptions(force=(job.stage.label,) if job.force else (), strict_code=job.strict_code),
+            RunOptions(
+                force=(job.stage.label,) if job.force else (), strict_code=job.strict_code, strict_env=job.strict_env
+            ),
             store,
             runtime,
             tracker,
@@ -84,7 +86,7 @@ def _tracker(job: JobSpec) -> Iterator[Tracker]:
 
 
 def _check_key(store: ArtifactStore, job: JobSpec) -> None:
-    key = target_of(store, job.stage, strict_code=job.strict_code).key
+    key = target_of(store, job.stage, strict_code=job.strict_code, strict_env=job.strict_env).key
     if key != job.key:
         rule = f"here it is {key[:12]}: the cluster sees another version of our code, or of the files that it names"
         raise ConfigError(

@@ -32,6 +32,7 @@ class JobSpec:
     store: Path
     force: bool
     strict_code: bool
+    strict_env: bool
     tracking: str
 
 
@@ -45,6 +46,7 @@ def write_spec(path: Path, job: JobSpec) -> None:
         "store": str(job.store),
         "force": job.force,
         "strict_code": job.strict_code,
+        "strict_env": job.strict_env,
         "tracking": job.tracking,
     }
     write_json(path, table)
@@ -64,6 +66,7 @@ def read_spec(path: Path) -> JobSpec:
         store=Path(table["store"]),
         force=table["force"],
         strict_code=table["strict_code"],
+        strict_env=table.get("strict_env", False),
         tracking=table["tracking"],
     )
 

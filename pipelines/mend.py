@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from pipelines import user_settings
 from pipelines.home import Home, client_environment
-from pipelines.run import tracking_uri
-from pipelines.services import ServiceError, private_server, running
+from pipelines.registry import tracking_uri
+from pipelines.services import ServiceError, connect_user_prefect, private_server, running, user_prefect
 from pipelines.watched import healthy
 from rlhf_core import leases
 from rlhf_core.aftermath import tidy
@@ -22,7 +23,7 @@ def mend(home: Home, stores: list[ArtifactStore]) -> Iterator[str]:
     for store in stores:
         yield from mend_store(store)
     yield from mend_mlflow(home)
-    if (home.prefect / "prefect.db").exists():
+    if was_used(home):
         with some_prefect(home):
             from pipelines.reconcile import reconcile
 
@@ -53,18 +54,31 @@ def mend_mlflow(home: Home) -> Iterator[str]:
         yield f"MLflow {run.experiment}/{run.name} ({run.run_id}) -> KILLED: its {run.owner} ended without a word"
 
 
+def was_used(home: Home) -> bool:
+    """Return whether Prefect may know runs of this state folder: nothing is started, or asked, to find that it has none."""
+    if not home.root.exists():
+        return False
+    theirs = user_prefect(home) or user_settings.has_prefect_database()
+    return bool(theirs) or running(home) is not None or (home.prefect / "prefect.db").exists()
+
+
 @contextmanager
 def some_prefect(home: Home) -> Iterator[bool]:
-    """Point Prefect's client at the server of `rlhf up`, or at one that lives as long as this block.
+    """Point Prefect's client at the user's own server, at that of `rlhf up`, or at one that lives as long as this block.
 
-    Gives whether it is that of `rlhf up`. ServiceError if that one does not answer.
+    Gives whether `rlhf up` serves deployments there. ServiceError if a server that is to be there does not answer.
     """
     services = running(home)
+    theirs = user_prefect(home) or (services.prefect_api if services is not None else "")
+    if theirs:
+        connect_user_prefect(home, theirs)
+        yield services is not None and services.prefect_api == theirs
+        return
     if services is not None:
-        if not healthy(services.health[0]):
+        if not healthy(services.health["prefect"]):
             rule = "does not answer; if it hangs it is started again within a minute or two"
             raise ServiceError(f"{services.prefect_url}: {rule}; read {home.logs}")
-        os.environ.update(client_environment(home, prefect_port=services.prefect_port))
+        os.environ.update(services.environment(home))
         yield True
         return
     with private_server(home) as server:

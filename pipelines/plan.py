@@ -13,6 +13,7 @@ from pipelines.profile import PipelineConfig
 from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.errors import ConfigError
 from rlhf_core.stage import Decision, StageSpec, decide
+from rlhf_core.store_index import remembered_code
 from rlhf_core.types import (
     ArtifactRef,
     DemonstrationsRef,
@@ -50,10 +51,11 @@ def plan(
     until: str = "",
     force: Collection[str] = (),
     strict_code: bool = False,
+    strict_env: bool = False,
 ) -> list[PlannedStage]:
     """Return the decision for every stage in order. A stage after one that will run is RUN, unless its content recurs."""
-    planner = Planner(store, until=until, force=frozenset(force), strict_code=strict_code)
-    with suppress(ReachedUntil):
+    planner = Planner(store, until=until, force=frozenset(force), strict_code=strict_code, strict_env=strict_env)
+    with remembered_code(store.layout), suppress(ReachedUntil):
         pipeline(config, Stages(planner, seed=config.seed, runtime=config.runtime))
     check_labels(planner.stages, {"--until": [until] if until else [], "--force": force})
     return planner.stages
@@ -82,6 +84,7 @@ class Planner:
     until: str = ""
     force: frozenset[str] = frozenset()
     strict_code: bool = False
+    strict_env: bool = False
     stages: list[PlannedStage] = field(default_factory=list)
 
     def __call__(self, spec: StageSpec, kind: type[R]) -> R:
@@ -101,7 +104,9 @@ class Planner:
                 upstream = ref.uri.removeprefix(PENDING)
                 # Its content may turn out the same as before; then this stage is a hit after all.
                 return Decision("RUN", f"after {upstream}", "", None)
-        return decide(self.store, spec, force=spec.label in self.force, strict_code=self.strict_code)
+        return decide(
+            self.store, spec, force=spec.label in self.force, strict_code=self.strict_code, strict_env=self.strict_env
+        )
 
 
 def expect(ref: ArtifactRef, kind: type[R], label: str) -> R:

@@ -8,6 +8,7 @@ replaced, `"none"` takes a section away.
 from __future__ import annotations
 
 import difflib
+import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,12 +18,15 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from rlhf_core.config.base import OPERATIONAL, Config
 from rlhf_core.config.engines import RuntimeConfig
+from rlhf_core.encodable import encodable
 from rlhf_core.errors import ConfigError
+from rlhf_core.redaction import hidden
 from stages.condition import ConditionConfig
 from stages.distill import DistillConfig
 from stages.dpo import DPOConfig
 from stages.evaluate import EvaluateConfig
 from stages.generate import GenerateConfig
+from stages.import_reward_model import ImportRewardModelConfig
 from stages.ppo import PPOConfig
 from stages.prepare_data import PrepareDataConfig
 from stages.process_reward_model import ProcessRewardModelConfig
@@ -33,6 +37,8 @@ from stages.select import SelectConfig
 from stages.sft import SFTConfig
 
 Start = Literal["base", "sft", "rejection_sampling", "dpo", "iterative_dpo"]
+_LONGEST_SHOWN = 500
+"""Characters of a value in an error."""
 POLICY_SECTIONS = ("sft", "rejection_sampling", "conditional_sft", "dpo", "iterative_dpo", "ppo", "distill")
 
 
@@ -110,6 +116,8 @@ class PipelineConfig(Config):
     """Folder of the artifact store; empty: `store` in the state folder (`.rlhf`, or `RLHF_HOME`)."""
     runtime: RuntimeConfig = RuntimeConfig()
     prepare_data: PrepareDataConfig
+    import_reward_model: ImportRewardModelConfig | None = None
+    """A reward model from outside, in place of one that is trained."""
     sft: SFTConfig | None = None
     reward_model: RewardModelConfig | None = None
     process_reward_model: ProcessRewardModelConfig | None = None
@@ -124,6 +132,10 @@ class PipelineConfig(Config):
 
     @model_validator(mode="after")
     def _starts_exist(self) -> PipelineConfig:
+        if self.import_reward_model is not None and self.reward_model is not None:
+            raise ValueError(
+                "import_reward_model = {...}: is the reward model of the run in place of [reward_model]; take one of them out"
+            )
         starts = {"dpo": self.dpo, "iterative_dpo": self.iterative_dpo, "ppo": self.ppo, "distill": self.distill}
         for section, config in starts.items():
             if config is None or config.start_from == "base":
@@ -203,7 +215,7 @@ def find_profile(profile: str | Path) -> Path:
     shipped = shipped_profiles()
     candidates = [Path(name), Path(f"{name}.toml"), shipped / name, shipped / f"{name}.toml"]
     for candidate in candidates:
-        if candidate.is_file():
+        if _is_file(candidate):
             return candidate
     names = profile_names()
     near = difflib.get_close_matches(name.removesuffix(".toml"), names, n=1, cutoff=0.4)
@@ -225,24 +237,44 @@ def profile_names() -> list[str]:
 
 
 def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
-    path = path.resolve()
+    path = Path(os.path.realpath(path))
     if path in seen:
         raise ConfigError(
             f"extends = {path.name!r}: {' -> '.join(p.name for p in (*seen, path))} is a circle; break it"
         )
     try:
-        tree = tomllib.loads(path.read_text())
+        tree = _parse_toml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         rule = f"no such file seen from {seen[-1]}, and no shipped profile"
         raise ConfigError(f"extends = {str(path)!r}: {rule}; shipped are {', '.join(profile_names())}") from None
-    except tomllib.TOMLDecodeError as error:
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}; a profile is a TOML file in UTF-8") from None
+    except ValueError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}; strings are quoted, tables are [in.brackets]") from None
     if "extends" not in tree:
         return tree
     named = tree.pop("extends")
+    if not isinstance(named, str) or "\0" in named:
+        remedy = f"give the path of a profile, or a shipped one: {', '.join(profile_names())}"
+        raise ConfigError(f"extends = {_shown('extends', named)}: must be the name of a file; {remedy}")
     beside, shipped = path.parent / named, shipped_profiles() / f"{named}.toml"
-    base = _read_tree(shipped if not beside.is_file() and shipped.is_file() else beside, (*seen, path))
+    base = _read_tree(shipped if not _is_file(beside) and _is_file(shipped) else beside, (*seen, path))
     return _merge(base, tree)
+
+
+def _parse_toml(text: str) -> dict[str, Any]:
+    """Return the tree of a TOML text; ValueError says what is wrong with it, also where its reader gives up."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("brackets too deep") from None
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name too long for the disk
+        return False
 
 
 def _merge(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -270,20 +302,32 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     key, text = key.strip(), text.strip()
     if not separator or not key:
-        raise ConfigError(f"--set {override!r}: must read key=value; for example --set ppo.kl_coef=0.1")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
+        raise ConfigError(f"--set {_shown('', override)}: must read key=value; for example --set ppo.kl_coef=0.1")
+    if encodable(override) != override:
+        raise ConfigError(f"--set {_shown('', override)}: must be text that UTF-8 can hold; write it anew")
+    value = _value(key, text)
     *sections, last = key.split(".")
     for section in sections:
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
-            raise ConfigError(f"{key} = {value!r}: {section} is a value and has no keys; remove what follows it")
+            raise ConfigError(
+                f"{key} = {_shown(key, value)}: {section} is a value and has no keys; remove what follows it"
+            )
     if value == "none":
         tree.pop(last, None)
     else:
         tree[last] = value
+
+
+def _value(key: str, text: str) -> Any:
+    """Return what `--set` gives a key: a value of TOML, and what is none as the text that it is."""
+    try:
+        tree = _parse_toml(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    except ValueError as error:
+        raise ConfigError(f"--set {key} = {text[:40]!r} ...: cannot be read: {error}; give a shorter value") from None
+    return tree["value"] if len(tree) == 1 else text
 
 
 # ---------------------------------------------------------------- errors
@@ -292,12 +336,15 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 def _first_error(error: ValidationError, tree: Mapping[str, Any], origin: str) -> str:
     unknown = [one for one in error.errors() if one["type"] == "extra_forbidden"]
     first = (unknown or error.errors())[0]
-    keys = _real_keys(first["loc"], tree)
+    location, given = first["loc"], first["input"]
+    if first["type"] == "value_error" and isinstance(given, Mapping) and location and location[-1] == given.get("type"):
+        location = location[:-1]  # the rule is of a whole table, and this the tag of its union
+    keys = _real_keys(location, tree)
     dotted = ".".join(keys)
     if first["type"] == "extra_forbidden":
         near = _nearest(keys)
         remedy = f"did you mean {near}?" if near else "remove it"
-        return f"{dotted} = {first['input']!r}: unknown key; {remedy}"
+        return f"{dotted} = {_shown(keys[-1], first['input'])}: unknown key; {remedy}"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
         return f"{dotted}.{message}" if dotted else message
@@ -305,8 +352,16 @@ def _first_error(error: ValidationError, tree: Mapping[str, Any], origin: str) -
         return f"{dotted}: missing, and it has no default; add it to {origin}"
     rule = message.replace("Input should be", "must be")
     value = first["input"]
-    shown = repr(value) if not isinstance(value, (Mapping, list)) else "{...}"
+    shown = _shown(keys[-1] if keys else "", value) if not isinstance(value, (Mapping, list)) else "{...}"
     return f"{dotted} = {shown}: {rule[0].lower()}{rule[1:]}; change it in {origin} or with --set {dotted}=..."
+
+
+def _shown(key: str, value: Any) -> str:
+    try:
+        text = repr(hidden(key, value))
+    except RecursionError:  # tables in tables, as many as a dotted key may name
+        return "{...}"
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]} ..."
 
 
 def _real_keys(location: Sequence[int | str], tree: Any) -> list[str]:

@@ -8,12 +8,12 @@ from typing import Literal
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.filters import FlowFilter, FlowRunFilter
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.states import Scheduled
 
-from pipelines.reconcile import reconcile
+from pipelines.reconcile import FLOW_NAME, ours, reconcile
 from rlhf_core.errors import RlhfError, nearest
 
 LOOKED_AT = 50
@@ -65,7 +65,10 @@ def resume(wanted: str, *, served: bool) -> Resumption:
 
 
 def _find(client: SyncPrefectClient, wanted: str) -> FlowRun | None:
-    newest = client.read_flow_runs(sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=LOOKED_AT)
+    """Return the run of our flow that is meant; on a shared server other flows and state folders have theirs."""
+    flow = FlowFilter(name={"any_": [FLOW_NAME]})
+    found = client.read_flow_runs(flow_filter=flow, sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=LOOKED_AT)
+    newest = ours(found)
     if not wanted:
         unfinished = (run for run in newest if run.state and run.state.is_final() and not run.state.is_completed())
         return next(unfinished, None)
@@ -73,7 +76,10 @@ def _find(client: SyncPrefectClient, wanted: str) -> FlowRun | None:
         chosen = FlowRunFilter(id={"any_": [UUID(wanted)]})
     except ValueError:
         chosen = FlowRunFilter(name={"any_": [wanted]})
-    found = client.read_flow_runs(flow_run_filter=chosen, sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=1)
+    found = client.read_flow_runs(
+        flow_filter=flow, flow_run_filter=chosen, sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=LOOKED_AT
+    )
+    found = ours(found)
     if not found:
         names = sorted({run.name for run in newest})
         raise ResumeError(f"resume = {wanted!r}: no flow run has this name or id; {nearest(wanted, names)}")
@@ -89,9 +95,10 @@ def _wait(flow_run: FlowRun) -> str:
 
 def _options(flow_run: FlowRun) -> argparse.Namespace:
     """Return the options of the `rlhf run` that a flow run was."""
-    stored = {"strict_code": False, **flow_run.parameters}
+    stored = {"strict_code": False, "strict_env": False, **flow_run.parameters}
     try:
-        options = {name: stored[name] for name in ("profile", "overrides", "until", "force", "strict_code")}
+        names = ("profile", "overrides", "until", "force", "strict_code", "strict_env")
+        options = {name: stored[name] for name in names}
     except KeyError as error:
         raise ResumeError(f"resume = {flow_run.name!r}: no run of rlhf (its parameters have no {error})") from None
     return argparse.Namespace(**options)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.config.engines import HFSamplerConfig, RuntimeConfig
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.rewards.server import Score, ServerLimits, create_app
+from rlhf_core.secrets import bearer, refuse_plain
 from rlhf_core.types import RewardModelRef
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
@@ -48,10 +49,7 @@ def read_token(token_env: str, *, host: str) -> str:
                 explain("--host", host, rule, "name the variable that holds one: --token-env REWARD_TOKEN")
             )
         return ""
-    token = os.environ.get(token_env, "")
-    if not token:
-        raise ConfigError(explain("--token-env", token_env, "the environment has no such variable", "export it"))
-    return token
+    return bearer("--token-env", token_env)["Authorization"].removeprefix("Bearer ")
 
 
 @contextlib.contextmanager
@@ -74,6 +72,7 @@ def open_score(options: argparse.Namespace, store: ArtifactStore) -> Iterator[Sc
 def open_reward_model(folder: Path, options: argparse.Namespace) -> Iterator[Score]:
     """Yield a scorer by the reward model in `folder`; it reads as the score stage does, but for text instead of tokens."""
     from rlhf_core.data.chat import ChatTemplate
+    from rlhf_core.data.pieces import encode as encode_text
     from rlhf_core.interfaces import ModelSpec
     from rlhf_core.rewards.model import Contract, verify_contract
     from rlhf_core.rewards.served import as_it_stands, rendered, reward_model_score
@@ -81,10 +80,7 @@ def open_reward_model(folder: Path, options: argparse.Namespace) -> Iterator[Sco
 
     contract, chat = Contract.read(folder), ChatTemplate.load(folder)
 
-    def tokenize(text: str) -> tuple[int, ...]:
-        return tuple(chat.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    encode = rendered(chat.prompt_ids, tokenize, end_of_turn=chat.eos_id) if options.render else as_it_stands(tokenize)
+    encode = rendered(chat.answered_ids) if options.render else as_it_stands(partial(encode_text, chat.tokenizer))
     runtime = open_runtime(RuntimeConfig(type="local", sampler=HFSamplerConfig()))
     try:
         with runtime.trainer("reward_model", ModelSpec(str(folder), head="score", lora=None, seed=0), None) as trainer:
@@ -104,4 +100,5 @@ def read_arguments(text: str) -> dict[str, Any]:
         raise ConfigError(
             explain("--arguments", text, "is no JSON object", """write it like '{"pattern": "[0-9]+"}'""")
         )
+    refuse_plain("--arguments", arguments)
     return arguments

@@ -16,6 +16,7 @@ from rlhf_core.types import PolicyRef
 def verifiable_rewards(config: PipelineConfig, stages: Stages) -> dict[str, PolicyRef]:
     """Run the lifecycle of a profile that has no learned reward; ConfigError if it has one."""
     for section in (
+        "import_reward_model",
         "reward_model",
         "process_reward_model",
         "rejection_sampling",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,14 +17,15 @@ from pipelines.home import Home
 from pipelines.listener import Listener, ShownTracker
 from pipelines.plan import Pipeline, PlannedStage, ReachedUntil, engines_needed, plan
 from pipelines.profile import PipelineConfig
+from pipelines.registry import tracking_place, tracking_uri
 from pipelines.retry import reached, trying_again
-from pipelines.services import running
-from rlhf_core import stopping
+from rlhf_core import secrets, stopping
 from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.interfaces import StageTracker
 from rlhf_core.leases import living_owner
+from rlhf_core.redaction import hide_in
 from rlhf_core.runtime.cluster import check_address, named_address
-from rlhf_core.stage import Decision, StageSpec, execute, find
+from rlhf_core.stage import Decision, StageSpec, check_secrets, execute, find
 from rlhf_core.stage_decision import starts_over, target_of
 from rlhf_core.types import ArtifactRef, PolicyRef, RewardModelRef
 
@@ -80,6 +80,8 @@ class RunOptions:
     """Labels of stages that run although their result is there."""
     strict_code: bool = False
     """Every change of code counts, also in stages that normally only warn."""
+    strict_env: bool = False
+    """Other versions of Python and of the packages that compute count."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ class PipelineRun:
                 outcome = self._submit(spec, show_progress)
             outcome = outcome or (None if forced else self._attach(spec)) or self._execute(spec, show_progress)
         except BaseException as error:
+            hide_in(error)
             self.listener.failed(spec.label, error)
             raise
         self.results[spec.label] = outcome.ref
@@ -130,7 +133,7 @@ class PipelineRun:
         return outcome
 
     def _find(self, spec: StageSpec) -> StageOutcome | None:
-        found = find(self.store, spec, strict_code=self.options.strict_code)
+        found = find(self.store, spec, strict_code=self.options.strict_code, strict_env=self.options.strict_env)
         if found is None:
             return None
         record, decision = found
@@ -142,7 +145,7 @@ class PipelineRun:
 
     def _attach(self, spec: StageSpec) -> StageOutcome | None:
         """Wait for another process that computes the key: the tracking run of the stage is its, and not ours to end."""
-        key = target_of(self.store, spec, strict_code=self.options.strict_code).key
+        key = target_of(self.store, spec, strict_code=self.options.strict_code, strict_env=self.options.strict_env).key
         owner = living_owner(self.store.layout.leases, key)
         if owner is None:
             return None
@@ -159,13 +162,15 @@ class PipelineRun:
 
     def _execute(self, spec: StageSpec, show_progress: Progress) -> StageOutcome:
         began = time.monotonic()
-        key = target_of(self.store, spec, strict_code=self.options.strict_code).key
+        if "sampler" in spec.engines:
+            secrets.check(self.config.runtime.sampler, "runtime.sampler")
+        key = target_of(self.store, spec, strict_code=self.options.strict_code, strict_env=self.options.strict_env).key
         inner = self.tracker.stage(
             spec.label,
             key=key,
             params=spec.config.model_dump(mode="json"),
             tags={"stage": spec.name, **self.links},
-            fresh=starts_over(self.store, key, force=spec.label in self.options.force),
+            fresh=starts_over(self.store, spec, key, force=spec.label in self.options.force),
         )
         shown = ShownTracker(inner, spec.label, self.listener)
 
@@ -190,7 +195,7 @@ class PipelineRun:
             raise
         finally:
             inner.finish(status)
-        record = self.store.record(key)
+        record = self.store.record(decision.key)
         metrics = record.metrics if record is not None else {}
         url = self.tracker.url(inner.run_id)
         return StageOutcome(ref, decision, metrics, time.monotonic() - began, shown.samples, url)
@@ -212,6 +217,7 @@ class PipelineRun:
             progress=progress,
             force=spec.label in self.options.force,
             strict_code=self.options.strict_code,
+            strict_env=self.options.strict_env,
             on_decision=lambda decision: self.listener.started(spec.label, decision),
             tracking=tracking,
         )
@@ -236,14 +242,6 @@ def store_of(config: PipelineConfig, home: Home) -> ArtifactStore:
     return ArtifactStore(Path(config.store).expanduser() if config.store else home.store)
 
 
-def tracking_uri(home: Home) -> str:
-    """Return the user's own MLflow server, that of `rlhf up`, or the database itself."""
-    if "MLFLOW_TRACKING_URI" in os.environ:
-        return os.environ["MLFLOW_TRACKING_URI"]
-    services = running(home)
-    return services.mlflow_url if services is not None and services.ready else home.mlflow_uri
-
-
 @contextmanager
 def open_run(
     config: PipelineConfig, pipeline: Pipeline, options: RunOptions, *, home: Home, tracker: Tracker, listener: Listener
@@ -252,7 +250,13 @@ def open_run(
     store = store_of(config, home)
     store.create()
     planned = plan(
-        config, store, pipeline=pipeline, until=options.until, force=options.force, strict_code=options.strict_code
+        config,
+        store,
+        pipeline=pipeline,
+        until=options.until,
+        force=options.force,
+        strict_code=options.strict_code,
+        strict_env=options.strict_env,
     )
     for stage in planned:
         listener.planned(stage.label, stage.decision)
@@ -263,6 +267,12 @@ def open_run(
 
         check_jobs(tracked=bool(tracker.token))
     needed = set() if in_jobs else engines_needed(planned)
+    if not in_jobs:  # a job has the environment of its cluster, and looks at its start
+        for stage in planned:
+            if stage.decision.action in ("RUN", "RESUME"):
+                check_secrets(stage.spec)
+    if "sampler" in needed:
+        secrets.check(config.runtime.sampler, "runtime.sampler")
     if needed and config.runtime.type == "ray":
         check_address(named_address())  # now, and not when the first stage needs an engine
     if needed:
@@ -297,14 +307,14 @@ def open_tracker(config: PipelineConfig, home: Home, *, join: str = "") -> Track
     """Return the MLflow tracker of a run; `join` is the token of one that another process has opened."""
     from rlhf_core.tracking.mlflow import MlflowTracker
 
-    uri, services = tracking_uri(home), running(home)
-    ours = uri == home.mlflow_uri or (services is not None and uri == services.mlflow_url)
+    uri, place = tracking_uri(home), tracking_place(home)
+    ours = place == home.mlflow_uri
     tracker: Tracker = MlflowTracker(
         uri,
         experiment=config.name,
         artifact_root=home.mlflow_artifacts if ours else None,
         spool=home.mlflow_artifacts / ".spool",
-        place=home.mlflow_uri if ours else uri,
+        place=place,
         join=join,
     )
     return tracker

@@ -18,10 +18,11 @@ from pipelines.home import Home
 from pipelines.inputs import find_artifact
 from pipelines.iterative_dpo import iterate_dpo
 from pipelines.profile import ConditionalSFTConfig, IterativeDPOConfig, PipelineConfig, RejectionSamplingConfig
+from pipelines.reconcile import FLOW_NAME
 from pipelines.run import RunOptions, store_of
-from pipelines.tasks import FLOW_NAME
 from rlhf_core.config.base import Config
 from rlhf_core.config.engines import RuntimeConfig
+from rlhf_core.config.preference import REFERENCE_FREE
 from rlhf_core.types import (
     ArtifactRef,
     DemonstrationsRef,
@@ -40,6 +41,7 @@ from stages.distill import DistillConfig
 from stages.dpo import DPOConfig
 from stages.evaluate import EvaluateConfig
 from stages.generate import GenerateConfig
+from stages.import_reward_model import ImportRewardModelConfig
 from stages.ppo import PPOConfig
 from stages.prepare_data import PrepareDataConfig
 from stages.process_reward_model import ProcessRewardModelConfig
@@ -103,6 +105,18 @@ def reward_model(
         )
 
     return _run(settings, "reward_model", body)
+
+
+@flow(name=FLOW_NAME, flow_run_name="import_reward_model", persist_result=False)
+def import_reward_model(
+    config: ImportRewardModelConfig, settings: Settings, policy: str = "prepare_data.base"
+) -> dict[str, str]:
+    """A reward model from outside, checked against the tokens of `policy`."""
+
+    def body(stages: Stages, find: Find) -> RewardModelRef:
+        return stages.import_reward_model("import_reward_model", config, policy=find(PolicyRef, policy))
+
+    return _run(settings, "import_reward_model", body)
 
 
 @flow(name=FLOW_NAME, flow_run_name="process_reward_model", persist_result=False)
@@ -281,7 +295,7 @@ def dpo(
             "dpo",
             config,
             policy=find(PolicyRef, policy),
-            reference=find(PolicyRef, reference),
+            reference=find(PolicyRef, policy if isinstance(config.loss, REFERENCE_FREE) else reference),
             preferences=find(PreferencesRef, preferences),
         )
 
@@ -298,14 +312,17 @@ def ppo(
     reward_models: dict[str, str] = {"reward_model": "reward_model"},  # noqa: B006
     demonstrations: str = "prepare_data.demonstrations",
 ) -> dict[str, str]:
-    """Policy optimisation of `policy` on `prompts`, held near `reference`. `demonstrations` are for `config.ptx`."""
+    """Policy optimisation of `policy` on `prompts`, held near `reference`, which is not looked for if nothing asks it.
+
+    `demonstrations` are for `config.ptx`.
+    """
 
     def body(stages: Stages, find: Find) -> PolicyRef:
         return stages.ppo(
             "ppo",
             config,
             policy=find(PolicyRef, policy),
-            reference=find(PolicyRef, reference),
+            reference=find(PolicyRef, reference if config.uses_reference else policy),
             prompts=find(PromptsRef, prompts),
             reward_models=find.all(RewardModelRef, reward_models),
             demonstrations=find(DemonstrationsRef, demonstrations) if config.ptx else None,

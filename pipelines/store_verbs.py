@@ -1,25 +1,29 @@
-"""What `rlhf store` and `rlhf runs` print. Damage is named and the rest is listed all the same."""
+"""What `rlhf store` and `rlhf runs` print. Damage is named and the rest is listed all the same.
+
+Lists are read from the store's index and printed as plain lines: tables of rich take seconds for ten thousand rows.
+"""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 
-from pipelines.display import key_metric
-from rlhf_core.artifacts import ArtifactStore, object_digest
-from rlhf_core.store_layout import folder_bytes
-from rlhf_core.store_maintenance import object_damage
+from pipelines.key_metric import key_metric
+from rlhf_core import store_index
+from rlhf_core.store_layout import StoreLayout
+
+if TYPE_CHECKING:
+    from rlhf_core.artifacts import ArtifactStore
 
 
 def look_after(store: ArtifactStore, options: argparse.Namespace, console: Console) -> None:
-    """Do what `rlhf store VERB` asks for."""
-    if options.store_verb in ("ls", "verify", "gc") and _says_that_it_is_empty(store, console):
+    """Do what `rlhf store VERB` asks for; `ls` is `print_store`."""
+    if options.store_verb in ("verify", "gc") and _says_that_it_is_empty(store.layout, console):
         return
-    if options.store_verb == "ls":
-        print_store(store, console)
-    elif options.store_verb == "verify":
+    if options.store_verb == "verify":
         damage = store.verify()
         for found in damage:
             _line(console, str(found))
@@ -27,32 +31,31 @@ def look_after(store: ArtifactStore, options: argparse.Namespace, console: Conso
         console.print(said if damage else "all sound", highlight=False)
     elif options.store_verb == "pin":
         store.pin(options.target, note=options.note)
-        console.print(f"pinned {options.target}", highlight=False)
+        _line(console, f"pinned {options.target}")
     elif options.store_verb == "unpin":
         store.unpin(options.target)
-        console.print(f"unpinned {options.target}", highlight=False)
+        _line(console, f"unpinned {options.target}")
     else:
         _collect(store, options, console)
 
 
-def print_store(store: ArtifactStore, console: Console) -> None:
+def print_store(layout: StoreLayout, console: Console) -> None:
     """Print every artifact with its kind and size, and what is wrong with it."""
-    table = Table(box=None, pad_edge=False)
-    for name in ("digest", "kind", "stage", "MiB", ""):
-        table.add_column(name, no_wrap=True)
-    records, unreadable = store.scan()
-    damaged = len(unreadable)
-    for record in records:
-        folder = store.layout.object(object_digest(record.handle))
-        damage = object_damage(folder, deep=False)
-        damaged += bool(damage)
-        size = f"{folder_bytes(folder) / 2**20:.1f}" if folder.is_dir() else "-"
-        kind = type(record.handle).__name__.removesuffix("Ref")
-        said = f"damaged: {damage.replace(str(folder), 'its object')}" if damage else ""
-        table.add_row(record.handle.digest[:12], kind, record.label, size, said)
-    console.print(table)
+    if _says_that_it_is_empty(layout, console):
+        return
+    rows, unreadable = store_index.rows(layout)
+    states = store_index.states(layout, {row.object for row in rows})
+    cells = []
+    for row in rows:
+        state = states[row.object]
+        size = "-" if state.bytes is None else f"{state.bytes / 2**20:.1f}"
+        folder = str(layout.object(row.object))
+        said = f"damaged: {state.damage.replace(folder, 'its object')}" if state.damage else ""
+        cells.append((row.digest[:12], row.kind, row.label, size, said))
+    _print_columns(("digest", "kind", "stage", "MiB", ""), cells, console)
     for found in unreadable:
         _line(console, f"not readable: {found}")
+    damaged = len(unreadable) + sum(bool(states[row.object].damage) for row in rows)
     if damaged:
         _line(
             console,
@@ -60,19 +63,23 @@ def print_store(store: ArtifactStore, console: Console) -> None:
         )
 
 
-def print_runs(store: ArtifactStore, console: Console) -> None:
+def print_runs(layout: StoreLayout, console: Console) -> None:
     """Print the stages that were made, newest first."""
-    if _says_that_it_is_empty(store, console):
+    if _says_that_it_is_empty(layout, console):
         return
-    table = Table(box=None, pad_edge=False)
-    for name in ("made (UTC)", "stage", "seconds", "digest", "attempts", ""):
-        table.add_column(name, no_wrap=True)
-    records, unreadable = store.scan()
-    for record in reversed(records):
-        made = record.started[:16].replace("T", " ")
-        cells = (made, record.label, f"{record.seconds:.1f}", record.handle.digest[:12], str(record.attempts))
-        table.add_row(*cells, key_metric(record.metrics))
-    console.print(table)
+    rows, unreadable = store_index.rows(layout)
+    cells = [
+        (
+            row.started[:16].replace("T", " "),
+            row.label,
+            f"{row.seconds:.1f}",
+            row.digest[:12],
+            str(row.attempts),
+            key_metric(row.metrics),
+        )
+        for row in reversed(rows)
+    ]
+    _print_columns(("made (UTC)", "stage", "seconds", "digest", "attempts", ""), cells, console)
     for found in unreadable:
         _line(console, f"not readable: {found}")
 
@@ -90,15 +97,17 @@ def _collect(store: ArtifactStore, options: argparse.Namespace, console: Console
     console.print(f"{verb} {report.bytes / 2**20:.1f} MiB in {len(report.items)} items", highlight=False)
 
 
-def _says_that_it_is_empty(store: ArtifactStore, console: Console) -> bool:
-    if (
-        any(store.layout.keys.glob("*/*.json"))
-        or any(store.layout.objects.glob("*/*"))
-        or store.layout.attempts.is_dir()
-    ):
+def _print_columns(heading: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
+    widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
+    lines = (" ".join(map(str.ljust, row, widths)).rstrip() for row in (heading, *rows))
+    console.file.write("".join(f"{line}\n" for line in lines))
+
+
+def _says_that_it_is_empty(layout: StoreLayout, console: Console) -> bool:
+    if any(layout.keys.glob("*/*.json")) or any(layout.objects.glob("*/*")) or layout.attempts.is_dir():
         return False
-    state = "is empty" if store.root.is_dir() else "is not there yet"
-    _line(console, f"the store {store.root} {state}: `rlhf run tiny/full` fills it")
+    state = "is empty" if layout.root.is_dir() else "is not there yet"
+    _line(console, f"the store {layout.root} {state}: `rlhf run tiny/full` fills it")
     return True
 
 

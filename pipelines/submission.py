@@ -19,16 +19,18 @@ from pipelines.home import Home, quiet_environment
 from pipelines.job_report import SPEC, JobOutcome, Watcher, raised_again, read_outcome
 from pipelines.job_spec import JobSpec, write_spec
 from pipelines.profile import PipelineConfig
+from pipelines.registry import REGISTRY, tracking_uri
 from pipelines.retry import reached, trying_again
-from pipelines.run import PipelineRun, Progress, StageOutcome, tracking_uri
+from pipelines.run import PipelineRun, Progress, StageOutcome
+from pipelines.user_settings import OWN
 from rlhf_core import attempts, stopping
 from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.errors import ArtifactError, ConfigError, TrainingError, WorkerLostError, explain
+from rlhf_core.redaction import without_secrets
 from rlhf_core.runtime.cluster import threads_per_worker, worker_environment
 from rlhf_core.runtime.jobs import Job, Jobs, JobServerError, open_jobs
 from rlhf_core.stage import Decision, StageSpec
-from rlhf_core.stage_decision import decide_work, target_of
-from rlhf_core.tracking.redaction import without_secrets
+from rlhf_core.stage_decision import decide_work, target_of, unfit
 
 logger = logging.getLogger(__name__)
 
@@ -52,28 +54,34 @@ def check_jobs(*, tracked: bool) -> None:
     """Raise ConfigError unless a job server answers and everything that a job is told may be told."""
     open_jobs()
     if tracked:
-        _tracking_address()
+        _address("MLFLOW_TRACKING_URI", tracking_uri(Home.here()))
+        _address(REGISTRY, os.environ.get(REGISTRY, ""))
 
 
 def run_as_job(run: PipelineRun, spec: StageSpec, show_progress: Progress, jobs: Jobs) -> StageOutcome:
     """Return what the stage's job made; one that is lost is submitted again, and goes on from the newest checkpoint."""
     began = time.monotonic()
-    key = target_of(run.store, spec, strict_code=run.options.strict_code).key
+
+    def wanted() -> str:
+        return target_of(run.store, spec, strict_code=run.options.strict_code, strict_env=run.options.strict_env).key
 
     def attempt() -> _Ended:
-        return _await(run, _attach_or_submit(run, spec, key, jobs), show_progress, jobs)
+        return _await(run, _attach_or_submit(run, spec, wanted(), jobs), show_progress, jobs)
 
-    ended = trying_again(
-        attempt,
-        label=spec.label,
-        retries=run.config.runtime.retries,
-        where=lambda: reached(run.store, key),
-        sleep=time.sleep,
-    )
-    # Here and not above: a job has tried again itself before it failed.
-    if ended.outcome is not None and ended.outcome.status == "failed":
-        raise raised_again(ended.outcome, label=spec.label, where=f"`ray job logs {ended.submission.job.job_id}`")
-    return _result(run, ended, time.monotonic() - began)
+    while True:
+        ended = trying_again(
+            attempt,
+            label=spec.label,
+            retries=run.config.runtime.retries,
+            where=lambda: reached(run.store, wanted()),
+            sleep=time.sleep,
+        )
+        # Here and not above: a job has tried again itself before it failed.
+        if ended.outcome is not None and ended.outcome.status == "failed":
+            raise raised_again(ended.outcome, label=spec.label, where=f"`ray job logs {ended.submission.job.job_id}`")
+        if not unfit(run.store, spec, ended.submission.job.key):
+            return _result(run, ended, time.monotonic() - began)
+        # The job of another run, that we waited for, has left answers that failed under other settings than ours.
 
 
 # ---------------------------------------------------------------- submitting
@@ -106,6 +114,7 @@ def _attach_or_submit(run: PipelineRun, spec: StageSpec, key: str, jobs: Jobs) -
             store=root,
             force=force,
             strict_code=run.options.strict_code,
+            strict_env=run.options.strict_env,
             tracking=run.tracker.token,
         )
         folder = jobs_folder / job.job_id
@@ -151,21 +160,23 @@ def _command(folder: Path) -> str:
 
 def _environment(run: PipelineRun) -> dict[str, str]:
     home = Home.here()
-    quiet = {name: value for name, value in quiet_environment(home).items() if not name.startswith("PREFECT")}
+    quiet = {name: value for name, value in quiet_environment(home).items() if not name.startswith(("PREFECT", OWN))}
     worker = worker_environment(threads=threads_per_worker(run.config.runtime, workers=1))
     del worker["HF_HUB_OFFLINE"]  # the stage itself may fetch a model, as it may in the flow
     inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
-    tracking = {"MLFLOW_TRACKING_URI": _tracking_address()} if run.tracker.token else {}
+    tracking = {"MLFLOW_TRACKING_URI": _address("MLFLOW_TRACKING_URI", tracking_uri(home))} if run.tracker.token else {}
+    if tracking and os.environ.get(REGISTRY):
+        tracking[REGISTRY] = _address(REGISTRY, os.environ[REGISTRY])
     ray = {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"}
     return quiet | worker | inherited | tracking | ray
 
 
-def _tracking_address() -> str:
-    address = tracking_uri(Home.here())
+def _address(name: str, address: str) -> str:
+    """Return an address that a job may be told; ConfigError if it holds a password."""
     if without_secrets(address) != address:
         rule = "holds a password, which the job server would show to everybody"
         remedy = "give MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD to `ray start` instead"
-        raise ConfigError(explain("MLFLOW_TRACKING_URI", without_secrets(address), rule, remedy))
+        raise ConfigError(explain(name, without_secrets(address), rule, remedy))
     return address
 
 
@@ -295,5 +306,5 @@ def _result(run: PipelineRun, ended: _Ended, seconds: float) -> StageOutcome:
 
 
 def _decide_work(run: PipelineRun, job: JobSpec) -> Decision:
-    target = target_of(run.store, job.stage, strict_code=job.strict_code)
+    target = target_of(run.store, job.stage, strict_code=job.strict_code, strict_env=job.strict_env)
     return decide_work(run.store, job.stage, target, force=job.force)

@@ -16,7 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from pipelines.home import Home, client_environment
+from pipelines import user_settings
+from pipelines.home import Home
 from pipelines.services import (
     MLFLOW_PORT,
     PREFECT_PORT,
@@ -28,6 +29,7 @@ from pipelines.services import (
     mlflow_command,
     prefect_command,
     running,
+    user_prefect,
 )
 from pipelines.watched import Child, healthy, keep_alive
 from rlhf_core.tracking import owner
@@ -51,7 +53,7 @@ def supervise(home: Home) -> None:
         return
     home.make()
     await_end_of_last(home)
-    services = Services(owner.tags(), claim_port(PREFECT_PORT), claim_port(MLFLOW_PORT), ready=False)
+    services = _planned(home)
     services.write(home)
     mark = home.root / DEPLOYED_MARK
     mark.unlink(missing_ok=True)
@@ -76,15 +78,28 @@ def supervise(home: Home) -> None:
         home.services.unlink(missing_ok=True)
 
 
+def _planned(home: Home) -> Services:
+    """Return the services that are to be there; a server of the user's own takes no port."""
+    prefect_api, mlflow_uri = user_prefect(home), user_settings.remote_tracking_uri()
+    return Services(
+        owner.tags(),
+        0 if prefect_api else claim_port(PREFECT_PORT),
+        0 if mlflow_uri else claim_port(MLFLOW_PORT),
+        ready=False,
+        prefect_api=prefect_api,
+        mlflow_uri=mlflow_uri,
+    )
+
+
 def _children(home: Home, services: Services, mark: Path) -> tuple[list[Child], Child]:
-    environment = os.environ | client_environment(home, prefect_port=services.prefect_port)
+    environment = os.environ | services.environment(home)
     commands = {
         "prefect": prefect_command(services.prefect_port),
         "mlflow": mlflow_command(home, services.mlflow_port),
     }
     servers = [
         Child(name, commands[name], environment, lambda url=url: healthy(url), home.logs / f"{name}.log")  # type: ignore[misc]
-        for name, url in zip(commands, services.health, strict=True)
+        for name, url in services.health.items()
     ]
     command = [sys.executable, "-m", "pipelines.deployments", str(mark)]
     log = home.logs / "deployments.log"
@@ -102,8 +117,8 @@ def _beats(mark: Path) -> bool:
 def _start(servers: list[Child], services: Services, deployments: Child, mark: Path, stop: threading.Event) -> None:
     for child in servers:
         child.start()
-    with ThreadPoolExecutor(len(servers)) as pool:
-        list(pool.map(_await, servers, services.health))
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(_await, servers, services.health.values()))
     deployments.start()
     deadline = time.monotonic() + SERVER_TIMEOUT_S
     while not mark.exists() and not stop.wait(0.1):

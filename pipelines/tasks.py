@@ -26,6 +26,7 @@ from pipelines.plan import Pipeline, expect
 from pipelines.reconcile import own, reconcile
 from pipelines.run import PipelineRun, run_stages
 from pipelines.services import wait_for
+from rlhf_core.redaction import shown
 from rlhf_core.stage import StageSpec
 from rlhf_core.stopping import on_signals, time_limit
 from rlhf_core.types import ArtifactRef
@@ -33,8 +34,6 @@ from rlhf_core.types import ArtifactRef
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=ArtifactRef)
-
-FLOW_NAME = "rlhf-pipeline"
 
 
 def run_in_flow(run: PipelineRun, pipeline: Pipeline) -> dict[str, ArtifactRef]:
@@ -97,5 +96,5 @@ class TaskRunner:
 
 
 def _links(flow_run: FlowRun) -> dict[str, str]:
-    address = f"{PREFECT_UI_URL.value()}/runs/flow-run/{flow_run.id}"
+    address = shown(f"{PREFECT_UI_URL.value()}/runs/flow-run/{flow_run.id}")
     return {"prefect.flow_run_id": str(flow_run.id), "prefect.flow_run_name": flow_run.name, "prefect.url": address}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +14,9 @@ from rich.console import Console
 from pipelines.home import Home
 
 if TYPE_CHECKING:
+    from pipelines.services import Services
     from rlhf_core.artifacts import ArtifactStore
+    from rlhf_core.store_layout import StoreLayout
 
 PIPE_WIDTH = 160
 
@@ -25,11 +28,16 @@ def up(options: argparse.Namespace) -> None:
     from pipelines import services
 
     home = Home.here()
-    console.print(f"starting Prefect and MLflow (logs in {home.logs}) ...", style="dim", highlight=False)
+    console.print(f"starting the services (logs in {home.logs}) ...", style="dim", highlight=False)
     found = services.up(home, foreground=options.foreground)
-    _say_where(found.prefect_url, found.mlflow_url)
-    environment = f"PREFECT_API_URL={found.prefect_url}/api"
-    console.print(f"trigger a run:   {environment} prefect deployment run rlhf-pipeline/full --watch", highlight=False)
+    console.print(f"Prefect          {_prefect_page(home, found)}", highlight=False, soft_wrap=True)
+    console.print(f"MLflow           {found.mlflow_url}", highlight=False)
+    command = "prefect deployment run rlhf-pipeline/full --watch"
+    if not found.prefect_api:
+        file = shlex.quote(str(_short(home.prefect_auth)))
+        settings = f"PREFECT_API_URL={found.prefect_url}/api PREFECT_API_AUTH_STRING=$(cat {file})"
+        console.print(f"in your shell:   export {settings}", highlight=False, soft_wrap=True)
+    console.print(f"trigger a run:   {command}", highlight=False)
     console.print("stop:            rlhf down")
 
 
@@ -43,15 +51,20 @@ def down(options: argparse.Namespace) -> None:
 def status(options: argparse.Namespace) -> int:
     """Say which services answer; 1 if one does not."""
     from pipelines import services
+    from rlhf_core.redaction import shown
 
-    found = services.running(Home.here())
+    home = Home.here()
+    found = services.running(home)
     if found is None:
-        console.print("nothing is running; `rlhf up` starts Prefect and MLflow")
+        theirs = services.user_prefect(home)
+        where = f" (your own Prefect is at {shown(theirs).removesuffix('/api')})" if theirs else ""
+        console.print(f"nothing is running{where}; `rlhf up` starts {'' if theirs else 'Prefect and '}MLflow")
         return 1
-    answers = [services.healthy(url) for url in found.health]
-    for name, url, well in zip(("Prefect", "MLflow"), (found.prefect_url, found.mlflow_url), answers, strict=True):
-        console.print(f"{name:<8} {url}  {'answers' if well else 'does not answer'}", highlight=False)
-    return 0 if all(answers) else 1
+    well = services.states(home, found)
+    for name, url in (("Prefect", _prefect_page(home, found)), ("MLflow", found.mlflow_url)):
+        said = "answers" if well[name] else "does not answer"
+        console.print(f"{name:<8} {url}  {said}", highlight=False, soft_wrap=True)
+    return 0 if all(well.values()) else 1
 
 
 def run(options: argparse.Namespace) -> None:
@@ -74,19 +87,27 @@ def explain(options: argparse.Namespace) -> None:
     from pipelines.plan import PENDING, check_labels
     from pipelines.profile import load_profile
     from pipelines.run import store_of
-    from rlhf_core.stage import key_payload
+    from pipelines.versions import version_lines
+    from rlhf_core.stage_decision import target_of
+    from rlhf_core.user_code import DECLARATION, unseen_reads
 
     planned = _plan(options)
     check_labels(planned, {"explain": [options.stage]})
     stage = next(stage for stage in planned if stage.label == options.stage)
-    console.print(f"{stage.label}: {stage.decision.action}: {stage.decision.reason}", highlight=False, soft_wrap=True)
+    said = [f"{stage.label}: {stage.decision.action}: {stage.decision.reason}"]
+    for function in stage.spec.callables:
+        said += [f"not in the key: {phrase}; what counts: {DECLARATION} there" for phrase in unseen_reads(function)]
+    console.print("\n".join(said), highlight=False, markup=False, soft_wrap=True)
     if any(ref.uri.startswith(PENDING) for ref in stage.spec.refs()):
         console.print("its key depends on what the stages before it make")
         return
     console.print(f"key {stage.decision.key}", highlight=False)
-    console.print_json(json.dumps(key_payload(stage.spec, strict_code=options.strict_code)))
     store = store_of(load_profile(options.profile, options.overrides), Home.here())
+    target = target_of(store, stage.spec, strict_code=options.strict_code, strict_env=options.strict_env)
+    console.print_json(json.dumps(target.payload))
     record = store.record(stage.decision.key)
+    for line in version_lines(store, stage.spec, record):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     if record is not None:
         console.print_json(json.dumps(record.to_json(), default=str))
 
@@ -104,10 +125,10 @@ def reconcile(options: argparse.Namespace) -> None:
 
 def resume(options: argparse.Namespace) -> None:
     """Run again what did not come to its end."""
-    from pipelines.mend import some_prefect
+    from pipelines.mend import some_prefect, was_used
 
     home = Home.here()
-    if not (home.prefect / "prefect.db").exists():
+    if not was_used(home):
         console.print(f"nothing was run yet in {home.root}: `rlhf run tiny/full` is a start", highlight=False)
         return
     with some_prefect(home) as served:
@@ -123,7 +144,7 @@ def runs(options: argparse.Namespace) -> None:
     """Print what the store holds, newest first."""
     from pipelines.store_verbs import print_runs
 
-    print_runs(_place(options), console)
+    print_runs(_layout(options), console)
 
 
 def chat(options: argparse.Namespace) -> None:
@@ -156,20 +177,40 @@ def import_openrlhf(options: argparse.Namespace) -> None:
 
 def store(options: argparse.Namespace) -> None:
     """Look after the store."""
-    from pipelines.store_verbs import look_after
+    from pipelines.store_verbs import look_after, print_store
 
-    look_after(_place(options), options, console)
+    if options.store_verb == "ls":
+        print_store(_layout(options), console)
+    else:
+        look_after(_place(options), options, console)
 
 
 def _place(options: argparse.Namespace) -> ArtifactStore:
-    """Return the store that the options name: a folder, that of a profile, or the one in the state folder."""
-    from pipelines.profile import load_profile
-    from pipelines.run import store_of
+    """Return the store that the options name."""
     from rlhf_core.artifacts import ArtifactStore
 
+    return ArtifactStore(_store_folder(options))
+
+
+def _layout(options: argparse.Namespace) -> StoreLayout:
+    """Return where things lie in the store that the options name, for verbs that only list."""
+    from rlhf_core.store_layout import StoreLayout, check_schema
+
+    root = _store_folder(options).absolute()
+    check_schema(root)
+    return StoreLayout(root)
+
+
+def _store_folder(options: argparse.Namespace) -> Path:
+    """Return the folder of the store that the options name: it, that of a profile, or the one in the state folder."""
     if options.store:
-        return ArtifactStore(Path(options.store).expanduser())
-    return store_of(load_profile(options.profile), Home.here()) if options.profile else ArtifactStore(Home.here().store)
+        return Path(options.store).expanduser()
+    if not options.profile:
+        return Home.here().store
+    from pipelines.profile import load_profile
+    from pipelines.run import store_of
+
+    return store_of(load_profile(options.profile), Home.here()).root
 
 
 def _plan(options: argparse.Namespace):  # type: ignore[no-untyped-def]  # PlannedStage is imported late
@@ -184,9 +225,19 @@ def _plan(options: argparse.Namespace):  # type: ignore[no-untyped-def]  # Plann
         until=options.until,
         force=options.force,
         strict_code=options.strict_code,
+        strict_env=options.strict_env,
     )
 
 
-def _say_where(prefect_url: str, mlflow_url: str) -> None:
-    console.print(f"Prefect          {prefect_url}", highlight=False)
-    console.print(f"MLflow           {mlflow_url}", highlight=False)
+def _prefect_page(home: Home, found: Services) -> str:
+    """Return where to look: on a terminal with what signs the browser in, elsewhere without, since logs keep it."""
+    from pipelines.own_pages import sign_in_link
+
+    if found.prefect_api or not sys.stdout.isatty():
+        return found.prefect_url
+    return sign_in_link(found.prefect_url, home.prefect_auth_string)
+
+
+def _short(path: Path) -> Path:
+    """Return the path from the working folder, where it lies below it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

@@ -154,6 +154,17 @@ def healthy(url: str) -> bool:
         return False
 
 
+def answers(url: str) -> bool:
+    """Return whether a server elsewhere says anything at all, be it that it wants a password; proxies are used."""
+    try:
+        with urllib.request.urlopen(url, timeout=ANSWER_TIMEOUT_S):
+            return True
+    except urllib.error.HTTPError:
+        return True
+    except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError):
+        return False
+
+
 def wait_for(condition: Callable[[], bool], timeout_s: float) -> bool:
     """Return whether `condition` came true in time."""
     deadline = time.monotonic() + timeout_s

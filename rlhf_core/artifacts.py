@@ -10,16 +10,20 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pydantic import Field
+
 from rlhf_core import leases, store_maintenance
+from rlhf_core.damage import findings, quarantine_object
 from rlhf_core.errors import ArtifactError, explain
 from rlhf_core.fingerprint import FileEntry, hash_files, hash_tree, list_files, sha256_text, tree_digest
 from rlhf_core.leases import Lease, Owner
 from rlhf_core.records import KeyRecord, Provenance, parse_record
+from rlhf_core.store_index import Unreadable
 from rlhf_core.store_layout import (
     MANIFEST,
     StoreLayout,
@@ -29,13 +33,13 @@ from rlhf_core.store_layout import (
     make_folder,
     make_read_only,
     mark_schema,
-    move_aside,
-    naming_a_full_disk,
-    read_json,
+    move,
+    naming_disk_errors,
     remove_tree,
     write_json,
 )
-from rlhf_core.store_maintenance import Damage, GcReport, Unreadable
+from rlhf_core.store_maintenance import Damage, GcReport
+from rlhf_core.stored import Stored, read_stored
 from rlhf_core.types import ArtifactRef
 
 logger = logging.getLogger(__name__)
@@ -43,6 +47,25 @@ logger = logging.getLogger(__name__)
 R = TypeVar("R", bound=ArtifactRef)
 _STORE = "store://"
 _FILE = "file://"
+
+
+class _DamageNote(Stored):
+    problem: str
+
+
+class _LabelNote(Stored):
+    key: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class _RememberedFile(Stored):
+    size: int
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    status: dict[str, int] = {}
+    """What `_identity` said of it; older versions noted nothing."""
+
+
+class _Memory(Stored):
+    files: dict[str, _RememberedFile]
 
 
 class ArtifactStore:
@@ -65,22 +88,26 @@ class ArtifactStore:
 
     def path(self, ref: ArtifactRef) -> Path:
         """Return the folder of a handle; ArtifactError if it is gone."""
-        if ref.uri.startswith(_FILE):
-            folder = Path(ref.uri.removeprefix(_FILE))
-        elif ref.uri.startswith(_STORE):
-            digest, _, inside = ref.uri.removeprefix(_STORE).partition("/")
-            folder = self.layout.object(digest) / inside
-        else:
-            raise ArtifactError(explain("uri", ref.uri, "must begin with store:// or file://", "give another handle"))
+        folder = self.folder(ref.uri)
         if not folder.is_dir():
             remedy = "run the pipeline again to make it, or bring the folder back"
             raise ArtifactError(explain(f"{type(ref).__name__}.uri", ref.uri, f"is not in {self.root}", remedy))
         return folder
 
+    def folder(self, uri: str) -> Path:
+        """Return where the folder of an artifact's uri lies, or lay."""
+        if uri.startswith(_FILE):
+            return Path(uri.removeprefix(_FILE))
+        if not uri.startswith(_STORE):
+            raise ArtifactError(explain("uri", uri, "must begin with store:// or file://", "give another handle"))
+        digest, _, inside = uri.removeprefix(_STORE).partition("/")
+        return self.layout.object(digest) / inside
+
     def record(self, key: str) -> KeyRecord | None:
         """Return the record of a key whose object is there with all files at their right sizes; None otherwise.
 
-        Damage is named in a warning, and record and object are put into quarantine, so that the stage is made again.
+        Damage is named in a warning, and record and object are put into quarantine, so that the stage is made again. So
+        is the record of what may have been made from damaged inputs.
         """
         path = self.layout.key(key)
         if not path.exists():
@@ -89,18 +116,39 @@ class ArtifactStore:
         if damage:
             time.sleep(0.05)  # another process may be putting a sound object in the place of a damaged one
             record, damage = self._check(key)
-        if not damage:
-            return record
+        if record is not None and not damage:
+            return record if self._is_trusted(record) else None
         logger.warning("store: the artifact of key %s is damaged: %s; put into quarantine", key[:12], damage)
         store_maintenance.set_aside_record(self.layout, key, damage)
         if record is not None:
-            move_aside(self.layout.object(object_digest(record.handle)), self.layout.quarantine)
+            quarantine_object(self.layout, object_digest(record.handle), damage)
         return None
 
     def damage(self, key: str) -> str:
         """Return why the last artifact of `key` was put into quarantine, or an empty text if it was not."""
-        noted = read_json(self.layout.damage(key))
-        return "" if noted is None else str(noted["problem"])
+        noted = read_stored(self.layout.damage(key), _DamageNote)
+        return "" if noted is None else noted.problem
+
+    def known_damage(self, refs: Iterable[ArtifactRef]) -> tuple[str, ...]:
+        """Return the ids of all that was ever found damaged of these inputs; see `rlhf_core.damage`."""
+        return tuple(finding.id for finding in findings(self.layout, (ref.uri for ref in refs)))
+
+    def check_inputs(self, refs: Iterable[ArtifactRef]) -> None:
+        """Raise ArtifactError for an input that is not what its digest says; files that nobody wrote to are not hashed.
+
+        A damaged object goes into quarantine. What is gone altogether is left to whoever reads it.
+        """
+        for ref in refs:
+            if self.is_external(ref):
+                self._check_external(ref)
+                continue
+            digest = object_digest(ref)
+            folder = self.layout.object(digest)
+            problem = store_maintenance.object_damage(folder, deep=False) if folder.exists() else ""
+            if problem:
+                quarantine_object(self.layout, digest, problem)
+                rule = f"is damaged ({problem}) and was put into quarantine"
+                raise ArtifactError(explain(f"{type(ref).__name__}.uri", ref.uri, rule, "run again: it is made again"))
 
     def records(self) -> list[KeyRecord]:
         """Return all readable key records, oldest first; their objects are not looked at."""
@@ -137,8 +185,8 @@ class ArtifactStore:
 
     def latest(self, label: str) -> KeyRecord | None:
         """Return the record that the stage with this label last made or found; None if it is gone."""
-        noted = read_json(self.layout.label(label))
-        return None if noted is None else self.record(str(noted["key"]))
+        noted = read_stored(self.layout.label(label), _LabelNote)
+        return None if noted is None else self.record(noted.key)
 
     def is_external(self, ref: ArtifactRef) -> bool:
         """Return whether `ref` is a user's own folder, which this store neither keeps nor removes."""
@@ -167,7 +215,7 @@ class ArtifactStore:
         `children` maps a field of `kind` to a folder of `out` and the type of its handle. With a `lease` the record is
         written only while it is still held. After this call `out` is gone.
         """
-        with naming_a_full_disk(self.root):
+        with naming_disk_errors(self.root):
             self.create()
             files = _seal(out)
             handle = _handle(kind, files, children, tuple(parents))
@@ -218,7 +266,7 @@ class ArtifactStore:
         target = self.layout.object(digest)
         make_folder(target.parent)
         try:
-            out.rename(target)
+            move(out, target)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
@@ -231,29 +279,42 @@ class ArtifactStore:
         damage = store_maintenance.object_damage(target, deep=True)
         if damage:
             logger.warning("store: object %s is damaged: %s; replaced", target.name[:12], damage)
-            move_aside(target, self.layout.quarantine)
-            out.rename(target)
+            quarantine_object(self.layout, target.name, damage)
+            move(out, target)
         else:
             os.utime(target)  # young again, so that gc leaves it alone until our record is written
             remove_tree(out)
 
+    def _is_trusted(self, record: KeyRecord) -> bool:
+        said = store_maintenance.set_aside_suspect(self.layout, record)
+        if said:
+            logger.warning("store: the artifact of key %s (%s): %s", record.key[:12], record.label, said)
+        return not said
+
+    def _check_external(self, ref: ArtifactRef) -> None:
+        if self.external(type(ref), Path(ref.uri.removeprefix(_FILE))).digest != ref.digest:
+            rule = "has changed since its digest was taken"
+            raise ArtifactError(
+                explain(f"{type(ref).__name__}.uri", ref.uri, rule, "run again: it counts as it is now")
+            )
+
     def _hash_external(self, folder: Path) -> dict[str, FileEntry]:
         memory = self.layout.externals / f"{sha256_text(str(folder))}.json"
-        known = (read_json(memory) or {"files": {}})["files"]
+        known = (read_stored(memory, _Memory) or _Memory(files={})).files
         paths = [path for path in list_files(folder) if not any(part.startswith(".") for part in path.split("/"))]
         stats = {path: (folder / path).stat() for path in paths}
         now = time.time_ns()
         same = {
-            path: FileEntry(known[path]["size"], known[path]["sha256"])
+            path: FileEntry(known[path].size, known[path].sha256)
             for path, status in stats.items()
-            if path in known
-            and (known[path]["size"], known[path]["modified_ns"]) == (status.st_size, status.st_mtime_ns)
+            if path in known and (known[path].size, known[path].status) == (status.st_size, _identity(status))
         }
         files = same | hash_files(folder, [path for path in paths if path not in same])
         # A file that was written just now may change again within the resolution of its time: not remembered.
-        settled = {path: entry for path, entry in files.items() if now - stats[path].st_mtime_ns > 2_000_000_000}
-        table = {path: _entry(entry) | {"modified_ns": stats[path].st_mtime_ns} for path, entry in settled.items()}
-        if table != known and self.root.is_dir():  # looking at a folder does not make a store
+        settled = {path: entry for path, entry in files.items() if now - _changed_ns(stats[path]) > 2_000_000_000}
+        table = {path: _entry(entry) | {"status": _identity(stats[path])} for path, entry in settled.items()}
+        remembered = {path: entry.model_dump() for path, entry in known.items()}
+        if table != remembered and self.root.is_dir():  # looking at a folder does not make a store
             write_json(memory, {"folder": str(folder), "files": table}, durable=False)
         return files
 
@@ -291,6 +352,20 @@ def _handle(
         child_digest = tree_digest(files, under=folder)
         fields[field] = child_kind(uri=f"{_STORE}{digest}/{folder}", digest=child_digest, parents=parents)
     return kind(**fields)
+
+
+def _identity(status: os.stat_result) -> dict[str, int]:
+    """Return what changes when a file is replaced or written to, also by one with its size and time of modification."""
+    return {
+        "device": status.st_dev,
+        "inode": status.st_ino,
+        "modified_ns": status.st_mtime_ns,
+        "changed_ns": status.st_ctime_ns,
+    }
+
+
+def _changed_ns(status: os.stat_result) -> int:
+    return max(status.st_mtime_ns, status.st_ctime_ns)
 
 
 def _entry(entry: FileEntry) -> dict[str, Any]:

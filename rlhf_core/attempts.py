@@ -5,11 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import TypeAdapter, ValidationError
+
+from rlhf_core.failures import FAILURES
 from rlhf_core.store_layout import CHECKPOINTS, read_json, remove_tree, write_json
 
 logger = logging.getLogger(__name__)
@@ -22,7 +26,11 @@ Status = Literal["running", "failed", "interrupted", "committed"]
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One try at a key. `status` stays `running` if the process was killed; `failure` is the error's class and text."""
+    """One try at a key. `status` stays `running` if the process was killed; `failure` is the error's class and text.
+
+    `code` is the digest of each module of the stage, as the attempt ran it; empty where an older version noted none.
+    `known_damage` are the ids of what had been found damaged of its inputs before it read them.
+    """
 
     number: int
     started: str
@@ -32,19 +40,23 @@ class Attempt:
     status: Status
     failure: str
     seconds: float
+    code: Mapping[str, str] = field(default_factory=dict)
+    known_damage: Sequence[str] = ()
+
+
+_ATTEMPTS = TypeAdapter(list[Attempt])
+_LARGEST_NUMBER = 10**9
+"""Of an attempt: beyond it a history is damaged, and its number would be no name of a folder."""
 
 
 def history(folder: Path) -> list[Attempt]:
     """Return the attempts noted in `folder` (attempts/<key>), oldest first."""
-    table = read_json(folder / HISTORY)
-    try:
-        return [] if table is None else [Attempt(**item) for item in table["attempts"]]
-    except (KeyError, TypeError):
-        logger.warning("%s cannot be read; counting attempts from 1", folder / HISTORY)
-        return []
+    return _read(folder)[1]
 
 
-def begin(folder: Path, *, label: str, resumed_from: int | None) -> Attempt:
+def begin(
+    folder: Path, *, label: str, resumed_from: int | None, code: Mapping[str, str], known_damage: Sequence[str]
+) -> Attempt:
     """Note a new attempt and make its empty output folder; the caller holds the lease.
 
     The output of attempts that were killed goes.
@@ -59,6 +71,8 @@ def begin(folder: Path, *, label: str, resumed_from: int | None) -> Attempt:
         status="running",
         failure="",
         seconds=0.0,
+        code=dict(code),
+        known_damage=tuple(known_damage),
     )
     for stale in folder.glob("out-*"):
         remove_tree(stale)
@@ -79,10 +93,9 @@ def abandon(folder: Path, *, committed: bool) -> tuple[str, Attempt] | None:
 
     The caller holds the lease, so nobody is at work there. `committed`: its record was written before.
     """
-    past = history(folder)
+    label, past = _read(folder)
     if not past or past[-1].status != "running":
         return None
-    label = str((read_json(folder / HISTORY) or {})["label"])
     failure = f"process {past[-1].pid} on {past[-1].host} ended without a word"
     status: Status = "committed" if committed else "interrupted"
     end(folder, past[-1], label=label, status=status, failure=failure, seconds=past[-1].seconds)
@@ -102,15 +115,31 @@ def unfinished_work(folder: Path) -> list[str]:
 
 
 def clear(folder: Path, *, keep_metrics: bool) -> None:
-    """Remove checkpoints and unfinished work; the history stays, and the logs, and on request the metrics."""
+    """Remove checkpoints, unfinished work and what failed in it; the history stays, the logs, and on request the metrics."""
     for path in [*folder.glob("out-*"), folder / CHECKPOINTS, *(folder / name for name in unfinished_work(folder))]:
         remove_tree(path)
+    remove_tree(folder / FAILURES)
     if not keep_metrics:
         remove_tree(folder / METRICS)
 
 
 def _is_ours(name: str) -> bool:
-    return name in (HISTORY, METRICS, CHECKPOINTS) or name.startswith((".", "out-"))
+    return name in (HISTORY, METRICS, FAILURES, CHECKPOINTS) or name.startswith((".", "out-"))
+
+
+def _read(folder: Path) -> tuple[str, list[Attempt]]:
+    """Return the label and the attempts of a history; of one that is damaged nothing, and it is written anew."""
+    table = read_json(folder / HISTORY)
+    if table is None:
+        return "", []
+    try:
+        past = _ATTEMPTS.validate_python(table["attempts"])
+        if isinstance(table["label"], str) and all(0 < item.number <= _LARGEST_NUMBER for item in past):
+            return table["label"], past
+    except (KeyError, ValidationError):
+        pass
+    logger.warning("%s cannot be read; counting attempts from 1", folder / HISTORY)
+    return "", []
 
 
 def _write(folder: Path, label: str, attempts: list[Attempt]) -> None:

@@ -40,7 +40,9 @@ class TokenBatch:
     rows: tuple[tuple[int, int, int], ...]
     """(row, start, length) of each sample, in the order in which the samples came."""
     fields: dict[str, Tensor]
-    """Further per-token values of the samples by field name (`old_logprobs`, `advantages`, ...): float32 BL, padded with 0."""
+    """Further per-token values of the samples by field name (`old_logprobs`, `advantages`, ...): float32 BL, padded with 0.
+
+    A field that the samples leave empty is not there."""
 
     @property
     def packed(self) -> bool:
@@ -63,13 +65,14 @@ def collate(samples: Sequence[Sample], *, pad_id: int, pack_to: int | None = Non
     """Return the batch of `samples` in order: one row each, or with `pack_to` as many to a row as fit in that length.
 
     Packing is first-fit in the order of the samples, so it depends on nothing else. Raises DataError for no samples,
-    samples of different types, an empty sample, one longer than `pack_to`, or one trained on at its first token.
+    samples of different types, an empty sample, one longer than `pack_to`, or one trained on at its first token, and
+    where some samples have a field and some leave it empty.
     """
     _check(samples, pack_to)
     rows = _one_row_each(samples) if pack_to is None else _first_fit(samples, pack_to)
     count = 1 + max(row for row, _, _ in rows)
     width = max(start + length for _, start, length in rows)
-    names = tuple(field.name for field in fields(samples[0]) if field.name not in ("token_ids", "loss_mask"))
+    names = _filled_fields(samples)
 
     token_ids_BL = torch.full((count, width), pad_id, dtype=torch.int64)
     position_ids_BL = torch.arange(width).repeat(count, 1)
@@ -92,6 +95,17 @@ def collate(samples: Sequence[Sample], *, pad_id: int, pack_to: int | None = Non
 def unpack(x_BL: Tensor, batch: TokenBatch) -> list[Tensor]:
     """Return each sample's span of `x_BL` (padding cut off), in the order in which the samples came."""
     return [x_BL[row, start : start + length] for row, start, length in batch.rows]
+
+
+def _filled_fields(samples: Sequence[Sample]) -> tuple[str, ...]:
+    names = []
+    for name in (field.name for field in fields(samples[0]) if field.name not in ("token_ids", "loss_mask")):
+        filled = sum(bool(getattr(sample, name)) for sample in samples)
+        if 0 < filled < len(samples):
+            rule = f"is empty in {len(samples) - filled} of {len(samples)} samples"
+            raise DataError(explain(f"samples.{name}", filled, rule, "fill it in all of them or in none"))
+        names += [name] * bool(filled)
+    return tuple(names)
 
 
 def _one_row_each(samples: Sequence[Sample]) -> tuple[tuple[int, int, int], ...]:

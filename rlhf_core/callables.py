@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,16 @@ from types import ModuleType
 from typing import Any
 
 from rlhf_core.errors import ConfigError, explain, nearest
+
+_ADDED: set[str] = set()
+
+
+def search_path() -> list[str]:
+    """Return the folders in which modules of users are looked for, by the key and by the processes that run them alike.
+
+    The working folder is among them however this process was started. The folder of a user's file comes after them all.
+    """
+    return [*(entry or os.curdir for entry in sys.path if entry not in _ADDED), os.curdir]
 
 
 def load_callable(key: str, spec: str) -> Any:
@@ -49,6 +60,7 @@ def load_file(key: str, path: Path) -> ModuleType:
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)
+        _ADDED.add(folder)
     name = f"file_{path.stem}"
     module_spec = importlib.util.spec_from_file_location(name, path)
     assert module_spec is not None and module_spec.loader is not None  # a .py file always has a loader

@@ -19,16 +19,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from rlhf_core.checkpoint_parts import wait_for_parts
 from rlhf_core.errors import ArtifactError, ConfigError, explain
 from rlhf_core.fingerprint import hash_file, list_files
-from rlhf_core.store_layout import fsync_path, fsync_tree, naming_a_full_disk, read_json, remove_tree, write_json
+from rlhf_core.store_layout import (
+    fsync_path,
+    fsync_tree,
+    naming_disk_errors,
+    remove_tree,
+    write_json,
+)
+from rlhf_core.stored import Stored, read_stored
 
 logger = logging.getLogger(__name__)
 
 _STATE = "state.json"
 _COMPLETE = "COMPLETE"
 _SMALL_BYTES = 1 << 20
+
+
+class _Marker(Stored):
+    sizes: dict[str, int]
+    sha256: dict[str, str] = {}
+    """Older markers have none."""
+
+
+class _State(Stored):
+    step: int = Field(ge=0)
+    state: dict[str, Any]
+    metric: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +63,14 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints in `root`: the newest `keep_last` and the `keep_best` with the largest metric stay."""
+    """The checkpoints in `root`: the newest `keep_last` and the `keep_best` with the largest metric stay.
 
-    def __init__(self, root: Path, *, keep_last: int = 1, keep_best: int = 0) -> None:
+    `fence` raises where this process may not write here any more, because another one has taken over.
+    """
+
+    def __init__(
+        self, root: Path, *, keep_last: int = 1, keep_best: int = 0, fence: Callable[[], None] = lambda: None
+    ) -> None:
         if keep_last < 1:
             raise ConfigError(explain("keep_last", keep_last, "must be >= 1", "keep at least the newest checkpoint"))
         if keep_best < 0:
@@ -52,11 +78,12 @@ class Checkpoints:
         self.root = Path(root)
         self.keep_last = keep_last
         self.keep_best = keep_best
+        self._fence = fence
         self._sealing = _Sealing()
 
     def keeping(self, *, best: int) -> Checkpoints:
         """Return the same checkpoints, of which `best` stay for their metric; one on its way is on its way in both."""
-        other = Checkpoints(self.root, keep_last=self.keep_last, keep_best=best)
+        other = Checkpoints(self.root, keep_last=self.keep_last, keep_best=best, fence=self._fence)
         other._sealing = self._sealing
         return other
 
@@ -93,12 +120,13 @@ class Checkpoints:
         raises because something could not be written, leaves the older checkpoints as they were.
         """
         self.settle()
+        self._fence()
         self.root.mkdir(parents=True, exist_ok=True)
         for stale in self.root.glob(".saving-*"):
             remove_tree(stale)
         folder = self.root / f".saving-{step:010d}-{secrets.token_hex(4)}"
         try:
-            with naming_a_full_disk(self.root):
+            with naming_disk_errors(self.root):
                 folder.mkdir()
                 yield folder
                 noted = _plain(step, state, metric)
@@ -121,9 +149,10 @@ class Checkpoints:
 
     def _finish(self, folder: Path, step: int, noted: dict[str, Any]) -> None:
         try:
-            with naming_a_full_disk(self.root):
+            with naming_disk_errors(self.root):
                 wait_for_parts(folder)
                 _seal(folder, noted)
+                self._fence()
                 folder.rename(self.root / f"step-{step:010d}-{time.time_ns():020d}")
                 fsync_path(self.root)
         except BaseException:
@@ -210,8 +239,8 @@ def _give_up(folder: Path) -> None:
 def _read(folder: Path) -> Checkpoint | None:
     if _warned(folder, _problem(folder)):
         return None
-    table = json.loads((folder / _STATE).read_text(encoding="utf-8"))
-    return Checkpoint(step=table["step"], path=folder, state=table["state"], metric=table["metric"])
+    noted = read_stored(folder / _STATE, _State)
+    return None if noted is None else Checkpoint(step=noted.step, path=folder, state=noted.state, metric=noted.metric)
 
 
 def _warned(folder: Path, problem: str) -> bool:
@@ -221,20 +250,19 @@ def _warned(folder: Path, problem: str) -> bool:
 
 
 def _problem(folder: Path) -> str:
-    marker = read_json(folder / _COMPLETE)
-    if marker is None or "sizes" not in marker:
-        return f"it has no {_COMPLETE} marker"
-    for path, size in marker["sizes"].items():
+    marker = read_stored(folder / _COMPLETE, _Marker)
+    if marker is None:
+        return f"it has no {_COMPLETE} marker that can be read"
+    for path, size in marker.sizes.items():
         file = folder / path
         if not file.is_file():
             return f"{path} is missing"
         if file.stat().st_size != size:
             return f"{path} has {file.stat().st_size} bytes, not {size}"
-    for path, digest in marker.get("sha256", {}).items():  # older markers have none
-        if hash_file(folder / path) != digest:
+    for path, digest in marker.sha256.items():
+        if path not in marker.sizes or hash_file(folder / path) != digest:
             return f"{path} is not what was written"
-    state = read_json(folder / _STATE)
-    return "" if state is not None and {"step", "state", "metric"} <= set(state) else f"{_STATE} cannot be read"
+    return f"{_STATE} cannot be read" if read_stored(folder / _STATE, _State) is None else ""
 
 
 def _is_archive(path: str, size: int) -> bool:

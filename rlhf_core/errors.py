@@ -8,9 +8,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
+from rlhf_core.redaction import without_secrets
+
 
 class RlhfError(Exception):
-    """Anything that this library refuses or could not finish; the message says how to mend it."""
+    """Anything that this library refuses or could not finish; the message says how to mend it, and holds no secrets."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*(without_secrets(part) if isinstance(part, str) else part for part in arguments))
 
 
 class ConfigError(RlhfError, ValueError):

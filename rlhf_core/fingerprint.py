@@ -12,11 +12,10 @@ import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.errors import ConfigError, explain, nearest
+from rlhf_core.errors import ArtifactError, ConfigError, explain
 
 OUR_PACKAGES = ("stages", "rlhf_core")
 PLUMBING = frozenset(
@@ -26,19 +25,27 @@ PLUMBING = frozenset(
         "attempts",
         "checkpoint_parts",
         "checkpoints",
+        "damage",
         "errors",
+        "failures",
         "fingerprint",
         "leases",
         "records",
+        "redaction",
+        "secrets",
         "stage",
         "stage_decision",
         "stage_key",
+        "store_index",
         "store_layout",
         "store_maintenance",
+        "stored",
     )
 )
 """Modules that carry artifacts and never compute what is in them: a change there re-makes nothing."""
 
+_FEW_BYTES = 1 << 20
+"""Less than this is hashed sooner than threads are started."""
 _HASH_THREADS = min(16, max(2, os.cpu_count() or 2))
 
 
@@ -111,12 +118,22 @@ def hash_file(path: Path) -> str:
 
 
 def list_files(folder: Path) -> tuple[str, ...]:
-    """Return the posix paths, relative to `folder`, of all files below it, sorted; empty folders do not count."""
-    found = [
-        Path(parent, name).relative_to(folder).as_posix()
-        for parent, _, names in os.walk(folder, followlinks=True)
-        for name in names
-    ]
+    """Return the posix paths, relative to `folder`, of all files below it, sorted; empty folders do not count.
+
+    Links are followed. Raises ArtifactError for a link to a folder that holds it: its files would have no end.
+    """
+    found = []
+    above = {os.fspath(folder): frozenset({folder.resolve()})}
+    for parent, inside, names in os.walk(folder, followlinks=True):
+        found += [Path(parent, name).relative_to(folder).as_posix() for name in names]
+        holders = above.pop(parent)
+        for name in inside:
+            path = Path(parent, name)
+            place = path.resolve() if path.is_symlink() else path
+            if path.is_symlink() and any(holder.is_relative_to(place) for holder in holders):
+                rule = "is a link to a folder that holds it"
+                raise ArtifactError(explain("folder", str(path), rule, "remove the link"))
+            above[os.path.join(parent, name)] = holders | {place} if path.is_symlink() else holders  # noqa: PTH118  # as os.walk
     return tuple(sorted(found))
 
 
@@ -132,6 +149,8 @@ def hash_files(folder: Path, paths: Iterable[str]) -> dict[str, FileEntry]:
         return FileEntry(size=(folder / path).stat().st_size, sha256=hash_file(folder / path))
 
     ordered = sorted(paths)
+    if sum((folder / path).stat().st_size for path in ordered) < _FEW_BYTES:
+        return {path: entry(path) for path in ordered}
     with ThreadPoolExecutor(_HASH_THREADS) as pool:
         return dict(zip(ordered, pool.map(entry, ordered), strict=True))
 
@@ -158,89 +177,112 @@ def code_digest(module_name: str, packages: tuple[str, ...] = OUR_PACKAGES) -> s
 def module_digests(module_name: str, packages: tuple[str, ...] = OUR_PACKAGES) -> dict[str, str]:
     """Return module name -> digest of its syntax tree, for `module_name` and every module of `packages` it reaches.
 
-    Imports inside functions count. Comments, docstrings and decorators do not, nor do the modules of `PLUMBING`.
+    Imports inside functions count. Comments and docstrings do not, nor do the modules of `PLUMBING`.
     Nothing is imported.
     """
     found: dict[str, str] = {}
+    modules = _Modules()
     waiting = [module_name]
     while waiting:
         name = waiting.pop()
         if name in found or (name in PLUMBING and name != module_name):
             continue
-        path = _module_file(name)
+        path = modules.file(name)
         if path is None:
             if name == module_name:
                 raise ConfigError(explain("module", name, "has no source file", "name a Python module on the path"))
             continue
-        status = path.stat()
-        digest, imports = _parsed(str(path), name, status.st_mtime_ns, status.st_size)
+        digest, imports = _parsed(path, name)
         found[name] = digest
         waiting.extend(target for target in imports if target.split(".")[0] in packages)
     return dict(sorted(found.items()))
 
 
-def callable_digest(spec: str, *, key: str = "callable") -> str:
-    """Return the digest of the whole source of the module of a function that a user gave, without importing it.
+class _Modules:
+    """Finds the source files of modules without importing them or their packages; a folder is listed once."""
 
-    `spec` reads `package.module:function` or `path/to/file.py:function`. Raises ConfigError, naming the `key` that holds
-    it, if the file is not there or does not name the function.
-    """
-    place, _, function = spec.rpartition(":")
-    if not place or not function.isidentifier():
-        raise ConfigError(explain(key, spec, "must read module:function or file.py:function", "add the name"))
-    path = Path(place) if place.endswith(".py") else _module_file(place)
-    if path is None or not path.is_file():
-        raise ConfigError(explain(key, spec, f"{place} is not there", "mend the module name or the path"))
-    source = path.read_bytes()
-    tree = _parse(source, str(path))
-    names = _top_level_names(tree)
-    if function not in names and "*" not in names:
-        raise ConfigError(explain(key, spec, f"{place} has no {function}", nearest(function, _functions(tree))))
-    return hashlib.sha256(source).hexdigest()
+    def __init__(self) -> None:
+        self._names: dict[str, frozenset[str]] = {}
+        self._tops: dict[str, tuple[str, list[str]]] = {}
+
+    def file(self, name: str) -> str | None:
+        """Return the path of the module's source; None for what is not a module."""
+        top, *rest = name.split(".")
+        if top not in self._tops:
+            self._tops[top] = _top_level(top)
+        file, folders = self._tops[top]
+        for part in rest:
+            file, folders = self._inside(part, folders)
+        return file if file.endswith(".py") else None
+
+    def _inside(self, part: str, folders: list[str]) -> tuple[str, list[str]]:
+        """Return the file of the module `part` in one of the folders, and the folders that its own modules lie in."""
+        spaces = []
+        for folder in folders:
+            names, path = self._listed(folder), os.path.join(folder, part)  # noqa: PTH118  # thousands of times
+            if part in names and "__init__.py" in self._listed(path):
+                return f"{path}/__init__.py", [path]
+            for suffix in (*importlib.machinery.EXTENSION_SUFFIXES, ".py"):
+                if part + suffix in names:
+                    return path + suffix, []
+            if part in names:
+                spaces.append(path)
+        return "", spaces
+
+    def _listed(self, folder: str) -> frozenset[str]:
+        if folder not in self._names:
+            try:
+                self._names[folder] = frozenset(os.listdir(folder))  # noqa: PTH208
+            except OSError:
+                self._names[folder] = frozenset()
+        return self._names[folder]
 
 
-def _module_file(name: str) -> Path | None:
-    """Return the source file of a module without importing it or its packages; None for what is not a module."""
-    top, *rest = name.split(".")
+def _top_level(name: str) -> tuple[str, list[str]]:
     try:
-        spec = importlib.util.find_spec(top)
+        spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
-        return None
-    for depth in range(2, len(rest) + 2):
-        if spec is None or spec.submodule_search_locations is None:
-            return None
-        full_name = ".".join([top, *rest][:depth])
-        spec = importlib.machinery.PathFinder.find_spec(full_name, list(spec.submodule_search_locations))
-    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        return None
-    return Path(spec.origin)
+        spec = None
+    return ("", []) if spec is None else (spec.origin or "", list(spec.submodule_search_locations or ()))
 
 
-@lru_cache(maxsize=4096)
-def _parsed(path: str, name: str, modified_ns: int, size: int) -> tuple[str, tuple[str, ...]]:
-    """Return digest and imported names of one module; time and size of the file are there to refresh the cache."""
-    tree = _parse(Path(path).read_bytes(), path)
-    package = name if Path(path).name == "__init__.py" else name.rpartition(".")[0]
-    return sha256_text(_syntax(tree)), tuple(sorted(_imports(tree, package)))
+PARSED: dict[str, list[Any]] = {}
+"""Name and path of a module -> what its file was when it was parsed, the digest of its code, and what it imports.
+
+`rlhf_core.store_index` keeps it between processes, since parsing our modules takes longer than all else in a plan.
+"""
 
 
-def _parse(source: bytes, path: str) -> ast.Module:
+def _parsed(path: str, name: str) -> tuple[str, list[str]]:
+    """Return digest and imported names of one module, parsed if its file is not the one that we know."""
+    status = Path(path).stat()
+    identity = [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+    known = PARSED.get(f"{name} {path}")
+    if known is None or known[0] != identity:
+        tree = parse_source(Path(path).read_bytes(), path)
+        package = name if Path(path).name == "__init__.py" else name.rpartition(".")[0]
+        known = [identity, sha256_text(_syntax(tree)), sorted(imported_names(tree, package))]
+        PARSED[f"{name} {path}"] = known
+    return known[1], known[2]
+
+
+def parse_source(source: bytes, path: str) -> ast.Module:
     try:
         return ast.parse(source, filename=path)
     except SystemError:  # CPython 3.11 counts the depth of all threads' parsing in one place; alone it is right
-        return _parse(source, path)
+        return parse_source(source, path)
     except SyntaxError as error:
         raise ConfigError(explain("module", path, f"is not valid Python ({error})", "mend the file")) from error
 
 
 def _syntax(node: ast.AST) -> str:
-    """Return a text of the tree without positions, docstrings, decorators and empty fields.
+    """Return a text of the tree without positions, comments, docstrings and empty fields.
 
     Written out here because the text of `ast.dump` changes between Python versions.
     """
     parts = [type(node).__name__]
     for field, value in ast.iter_fields(node):
-        if field in ("decorator_list", "type_comment", "kind", "ctx") or value is None or value == []:
+        if field in ("type_comment", "kind", "ctx") or value is None or value == []:
             continue
         if isinstance(value, ast.AST):
             parts.append(f"{field}={_syntax(value)}")
@@ -257,7 +299,7 @@ def _is_text(node: Any) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
-def _imports(tree: ast.Module, package: str) -> set[str]:
+def imported_names(tree: ast.Module, package: str) -> set[str]:
     """Return every module name that the tree may import, with the packages that hold them."""
     names: set[str] = set()
     for node in ast.walk(tree):
@@ -274,11 +316,11 @@ def _imports(tree: ast.Module, package: str) -> set[str]:
     return {".".join(part[:depth]) for part in parts for depth in range(1, len(part) + 1)}
 
 
-def _functions(tree: ast.Module) -> list[str]:
+def functions_of(tree: ast.Module) -> list[str]:
     return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
 
 
-def _top_level_names(tree: ast.Module) -> set[str]:
+def top_level_names(tree: ast.Module) -> set[str]:
     names: set[str] = set()
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):

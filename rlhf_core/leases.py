@@ -1,8 +1,9 @@
 """Leases: who computes a key right now. One process computes, the others wait for its result.
 
-A lease is a small file with its owner's host, boot, process and a secret token. A thread renews it. The owner is gone
-when, on this machine, its process is gone, or when, anywhere, the lease was not renewed in time; then the next one
-takes it over. A process that was taken over unawares learns it at `Lease.check`, before it would write its record.
+A lease is a small file with its owner's host, boot, process and a secret token. A thread renews it. It is lost when, on
+this machine, the owner's process is gone, or when the file was not renewed for too long, by the clock of the disk; then the
+next one takes it over. A process that was taken over unawares learns it at `Lease.check`: before each step, each checkpoint
+and the record.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import fcntl
 import logging
 import os
 import secrets
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,12 +29,18 @@ logger = logging.getLogger(__name__)
 TTL_SECONDS = 120.0
 HEARTBEAT_SECONDS = 20.0
 POLL_SECONDS = 0.25
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("host", "boot_id", "pid_namespace", "token"), str),
+    **dict.fromkeys(("pid", "pid_started"), int),
+    "expires": (int, float),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
     """Who holds a lease. `pid_started` is the process's start time in clock ticks after boot, so that a process
-    number that was given to another process is not mistaken for the owner. `expires` is seconds of the wall clock."""
+    number that was given to another process is not mistaken for the owner. `expires` is seconds of the owner's wall clock, for
+    people: it is never compared with another clock."""
 
     host: str
     boot_id: str
@@ -55,8 +63,20 @@ class Lease:
     owner: Owner
     waited: bool
 
+    def may_be_ours(self) -> bool:
+        """Return whether nobody has taken the lease over, as far as can be told: a disk may not answer for a moment."""
+        try:
+            holder = _read(self.folder, self.key)
+        except OSError as error:
+            logger.warning("lease %s could not be read: %s", self.key[:12], error)
+            return True
+        return holder is not None and holder.token == self.owner.token
+
     def check(self) -> None:
-        """Raise ArtifactError if somebody else has taken the lease over (the fence before a commit)."""
+        """Raise ArtifactError if somebody else has taken the lease over: the fence before whatever is written.
+
+        OSError if that cannot be told.
+        """
         holder = _read(self.folder, self.key)
         if holder is None or holder.token != self.owner.token:
             taker = "nobody" if holder is None else str(holder)
@@ -83,7 +103,7 @@ def hold(folder: Path, key: str, *, on_wait: Callable[[Owner], None] | None = No
 def living_owner(folder: Path, key: str) -> Owner | None:
     """Return who computes `key` right now; None if nobody does."""
     owner = _read(folder, key)
-    return None if owner is None or is_gone(owner) else owner
+    return None if owner is None or _has_lost(folder, key, owner) else owner
 
 
 def sweep(folder: Path) -> list[tuple[str, Owner]]:
@@ -94,23 +114,48 @@ def sweep(folder: Path) -> list[tuple[str, Owner]]:
     with _alone(folder):
         for path in sorted(folder.glob("*.json")):
             owner = _read(folder, path.stem)
-            if owner is not None and is_gone(owner):
+            if owner is not None and _has_lost(folder, path.stem, owner):
                 path.unlink(missing_ok=True)
                 swept.append((path.stem, owner))
     return swept
 
 
 def is_gone(owner: Owner) -> bool:
-    """Say whether the owner will not come back.
+    """Say whether the owner's process has ended, as far as this machine can tell: of another machine's it knows nothing."""
+    return _is_local(owner) and process_state(owner.pid, owner.pid_started) == "gone"
+
+
+def _is_local(owner: Owner) -> bool:
+    return (owner.host, owner.boot_id, owner.pid_namespace) == here()
+
+
+def _has_lost(folder: Path, key: str, owner: Owner) -> bool:
+    """Say whether the owner will not come back to its lease.
 
     On our own machine the process itself is asked, so a suspended laptop or a long call into a library does not cost
-    a living owner its lease; only a stopped process loses it, in time. Elsewhere the time alone decides.
+    a living owner its lease. A stopped process, and one of another machine, has lost it when it is silent.
     """
-    late = time.time() > owner.expires
-    if (owner.host, owner.boot_id, owner.pid_namespace) != here():
-        return late
-    state = process_state(owner.pid, owner.pid_started)
-    return state == "gone" or (state == "stopped" and late)
+    if _is_local(owner):
+        state = process_state(owner.pid, owner.pid_started)
+        if state != "stopped":
+            return state == "gone"
+    return _is_silent(lease_file(folder, key))
+
+
+def _is_silent(path: Path) -> bool:
+    """Say whether the lease in `path` was not renewed for `TTL_SECONDS`, by the clock of the disk that it lies on.
+
+    Both times are the file system's, this lease's and that of a file made now: no two hosts' clocks are compared.
+    """
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".now-") as probe:
+            probe.write(b"now")
+            probe.flush()
+            os.fsync(probe.fileno())
+            return Path(probe.name).stat().st_mtime - path.stat().st_mtime > TTL_SECONDS
+    except OSError as error:
+        logger.warning("lease %s: its age could not be told: %s", path.stem[:12], error)
+        return False
 
 
 # ---------------------------------------------------------------- the file
@@ -122,7 +167,7 @@ def _acquire(folder: Path, key: str, on_wait: Callable[[Owner], None] | None) ->
     while True:
         with _alone(folder):
             holder = _read(folder, key)
-            if holder is None or is_gone(holder):
+            if holder is None or _has_lost(folder, key, holder):
                 if holder is not None:
                     logger.warning("lease %s: %s is gone; taking over", key[:12], holder)
                 ours = replace(ours, expires=time.time() + TTL_SECONDS)
@@ -145,7 +190,7 @@ def _beat(lease: Lease, stop: threading.Event) -> None:
                     logger.error("lease %s was taken over by %s", lease.key[:12], holder)
                     return
                 _write(lease.folder, lease.key, replace(holder, expires=time.time() + TTL_SECONDS))
-        except OSError as error:
+        except (OSError, ArtifactError) as error:
             logger.warning("lease %s could not be renewed: %s", lease.key[:12], error)
 
 
@@ -162,7 +207,12 @@ def _alone(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            rule = f"the disk has no file locks ({error.strerror}), without which two runs could compute one key"
+            remedy = "choose a folder on another disk: set `store` in the profile, or RLHF_HOME"
+            raise ArtifactError(explain("store", str(folder.parent), rule, remedy)) from error
         yield
     finally:
         os.close(descriptor)
@@ -176,9 +226,12 @@ def lease_file(folder: Path, key: str) -> Path:
 def _read(folder: Path, key: str) -> Owner | None:
     stored = read_json(lease_file(folder, key))
     try:
-        return None if stored is None else Owner(**stored)
+        owner = None if stored is None else Owner(**stored)
     except TypeError:
         return None
+    if owner is None or not all(isinstance(getattr(owner, name), kind) for name, kind in _KINDS.items()):
+        return None  # not a lease: whoever wants the key writes a new one over it
+    return owner
 
 
 def _write(folder: Path, key: str, owner: Owner) -> None:

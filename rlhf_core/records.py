@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,17 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_serializer, f
 
 from rlhf_core import types
 from rlhf_core.errors import ArtifactError, explain
+from rlhf_core.failures import Failed
 from rlhf_core.store_layout import read_json
 from rlhf_core.types import ArtifactRef
 
+_URI = re.compile(r"store://[0-9a-f]{64}(/(?!\.\.?(/|$))[^/]+)*|file:///.*", re.DOTALL)
+"""An object of a store, or a folder inside one, or a user's own folder."""
 _PACKAGES = (
     "torch",
     "transformers",
+    "tokenizers",
+    "jinja2",
     "vllm",
     "deepspeed",
     "ray",
@@ -32,6 +38,8 @@ _PACKAGES = (
     "prefect",
     "mlflow",
 )
+_ONLY_SHOW = ("prefect", "mlflow")
+"""Packages of which no version changes a result."""
 
 
 class Provenance(BaseModel):
@@ -46,6 +54,10 @@ class Provenance(BaseModel):
     """The uris that the inputs were read from."""
     code: dict[str, str]
     """Module name -> digest of its syntax tree, for the stage and all of ours that it imports."""
+    earlier_code: dict[str, str] = {}
+    """Of the attempts that the last one went on from: module name -> digest, where it was another than in `code`."""
+    failures: dict[str, Failed] = {}
+    """Where in the configuration answers failed, how many, and under which settings; {} where none did."""
     metrics: dict[str, float]
     engines: dict[str, str]
     environment: dict[str, str]
@@ -57,6 +69,8 @@ class Provenance(BaseModel):
     attempts: int
     resumed_from: int | None
     """Step of the checkpoint that the last attempt went on from."""
+    known_damage: tuple[str, ...] = ()
+    """What had been found damaged of the inputs, and made again, before the attempts read them (`rlhf_core.damage`)."""
 
 
 class KeyRecord(Provenance):
@@ -103,7 +117,7 @@ def parse_record(path: Path) -> tuple[KeyRecord | None, str]:
     if stored is None:
         return None, "holds no JSON table" if path.exists() else ""
     try:
-        return KeyRecord.model_validate(stored), ""
+        record = KeyRecord.model_validate(stored)
     except ArtifactError as error:
         return None, str(error)
     except ValidationError as error:
@@ -111,18 +125,55 @@ def parse_record(path: Path) -> tuple[KeyRecord | None, str]:
         return None, f"has no valid {'.'.join(map(str, first['loc']))}: {first['msg']}"
     except (KeyError, TypeError) as error:
         return None, f"holds a handle without {error}"
+    if record.key != path.stem:
+        return None, f"is the record of another key, {record.key[:12]}"
+    bad = next((uri for uri in _uris(record.handle) if not _URI.fullmatch(uri)), None)
+    return (record, "") if bad is None else (None, f"has no valid handle.uri: {bad!r} names no object")
+
+
+def _uris(handle: ArtifactRef) -> Iterator[str]:
+    yield handle.uri
+    for name in type(handle).model_fields:
+        child = getattr(handle, name)
+        if isinstance(child, ArtifactRef):
+            yield from _uris(child)
 
 
 @lru_cache(maxsize=1)
 def environment() -> dict[str, str]:
-    """Return versions of Python and of the libraries, the platform and the git commit: provenance, never in a key."""
-    found = {"python": platform.python_version(), "platform": platform.platform()}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found | _git()
+    """Return versions of Python and of the libraries, the platform and the git commit: provenance."""
+    shown = {package: version for package in _ONLY_SHOW if (version := _version(package))}
+    return versions() | shown | {"platform": platform.platform()} | _git()
+
+
+@lru_cache(maxsize=1)
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the libraries that compute; in a key only where `--strict-env` asks for it."""
+    computing = (package for package in _PACKAGES if package not in _ONLY_SHOW)
+    found = {package: version for package in computing if (version := _version(package))}
+    return {"python": platform.python_version()} | found
+
+
+def other_versions(then: Mapping[str, str], now: Mapping[str, str] | None = None) -> list[str]:
+    """Return a phrase for each version in `then` that is another one now; what `then` does not name was not there.
+
+    >>> other_versions({"torch": "2.8", "peft": "0.17", "platform": "Linux"}, {"torch": "2.9", "numpy": "2.0"})
+    ['torch: 2.8 -> 2.9', 'peft: 0.17 -> not installed']
+    """
+    found = versions() if now is None else now
+    counted = (name for name in then if name == "python" or (name in _PACKAGES and name not in _ONLY_SHOW))
+    return [
+        f"{name}: {then[name]} -> {found.get(name, 'not installed')}"
+        for name in counted
+        if found.get(name) != then[name]
+    ]
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _git() -> dict[str, str]:

@@ -5,24 +5,27 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
-from rlhf_core import attempts, stopping
+from rlhf_core import attempts, failures, secrets, stopping
 from rlhf_core.aftermath import tidy
 from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.attempts import Attempt, Status
 from rlhf_core.checkpoints import Checkpoints
+from rlhf_core.damage import findings
 from rlhf_core.errors import ArtifactError, explain
+from rlhf_core.failures import Counts, Failed
 from rlhf_core.interfaces import Runtime, StageTracker
 from rlhf_core.leases import Lease, Owner
 from rlhf_core.records import KeyRecord, Provenance, environment
-from rlhf_core.stage_decision import Decision, Target, decide, decide_work, hit, remember, starts_over, target_of
+from rlhf_core.redaction import hide_in
+from rlhf_core.stage_decision import Decision, Target, decide, decide_work, hit, remember, starts_over, target_of, unfit
 from rlhf_core.stage_key import StageInput, StageSpec, key_payload, payload_key, stage_key, stage_module
-from rlhf_core.store_layout import CHECKPOINTS, naming_a_full_disk
+from rlhf_core.store_layout import CHECKPOINTS, naming_disk_errors
 from rlhf_core.types import ArtifactRef
 
 __all__ = [
@@ -30,6 +33,7 @@ __all__ = [
     "StageContext",
     "StageInput",
     "StageSpec",
+    "check_secrets",
     "decide",
     "execute",
     "find",
@@ -68,9 +72,20 @@ class StageContext:
     _run: _Run
     _logged: Mapping[str, int]
 
+    @property
+    def files(self) -> Mapping[str, str]:
+        """Return the digests, as they are in the key, of the user's files that the configuration names."""
+        found: Mapping[str, str] = self._run.spec.engines["files"] if "files" in self._run.spec.engines else _NOTHING
+        return found
+
     def path(self, ref: ArtifactRef) -> Path:
         """Return the folder of an input."""
         return self.store.path(ref)
+
+    @property
+    def functions(self) -> Mapping[str, str]:
+        """The digests of the users' functions by which the key was made: whoever loads one checks that it has them yet."""
+        return self._run.target.functions
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Record values at a step; `reward/mean` of the stage `ppo` becomes `ppo/reward/mean`.
@@ -84,13 +99,25 @@ class StageContext:
         }
         if not new:
             return
+        self._run.still_ours()
         # The tracker first: it takes a step twice as once, so that a kill between the two loses nothing.
         self.tracker.metrics(step, new)
         with (self.work / attempts.METRICS).open("a", encoding="utf-8") as stream:
             stream.write(json.dumps({"step": step, "values": new}) + "\n")
 
+    def failed(self, step: int, counts: Counts) -> None:
+        """Note how many answers failed at a step, before they are kept: {path in the configuration: (failed, of)}.
+
+        The result then counts only for the settings there. Paths without settings that could be why are passed over.
+        """
+        failures.note(self.work, step, counts, failures.failure_settings(self._run.spec.config))
+
     def stopping(self) -> bool:
-        """Return whether the stage is to save and end now: a signal arrived, or the time that was given is over."""
+        """Return whether the stage is to save and end now: a signal arrived, or the time that was given is over.
+
+        Raises ArtifactError if another process has taken the stage over.
+        """
+        self._run.still_ours()
         return bool(stopping.reason())
 
     def stop(self) -> NoReturn:
@@ -110,14 +137,16 @@ class StageContext:
         """Move `out` into the store as the artifact of this stage and return its handle.
 
         `children={"base": ("base", PolicyRef)}` gives the field `base` of the handle its own handle to the folder
-        `out/base`. `metrics` are the final numbers, kept in the key record.
+        `out/base`. `metrics` are the final numbers, kept in the key record. ArtifactError if an input was found damaged
+        while the stage read it.
         """
+        self._run.check_inputs(self.store)
         return self.store.commit(
             self.key,
             self.out,
             kind,
             children=children,
-            record=self._run.provenance(metrics, self.runtime.engines()),
+            record=self._run.provenance(metrics, self.runtime.engines(), failures.noted(self.work)),
             parents=tuple(dict.fromkeys(ref.digest for ref in self._run.spec.refs())),
             lease=self._run.lease,
         )
@@ -133,18 +162,34 @@ class _Run:
     attempt: Attempt
     tracking: Mapping[str, str]
     earlier_seconds: float
+    earlier_code: Mapping[str, str]
     clock: float = field(default_factory=time.monotonic)
 
     def seconds(self) -> float:
         return time.monotonic() - self.clock
 
-    def provenance(self, metrics: Mapping[str, float], engines: dict[str, str]) -> Provenance:
+    def still_ours(self) -> None:
+        """Raise ArtifactError if another process has taken the stage over. Only the commit must be certain of it."""
+        if not self.lease.may_be_ours():
+            self.lease.check()
+
+    def check_inputs(self, store: ArtifactStore) -> None:
+        """Raise ArtifactError if the stage may have read something else than its inputs."""
+        store.check_inputs(self.spec.refs())
+        uris = (ref.uri for ref in self.spec.refs())
+        for finding in findings(store.layout, uris, known=self.attempt.known_damage):
+            rule = f"was read from {finding}"
+            raise ArtifactError(explain(f"{self.spec.label}.inputs", finding.object[:12], rule, "run it again"))
+
+    def provenance(self, metrics: Mapping[str, float], engines: dict[str, str], noted: dict[str, Failed]) -> Provenance:
         return Provenance(
             label=self.spec.label,
             stage=self.spec.name,
             payload=self.target.payload,
             inputs=tuple(dict.fromkeys(ref.uri for ref in self.spec.refs())),
             code=self.target.code,
+            earlier_code=self.earlier_code,
+            failures=noted,
             metrics={name: float(value) for name, value in metrics.items()},
             engines=engines,
             environment=environment(),
@@ -153,12 +198,15 @@ class _Run:
             tracking=dict(self.tracking),
             attempts=self.attempt.number,
             resumed_from=self.attempt.resumed_from,
+            known_damage=tuple(self.attempt.known_damage),
         )
 
 
-def find(store: ArtifactStore, spec: StageSpec, *, strict_code: bool = False) -> tuple[KeyRecord, Decision] | None:
+def find(
+    store: ArtifactStore, spec: StageSpec, *, strict_code: bool = False, strict_env: bool = False
+) -> tuple[KeyRecord, Decision] | None:
     """Return the record of a stage whose artifact is in the store, and the HIT; None if there is something to do."""
-    target = target_of(store, spec, strict_code=strict_code)
+    target = target_of(store, spec, strict_code=strict_code, strict_env=strict_env)
     return _take(store, spec, target)
 
 
@@ -171,6 +219,7 @@ def execute(
     progress: Progress,
     force: bool = False,
     strict_code: bool = False,
+    strict_env: bool = False,
     on_decision: Callable[[Decision], None] | None = None,
     tracking: Mapping[str, str] = _NOTHING,
 ) -> tuple[ArtifactRef, Decision]:
@@ -187,7 +236,7 @@ def execute(
             on_decision(decision)
         return decision
 
-    target = target_of(store, spec, strict_code=strict_code)
+    target = target_of(store, spec, strict_code=strict_code, strict_env=strict_env)
     found = None if force else _take(store, spec, target)
     if found is not None:
         return found[0].handle, told(found[1])
@@ -197,14 +246,34 @@ def execute(
     def attach(owner: Owner) -> None:
         attached.append(told(Decision("ATTACH", f"{owner} is computing it", target.key, None)))
 
-    with naming_a_full_disk(store.root), store.lease(target.key, on_wait=attach) as lease:
-        found = None if force else _take(store, spec, target)
-        if found is not None:
-            return found[0].handle, attached[0] if attached else told(found[1])
-        decision = told(decide_work(store, spec, target, force=force))
-        _remember(store, spec, target)
-        run = _begin(store, spec, target, lease, decision, force=force, tracking=tracking)
-        return _finish(store, run, runtime, tracker, progress), decision
+    with naming_disk_errors(store.root), store.lease(target.key, on_wait=attach) as lease:
+        if not unfit(store, spec, target.key):
+            found = None if force else _take(store, spec, target)
+            if found is not None:
+                return found[0].handle, attached[0] if attached else told(found[1])
+            check_secrets(spec)
+            decision = told(decide_work(store, spec, target, force=force))
+            _remember(store, spec, target)
+            run = _begin(store, spec, target, lease, decision, force=force, tracking=tracking)
+            return _finish(store, run, runtime, tracker, progress), decision
+    # Whom we waited for has left answers that failed under other settings than ours.
+    return execute(
+        store,
+        spec,
+        runtime=runtime,
+        tracker=tracker,
+        progress=progress,
+        force=force,
+        strict_code=strict_code,
+        strict_env=strict_env,
+        on_decision=on_decision,
+        tracking=tracking,
+    )
+
+
+def check_secrets(spec: StageSpec) -> None:
+    """Raise ConfigError if the stage's configuration refers to an environment variable that is not set."""
+    secrets.check(spec.config, spec.label.replace("/", "."))
 
 
 def _take(store: ArtifactStore, spec: StageSpec, target: Target) -> tuple[KeyRecord, Decision] | None:
@@ -229,7 +298,9 @@ def _begin(
 ) -> _Run:
     """Note a new attempt; one that starts over finds nothing of the earlier ones."""
     folder = store.layout.attempt(target.key)
-    anew = starts_over(store, target.key, force=force)
+    known_damage = store.known_damage(spec.refs())  # before anything is read
+    store.check_inputs(spec.refs())
+    anew = starts_over(store, spec, target.key, force=force)
     if anew:
         attempts.clear(folder, keep_metrics=False)
     ended = [item.seconds for item in attempts.history(folder) if item.status != "committed"]
@@ -237,10 +308,22 @@ def _begin(
         spec=spec,
         target=target,
         lease=lease,
-        attempt=attempts.begin(folder, label=spec.label, resumed_from=decision.step),
+        attempt=attempts.begin(
+            folder, label=spec.label, resumed_from=decision.step, code=target.code, known_damage=known_damage
+        ),
         tracking=tracking,
         earlier_seconds=0.0 if anew else sum(ended),
+        earlier_code={} if anew else _other_code(attempts.history(folder), target.code),
     )
+
+
+def _other_code(past: Sequence[Attempt], code: Mapping[str, str]) -> dict[str, str]:
+    """Return the digests, other than those of `code`, of the attempts since the last that committed."""
+    other: dict[str, str] = {}
+    for item in past:
+        changed = {name: digest for name, digest in item.code.items() if code.get(name) != digest}
+        other = {} if item.status == "committed" else other | changed
+    return other
 
 
 def _finish(
@@ -254,7 +337,7 @@ def _finish(
         seed=run.spec.seed,
         out=attempts.output(folder, run.attempt),
         work=folder,
-        checkpoints=Checkpoints(folder / CHECKPOINTS),
+        checkpoints=Checkpoints(folder / CHECKPOINTS, fence=run.still_ours),
         tracker=tracker,
         runtime=runtime,
         store=store,
@@ -266,7 +349,9 @@ def _finish(
         handle: ArtifactRef = stage_module(run.spec).run(run.spec.config, **run.spec.inputs, context=context)
         _check_committed(store, run, handle)
     except BaseException as error:
+        hide_in(error)  # from here on it is written down and shown
         context.checkpoints.settle_after(error)
+        run.still_ours()  # whatever else went wrong: the folder is another process's now, and so is the history
         _note_failure(folder, run, error)
         raise
     try:

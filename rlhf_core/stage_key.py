@@ -10,8 +10,9 @@ from typing import Any, Literal, TypeAlias
 
 from rlhf_core.config.base import Config, keyed
 from rlhf_core.errors import ConfigError, explain
-from rlhf_core.fingerprint import callable_digest, canonical_json, code_digest, sha256_text
+from rlhf_core.fingerprint import canonical_json, code_digest, sha256_text
 from rlhf_core.types import ArtifactRef
+from rlhf_core.user_code import user_code_digest
 
 KEY_SCHEMA = 1
 
@@ -26,7 +27,7 @@ class StageSpec:
     (`rejection_sampling/generate`); the label does not enter the key, so two places can share one result. `inputs`
     become keyword arguments of the stage's `run`. `engines` holds the part of the runtime's configuration that changes
     results, {} for a stage without engines. `callables` are the functions of users, `module:function` or
-    `file.py:function`, whose modules enter the key whole.
+    `file.py:function`; their code enters the key with all of the user's own modules that it reaches.
     """
 
     name: str
@@ -49,21 +50,29 @@ class StageSpec:
                 yield from (ref for _, ref in sorted(value.items()))
 
 
-def key_payload(spec: StageSpec, *, strict_code: bool = False) -> dict[str, Any]:
-    """Return the table whose canonical JSON is hashed to the key.
+def user_functions(spec: StageSpec) -> dict[str, str]:
+    """Return the digest of each of the users' functions, with all of their own modules that it reaches."""
+    return {name: user_code_digest(name) for name in spec.callables}
+
+
+def key_payload(
+    spec: StageSpec, *, strict_code: bool = False, functions: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Return the table whose canonical JSON is hashed to the key; `functions` are their digests if they are known.
 
     The digest of the stage's code is in it if the stage module says `CODE = "strict"`, or if `strict_code` asks for it.
     """
     module = stage_module(spec)
+    config, unnamed = _with_code(keyed(spec.config), user_functions(spec) if functions is None else functions)
     payload: dict[str, Any] = {
         "schema": KEY_SCHEMA,
         "stage": spec.name,
         "version": module.VERSION,
-        "config": keyed(spec.config),
+        "config": config,
         "inputs": {name: _digests(name, value) for name, value in spec.inputs.items()},
         "seed": spec.seed,
         "engines": spec.engines,
-        "callables": {name: callable_digest(name) for name in spec.callables},
+        "callables": unnamed,
     }
     if strict_code or module.CODE == "strict":
         payload["code"] = code_digest(spec.module)
@@ -95,6 +104,27 @@ def code_policy(spec: StageSpec) -> Literal["strict", "warn"]:
     """Return whether a change of the stage's code makes a new key (`strict`) or is only pointed out (`warn`)."""
     policy: Literal["strict", "warn"] = stage_module(spec).CODE
     return policy
+
+
+def _with_code(config: dict[str, Any], digests: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the configuration with functions named by their code, and the digests of those that it does not name.
+
+    `my/file.py:reward` becomes `reward@<digest>`, so that the same file under another path is the same function.
+    """
+    named: set[str] = set()
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: replaced(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [replaced(item) for item in value]
+        if isinstance(value, str) and value in digests:
+            named.add(value)
+            return f"{value.rpartition(':')[2]}@{digests[value]}"
+        return value
+
+    config = replaced(config)
+    return config, {spec: digest for spec, digest in digests.items() if spec not in named}
 
 
 def _digests(name: str, value: StageInput) -> Any:

@@ -28,6 +28,7 @@ CHECKPOINTS = "ckpt"
 """Name of the folder of checkpoints in the folder of a key's attempts."""
 _TEMPORARY = re.compile(r"-(\d+)-[0-9a-f]{6}$")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 _HARDLY_ANY_BYTES = 1 << 20
 
 
@@ -82,8 +83,17 @@ class StoreLayout:
         return self.root / "roots" / "external"
 
     @property
+    def index(self) -> Path:
+        """Return the folder of what is derived from the rest of the store, and may be thrown away at any time."""
+        return self.root / "index"
+
+    @property
     def quarantine(self) -> Path:
         return self.root / "quarantine"
+
+    def damaged(self, digest: str) -> Path:
+        """Return the folder with a note for each time that the object was found damaged; they stay for good."""
+        return self.root / "roots" / "damaged" / digest
 
     def damage(self, key: str) -> Path:
         """Return the file that says why the artifact of a key was put into quarantine."""
@@ -117,11 +127,16 @@ def mark_schema(root: Path) -> None:
 
 def write_json(path: Path, value: Mapping[str, Any], *, durable: bool = True) -> None:
     """Replace the file by the JSON of `value` in one step; `durable` waits until it is on the disk."""
+    write_text(path, json.dumps(value, indent=1, sort_keys=True), durable=durable)
+
+
+def write_text(path: Path, text: str, *, durable: bool) -> None:
+    """Replace the file by `text` in one step; `durable` waits until it is on the disk."""
     make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.{_place()}-{os.getpid()}-{secrets.token_hex(3)}")
     try:
         with temporary.open("w", encoding="utf-8") as stream:
-            json.dump(value, stream, indent=1, sort_keys=True)
+            stream.write(text)
             if durable:
                 stream.flush()
                 os.fsync(stream.fileno())
@@ -139,7 +154,7 @@ def sweep_temporaries(root: Path) -> list[Path]:
     for path in root.rglob(f".*.{_place()}-*"):
         found = _TEMPORARY.search(path.name)
         if found is not None and not is_running(int(found[1])):
-            path.unlink(missing_ok=True)
+            remove_tree(path)
             swept.append(path)
     return swept
 
@@ -164,7 +179,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):  # the last for brackets too deep
         return None
     return value if isinstance(value, dict) else None
 
@@ -208,6 +223,36 @@ def remove_tree(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
+def move(path: Path, target: Path) -> None:
+    """Rename a file or a folder, or copy it where `target` is on another disk, so that `target` is whole or not there.
+
+    As `Path.rename`, it does not replace a folder that holds something.
+    """
+    try:
+        path.rename(target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        _copy_over(path, target)
+
+
+def _copy_over(path: Path, target: Path) -> None:
+    # Named as the temporaries of `write_json`: what a kill leaves is swept like them.
+    temporary = target.with_name(f".{target.name}.{_place()}-{os.getpid()}-{secrets.token_hex(3)}")
+    try:
+        if path.is_dir():
+            shutil.copytree(path, temporary)
+            fsync_tree(temporary)
+        else:
+            shutil.copy2(path, temporary)
+            fsync_path(temporary)
+        temporary.rename(target)
+    except BaseException:
+        remove_tree(temporary)
+        raise
+    remove_tree(path)
+
+
 def move_aside(path: Path, quarantine: Path) -> Path | None:
     """Move a damaged file or folder into `quarantine` under a new name; None if somebody did so before."""
     quarantine.mkdir(parents=True, exist_ok=True)
@@ -215,7 +260,7 @@ def move_aside(path: Path, quarantine: Path) -> Path | None:
     try:
         if path.is_dir():
             _allow_writing(path)
-        path.rename(target)
+        move(path, target)
     except FileNotFoundError:
         return None
     os.utime(target)
@@ -232,12 +277,15 @@ def _allow_writing(folder: Path) -> None:
     folder.chmod(stat.S_IMODE(folder.stat().st_mode) | 0o700)
 
 
-# ---------------------------------------------------------------- a full disk
+# ---------------------------------------------------------------- a disk that is full, or not ours to write to
 
 
 @contextmanager
-def naming_a_full_disk(root: Path) -> Iterator[None]:
-    """Turn the error of a full disk, whoever raised it, into an ArtifactError that says what to do."""
+def naming_disk_errors(root: Path) -> Iterator[None]:
+    """Turn the error of a disk that is full or cannot be written to into an ArtifactError that says what to do.
+
+    Only an error at a path below `root` says that the store cannot be written; a full disk is looked for itself.
+    """
     try:
         yield
     except ArtifactError:
@@ -245,7 +293,20 @@ def naming_a_full_disk(root: Path) -> Iterator[None]:
     except Exception as error:
         if disk_is_full(error, root):
             raise disk_full(root) from error
+        if isinstance(error, OSError) and error.errno in _FORBIDDEN and _is_below(error.filename, root):
+            raise not_writable(root, error) from error
         raise
+
+
+def not_writable(root: Path, error: OSError) -> ArtifactError:
+    """Return the error for a store that this user, or this mount, may not write to."""
+    rule = f"cannot be written to ({error.strerror}: {error.filename})"
+    remedy = "give yourself the permission, or choose another folder: set `store` in the profile, or RLHF_HOME"
+    return ArtifactError(explain("store", str(root), rule, remedy))
+
+
+def _is_below(name: object, root: Path) -> bool:
+    return isinstance(name, (str, os.PathLike)) and Path(name).absolute().is_relative_to(root)
 
 
 def disk_full(root: Path) -> ArtifactError:

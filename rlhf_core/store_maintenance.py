@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhf_core.damage import last_good, quarantine_object, suspicion
+from rlhf_core.encodable import encodable
 from rlhf_core.errors import ArtifactError, explain
 from rlhf_core.fingerprint import FileEntry, hash_files, list_files, sha256_text, tree_digest
 from rlhf_core.leases import living_owner
 from rlhf_core.records import KeyRecord
+from rlhf_core.store_index import Unreadable
 from rlhf_core.store_layout import (
     CHECKPOINTS,
     MANIFEST,
@@ -25,6 +30,8 @@ from rlhf_core.store_layout import (
 
 logger = logging.getLogger(__name__)
 
+_LONGEST_NAME = 255
+"""Characters of the name of a file, on any file system."""
 GRACE_SECONDS = 3600.0
 """An object this young may belong to a commit whose record is not written yet."""
 
@@ -40,21 +47,13 @@ class Damage:
     digest: str
     problem: str
     labels: tuple[str, ...]
+    suspects: tuple[str, ...] = ()
+    """Labels of the results that were made from the object after it was last known to be whole."""
 
     def __str__(self) -> str:
         whose = f" ({', '.join(self.labels)})" if self.labels else ""
-        return f"object {self.digest[:12]}{whose}: {self.problem}" if self.digest else f"record: {self.problem}"
-
-
-@dataclass(frozen=True, slots=True)
-class Unreadable:
-    """A file in the place of a record or of a pin that this version cannot read."""
-
-    path: Path
-    problem: str
-
-    def __str__(self) -> str:
-        return f"{self.path} {self.problem}"
+        made = f"; made from it since its last good check: {', '.join(self.suspects)}" if self.suspects else ""
+        return f"object {self.digest[:12]}{whose}: {self.problem}{made}" if self.digest else f"record: {self.problem}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,29 +87,55 @@ class GcReport:
 
 
 def object_damage(folder: Path, *, deep: bool) -> str:
-    """Return what is wrong with an object, or an empty text; `deep` hashes the files, otherwise sizes are compared."""
+    """Return what is wrong with an object, or an empty text.
+
+    `deep` hashes the files; otherwise sizes are compared, and only files that were written to since the last good check
+    are hashed.
+    """
     manifest = read_json(folder / MANIFEST)
     if manifest is None:
         return f"{folder} is gone" if not folder.exists() else f"{folder} has no readable {MANIFEST}"
     try:
         files = {path: FileEntry(int(item["size"]), str(item["sha256"])) for path, item in manifest["files"].items()}
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return f"{folder} has no readable {MANIFEST}"
-    for path, entry in files.items():
-        try:
-            size = (folder / path).stat().st_size
-        except (FileNotFoundError, NotADirectoryError):
-            return f"{path} is missing"
-        if size != entry.size:
-            return f"{path} has {size} bytes, not {entry.size}"
-    return _content_damage(folder, files) if deep else ""
+    if not all(map(_is_inside, files)):
+        return f"{folder} has no readable {MANIFEST}"
+    written = []
+    try:
+        checked = (folder / MANIFEST).stat().st_mtime_ns
+        for path, entry in files.items():
+            status = (folder / path).stat()
+            if status.st_size != entry.size:
+                return f"{path} has {status.st_size} bytes, not {entry.size}"
+            if status.st_mtime_ns > checked:
+                written.append(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return f"{path} is missing"
+    return _content_damage(folder, files) if deep else _changed_content(folder, files, written)
 
 
-def _content_damage(folder: Path, files: dict[str, FileEntry]) -> str:
-    found = hash_files(folder, files)
-    changed = [path for path, entry in files.items() if found[path] != entry]
+def _is_inside(name: str) -> bool:
+    """Return whether a name in a manifest can be that of a file of its object."""
+    parts = name.split("/")
+    return (
+        "\0" not in name
+        and name == encodable(name)
+        and not {"", ".", ".."} & set(parts)
+        and max(map(len, parts)) <= _LONGEST_NAME
+    )
+
+
+def _changed_content(folder: Path, files: Mapping[str, FileEntry], paths: Sequence[str]) -> str:
+    found = hash_files(folder, paths) if paths else {}
+    changed = [path for path, entry in found.items() if files[path] != entry]
+    return f"{changed[0]} has changed content" if changed else ""
+
+
+def _content_damage(folder: Path, files: Mapping[str, FileEntry]) -> str:
+    changed = _changed_content(folder, files, list(files))
     if changed:
-        return f"{changed[0]} has changed content"
+        return changed
     extra = sorted(set(list_files(folder)) - set(files) - {MANIFEST})
     if extra:
         return f"{extra[0]} does not belong to it"
@@ -118,10 +143,16 @@ def _content_damage(folder: Path, files: dict[str, FileEntry]) -> str:
 
 
 def verify(layout: StoreLayout, records: Sequence[KeyRecord], unreadable: Sequence[Unreadable]) -> list[Damage]:
-    """Hash all objects; move damaged ones, the records that lead to them and unreadable records into quarantine."""
+    """Hash all objects; move damaged ones, the records that lead to them and unreadable records into quarantine.
+
+    The records of what was made from a damaged object go there as well, unless that was before its last good check.
+    """
     users: dict[str, list[KeyRecord]] = {}
+    readers: dict[str, list[KeyRecord]] = {}
     for record in records:
         users.setdefault(_object_of(record.handle.uri), []).append(record)
+        for digest in {_object_of(uri) for uri in record.inputs}:
+            readers.setdefault(digest, []).append(record)
     digests = {path.name for path in layout.objects.glob("*/*")} | set(users)
     damages = []
     for found in unreadable:
@@ -129,17 +160,36 @@ def verify(layout: StoreLayout, records: Sequence[KeyRecord], unreadable: Sequen
         set_aside_record(layout, found.path.stem, f"its record {found.problem}")
         damages.append(Damage("", str(found), ()))
     for digest in sorted(digests):
-        problem = object_damage(layout.object(digest), deep=True)
+        problem = _hashed(layout.object(digest))
         if not problem:
             continue
         affected = users.get(digest, [])
         for record in affected:
             set_aside_record(layout, record.key, problem)
-        move_aside(layout.object(digest), layout.quarantine)
+        quarantine_object(layout, digest, problem)
         labels = tuple(sorted({record.label for record in affected}))
         logger.warning("store: object %s (%s): %s; put into quarantine", digest[:12], ", ".join(labels), problem)
-        damages.append(Damage(digest, problem, labels))
+        suspects = {reader.label for reader in readers.get(digest, []) if set_aside_suspect(layout, reader)}
+        damages.append(Damage(digest, problem, labels, tuple(sorted(suspects))))
     return damages
+
+
+def _hashed(folder: Path) -> str:
+    """Return what is wrong with an object; one that is whole was so when we began to hash it, which is noted."""
+    began = time.time()
+    problem = object_damage(folder, deep=True)
+    if not problem and last_good(folder) < began:
+        with suppress(OSError):  # a store of somebody else's: it stays as old as its last check there
+            os.utime(folder / MANIFEST, (began, began))
+    return problem
+
+
+def set_aside_suspect(layout: StoreLayout, record: KeyRecord) -> str:
+    """Move the record into quarantine if its stage may have read damaged inputs; return why, or an empty text."""
+    said = suspicion(layout, record.inputs, known=record.known_damage, started=record.started, seconds=record.seconds)
+    if said:
+        set_aside_record(layout, record.key, said)
+    return said
 
 
 def set_aside_record(layout: StoreLayout, key: str, problem: str) -> None:

@@ -54,7 +54,10 @@ class DemonstrationsRef(ArtifactRef):
 
 
 class PreferencesRef(ArtifactRef):
-    """Parquet of pairs: `train.parquet`, `eval.parquet`; columns `prompt`, `chosen`, `rejected` (messages), `margin`."""
+    """Parquet of pairs: `train.parquet`, `eval.parquet`; columns `prompt`, `chosen`, `rejected` (messages), `margin`.
+
+    Answers that were judged on their own and found no partner stand in `feedback_train.parquet`, `feedback_eval.parquet`.
+    """
 
 
 class StepsRef(ArtifactRef):
@@ -154,7 +157,8 @@ class Completion:
     Of an episode of several turns, or of an answer that several versions of the policy wrote, `spans` names the tokens
     that were sampled; the rest is an environment's, with log-probability 0. Without spans all of them were sampled, by
     `policy_version`. `failure` says why an episode could not be ended; it is counted and never trained on. `extras` are
-    figures that an environment reports.
+    figures that an environment reports. `score` is what an agent says of the episode beside its reward, None if nothing:
+    it decides whether dynamic sampling keeps the prompt.
     """
 
     token_ids: tuple[int, ...]
@@ -166,6 +170,7 @@ class Completion:
     spans: tuple[ActionSpan, ...] = ()
     failure: str = ""
     extras: dict[str, float] = field(default_factory=dict)
+    score: float | None = None
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):
@@ -203,7 +208,8 @@ class Rollout:
     """A scored generation. `reward` is what selection and training use; `reward_components` says what it is made of.
 
     A component that does not apply is left out. `invalid` says why there is no reward (`reward` is then NaN): such a
-    rollout is counted, and neither selected nor trained on.
+    rollout is counted, and neither selected nor trained on. `score` is what the one term of the reward gave beside it
+    for dynamic sampling to go by; None if it gave nothing, or if the reward is made of several terms.
     """
 
     prompt: Prompt
@@ -212,6 +218,7 @@ class Rollout:
     reward: float
     reward_components: dict[str, float]
     invalid: str = ""
+    score: float | None = None
 
 
 # ---------------------------------------------------------------- advantage to collate: one row of a training batch
@@ -284,7 +291,7 @@ class AnswerSample:
 @dataclass(frozen=True, slots=True)
 class PolicySample:
     """A rollout ready for the policy loss. `rollout_logprobs` are the sampler's, `old_logprobs` the trainer's before
-    the update, `ref_logprobs` the reference's. All per token, length L."""
+    the update, `ref_logprobs` the reference's, empty where nobody asks it. All others per token, length L."""
 
     token_ids: tuple[int, ...]
     loss_mask: tuple[int, ...]
@@ -342,6 +349,8 @@ class DistillationSample:
 
 def _check_lengths(sample: TokenSample | StepSample | PolicySample | ValueSample) -> None:
     lengths = {name: len(getattr(sample, name)) for name in sample.__dataclass_fields__}
+    if lengths.get("ref_logprobs") == 0:
+        del lengths["ref_logprobs"]
     if len(set(lengths.values())) != 1:
         raise ValueError(f"{type(sample).__name__}: {lengths}: every field has one entry per token; align them first")
 

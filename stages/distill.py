@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from rlhf_core.training.fit import LookAhead
 
 NAME = "distill"
-VERSION = 1
+VERSION = 2
 CODE = "warn"
 
 
@@ -103,6 +103,7 @@ def run(
 ) -> PolicyRef:
     """Teach `policy`, the student, what `teacher` knows, on `demonstrations` or, on-policy, `prompts`."""
     from rlhf_core.data.chat import ChatTemplate
+    from rlhf_core.models.architecture import check_longest
     from rlhf_core.models.vocabulary import shared_vocabulary
     from rlhf_core.training.distillation_objective import DistillationObjective
     from rlhf_core.training.fit import fit
@@ -121,6 +122,8 @@ def run(
     )
     chat = ChatTemplate.load(context.path(policy))
     for ref in (policy, teacher):
+        if not config.on_policy:
+            check_longest(f"{context.label}.max_length", config.max_length, context.path(ref))
         context.tracker.input_model(ref.digest)
     splits = drawn(config, prompts, context) if config.on_policy else shown(config, chat, demonstrations, context)
 
@@ -201,7 +204,8 @@ def answering(
 ) -> LookAhead:
     """Return what lets the student of the moment answer the prompts of a step before it is taught on its answers.
 
-    An answer depends on the student's weights and on a seed of its own, so a resumed run draws what the killed one drew.
+    An answer depends on the student's weights and on a seed of its own, and a step asks for all of its answers together: a
+    resumed run draws what the killed one drew.
     """
     versions = itertools.count(1)
 

@@ -2,14 +2,17 @@
 
 With a = log pi(y_c) - log pi_ref(y_c), b likewise for the rejected answer and h = a - b, the loss of a pair is
   dpo  -log sigmoid(beta h)          ipo  (h - 1/(2 beta))^2          simpo, orpo  without a reference
-and so on (`rlhf_core.config.preference`); kto judges every answer on its own. The reference is evaluated once over the
-dataset; its log-probs are kept beside the checkpoints.
+and so on (`rlhf_core.config.preference`); kto judges every answer on its own, and learns from answers that were never
+part of a pair. The reference is evaluated once over the dataset; its log-probs are kept beside the checkpoints.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, model_validator
@@ -35,20 +38,30 @@ from rlhf_core.types import AnswerSample, PolicyRef, PreferenceSample, Preferenc
 
 if TYPE_CHECKING:
     from rlhf_core.data.chat import ChatTemplate
-    from rlhf_core.data.tables import Preference
+    from rlhf_core.data.tables import Feedback, Preference
     from rlhf_core.training.preference_objectives import KTOObjective, PairObjective
+
+logger = logging.getLogger(__name__)
 
 TokenPair = tuple[TokenSample, TokenSample]
 
 NAME = "dpo"
-VERSION = 2
+VERSION = 3
 CODE = "warn"
 
 REFERENCE_CHUNK = 512
 
 
+@dataclass(frozen=True, slots=True)
+class JudgedAnswer:
+    """A rendered answer that is desirable or not: one side of a pair, or an answer that was judged on its own."""
+
+    answer: TokenSample
+    desirable: bool
+
+
 class DPOConfig(Config):
-    """Preference optimisation on pairs, against a frozen reference."""
+    """Preference optimisation on pairs (kto: on single answers too), against a frozen reference."""
 
     loss: PreferenceLoss = DPOLoss()
     nll_coef: float = Field(0.0, ge=0)
@@ -80,16 +93,21 @@ def run(
 ) -> PolicyRef:
     """Train `policy` to prefer the chosen answers, held near `reference`; return the new policy."""
     from rlhf_core.data.chat import ChatTemplate
-    from rlhf_core.data.tables import read_preferences
+    from rlhf_core.data.tables import read_feedback, read_preferences
+    from rlhf_core.models.architecture import check_longest
     from rlhf_core.training.fit import fit
 
+    check_longest(f"{context.label}.max_length", config.max_length, context.path(policy))
     chat = ChatTemplate.load(context.path(policy))
     rows = {split: read_preferences(context.path(preferences) / f"{split}.parquet") for split in ("train", "eval")}
     pairs = {split: token_pairs(chat, rows[split], max_length=config.max_length) for split in rows}
+    judged = {split: read_feedback(context.path(preferences), split) for split in rows}
+    single = {split: token_answers(chat, judged[split], max_length=config.max_length) for split in rows}
+    check_data(config, len(pairs["train"]), len(single["train"]), len(judged["train"]), context)
     context.tracker.dataset("preferences", preferences.digest, "training")
     context.tracker.input_model(policy.digest)
 
-    objective, samples = prepared(config, pairs, reference, context)
+    objective, samples = prepared(config, pairs, single, reference, context)
     model = ModelSpec(path=str(context.path(policy)), head="lm", lora=config.lora, seed=context.seed)
     with context.runtime.trainer("policy", model, config.optimizer) as trainer:
         result = fit(
@@ -108,7 +126,34 @@ def run(
         "train_pairs": len(pairs["train"]),
         "dropped_pairs": sum(len(rows[split]) - len(pairs[split]) for split in rows),
     }
+    if any(judged.values()):
+        kept = sum(map(len, single.values())) if isinstance(config.loss, KTOLoss) else 0
+        metrics["train_answers"] = len(samples["train"]) if isinstance(config.loss, KTOLoss) else 0
+        metrics["dropped_answers"] = sum(map(len, judged.values())) - kept
     return context.commit(PolicyRef, metrics=metrics | result.final)
+
+
+def check_data(config: DPOConfig, pairs: int, single: int, judged: int, context: StageContext) -> None:
+    """Raise DataError where `loss` has nothing to train on; say so where it leaves `judged` single answers out."""
+    key, loss = f"{context.label}.loss.type", config.loss.type
+    if isinstance(config.loss, KTOLoss):
+        if not pairs and not single:
+            rule = "no answer is left to train on"
+            raise DataError(explain(key, loss, rule, "raise max_length, or see the validation report of prepare_data"))
+        return
+    if not pairs and judged:
+        rule = f"compares two answers, and the data are {judged} judged single answers"
+        raise DataError(explain(key, loss, rule, "set loss = {type = 'kto'}, or give pairs"))
+    if not pairs:
+        rule = "no pair is left to train on"
+        raise DataError(explain(key, loss, rule, "raise max_length, or see the validation report of prepare_data"))
+    if judged:
+        logger.warning(
+            "%s = %r compares two answers: %d judged single answers are left out; kto learns from them, too",
+            key,
+            loss,
+            judged,
+        )
 
 
 def token_pairs(chat: ChatTemplate, rows: Sequence[Preference], *, max_length: int) -> list[TokenPair]:
@@ -122,15 +167,26 @@ def token_pairs(chat: ChatTemplate, rows: Sequence[Preference], *, max_length: i
     return pairs
 
 
+def token_answers(chat: ChatTemplate, rows: Sequence[Feedback], *, max_length: int) -> list[JudgedAnswer]:
+    """Return the rendered answers with what was said of them; those that truncation leaves empty are left out."""
+    rendered = [(chat.continuation(row.prompt, row.answer, max_length=max_length), row.desirable) for row in rows]
+    return [JudgedAnswer(answer, desirable) for answer, desirable in rendered if answer is not None]
+
+
 def prepared(
-    config: DPOConfig, pairs: Mapping[str, Sequence[TokenPair]], reference: PolicyRef, context: StageContext
+    config: DPOConfig,
+    pairs: Mapping[str, Sequence[TokenPair]],
+    single: Mapping[str, Sequence[JudgedAnswer]],
+    reference: PolicyRef,
+    context: StageContext,
 ) -> tuple[PairObjective | KTOObjective, dict[str, list[Any]]]:
     """Return the objective and its samples by split, with what the reference says of them."""
     from rlhf_core.training.preference_objectives import KTOObjective, PairObjective
 
     if isinstance(config.loss, KTOLoss):
+        answers = {split: [*sides(pairs[split]), *single[split]] for split in pairs}
         return KTOObjective(loss=config.loss, kl=0.0), {
-            split: answer_samples(split, pairs[split], reference, context) for split in pairs
+            split: answer_samples(split, answers[split], answers["train"], reference, context) for split in pairs
         }
     objective = PairObjective(loss=config.loss, nll_coef=config.nll_coef, length_alpha=config.length_alpha)
     return objective, {split: pair_samples(config, split, pairs[split], reference, context) for split in pairs}
@@ -144,40 +200,54 @@ def pair_samples(
 
     if isinstance(config.loss, REFERENCE_FREE):
         return [PreferenceSample(chosen, rejected, 0.0, 0.0) for chosen, rejected in pairs]
-    sides = [answer for pair in pairs for answer in pair]
+    flat = [answer for pair in pairs for answer in pair]
     others = [answer for chosen, rejected in pairs for answer in (rejected, chosen)]
 
     def summed(row: Sequence[float], index: int) -> float:
         if config.length_alpha == 1:
             return sum(row)
-        return answer_logprob(row, sides[index], others[index], alpha=config.length_alpha)
+        return answer_logprob(row, flat[index], others[index], alpha=config.length_alpha)
 
-    sums = reference_sums(split, sides, summed, reference, context)
+    sums = reference_sums(split, flat, summed, reference, context)
     return [PreferenceSample(*pair, sums[2 * i], sums[2 * i + 1]) for i, pair in enumerate(pairs)]
 
 
+def sides(pairs: Sequence[TokenPair]) -> list[JudgedAnswer]:
+    """Return the two answers of each pair on their own."""
+    return [JudgedAnswer(answer, place == 0) for pair in pairs for place, answer in enumerate(pair)]
+
+
 def answer_samples(
-    split: str, pairs: Sequence[TokenPair], reference: PolicyRef, context: StageContext
+    split: str,
+    judged: Sequence[JudgedAnswer],
+    others: Sequence[JudgedAnswer],
+    reference: PolicyRef,
+    context: StageContext,
 ) -> list[AnswerSample]:
-    """Return both answers of each pair on their own, with the answer to another prompt that KTO's KL is measured on."""
-    answers = [answer for pair in pairs for answer in pair]
-    strangers = [mismatched(answer, stranger_of(i, answers)) for i, answer in enumerate(answers)]
+    """Return the answers with the one to another prompt that KTO's KL is measured on: of the same split, else of `others`.
+
+    The stranger of an answer is the same in every epoch, so that the reference is asked once, and is an answer to another
+    prompt whatever else is in the step.
+    """
+    answers = [row.answer for row in judged]
+    more = [row.answer for row in others]
+    strangers = [mismatched(answer, stranger_of(i, answers, more)) for i, answer in enumerate(answers)]
     sums = reference_sums(split, [*answers, *strangers], lambda row, _: sum(row), reference, context)
     return [
-        AnswerSample(answer, i % 2 == 0, sums[i], stranger, sums[len(answers) + i])
-        for i, (answer, stranger) in enumerate(zip(answers, strangers, strict=True))
+        AnswerSample(row.answer, row.desirable, sums[i], stranger, sums[len(answers) + i])
+        for i, (row, stranger) in enumerate(zip(judged, strangers, strict=True))
     ]
 
 
-def stranger_of(index: int, answers: Sequence[TokenSample]) -> TokenSample:
-    """Return the next answer to another prompt. DataError if all answers are to one prompt."""
+def stranger_of(index: int, answers: Sequence[TokenSample], others: Sequence[TokenSample]) -> TokenSample:
+    """Return the next answer to another prompt, of `answers` or else of `others`. DataError if all are to one prompt."""
     prompt = prompt_of(answers[index])
-    for step in range(1, len(answers)):
-        other = answers[(index + step) % len(answers)]
+    own = (answers[(index + step) % len(answers)] for step in range(1, len(answers)))
+    for other in itertools.chain(own, others):
         if prompt_of(other) != prompt:
             return other
     rule = "all answers are to one prompt, so there is none to another"
-    raise DataError(explain("preferences", len(answers), rule, "kto needs pairs of at least two prompts"))
+    raise DataError(explain("preferences", len(answers), rule, "kto needs answers to at least two prompts"))
 
 
 def prompt_of(sample: TokenSample) -> tuple[int, ...]:
@@ -202,6 +272,8 @@ def reference_sums(
     context: StageContext,
 ) -> list[float]:
     """Return `summed(log-probs, index)` of the reference's log-probs of each sequence; kept for a resumed run."""
+    if not sequences:
+        return []
     path = context.work / f"reference_logprobs_{split}.json"
     if path.exists():
         return list(json.loads(path.read_text())["logprobs"])

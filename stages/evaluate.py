@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rlhf_core.evaluation.report import Sample
 
 NAME = "evaluate"
-VERSION = 1
+VERSION = 2
 CODE = "strict"
 
 TRAINING = ("sft", "reward_model", "process_reward_model", "dpo", "ppo", "distill")
@@ -139,7 +139,7 @@ def measured(
     everything = {name: read_generations(folder) for name, folder in folders.items()}
     rows = {name: ended(name, items) for name, items in everything.items()}
     facts = {name: read_index(folder) for name, folder in folders.items()}
-    gold = gold_rewards(config, rows)
+    gold = gold_rewards(config, rows, context)
     scores = reward_scores(reward_model, rows, context)
     ratios = log_ratios(reference, rows, {name: SamplingConfig(**facts[name]["sampling"]) for name in rows}, context)
     policies = []
@@ -164,14 +164,18 @@ def ended(name: str, generations: Sequence[Generation]) -> list[Generation]:
     return kept
 
 
-def gold_rewards(config: EvaluateConfig, rows: Mapping[str, Sequence[Generation]]) -> dict[str, tuple[float, ...]]:
+def gold_rewards(
+    config: EvaluateConfig, rows: Mapping[str, Sequence[Generation]], context: StageContext
+) -> dict[str, tuple[float, ...]]:
     """Return the gold reward of each answer by policy; nothing when there is no gold reward."""
     if not config.gold:
         return dict.fromkeys(rows, ())
     from rlhf_core.rewards.isolation import IsolatedReward
     from rlhf_core.rewards.outcomes import checked
+    from rlhf_core.rewards.worker import Settings
 
-    with IsolatedReward("gold", config.gold, timeout_s=config.gold_timeout_s) as reward:
+    settings = Settings(code=dict(context.functions))
+    with IsolatedReward("gold", config.gold, timeout_s=config.gold_timeout_s, settings=settings) as reward:
         return {name: tuple(checked("gold", reward(items), items)) for name, items in rows.items()}
 
 

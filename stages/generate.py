@@ -1,7 +1,9 @@
 """Sampling: n answers to every prompt, unscored, so that selection, scoring and debugging can share them.
 
-Every sample has a seed of its own, derived from (run seed, round, prompt, index): neither the order of the prompts nor
-a restart changes what is drawn. Finished shards outlive a killed run.
+Every sample has a seed of its own, derived from (run seed, round, prompt, index). Finished shards outlive a killed run, and a
+shard is always sampled in one call: a restart with the same `shard_size` repeats the batches of an uninterrupted run, and so
+its bits. In other shards, or another order of prompts, log-probs are the same to rounding, and tokens too unless two candidates are closer than that
+(docs/determinism.md).
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from rlhf_core.config.agents import AgentConfig
-from rlhf_core.config.base import Config
+from rlhf_core.config.base import OPERATIONAL, Config
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.errors import DataError, explain
 from rlhf_core.interfaces import Metrics, Sampler
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from rlhf_core.data.chat import ChatTemplate
 
 NAME = "generate"
-VERSION = 2
+VERSION = 3
 CODE = "warn"
 
 TABLE_ROWS = 16
@@ -53,8 +55,8 @@ class GenerateConfig(Config):
     """Makes every answer an episode of turns with an environment, tools or an agent program."""
     max_prompts: int = Field(0, ge=0)
     """Takes this many prompts from the start; 0 takes all."""
-    shard_size: int = Field(128, ge=1)
-    """Prompts per shard: what a killed run loses at most."""
+    shard_size: Annotated[int, Field(ge=1), OPERATIONAL] = 128
+    """Prompts per shard, sampled in one call: what a killed run loses at most."""
     round: int = Field(0, ge=0)
     """Salt of the seeds, so that each round of iterative DPO draws anew."""
 
@@ -76,13 +78,13 @@ def run(
     from rlhf_core.data.tables import read_prompts
 
     chat = ChatTemplate.load(context.path(policy))
-    pieces = cut(read_prompts(context.path(prompts)), config)
+    questions = chosen(read_prompts(context.path(prompts)), config)
     context.tracker.dataset("prompts", prompts.digest, "training")
     context.tracker.input_model(policy.digest)
 
     folder = context.work / "shards"
     put = {row.id: row.messages for row in read_prompts(context.path(asked))} if asked is not None else {}
-    sample_shards(config, pieces, chat, context.path(policy), folder, context, put=put)
+    sample_shards(config, questions, chat, context.path(policy), folder, context, put=put)
     for path in shards(folder):  # copied, not moved: a kill in between must not lose them
         shutil.copyfile(path, context.out / path.name)
 
@@ -102,17 +104,22 @@ def run(
     return context.commit(GenerationsRef, metrics=generation_metrics(generations))
 
 
-def cut(prompts: Sequence[Prompt], config: GenerateConfig) -> list[list[Prompt]]:
-    """Return the prompts to answer, in pieces of `shard_size`; DataError if there are none."""
-    chosen = list(prompts[: config.max_prompts] if config.max_prompts else prompts)
-    if not chosen:
-        raise DataError(explain("generate.prompts", len(chosen), "there is nothing to answer", "prepare more prompts"))
-    return [chosen[start : start + config.shard_size] for start in range(0, len(chosen), config.shard_size)]
+def chosen(prompts: Sequence[Prompt], config: GenerateConfig) -> list[Prompt]:
+    """Return the prompts to answer; DataError if there are none."""
+    found = list(prompts[: config.max_prompts] if config.max_prompts else prompts)
+    if not found:
+        raise DataError(explain("generate.prompts", len(found), "there is nothing to answer", "prepare more prompts"))
+    return found
+
+
+def cut(prompts: Sequence[Prompt], shard_size: int) -> list[Sequence[Prompt]]:
+    """Return the prompts in pieces of `shard_size`."""
+    return [prompts[start : start + shard_size] for start in range(0, len(prompts), shard_size)]
 
 
 def sample_shards(
     config: GenerateConfig,
-    pieces: Sequence[Sequence[Prompt]],
+    prompts: Sequence[Prompt],
     chat: ChatTemplate,
     policy: Path,
     folder: Path,
@@ -120,26 +127,30 @@ def sample_shards(
     *,
     put: Mapping[str, tuple[Message, ...]],
 ) -> None:
-    """Write the shards that an earlier attempt did not finish; the sampler is not started if there are none."""
-    from rlhf_core.data.shards import shard_path, write_generations
+    """Write the shards that earlier attempts did not finish; the sampler is not started if there are none.
 
-    missing = [index for index in range(len(pieces)) if not shard_path(folder, index).exists()]
-    if not missing:
+    Those may have had another `shard_size`: how many prompts are answered is read off their rows, and the rest is cut anew.
+    """
+    from rlhf_core.data.shards import count_rows, finished_shards, write_generations
+
+    finished = finished_shards(folder)
+    answered = sum(map(count_rows, finished)) // config.samples_per_prompt
+    pieces = cut(prompts[answered:], config.shard_size)
+    if not pieces:
         return
     from rlhf_core.rollouts.answers import open_environments
 
     with ExitStack() as leases:
-        environments = open_environments(config.agent, policy, leases)  # first: it fails in a second
+        environments = open_environments(config.agent, policy, leases, context)  # first: it fails in a second
         sampler = leases.enter_context(context.runtime.sampler(policy))
-        for index in missing:
-            generations = sample(
-                sampler, chat, pieces[index], config, seed=context.seed, put=put, environments=environments
-            )
-            context.metrics(
-                index + 1, generation_metrics(generations)
-            )  # first: a shard that is there is not made again
+        for index, piece in enumerate(pieces, start=len(finished)):
+            generations = sample(sampler, chat, piece, config, seed=context.seed, put=put, environments=environments)
+            # First: a shard that is there is not made again.
+            lost = sum(bool(one.completion.failure) for one in generations)
+            context.failed(index + 1, {"agent": (lost, len(generations))})
+            context.metrics(index + 1, generation_metrics(generations))
             write_generations(folder, index, generations)
-            context.progress(index + 1, len(pieces), f"{len(generations)} answers")
+            context.progress(index + 1, len(finished) + len(pieces), f"{len(generations)} answers")
             if context.stopping():
                 context.stop()
 

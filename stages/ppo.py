@@ -3,8 +3,8 @@
 PPO (arXiv 1707.06347, as used in 2203.02155) with a value model, or REINFORCE++, RLOO, GRPO, Dr.GRPO and OPO without;
 the clipped loss, GSPO's or CISPO's. One step, top to bottom:
   rollouts     y ~ mu(. | x), a sampler that holds the policy's weights, or those of `staleness` steps before
-  rewards      reward models and functions; the KL to the reference is taken off per token (`kl_in = "reward"`)
-  advantages   `rlhf_core.advantages`
+  rewards      reward models and functions
+  advantages   `rlhf_core.advantages`, then the KL to the reference off every token (`kl_in = "reward"`)
   update       E[min(rho A, clip(rho) A)], rho = pi / pi_old, weighted by truncated pi_old / mu
 """
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from rlhf_core.training.experience import Experience
 
 NAME = "ppo"
-VERSION = 4
+VERSION = 5
 CODE = "warn"
 
 __all__ = ["CODE", "NAME", "VERSION", "PPOConfig", "run"]
@@ -50,11 +50,14 @@ __all__ = ["CODE", "NAME", "VERSION", "PPOConfig", "run"]
 
 @dataclass(frozen=True)
 class Models:
-    """The engines of one run, leased from the runtime. `value_model` is there for gae only."""
+    """The engines of one run, leased from the runtime.
+
+    `value_model` is there for gae only, and `reference` where there is a penalty.
+    """
 
     sampler: Sampler
     policy: Trainer
-    reference: Trainer
+    reference: Trainer | None
     value_model: Trainer | None
     score: Scorer
 
@@ -85,7 +88,9 @@ def run(
     imitated = token_samples(config, chat, demonstrations, context)
     log = RolloutLog(context.work / "rollouts")
     with ExitStack() as leases:
-        environments = open_environments(config.agent, context.path(policy), leases)  # first: it fails in a second
+        environments = open_environments(
+            config.agent, context.path(policy), leases, context
+        )  # first: it fails in a second
         models = lease_models(config, policy, reference, reward_models, context, leases)
         # Entered last, so that nobody samples any more when the engines are let go of.
         source = leases.enter_context(
@@ -94,6 +99,7 @@ def run(
         first, kl, metrics = resume(config, models, source, context)
         for step in range(first, config.steps):
             rollouts, sampled = source.rollouts(step, models.policy)
+            context.failed(step + 1, models.score.failed())
             clock = time.perf_counter()
             experience = measure(config, models, rollouts)
             advantages = estimate_advantages(
@@ -101,6 +107,7 @@ def run(
                 estimator=config.advantage,
                 group_size=config.samples_per_prompt,
                 kl_coef=kl.coef if config.kl_in == "reward" else 0.0,
+                kl_credit=config.kl_credit,
                 turn_weight=config.turn_weight,
             )
             value_rows = value_samples(experience, advantages) if models.value_model else []
@@ -109,7 +116,8 @@ def run(
             valid = len(rollouts) / (config.prompts_per_step * config.samples_per_prompt)
             metrics = advantages.metrics | updated | sampled | component_means(rollouts) | models.score.logs()
             metrics |= {"kl/coef": kl.coef, "rollout/valid": valid}
-            kl = kl.updated(metrics["kl/per_sequence"], len(rollouts))
+            if models.reference:
+                kl = kl.updated(metrics["kl/per_sequence"], len(rollouts))
             took = {"time/wait_for_rollouts": source.waited_s, "time/train": time.perf_counter() - clock}
             record(config, context, step + 1, metrics, took, rollouts)
             stop = context.stopping()
@@ -133,18 +141,23 @@ def lease_models(
 
     folder = str(context.path(policy))
     actor = ModelSpec(path=folder, head="lm", lora=config.lora, seed=context.seed)
-    frozen = ModelSpec(path=str(context.path(reference)), head="lm", lora=None, seed=context.seed)
-    critic = None
+    critic: Trainer | None = None
+    frozen: Trainer | None = None
     if config.advantage.type == "gae":
         # By name, and not by the order of a mapping, which does not survive a file.
         names = sorted(reward_models, key=lambda name: (isinstance(reward_models[name], ProcessRewardModelRef), name))
         start = str(context.path(reward_models[names[0]])) if names else folder
         spec = ModelSpec(path=start, head="value", lora=None, seed=context.seed)
         critic = leases.enter_context(context.runtime.trainer("value_model", spec, config.value_optimizer))
+    sampler = leases.enter_context(context.runtime.sampler(context.path(policy)))
+    trained = leases.enter_context(context.runtime.trainer("policy", actor, config.optimizer))
+    if config.uses_reference:
+        spec = ModelSpec(path=str(context.path(reference)), head="lm", lora=None, seed=context.seed)
+        frozen = leases.enter_context(context.runtime.trainer("reference", spec, None))
     return Models(
-        sampler=leases.enter_context(context.runtime.sampler(context.path(policy))),
-        policy=leases.enter_context(context.runtime.trainer("policy", actor, config.optimizer)),
-        reference=leases.enter_context(context.runtime.trainer("reference", frozen, None)),
+        sampler=sampler,
+        policy=trained,
+        reference=frozen,
         value_model=critic,
         score=leases.enter_context(open_scorer(config.rewards, reward_models, context)),
     )
@@ -170,7 +183,7 @@ def token_samples(
 
 
 def measure(config: PPOConfig, models: Models, rollouts: Sequence[Rollout]) -> Experience:
-    """Return the rollouts with what policy, reference and value model say of every token, before the update."""
+    """Return the rollouts with what policy, reference and value model, if any, say of every token before the update."""
     from rlhf_core.training.experience import Experience, sampled_logprobs, token_sample
 
     samples = tuple(token_sample(rollout) for rollout in rollouts)
@@ -181,7 +194,7 @@ def measure(config: PPOConfig, models: Models, rollouts: Sequence[Rollout]) -> E
         rollouts=tuple(rollouts),
         samples=samples,
         old_logprobs=tuple(old),
-        ref_logprobs=tuple(models.reference.logprobs(samples, temperature=temperature)),
+        ref_logprobs=tuple(models.reference.logprobs(samples, temperature=temperature)) if models.reference else (),
         values=tuple(models.value_model.values(samples)) if models.value_model else (),
     )
 
@@ -196,11 +209,12 @@ def update(
     step: int,
     context: StageContext,
 ) -> Metrics:
-    """Make `epochs * minibatches` optimizer steps on the rollouts; return the metrics averaged over them.
+    """Make `epochs * minibatches` optimizer steps on the rollouts; return their metrics `averaged`.
 
     The policy waits for the value model's warm-up; its learning rate is scheduled over the steps that are left. Some of
     the `imitated` demonstrations are mixed into each of its updates, if there are any (PPO-ptx).
     """
+    from rlhf_core.training.batching import averaged
     from rlhf_core.training.objectives import PolicyObjective, Scaled, SftObjective, ValueObjective
     from rlhf_core.training.schedule import scheduled_rate
     from rlhf_core.training.skipped import check_updated
@@ -241,7 +255,7 @@ def update(
                 metrics |= {f"policy/{name}": value for name, value in made.items()}
             history.append(metrics)
     check_updated(history, label=context.label, step=step)
-    return {name: sum(made[name] for made in history) / len(history) for name in history[0]}
+    return averaged(history)
 
 
 def resume(
@@ -292,7 +306,8 @@ def record(
 ) -> None:
     """Log a step's metrics and how long its parts `took`, and now and then a table of its rollouts."""
     context.metrics(step, metrics | took)
-    context.progress(step, config.steps, f"reward {metrics['reward/mean']:.3f}  kl {metrics['kl/per_sequence']:.2f}")
+    distance = f"  kl {metrics['kl/per_sequence']:.2f}" if config.uses_reference else ""
+    context.progress(step, config.steps, f"reward {metrics['reward/mean']:.3f}{distance}")
     if step % config.table_every == 0 or step == config.steps:
         rows = [
             [one.prompt.messages[-1].content, one.completion.text, one.reward, len(one.completion.token_ids)]

@@ -7,6 +7,8 @@ tokens -> parquet, `validation.json` (every dropped row and why), `preview.md` (
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from rlhf_core.stage import StageContext
 
 NAME = "prepare_data"
-VERSION = 1
+VERSION = 2
 CODE = "strict"
 
 MODEL_TEMPLATE = "model"
@@ -62,9 +64,10 @@ def run(config: PrepareDataConfig, *, context: StageContext) -> PreparedDataRef:
     from rlhf_core.data.preview import preview
 
     context.progress(0, 4, "reading rows")
-    tables, facts, origins, report = _rows(config.data, seed=context.seed)
-    context.progress(1, 4, "making the base model")
-    _base_model(config, tables, context.out / "base", seed=context.seed)
+    with _as_planned(config, context.files):
+        tables, facts, origins, report = _rows(config.data, seed=context.seed)
+        context.progress(1, 4, "making the base model")
+        _base_model(config, tables, context.out / "base", seed=context.seed)
     chat = ChatTemplate.load(context.out / "base")
     context.progress(2, 4, "checking rows against the tokenizer")
     tables = limit(
@@ -91,35 +94,78 @@ def content_digests(config: PrepareDataConfig) -> dict[str, str]:
     Hub data and models are named by their commit in the configuration itself. DataError for data that are not there,
     ConfigError for a `package:` model whose package is not installed.
     """
-    from rlhf_core.models.packages import PACKAGE, package_folder
-
-    named: list[str] = []
-    if isinstance(config.data, Files):
-        from rlhf_core.data.sources import is_hub
-
-        named += [source.path for source in config.data.sources if not is_hub(source)]
-    if isinstance(config.model, PretrainedModel) and Path(config.model.path).expanduser().is_dir():
-        named.append(config.model.path)
-    if config.chat_template not in (MODEL_TEMPLATE, CHATML_TEMPLATE):
-        named.append(config.chat_template)
-    paths = {name: Path(name).expanduser() for name in named}
-    if isinstance(config.model, PretrainedModel) and config.model.path.startswith(PACKAGE):
-        paths[config.model.path] = package_folder(config.model.path)
     digests = {}
-    for name, path in paths.items():
+    for name, (_, path) in _local_files(config).items():
         if not path.exists():
             raise DataError(explain("prepare_data", name, "there is no such file or folder", "check the path"))
         digests[name] = _digest(path)
     return digests
 
 
-def _digest(path: Path) -> str:
-    """Return the sha256 of a file or a folder; compiled Python does not count, it differs between machines."""
-    from rlhf_core.fingerprint import hash_file, hash_files, list_files, tree_digest
+def _local_files(config: PrepareDataConfig) -> dict[str, tuple[str, Path]]:
+    """Return the local files and folders that `config` names: name -> key of the configuration, and where they are."""
+    from rlhf_core.models.packages import PACKAGE, package_folder
 
-    if path.is_file():
-        return hash_file(path)
-    return tree_digest(hash_files(path, [name for name in list_files(path) if "__pycache__" not in name.split("/")]))
+    named: dict[str, str] = {}
+    if isinstance(config.data, Files):
+        from rlhf_core.data.sources import is_hub
+
+        named |= {source.path: f"data.sources[{source.name}]" for source in config.data.sources if not is_hub(source)}
+    if isinstance(config.model, PretrainedModel) and Path(config.model.path).expanduser().is_dir():
+        named[config.model.path] = "prepare_data.model.path"
+    if config.chat_template not in (MODEL_TEMPLATE, CHATML_TEMPLATE):
+        named[config.chat_template] = "prepare_data.chat_template"
+    paths = {name: (key, Path(name).expanduser()) for name, key in named.items()}
+    if isinstance(config.model, PretrainedModel) and config.model.path.startswith(PACKAGE):
+        paths[config.model.path] = ("prepare_data.model.path", package_folder(config.model.path))
+    return paths
+
+
+@contextmanager
+def _as_planned(config: PrepareDataConfig, planned: Mapping[str, str]) -> Iterator[None]:
+    """Raise DataError unless the files that are read inside are those whose digests are in the key, `planned`.
+
+    They are hashed once more before; a file that nobody replaced or wrote to from then on is what was hashed.
+    """
+    files = _local_files(config)
+    before = {name: _statuses(path) for name, (_, path) in files.items()}
+    digests = content_digests(config)
+    for name, (key, _) in files.items():
+        if name in planned and planned[name] != digests[name]:
+            remedy = "run it again: its new content gets a key of its own"
+            raise DataError(explain(key, name, "has changed since the run was planned", remedy))
+    try:
+        yield
+    finally:  # also where reading failed: a file that changed under it is the reason
+        for name, (key, path) in files.items():
+            if _statuses(path) != before[name]:
+                raise DataError(
+                    explain(key, name, "changed while it was read", "run it again, when nothing writes to it")
+                )
+
+
+def _statuses(path: Path) -> dict[str, tuple[int, ...]]:
+    """Return what changes with every write to a file, or to a file of a folder; nothing if it is gone."""
+    folder, names = (path.parent, [path.name]) if path.is_file() else (path, _counting(path))
+    found = {name: (folder / name).stat() for name in names if (folder / name).exists()}
+    return {
+        name: (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        for name, status in found.items()
+    }
+
+
+def _digest(path: Path) -> str:
+    """Return the sha256 of a file or a folder."""
+    from rlhf_core.fingerprint import hash_file, hash_files, tree_digest
+
+    return hash_file(path) if path.is_file() else tree_digest(hash_files(path, _counting(path)))
+
+
+def _counting(folder: Path) -> list[str]:
+    """Return the files of a folder; compiled Python does not count, it differs between machines."""
+    from rlhf_core.fingerprint import list_files
+
+    return [name for name in list_files(folder) if "__pycache__" not in name.split("/")]
 
 
 # ---------------------------------------------------------------- rows and model
@@ -194,16 +240,25 @@ def _template(name: str) -> str | None:
 
 def _write(tables: Tables, report: DropReport, out: Path) -> dict[str, tuple[str, type[ArtifactRef]]]:
     """Write the tables that have rows; return the handles to make."""
-    from rlhf_core.data.tables import write_demonstrations, write_preferences, write_prompts, write_steps
+    from rlhf_core.data.tables import (
+        write_demonstrations,
+        write_feedback,
+        write_preferences,
+        write_prompts,
+        write_steps,
+    )
 
     children: dict[str, tuple[str, type[ArtifactRef]]] = {"base": ("base", PolicyRef)}
     if tables.demonstrations:
         write_demonstrations(out / "demonstrations" / "train.parquet", tables.demonstrations)
         write_demonstrations(out / "demonstrations" / "eval.parquet", tables.eval_demonstrations)
         children["demonstrations"] = ("demonstrations", DemonstrationsRef)
-    if tables.preferences:
+    if tables.preferences or tables.feedback:
         write_preferences(out / "preferences" / "train.parquet", tables.preferences)
         write_preferences(out / "preferences" / "eval.parquet", tables.eval_preferences)
+        if tables.feedback or tables.eval_feedback:
+            write_feedback(out / "preferences", "train", tables.feedback)
+            write_feedback(out / "preferences", "eval", tables.eval_feedback)
         children["preferences"] = ("preferences", PreferencesRef)
     if tables.steps:
         write_steps(out / "steps" / "train.parquet", tables.steps)
@@ -246,12 +301,15 @@ def _metrics(tables: Tables, report: DropReport, chat: ChatTemplate) -> dict[str
 def _show(tables: Tables, report: DropReport, config: PrepareDataConfig, context: StageContext) -> None:
     """Send samples of each table, the preview and the drop report to the tracker."""
     from rlhf_core.data.limits import parts
+    from rlhf_core.data.tables import Feedback
 
     for name, rows in tables.named().items():
         shown = []
         for row in rows[: config.preview_rows]:
             prompt, answers = parts(row)
             texts = ["\n".join(message.content for message in turns) for turns in (prompt, *answers)]
+            if isinstance(row, Feedback) and not row.desirable:
+                texts.insert(1, "")
             shown.append([row.id, row.source, *texts, *[""] * (3 - len(texts))])
         if shown:
             columns = ["id", "source", "prompt", "answer or chosen", "rejected"]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rlhf_core.data.tables import SteppedAnswer
 
 NAME = "process_reward_model"
-VERSION = 1
+VERSION = 2
 CODE = "warn"
 
 PROBES = 32
@@ -60,9 +60,11 @@ def run(
     from rlhf_core.data.chat import ChatTemplate
     from rlhf_core.data.steps import StepSplitter
     from rlhf_core.data.tables import read_steps
+    from rlhf_core.models.architecture import check_longest
     from rlhf_core.training.fit import fit
     from rlhf_core.training.step_objective import StepObjective
 
+    check_longest(f"{context.label}.max_length", config.max_length, context.path(policy))
     chat = ChatTemplate.load(context.path(policy))
     splitter = StepSplitter(chat, config.separator)
     rows = {split: read_steps(context.path(steps) / f"{split}.parquet") for split in ("train", "eval")}

@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 from rlhf_core.config.base import Config
 from rlhf_core.config.engines import OptimizerConfig, refuse_average
 from rlhf_core.config.loop import LoopConfig
+from rlhf_core.errors import DataError, explain
 from rlhf_core.interfaces import ModelSpec, Trainer
 from rlhf_core.stage import StageContext
 from rlhf_core.types import PolicyRef, PreferencesRef, RewardModelRef, RewardPair, TokenSample
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from rlhf_core.data.tables import Preference
 
 NAME = "reward_model"
-VERSION = 1
+VERSION = 2
 CODE = "warn"
 
 PROBES = 32
@@ -55,12 +56,17 @@ def run(
     """Train a reward model from the weights of `policy`; return it with its report (accuracy, calibration, length)."""
     from rlhf_core.data.chat import ChatTemplate
     from rlhf_core.data.tables import read_preferences
+    from rlhf_core.models.architecture import check_longest
     from rlhf_core.training.fit import fit
     from rlhf_core.training.objectives import BradleyTerryObjective
 
+    check_longest(f"{context.label}.max_length", config.max_length, context.path(policy))
     chat = ChatTemplate.load(context.path(policy))
     rows = {split: read_preferences(context.path(preferences) / f"{split}.parquet") for split in ("train", "eval")}
-    pairs = {split: reward_pairs(chat, rows[split], config) for split in rows}
+    rendered = {split: reward_pairs(chat, rows[split], config) for split in rows}
+    pairs = {split: [pair for _, pair in rendered[split]] for split in rendered}
+    if not pairs["train"]:
+        raise no_pairs(context, preferences, dropped=len(rows["train"]))
     context.tracker.dataset("preferences", preferences.digest, "training")
     context.tracker.input_model(policy.digest)
 
@@ -77,7 +83,7 @@ def run(
         )
         trainer.export(context.out)
         write_contract(trainer, pairs["eval"] or pairs["train"], chat, config, context.out)
-        report = write_report(trainer, pairs["eval"], context)
+        report = write_report(trainer, rendered["eval"], context)
     metrics = {
         "steps": result.steps,
         "train_pairs": len(pairs["train"]),
@@ -86,8 +92,24 @@ def run(
     return context.commit(RewardModelRef, metrics=metrics | result.final | report)
 
 
-def reward_pairs(chat: ChatTemplate, rows: Sequence[Preference], config: RewardModelConfig) -> list[RewardPair]:
-    """Return the rendered pairs; those that are cut to the same tokens, or to no answer, are left out."""
+def no_pairs(context: StageContext, preferences: PreferencesRef, *, dropped: int) -> DataError:
+    """Return the error for preferences without a pair to train on; it says what they have instead."""
+    from rlhf_core.data.tables import read_feedback
+
+    feedback = len(read_feedback(context.path(preferences), "train"))
+    if feedback:
+        rule = f"a reward model compares two answers, and the data are {feedback} judged single answers"
+        remedy = "give pairs, or train on single answers with dpo.loss = {type = 'kto'}"
+    else:
+        rule = f"no pair is left to train on: {dropped} of {dropped} became equal or empty when they were cut"
+        remedy = "raise max_length, or see the validation report of prepare_data"
+    return DataError(explain(f"{context.label}.preferences", 0, rule, remedy))
+
+
+def reward_pairs(
+    chat: ChatTemplate, rows: Sequence[Preference], config: RewardModelConfig
+) -> list[tuple[str, RewardPair]]:
+    """Return (source, rendered pair); those that are cut to the same tokens, or to no answer, are left out."""
     pairs = []
     for row in rows:
         chosen = chat.continuation(row.prompt, row.chosen, max_length=config.max_length)
@@ -95,7 +117,7 @@ def reward_pairs(chat: ChatTemplate, rows: Sequence[Preference], config: RewardM
         if chosen is None or rejected is None or chosen.token_ids == rejected.token_ids:
             continue
         margin = row.margin if config.use_margin else 0.0
-        pairs.append(RewardPair(scored_ids(chosen), scored_ids(rejected), margin))
+        pairs.append((row.source, RewardPair(scored_ids(chosen), scored_ids(rejected), margin)))
     return pairs
 
 
@@ -123,18 +145,21 @@ def write_contract(
     (folder / "contract.json").write_text(json.dumps(contract))
 
 
-def write_report(trainer: Trainer, pairs: Sequence[RewardPair], context: StageContext) -> dict[str, float]:
+def write_report(
+    trainer: Trainer, rendered: Sequence[tuple[str, RewardPair]], context: StageContext
+) -> dict[str, float]:
     """Write `report.json` and its figures into the artifact; return the headline figures of the held-out pairs."""
     from rlhf_core.evaluation.reward_report import reward_model_report
 
-    if not pairs:
+    if not rendered:
         return {}
+    pairs = [pair for _, pair in rendered]
     report, figures = reward_model_report(
         chosen_scores=trainer.scores([pair.chosen_ids for pair in pairs]),
         rejected_scores=trainer.scores([pair.rejected_ids for pair in pairs]),
         chosen_lengths=[len(pair.chosen_ids) for pair in pairs],
         rejected_lengths=[len(pair.rejected_ids) for pair in pairs],
-        sources=["held-out"] * len(pairs),
+        sources=[source for source, _ in rendered],
         seed=context.seed,
     )
     (context.out / "report.json").write_text(json.dumps(report, indent=2))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rlhf_core.rewards.scoring import Scorer
 
 NAME = "score"
-VERSION = 3
+VERSION = 4
 CODE = "warn"
 
 SHARD_ROWS = 1024
@@ -78,6 +78,7 @@ def score_shards(
 ) -> None:
     """Write the shards that an earlier attempt did not finish; no reward is opened if there are none."""
     from rlhf_core.data.shards import shards, write_rollouts
+    from rlhf_core.rewards.batches import whole_groups
     from rlhf_core.rewards.scoring import open_scorer
 
     pieces = whole_groups(rows, at_least=SHARD_ROWS)
@@ -91,6 +92,7 @@ def score_shards(
             rollouts = score(pieces[index])
             keep(score, folder, index)  # before its shard: a shard that is there has its state
             metrics = reward_metrics(rollouts) | score.logs()
+            context.failed(index + 1, score.failed())
             context.metrics(index + 1, metrics)  # before it as well: a shard that is there is not made again
             write_rollouts(folder, index, rollouts)
             mean = metrics.get("reward/mean", math.nan)
@@ -104,17 +106,6 @@ def check_some_are_valid(rollouts: Sequence[Rollout], folder: Path) -> None:
     if all(rollout.invalid for rollout in rollouts):
         shutil.rmtree(folder)
         raise RewardError(explain("rewards", rollouts[0].invalid, "no rollout has a reward", "mend the reward"))
-
-
-def whole_groups(rows: Sequence[Generation], *, at_least: int) -> list[Sequence[Generation]]:
-    """Return the rows cut into pieces of `at_least` rows, or more: the answers to a prompt that follow each other stay
-    together, for rewards that are normalised among them."""
-    pieces, start = [], 0
-    for end in range(1, len(rows) + 1):
-        if end == len(rows) or (end - start >= at_least and rows[end].prompt.id != rows[end - 1].prompt.id):
-            pieces.append(rows[start:end])
-            start = end
-    return pieces
 
 
 def keep(score: Scorer, folder: Path, shard: int) -> None:

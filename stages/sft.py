@@ -18,7 +18,7 @@ from rlhf_core.stage import StageContext
 from rlhf_core.types import DemonstrationsRef, PolicyRef
 
 NAME = "sft"
-VERSION = 1
+VERSION = 2
 CODE = "warn"
 
 
@@ -28,7 +28,8 @@ class SFTConfig(Config):
     max_length: int = Field(256, ge=8)
     """Tokens of a conversation; longer ones are cut, and dropped if no trained token is left."""
     packing: bool = False
-    """Share rows of `max_length` tokens between conversations; attention and positions do not leak."""
+    """Share rows of `max_length` tokens between conversations; attention and positions do not leak. Refused for
+    architectures that are not known to keep conversations apart."""
     loss: Literal["nll", "dft"] = "nll"
     train_on: Literal["assistant", "all"] = "assistant"
     """`all` trains on every token but the first, prompts and the template's own included."""
@@ -41,9 +42,14 @@ def run(config: SFTConfig, *, policy: PolicyRef, demonstrations: DemonstrationsR
     """Fine-tune `policy` on `demonstrations`; return the new policy with its evaluation loss before and after."""
     from rlhf_core.data.chat import ChatTemplate
     from rlhf_core.data.tables import read_demonstrations
+    from rlhf_core.models.architecture import check_longest, read_config
+    from rlhf_core.models.shared_rows import check_packing
     from rlhf_core.training.fit import fit
     from rlhf_core.training.objectives import SftObjective
 
+    check_longest(f"{context.label}.max_length", config.max_length, context.path(policy))
+    if config.packing:
+        check_packing(read_config(context.path(policy)))
     chat = ChatTemplate.load(context.path(policy))
     splits = {}
     for split in ("train", "eval"):

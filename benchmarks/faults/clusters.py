@@ -15,15 +15,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import psutil
 
 from benchmarks.faults.fault import Fault, Outcome
+from benchmarks.faults.made_up_gpu import TrainWorkerOnCpu
 from benchmarks.faults.small import Small
 from benchmarks.processes import kill_family
 from pipelines.listener import Silent
 from rlhf_core.errors import RlhfError
-from rlhf_core.runtime import liveness
+from rlhf_core.runtime import liveness, ray_runtime
 from rlhf_core.runtime.cluster import RECONNECT_TIMEOUT_S, free_port
 
 OVERRIDES = ("runtime.gpus_per_train_worker=1", "runtime.trainer.engine=torch", 'runtime.sampler={type = "hf"}')
@@ -104,8 +106,9 @@ def _joined(folder: Path, name: str) -> Iterator[tuple[Cluster, Small]]:
     os.environ["RAY_ADDRESS"] = cluster.address
     try:
         cluster.start()
-        small.digests = small.run(Silent())
-        yield cluster, small
+        with mock.patch.object(ray_runtime, "TrainWorker", TrainWorkerOnCpu):
+            small.digests = small.run(Silent())
+            yield cluster, small
     finally:
         small.runtime.close()
         ray.shutdown()  # while there is a head to say goodbye to

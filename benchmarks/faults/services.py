@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -26,6 +26,7 @@ from benchmarks.faults.fault import Fault, Outcome
 from benchmarks.processes import family, kill_family
 from pipelines import services
 from pipelines.home import Home
+from pipelines.own_pages import basic
 from pipelines.watched import healthy, wait_for
 
 PROFILE = """
@@ -49,7 +50,7 @@ DEATH_S = 10.0
 HANG_S = 75.0
 """Four questions, ten seconds apart and five seconds long, with some slack."""
 
-PREFECT = "prefect.server.api.server"
+PREFECT = "pipelines.own_pages"
 MLFLOW = "mlflow"
 DEPLOYMENTS = "pipelines.deployments"
 NAMES = {PREFECT: "prefect", MLFLOW: "mlflow", DEPLOYMENTS: "deployments"}
@@ -85,8 +86,8 @@ def _served(home: Home, name: str) -> Callable[[], bool]:
     assert found is not None
     mark, now = home.root / "deployments.ready", time.time()
     checks: dict[str, Callable[[], bool]] = {
-        PREFECT: lambda: healthy(found.health[0]),
-        MLFLOW: lambda: healthy(found.health[1]),
+        PREFECT: lambda: healthy(found.health["prefect"]),
+        MLFLOW: lambda: healthy(found.health["mlflow"]),
         DEPLOYMENTS: lambda: mark.exists() and mark.stat().st_mtime > now,  # the one before has left its mark
     }
     return checks[name]
@@ -127,15 +128,16 @@ def _prefect_dies_in_a_served_run(folder: Path) -> Outcome:
     home = _home()
     found = services.running(home)
     assert found is not None
-    run = _trigger(found.prefect_url)
-    if not _comes_to(found.prefect_url, run, "RUNNING"):
+    api = Api(found.prefect_url, home.prefect_auth_string)
+    run = _trigger(api)
+    if not _comes_to(api, run, "RUNNING"):
         return Outcome("not handled", None, None, "the deployment did not start")
     deployments = _service(home, DEPLOYMENTS)
     outcome = _hit_service(PREFECT, signal.SIGKILL)
     began = time.monotonic()
-    done = _comes_to(found.prefect_url, run, "COMPLETED")
+    done = _comes_to(api, run, "COMPLETED")
     if outcome.recover_s is None or not done or not deployments.is_running():
-        return Outcome("not handled", outcome.detect_s, None, str(_state(found.prefect_url, run)))
+        return Outcome("not handled", outcome.detect_s, None, str(_state(api, run)))
     return Outcome("recovered", outcome.detect_s, outcome.recover_s + time.monotonic() - began, outcome.said)
 
 
@@ -168,8 +170,9 @@ def _stop_supervisor(folder: Path) -> Outcome:
     _cli(home, "up")
     found = services.running(home)
     assert found is not None
-    run = _trigger(found.prefect_url)
-    if not _comes_to(found.prefect_url, run, "RUNNING"):
+    api = Api(found.prefect_url, home.prefect_auth_string)
+    run = _trigger(api)
+    if not _comes_to(api, run, "RUNNING"):
         return Outcome("not handled", None, None, "the deployment did not start")
     began = time.monotonic()
     _cli(home, "down")
@@ -178,9 +181,9 @@ def _stop_supervisor(folder: Path) -> Outcome:
     found = services.running(home)
     if found is None:
         return Outcome("not handled", ended - began, None, "rlhf up did not start again")
-    state = _state(found.prefect_url, run)
+    state = _state(api, run)
     resumed = _cli(home, "resume", run)
-    done = _comes_to(found.prefect_url, run, "COMPLETED")
+    done = _comes_to(api, run, "COMPLETED")
     recovered = time.monotonic()
     _cli(home, "down")
     if state["type"] != "CRASHED" or resumed.returncode or not done:
@@ -188,24 +191,31 @@ def _stop_supervisor(folder: Path) -> Outcome:
     return Outcome("recovered", ended - began, recovered - ended, f"{state['name']}: {state['message']}")
 
 
-def _trigger(url: str) -> str:
+class Api(NamedTuple):
+    """Where our Prefect server is, and what it asks for."""
+
+    url: str
+    auth: str
+
+
+def _trigger(api: Api) -> str:
     """Start the deployment of the stage `prepare_data`; return the id of its run."""
-    (deployment,) = _post(f"{url}/api/deployments/filter", {"deployments": {"name": {"any_": ["prepare-data"]}}})
-    return str(_post(f"{url}/api/deployments/{deployment['id']}/create_flow_run", {})["id"])
+    (deployment,) = _post(api, "/deployments/filter", {"deployments": {"name": {"any_": ["prepare-data"]}}})
+    return str(_post(api, f"/deployments/{deployment['id']}/create_flow_run", {})["id"])
 
 
-def _comes_to(url: str, run: str, state: str) -> bool:
+def _comes_to(api: Api, run: str, state: str) -> bool:
     def there() -> bool:
         try:
-            return bool(_state(url, run)["type"] == state)
+            return bool(_state(api, run)["type"] == state)
         except OSError:  # the server is away just now
             return False
 
     return wait_for(there, PATIENCE_S)
 
 
-def _state(url: str, run: str) -> dict[str, Any]:
-    (found,) = _post(f"{url}/api/flow_runs/filter", {"flow_runs": {"id": {"any_": [run]}}})
+def _state(api: Api, run: str) -> dict[str, Any]:
+    (found,) = _post(api, "/flow_runs/filter", {"flow_runs": {"id": {"any_": [run]}}})
     state: dict[str, Any] = found["state"]
     return state
 
@@ -327,9 +337,10 @@ def _at_work(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
-def _post(url: str, body: dict[str, Any]) -> Any:
+def _post(api: Api, path: str, body: dict[str, Any]) -> Any:
     """Ask Prefect's server; for a minute again if its database is busy."""
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    headers = {"content-type": "application/json", "authorization": f"Basic {basic(api.auth)}"}
+    request = urllib.request.Request(f"{api.url}/api{path}", json.dumps(body).encode(), headers)
     deadline = time.monotonic() + 60
     while True:
         try:

@@ -96,7 +96,7 @@ class Sheet:
     def integer(self, name: str) -> int:
         """Return a whole number; ConfigError where it is none."""
         number = self.number(name)
-        if number != int(number):
+        if not number.is_integer():
             raise ConfigError(explain(self.flag(name), self.text(name), "must be a whole number", "change it"))
         return int(number)
 

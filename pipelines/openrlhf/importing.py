@@ -46,12 +46,17 @@ def import_script(script: str, *, out: str, lenient: bool, console: Console) -> 
 
 
 def _read(script: str) -> str:
-    if script == STDIN:
-        return sys.stdin.read()
-    path = Path(script).expanduser()
-    if not path.is_file():
-        raise ConfigError(explain("script", script, "is not a file", "check the path, or give - for standard input"))
-    return path.read_text(encoding="utf-8")
+    try:
+        if script == STDIN:
+            return sys.stdin.read()
+        path = Path(script).expanduser()
+        if not path.is_file():
+            raise ConfigError(
+                explain("script", script, "is not a file", "check the path, or give - for standard input")
+            )
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(explain("script", script, f"cannot be read ({error})", "give a text in UTF-8")) from error
 
 
 def _refuse_to_overwrite(path: Path) -> None:

@@ -104,7 +104,6 @@ def kto(one: Sheet, section: str) -> None:
     adapters(one, "dpo.lora")
     columns = {"prompt": "input_key", "completion": "output_key", "label": "label_key"}
     datasets(one, "preferences", row_format="unpaired_preference", columns=columns)
-    one.draft.note("kto judges single answers, but a row counts only where its prompt has a good and a bad answer")
     start_from(one, "dpo", STARTS)
     held_out(one)
     chat(one)

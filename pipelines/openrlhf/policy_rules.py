@@ -75,6 +75,8 @@ def kl(one: Sheet) -> None:
         one.draft.note(f"OpenRLHF takes the penalty off the reward of group_norm, here it is in the loss: {note}")
     else:
         one.put("ppo.kl_in", "loss" if in_loss else "reward", "use_kl_loss" if in_loss else name)
+    if not in_loss and one.text("advantage_estimator") in ("rloo", "reinforce_baseline", "dr_grpo"):
+        one.put("ppo.kl_credit", "token", note="the baseline first, then the penalty on every token")
     if estimator == ("k2" if in_loss else "k1"):
         one.says(name, f"{estimator} is the estimator of ppo.kl_in")
     elif in_loss:

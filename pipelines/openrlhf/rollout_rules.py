@@ -107,7 +107,7 @@ def steps(one: Sheet) -> None:
 
 
 def placement(one: Sheet) -> None:
-    """Write workers and engines; a GPU is shared by halves, and only by engines of one GPU."""
+    """Write workers and engines; a GPU is shared by halves, by one train worker and one engine of one GPU."""
     if one.arguments.module == "train_ppo_ray":
         number = one.integer("actor_num_nodes") * one.integer("actor_num_gpus_per_node")
         one.put("runtime.train_workers", number, "actor_num_nodes", "actor_num_gpus_per_node")
@@ -121,7 +121,13 @@ def placement(one: Sheet) -> None:
         one.refuse("colocate_all_models", reason, "GPUs of their own, as written")
     if one.has("vllm_num_engines") and one.integer("vllm_num_engines") == 0:
         one.put("runtime.sampler.type", "hf", "vllm_num_engines")
-        for name in ("vllm_tensor_parallel_size", "vllm_gpu_memory_utilization", "enforce_eager", "vllm_enable_sleep"):
+        engine_flags = (
+            "vllm_tensor_parallel_size",
+            "vllm_gpu_memory_utilization",
+            "enforce_eager",
+            "vllm_enable_sleep",
+        )
+        for name in (*engine_flags, "deepspeed_enable_sleep"):
             one.ignore(name, "there is no engine")
         return
     one.put("runtime.sampler.type", "vllm")
@@ -136,6 +142,9 @@ def placement(one: Sheet) -> None:
         one.put("runtime.sampler.gpu_memory_fraction", 0.4, note="no engine sleeps: the trainer needs the rest")
     elif share and fraction > 0.5:
         one.draft.note(f"no engine sleeps: {fraction:g} of a shared GPU may leave the trainer too little; lower it")
+    if share and one.has("deepspeed_enable_sleep"):
+        one.put("runtime.trainer.sleep", True, "deepspeed_enable_sleep")
+    one.ignore("deepspeed_enable_sleep", "a train worker with GPUs of its own need not sleep")
     one.ignore("vllm_enable_sleep", "an engine with GPUs of its own need not sleep")
     one.put("runtime.sampler.enforce_eager", one.has("enforce_eager"), "enforce_eager")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from pipelines.openrlhf.arguments import Arguments
 from pipelines.openrlhf.data_rules import chat, datasets
@@ -112,7 +113,7 @@ def score(one: Sheet, section: str) -> None:
 
 
 def reward_model(one: Sheet, name: str, key: str) -> None:
-    """Write a term for the reward model of the profile; one from outside cannot be named there."""
+    """Write a term for the reward model of the profile: one that the script trains, or one from outside, imported."""
     path = one.text(name)
     one.put(f"{key}.terms.reward_model.type", "reward_model", *([name] if path in one.draft.made else []))
     if path in one.draft.made:
@@ -120,11 +121,15 @@ def reward_model(one: Sheet, name: str, key: str) -> None:
     if not path:
         one.draft.note(f"the script names no reward: say in [{key}.terms] what an answer is rewarded for")
         return
-    one.refuse(name, "a profile trains the reward models that it uses", "[reward_model] on preferences")
-    one.draft.note(
-        f"the reward model {path} comes from outside: add [reward_model] and a source of preferences, or run the "
-        "deployment `ppo` (or `score`), whose form takes a folder as the reward model"
-    )
+    if any(value.startswith("reward_model.") for value in one.draft.values):
+        one.refuse(
+            name, "the script trains a reward model too, and a profile has one", "[reward_model], or take it out"
+        )
+        return
+    first = path.split(",")[0].strip()
+    one.put("import_reward_model.path", first, name)
+    if not Path(first).expanduser().is_dir():
+        one.draft.note(f"the reward model {first} is not a folder here: download it, and set import_reward_model.path")
 
 
 def _engines(one: Sheet) -> None:

@@ -67,6 +67,8 @@ def read_commands(text: str) -> tuple[list[Command], dict[str, str]]:
     >>> read_commands("M=base; deepspeed --module openrlhf.cli.train_sft --pretrain $M")[0][0].words
     ('--pretrain', 'base')
     """
+    if _BODY in text:
+        raise ConfigError("script: has a NUL character, which no shell reads; take it out")
     script = _Script({})
     script.read(text)
     return script.commands, {name: " ".join(words) for name, words in script.variables.items()}
@@ -139,6 +141,7 @@ class _Script:
     def _array(self, name: str) -> None:
         end = self._closing(self._at - 1, "(", ")")
         inner = _Script(self.variables)
+        inner._bodies = self._bodies
         inner._text = re.sub(r"(?m)#.*$", "", self._text[self._at : end - 1]).replace("\n", " ") + " "
         while inner._at < len(inner._text):
             inner._step(inner._text[inner._at])
@@ -272,6 +275,7 @@ class _Script:
                 return
             if _INSIDE.search(word) and not word.startswith(("$", "`")):
                 inner = _Script(self.variables)
+                inner._bodies = self._bodies  # a heredoc inside quotes is still to be filled in
                 inner.read(word)
                 self.commands += inner.commands
 

@@ -54,9 +54,10 @@ def _literal(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(_literal(inner) for inner in value) + "]"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON may hold it, and TOML may not
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    """Return `text` as a comment may hold it: without line ends and control characters."""
+    return "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))

@@ -95,9 +95,6 @@ MISSING = {
     "lora_dropout": Missing("0", "adapters have no dropout, so that log-probs are repeatable", "a smaller lora.rank"),
     "use_ms": Missing("", "ModelScope is not read", "a local folder as the path"),
     "disable_fast_tokenizer": Missing("", "tokenizers are fast ones", "the fast tokenizer of the same model"),
-    "deepspeed_enable_sleep": Missing(
-        "", "optimizer states stay where they are", "runtime.trainer.offload_optimizer = true"
-    ),
     "use_dynamic_batch": Missing(
         "", "a budget is of one forward pass, padding included", "runtime.trainer.micro_tokens"
     ),

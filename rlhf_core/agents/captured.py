@@ -16,6 +16,7 @@ from typing import Any
 from rlhf_core.agents.programs import Answer, Engine, EpisodeCut
 from rlhf_core.agents.tools import parse_calls
 from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.data.pieces import encode
 from rlhf_core.encodable import encodable
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.types import Message
@@ -158,8 +159,13 @@ class Captured:
         text = self._text or ""
         if not prompt.startswith(text):
             raise RequestRefused("history", "the prompt does not begin with what was said so far; send it unchanged")
-        added = self._template.tokenizer(prompt[len(text) :], add_special_tokens=False)["input_ids"]
-        return self._token_ids + tuple(added)
+        added = prompt[len(text) :]
+        if not self._token_ids:
+            return encode(self._template.tokenizer, added)
+        try:
+            return self._token_ids + self._template.following_ids(added, after=self._token_ids[-1])
+        except DataError as error:
+            raise RequestRefused("text", str(error)) from error
 
     async def _sampled(self, prompt_ids: tuple[int, ...], max_tokens: int) -> Answer:
         try:

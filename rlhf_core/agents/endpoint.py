@@ -28,6 +28,8 @@ from starlette.routing import Route
 from rlhf_core.agents.captured import Captured, RequestRefused, Turn
 from rlhf_core.agents.programs import Engine, EpisodeCut
 from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.data.pieces import token_text
+from rlhf_core.http_body import BodyLimits, BodyRefused, read_body
 
 MODEL = "policy"
 """The name under which `/models` lists the policy; any name is answered."""
@@ -53,6 +55,8 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
 }
 """Parameters that change what an answer is, with the values that leave it as it is."""
+
+BODY = BodyLimits()
 
 LOG = logging.getLogger(__name__)
 
@@ -180,13 +184,15 @@ class Endpoint:
         if refusal is not None:
             return refusal
         try:
-            asked = kind.model_validate_json(await request.body())
+            asked = kind.model_validate_json(await read_body(request, BODY))
             self._check_parameters(asked)
             refusal = self._unknown(request)  # again: the episode may have ended while the request was read
             if refusal is not None:
                 return refusal
             async with asyncio.timeout(self._request_timeout_s):
                 reply = await answer(asked, self._sessions[request.path_params["name"]])
+        except BodyRefused as refused:
+            return problem(refused.status, "invalid_request", str(refused))
         except ValidationError as error:
             return problem(400, "invalid_request", str(error))
         except RequestRefused as error:
@@ -248,7 +254,8 @@ class Endpoint:
         return reply("text_completion", asked, turn, choice, name)
 
     def _texts(self, turn: Turn) -> list[str]:
-        return [str(self._template.tokenizer.decode([token])) for token in turn.answer.token_ids]
+        tokenizer = self._template.tokenizer
+        return [token_text(tokenizer, token, skip_special_tokens=False) for token in turn.answer.token_ids]
 
 
 def reply(kind: str, asked: Asked, turn: Turn, choice: dict[str, Any], name: str) -> dict[str, Any]:

@@ -182,6 +182,7 @@ class ProgramGame:
         elif result.rewards:
             earn(text, sum(result.rewards))
         text.note(result.extras)
+        text.score = result.score
         self._text = text
         self.finished = "length" if result.truncated else "stop"
 

@@ -22,6 +22,7 @@ from rlhf_core.agents.programs import Engine, EpisodeCut, Program, ProgramResult
 from rlhf_core.config.agents import NemoGymAgent
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import ConfigError, explain, nearest
+from rlhf_core.redaction import without_secrets
 
 ROUTES = ("/seed_session", "/verify")
 SHOWN_CHARACTERS = 500
@@ -135,7 +136,7 @@ async def posted(client: httpx.AsyncClient, route: str, body: Mapping[str, Any])
 def checked(response: httpx.Response) -> httpx.Response:
     """Return `response`; EpisodeFailed with the server's words if it is an error."""
     if response.is_error:
-        said = response.text[:SHOWN_CHARACTERS]
+        said = without_secrets(response.text)[:SHOWN_CHARACTERS]
         raise EpisodeFailed(f"the server answered {response.request.url.path} with {response.status_code}: {said}")
     return response
 

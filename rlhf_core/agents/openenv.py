@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +22,7 @@ from rlhf_core.agents.environment import StepResult
 from rlhf_core.agents.games import EpisodeFailed, label_columns
 from rlhf_core.config.agents import OpenEnvAgent, ServedAgent
 from rlhf_core.errors import ConfigError, explain, nearest
+from rlhf_core.secrets import bearer
 
 PROBE_TIMEOUT_S = 20.0
 MESSAGE_BYTES = 2**26
@@ -199,11 +199,4 @@ def only_text(fields: Mapping[str, Any]) -> str:
 
 def authorization(config: ServedAgent) -> dict[str, str]:
     """Return the headers that a server with a token wants; ConfigError if the variable that holds it is not set."""
-    if not config.token_env:
-        return {}
-    token = os.environ.get(config.token_env)
-    if not token:
-        raise ConfigError(
-            explain("agent.token_env", config.token_env, "is not set", "export it with the server's token")
-        )
-    return {"Authorization": f"Bearer {token}"}
+    return bearer("agent.token_env", config.token_env)

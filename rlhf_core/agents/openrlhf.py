@@ -1,7 +1,8 @@
 """Runs OpenRLHF agent files (`--train.agent_func_path`) unchanged.
 
-Such a file defines `AgentExecutor`, on top of the base classes of `openrlhf.utils.agent`. Where OpenRLHF is not installed a
-module of that name with these classes is put in its place. The file's `llm_engine` asks our sampler.
+Such a file defines `AgentExecutor`, on top of the base classes of `openrlhf.utils.agent`, or (0.8.0 to 0.8.6) a function
+`step`. Where OpenRLHF is not installed a module of that name with these classes is put in its place, which does for the
+executors of all versions. The file's `llm_engine` asks our sampler.
 """
 
 from __future__ import annotations
@@ -9,44 +10,35 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import logging
+import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 from rlhf_core.agents.games import rewarded
 from rlhf_core.agents.programs import Engine, EpisodeCut, Program, ProgramResult
 from rlhf_core.agents.sessions import plain_text
 from rlhf_core.callables import load_file
 from rlhf_core.config.agents import OpenRLHFAgent
+from rlhf_core.data.pieces import encode, following
 from rlhf_core.errors import ConfigError, explain
 
 MODULES = ("openrlhf", "openrlhf.utils", "openrlhf.utils.agent", "openrlhf.utils.logging_utils")
 
 
-class AgentExecutorBase(ABC):
-    """Drives an episode: samples with `llm_engine` and returns the conversation's tokens with what it earned."""
-
-    @abstractmethod
-    async def execute(
-        self,
-        prompt: str,
-        label: str,
-        sampling_params: Any,
-        max_length: int,
-        hf_tokenizer: Any,
-        llm_engine: Any,
-        images: Any = None,
-    ) -> dict[str, Any]:
-        """Return `observation_tokens`, `action_ranges`, `reward` and so on."""
+CONSTRUCTOR = ("max_steps", "max_length", "llm_engine", "hf_tokenizer", "result_queue")
+"""What OpenRLHF 0.8.7 to 0.9.0 constructs an `AgentExecutor` with; later ones are constructed with nothing."""
 
 
 class AgentInstanceBase(ABC):
-    """An environment of one episode."""
+    """An environment of one episode. Its `__init__` may be async, as that of a Ray actor."""
 
     @abstractmethod
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
@@ -60,15 +52,62 @@ class AgentInstanceBase(ABC):
         """Return `rewards`, `environment_feedback`, `done` and, if wanted, `scores`, `sampling_params`, `extra_logs`."""
 
 
+class AgentExecutorBase:
+    """Drives an episode: samples with an engine and says the conversation's tokens and what they earned.
+
+    Since OpenRLHF 0.9.1 `execute` is given everything and returns the episode. Up to 0.9.0 the constructor is given an
+    `AgentInstanceBase` and the arguments `CONSTRUCTOR`; `execute` takes three arguments and puts the episode on
+    `result_queue`, here by playing an instance.
+    """
+
+    agent_instance_cls: type[AgentInstanceBase] | None = None
+
+    def __init__(
+        self,
+        agent_instance_cls: type[AgentInstanceBase] | None = None,
+        max_steps: int = 0,
+        max_length: int = 0,
+        llm_engine: Any = None,
+        hf_tokenizer: Any = None,
+        result_queue: Any = None,
+    ) -> None:
+        if agent_instance_cls is not None:
+            self.agent_instance_cls = checked_instance(agent_instance_cls)
+        self.max_steps = max_steps
+        self.max_length = max_length
+        self.llm_engine = llm_engine
+        self.hf_tokenizer = hf_tokenizer
+        self.result_queue = result_queue
+
+    async def generate(self, prompt_ids: Any, sampling_params: Any) -> Any:
+        """Return the last output of the constructor's engine for a prompt."""
+        request = {"prompt_token_ids": prompt_ids}
+        return [output async for output in self.llm_engine.generate(request, sampling_params, "episode")][-1]
+
+    async def execute(self, prompt: str, label: str, sampling_params: Any) -> Any:
+        """Play an instance of the constructor's class and put the episode on the queue."""
+        if self.agent_instance_cls is None:
+            raise NotImplementedError(f"{type(self).__name__} defines no execute and has no AgentInstanceBase to play")
+        episode = await play_instance(
+            partial(made, self.agent_instance_cls),
+            prompt,
+            label,
+            sampling_params,
+            max_length=self.max_length,
+            hf_tokenizer=self.hf_tokenizer,
+            generate=self.generate,
+            max_steps=self.max_steps,
+        )
+        await self.result_queue.put(episode)
+
+
 class MultiTurnAgentExecutor(AgentExecutorBase):
-    """Plays an `AgentInstanceBase`: its feedback is appended as raw text, and only that text is tokenised."""
+    """Plays an `AgentInstanceBase`, with everything else as arguments of `execute` (since OpenRLHF 0.9.1)."""
 
     def __init__(self, agent_instance_cls: type[AgentInstanceBase]) -> None:
-        if not issubclass(agent_instance_cls, AgentInstanceBase):
-            raise TypeError(f"{agent_instance_cls.__name__} must derive from AgentInstanceBase")
-        self.agent_instance_cls = agent_instance_cls
+        super().__init__(agent_instance_cls)
 
-    async def execute(
+    async def execute(  # type: ignore[override]  # OpenRLHF changed the arguments with the version
         self,
         prompt: str,
         label: str,
@@ -78,50 +117,122 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         llm_engine: Any,
         images: Any = None,
     ) -> dict[str, Any]:
-        """Return the episode; besides OpenRLHF's keys `turn_rewards`, and `truncated` where the last turn was cut."""
-        instance = self.agent_instance_cls()
-        text = (await instance.reset({"observation": prompt, "label": label}))["observation"]
-        tokens = _tokenised(hf_tokenizer, text)
-        ranges: list[tuple[int, int]] = []
-        rewards: list[float] = []
-        result: dict[str, Any] = {}
-        truncated = False
-        while len(tokens) < max_length:
-            sampling_params.max_tokens = max_length - len(tokens)
-            try:
-                turn = (await llm_engine.generate(tokens, deepcopy(sampling_params))).outputs[0]
-            except EpisodeCut:
-                truncated = True
-                break
-            truncated = turn.finish_reason == "length"
-            ranges.append((len(tokens), len(tokens) + len(turn.token_ids)))
-            states = {
-                "observation_text": text,
-                "action_text": turn.text,
-                "label": label,
-                "sampling_params": sampling_params,
-            }
-            result = await instance.step(states)
-            feedback = result["environment_feedback"]
-            rewards.append(float(result["rewards"]))
-            text += turn.text + feedback
-            tokens = tokens + list(turn.token_ids) + _tokenised(hf_tokenizer, feedback)
-            sampling_params = result.get("sampling_params") or sampling_params
-            if result["done"]:
-                break
-        else:
+        """Return the episode."""
+        assert self.agent_instance_cls is not None
+        return await play_instance(
+            partial(made, self.agent_instance_cls),
+            prompt,
+            label,
+            sampling_params,
+            max_length=max_length,
+            hf_tokenizer=hf_tokenizer,
+            generate=llm_engine.generate,
+        )
+
+
+async def play_instance(
+    make: Callable[[], Coroutine[Any, Any, AgentInstanceBase]],
+    prompt: str,
+    label: str,
+    sampling_params: Any,
+    *,
+    max_length: int,
+    hf_tokenizer: Any,
+    generate: Callable[[Any, Any], Coroutine[Any, Any, Any]],
+    max_steps: int = sys.maxsize,
+) -> dict[str, Any]:
+    """Return the episode; besides OpenRLHF's keys `turn_rewards`, and `truncated` where the last turn was cut.
+
+    Feedback is appended as raw text, and only that text is tokenized: what was sampled stays as it was sampled.
+    """
+    instance = await make()
+    text = (await instance.reset({"observation": prompt, "label": label}))["observation"]
+    tokens = list(encode(hf_tokenizer, text))
+    ranges: list[tuple[int, int]] = []
+    rewards: list[float] = []
+    result: dict[str, Any] = {}
+    truncated = False
+    while len(tokens) < max_length and len(ranges) < max_steps:
+        sampling_params.max_tokens = max_length - len(tokens)
+        try:
+            turn = (await generate(tokens, deepcopy(sampling_params))).outputs[0]
+        except EpisodeCut:
             truncated = True
-        return {
-            "prompt": prompt,
+            break
+        truncated = turn.finish_reason == "length"
+        ranges.append((len(tokens), len(tokens) + len(turn.token_ids)))
+        states = {
+            "observation_text": text,
+            "action_text": turn.text,
             "label": label,
-            "observation_tokens": tokens,
-            "action_ranges": ranges,
-            "turn_rewards": rewards,
-            "reward": sum(rewards),
-            "scores": result.get("scores", sum(rewards)),
-            "extra_logs": result.get("extra_logs", {}),
-            "truncated": truncated,
+            "sampling_params": sampling_params,
         }
+        result = await instance.step(states)
+        feedback = result["environment_feedback"]
+        rewards.append(float(result["rewards"]))
+        text += turn.text + feedback
+        tokens = tokens + list(turn.token_ids)
+        tokens += following(hf_tokenizer, feedback, after=tokens[-1])
+        sampling_params = result.get("sampling_params") or sampling_params
+        if result["done"]:
+            break
+    else:
+        truncated = True
+    return {
+        "prompt": prompt,
+        "label": label,
+        "observation_tokens": tokens,
+        "action_ranges": ranges,
+        "turn_rewards": rewards,
+        "reward": sum(rewards),
+        "scores": result.get("scores", sum(rewards)),
+        "extra_logs": result.get("extra_logs", {}),
+        "truncated": truncated,
+    }
+
+
+def checked_instance(agent_instance_cls: type[AgentInstanceBase]) -> type[AgentInstanceBase]:
+    """Return the class; TypeError if it does not derive from `AgentInstanceBase`."""
+    if not issubclass(agent_instance_cls, AgentInstanceBase):
+        raise TypeError(f"{agent_instance_cls.__name__} must derive from AgentInstanceBase")
+    return agent_instance_cls
+
+
+async def made(agent_instance_cls: type[AgentInstanceBase]) -> AgentInstanceBase:
+    """Return a new instance, whose `__init__` is awaited where it is async."""
+    if not inspect.iscoroutinefunction(agent_instance_cls.__init__):
+        return agent_instance_cls()
+    instance = agent_instance_cls.__new__(agent_instance_cls)
+    await agent_instance_cls.__init__(instance)
+    return instance
+
+
+class StepFunction(AgentInstanceBase):
+    """The function `step` of a file (OpenRLHF 0.8.0 to 0.8.6) as an environment.
+
+    It is given the whole text so far and returns the next: as `(reward, state, done, extra)` up to 0.8.2, then in a
+    dictionary under `next_state` (0.8.3) or `next_observation`. OpenRLHF runs the file anew for each episode, and so does
+    this: the file's globals are the state of one episode.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._step = load_file("agent.file", file).step
+        names = inspect.signature(self._step).parameters.values()
+        self._takes_sampling = any(one.kind is one.VAR_KEYWORD or one.name == "sampling_params" for one in names)
+
+    async def step(self, state_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """Return what the function says; ValueError if it changes what was said before."""
+        observation, action = state_dict["observation_text"], state_dict["action_text"]
+        passed = {"sampling_params": state_dict["sampling_params"]} if self._takes_sampling else {}
+        result = await self._step(observation, action, state_dict["label"], **passed)
+        if not isinstance(result, Mapping):
+            reward, said, done, _ = result  # OpenRLHF 0.8.2 does not log the fourth either
+            result = {"rewards": reward, "next_observation": said, "done": done}
+        said = result["next_observation" if "next_observation" in result else "next_state"]
+        if not said.startswith(observation + action):
+            # There its tokens would be made anew of the changed text, and trained as if the policy had sampled them.
+            raise ValueError("step: the next observation must begin with observation + action, as they were given")
+        return {**result, "environment_feedback": said[len(observation + action) :]}
 
 
 @dataclass
@@ -198,45 +309,174 @@ class LLMEngine:
         return RequestOutput(list(ids), [turn])
 
 
+@dataclass
+class Seat:
+    """What an executor of the constructor with five arguments reaches of the episode that it plays."""
+
+    engine: LLMEngine
+    episode: Mapping[str, Any] | None = None
+
+
+SEAT: ContextVar[Seat] = ContextVar("SEAT")
+
+
+class SharedEngine:
+    """The constructor's `llm_engine`: one for all episodes, it samples for the one that asks; called as vLLM's is."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    async def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str = "", **kwargs: Any
+    ) -> AsyncGenerator[RequestOutput]:
+        """Yield one continuation of a text, of token ids or of `{"prompt_token_ids": ids}`."""
+        if isinstance(prompt, Mapping):
+            prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
+        ids = list(encode(self._tokenizer, prompt)) if isinstance(prompt, str) else prompt
+        yield await _seat("llm_engine").engine.generate(ids, sampling_params)
+
+
+class SharedQueue:
+    """The constructor's `result_queue`: one for all episodes, it hands each its own result."""
+
+    async def put(self, episode: Mapping[str, Any]) -> None:
+        """Take the result of the episode that is being played."""
+        self.put_nowait(episode)
+
+    def put_nowait(self, episode: Mapping[str, Any]) -> None:
+        """Take the result of the episode that is being played."""
+        _seat("result_queue").episode = episode
+
+
+Play: TypeAlias = Callable[[str, str, SamplingParams, LLMEngine], Coroutine[Any, Any, Mapping[str, Any]]]
+"""(prompt, label, sampling_params, llm_engine) -> what an executor says of an episode."""
+
+
 def open_executor(config: OpenRLHFAgent, *, tokenizer: str) -> Program:
-    """Load the file and return its executor as a program; ConfigError if it has none. One executor plays all episodes."""
+    """Load the file and return its executor, or its `step`, as a program; ConfigError if it has neither.
+
+    One executor plays all episodes.
+    """
     provide_modules()
-    module = load_file("agent.file", Path(config.file))
-    try:
-        executor = module.AgentExecutor()
-    except Exception as error:
-        raise ConfigError(
-            explain("agent.file", config.file, f"has no AgentExecutor that can be made: {error!r}", "mend the file")
-        ) from error
+    path = Path(config.file)
+    module = load_file("agent.file", path)
     from transformers import AutoTokenizer  # after the file: it takes seconds, and the file may be wrong
 
-    loaded = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
-    takes_images = "images" in inspect.signature(executor.execute).parameters
+    if hasattr(module, "AgentExecutor"):
+        _check_constructor(config, module.AgentExecutor)
+        loaded = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
+        play = _executor_play(config, module.AgentExecutor, loaded)
+    elif inspect.iscoroutinefunction(getattr(module, "step", None)):
+        loaded = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
+        play = _step_play(config, path, loaded)
+    else:
+        rule = "defines neither a class AgentExecutor nor a function `async def step(observation, action, label, **kwargs)`"
+        raise ConfigError(explain("agent.file", config.file, rule, "name the file of --agent_func_path"))
 
     async def program(prompt: Mapping[str, Any], seed: int, engine: Engine) -> ProgramResult:
         sampling = prompt["sampling"]
-        params = SamplingParams(**sampling)
-        result = await executor.execute(
-            prompt=prompt["text"],
-            label=prompt["label"],
-            sampling_params=params,
-            max_length=config.max_episode_tokens,
-            hf_tokenizer=loaded,
-            llm_engine=LLMEngine(engine, loaded, SamplingParams(**sampling)),
-            **({"images": None} if takes_images else {}),
-        )
+        llm_engine = LLMEngine(engine, loaded, SamplingParams(**sampling))
+        result = await play(prompt["text"], prompt["label"], SamplingParams(**sampling), llm_engine)
         return rewarded(as_result(result), needed=config.needs_reward)
 
     return program
 
 
+def _executor_play(config: OpenRLHFAgent, kind: type[AgentExecutorBase], tokenizer: Any) -> Play:
+    """Construct the executor and return how it plays an episode, with the arguments of its version."""
+    early = _is_early(kind)
+    given = (config.max_turns, config.max_episode_tokens, SharedEngine(tokenizer), tokenizer, SharedQueue())
+    try:
+        executor: Any = kind(**dict(zip(CONSTRUCTOR, given, strict=True))) if early else kind()
+    except Exception as error:
+        rule = f"has no AgentExecutor that can be made: {error!r}"
+        raise ConfigError(explain("agent.file", config.file, rule, "mend the file")) from error
+    if early:
+
+        async def play_early(
+            prompt: str, label: str, params: SamplingParams, llm_engine: LLMEngine
+        ) -> Mapping[str, Any]:
+            seat = Seat(llm_engine)
+            SEAT.set(seat)  # of this episode's task and those that it starts
+            await executor.execute(prompt, label, params)
+            if seat.episode is None:
+                raise RuntimeError("execute ended and put no episode on result_queue")
+            return seat.episode
+
+        return play_early
+    images = {"images": None} if "images" in inspect.signature(executor.execute).parameters else {}
+
+    async def play(prompt: str, label: str, params: SamplingParams, llm_engine: LLMEngine) -> Mapping[str, Any]:
+        episode: Mapping[str, Any] = await executor.execute(
+            prompt=prompt,
+            label=label,
+            sampling_params=params,
+            max_length=config.max_episode_tokens,
+            hf_tokenizer=tokenizer,
+            llm_engine=llm_engine,
+            **images,
+        )
+        return episode
+
+    return play
+
+
+def _step_play(config: OpenRLHFAgent, path: Path, tokenizer: Any) -> Play:
+    async def instance() -> StepFunction:
+        return StepFunction(path)
+
+    async def play(prompt: str, label: str, params: SamplingParams, llm_engine: LLMEngine) -> Mapping[str, Any]:
+        return await play_instance(
+            instance,
+            prompt,
+            label,
+            params,
+            max_length=config.max_episode_tokens,
+            hf_tokenizer=tokenizer,
+            generate=llm_engine.generate,
+        )
+
+    return play
+
+
+def _is_early(kind: type[AgentExecutorBase]) -> bool:
+    """Return whether the class is one of OpenRLHF up to 0.9.0: what it is constructed with, or `execute`, tells."""
+    return not _binds(kind) or "llm_engine" not in inspect.signature(kind.execute).parameters
+
+
+def _check_constructor(config: OpenRLHFAgent, kind: Any) -> None:
+    """Raise ConfigError for a class that no version of OpenRLHF could construct."""
+    if not _binds(kind) and not _binds(kind, **dict.fromkeys(CONSTRUCTOR)):
+        rule = f"AgentExecutor{inspect.signature(kind)} can be made neither without arguments nor with {', '.join(CONSTRUCTOR)}"
+        raise ConfigError(explain("agent.file", config.file, rule, "give further arguments a default"))
+
+
+def _binds(kind: Any, **arguments: Any) -> bool:
+    try:
+        inspect.signature(kind).bind(**arguments)
+    except TypeError:
+        return False
+    return True
+
+
+def _seat(asked: str) -> Seat:
+    try:
+        return SEAT.get()
+    except LookupError:
+        raise RuntimeError(f"{asked} was used outside of execute, where no episode is being played") from None
+
+
 def as_result(result: Mapping[str, Any]) -> ProgramResult:
-    """Return what an executor's dictionary says; KeyError if it lacks the conversation."""
+    """Return what an executor's dictionary says; KeyError if it lacks the conversation, ValueError for no number."""
     reward = result.get("reward")
     rewards = result.get("turn_rewards") or ([] if reward is None else [reward])
     extras = {name: value for name, value in (result.get("extra_logs") or {}).items() if is_number(value)}
     scores = result.get("scores")
-    if is_number(scores):
+    if scores is not None:
+        if not is_number(scores) or not math.isfinite(scores):
+            raise ValueError(
+                f"scores = {scores!r}: must be one finite number, or None; mend what execute or step returns"
+            )
         extras["score"] = scores
     return ProgramResult(
         rewards=tuple(float(value) for value in rewards),
@@ -244,6 +484,7 @@ def as_result(result: Mapping[str, Any]) -> ProgramResult:
         truncated=bool(result.get("truncated")),
         token_ids=tuple(int(token) for token in result["observation_tokens"]),
         actions=tuple((int(start), int(end)) for start, end in result["action_ranges"]),
+        score=None if scores is None else float(scores),
     )
 
 
@@ -253,8 +494,14 @@ def is_number(value: Any) -> bool:
 
 
 def provide_modules() -> None:
-    """Make `import openrlhf.utils.agent` work where OpenRLHF is not installed."""
-    if "openrlhf" in sys.modules or importlib.util.find_spec("openrlhf") is not None:
+    """Make `import openrlhf.utils.agent` work where OpenRLHF is not installed.
+
+    A folder on the import path that only has its name, and no `__init__.py`, is not OpenRLHF.
+    """
+    imported = sys.modules.get("openrlhf")
+    spec = imported.__spec__ if imported else importlib.util.find_spec("openrlhf")
+    provided_before = imported is not None and spec is None
+    if provided_before or (spec is not None and spec.origin is not None):
         return
     modules = {name: ModuleType(name) for name in MODULES}
     for name, module in modules.items():
@@ -267,8 +514,3 @@ def provide_modules() -> None:
     for provided in (AgentExecutorBase, AgentInstanceBase, MultiTurnAgentExecutor):
         setattr(agent, provided.__name__, provided)
     modules["openrlhf.utils.logging_utils"].__dict__["init_logger"] = logging.getLogger
-
-
-def _tokenised(tokenizer: Any, text: str) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids

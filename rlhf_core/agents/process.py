@@ -15,13 +15,16 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import IO, Any, Self
 
 from rlhf_core.agents.ownership import NOBODY
 from rlhf_core.agents.worker import Call, Reply
+from rlhf_core.callables import search_path
 from rlhf_core.child_process import kill_group
 from rlhf_core.config.agents import AgentConfig
 from rlhf_core.errors import AgentError, ConfigError, explain
+from rlhf_core.user_code import check_files
 
 START_TIMEOUT_S = 300.0
 """For the interpreter and the imports of the user's module, which may be torch on a busy machine."""
@@ -45,8 +48,8 @@ class Event:
 class Environments:
     """Environments in `config.processes` processes, each episode known by a ticket.
 
-    ConfigError if the user's code cannot be loaded. `tokenizer` is the folder of a tokenizer, read only by agents that
-    tokenise.
+    ConfigError if the user's code cannot be loaded, or has changed: `functions` and `files` are the digests by which the
+    key of the stage was made. `tokenizer` is the folder of a tokenizer, read only by agents that tokenise.
 
     >>> with Environments(config, tokenizer="policy") as environments:            # doctest: +SKIP
     ...     ticket = environments.begin(prompt, seed=7)
@@ -54,16 +57,24 @@ class Environments:
     [Event(ticket=0, kind='observed', value=None, seconds=0.001, blamed=True)]
     """
 
-    def __init__(self, config: AgentConfig, *, tokenizer: str) -> None:
+    def __init__(
+        self,
+        config: AgentConfig,
+        *,
+        tokenizer: str,
+        functions: Mapping[str, str] = MappingProxyType({}),
+        files: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.config = config
-        self._tokenizer = tokenizer
+        self._given = (config, tokenizer, {name: functions[name] for name in config.callables() if name in functions})
+        self._files = {name: files[name] for name in config.read_files() if name in files}
         self._inbox: queue.SimpleQueue[tuple[_Child, Any]] = queue.SimpleQueue()
         self._homes: dict[int, _Child] = {}
         self._tickets = 0
         self._children: list[_Child] = []
         try:
             for _ in range(config.processes):
-                self._children.append(_Child(config, tokenizer, self._inbox))
+                self._children.append(_Child(self._given, self._inbox))
             loaded = [child.ready() for child in self._children]
             self.tools, self.programs = loaded[0]
         except BaseException:
@@ -71,7 +82,11 @@ class Environments:
             raise
 
     def begin(self, prompt: Mapping[str, Any], seed: int, *, timeout_s: float) -> int:
-        """Begin an episode; return its ticket. Tickets take turns among the processes."""
+        """Begin an episode; return its ticket. Tickets take turns among the processes.
+
+        ConfigError if a file that is read for each episode has changed.
+        """
+        check_files(self._files, key="agent")
         ticket = self._tickets
         self._tickets += 1
         self._homes[ticket] = self._children[ticket % len(self._children)]
@@ -124,7 +139,7 @@ class Environments:
         reason = child.verdict or f"its process ended with status {status}"
         lost = [ticket for ticket, home in self._homes.items() if home is child]
         guilty = set(child.owed) if running == NOBODY else {running}  # who runs may be over, and hang as it is closed
-        self._children[self._children.index(child)] = fresh = _Child(self.config, self._tokenizer, self._inbox)
+        self._children[self._children.index(child)] = fresh = _Child(self._given, self._inbox)
         fresh.ready()
         for ticket in lost:
             del self._homes[ticket]
@@ -141,7 +156,11 @@ class Environments:
 class _Child:
     """One process with a thread that reads its replies and one that writes to it, which may have to wait."""
 
-    def __init__(self, config: AgentConfig, tokenizer: str, inbox: queue.SimpleQueue[tuple[_Child, Any]]) -> None:
+    def __init__(
+        self,
+        given: tuple[AgentConfig, str, Mapping[str, str]],
+        inbox: queue.SimpleQueue[tuple[_Child, Any]],
+    ) -> None:
         self.owed: dict[int, None] = {}
         self.verdict = ""
         self._heard = time.monotonic()
@@ -150,17 +169,16 @@ class _Child:
         self._beacon.write(struct.pack("q", NOBODY))
         self._beacon.flush()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "rlhf_core.agents.worker", str(self._beacon.fileno())],
+            [sys.executable, "-P", "-m", "rlhf_core.agents.worker", str(self._beacon.fileno())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ
-            | {"PYTHONPATH": os.pathsep.join(path or os.curdir for path in sys.path), "PYTHONHASHSEED": "0"},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(search_path()), "PYTHONHASHSEED": "0"},
             pass_fds=(self._beacon.fileno(),),
             start_new_session=True,
         )
         self._started: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._outbox.put((config, tokenizer))
+        self._outbox.put(given)
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._read, self._write)]
         for thread in self._threads:
             thread.start()

@@ -19,6 +19,7 @@ from rlhf_core.agents.programs import Engine, Program, ProgramResult
 from rlhf_core.config.agents import ProgramAgent
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import explain
+from rlhf_core.redaction import without_secrets
 
 TOLD = ("id", "messages", "source")
 """What a program is told of a prompt unless it is given the label."""
@@ -86,7 +87,7 @@ def earned(output: str) -> dict[str, Any]:
 
 def failure(command: tuple[str, ...], status: int, errors: str) -> str:
     """Return why a command's episode could not be played."""
-    shown = errors.strip()[-SHOWN_CHARACTERS:]
+    shown = without_secrets(errors.strip())[-SHOWN_CHARACTERS:]
     how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
     return explain(
         "agent.command", list(command), f"{how}:\n{shown}", "run it by hand with a line of JSON as its input"

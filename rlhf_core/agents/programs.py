@@ -42,7 +42,8 @@ class ProgramResult:
 
     `rewards` are of the turns that count, in order; of fewer the last stands at the last turn. `token_ids` is the whole
     conversation with the prompt, and `actions` its sampled (start, end) ranges; without them all turns count, and each
-    must have been asked for with what was said before it as the beginning of its prompt.
+    must have been asked for with what was said before it as the beginning of its prompt. `score` is what dynamic sampling
+    goes by instead of the reward, if it is given.
     """
 
     rewards: tuple[float, ...]
@@ -50,6 +51,7 @@ class ProgramResult:
     truncated: bool = False
     token_ids: tuple[int, ...] = ()
     actions: tuple[tuple[int, int], ...] = ()
+    score: float | None = None
 
 
 class EpisodeCut(RuntimeError):

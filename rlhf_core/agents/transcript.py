@@ -34,6 +34,8 @@ class Transcript:
         self._logprobs: list[float] = []
         self._spans: list[ActionSpan] = []
         self.extras: dict[str, float] = {}
+        self.score: float | None = None
+        """What the agent gave for dynamic sampling to go by."""
 
     @property
     def room(self) -> int:
@@ -94,6 +96,7 @@ class Transcript:
             spans=tuple(self._spans),
             failure=failure,
             extras=dict(self.extras),
+            score=self.score,
         )
         return Played(self.prompt_ids, completion)
 

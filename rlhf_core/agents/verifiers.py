@@ -116,7 +116,7 @@ class Runner:
             "arguments": self._config.arguments,
             "folders": [str(Path(folder).resolve()) for folder in self._config.folders],
         }
-        runner = [self._config.python, verifiers_runner.__file__, json.dumps(settings)]
+        runner = [self._config.python, verifiers_runner.__file__]
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", leash.__file__, str(own), *runner],
             stdin=subprocess.PIPE,
@@ -127,6 +127,10 @@ class Runner:
             text=True,
         )
         os.close(own)
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # an interpreter that ended at once says so below
+            process.stdin.write(json.dumps(settings) + "\n")
+            process.stdin.flush()
         first: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         threading.Thread(target=self._listen, args=(process, first, held), daemon=True).start()
         try:

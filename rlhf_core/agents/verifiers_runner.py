@@ -1,7 +1,7 @@
-"""Plays environments of `verifiers` in the interpreter that has it: `python verifiers_runner.py SETTINGS`.
+"""Plays environments of `verifiers` in the interpreter that has it: `python verifiers_runner.py`.
 
-SETTINGS is JSON: `environment`, `arguments`, `folders`. Requests are lines of JSON on standard input, answers are lines on
-standard output; the first line says whether the environment could be loaded, and the version. Everything else that is printed
+The first line of standard input is JSON: `environment`, `arguments`, `folders`; it may hold secrets, and is no word of a command
+for that. Requests are lines of JSON after it, answers are lines on standard output; the first line says whether the environment could be loaded, and the version. Everything else that is printed
 goes to standard error. Beside `verifiers` it needs the standard library alone: it runs where this project is not installed.
 
 Up to 0.1 an environment is what `load_environment` of its module returns; since 0.2 it is a taskset with a harness.
@@ -135,10 +135,11 @@ async def serve(environment: Legacy | Current, requests: TextIO, answers: TextIO
             task.add_done_callback(tasks.discard)
 
 
-def main(settings: dict[str, Any]) -> None:
+def main() -> None:
     """Load the environment, say how that went, and serve."""
     answers, requests = os.fdopen(os.dup(1), "w"), os.fdopen(os.dup(0), "r")
     os.dup2(2, 1)
+    settings = json.loads(requests.readline())
     sys.path[:1] = settings["folders"]  # and not our own folder, which has a module `verifiers` too
     try:
         version = importlib.metadata.version("verifiers")
@@ -154,4 +155,4 @@ def main(settings: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main()

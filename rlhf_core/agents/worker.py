@@ -22,6 +22,9 @@ from rlhf_core.agents.ownership import OWNER, Owner, owned
 from rlhf_core.agents.sessions import Sessions, open_sessions
 from rlhf_core.child_process import start_guard, take_standard_streams
 from rlhf_core.errors import ConfigError
+from rlhf_core.redaction import without_secrets
+from rlhf_core.secrets import with_secrets
+from rlhf_core.user_code import check_functions
 
 TRACEBACK_LINES = 12
 
@@ -50,9 +53,11 @@ def main(beacon: int) -> None:
     """Serve until the input ends."""
     start_guard()
     answers, requests = take_standard_streams()
-    config, tokenizer = pickle.load(requests)
+    config, tokenizer, functions = pickle.load(requests)
     try:
-        sessions = open_sessions(config, tokenizer=tokenizer)
+        check_functions(functions, key="agent")
+        sessions = open_sessions(with_secrets(config, "agent"), tokenizer=tokenizer)
+        check_functions(functions, key="agent")
     except ConfigError as error:
         _send(answers, ("refused", str(error)))
         return
@@ -107,7 +112,8 @@ class _Host:
         except Exception:
             late = deadline.expired()
             kind = "late" if late else "raised"
-            value = "" if late else "\n".join(traceback.format_exc().splitlines()[-TRACEBACK_LINES:])
+            shown = without_secrets(traceback.format_exc()).splitlines()[-TRACEBACK_LINES:]
+            value = "" if late else "\n".join(shown)
             if ending:
                 traceback.print_exc()  # the episode is over: nobody waits for this
         if not ending:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from rlhf_core.config.base import OPERATIONAL, Config
+from rlhf_core.config.base import FAILURES, OPERATIONAL, Config
+from rlhf_core.secrets import HOLDS_SECRETS, refuse_plain_options
 
 
 class EpisodeLimits(Config):
@@ -18,13 +20,13 @@ class EpisodeLimits(Config):
     """Turns that the policy may take; an episode that is not over then is cut (`finish_reason = "length"`)."""
     max_episode_tokens: int = Field(2048, ge=2)
     """Tokens of the prompt, the turns and the environment's text together; `sampling.max_tokens` bounds one turn."""
-    step_timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 60.0
+    step_timeout_s: Annotated[float, Field(gt=0), FAILURES] = 60.0
     """Deadline of the environment's part of one turn."""
-    episode_timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 600.0
+    episode_timeout_s: Annotated[float, Field(gt=0), FAILURES] = 600.0
     """Deadline of the environment's part of a whole episode; sampling does not count."""
-    retries: Annotated[int, Field(ge=0), OPERATIONAL] = 1
+    retries: Annotated[int, Field(ge=0), FAILURES] = 1
     """How often an episode is played anew whose environment failed. Then it is counted and left out, never scored 0."""
-    processes: Annotated[int, Field(ge=1), OPERATIONAL] = 1
+    processes: Annotated[int, Field(ge=1), FAILURES] = 1
     """Processes that the environments live in, many in each; a step that does not `await` holds up the others in its own."""
     scheduling: Annotated[Literal["lockstep", "continuous"], OPERATIONAL] = "lockstep"
     """`lockstep` samples the turns of all episodes in one batch, so that a restart gives the same bytes; `continuous`
@@ -55,8 +57,8 @@ class EnvironmentAgent(EpisodeLimits):
     type: Literal["environment"] = "environment"
     environment: str
     """`package.module:Class` or `path/to/file.py:Class`, or a function that returns an environment; called per episode."""
-    arguments: dict[str, Any] = {}
-    """Keyword arguments of the call."""
+    arguments: Annotated[dict[str, Any], HOLDS_SECRETS] = {}
+    """Keyword arguments of the call; secrets as `"env:NAME"`."""
 
     @field_validator("environment")
     @classmethod
@@ -69,14 +71,16 @@ class EnvironmentAgent(EpisodeLimits):
 
 
 class OpenRLHFAgent(RewardingAgent):
-    """A file with a class `AgentExecutor`, as OpenRLHF's `--train.agent_func_path` takes it, unchanged."""
+    """A file as OpenRLHF's `--train.agent_func_path` takes it, unchanged: it defines a class `AgentExecutor`, or, of
+    OpenRLHF 0.8.0 to 0.8.6, a function `step`."""
 
     type: Literal["openrlhf"] = "openrlhf"
     file: str = Field(pattern=r"\.py$")
 
     def callables(self) -> tuple[str, ...]:
-        """Return the class in the file."""
-        return (f"{self.file}:AgentExecutor",)
+        """Return the class in the file, or the function where it defines that alone."""
+        names = _defined_names(self.file)
+        return (f"{self.file}:{'step' if 'step' in names and 'AgentExecutor' not in names else 'AgentExecutor'}",)
 
 
 class ToolsAgent(EpisodeLimits):
@@ -107,12 +111,11 @@ class ProgramAgent(RewardingAgent):
     """Program and arguments, e.g. `["python", "agent.py"]`; `python` is the interpreter that runs this."""
     files: tuple[str, ...] = ()
     """Further files that decide what the program does; with those in `command` they belong to the key of a stage."""
-    variables: dict[str, str] = {}
-    """Environment variables of the program, beside those that the run itself has. Secrets belong there and not here, where
-    everyone who may read the profile or the artifacts would see them."""
+    variables: Annotated[dict[str, str], HOLDS_SECRETS] = {}
+    """Environment variables of the program, beside those that the run itself has; secrets as `"env:NAME"`."""
     give_label: bool = False
     """Tells the program the prompt's label, for programs that compute a reward themselves."""
-    request_timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 600.0
+    request_timeout_s: Annotated[float, Field(gt=0), FAILURES] = 600.0
     """Deadline of one request of the program, sampling included."""
 
     def read_files(self) -> tuple[str, ...]:
@@ -124,20 +127,19 @@ class ProgramAgent(RewardingAgent):
         found = [path for name in modules for path in (f"{name}.py", f"{name}/__main__.py") if Path(path).is_file()]
         return (*(word for word in words if word.endswith((".py", ".sh", ".js"))), *found, *self.files)
 
-    @field_validator("variables")
-    @classmethod
-    def _hold_no_secrets(cls, variables: dict[str, str]) -> dict[str, str]:
-        secret = [name for name in variables if name.upper().endswith(("KEY", "_TOKEN", "SECRET", "PASSWORD"))]
-        if secret:
-            raise ValueError(f"{secret[0]} looks like a secret; set it where the run is started: programs inherit it")
-        return variables
+    @model_validator(mode="after")
+    def _shows_no_secrets(self) -> Self:
+        # No references either: everyone on the machine can read the words of a command.
+        refuse_plain_options("command", self.command, remedy="give it to the program in variables")
+        return self
 
 
 class ServedAgent(EpisodeLimits):
     """What environments behind a server have in common."""
 
-    url: Annotated[str, Field(pattern=r"^https?://"), OPERATIONAL]
-    token_env: Annotated[str, OPERATIONAL] = ""
+    url: Annotated[str, Field(pattern=r"^https?://"), FAILURES, HOLDS_SECRETS]
+    """A secret in it is `${env:NAME}`."""
+    token_env: Annotated[str, FAILURES, HOLDS_SECRETS] = ""
     """Environment variable with a bearer token for the server."""
     version: str = ""
     """Which version of the environment it is. It belongs to the key of a stage, which cannot see the server's code; where
@@ -153,8 +155,8 @@ class OpenEnvAgent(ServedAgent, RewardingAgent):
     takes the turn as JSON for the whole action."""
     observation_field: str = ""
     """The field of an observation that the policy reads, e.g. `text`; by default the only text, or else all as JSON."""
-    reset_arguments: dict[str, Any] = {}
-    """Further arguments of each reset, beside the seed."""
+    reset_arguments: Annotated[dict[str, Any], HOLDS_SECRETS] = {}
+    """Further arguments of each reset, beside the seed; secrets as `"env:NAME"`."""
     give_label: bool = False
     """Passes the label's keys to each reset."""
 
@@ -171,19 +173,19 @@ class VerifiersAgent(RewardingAgent):
     """An environment of `verifiers`, in an interpreter of its own (`rlhf_core.agents.verifiers`)."""
 
     type: Literal["verifiers"] = "verifiers"
-    python: Annotated[str, OPERATIONAL]
+    python: Annotated[str, FAILURES]
     """The interpreter of the virtual environment that `verifiers` and the environment are installed in."""
     environment: str
     """The environment's name, as `load_environment` takes it."""
-    arguments: dict[str, Any] = {}
-    """Arguments of the environment."""
+    arguments: Annotated[dict[str, Any], HOLDS_SECRETS] = {}
+    """Arguments of the environment; secrets as `"env:NAME"`."""
     version: str = ""
     """Which version of `verifiers` must be installed there, or the beginning of it; it belongs to the key of a stage."""
     environment_version: str = ""
     """Which version of the environment it is. It belongs to the key of a stage, which cannot see what is installed there."""
     folders: tuple[str, ...] = ()
     """Folders that its modules may be imported from; all their `*.py` belong to the key of a stage."""
-    request_timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 600.0
+    request_timeout_s: Annotated[float, Field(gt=0), FAILURES] = 600.0
     """Deadline of one request of the environment, sampling included."""
 
     def read_files(self) -> tuple[str, ...]:
@@ -203,3 +205,20 @@ def named_object(spec: str) -> str:
     if not separator or not module or not name.isidentifier():
         raise ValueError("must read package.module:name or path/to/file.py:name; add what is missing")
     return spec
+
+
+def _defined_names(file: str) -> set[str]:
+    """Return what a file defines or imports at its top level; nothing for one that is not there or not valid."""
+    try:
+        body = ast.parse(Path(file).read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return set()  # whoever needs the file says so
+    names: set[str] = set()
+    for node in body:
+        if isinstance(node, (ast.AsyncFunctionDef, ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return names

@@ -70,7 +70,12 @@ RowFormat = Literal[
     "stepwise",
     "hh",
     "question_answer",
+    "comparison",
+    "ranking",
+    "scored",
 ]
+PreferenceCoding = Literal["auto", "zero_based", "one_based", "first_is_one", "signed"]
+RankingPairs = Literal["max_min", "adjacent", "all"]
 
 
 class Columns(Config):
@@ -88,6 +93,11 @@ class Columns(Config):
     answer: str = ""
     completions: str = ""
     labels: str = ""
+    response1: str = ""
+    response2: str = ""
+    preference: str = ""
+    answers: str = ""
+    reward: str = ""
     id: str = ""
 
 
@@ -125,6 +135,12 @@ class Source(Config):
     """Configuration name of a Hub dataset."""
     format: RowFormat = "auto"
     columns: Columns = Columns()
+    preference_coding: PreferenceCoding = "auto"
+    """What a number in `preference` says of two responses: a place from 0 (`zero_based`) or from 1 (`one_based`), whether
+    the first is better (`first_is_one`: 1 or 0), or by how much the second is (`signed`: negative for the first, 0 for a
+    tie). `auto` decides it by the numbers of the whole source, and refuses those that can be read in two ways."""
+    ranking_pairs: RankingPairs = "max_min"
+    """The pairs of a ranking: the best answer against the worst, each against the next one, or each against each."""
     weight: float = Field(1.0, gt=0)
     """Relative share of each table, where `data.mixture` is `weights`."""
     use: Use

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from rlhf_core.config.base import OPERATIONAL, Config
+from rlhf_core.secrets import HOLDS_SECRETS
 
 DType = Literal["float32", "bfloat16"]
 Url = Annotated[str, Field(pattern=r"^https?://[^/?#]+$")]
@@ -86,24 +87,28 @@ def refuse_average(optimizer: OptimizerConfig) -> None:
 
 
 class TrainerConfig(Config):
-    """How models are trained; the numbers of rows and workers do not change the result, the precision does."""
+    """How models are trained; the numbers of rows and workers change the result by rounding only, the precision does more."""
 
     engine: Literal["deepspeed", "torch"] = "deepspeed"
     dtype: DType = "float32"
     zero_stage: Annotated[Literal[0, 1, 2, 3], OPERATIONAL] = 0
     offload_optimizer: Annotated[bool, OPERATIONAL] = False
     micro_batch: Annotated[int, Field(ge=1), OPERATIONAL] = 8
-    """Rows per forward pass and rank; gradients do not depend on it."""
+    """Rows per forward pass and rank; gradients depend on it by rounding only."""
     micro_tokens: Annotated[int, Field(ge=0), OPERATIONAL] = 0
     """Above 0 a forward pass takes as many rows as make this many tokens with their padding, at least one, instead of
     `micro_batch` rows: short rows go together in crowds. Where rows are packed, `micro_batch` counts."""
     gradient_checkpointing: Annotated[bool, OPERATIONAL] = False
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """The attention kernel. `sdpa` is refused for architectures with a cap or sinks in their attention (Gemma 2, gpt-oss)."""
     liger: bool = False
     """Liger's kernels for norms, rotations and MLPs, where `liger-kernel` is installed and there is a GPU."""
     router_aux_coef: float = Field(0.0, ge=0)
     """Weight of the load-balancing loss of a mixture of experts, taken over each sequence and added to every loss of every
     trained model; 0.001 to 0.02 are common. 0 leaves it out; dense models are refused above 0."""
+    sleep: Annotated[bool, OPERATIONAL] = False
+    """Where a train worker shares its GPU with an engine: it moves weights and optimizer states to host memory whenever the
+    engine samples, and takes them back to train."""
     sequence_parallel: Annotated[int, Field(ge=1), OPERATIONAL] = 1
     """So many train workers share each row (Ulysses), for rows too long for one GPU; it must divide the train workers and
     the attention heads. DeepSpeed and sdpa only."""
@@ -137,14 +142,29 @@ class TrainerConfig(Config):
 # ---------------------------------------------------------------- sampling
 
 
+LEAST_TEMPERATURE = 0.01
+
+
 class SamplingConfig(Config):
     """How tokens are drawn. The trainer applies the same temperature."""
 
     temperature: float = Field(1.0, ge=0)
+    """0 takes the likeliest token; otherwise at least 0.01, the least that vLLM samples at."""
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
     """0 keeps every token."""
     max_tokens: int = Field(64, ge=1)
+
+    @field_validator("temperature")
+    @classmethod
+    def _is_sampled_at_as_it_is(cls, temperature: float) -> float:
+        # vLLM raises it to 0.01 (`_MAX_TEMP` of its sampling_params.py) with no more than a warning.
+        if 0 < temperature < LEAST_TEMPERATURE:
+            raise ValueError(
+                f"vLLM would sample at {LEAST_TEMPERATURE}, and the trainer would take it to be {temperature}; set it to "
+                f"0 (greedy) or to {LEAST_TEMPERATURE} or more"
+            )
+        return temperature
 
 
 class VllmSamplerConfig(Config):
@@ -172,11 +192,12 @@ class VllmServerSamplerConfig(Config):
     """`vllm serve` processes that somebody else started (`rlhf_core.sampling.vllm_server_sampler` says with which options)."""
 
     type: Literal["vllm_server"] = "vllm_server"
-    urls: Annotated[tuple[Url, ...], Field(min_length=1), OPERATIONAL]
-    """Servers of the same policy, e.g. `["http://node-1:8000"]`; requests go to the one that has the fewest."""
+    urls: Annotated[tuple[Url, ...], Field(min_length=1), OPERATIONAL, HOLDS_SECRETS]
+    """Servers of the same policy, e.g. `["http://node-1:8000"]`; requests go to the one that has the fewest. A secret in an
+    address is `${env:NAME}`."""
     weights_folder: Annotated[str, Field(min_length=1), OPERATIONAL]
     """Folder that the servers and this run see under the same absolute path: weights travel through it."""
-    token_env: Annotated[str, OPERATIONAL] = ""
+    token_env: Annotated[str, OPERATIONAL, HOLDS_SECRETS] = ""
     """Environment variable with the servers' `--api-key`."""
     dtype: DType = "float32"
     max_model_len: int = Field(256, ge=16)
@@ -217,10 +238,13 @@ class RuntimeConfig(Config):
 
     type: Annotated[Literal["ray", "local"], OPERATIONAL] = "ray"
     train_workers: Annotated[int, Field(ge=1), OPERATIONAL] = 1
-    gpus_per_train_worker: Annotated[float, Field(ge=0), OPERATIONAL] = 0
+    gpus_per_train_worker: Annotated[float, Field(ge=0, le=1), OPERATIONAL] = 0
+    """0: on CPUs. Fractions of both kinds, with a sum of at most 1, let a train worker and an engine share a GPU; no two
+    train workers and no two engines ever do."""
     gpus_per_engine: Annotated[float, Field(ge=0), OPERATIONAL] = 0
+    """0: on CPUs. Whole GPUs, as many as `sampler.tensor_parallel`, or a fraction of one."""
     cpu_threads: Annotated[int, Field(ge=0), OPERATIONAL] = 0
-    """Threads per worker; 0 takes all cores of the machine."""
+    """Threads per worker; 0 is an equal share of the cores that the run may use. Results depend on it by rounding."""
     worker_timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 600.0
     """Deadline of one call into a worker."""
     retries: Annotated[int, Field(ge=0), OPERATIONAL] = 2
@@ -230,16 +254,51 @@ class RuntimeConfig(Config):
     when the flow dies; the next run attaches to it."""
     job_pending_timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 300.0
     """How long a job may wait for the cluster before it is given up."""
+    placement_timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 300.0
+    """How long the workers may wait for GPUs that are taken or, in a cluster of `RAY_ADDRESS`, not there yet: what waits is
+    what an autoscaler starts nodes for."""
     time_limit_s: Annotated[float, Field(ge=0), OPERATIONAL] = 0.0
     """Stages save and the run ends this long after the start of the allocation (`SLURM_JOB_START_TIME`, else of the run),
     so leave room for one step and one checkpoint; 0: no limit."""
     trainer: TrainerConfig = TrainerConfig()
     sampler: SamplerConfig = VllmSamplerConfig()
 
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether a train worker and an engine share each GPU."""
+        return 0 < self.gpus_per_train_worker < 1 and 0 < self.gpus_per_engine < 1
+
     @model_validator(mode="after")
-    def _only_an_engine_that_shares_a_gpu_sleeps(self) -> Self:
+    def _gpus_can_be_dealt_out(self) -> Self:
+        train, engine = self.gpus_per_train_worker, self.gpus_per_engine
+        if self.shares_gpus and round(train + engine, 4) > 1:
+            raise ValueError(
+                f"gpus_per_train_worker, gpus_per_engine = {train:g}, {engine:g}: a train worker and an engine with "
+                "fractions share one GPU, and these are more than one; make their sum at most 1, or give each 1"
+            )
+        if engine > 1 and engine != int(engine):
+            raise ValueError(
+                f"gpus_per_engine = {engine:g}: beyond one, GPUs are whole; use a whole number, or a fraction below 1"
+            )
+        parallel = self.sampler.tensor_parallel if isinstance(self.sampler, VllmSamplerConfig) else 1
+        if parallel > max(1.0, engine) and (train > 0 or engine > 0):
+            raise ValueError(
+                f"sampler.tensor_parallel = {parallel}: runtime.gpus_per_engine = {engine:g} is less; give each engine as "
+                "many GPUs, which it then shares with nobody"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _only_what_shares_a_gpu_sleeps(self) -> Self:
+        shares = self.type == "ray" and self.shares_gpus
         asleep = isinstance(self.sampler, VllmSamplerConfig) and self.sampler.sleep
-        if asleep and not (self.type == "ray" and 0 < self.gpus_per_engine < 1 and self.gpus_per_train_worker > 0):
+        if self.trainer.sleep and not shares:
+            raise ValueError(
+                f"trainer.sleep = true: gpus_per_train_worker = {self.gpus_per_train_worker:g} on {self.type}, and only a "
+                "train worker that shares a GPU with an engine has memory to give to it; set it to false, or "
+                "gpus_per_train_worker and gpus_per_engine to fractions of one GPU"
+            )
+        if asleep and not shares:
             raise ValueError(
                 f"sampler.sleep = true: gpus_per_engine = {self.gpus_per_engine:g} on {self.type}, and only an engine that "
                 "shares a GPU with a train worker has memory to give back (vLLM cannot sleep on CPU); set it to false, or "

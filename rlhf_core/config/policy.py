@@ -71,6 +71,9 @@ Advantage = Annotated[
     GAEAdvantage | ReinforcePPAdvantage | GroupAdvantage, Field(discriminator="type"), BeforeValidator(by_type)
 ]
 
+KLCredit = Literal["token", "answer"]
+"""What a penalty in the reward is taken off where the answers to a prompt are compared."""
+
 # ---------------------------------------------------------------- losses
 
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "constant"]
@@ -133,12 +136,17 @@ class CorrectionConfig(Config):
 
 
 class DynamicSampling(Config):
-    """Sample whole groups anew for prompts whose answers all earn the same: DAPO, arXiv 2503.14476, section 3.2."""
+    """Sample whole groups anew for prompts whose answers all earn the same: DAPO, arXiv 2503.14476, section 3.2.
+
+    A prompt is judged by the shaped rewards of its answers or, as OpenRLHF does, by the `scores` that are given beside
+    the rewards: by an agent, a reward function or a server that is the only term with a weight. Of a reward made of
+    several terms the reward decides. Where some answers to a prompt have a score and some have none, the stage ends.
+    """
 
     low: float | None = None
-    """Keep a prompt only if its mean reward is above this ..."""
+    """Keep a prompt only if the mean of its scores, or rewards, is above this ..."""
     high: float | None = None
-    """... and below that. Without either a prompt is kept whose rewards differ."""
+    """... and below that. Without either a prompt is kept whose scores, or rewards, differ."""
     max_rounds: int = Field(3, ge=2)
     """Most rounds of sampling in a step; what is missing then is filled with groups that were passed over."""
 
@@ -173,11 +181,17 @@ class PPOConfig(Config):
     correction: CorrectionConfig = CorrectionConfig()
 
     kl_coef: float = Field(0.05, ge=0)
+    """Weight of the KL to the reference. With 0 no reference is loaded, and no KL measured."""
     kl_in: Literal["reward", "loss"] = "reward"
     """`reward`: k1 off every token's reward. `loss`: k2 added to the loss."""
+    kl_credit: KLCredit = "token"
+    """What a penalty in the reward is taken off, for estimators that compare the answers to a prompt. `token`: off each
+    token after the group's baseline, and a token pays for what comes from it on (OpenRLHF; REINFORCE++, arXiv
+    2501.03262). `answer`: its sum is off the reward of the answer before the baseline (RLOO, arXiv 2402.14740; TRL, verl)."""
     kl_target: float = Field(0.0, ge=0)
     """Adapts the coefficient to hold this KL per sequence; 0 keeps it fixed."""
     kl_horizon: int = Field(10_000, ge=1)
+    """Rollouts over which an adapted coefficient may change by 20 %; more than a fifth of a step's."""
 
     epochs: int = Field(1, ge=1)
     """Passes over the rollouts of a step."""
@@ -208,6 +222,11 @@ class PPOConfig(Config):
 
     checkpoint_every: Annotated[int, Field(ge=1), OPERATIONAL] = 10
     table_every: Annotated[int, Field(ge=1), OPERATIONAL] = 10
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether anything depends on the reference: a coefficient of 0 stays 0, since it is adapted by factors."""
+        return self.kl_coef > 0
 
     @property
     def groups_in_flight(self) -> int:
@@ -307,7 +326,33 @@ class PPOConfig(Config):
         if self.advantage.type == "grpo" and self.kl_in == "reward" and self.kl_coef > 0:
             raise ValueError(
                 "kl_in = 'reward': grpo divides by the spread of a group, which is the penalty alone where all answers "
-                'earn the same; set kl_in = "loss"'
+                "earn the same, and a penalty after it would be on another scale at each prompt; as in its paper, set "
+                'kl_in = "loss"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _credit_is_of_a_penalty_beside_a_baseline(self) -> PPOConfig:
+        if self.kl_credit == "answer" and not (self.kl_in == "reward" and isinstance(self.advantage, GROUP_ADVANTAGES)):
+            found = f"advantage is {self.advantage.type} and kl_in {self.kl_in!r}"
+            raise ValueError(
+                "kl_credit = 'answer': is for a penalty in the reward of an estimator that compares the answers to a "
+                f'prompt, and {found}; set kl_credit = "token"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_coefficient_can_be_adapted(self) -> PPOConfig:
+        rollouts = self.prompts_per_step * self.samples_per_prompt
+        if self.kl_target and not self.kl_coef:
+            raise ValueError(
+                f"kl_target = {self.kl_target}: the coefficient is adapted by factors, and kl_coef = 0 stays 0; raise "
+                "kl_coef, or set kl_target to 0"
+            )
+        if self.kl_target and self.kl_horizon <= 0.2 * rollouts:
+            raise ValueError(
+                f"kl_horizon = {self.kl_horizon}: must be > a fifth of the {rollouts} rollouts of a step, or a step could "
+                "turn the coefficient negative; raise it"
             )
         return self
 

@@ -8,12 +8,20 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_core.config.base import OPERATIONAL, Config
+from rlhf_core.config.base import FAILURES, OPERATIONAL, Config
+from rlhf_core.redaction import hidden
+from rlhf_core.secrets import HOLDS_SECRETS
 
 # ---------------------------------------------------------------- terms
 
 OnFailure = Literal["fail", "invalid"]
 """What a generation without a reward does: end the stage, or become an invalid rollout. It never scores 0."""
+
+
+Compares = Literal["nothing", "group", "batch"]
+"""What an answer is valued beside: nothing; `group`, the other answers to its prompt: a call holds them and no others;
+`batch`, all that are scored together (a step of `ppo`, a shard of `score`): they are one call. So a value never depends on
+workers or the size of batches."""
 
 
 class Term(Config):
@@ -82,24 +90,36 @@ class FunctionReward(Term):
     type: Literal["function"] = "function"
     function: str
     """`package.module:function` or `path/to/file.py:function`."""
-    arguments: dict[str, Any] = {}
-    """Passed by keyword."""
+    arguments: Annotated[dict[str, Any], HOLDS_SECRETS] = {}
+    """Passed by keyword. Secrets as `"env:NAME"`: the function gets what that environment variable holds."""
     protocol: FunctionProtocol = "auto"
     """How the function is called; `auto` tells by the names of its parameters."""
-    timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 60.0
+    compares: Compares = "nothing"
+    """What the function values an answer beside: `group`, the other answers to its prompt, which are then a call;
+    `batch`, all answers of a step (`ppo`) or shard (`score`), which are then a call."""
+    timeout_s: Annotated[float, Field(gt=0), FAILURES] = 60.0
     """Deadline of one batch; the process is killed after it."""
-    batch_size: Annotated[int, Field(ge=0), OPERATIONAL] = 0
+    batch_size: Annotated[int, Field(ge=0), FAILURES] = 0
     """Generations per call; 0: as many at once as there are for each worker."""
-    workers: Annotated[int, Field(ge=1), OPERATIONAL] = 1
+    workers: Annotated[int, Field(ge=1), FAILURES] = 1
     """Processes that run the function."""
-    memory_mb: Annotated[int, Field(ge=0), OPERATIONAL] = 0
+    memory_mb: Annotated[int, Field(ge=0), FAILURES] = 0
     """Most memory of one process; 0: half of the machine's, shared by the workers."""
-    retries: Annotated[int, Field(ge=0), OPERATIONAL] = 0
+    retries: Annotated[int, Field(ge=0), FAILURES] = 0
     """Further tries of a batch that raised, died or was late, after 0.5 s, 1 s, 2 s ..."""
-    on_failure: OnFailure = "fail"
-    cache: bool = False
+    on_failure: Annotated[OnFailure, FAILURES] = "fail"
+    cache: Annotated[bool, OPERATIONAL] = False
     """Keeps values by content. Only for a function that gives the same answer the same value, whatever stands beside it
     in the batch: not for one that is random or compares answers."""
+
+    @model_validator(mode="after")
+    def _compares_what_stays_together(self) -> Self:
+        _check_cache(self.compares, cache=self.cache)
+        if self.compares != "nothing" and self.batch_size:
+            raise ValueError(f'batch_size = {self.batch_size}: compares = "{self.compares}" decides it; leave it out')
+        if self.compares == "batch" and self.workers > 1:
+            raise ValueError(f'workers = {self.workers}: with compares = "batch" there is one call; leave it out')
+        return self
 
     @field_validator("function")
     @classmethod
@@ -114,17 +134,26 @@ class RemoteReward(Term):
     """Rewards of a server on OpenRLHF's `/get_reward` contract."""
 
     type: Literal["remote"] = "remote"
-    urls: Annotated[tuple[str, ...], Field(min_length=1), OPERATIONAL]
-    """Where it is served; several share the work. Where it runs is not what it says: `version` names that."""
+    urls: Annotated[tuple[str, ...], Field(min_length=1), FAILURES, HOLDS_SECRETS]
+    """Where it is served; several share the work. Where it runs is not what it says: `version` names that. A secret in an
+    address is `${env:NAME}`."""
     version: str = ""
     """Enters the key of the stage: change it when the server scores differently."""
-    timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 180.0
-    retries: Annotated[int, Field(ge=0), OPERATIONAL] = 4
-    batch_size: Annotated[int, Field(ge=1), OPERATIONAL] = 64
-    token_env: Annotated[str, OPERATIONAL] = ""
+    compares: Literal["nothing", "group"] = "nothing"
+    """What the server values an answer beside: `group`, the other answers to its prompt, which are then a request of their
+    own."""
+    timeout_s: Annotated[float, Field(gt=0), FAILURES] = 180.0
+    retries: Annotated[int, Field(ge=0), FAILURES] = 4
+    batch_size: Annotated[int, Field(ge=1), FAILURES] = 64
+    token_env: Annotated[str, FAILURES, HOLDS_SECRETS] = ""
     """Environment variable with the bearer token; empty sends none."""
-    on_failure: OnFailure = "fail"
-    cache: bool = False
+    on_failure: Annotated[OnFailure, FAILURES] = "fail"
+    cache: Annotated[bool, OPERATIONAL] = False
+
+    @model_validator(mode="after")
+    def _compares_what_stays_together(self) -> Self:
+        _check_cache(self.compares, cache=self.cache)
+        return self
 
     @field_validator("urls")
     @classmethod
@@ -162,8 +191,8 @@ class JudgeReward(Term):
     """The score that a language model gives when it is asked, over an OpenAI-compatible chat endpoint."""
 
     type: Literal["judge"] = "judge"
-    url: Annotated[str, OPERATIONAL]
-    """Up to and without `/chat/completions`, mostly `http://host:port/v1`."""
+    url: Annotated[str, FAILURES, HOLDS_SECRETS]
+    """Up to and without `/chat/completions`, mostly `http://host:port/v1`. A secret in it is `${env:NAME}`."""
     model: str
     version: str = ""
     """Enters the key of the stage: change it when another model answers by the same name."""
@@ -175,13 +204,13 @@ class JudgeReward(Term):
     """A score outside of low to high is a failure; it is not scaled."""
     max_tokens: int = Field(512, ge=1)
     temperature: float = Field(0.0, ge=0)
-    concurrency: Annotated[int, Field(ge=1), OPERATIONAL] = 16
-    timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 120.0
+    concurrency: Annotated[int, Field(ge=1), FAILURES] = 16
+    timeout_s: Annotated[float, Field(gt=0), FAILURES] = 120.0
     """Deadline of one question."""
-    retries: Annotated[int, Field(ge=0), OPERATIONAL] = 4
-    token_env: Annotated[str, OPERATIONAL] = ""
-    on_failure: OnFailure = "fail"
-    cache: bool = False
+    retries: Annotated[int, Field(ge=0), FAILURES] = 4
+    token_env: Annotated[str, FAILURES, HOLDS_SECRETS] = ""
+    on_failure: Annotated[OnFailure, FAILURES] = "fail"
+    cache: Annotated[bool, OPERATIONAL] = False
 
     @field_validator("url")
     @classmethod
@@ -289,14 +318,23 @@ class RewardsConfig(Config):
         return self
 
 
+def _check_cache(compares: Compares, *, cache: bool) -> None:
+    if cache and compares != "nothing":
+        raise ValueError(
+            f'cache = true: with compares = "{compares}" an answer\'s value depends on those beside it; leave it out'
+        )
+
+
 def _address(url: str) -> str:
     if not url.startswith(("http://", "https://")):
-        raise ValueError(f"{url!r}: must begin with http:// or https://; write it whole")
+        raise ValueError(f"{hidden('url', url)!r}: must begin with http:// or https://; write it whole")
     try:
         parts = urlsplit(url)
         found = parts.hostname and parts.port != 0  # reading the port raises ValueError where it is no number
     except ValueError:
         found = None
     if not found:
-        raise ValueError(f"{url!r}: holds no host, or a port that is none; write it as http://host:port/path")
+        raise ValueError(
+            f"{hidden('url', url)!r}: holds no host, or a port that is none; write it as http://host:port/path"
+        )
     return url

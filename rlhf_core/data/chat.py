@@ -1,8 +1,11 @@
 """Conversations to tokens: the one place where a chat template is rendered and a loss mask is made.
 
 A conversation is cut into segments where an answer begins (the end of its generation prompt) and where it ends, and
-each segment is tokenised alone. So the tokens before an answer are exactly those the sampler is given
-(`prompt_ids`), whatever the tokenizer would merge across the border, and the mask is exact.
+no token reaches across a cut. A prompt is cut at its earlier answers in the same way. So the tokens before an answer, the
+first or a later one, are exactly those the sampler is given (`prompt_ids`), whatever the tokenizer would merge across the
+border, and the mask is exact. Each segment is tokenised alone, unless the
+tokenizer marks the beginning of a text (SentencePiece's "▁"): then a segment has the tokens that it adds to the text before
+it, and only where a token of the whole text would reach across the cut those that it has inside a running text.
 
 Trained are, for each assistant turn, its content and the end-of-turn token (the tokenizer's EOS); what a template
 writes after that token (often a newline) is not.
@@ -14,9 +17,11 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_core.data.pieces import Ids, continued, difference, encode, following, marks_beginning
 from rlhf_core.errors import ConfigError, DataError, explain
 from rlhf_core.types import Message, TokenSample
 
@@ -37,7 +42,8 @@ Roles are ordinary text and a turn ends with the tokenizer's own EOS, so no toke
     Hello.</s>
 """
 
-_REMEMBERED = 8
+_REMEMBERED = 32
+"""Texts whose tokens are kept: a prompt with earlier answers has three for each of them."""
 
 _TODAY = datetime(2024, 7, 26)
 """The date that templates print as today's (Llama 3 prints it too): tokens must not depend on the day of a run."""
@@ -60,7 +66,8 @@ class ChatTemplate:
         """
         self.tokenizer: Any = tokenizer
         self._tools = [dict(tool) for tool in tools]
-        self._recent: dict[str, tuple[int, ...]] = {}
+        self._recent: dict[str, Ids] = {}
+        self._marks_beginning = marks_beginning(self.tokenizer)
         name = str(self.tokenizer.name_or_path)
         if not self.tokenizer.chat_template:
             raise ConfigError(
@@ -107,11 +114,12 @@ class ChatTemplate:
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Return the tokens of `messages` up to and with the generation prompt."""
-        return self._encode(self.prompt_text(messages))
+        """Return the tokens of `messages` up to and with the generation prompt: those of `conversation` before an answer."""
+        pieces = self._pieces(self._cut(messages, self.prompt_text(messages)))
+        return tuple(token for piece in pieces for token in piece)
 
     def prompt_text(self, messages: Sequence[Message]) -> str:
-        """Return the text whose tokens are `prompt_ids`."""
+        """Return the text of `prompt_ids`."""
         return self._render(messages, generation_prompt=True)
 
     def turn_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
@@ -132,7 +140,11 @@ class ChatTemplate:
                     "give a template that keeps earlier turns as they were (prepare_data.chat_template)",
                 )
             )
-        return self._encode(after)
+        return self._after(str(self.tokenizer.eos_token), after)
+
+    def following_ids(self, text: str, *, after: int) -> tuple[int, ...]:
+        """Return the tokens of plain `text` that follows the token `after`, which was sampled or is a prompt's last."""
+        return following(self.tokenizer, text, after=after)
 
     def conversation(self, messages: Sequence[Message], *, max_length: int) -> TokenSample | None:
         """Return the conversation cut to `max_length` tokens, every assistant turn trained with its end-of-turn token.
@@ -143,7 +155,7 @@ class ChatTemplate:
 
     def transcript(self, messages: Sequence[Message], *, max_length: int) -> TokenSample | None:
         """Return the tokens of `conversation`, all of them trained but the first; None if there are fewer than two."""
-        pieces = [self._encode(text) for text, _ in self._segments(messages, answers_from=0)]
+        pieces = self._pieces([text for text, _ in self._segments(messages, answers_from=0)])
         token_ids = tuple(token for piece in pieces for token in piece)[:max_length]
         return TokenSample(token_ids, (0,) + (1,) * (len(token_ids) - 1)) if len(token_ids) > 1 else None
 
@@ -156,6 +168,13 @@ class ChatTemplate:
         """
         messages = [*prompt_messages, *answer_messages]
         return self._sample(self._segments(messages, answers_from=len(prompt_messages)), max_length=max_length)
+
+    def answered_ids(self, prompt: str, answer: str) -> tuple[int, ...]:
+        """Return the tokens of a user's message and its answer, up to the end-of-turn token."""
+        ask, reply = Message("user", prompt), Message("assistant", answer)
+        text, said = (text for text, _ in self._segments((ask, reply), answers_from=0)[:2])
+        tokens = self._after(text, said)
+        return self._encode(text) + tokens[: len(tokens) - tokens[::-1].index(self.eos_id)]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids` without special tokens."""
@@ -204,7 +223,8 @@ class ChatTemplate:
     def _segments(self, messages: Sequence[Message], *, answers_from: int) -> list[tuple[str, bool]]:
         """Return (text, is an answer) pieces that join to the rendered conversation.
 
-        Assistant turns before the index `answers_from` are no answers: they are part of the text around them.
+        Assistant turns before the index `answers_from` are no answers: they are part of the prompt, which is cut as in
+        `prompt_ids`.
         """
         whole = self._render(messages, generation_prompt=False)
         segments: list[tuple[str, bool]] = []
@@ -224,10 +244,32 @@ class ChatTemplate:
                         "give a template that keeps earlier turns as they were (prepare_data.chat_template)",
                     )
                 )
-            segments += [(whole[done : len(before)], False), (whole[len(before) : len(after)], True)]
+            asked = [whole[done : len(before)]] if done else self._cut(messages[:index], before)
+            segments += [*((text, False) for text in asked), (whole[len(before) : len(after)], True)]
             done = len(after)
         segments.append((whole[done:], False))
         return [(text, answer) for text, answer in segments if text]
+
+    def _cut(self, messages: Sequence[Message], prompt: str) -> list[str]:
+        """Return the pieces of `prompt`, the text of `messages`: cut where an earlier answer begins and where it ends.
+
+        Whatever `_segments` can cut into trained answers is cut here, at the same places. The rest is one piece: earlier
+        answers are only read.
+        """
+        cuts = [0]
+        for index, message in enumerate(messages):
+            if message.role != "assistant":
+                continue
+            try:
+                before = self._before_answer(messages[:index])
+                after = self._render(messages[: index + 1], generation_prompt=False)
+            except DataError:  # the template knows the prompt, and not what it begins with
+                return [prompt]
+            if not (after.startswith(before) and prompt.startswith(after) and len(before) >= cuts[-1]):
+                return [prompt]
+            cuts += [len(before), len(after)]
+        pieces = [prompt[start:end] for start, end in pairwise([*cuts, len(prompt)])]
+        return [piece for piece in pieces if piece]
 
     def _before_answer(self, messages: Sequence[Message]) -> str:
         if messages:
@@ -238,19 +280,31 @@ class ChatTemplate:
         start = self._render(_PROBE[1:], generation_prompt=False).partition(opened.removeprefix(closed))
         return start[0] + start[1]
 
-    def _encode(self, text: str) -> tuple[int, ...]:
+    def _pieces(self, texts: Sequence[str]) -> list[Ids]:
+        """Return the tokens of texts that follow each other."""
+        before = ["".join(texts[:number]) for number in range(len(texts))]
+        return [self._after(said, text) for said, text in zip(before, texts, strict=True)]
+
+    def _after(self, before: str, text: str) -> Ids:
+        """Return the tokens of `text` after the text `before`, whose own tokens do not change."""
+        if not before or not self._marks_beginning:
+            return self._encode(text)
+        added = difference(self._encode, before, text)
+        return continued(self.tokenizer, text) if added is None else added
+
+    def _encode(self, text: str) -> Ids:
         # The two answers of a pair follow the same prompt, and a length check precedes most uses: remember the latest.
         if text not in self._recent:
             while len(self._recent) >= _REMEMBERED:
                 del self._recent[next(iter(self._recent))]
-            self._recent[text] = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+            self._recent[text] = encode(self.tokenizer, text)
         return self._recent[text]
 
     def _sample(self, segments: Sequence[tuple[str, bool]], *, max_length: int) -> TokenSample | None:
         token_ids: list[int] = []
         loss_mask: list[int] = []
-        for text, trained in segments:
-            tokens = self._encode(text)
+        pieces = self._pieces([text for text, _ in segments])
+        for (_, trained), tokens in zip(segments, pieces, strict=True):
             # The last EOS ends the turn; what the template writes after it is the next turn's business.
             end = len(tokens) - tokens[::-1].index(self.eos_id) if trained and self.eos_id in tokens else 0
             token_ids += tokens

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from rlhf_core.config.data import Files, Source
 from rlhf_core.data.cleaning import decontaminate, deduplicate, exact
-from rlhf_core.data.formats import Example, convert, detect, rename
+from rlhf_core.data.comparisons import Tie, refuse_hidden_answers, verdict_coding
+from rlhf_core.data.formats import Content, Example, Row, convert_all, detect, rename
 from rlhf_core.data.mixing import is_evaluation, misfit, mix, shuffled, table_of
 from rlhf_core.data.sources import read
-from rlhf_core.data.tables import Demonstration, Preference, SteppedAnswer, Tables, content_id
+from rlhf_core.data.tables import Demonstration, Feedback, Preference, SteppedAnswer, Tables, content_id
 from rlhf_core.data.validation import Drop, DropReport, Origin
 from rlhf_core.errors import DataError
 from rlhf_core.types import Prompt, derive_seed
 
-TRAINING = ("demonstrations", "preferences", "prompts", "steps")
-EVALUATION = ("eval_demonstrations", "eval_preferences", "eval_prompts", "eval_steps")
-SPLIT = ("demonstrations", "preferences", "steps")
+TRAINING = ("demonstrations", "preferences", "prompts", "steps", "feedback")
+EVALUATION = ("eval_demonstrations", "eval_preferences", "eval_prompts", "eval_steps", "eval_feedback")
+SPLIT = ("demonstrations", "preferences", "steps", "feedback")
 """Tables that hold a part of their own prompts out."""
+_MALFORMED = (DataError, RecursionError)
+"""What reading one row raises: brackets that were not too deep for a reader may be so for what looks at its value."""
+_LONGEST_REASON = 500
 
 
 def make_tables(config: Files, *, seed: int, report: DropReport) -> tuple[Tables, dict[str, Origin]]:
@@ -32,7 +37,7 @@ def make_tables(config: Files, *, seed: int, report: DropReport) -> tuple[Tables
         examples = read_examples(source, max_bad_fraction=config.max_bad_fraction, report=report)
         if config.deduplicate:
             examples = deduplicate(examples, report)
-        _assign(_paired(examples, source), source, config, assigned, report)
+        _assign(_paired(examples, source, report), source, config, assigned, report)
     if config.deduplicate:
         _deduplicate_across(assigned, report)
     if config.decontaminate != "off":
@@ -47,44 +52,63 @@ def make_tables(config: Files, *, seed: int, report: DropReport) -> tuple[Tables
 def read_examples(source: Source, *, max_bad_fraction: float, report: DropReport) -> list[Example]:
     """Return the rows of `source` as examples; malformed ones are reported, too many raise DataError.
 
-    With format `auto`, the first readable row decides for all.
+    With format `auto`, the first readable row decides for all. Ties are reported and not malformed.
     """
     examples: list[Example] = []
     malformed: list[Drop] = []
-    format_name: str = "" if source.format == "auto" else source.format
-    for record in read(source):
-        report.rows_read[source.name] += 1
+    ties: list[Drop] = []
+    rows = _rows(source, report, malformed)
+    coding = source.preference_coding
+    first = next(rows, None)
+    kept = [] if first is None else [first]
+    if first is not None and first[1] == "comparison":  # what a number says is decided over all of them
+        kept += rows
+        coding = verdict_coding(source.name, coding, [row for *_, row in kept])
+    for origin, format_name, row in itertools.chain(kept, rows):
         try:
-            if record.problem:
-                raise DataError(record.problem)
-            row = rename(record.row, source.columns)
-            format_name = format_name or detect(row)
-            content = convert(row, format_name)
-        except DataError as error:
-            malformed.append(Drop(source.name, record.origin, f"malformed: {error}"))
+            contents = convert_all(row, format_name, coding=coding, ranking_pairs=source.ranking_pairs)
+        except _MALFORMED as error:
+            malformed.append(_malformed(source, origin, error))
             continue
-        examples.append(
-            Example(
-                prompt=content.prompt,
-                chosen=content.chosen,
-                rejected=content.rejected,
-                label=content.label,
-                margin=content.margin,
-                source=source.name,
-                origin=record.origin,
-                steps=content.steps,
-                step_labels=content.step_labels,
-            )
-        )
-    report.drops += malformed
+        except Tie:
+            ties.append(Drop(source.name, origin, "tie: no answer is better than the others"))
+            continue
+        made = [_example(content, source, origin) for content in contents]
+        # Of a ranking, only its best answer is one to imitate: that of the first pair.
+        examples += made if table_of(made[0], source.use) == "preferences" else made[:1]
+    report.drops += malformed + ties
     report.check_malformed(source.name, malformed, max_bad_fraction=max_bad_fraction)
     return examples
+
+
+def best_against_worst(examples: Sequence[Example], report: DropReport) -> list[Example]:
+    """Return scored examples as one pair per prompt, of the highest and the lowest reward; those between are unused.
+
+    Answers to a prompt that are all worth the same, or alone, lose their answer: they are bare prompts. Examples without
+    a reward stay as they are.
+    """
+    by_prompt: dict[str, list[Example]] = defaultdict(list)
+    for example in examples:
+        if example.reward is not None:
+            by_prompt[exact(example.prompt)].append(example)
+    judged = [example for example in examples if example.reward is None]
+    for found in by_prompt.values():
+        order = sorted(found, key=lambda example: -(example.reward or 0.0))
+        best, worst = order[0], order[-1]
+        if best.reward == worst.reward:
+            judged += [replace(example, chosen=()) for example in found]
+            continue
+        judged.append(replace(best, rejected=worst.chosen, margin=(best.reward or 0.0) - (worst.reward or 0.0)))
+        if len(order) > 2:
+            report.unused[best.source] += len(order) - 2
+    return judged
 
 
 def pair_unpaired(examples: Sequence[Example]) -> list[Example]:
     """Return the examples with good and bad answers to one prompt joined to pairs (KTO and stepwise rows).
 
-    What finds no partner stays as it is: a good answer can still be imitated.
+    What finds no partner stays as it is: a good answer can still be imitated, and any labelled one be learnt from by
+    itself. An answer that two people disagree about is no pair.
     """
     bad: dict[str, list[Example]] = defaultdict(list)
     for example in examples:
@@ -97,18 +121,60 @@ def pair_unpaired(examples: Sequence[Example]) -> list[Example]:
                 joined.append(example)
             continue
         partners = bad[exact(example.prompt)] if example.chosen else []
-        joined.append(replace(example, rejected=partners.pop(0).rejected) if partners else example)
+        other = next((i for i, partner in enumerate(partners) if partner.rejected != example.chosen), None)
+        joined.append(example if other is None else replace(example, rejected=partners.pop(other).rejected))
     return joined + [example for rest in bad.values() for example in rest]
 
 
 # ---------------------------------------------------------------- private
 
 
-def _paired(examples: Sequence[Example], source: Source) -> list[Example]:
+def _rows(source: Source, report: DropReport, malformed: list[Drop]) -> Iterator[tuple[Origin, str, Row]]:
+    """Yield origin, format and columns of each readable row; the others join `malformed`."""
+    format_name: str = "" if source.format == "auto" else source.format
+    for record in read(source):
+        report.rows_read[source.name] += 1
+        try:
+            if record.problem:
+                raise DataError(record.problem)
+            row = rename(record.row, source.columns)
+            format_name = format_name or detect(row)
+            if format_name == "prompt" and source.format == "auto":
+                refuse_hidden_answers(row)
+        except _MALFORMED as error:
+            malformed.append(_malformed(source, record.origin, error))
+            continue
+        yield record.origin, format_name, row
+
+
+def _malformed(source: Source, origin: Origin, error: DataError | RecursionError) -> Drop:
+    said = "brackets too deep" if isinstance(error, RecursionError) else str(error)
+    return Drop(
+        source.name, origin, f"malformed: {said if len(said) <= _LONGEST_REASON else said[:_LONGEST_REASON] + ' ...'}"
+    )
+
+
+def _example(content: Content, source: Source, origin: Origin) -> Example:
+    return Example(
+        prompt=content.prompt,
+        chosen=content.chosen,
+        rejected=content.rejected,
+        label=content.label,
+        margin=content.margin,
+        source=source.name,
+        origin=origin,
+        steps=content.steps,
+        step_labels=content.step_labels,
+        judged=content.judged,
+        reward=content.reward,
+    )
+
+
+def _paired(examples: Sequence[Example], source: Source, report: DropReport) -> list[Example]:
     """Return the examples with unpaired ones paired, but for those whose steps are wanted: each is judged by itself."""
     judged = [example for example in examples if table_of(example, source.use) == "steps"]
     others = [example for example in examples if table_of(example, source.use) != "steps"]
-    return pair_unpaired(others) + judged
+    return pair_unpaired(best_against_worst(others, report)) + judged
 
 
 def _assign(
@@ -128,8 +194,9 @@ def _assign(
         if reason is not None:
             report.add(source.name, example.origin, reason)
             continue
-        held_out = table in SPLIT and is_evaluation(example, config.eval_fraction)
-        assigned[f"eval_{table}" if held_out else table][source.name].append(example)
+        name = "feedback" if table == "preferences" and not (example.chosen and example.rejected) else table
+        held_out = name in SPLIT and is_evaluation(example, config.eval_fraction)
+        assigned[f"eval_{name}" if held_out else name][source.name].append(example)
 
 
 def _deduplicate_across(assigned: dict[str, dict[str, list[Example]]], report: DropReport) -> None:
@@ -198,6 +265,18 @@ def _tables(rows: dict[str, list[Example]]) -> tuple[Tables, dict[str, Origin]]:
             for row in rows[name]
         )
 
+    def feedback(name: str) -> tuple[Feedback, ...]:
+        return tuple(
+            Feedback(
+                identify(row, name, row.prompt, row.chosen, row.rejected),
+                row.prompt,
+                row.chosen or row.rejected,
+                bool(row.chosen),
+                row.source,
+            )
+            for row in rows[name]
+        )
+
     def prompts(name: str) -> tuple[Prompt, ...]:
         return tuple(Prompt(identify(row, name, row.prompt), row.prompt, row.label, row.source) for row in rows[name])
 
@@ -218,5 +297,7 @@ def _tables(rows: dict[str, list[Example]]) -> tuple[Tables, dict[str, Origin]]:
         eval_prompts=prompts("eval_prompts"),
         steps=steps("steps"),
         eval_steps=steps("eval_steps"),
+        feedback=feedback("feedback"),
+        eval_feedback=feedback("eval_feedback"),
     )
     return tables, origins

@@ -6,13 +6,23 @@ Column names are TRL's (https://huggingface.co/docs/trl/dataset_formats); turns 
 
 from __future__ import annotations
 
+import datetime
+import json
 import math
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from decimal import Decimal
 from typing import Any
 
-from rlhf_core.config.data import Columns
+from rlhf_core.config.data import Columns, PreferenceCoding, RankingPairs
+from rlhf_core.data.comparisons import (
+    TRANSCRIPT_TURN,
+    compared,
+    is_ranking,
+    ranked,
+    refuse_hidden_answers,
+    responses,
+)
 from rlhf_core.data.validation import Origin
 from rlhf_core.errors import DataError
 from rlhf_core.types import Message
@@ -31,8 +41,10 @@ _ROLES = {
     "model": "assistant",
     "tool": "tool",
 }
+_CALLS = ("tools", "tool_calls", "function_call")
+"""What a row or a turn may say of tools beside its text; a `Message` has no place for it."""
+_NOTHING = ("", "[]", "{}", "null")
 _TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-_HH_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):[ \t]?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +52,7 @@ class Example:
     """One row, whatever it was: a prompt and up to two answers. An absent answer is the empty tuple.
 
     `chosen` alone is a demonstration, both are a pair, neither is a bare prompt; `rejected` alone is an answer that was
-    found bad (KTO) and waits for a good one to the same prompt.
+    found bad (KTO). `judged` says that somebody labelled the only answer good or bad.
     """
 
     prompt: Turns
@@ -53,6 +65,9 @@ class Example:
     steps: tuple[str, ...] = ()
     """The steps of the only answer, where the row judged each, and the probability that each is right."""
     step_labels: tuple[float, ...] = ()
+    judged: bool = False
+    reward: float | None = None
+    """What somebody gave the only answer, where the row says so: worth something beside the other answers' rewards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +81,8 @@ class Content:
     margin: float = 0.0
     steps: tuple[str, ...] = ()
     step_labels: tuple[float, ...] = ()
+    judged: bool = False
+    reward: float | None = None
 
 
 def rename(row: Row, columns: Columns) -> dict[str, Any]:
@@ -80,7 +97,7 @@ def rename(row: Row, columns: Columns) -> dict[str, Any]:
 
 
 def detect(row: Row) -> str:
-    """Return the format of `row`, by its columns; DataError for columns that no format has.
+    """Return the format of `row`, by its columns; DataError for columns that no format has, or that would be left out.
 
     >>> detect({"prompt": "2+2?", "chosen": "4", "rejected": "5"})
     'preference'
@@ -90,9 +107,16 @@ def detect(row: Row) -> str:
         if "prompt" in has:
             return "preference"
         chosen = row["chosen"]
-        return "hh" if isinstance(chosen, str) and _HH_TURN.match(chosen) else "implicit_preference"
+        return "hh" if isinstance(chosen, str) and TRANSCRIPT_TURN.match(chosen) else "implicit_preference"
+    if {"prompt", "preference"} <= has and responses(row):
+        return "comparison"
+    if "prompt" in has and is_ranking(row):
+        return "ranking"
+    if {"prompt", "completion", "reward"} <= has and "label" not in has:
+        return "scored"
     for name, needed in (
         ("stepwise", {"prompt", "completions", "labels"}),
+        ("scored", {"input", "output", "reward"}),
         ("messages", {"messages"}),
         ("messages", {"conversations"}),
         ("question_answer", {"question", "answer"}),
@@ -100,16 +124,36 @@ def detect(row: Row) -> str:
         ("text", {"text"}),
     ):
         if needed <= has:
+            if name == "prompt" and "completion" not in has:
+                refuse_hidden_answers(row)
             if name != "prompt" or "completion" not in has:
                 return name
             # Any other label is the expected answer, for rewards that check against it.
             judged = "label" in has and _spelling(row["label"]) in _TRUTHS
             return "unpaired_preference" if judged else "prompt_completion"
-    raise DataError(f"unknown columns: {sorted(row)}; known formats are {sorted(ADAPTERS)}")
+    raise DataError(f"unknown columns: {sorted(row)}; known formats are {FORMATS}")
+
+
+def convert_all(row: Row, format_name: str, *, coding: PreferenceCoding, ranking_pairs: RankingPairs) -> list[Content]:
+    """Return the contents of `row` read as `format_name`: one, or of a ranking as many as it stands for pairs.
+
+    A `system` of the row becomes the system message. DataError says what is wrong with it; `comparisons.Tie` that its
+    answers are equally good.
+    """
+    _refuse_calls(row)
+    rows: list[Row] = [row]
+    try:
+        if format_name == "comparison":
+            rows, format_name = [compared(row, coding)], "preference"
+        elif format_name == "ranking":
+            rows, format_name = list(ranked(row, ranking_pairs)), "preference"
+    except KeyError as error:
+        raise DataError(f"missing column: {error.args[0]!r}; the row has {sorted(row)}") from error
+    return [_with_system(convert(one, format_name), row) for one in rows]
 
 
 def convert(row: Row, format_name: str) -> Content:
-    """Return the content of `row` read as `format_name`; DataError says what is wrong with it."""
+    """Return the content of `row` read as `format_name`, which makes one of a row; DataError says what is wrong with it."""
     try:
         content = ADAPTERS[format_name](row)
     except KeyError as error:
@@ -166,7 +210,9 @@ def _hh(row: Row) -> Content:
 
 def _unpaired_preference(row: Row) -> Content:
     prompt, answer = _turns(row["prompt"], role="user"), _turns(row["completion"], role="assistant")
-    return Content(prompt, chosen=answer) if _truth(row["label"]) else Content(prompt, rejected=answer)
+    if _truth(row["label"]):
+        return Content(prompt, chosen=answer, judged=True)
+    return Content(prompt, rejected=answer, judged=True)
 
 
 def _stepwise(row: Row) -> Content:
@@ -179,8 +225,15 @@ def _stepwise(row: Row) -> Content:
     prompt = _turns(row["prompt"], role="user")
     judged = tuple(_probability(label) for label in labels)
     if all(label > 0.5 for label in judged):
-        return Content(prompt, chosen=answer, steps=texts, step_labels=judged)
-    return Content(prompt, rejected=answer, steps=texts, step_labels=judged)
+        return Content(prompt, chosen=answer, steps=texts, step_labels=judged, judged=True)
+    return Content(prompt, rejected=answer, steps=texts, step_labels=judged, judged=True)
+
+
+def _scored(row: Row) -> Content:
+    """Return an answer with what it was rewarded; whether that makes it a good one is for its prompt's other answers to say."""
+    prompt, answer = ("input", "output") if "input" in row else ("prompt", "completion")
+    reward = _finite(row["reward"], "reward")
+    return Content(_turns(row[prompt], role="user"), _turns(row[answer], role="assistant"), reward=reward)
 
 
 def _question_answer(row: Row) -> Content:
@@ -202,7 +255,9 @@ ADAPTERS: dict[str, Callable[[Row], Content]] = {
     "unpaired_preference": _unpaired_preference,
     "stepwise": _stepwise,
     "question_answer": _question_answer,
+    "scored": _scored,
 }
+FORMATS = sorted([*ADAPTERS, "comparison", "ranking"])
 
 
 # ---------------------------------------------------------------- private: turns
@@ -222,16 +277,40 @@ def _turn(item: Any) -> Message:
         raise DataError(f"not a turn: {type(item).__name__}; role and content are needed")
     for role_name, content_name in (("role", "content"), ("from", "value")):
         if role_name in item and content_name in item:
-            said = str(item[role_name]).lower()
+            _refuse_calls(item)
+            said = _string(item[role_name], role_name).lower()
             if said not in _ROLES:
                 raise DataError(f"unknown role: {said!r}; known are {sorted(_ROLES)}")
             return Message(_ROLES[said], _string(item[content_name], "content"))
     raise DataError(f"not a turn: {sorted(item)}; role and content, or from and value, are needed")
 
 
+def _with_system(content: Content, row: Row) -> Content:
+    """Return `content` with the `system` of its row as the system message; DataError where the turns have another one."""
+    if "system" not in row or row["system"] is None or not _string(row["system"], "system").strip():
+        return content
+    said = Message("system", row["system"])
+    first = content.prompt[:1]
+    if not first or first[0].role != "system":
+        return replace(content, prompt=(said, *content.prompt))
+    if first[0].content.strip() != said.content.strip():
+        raise DataError("two system messages: the column system and the first turn differ; keep one of them")
+    return content
+
+
+def _refuse_calls(fields: Mapping[str, Any]) -> None:
+    """Raise DataError where a row or a turn has tools or calls of tools beside its text."""
+    for name in _CALLS:
+        value = fields[name] if name in fields else None
+        if value.strip() not in _NOTHING if isinstance(value, str) else value:
+            raise DataError(
+                f"{name}: only text is trained on, so it would be left out; write it into the turns' content"
+            )
+
+
 def _transcript(text: Any) -> Turns:
     """Return the turns of a raw transcript: `Human:` and `Assistant:` after an empty line."""
-    pieces = _HH_TURN.split(_string(text, "transcript"))
+    pieces = TRANSCRIPT_TURN.split(_string(text, "transcript"))
     if len(pieces) < 3 or pieces[0].strip():
         raise DataError("not a transcript: it must begin with 'Human:' or 'Assistant:'")
     roles = {"Human": "user", "Assistant": "assistant"}
@@ -287,24 +366,54 @@ def _check(content: Content) -> None:
 def _string(value: Any, name: str) -> str:
     if not isinstance(value, str):
         raise DataError(f"not text: {name} is {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"not text: {name} has what UTF-8 cannot hold, half a surrogate pair or a bad byte") from error
     return value
 
 
 def _label(row: Row) -> str:
-    return "" if "label" not in row or row["label"] is None else str(row["label"])
+    """Return the expected answer: text as it is, anything else as its JSON, a date or a decimal number as written."""
+    value = row["label"] if "label" in row else None
+    if value is None:
+        return ""
+    if isinstance(value, Decimal):
+        value = str(value)
+    elif isinstance(value, (datetime.date, datetime.time)):
+        value = value.isoformat()
+    elif not isinstance(value, str):
+        value = _json(value, "label")
+    return _string(value, "label")
+
+
+def _json(value: Any, name: str) -> str:
+    def written(inner: Any) -> str:
+        if isinstance(inner, (datetime.date, datetime.time)):
+            return inner.isoformat()
+        raise TypeError(f"{type(inner).__name__} has no JSON")
+
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, default=written)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"not JSON: {name}: {error}") from error
 
 
 def _margin(row: Row) -> float:
     """Return the margin, 0.0 for a row without one."""
     if "margin" not in row or row["margin"] in (None, ""):
         return 0.0
+    return _finite(row["margin"], "margin")
+
+
+def _finite(value: Any, name: str) -> float:
     try:
-        margin = float(row["margin"])
-    except (TypeError, ValueError) as error:
-        raise DataError(f"not a number: margin is {row['margin']!r}") from error
-    if not math.isfinite(margin):
-        raise DataError(f"not a number: margin is {margin}")
-    return margin
+        number = float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DataError(f"not a number: {name} is {value!r}") from error
+    if not math.isfinite(number):
+        raise DataError(f"not a number: {name} is {number}")
+    return number
 
 
 def _truth(value: Any) -> bool:
@@ -321,7 +430,7 @@ def _probability(value: Any) -> float:
         return float(_truth(value))
     try:
         label = float(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise DataError(f"not true or false: label is {value!r}") from error
     if not 0 <= label <= 1:  # NaN fails too
         raise DataError(f"not a probability: label is {label}")

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from rlhf_core.data.chat import ChatTemplate
-from rlhf_core.data.tables import Demonstration, Preference, SteppedAnswer, Tables
+from rlhf_core.data.tables import Demonstration, Feedback, Preference, SteppedAnswer, Tables
 from rlhf_core.data.validation import DropReport, Origin
 from rlhf_core.errors import DataError
 from rlhf_core.types import Message, Prompt
 
-Row = TypeVar("Row", Demonstration, Preference, Prompt, SteppedAnswer)
+Row = TypeVar("Row", Demonstration, Preference, Prompt, SteppedAnswer, Feedback)
 
 _UNLIMITED = 1 << 40
 
@@ -59,15 +59,19 @@ def limit(
         eval_prompts=kept(tables.eval_prompts),
         steps=kept(tables.steps),
         eval_steps=kept(tables.eval_steps),
+        feedback=kept(tables.feedback),
+        eval_feedback=kept(tables.eval_feedback),
     )
 
 
 def parts(
-    row: Demonstration | Preference | Prompt | SteppedAnswer,
+    row: Demonstration | Preference | Prompt | SteppedAnswer | Feedback,
 ) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
     """Return (prompt, answers) of a row; a demonstration's prompt is all before its last turn, steps are one a line."""
     if isinstance(row, SteppedAnswer):
         return row.prompt, (row.answer("\n"),)
+    if isinstance(row, Feedback):
+        return row.prompt, (row.answer,)
     if isinstance(row, Preference):
         return row.prompt, (row.chosen, row.rejected)
     if isinstance(row, Demonstration):
@@ -76,7 +80,7 @@ def parts(
 
 
 def _broken(
-    row: Demonstration | Preference | Prompt | SteppedAnswer,
+    row: Demonstration | Preference | Prompt | SteppedAnswer | Feedback,
     chat: ChatTemplate,
     control: Sequence[str],
     *,

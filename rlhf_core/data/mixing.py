@@ -44,10 +44,12 @@ def is_evaluation(example: Example, eval_fraction: float) -> bool:
 
 def misfit(example: Example, table: Table) -> str | None:
     """Return why `example` cannot serve in `table`, or None."""
+    if table in ("demonstrations", "preferences") and example.reward is not None and not example.chosen:
+        return "no better answer: its prompt has no two answers of different rewards"
     if table == "demonstrations" and not example.chosen:
         return "no good answer: demonstrations need one"
-    if table == "preferences" and not (example.chosen and example.rejected):
-        return "no pair of answers: preferences need a good and a bad one"
+    if table == "preferences" and not (example.chosen and example.rejected) and not example.judged:
+        return "no pair of answers: preferences need a good and a bad one, or one that is labelled good or bad"
     if table in ("prompts", "eval_prompts") and not example.prompt:
         return "no prompt"
     if table == "steps" and not (example.prompt and example.steps):

@@ -54,12 +54,18 @@ def _put(temporary: Path, path: Path) -> None:
     fsync_path(path.parent)
 
 
-def read_table(path: Path, schema: pa.Schema) -> list[dict[str, Any]]:
-    """Return the rows of `path`; DataError if it is not there or misses a column of `schema`."""
+def read_table(path: Path, schema: pa.Schema, *, since: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Return the rows of `path`; DataError if it is not there or misses a column of `schema`.
+
+    Columns named in `since` came later than the first files: where they are missing they are None.
+    """
     if not path.is_file():
         raise DataError(explain("table", str(path), "must exist", "prepare the data again"))
-    missing = sorted(set(schema.names) - set(pq.read_schema(path).names))
+    there = set(pq.read_schema(path).names)
+    missing = sorted(set(schema.names) - there - set(since))
     if missing:
         raise DataError(explain("table", str(path), f"misses the columns {missing}", "prepare the data again"))
-    rows: list[dict[str, Any]] = pq.read_table(path, columns=schema.names).to_pylist()
-    return rows
+    columns = [name for name in schema.names if name in there]
+    rows: list[dict[str, Any]] = pq.read_table(path, columns=columns).to_pylist()
+    absent = dict.fromkeys(name for name in schema.names if name not in there)
+    return [row | absent for row in rows] if absent else rows

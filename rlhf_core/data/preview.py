@@ -26,10 +26,16 @@ def preview(tables: Tables, chat: ChatTemplate, *, rows: int) -> str:
         + _block(f"labels: {', '.join(f'{label:g}' for label in row.labels)}")
         for row in tables.steps[:rows]
     ]
+    feedback = [
+        _shown([chat.continuation(row.prompt, row.answer, max_length=_UNLIMITED)], chat)
+        + _block(f"desirable: {str(row.desirable).lower()}")
+        for row in tables.feedback[:rows]
+    ]
     pairs = [sample for pair in zip(chosen, rejected, strict=True) for sample in pair]
     sections = [
         ("Demonstrations", _shown(demonstrations, chat)),
         ("Preferences (chosen, then rejected)", _shown(pairs, chat)),
+        ("Feedback (answers judged on their own)", "".join(feedback)),
         ("Steps (one a line, then the label of each)", "".join(judged)),
         ("Prompts", _decoded([chat.prompt_ids(row.messages) for row in tables.prompts[:rows]], chat)),
         ("Evaluation prompts", _decoded([chat.prompt_ids(row.messages) for row in tables.eval_prompts[:rows]], chat)),

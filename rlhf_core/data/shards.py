@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
 from rlhf_core.data.parquet import MESSAGES, plain_messages, read_table, replace_file, to_messages, write_table
 from rlhf_core.errors import DataError, explain
@@ -47,6 +48,7 @@ GENERATIONS_SCHEMA = pa.schema(
         ),
         ("failure", pa.string()),
         ("extras", pa.map_(pa.string(), pa.float64())),
+        ("episode_score", pa.float64()),
     ]
 )
 ROLLOUTS_SCHEMA = pa.schema(
@@ -55,8 +57,11 @@ ROLLOUTS_SCHEMA = pa.schema(
         ("reward", pa.float64()),
         ("reward_components", pa.map_(pa.string(), pa.float64())),
         ("invalid", pa.string()),
+        ("score", pa.float64()),
     ]
 )
+SINCE = ("episode_score", "score")
+"""Columns that the first shards had not."""
 
 
 def shard_path(folder: Path, shard: int) -> Path:
@@ -71,6 +76,20 @@ def shard_path(folder: Path, shard: int) -> Path:
 def shards(folder: Path) -> list[Path]:
     """Return the shard files of `folder`, in order; all of them are whole."""
     return sorted(folder.glob("shard-*.parquet"))
+
+
+def finished_shards(folder: Path) -> list[Path]:
+    """Return the shards to go on after; what lies behind a gap is removed: nobody could say which rows are missing."""
+    found = shards(folder)
+    kept = [path for number, path in enumerate(found) if path == shard_path(folder, number)]
+    for path in found[len(kept) :]:
+        path.unlink()
+    return kept
+
+
+def count_rows(path: Path) -> int:
+    """Return the number of rows of a shard, read from its footer."""
+    return int(pq.read_metadata(path).num_rows)
 
 
 def write_index(folder: Path, facts: dict[str, Any]) -> None:
@@ -94,7 +113,9 @@ def write_generations(folder: Path, shard: int, rows: Sequence[Generation]) -> N
 
 def read_generations(folder: Path) -> list[Generation]:
     """Return the generations of all shards of `folder`, in order; DataError if it has none."""
-    return [_generation(row) for path in _some_shards(folder) for row in read_table(path, GENERATIONS_SCHEMA)]
+    return [
+        _generation(row) for path in _some_shards(folder) for row in read_table(path, GENERATIONS_SCHEMA, since=SINCE)
+    ]
 
 
 def write_rollouts(folder: Path, shard: int, rows: Sequence[Rollout]) -> None:
@@ -108,6 +129,7 @@ def write_rollouts(folder: Path, shard: int, rows: Sequence[Rollout]) -> None:
                 "reward": row.reward,
                 "reward_components": sorted(row.reward_components.items()),
                 "invalid": row.invalid,
+                "score": row.score,
             }
             for row in rows
         ],
@@ -118,7 +140,7 @@ def read_rollouts(folder: Path) -> list[Rollout]:
     """Return the rollouts of all shards of `folder`, in order; DataError if it has none."""
     found = []
     for path in _some_shards(folder):
-        for row in read_table(path, ROLLOUTS_SCHEMA):
+        for row in read_table(path, ROLLOUTS_SCHEMA, since=SINCE):
             generation = _generation(row)
             found.append(
                 Rollout(
@@ -128,6 +150,7 @@ def read_rollouts(folder: Path) -> list[Rollout]:
                     row["reward"],
                     dict(row["reward_components"]),
                     row["invalid"],
+                    row["score"],
                 )
             )
     return found
@@ -157,6 +180,7 @@ def _generation_row(row: Generation | Rollout) -> dict[str, Any]:
         "spans": [asdict(span) for span in completion.spans],
         "failure": completion.failure,
         "extras": sorted(completion.extras.items()),
+        "episode_score": completion.score,
     }
 
 
@@ -174,5 +198,6 @@ def _generation(row: dict[str, Any]) -> Generation:
             tuple(ActionSpan(**span) for span in row["spans"]),
             row["failure"],
             dict(row["extras"]),
+            row["episode_score"],
         ),
     )

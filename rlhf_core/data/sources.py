@@ -6,8 +6,11 @@ import csv
 import gzip
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,6 +31,11 @@ _SUFFIXES = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
+_LONGEST_INTEGER = 4300
+"""Digits of the longest whole number that Python reads by itself."""
+_BAD_VALUE = (ValueError, OverflowError, TypeError, KeyError, pa.ArrowException)
+"""What a value that Python has no like of raises: a date before the year 1, text that is not UTF-8, an unknown time zone."""
+_BATCH = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +56,14 @@ def read(source: Source) -> Iterator[Record]:
     """Yield every row of `source`, readable or not; DataError if the file is not there or is not what it should be."""
     kind = file_type(source)
     if kind == "hub":
-        yield from _records(source.path, _hub_rows(source))
+        yield from _records(source.path, _dataset_rows(_hub_rows(source)))
         return
     path = Path(source.path).expanduser()
     if not path.exists():
         raise DataError(explain(f"data.sources[{source.name}].path", source.path, "is not there", "check the path"))
     try:
         yield from _READERS[kind](path, source)
-    except (OSError, EOFError, UnicodeDecodeError, pa.ArrowInvalid) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error, csv.Error, pa.ArrowException) as error:
         raise DataError(
             explain(
                 f"data.sources[{source.name}].path",
@@ -106,15 +114,18 @@ def file_type(source: Source) -> str:
 
 
 def _jsonl(path: Path, source: Source) -> Iterator[Record]:
-    with _open(path) as stream:
+    with _open(path, errors="surrogateescape") as stream:  # one bad byte makes one bad row
         for number, line in enumerate(stream, start=1):
             if not line.strip():
                 continue
             origin = Origin(source.path, number)
             try:
-                row = json.loads(line)
+                row = json.loads(line, parse_int=_integer)
             except json.JSONDecodeError as error:
                 yield Record(origin, {}, f"not JSON: {error.msg} at column {error.colno}")
+                continue
+            except RecursionError:
+                yield Record(origin, {}, "not JSON: brackets too deep")
                 continue
             yield _record(origin, row)
 
@@ -123,13 +134,14 @@ def _json(path: Path, source: Source) -> Iterator[Record]:
     """Yield the items of a JSON list, or of the only list in a JSON object."""
     with _open(path) as stream:
         try:
-            content = json.load(stream)
-        except json.JSONDecodeError as error:
+            content = json.load(stream, parse_int=_integer)
+        except (json.JSONDecodeError, RecursionError) as error:
+            line, said = (error.lineno, error.msg) if isinstance(error, ValueError) else (1, "brackets too deep")
             raise DataError(
                 explain(
                     f"data.sources[{source.name}]",
-                    f"{source.path}:{error.lineno}",
-                    f"not JSON ({error.msg})",
+                    f"{source.path}:{line}",
+                    f"not JSON ({said})",
                     "mend the file, or set file_type = 'jsonl' for one row a line",
                 )
             ) from error
@@ -145,19 +157,41 @@ def _json(path: Path, source: Source) -> Iterator[Record]:
 
 def _csv(path: Path, source: Source) -> Iterator[Record]:
     """Yield CSV rows; a cell that is a JSON list or object is read as one (turns in a cell)."""
-    with _open(path) as stream:
-        reader = csv.DictReader(stream)
-        for row in reader:
-            origin = Origin(source.path, reader.line_num)
-            if None in row or None in row.values():
+    with _open(path, errors="surrogateescape") as stream:
+        reader = csv.DictReader(stream, strict=True)
+        _refuse_twins(reader.fieldnames or (), source)
+        for first, row in _csv_rows(reader):
+            last = reader.reader.line_num  # DictReader's own stands still where a row cannot be read
+            origin = Origin(source.path, last)
+            if isinstance(row, csv.Error):
+                yield Record(origin, {}, f"not CSV: {row} in lines {first} to {last}")
+            elif None in row or None in row.values():
                 yield Record(origin, {}, f"not a row: {len(reader.fieldnames or ())} cells are needed")
-                continue
-            yield Record(origin, {name: _cell(value) for name, value in row.items()}, "")
+            else:
+                yield Record(origin, {name: _cell(value) for name, value in row.items()}, "")
+
+
+def _csv_rows(reader: csv.DictReader[str]) -> Iterator[tuple[int, dict[str, Any] | csv.Error]]:
+    """Yield each row, or what is wrong with it, and its first line.
+
+    csv.Error for a quote that nothing closes: nobody knows how many rows it has swallowed.
+    """
+    while True:
+        first = reader.reader.line_num + 1
+        try:
+            yield first, next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            if "unexpected end" in str(error):
+                raise csv.Error(f"a quote that begins in line {first} or later is not closed") from error
+            yield first, error
 
 
 def _parquet(path: Path, source: Source) -> Iterator[Record]:
-    table = pq.ParquetFile(path)
-    yield from _records(source.path, (row for batch in table.iter_batches() for row in batch.to_pylist()))
+    table = pq.ParquetFile(path, page_checksum_verification=True)
+    _refuse_twins(table.schema_arrow.names, source)
+    yield from _records(source.path, _table_rows(table.iter_batches()))
 
 
 def _arrow(path: Path, source: Source) -> Iterator[Record]:
@@ -168,7 +202,9 @@ def _arrow(path: Path, source: Source) -> Iterator[Record]:
         except pa.ArrowInvalid:
             stream.seek(0)
             table = pa.ipc.open_stream(stream).read_all()
-        yield from _records(source.path, table.to_pylist())
+        _refuse_twins(table.column_names, source)
+        table.validate(full=True)  # a damaged offset would be followed out of the file
+        yield from _records(source.path, _table_rows(table.to_batches(max_chunksize=_BATCH)))
 
 
 def _saved_dataset(path: Path, source: Source) -> Iterator[Record]:
@@ -176,12 +212,12 @@ def _saved_dataset(path: Path, source: Source) -> Iterator[Record]:
 
     try:
         found = load_from_disk(str(path))
-    except FileNotFoundError as error:
+    except Exception as error:  # the library raises whatever a damaged description of a data set leads to
         raise DataError(
             explain(
                 f"data.sources[{source.name}].path",
                 source.path,
-                "is a folder, but not one that `Dataset.save_to_disk` wrote",
+                f"is a folder, but not one that `Dataset.save_to_disk` wrote ({type(error).__name__}: {error})",
                 "give a file of it as a source of its own",
             )
         ) from error
@@ -193,10 +229,11 @@ def _saved_dataset(path: Path, source: Source) -> Iterator[Record]:
                 )
             )
         found = found[source.split]
-    yield from _records(source.path, found)
+    found.data.validate(full=True)
+    yield from _records(source.path, _dataset_rows(found))
 
 
-def _hub_rows(source: Source) -> Iterable[Any]:
+def _hub_rows(source: Source) -> Any:
     from datasets import load_dataset
 
     try:
@@ -225,10 +262,38 @@ _READERS: dict[str, Callable[[Path, Source], Iterator[Record]]] = {
 # ---------------------------------------------------------------- private
 
 
-def _open(path: Path) -> IO[str]:
+def _open(path: Path, *, errors: str = "strict") -> IO[str]:
     if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8-sig", newline="")
-    return path.open(encoding="utf-8-sig", newline="")
+        return gzip.open(path, "rt", encoding="utf-8-sig", errors=errors, newline="")
+    return path.open(encoding="utf-8-sig", errors=errors, newline="")
+
+
+def _table_rows(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield the rows of Arrow batches; one with a value that Python has no like of is what that raised."""
+    for batch in batches:
+        try:
+            rows = batch.to_pylist()
+        except _BAD_VALUE:
+            rows = [_row_or_error(lambda one: one.to_pylist()[0], batch.slice(at, 1)) for at in range(len(batch))]
+        yield from rows
+
+
+def _dataset_rows(found: Any) -> Iterator[Any]:
+    """Yield the rows of a data set likewise."""
+    for start in range(0, len(found), _BATCH):
+        part = found.select(range(start, min(start + _BATCH, len(found))))
+        try:
+            rows = list(part)
+        except _BAD_VALUE:
+            rows = [_row_or_error(part.__getitem__, at) for at in range(len(part))]
+        yield from rows
+
+
+def _row_or_error(read_row: Callable[[Any], Any], where: Any) -> Any:
+    try:
+        return read_row(where)
+    except _BAD_VALUE as error:
+        return error
 
 
 def _records(name: str, rows: Iterable[Any]) -> Iterator[Record]:
@@ -239,13 +304,28 @@ def _records(name: str, rows: Iterable[Any]) -> Iterator[Record]:
 def _record(origin: Origin, row: Any) -> Record:
     if isinstance(row, dict):
         return Record(origin, row, "")
+    if isinstance(row, Exception):
+        return Record(origin, {}, f"not readable: {row}")
     return Record(origin, {}, f"not a row: {type(row).__name__}; an object with named columns is needed")
+
+
+def _refuse_twins(names: Sequence[str], source: Source) -> None:
+    """Raise DataError where two columns bear one name: a row would keep only the last of them."""
+    twins = [name for name, count in Counter(names).items() if count > 1]
+    if twins:
+        rule = f"has more than one column {twins[0]!r}"
+        raise DataError(explain(f"data.sources[{source.name}].path", source.path, rule, "rename one of them"))
+
+
+def _integer(digits: str) -> int | Decimal:
+    """Return a whole number; one that is too long for Python's own as a Decimal, so that its digits stay."""
+    return int(digits) if len(digits) <= _LONGEST_INTEGER else Decimal(digits)
 
 
 def _cell(value: str) -> Any:
     if value[:1] in ("[", "{"):
         try:
-            return json.loads(value)
-        except json.JSONDecodeError:
+            return json.loads(value, parse_int=_integer)
+        except (json.JSONDecodeError, RecursionError):
             return value
     return value

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.data.pieces import encode, token_text
 from rlhf_core.errors import ConfigError, explain
 
 
@@ -22,7 +23,7 @@ class StepSplitter:
         self._separator = separator
         self._tokenizer: Any = chat.tokenizer
         self._texts: dict[int, str] = {}
-        probe = self._tokenizer(f"a{separator}b", add_special_tokens=False)["input_ids"]
+        probe = encode(self._tokenizer, f"a{separator}b")
         if not separator or len(self.ends(probe)) != 2:
             rule = f"the tokens of {self._tokenizer.name_or_path} do not spell it"
             raise ConfigError(explain("separator", separator, rule, "take another, such as a newline"))
@@ -61,5 +62,5 @@ class StepSplitter:
 
     def _text(self, token: int) -> str:
         if token not in self._texts:
-            self._texts[token] = str(self._tokenizer.decode([token], skip_special_tokens=True))
+            self._texts[token] = token_text(self._tokenizer, token, skip_special_tokens=True)
         return self._texts[token]

@@ -50,6 +50,21 @@ class Preference:
 
 
 @dataclass(frozen=True, slots=True)
+class Feedback:
+    """One answer that was judged on its own, and found no partner to make a pair with.
+
+    >>> Feedback("f1", (Message("user", "Hi"),), (Message("assistant", "Hello."),), True, "thumbs").desirable
+    True
+    """
+
+    id: str
+    prompt: tuple[Message, ...]
+    answer: tuple[Message, ...]
+    desirable: bool
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class SteppedAnswer:
     """An answer in steps, each with the probability that it is right: 0.0 or 1.0 where a person judged it."""
 
@@ -76,18 +91,21 @@ class Tables:
     eval_prompts: tuple[Prompt, ...]
     steps: tuple[SteppedAnswer, ...] = ()
     eval_steps: tuple[SteppedAnswer, ...] = ()
+    feedback: tuple[Feedback, ...] = ()
+    eval_feedback: tuple[Feedback, ...] = ()
 
-    def named(self) -> dict[str, tuple[Demonstration | Preference | Prompt | SteppedAnswer, ...]]:
+    def named(self) -> dict[str, tuple[Demonstration | Preference | Prompt | SteppedAnswer | Feedback, ...]]:
         """Return the tables by name, in order of their fields."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def training_texts(self) -> Iterator[str]:
-        """Yield the texts to train a tokenizer on: of the demonstrations, or without any of pairs and prompts, and of steps."""
+        """Yield the texts to train a tokenizer on: of the demonstrations, or without any of all other rows, and of steps."""
         if self.demonstrations:
             turns: Iterable[Message] = (message for row in self.demonstrations for message in row.messages)
         else:
             pairs = (message for row in self.preferences for message in (*row.prompt, *row.chosen, *row.rejected))
-            turns = (*pairs, *(message for prompt in self.prompts for message in prompt.messages))
+            judged = (message for row in self.feedback for message in (*row.prompt, *row.answer))
+            turns = (*pairs, *judged, *(message for prompt in self.prompts for message in prompt.messages))
         yield from (message.content for message in turns)
         yield from (message.content for row in self.steps for message in (*row.prompt, *row.answer("\n")))
 
@@ -96,7 +114,7 @@ def content_id(*parts: object) -> str:
     """Return a stable id from content: the first 16 hex digits of the sha256 over the JSON of `parts`.
 
     >>> content_id("a", 1)
-    '4a62413ce9ac5a29'
+    '2657442bb4a48d62'
     """
     return hashlib.sha256(json.dumps(parts, ensure_ascii=False, default=asdict).encode()).hexdigest()[:16]
 
@@ -121,11 +139,20 @@ STEPS_SCHEMA = pa.schema(
         ("source", pa.string()),
     ]
 )
+FEEDBACK_SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("prompt", MESSAGES),
+        ("answer", MESSAGES),
+        ("desirable", pa.bool_()),
+        ("source", pa.string()),
+    ]
+)
 PROMPTS_SCHEMA = pa.schema(
     [("id", pa.string()), ("messages", MESSAGES), ("label", pa.string()), ("source", pa.string())]
 )
 
-# ---------------------------------------------------------------- demonstrations, preferences, steps, prompts
+# ---------------------------------------------------------------- demonstrations, preferences, feedback, steps, prompts
 
 
 def write_demonstrations(path: Path, rows: Iterable[Demonstration]) -> None:
@@ -177,6 +204,39 @@ def read_preferences(path: Path) -> list[Preference]:
         )
         for row in read_table(path, PREFERENCES_SCHEMA)
     ]
+
+
+def write_feedback(folder: Path, split: str, rows: Iterable[Feedback]) -> None:
+    """Write `rows` beside the pairs of `split` (`train` or `eval`) in `folder`."""
+    write_table(
+        _feedback_file(folder, split),
+        FEEDBACK_SCHEMA,
+        [
+            {
+                "id": row.id,
+                "prompt": plain_messages(row.prompt),
+                "answer": plain_messages(row.answer),
+                "desirable": row.desirable,
+                "source": row.source,
+            }
+            for row in rows
+        ],
+    )
+
+
+def read_feedback(folder: Path, split: str) -> list[Feedback]:
+    """Return the judged single answers beside the pairs of `split` in `folder`, in order; most preferences have none."""
+    path = _feedback_file(folder, split)
+    if not path.exists():
+        return []
+    return [
+        Feedback(row["id"], to_messages(row["prompt"]), to_messages(row["answer"]), row["desirable"], row["source"])
+        for row in read_table(path, FEEDBACK_SCHEMA)
+    ]
+
+
+def _feedback_file(folder: Path, split: str) -> Path:
+    return folder / f"feedback_{split}.parquet"
 
 
 def write_steps(path: Path, rows: Iterable[SteppedAnswer]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rlhf_core.records import KeyRecord
+from rlhf_core.redaction import hidden
 from rlhf_core.types import ArtifactRef
 
 
@@ -44,7 +45,7 @@ def lineage(records: Sequence[KeyRecord], digests: Iterable[str]) -> list[Ancest
             return digest[:12]
         if record.key not in found:
             parents = tuple(dict.fromkeys(visit(parent, (*path, digest)) for parent in record.handle.parents))
-            config = record.payload["config"]
+            config = hidden("config", record.payload["config"])  # earlier versions kept secrets in clear
             found[record.key] = Ancestor(record.label, record.stage, record.key, record.handle.digest, parents, config)
         return record.label
 

@@ -33,7 +33,8 @@ def kto_loss(
     point = torch.as_tensor(kl, dtype=ratio_B.dtype, device=ratio_B.device).detach()
     desirable_B = desirable != 0
     value_B = torch.sigmoid(torch.where(desirable_B, beta * (ratio_B - point), beta * (point - ratio_B)))
-    weight_B = desirable_weight * desirable_B + undesirable_weight * ~desirable_B
+    good_B = desirable_B.to(ratio_B.dtype)
+    weight_B = desirable_weight * good_B + undesirable_weight * (1 - good_B)
     count = float(len(ratio_B)) if rows is None else rows
     loss = (weight_B * (1 - value_B)).sum() / count
     # A share of the point, as of every metric: the shares of the micro-batches add up to the step's.

@@ -4,13 +4,17 @@ Legend: N samples, B rows, L positions, H hidden, V vocabulary, T the positions 
 
 No attention mask is passed. With right padding a real token never sees padding under causal attention, so rows with
 one sample run as plain causal attention (the fast kernel); samples that share a row are told apart by their restarting
-`position_ids`, from which transformers builds a block-diagonal causal mask.
+`position_ids`, from which transformers builds a block-diagonal causal mask. Neither holds for every architecture: `check_rows`
+and `rlhf_core.models.shared_rows` refuse the others.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
+import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,23 +24,36 @@ from torch.utils.checkpoint import checkpoint
 
 from rlhf_core.batches import TokenBatch
 from rlhf_core.errors import ConfigError, explain
+from rlhf_core.models.architecture import check_length
+from rlhf_core.models.head_pass import in_one_call
 from rlhf_core.models.routing import note_routing, routing_arguments
-from rlhf_core.models.shared_rows import shared_rows
+from rlhf_core.models.shared_rows import check_packing, keeps_apart, shared_rows
+
+logger = logging.getLogger(__name__)
 
 R = TypeVar("R", Tensor, tuple[Tensor, ...])
 
 CHUNK_ELEMENTS = 2**24
 """Logits held at once: 64 MiB in fp32. Fewer than this are computed in one piece."""
+INFLUENCE = 1e-5
+"""What a later token may do to an earlier state, relative to what the earlier ones do. It is 0 under a mask; sums by Fourier
+transform leave 1e-7, and 0.001 of a mean over the row is 1e-4."""
+ROUNDING = {True: 1e-4, False: 0.25}
+"""Relative differences that may come of other kernels and groups of experts, in float32 and in shorter numbers: one unit in the
+last place in each of 48 layers of experts made 0.06 to 0.12 in bfloat16. Unrelated states differ by about 1.4."""
+FIRST = 1e-2
+"""The same where nothing is rounded differently."""
 
 
 def token_logprobs(
-    model: nn.Module, batch: TokenBatch, *, temperature: float, with_entropy: bool
+    model: nn.Module, batch: TokenBatch, *, temperature: float, with_entropy: bool, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Return `logprobs_BL` and, if asked for, `entropy_BL` of the distribution that each token was drawn from.
 
-    `logprobs_BL[:, t]` is log p(token t | tokens < t) in fp32 from logits / temperature, 0 where the loss mask is 0. The LM
-    head runs only over the masked positions, in chunks that are recomputed in the backward pass, so the [tokens,
-    vocabulary] matrix never exists. `model` is a causal LM of `load_model`. Raises ConfigError if temperature <= 0.
+    `logprobs_BL[:, t]` is log p(token t | tokens < t) in fp32 from logits / temperature, 0 where the loss mask is 0. The
+    entropy has a gradient with `entropy_gradient` alone: otherwise it is a measurement. The LM head runs only over the
+    masked positions, in chunks that are recomputed in the backward pass, so the [tokens, vocabulary] matrix never exists.
+    `model` is a causal LM of `load_model`. Raises ConfigError if temperature <= 0.
     """
     if temperature <= 0:
         raise ConfigError(
@@ -46,16 +63,21 @@ def token_logprobs(
     rows_T, before_T = _masked_positions(batch)
     hidden_TH = hidden_BLH[rows_T, before_T]
     targets_T = batch.token_ids_BL[rows_T, before_T + 1]
-    logprobs_T, entropy_T = _head_logprobs(model, hidden_TH, targets_T, temperature, with_entropy)
+    compute = partial(
+        _chunk_logprobs, temperature=temperature, with_entropy=with_entropy, entropy_gradient=entropy_gradient
+    )
+    logprobs_T, entropy_T = _by_chunks(model, hidden_TH, compute, targets_T).unbind(dim=1)
     logprobs_BL = _scatter(logprobs_T, rows_T, before_T + 1, batch)
     return logprobs_BL, _scatter(entropy_T, rows_T, before_T + 1, batch) if with_entropy else None
 
 
-def over_logits(model: nn.Module, batch: TokenBatch, compute: Callable[..., R], *inputs_T: Tensor) -> list[R]:
-    """Return `compute(logits_CV, targets_C, *inputs_C)` of each chunk of the masked positions, in order of rows and tokens.
+def over_logits(model: nn.Module, batch: TokenBatch, compute: Callable[..., R], *inputs_T: Tensor) -> R:
+    """Return `compute(logits_CV, targets_C, *inputs_C)` of the chunks of the masked positions, put together along
+    dimension 0 in order of rows and tokens.
 
     The logits are fp32 and predict `targets_C`. The chunks are recomputed in the backward pass: what does not fit is
-    never there at once, if `compute` returns less than it is given. There is always a chunk, empty if nothing is masked.
+    never there at once, if `compute` returns less than it is given. That is one tensor, or several without gradients.
+    There is always a chunk, empty if nothing is masked.
     """
     rows_T, before_T = _masked_positions(batch)
     hidden_TH = hidden_states(model, batch)[rows_T, before_T]
@@ -122,6 +144,78 @@ def check_head(model: nn.Module) -> None:
         )
 
 
+@torch.no_grad()
+def check_rows(model: nn.Module) -> None:
+    """Try on eight tokens what rows without an attention mask rely on, and raise ConfigError where it does not hold.
+
+    No hidden state may depend on a later token: else what follows a token would change its log-probability, and so would the
+    padding of its row. And positions that count from 0 must be the model's own.
+    """
+    any_model: Any = model
+    backbone = any_model.base_model
+    # Some models number positions by the tokens that are no padding.
+    real = [token for token in range(9) if token != backbone.config.get_text_config().pad_token_id][:8]
+    ids_BL = torch.tensor([real, 2 * real[:4]], device=backbone.device)
+    positions_BL = torch.arange(8, device=backbone.device).repeat(2, 1)
+    remedy = "use a causal language model (some are one only with is_decoder = true in config.json)"
+
+    def check(one: Tensor, other: Tensor, tolerance: float, rule: str) -> None:
+        if not float((one.float() - other.float()).norm()) <= tolerance * float(one.float().norm()):
+            raise ConfigError(explain("model.path", type(model).__name__, rule, remedy))
+
+    rounding = ROUNDING[backbone.dtype == torch.float32]
+    sees = "its tokens see what follows them, so padding would change log-probabilities"
+    ours_BLH = _run(backbone, ids_BL, positions_BL, {}).last_hidden_state
+    check(ours_BLH[0, :4], ours_BLH[1, :4], rounding, sees)
+    if _influence(backbone, ids_BL, positions_BL, until=4) > INFLUENCE:
+        raise ConfigError(explain("model.path", type(model).__name__, sees, remedy))
+    counts = "it does not number positions from 0, so log-probabilities would not be its own"
+    check(backbone(input_ids=ids_BL, use_cache=False).last_hidden_state, ours_BLH, rounding, counts)
+    # The attention to one token is 1 in every kernel, so the first place has no rounding to allow for.
+    own_11H = backbone(input_ids=ids_BL[:1, :1], use_cache=False).last_hidden_state
+    check(own_11H, _run(backbone, ids_BL[:1, :1], positions_BL[:1, :1], {}).last_hidden_state, FIRST, counts)
+
+
+def _influence(backbone: Any, ids_BL: Tensor, positions_BL: Tensor, *, until: int) -> float:
+    """Return how much the hidden states before the position `until` depend on the embeddings from there on, relative to
+    their dependence on those before it; 0 if that cannot be known.
+
+    It is measured with a gradient. Masked attention passes none, so the gradient is 0 and not small, whatever the precision,
+    the depth, the kernels and the experts: no rounding hides a leak or looks like one. What depends on later tokens by a
+    choice alone (experts that choose their tokens) has no gradient: it is found by comparison, where it exceeds `ROUNDING`.
+    """
+    embeddings: list[Tensor] = []
+
+    def opened(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        embeddings.append(output.detach().requires_grad_())
+        return embeddings[-1].clone()  # a model may scale it in place
+
+    # Without the weights' gradients it costs a pass forward and back over a few tokens, and no memory.
+    trained = [parameter for parameter in backbone.parameters() if parameter.requires_grad]
+    hook = backbone.get_input_embeddings().register_forward_hook(opened)
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        with torch.enable_grad():
+            hidden_BPH = _run(backbone, ids_BL, positions_BL, {}).last_hidden_state[:, :until].float()
+            # Any direction will do but one that a norm takes away, as LayerNorm does the mean.
+            draw = torch.randn(hidden_BPH.shape, generator=torch.Generator().manual_seed(0))
+            total = (hidden_BPH * draw.to(hidden_BPH.device)).sum()
+            (gradient_BLH,) = torch.autograd.grad(total, embeddings)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        # Kernels and weights for inference alone have no backward pass.
+        logger.warning("%s: what its tokens see was compared only coarsely: %s", type(backbone).__name__, error)
+        return 0.0
+    finally:
+        hook.remove()
+        for parameter in trained:
+            parameter.requires_grad_(True)
+    before, after = (float(part.float().norm()) for part in gradient_BLH.split([until, len(ids_BL[0]) - until], dim=1))
+    return after / before if after and math.isfinite(before) and math.isfinite(after) and before else 0.0
+
+
 def hidden_states(model: nn.Module, batch: TokenBatch) -> Tensor:
     """Return the backbone's last hidden states `hidden_BLH`; samples that share a row do not see each other.
 
@@ -130,10 +224,11 @@ def hidden_states(model: nn.Module, batch: TokenBatch) -> Tensor:
     any_model: Any = model
     backbone = any_model.base_model
     if batch.packed:
-        _check_packing(backbone)
+        check_packing(backbone.config)
+    check_length(backbone.config, batch.position_ids_BL)
     asked = routing_arguments()
     # Whoever watches the routers takes their logits for those of the batch's own rows.
-    shared = None if asked else shared_rows(batch, model_type=backbone.config.get_text_config().model_type)
+    shared = None if asked or not keeps_apart(backbone.config) else shared_rows(batch)
     ids_BL, positions_BL = batch.token_ids_BL, batch.position_ids_BL
     if shared is not None:
         ids_BL, positions_BL = shared.token_ids_RL, shared.position_ids_RL
@@ -160,18 +255,6 @@ def _is_flash(backbone: Any) -> bool:
     return backbone.config._attn_implementation.startswith("flash")
 
 
-def _check_packing(backbone: Any) -> None:
-    if not _takes_positions(backbone):
-        raise ConfigError(
-            explain(
-                "pack_to",
-                type(backbone).__name__,
-                "this architecture takes no position ids, so packed samples would see each other",
-                "train without packing",
-            )
-        )
-
-
 def _masked_positions(batch: TokenBatch) -> tuple[Tensor, Tensor]:
     """Return rows_T and before_T: the positions t - 1 whose hidden state predicts a masked token t."""
     rows_T, before_T = torch.nonzero(batch.loss_mask_BL[:, 1:], as_tuple=True)
@@ -184,51 +267,56 @@ def _scatter(x_T: Tensor, rows_T: Tensor, positions_T: Tensor, batch: TokenBatch
     return zeros_BL.index_put((rows_T, positions_T), x_T)
 
 
-def _head_logprobs(
-    model: nn.Module, hidden_TH: Tensor, targets_T: Tensor, temperature: float, with_entropy: bool
-) -> tuple[Tensor, Tensor]:
-    compute = partial(_chunk_logprobs, temperature=temperature, with_entropy=with_entropy)
-    logprobs, entropies = zip(*_by_chunks(model, hidden_TH, compute, targets_T), strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
-
-
-def _by_chunks(model: nn.Module, hidden_TH: Tensor, compute: Callable[..., R], *inputs_T: Tensor) -> list[R]:
+def _by_chunks(model: nn.Module, hidden_TH: Tensor, compute: Callable[..., R], *inputs_T: Tensor) -> R:
     any_model: Any = model
     chunk = max(1, CHUNK_ELEMENTS // any_model.config.get_text_config().vocab_size)
 
-    def piece(hidden_CH: Tensor, *inputs_C: Tensor) -> R:
-        return compute(_logits(model, hidden_CH), *inputs_C)
+    def over_chunks(apply: Callable[[Tensor], Tensor], hidden_TH: Tensor) -> R:
+        def piece(hidden_CH: Tensor, *inputs_C: Tensor) -> R:
+            return compute(_scaled(model, apply(hidden_CH)), *inputs_C)
 
-    if len(hidden_TH) <= chunk:
-        return [piece(hidden_TH, *inputs_T)]
-    recompute = torch.is_grad_enabled() and hidden_TH.requires_grad
-    pieces = []
-    for parts in zip(hidden_TH.split(chunk), *(input_T.split(chunk) for input_T in inputs_T), strict=True):
-        if recompute:
-            pieces.append(checkpoint(piece, *parts, use_reentrant=False, preserve_rng_state=False))
-        else:
-            pieces.append(piece(*parts))
-    return pieces
+        if len(hidden_TH) <= chunk:
+            return piece(hidden_TH, *inputs_T)
+        recompute = torch.is_grad_enabled() and hidden_TH.requires_grad
+        pieces: list[Any] = []
+        for parts in zip(hidden_TH.split(chunk), *(input_T.split(chunk) for input_T in inputs_T), strict=True):
+            if recompute:
+                pieces.append(checkpoint(piece, *parts, use_reentrant=False, preserve_rng_state=False))
+            else:
+                pieces.append(piece(*parts))
+        if isinstance(pieces[0], Tensor):
+            return torch.cat(pieces)
+        return tuple(torch.cat(parts) for parts in zip(*pieces, strict=True))
+
+    return in_one_call(any_model.get_output_embeddings(), over_chunks, hidden_TH)
 
 
 def _chunk_logprobs(
-    logits_CV: Tensor, targets_C: Tensor, *, temperature: float, with_entropy: bool
-) -> tuple[Tensor, Tensor]:
+    logits_CV: Tensor, targets_C: Tensor, *, temperature: float, with_entropy: bool, entropy_gradient: bool
+) -> Tensor:
+    """Return log-probabilities and entropies [C, 2], in one tensor as `in_one_call` wants it."""
     if temperature != 1:
         logits_CV = logits_CV / temperature
     normaliser_C = torch.logsumexp(logits_CV, dim=-1)
     logprobs_C = logits_CV.gather(-1, targets_C.unsqueeze(-1)).squeeze(-1) - normaliser_C
     if not with_entropy:
-        return logprobs_C, torch.zeros_like(normaliser_C)
-    probs_CV = torch.exp(logits_CV - normaliser_C.unsqueeze(-1))
-    return logprobs_C, normaliser_C - (probs_CV * logits_CV).sum(-1)
+        return torch.stack([logprobs_C, torch.zeros_like(normaliser_C)], dim=1)
+    with nullcontext() if entropy_gradient else torch.no_grad():
+        probs_CV = torch.exp(logits_CV - normaliser_C.unsqueeze(-1))
+        entropy_C = normaliser_C - (probs_CV * logits_CV).sum(-1)
+    return torch.stack([logprobs_C, entropy_C], dim=1)
 
 
 def _logits(model: nn.Module, hidden_CH: Tensor) -> Tensor:
     """Return fp32 logits as the model's own forward pass makes them, from hidden states."""
     any_model: Any = model
+    return _scaled(model, any_model.get_output_embeddings()(hidden_CH))
+
+
+def _scaled(model: nn.Module, logits_CV: Tensor) -> Tensor:
+    any_model: Any = model
     config = any_model.config.get_text_config()
-    logits_CV = any_model.get_output_embeddings()(hidden_CH).float()
+    logits_CV = logits_CV.float()
     # Three families scale or squash after the head: Cohere multiplies, Granite divides, Gemma 2 caps.
     if hasattr(config, "logit_scale"):
         logits_CV = logits_CV * config.logit_scale

@@ -14,8 +14,9 @@ from torch import nn
 from rlhf_core.config.engines import PretrainedModel
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.interfaces import ModelSpec
+from rlhf_core.models.architecture import check_attention, check_folder, read_config
 from rlhf_core.models.export import export_model
-from rlhf_core.models.forward import check_head
+from rlhf_core.models.forward import check_head, check_rows
 from rlhf_core.models.heads import ValueModel, initial_head, read_head
 from rlhf_core.models.lora import apply_lora
 from rlhf_core.models.packages import PACKAGE, package_folder
@@ -32,15 +33,17 @@ def load_model(spec: ModelSpec, *, dtype: str, attention: str, gradient_checkpoi
 
     `lm`: a causal LM, with adapters if `spec.lora`. `score`: a sequence classifier with one output. `value`: a
     `ValueModel`. A missing `score` or `value` head is drawn from N(0, 1/(hidden + 1)) with `spec.seed`; a value model
-    made from a reward model starts from its head. Raises ConfigError if the folder is not a model or lacks weights.
+    made from a reward model starts from its head. Raises ConfigError if the folder is not a model or lacks weights, if
+    its rows would need an attention mask, and if `attention` leaves out a part of what the architecture computes.
     """
     folder = Path(spec.path)
-    _check_folder(folder)
+    check_folder(folder)
     if spec.lora is not None and spec.head != "lm":
         raise ConfigError(explain("lora", spec.head, "adapters are for the lm head only", "remove lora from this role"))
     if spec.lora is not None and spec.lora.quantise:
         check_quantiser()
     config = _config_without_dropout(folder)
+    check_attention(config, attention)
     load = {"lm": _load_lm, "score": _load_score, "value": _load_value}[spec.head]
     model: Any = load(folder, config, spec.seed, {"dtype": getattr(torch, dtype), "attn_implementation": attention})
     if spec.lora is not None:
@@ -49,10 +52,11 @@ def load_model(spec: ModelSpec, *, dtype: str, attention: str, gradient_checkpoi
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     model.eval()
+    model = model.to(device)
+    check_rows(model)  # before training mode, in which some routers add noise
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
-    model = model.to(device)
     if spec.head == "lm":
         check_head(model)
     return model
@@ -135,9 +139,19 @@ def _from_pretrained(
 ) -> nn.Module:
     # transformers draws missing weights from the global generator, which must not move: they are set by the caller.
     with torch.random.fork_rng(devices=[]):
-        model, loading = auto.from_pretrained(
-            folder, config=config, use_safetensors=True, local_files_only=True, output_loading_info=True, **options
-        )
+        try:
+            model, loading = auto.from_pretrained(
+                folder, config=config, use_safetensors=True, local_files_only=True, output_loading_info=True, **options
+            )
+        except ValueError as error:
+            if "does not support" not in str(error) or "attention" not in str(error):
+                raise
+            # Attention sinks (gpt-oss) are an example of what sdpa cannot do.
+            rule = f"transformers does not have it for a model of type {config.model_type}"
+            attention = options["attn_implementation"]
+            raise ConfigError(
+                explain("runtime.trainer.attention", attention, rule, 'set runtime.trainer.attention = "eager"')
+            ) from error
     missing = sorted(set(loading["missing_keys"]) - set(allowed_missing))
     if missing:
         raise ConfigError(
@@ -149,26 +163,12 @@ def _from_pretrained(
 
 
 def _config_without_dropout(folder: Path) -> Any:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = read_config(folder)
     for owner in {id(c): c for c in (config, config.get_text_config())}.values():
         for name, value in vars(owner).items():
             if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
                 setattr(owner, name, 0.0)
     return config
-
-
-def _check_folder(folder: Path) -> None:
-    if not (folder / "config.json").is_file():
-        raise ConfigError(
-            explain(
-                "model.path",
-                str(folder),
-                "must be a model folder with config.json",
-                "check the path, or materialise the model first",
-            )
-        )
 
 
 # ---------------------------------------------------------------- sources
@@ -206,7 +206,7 @@ def _check_local(config: PretrainedModel, folder: Path) -> None:
                 explain("model.gguf_file", config.gguf_file, f"is not in {config.path}", f"choose from {found}")
             )
         return
-    _check_folder(folder)
+    check_folder(folder)
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(
             explain(

@@ -1,7 +1,9 @@
-"""Rows of several samples where a batch has one sample to a row: the backbone computes less padding, and the same values.
+"""Which architectures keep samples that share a row apart, and rows of several samples where a batch has one to a row.
 
-Only for architectures in which nothing but attention passes between positions, so that restarting position ids keep the
-samples apart (as with packing); others keep their rows.
+Restarting position ids keep samples apart only where nothing but attention under transformers' own causal masks passes
+between positions. Convolutions, recurrent states and other masks or positions leak without a word, so packing is refused for
+an architecture that is not known to be separable, and its rows are not shared. Shared rows compute less padding, and the same
+values.
 
 Legend: B rows of the batch, R rows of the layout, L positions, H hidden.
 """
@@ -9,14 +11,72 @@ Legend: B rows of the batch, R rows of the layout, L positions, H hidden.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlhf_core.batches import TokenBatch
+from rlhf_core.errors import ConfigError, explain
 
-SEPARABLE = frozenset({"gemma2", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"})
-"""`model_type` of the architectures that are known to keep samples apart by their position ids."""
+SEPARABLE = frozenset(
+    {
+        "apertus",
+        "arcee",
+        "cohere",
+        "cohere2",
+        "cwm",
+        "deepseek_v2",
+        "deepseek_v3",
+        "ernie4_5",
+        "ernie4_5_moe",
+        "exaone4",
+        "flex_olmo",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "glm",
+        "glm4",
+        "glm4_moe",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neox",
+        "granite",
+        "granitemoe",
+        "granitemoeshared",
+        "helium",
+        "hunyuan_v1_dense",
+        "hunyuan_v1_moe",
+        "llama",
+        "minimax_m2",
+        "ministral",
+        "ministral3",
+        "mistral",
+        "mixtral",
+        "nemotron",
+        "olmo",
+        "olmo2",
+        "olmo3",
+        "olmoe",
+        "persimmon",
+        "phi",
+        "phi3",
+        "phimoe",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "seed_oss",
+        "smollm3",
+        "solar_open",
+        "stablelm",
+        "starcoder2",
+    }
+)
+"""`model_type` of the architectures that are known to keep samples apart by their position ids, with and without windows of
+attention: `python -m benchmarks.separable` proves each, and tries all that transformers has."""
+LAYERS = frozenset({"full_attention", "sliding_attention"})
+"""`layer_types` of which that is known; an architecture may have others in some of its models."""
 LONGEST = 4096
 """Attention of shared rows needs a mask of L x L; beyond this it costs more than the padding."""
 WORTHWHILE = 0.9
@@ -37,13 +97,27 @@ class SharedRows:
         return hidden_RLH.flatten(0, 1)[self.gone_to].reshape(*batch.token_ids_BL.shape, -1)
 
 
-def shared_rows(batch: TokenBatch, *, model_type: str) -> SharedRows | None:
+def keeps_apart(config: Any) -> bool:
+    """Return whether a model of this transformers configuration is known to keep samples in one row apart."""
+    types = getattr(config.get_text_config(), "layer_types", None) or ()
+    return config.model_type in SEPARABLE and LAYERS.issuperset(types)
+
+
+def check_packing(config: Any) -> None:
+    """Raise ConfigError if a model of this transformers configuration is not known to keep packed samples apart."""
+    if not keeps_apart(config):
+        rule = f"a model of type {config.model_type} is not known to keep packed samples apart"
+        raise ConfigError(explain("packing", True, rule, "train without packing (packing = false)"))
+
+
+def shared_rows(batch: TokenBatch) -> SharedRows | None:
     """Return a layout of `batch` in fewer rows as long as its longest, or None where that is impossible or not worth it.
 
-    First-fit from the longest sample down, so it depends on the lengths and their order alone.
+    First-fit from the longest sample down, so it depends on the lengths and their order alone. Only for a model that
+    `keeps_apart`.
     """
     count, length = batch.token_ids_BL.shape
-    if batch.packed or count == 1 or length > LONGEST or model_type not in SEPARABLE:
+    if batch.packed or count == 1 or length > LONGEST:
         return None
     used: list[int] = []
     places: dict[int, int] = {}

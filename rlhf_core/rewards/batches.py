@@ -9,11 +9,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import accumulate
 
-from rlhf_core.config.rewards import OnFailure
+from rlhf_core.config.rewards import Compares, OnFailure
 from rlhf_core.errors import RewardError
 from rlhf_core.rewards.cache import ResultCache
-from rlhf_core.rewards.outcomes import BatchFailed, Outcome, merged_logs, reason_of, screened
+from rlhf_core.rewards.outcomes import BatchFailed, Outcome, joined_scores, merged_logs, reason_of, screened
 from rlhf_core.types import Generation
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ class BatchedReward:
 
     A batch that fails is tried `retries` times more, after pauses that double. Then RewardError for `fail`; for `invalid`
     it is halved, and its halves, down to the generations that fail alone: those become failures, the others are scored.
+    What is compared is not parted: a group fails as a whole, and so does a batch.
     Generations that the `cache` knows are not asked about, and those that are alike are asked about once. The values of a
     batch are kept as soon as it is settled: neither a kill nor a batch that fails later makes them be paid for again.
     """
@@ -44,6 +46,7 @@ class BatchedReward:
         batch_size: int,
         retries: int,
         on_failure: OnFailure,
+        compares: Compares = "nothing",
         failed_calls: int = FAILED_CALLS,
         cache: ResultCache | None = None,
         pause: Callable[[float], None] = time.sleep,
@@ -56,6 +59,7 @@ class BatchedReward:
         self._batch_size = batch_size
         self._retries = retries
         self.on_failure: OnFailure = on_failure
+        self._compares: Compares = compares
         self._failed_calls = failed_calls
         self._cache = cache
         self._pause = pause
@@ -68,17 +72,19 @@ class BatchedReward:
         new = {key: at for at, key in enumerate(keys) if not self._cache.known(key)}  # one of those that are alike
         outcome = self._scored([generations[at] for at in new.values()])
         failures = {key: outcome.failures[at] for at, key in enumerate(new) if at in outcome.failures}
+        scores = tuple(None if key in failures else self._cache.score(key) for key in keys)
         return Outcome(
             tuple(None if key in failures else self._cache.value(key) for key in keys),
             {at: failures[key] for at, key in enumerate(keys) if key in failures},
             outcome.logs,
+            scores if any(score is not None for score in scores) else (),
         )
 
     def _scored(self, generations: Sequence[Generation]) -> Outcome:
         if not generations:
             return Outcome(())
         size = self._batch_size or -(-len(generations) // self._workers)
-        batches = [generations[start : start + size] for start in range(0, len(generations), size)]
+        batches = cut(generations, size, compares=self._compares)
         if self._workers == 1:
             return joined([self._settled(batch) for batch in batches])
         with ThreadPoolExecutor(self._workers, thread_name_prefix=f"reward-{self._name}") as pool:
@@ -91,8 +97,11 @@ class BatchedReward:
         finally:
             self._free.put(ask)
         if self._cache is not None:
-            each = enumerate(zip(batch, outcome.values, strict=True))
-            self._cache.add({self._cache.key(one): value for at, (one, value) in each if at not in outcome.failures})
+            settled = {self._cache.key(one): at for at, one in enumerate(batch) if at not in outcome.failures}
+            self._cache.add(
+                {key: outcome.values[at] for key, at in settled.items()},
+                {key: outcome.scores[at] for key, at in settled.items()} if outcome.scores else {},
+            )
         return outcome
 
     def _screened(self, ask: Ask, batch: Sequence[Generation]) -> Outcome:
@@ -111,34 +120,67 @@ class BatchedReward:
                 if self.on_failure == "fail":
                     raise
                 logger.warning("%s; looking for the answers that cause it", error)
-                return told_apart(ask, batch, error, failed_calls=self._failed_calls)
+                parts = cut(batch, 1, compares=self._compares)
+                return told_apart(ask, batch, error, parts=parts, failed_calls=self._failed_calls)
         raise AssertionError("the last try returns or raises")
 
 
-def told_apart(ask: Ask, batch: Sequence[Generation], error: RewardError, *, failed_calls: int) -> Outcome:
-    """Return the outcome of a batch that failed with `error`: it is halved until what fails stands alone."""
+def cut(generations: Sequence[Generation], size: int, *, compares: Compares) -> list[Sequence[Generation]]:
+    """Return batches of `size` generations; where they are compared, of at least that many, and nothing is parted."""
+    if compares == "batch":
+        return [generations]
+    if compares == "group":
+        return whole_groups(generations, at_least=size)
+    return [generations[start : start + size] for start in range(0, len(generations), size)]
+
+
+def whole_groups(rows: Sequence[Generation], *, at_least: int) -> list[Sequence[Generation]]:
+    """Return the rows cut into pieces of `at_least` rows, or more: the answers to a prompt that follow each other stay
+    together, for rewards that are normalised among them or compare them."""
+    pieces, start = [], 0
+    for end in range(1, len(rows) + 1):
+        if end == len(rows) or (end - start >= at_least and rows[end].prompt.id != rows[end - 1].prompt.id):
+            pieces.append(rows[start:end])
+            start = end
+    return pieces
+
+
+def told_apart(
+    ask: Ask,
+    batch: Sequence[Generation],
+    error: RewardError,
+    *,
+    parts: Sequence[Sequence[Generation]],
+    failed_calls: int,
+) -> Outcome:
+    """Return the outcome of a batch that failed with `error`: its parts are halved until one that fails stands alone."""
+    starts = [0, *accumulate(map(len, parts))]
     values: list[float | None] = [None] * len(batch)
+    scores: list[float | None] = [None] * len(batch)
     failures: dict[int, str] = {}
     logs = []
-    waiting: deque[tuple[int, int, RewardError]] = deque([(0, len(batch), error)])
+    waiting: deque[tuple[int, int, RewardError]] = deque([(0, len(parts), error)])
     while waiting:
-        start, end, error = waiting.popleft()
+        first, last, error = waiting.popleft()
         whole = isinstance(error, BatchFailed) and not error.divisible
-        if end - start == 1 or whole or failed_calls <= 0:
-            failures |= dict.fromkeys(range(start, end), reason_of(error))
+        if last - first == 1 or whole or failed_calls <= 0:
+            failures |= dict.fromkeys(range(starts[first], starts[last]), reason_of(error))
             continue
-        middle = (start + end) // 2
-        for low, high in ((start, middle), (middle, end)):
+        middle = (first + last) // 2
+        for begin, end in ((first, middle), (middle, last)):
+            low, high = starts[begin], starts[end]
             try:
                 outcome = ask(batch[low:high])
             except RewardError as inner:
                 failed_calls -= 1
-                waiting.append((low, high, inner))
+                waiting.append((begin, end, inner))
             else:
                 values[low:high] = outcome.values
+                scores[low:high] = outcome.scores or (None,) * (high - low)
                 failures |= {low + at: reason for at, reason in outcome.failures.items()}
                 logs.append(outcome.logs)
-    return Outcome(tuple(values), failures, merged_logs(logs))
+    given = any(score is not None for score in scores)
+    return Outcome(tuple(values), failures, merged_logs(logs), tuple(scores) if given else ())
 
 
 def joined(outcomes: Sequence[Outcome]) -> Outcome:
@@ -148,4 +190,6 @@ def joined(outcomes: Sequence[Outcome]) -> Outcome:
     for outcome in outcomes:
         failures |= {len(values) + at: reason for at, reason in outcome.failures.items()}
         values += outcome.values
-    return Outcome(tuple(values), failures, merged_logs([outcome.logs for outcome in outcomes]))
+    return Outcome(
+        tuple(values), failures, merged_logs([outcome.logs for outcome in outcomes]), joined_scores(outcomes)
+    )

@@ -9,6 +9,8 @@ import json
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import TypeAlias
 
 from rlhf_core.fingerprint import sha256_text
 from rlhf_core.types import Generation
@@ -25,7 +27,7 @@ class ResultCache:
         self._identity = identity
         self._path = path
         self._adding = threading.Lock()
-        self._known: dict[str, float | None] = _read(path) if path is not None and path.is_file() else {}
+        self._known: dict[str, _Kept] = _read(path) if path is not None and path.is_file() else {}
 
     def key(self, generation: Generation) -> str:
         """Return the key of a generation: the reward's identity, the prompt with its label, and the answer's content.
@@ -47,26 +49,37 @@ class ResultCache:
 
     def value(self, key: str) -> float | None:
         """Return the value of a known key."""
-        return self._known[key]
+        return self._known[key][0]
 
-    def add(self, values: Mapping[str, float | None]) -> None:
-        """Keep values by key."""
+    def score(self, key: str) -> float | None:
+        """Return the score that was given beside the value of a known key; None if none was."""
+        return self._known[key][1]
+
+    def add(
+        self, values: Mapping[str, float | None], scores: Mapping[str, float | None] = MappingProxyType({})
+    ) -> None:
+        """Keep values by key, and the `scores` that were given beside them."""
+        kept = {key: (value, scores.get(key)) for key, value in values.items()}
         with self._adding:
-            self._known.update(values)
-            if self._path is not None and values:
+            self._known.update(kept)
+            if self._path is not None and kept:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 with self._path.open("a", encoding="utf-8") as stream:
                     # After a kill the last line may be half written: a line of its own begins what comes after it.
-                    stream.write("".join(f"\n{json.dumps([key, value])}" for key, value in values.items()))
+                    stream.write("".join(f"\n{json.dumps([key, *one])}" for key, one in kept.items()))
 
 
-def _read(path: Path) -> dict[str, float | None]:
-    """Return the values of a cache file; a line that a kill cut off is passed over."""
-    known: dict[str, float | None] = {}
+_Kept: TypeAlias = tuple[float | None, float | None]
+"""A value and the score beside it."""
+
+
+def _read(path: Path) -> dict[str, _Kept]:
+    """Return what a cache file holds; a line that a kill cut off is passed over."""
+    known: dict[str, _Kept] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            key, value = json.loads(line)
+            key, value, *score = json.loads(line)  # there were no scores once
         except ValueError:
             continue
-        known[key] = value
+        known[key] = (value, score[0] if score else None)
     return known

@@ -16,9 +16,12 @@ import time
 from collections.abc import Sequence
 from typing import Any, Self
 
+from rlhf_core.callables import search_path
 from rlhf_core.child_process import kill_group
+from rlhf_core.config.rewards import Compares
 from rlhf_core.errors import ConfigError, explain
-from rlhf_core.rewards.outcomes import BatchFailed, Outcome, check_length, merged_logs
+from rlhf_core.rewards.batches import cut
+from rlhf_core.rewards.outcomes import BatchFailed, Outcome, check_length, joined_scores, merged_logs
 from rlhf_core.rewards.worker import Settings
 from rlhf_core.types import Generation
 
@@ -34,7 +37,7 @@ class IsolatedReward:
 
     The process starts at construction (ConfigError if the function cannot be loaded) and is started anew after a call
     that it did not survive. BatchFailed names the reward, the prompts and, where the function raised, its traceback.
-    Several batches of `batch_size` (0: one) are put to an async function at a time.
+    Several batches of `batch_size` (0: one), cut as it `compares`, are put to an async function at a time.
 
     >>> with IsolatedReward("exact", "rlhf_core.rewards.verifiable:exact_match", timeout_s=5.0) as reward:
     ...     reward([])
@@ -42,13 +45,21 @@ class IsolatedReward:
     """
 
     def __init__(
-        self, name: str, function: str, *, timeout_s: float, settings: Settings = Settings(), batch_size: int = 0
+        self,
+        name: str,
+        function: str,
+        *,
+        timeout_s: float,
+        settings: Settings = Settings(),
+        batch_size: int = 0,
+        compares: Compares = "nothing",
     ) -> None:
         self._name = name
         self._function = function
         self._settings = settings
         self._timeout_s = timeout_s
         self._batch_size = batch_size
+        self._compares: Compares = compares
         self._process, self.is_async = self._start()
 
     def __call__(self, generations: Sequence[Generation]) -> list[float | None]:
@@ -62,7 +73,7 @@ class IsolatedReward:
         if self._process.poll() is not None:
             self._process, self.is_async = self._start()
         size = self._batch_size or len(generations)
-        batches = [list(generations[start : start + size]) for start in range(0, len(generations), size)]
+        batches = [list(batch) for batch in cut(generations, size, compares=self._compares)]
         kind, answer = self._exchange(self._process, batches, timeout_s=self._timeout_s)
         if kind == "outcomes":
             return self._joined(answer, batches)
@@ -101,16 +112,24 @@ class IsolatedReward:
         for outcome, batch in zip(outcomes, batches, strict=True):
             check_length(self._name, outcome, batch)
         values = tuple(value for outcome in outcomes for value in outcome.values)
-        return Outcome(values, logs=merged_logs([outcome.logs for outcome in outcomes]))
+        logs = merged_logs([outcome.logs for outcome in outcomes])
+        return Outcome(values, logs=logs, scores=joined_scores(outcomes))
 
     def _start(self) -> tuple[subprocess.Popen[bytes], bool]:
         """Return a new process that is ready, and whether its function is async."""
-        command = [sys.executable, "-m", "rlhf_core.rewards.worker", self._function, self._settings.model_dump_json()]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "rlhf_core.rewards.worker",
+            self._function,
+            self._settings.model_dump_json(),
+        ]
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.curdir for path in sys.path)},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(search_path())},
             start_new_session=True,
         )
         kind, answer = self._exchange(process, None, timeout_s=START_TIMEOUT_S)

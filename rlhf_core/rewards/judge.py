@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -12,10 +11,12 @@ from typing import Any, Self
 import httpx
 
 from rlhf_core.config.rewards import JsonVerdict, JudgeReward, PatternVerdict
-from rlhf_core.errors import ConfigError, RewardError, explain
+from rlhf_core.errors import RewardError, explain
+from rlhf_core.redaction import without_secrets
 from rlhf_core.rewards.batches import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from rlhf_core.rewards.outcomes import Outcome, shortened
 from rlhf_core.rewards.protocols import prompt_text
+from rlhf_core.secrets import bearer, resolved
 from rlhf_core.types import Generation
 
 _PLACE = re.compile(r"\{(prompt|completion|label)\}")
@@ -35,7 +36,8 @@ class Judge:
         self._config = config
         self._pause = pause
         limits = httpx.Limits(max_connections=config.concurrency)
-        self._client = httpx.Client(headers=authorization(name, config.token_env), limits=limits)
+        self._address = str(resolved(config.url, f"rewards.{name}.url")).rstrip("/")
+        self._client = httpx.Client(headers=bearer(f"rewards.{name}.token_env", config.token_env), limits=limits)
 
     def outcome(self, generations: Sequence[Generation]) -> Outcome:
         """Return the score of each generation."""
@@ -87,7 +89,7 @@ class Judge:
             "temperature": config.temperature,
         }
         deadline = time.monotonic() + config.timeout_s
-        url = f"{config.url.rstrip('/')}/chat/completions"
+        url = f"{self._address}/chat/completions"
         received = b""
         with self._client.stream("POST", url, json=body, timeout=config.timeout_s) as response:
             response.raise_for_status()
@@ -126,20 +128,12 @@ def read_score(text: str, verdict: PatternVerdict | JsonVerdict, *, low: float, 
     return score
 
 
-def authorization(name: str, token_env: str) -> dict[str, str]:
-    """Return the header with the token of an environment variable, none for ""; ConfigError if it is not set."""
-    if not token_env:
-        return {}
-    if token_env not in os.environ:
-        raise ConfigError(explain(f"rewards.{name}.token_env", token_env, "is not set", "export it"))
-    return {"Authorization": f"Bearer {os.environ[token_env]}"}
-
-
 def _content(received: bytes) -> str:
     try:
         content = json.loads(received)["choices"][0]["message"]["content"]
     except (ValueError, KeyError, IndexError, TypeError, RecursionError):
-        raise ValueError(f"the judge's server answered with no chat completion: {received[:80]!r}") from None
+        text = without_secrets(received.decode(errors="replace"))[:80]
+        raise ValueError(f"the judge's server answered with no chat completion: {text!r}") from None
     if not isinstance(content, str):
         raise ValueError("the judge said nothing")
     return content

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from rlhf_core.config.rewards import OnFailure
 from rlhf_core.encodable import encodable
 from rlhf_core.errors import RewardError, explain
+from rlhf_core.redaction import without_secrets
 from rlhf_core.types import Generation
 
 LARGEST_REWARD = 1e6
@@ -24,6 +25,9 @@ Logs = Mapping[str, tuple[float, int]]
 class Outcome:
     """One value per generation; None where the reward does not apply or failed. `failures`: position -> why it failed.
 
+    `scores` are what it says of each generation for dynamic sampling to go by, None for those it says nothing of; empty
+    where it says nothing of any.
+
     >>> Outcome((1.0, None, None), failures={2: "took longer than 5 s"}).failures[2]
     'took longer than 5 s'
     """
@@ -31,6 +35,7 @@ class Outcome:
     values: tuple[float | None, ...]
     failures: Mapping[int, str] = field(default_factory=dict)
     logs: Logs = field(default_factory=dict)
+    scores: tuple[float | None, ...] = ()
 
 
 class Reward(Protocol):
@@ -78,7 +83,7 @@ def screened(name: str, outcome: Outcome, generations: Sequence[Generation], *, 
         raise RewardError(explain(key, value, rule, f"mend the reward; the answer was {answer!r}"))
     values = tuple(None if i in bad else value for i, value in enumerate(outcome.values))
     failures = {**outcome.failures, **{i: f"returned {value}: {rule}" for i, value in bad.items()}}
-    return Outcome(values, failures, outcome.logs)
+    return Outcome(values, failures, outcome.logs, outcome.scores)
 
 
 def reason_of(error: RewardError) -> str:
@@ -87,12 +92,12 @@ def reason_of(error: RewardError) -> str:
 
 
 def shortened(text: str) -> str:
-    """Return `text` as one line of at most 200 characters.
+    """Return `text` as one line of at most 200 characters, without secrets.
 
     >>> shortened("KeyError:\\n  'x'")
     "KeyError: 'x'"
     """
-    line = " ".join(encodable(text).split())
+    line = " ".join(without_secrets(encodable(text)).split())
     return line if len(line) <= LONGEST_REASON else line[: LONGEST_REASON - 4] + " ..."
 
 
@@ -108,6 +113,34 @@ def merged_logs(parts: Sequence[Logs]) -> dict[str, tuple[float, int]]:
             before, seen = merged.get(name, (0.0, 0))
             merged[name] = (before + total, seen + count)
     return merged
+
+
+def joined_scores(outcomes: Sequence[Outcome]) -> tuple[float | None, ...]:
+    """Return the scores of consecutive outcomes.
+
+    >>> joined_scores([Outcome((1.0,), scores=(0.5,)), Outcome((1.0, 2.0))])
+    (0.5, None, None)
+    """
+    if not any(outcome.scores for outcome in outcomes):
+        return ()
+    return tuple(score for one in outcomes for score in one.scores or (None,) * len(one.values))
+
+
+def read_scores(value: Any, count: int) -> tuple[float | None, ...]:
+    """Return what a function or server gave as `scores`, if it is one finite number or None for each of `count` answers.
+
+    Empty if it is anything else, such as one number for all of them: that is only to be logged.
+
+    >>> read_scores([1, None], 2), read_scores(0.5, 2), read_scores(["good", "bad"], 2)
+    ((1.0, None), (), ())
+    """
+    listed = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(listed, (list, tuple)) or len(listed) != count:
+        return ()
+    flat = [one[0] if isinstance(one, (list, tuple)) and len(one) == 1 else one for one in listed]
+    if not all(one is None or (isinstance(one, (int, float)) and math.isfinite(one)) for one in flat):
+        return ()
+    return tuple(None if one is None else float(one) for one in flat)
 
 
 def _is_reward(value: float) -> bool:

@@ -17,8 +17,9 @@ Columns come from the prompt's label. If it is a JSON object, each of its fields
 `prompt_id`, `source`, `messages`, `completion_ids`, `action_mask` (per token: 1 sampled, 0 an environment's) and
 `finish_reason`.
 
-It returns a list of numbers or None (does not apply), an array, a tensor, or `{"rewards", "scores", "extra_logs"}`, of
-which rewards are used, and the means of the rest logged. It may be `async`.
+It returns a list of numbers or None (does not apply), an array, a tensor, or `{"rewards", "scores", "extra_logs"}`:
+rewards are learned from, scores are what dynamic sampling goes by, and the means of scores and the rest are logged. It may
+be `async`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from typing import Any, Literal
 
 from rlhf_core.config.rewards import FunctionProtocol
 from rlhf_core.errors import ConfigError, explain
-from rlhf_core.rewards.outcomes import Logs, Outcome, merged_logs
+from rlhf_core.rewards.outcomes import Logs, Outcome, merged_logs, read_scores
 from rlhf_core.types import Generation, Message
 
 Protocol = Literal["generations", "columns", "openrlhf", "trl", "trl_text"]
@@ -183,14 +184,16 @@ def columns_of(generations: Sequence[Generation]) -> dict[str, list[Any]]:
 def read_answer(answer: Any, count: int, *, also: Logs) -> Outcome:
     """Return what a function returned as an outcome of plain floats; ValueError or TypeError if it holds no numbers."""
     logs = [also]
+    scores: tuple[float | None, ...] = ()
     if isinstance(answer, Mapping):
         logs += [_log(name, value, count) for name, value in (answer.get("extra_logs") or {}).items()]
         if "scores" in answer:
             logs.append(_log("scores", answer["scores"], count))
+            scores = read_scores(answer["scores"], count)
         if "rewards" not in answer:
             raise ValueError(f"the table returned has no 'rewards', it has {sorted(answer)}")
         answer = answer["rewards"]
-    return Outcome(tuple(_number(value) for value in _listed(answer)), logs=merged_logs(logs))
+    return Outcome(tuple(_number(value) for value in _listed(answer)), logs=merged_logs(logs), scores=scores)
 
 
 # ---------------------------------------------------------------- private

@@ -2,7 +2,7 @@
 
     {"query": ["2+2? 4"], "prompts": ["2+2? "], "labels": ["4"]}  ->  {"rewards": [1.0], "extra_logs": {"hits": 1.0}}
 
-`scores` in the answer is logged with `extra_logs`; a reward that is null does not apply.
+`scores` in the answer are what dynamic sampling goes by, and logged with `extra_logs`; a reward that is null does not apply.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,9 +19,13 @@ from typing import Any, Self
 
 import httpx
 
+from rlhf_core.config.rewards import Compares
 from rlhf_core.errors import ConfigError, explain
-from rlhf_core.rewards.outcomes import BatchFailed, Logs, Outcome, merged_logs
+from rlhf_core.redaction import without_secrets
+from rlhf_core.rewards.batches import cut
+from rlhf_core.rewards.outcomes import BatchFailed, Logs, Outcome, joined_scores, merged_logs, read_scores
 from rlhf_core.rewards.protocols import prompt_text
+from rlhf_core.secrets import bearer, resolved
 from rlhf_core.types import Generation
 
 logger = logging.getLogger(__name__)
@@ -62,25 +65,28 @@ class RemoteReward:
         retries: int,
         batch_size: int,
         token_env: str,
+        compares: Compares = "nothing",
         query: QueryText = plain_query,
     ) -> None:
         self._name = name
         self._urls = _Rotation(name, urls)
+        self._addresses = {url: str(resolved(url, f"rewards.{name}.urls")) for url in urls}
         self._timeout_s = timeout_s
         self._retries = retries
         self._batch_size = batch_size
+        self._compares: Compares = compares
         self._query = query
         timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_S))
-        self._client = httpx.Client(timeout=timeout, headers=_authorisation(name, token_env))
+        self._client = httpx.Client(timeout=timeout, headers=bearer(f"rewards.{name}.token_env", token_env))
         self._pool = ThreadPoolExecutor(len(urls), thread_name_prefix=f"remote-{name}")
 
     def __call__(self, generations: Sequence[Generation]) -> Outcome:
         """Return one value per generation, None where the server says null, and what the servers want logged."""
-        size = self._batch_size
-        batches = [generations[start : start + size] for start in range(0, len(generations), size)]
+        batches = cut(generations, self._batch_size, compares=self._compares)
         outcomes = list(self._pool.map(self._scored, batches))
         values = tuple(value for outcome in outcomes for value in outcome.values)
-        return Outcome(values, logs=merged_logs([outcome.logs for outcome in outcomes]))
+        logs = merged_logs([outcome.logs for outcome in outcomes])
+        return Outcome(values, logs=logs, scores=joined_scores(outcomes))
 
     def close(self) -> None:
         """Close the connections."""
@@ -121,7 +127,7 @@ class RemoteReward:
         """Return the JSON that `url` answers within the deadline, else _NoRewards."""
         deadline, answer = time.monotonic() + self._timeout_s, b""
         try:
-            with self._client.stream("POST", url, json=body) as response:
+            with self._client.stream("POST", self._addresses[url], json=body) as response:
                 for piece in response.iter_bytes():
                     answer += piece
                     if len(answer) > LARGEST_ANSWER:
@@ -134,12 +140,13 @@ class RemoteReward:
         except httpx.HTTPError as error:
             raise _NoRewards(f"cannot be asked: {error!r}") from None
         if status != 200:
-            text = answer[:300].decode(errors="replace")
+            text = without_secrets(answer.decode(errors="replace"))[:300]  # a server may repeat what it was sent
             raise _NoRewards(f"answered status {status}: {text}", final=status in REFUSED_FOR_GOOD)
         try:
             return json.loads(answer)
         except (ValueError, RecursionError):
-            raise _NoRewards(f"answered what is no JSON: {answer[:100]!r}") from None
+            text = without_secrets(answer.decode(errors="replace"))[:100]
+            raise _NoRewards(f"answered what is no JSON: {text!r}") from None
 
     def _failure(self, batch: Sequence[Generation], problems: Mapping[str, _NoRewards]) -> BatchFailed:
         told = "; ".join(f"{url} {problem.reason}" for url, problem in problems.items())
@@ -151,7 +158,7 @@ class RemoteReward:
 def read_answer(answer: Any, count: int) -> Outcome:
     """Return the rewards of a server's answer with its logs; _NoRewards if they are not `count` numbers or nulls."""
     if not isinstance(answer, dict) or not isinstance(answer.get("rewards"), list):
-        raise _NoRewards(f"answered no list of rewards: {str(answer)[:100]}")
+        raise _NoRewards(f"answered no list of rewards: {without_secrets(str(answer))[:100]}")
     values = tuple(_number(value) for value in answer["rewards"])
     if len(values) != count:
         raise _NoRewards(f"answered {len(values)} rewards for {count} answers")
@@ -159,7 +166,7 @@ def read_answer(answer: Any, count: int) -> Outcome:
     logs = dict(extra) if isinstance(extra, dict) else {}
     if "scores" in answer:
         logs["scores"] = answer["scores"]
-    return Outcome(values, logs=_means(logs, count))
+    return Outcome(values, logs=_means(logs, count), scores=read_scores(answer.get("scores"), count))
 
 
 # ---------------------------------------------------------------- private
@@ -214,17 +221,6 @@ class _Rotation:
     def answered(self, url: str) -> None:
         with self._lock:
             self._health[url] = _Health()
-
-
-def _authorisation(name: str, token_env: str) -> dict[str, str]:
-    if not token_env:
-        return {}
-    token = os.environ.get(token_env, "")
-    if not token:
-        raise ConfigError(
-            explain(f"rewards.{name}.token_env", token_env, "the environment has no such variable", "export it")
-        )
-    return {"Authorization": f"Bearer {token}"}
 
 
 def _number(value: Any) -> float | None:

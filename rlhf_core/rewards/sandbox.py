@@ -1,9 +1,9 @@
 """Python programs that nobody vouches for, run with limits, without network and without leaving anything behind.
 
 Each run is a process tree of its own (see `sandbox_launcher`): own network, process and mount namespaces, nobody's
-rights where we are root, an empty folder in memory as the only writable place, a cleared environment, standard library
-only, and limits on time, memory, processes, files and output. What it cannot do for a user who is not root: hide files
-that this user may read outside /home, /root, /tmp, /run and /dev. It is no defence against holes of the kernel.
+rights where we are root, nothing of this machine's files but the interpreter and its libraries, an empty folder in
+memory as the only writable place, a cleared environment, standard library only, and limits on time, memory, processes,
+files and output. It is no defence against holes of the kernel.
 """
 
 from __future__ import annotations
@@ -20,18 +20,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from rlhf_core.encodable import encodable
 from rlhf_core.errors import ConfigError, RewardError, explain
+from rlhf_core.rewards.outside_judge import judged_outside
 
 GRACE_S = 10.0
 """For starting and ending a sandbox, beyond the program's own time."""
-HIDDEN = ("/tmp", "/var/tmp", "/run", "/home", "/root", "/mnt", "/srv")
+LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo")
+"""What an interpreter loads beside its own folder."""
 FOLDER = "/tmp/rlhf-sandbox-"
 """What the names of work folders begin with; not below TMPDIR, which nobody may be unable to enter."""
+VALUES_KB = 4096
+"""For what a test in Python computed, beside what the program itself may write."""
 LAUNCHER = Path(__file__).with_name("sandbox_launcher.py")
 MEGABYTE = 2**20
 
@@ -71,7 +76,11 @@ class InputOutput:
 
 @dataclass(frozen=True)
 class Assertions:
-    """A test in Python that runs after the program, in its names. A program that means to can cheat it."""
+    """A test in Python that runs after the program, in its names.
+
+    Its own assertions of a value against a literal are judged outside (`outside_judge`); those in its functions and loops,
+    and comparisons of two computed values, run beside the program, which can cheat them if it means to.
+    """
 
     code: str
 
@@ -116,7 +125,9 @@ def run_program(program: str, stdin: str = "", *, limits: Limits, allow_network:
     RewardError when the sandbox itself fails.
     """
     isolation = find_isolation(allow_network)
-    answer = _launch(isolation, program, stdin, limits)
+    if encodable(program) != program:
+        return Execution("error", 1, "", "SyntaxError: the program holds half of a surrogate pair")
+    answer = _launch(isolation, program, encodable(stdin), limits)
     if answer["outcome"] == "refused":
         raise RewardError(explain("sandbox", isolation.mode, answer["detail"], "see why the program was not started"))
     outcome = answer["outcome"]
@@ -158,12 +169,19 @@ def _run_test(
             ran = run_program(program, stdin, limits=limits, allow_network=allow_network)
             right = _lines(ran.stdout) == _lines(expected)
         case Assertions(code=code):
-            # The tests come by standard input and end with a word of ours: a program that exits early has not passed.
+            # The test comes by standard input and ends with a word of ours: a program that exits early has not passed.
             word = secrets.token_hex(8)
-            driver = f"{program}\n\nimport sys\nexec(compile(sys.stdin.read(), 'tests', 'exec'), globals())\n"
-            stdin = f"{code}\n\nimport sys\nsys.__stdout__.write('\\n{word}')\n"
-            ran = run_program(driver, stdin, limits=limits, allow_network=allow_network)
-            right = ran.stdout.endswith(f"\n{word}")
+            outside = judged_outside(code, word)
+            driver = (
+                f"{program}\n\nimport builtins, sys\n"
+                "builtins.exec(builtins.compile(sys.stdin.read(), 'tests', 'exec'), builtins.globals())\n"
+            )
+            room = replace(limits, output_kb=limits.output_kb + VALUES_KB)
+            ran = run_program(driver, outside.code, limits=room, allow_network=allow_network)
+            before, reached, written = ran.stdout.rpartition(f"\n{word}")
+            wrong = outside.verdict(written) if reached else "it ended before the test did"
+            right = not wrong
+            ran = replace(ran, stdout=wrong or before)
     if ran.outcome == "finished":
         return ("passed", "") if right else ("failed", ran.stdout[-500:])
     failed = isinstance(test, Assertions) and "\nAssertionError" in ran.stderr
@@ -178,7 +196,7 @@ def _launch(isolation: Isolation, program: str, stdin: str, limits: Limits) -> d
             "program": program,
             "stdin": stdin,
             "work": str(work),
-            "hidden": [folder for folder in HIDDEN if Path(folder).is_dir() and not _needed(folder, isolation.python)],
+            "visible": [path for path in (*LIBRARIES, *_parts(isolation.python)) if os.path.lexists(path)],
             "timeout_s": limits.timeout_s,
             "memory_bytes": limits.memory_mb * MEGABYTE,
             "processes": limits.processes,
@@ -252,8 +270,9 @@ def _interpreters() -> list[str]:
     return list(dict.fromkeys(str(path.resolve()) for path in candidates if path.exists()))
 
 
-def _needed(folder: str, python: str) -> bool:
-    return Path(python).is_relative_to(Path(folder).resolve())
+def _parts(python: str) -> tuple[str, str]:
+    """Return the interpreter, and where its standard library lies."""
+    return python, str(Path(python).parents[1] / "lib")
 
 
 def _why(status: int, stderr: str) -> Literal["error", "timeout", "memory"]:

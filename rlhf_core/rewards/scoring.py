@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from rlhf_core.config.rewards import GatedProduct, OverlongPenalty, RewardsConfig, Term
+from rlhf_core.failures import Counts
 from rlhf_core.interfaces import Metrics
 from rlhf_core.rewards.batches import BatchedReward
 from rlhf_core.rewards.composition import compose, in_group
@@ -31,8 +32,8 @@ _NOT_IN_A_NAME = re.compile(r"[^\w\-. ]")
 class Scorer:
     """Scores generations with opened terms.
 
-    Holds the step, for weights that change, the running normalisers, and what the rewards logged in the step; `state`
-    and `restore` are for checkpoints.
+    Holds the step, for weights that change, the running normalisers, and what the rewards logged and failed for in the
+    step; `state` and `restore` are for checkpoints.
     """
 
     def __init__(self, config: RewardsConfig, rewards: Mapping[str, Reward]) -> None:
@@ -44,11 +45,13 @@ class Scorer:
             (name for name, spec in config.terms.items() if spec.normalise == "running"), RunningNormaliser.empty()
         )
         self._logs: dict[str, tuple[float, int]] = {}
+        self._failed: dict[str, tuple[int, int]] = {}
 
     def at_step(self, step: int) -> None:
         """Weigh the terms as at `step` of policy optimisation, and begin its logs."""
         self._step = step
         self._logs = {}
+        self._failed = {}
 
     def __call__(self, generations: Sequence[Generation]) -> list[Rollout]:
         """Return one rollout per generation, in order; RewardError names the reward and the prompt.
@@ -60,12 +63,14 @@ class Scorer:
         shown = [generations[at] for at in sent]
         outcomes = self._outcomes(shown)
         self._keep_logs(outcomes)
+        self._count_failed(outcomes, episodes=len(generations), lost=len(generations) - len(shown))
         weights = self._weights()
         rewards = self._composed(outcomes, weights, [one.prompt.id for one in shown])
         reasons = [self._reason(at, outcomes, weights, rewards[at]) for at in range(len(shown))]
         shaped = iter(self._shaped([reward for reward, why in zip(rewards, reasons, strict=True) if not why]))
+        scores = self._scores(outcomes, weights)
         rollouts = {
-            at: _rollout(one, next(shaped) if not why else math.nan, _components(outcomes, i), why)
+            at: _rollout(one, next(shaped) if not why else math.nan, _components(outcomes, i), why, scores[i])
             for i, (at, one, why) in enumerate(zip(sent, shown, reasons, strict=True))
         }
         return [
@@ -77,16 +82,21 @@ class Scorer:
         """Return what the rewards logged in this step: means, and for terms that may fail the share that did."""
         return {name: total / count for name, (total, count) in self._logs.items() if count}
 
+    def failed(self) -> Counts:
+        """Return how many of how many answers failed in this step: episodes, as `agent`, and each `rewards.terms.<name>`."""
+        return self._failed
+
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must keep (JSON)."""
         terms = {name: asdict(normaliser) for name, normaliser in self._of_terms.items()}
-        return {"normaliser": asdict(self._normaliser), "terms": terms, "logs": self._logs}
+        return {"normaliser": asdict(self._normaliser), "terms": terms, "logs": self._logs, "failed": self._failed}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`."""
+        """Go on from `state`; that of an earlier version does not say what failed."""
         self._normaliser = RunningNormaliser(**state["normaliser"])
         self._of_terms = {name: RunningNormaliser(**kept) for name, kept in state["terms"].items()}
         self._logs = {name: (total, count) for name, (total, count) in state["logs"].items()}
+        self._failed = {path: (failed, of) for path, (failed, of) in state.get("failed", {}).items()}
 
     def _outcomes(self, generations: Sequence[Generation]) -> dict[str, Outcome]:
         """Return what each reward says; those that run elsewhere do it at the same time, and while models score."""
@@ -100,6 +110,12 @@ class Scorer:
         return {
             name: screened(name, as_outcome(answer), generations, on_failure="fail") for name, answer in found.items()
         }
+
+    def _scores(self, outcomes: Mapping[str, Outcome], weights: Mapping[str, float]) -> Sequence[float | None]:
+        """Return the scores that the only term with a weight gave beside its values; of several none is the reward's."""
+        only = next(iter(weights)) if len(weights) == 1 else None
+        given = outcomes[only].scores if only else ()
+        return given or (None,) * max((len(outcome.values) for outcome in outcomes.values()), default=0)
 
     def _weights(self) -> dict[str, float]:
         """Return the weights of the terms that count; one whose schedule is at 0 just now still says that it applies."""
@@ -150,7 +166,7 @@ class Scorer:
             return rollout
         (penalty,) = overlong_penalties([rollout], self._config.overlong)
         components = rollout.reward_components | {"overlong": penalty}
-        return _rollout(rollout, rollout.reward + penalty, components, rollout.invalid)
+        return _rollout(rollout, rollout.reward + penalty, components, rollout.invalid, rollout.score)
 
     def _keep_logs(self, outcomes: Mapping[str, Outcome]) -> None:
         found: list[Logs] = [self._logs]
@@ -160,6 +176,14 @@ class Scorer:
             if isinstance(reward, BatchedReward) and reward.on_failure == "invalid":
                 found.append({_metric("reward_failed", name): (len(outcome.failures), len(outcome.values))})
         self._logs = merged_logs(found)
+
+    def _count_failed(self, outcomes: Mapping[str, Outcome], *, episodes: int, lost: int) -> None:
+        counted = {"agent": (lost, episodes)}
+        for name, outcome in outcomes.items():
+            counted[f"rewards.terms.{name}"] = (len(outcome.failures), len(outcome.values))
+        for path, (failed, of) in counted.items():
+            before, seen = self._failed.get(path, (0, 0))
+            self._failed[path] = (before + failed, seen + of)
 
 
 @contextmanager
@@ -198,8 +222,10 @@ def overlong_penalties(generations: Sequence[Generation | Rollout], config: Over
     ]
 
 
-def _rollout(one: Generation | Rollout, reward: float, components: dict[str, float], invalid: str) -> Rollout:
-    return Rollout(one.prompt, one.prompt_ids, one.completion, reward, components, invalid)
+def _rollout(
+    one: Generation | Rollout, reward: float, components: dict[str, float], invalid: str, score: float | None = None
+) -> Rollout:
+    return Rollout(one.prompt, one.prompt_ids, one.completion, reward, components, invalid, score)
 
 
 def _components(outcomes: Mapping[str, Outcome], at: int) -> dict[str, float]:

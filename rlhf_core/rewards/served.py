@@ -44,20 +44,18 @@ def as_it_stands(tokenize: Callable[[str], tuple[int, ...]]) -> Encode:
     return lambda query: tokenize(query.text)
 
 
-def rendered(
-    prompt_ids: Callable[[Sequence[Message]], tuple[int, ...]],
-    tokenize: Callable[[str], tuple[int, ...]],
-    *,
-    end_of_turn: int,
-) -> Encode:
-    """Return the encoding of plain queries: the prompt as one message of a user in the template, answer, end of turn."""
+def rendered(answered: Callable[[str, str], tuple[int, ...]]) -> Encode:
+    """Return the encoding of plain queries: the prompt as one message of a user in the template, answer, end of turn.
+
+    `answered(prompt, answer)` returns these tokens as the reward model was trained on them.
+    """
 
     def encode(query: Query) -> tuple[int, ...]:
         if not query.prompt or not query.text.startswith(query.prompt):
             raise RewardError(
                 explain("prompts", query.prompt[:80], "the query does not begin with it", "send both, or no --render")
             )
-        return (*prompt_ids((Message("user", query.prompt),)), *tokenize(query.answer), end_of_turn)
+        return answered(query.prompt, query.answer)
 
     return encode
 

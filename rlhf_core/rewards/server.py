@@ -2,7 +2,7 @@
 
 Requests that come within `max_wait_s` of each other are scored as one batch, one batch at a time, in a thread of its
 own, so that health and metrics answer while it works. If a batch fails, each of its requests is scored alone: what one
-client sends does not fail another's.
+client sends does not fail another's. Requests of web pages are refused (they carry an `Origin`): no page has business here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from rlhf_core.encodable import encodable
 from rlhf_core.errors import RlhfError
+from rlhf_core.http_body import BodyLimits, BodyRefused, read_body
 from rlhf_core.rewards.outcomes import Logs, Outcome
 
 logger = logging.getLogger(__name__)
@@ -62,7 +64,7 @@ class ServerLimits:
     """Answers that are scored at a time; a request with more is a batch of its own."""
     max_wait_s: float = 0.01
     """So long a request waits for others."""
-    max_request_bytes: int = 32 * 2**20
+    body: BodyLimits = BodyLimits()
 
 
 def create_app(score: Score, *, name: str, token: str, limits: ServerLimits = ServerLimits()) -> Starlette:
@@ -88,7 +90,7 @@ def create_app(score: Score, *, name: str, token: str, limits: ServerLimits = Se
 
 
 def read_request(body: bytes) -> list[Query]:
-    """Return the queries of a request; ValueError says what is wrong with it.
+    """Return the queries of a request; ValueError says what is wrong with it. Text must be such that UTF-8 can hold it.
 
     >>> read_request(b'{"query": ["2+2? 4"], "prompts": ["2+2? "], "labels": [null]}')
     [Query(text='2+2? 4', prompt='2+2? ', label='')]
@@ -103,6 +105,12 @@ def read_request(body: bytes) -> list[Query]:
         if not isinstance(values, list) or len(values) != len(texts):
             raise ValueError(f"{key} must be a list with an entry for each of the {len(texts)} queries")
         columns[key] = [_as_text(value) for value in values]
+    for key, column in (("query", texts), *columns.items()):
+        for index, text in enumerate(column):
+            if text != encodable(text):
+                raise ValueError(
+                    f"{key}[{index}] holds half of a surrogate pair, which no text file and no tokenizer takes"
+                )
     rows = zip(texts, columns["prompts"], columns["labels"], strict=True)
     return [Query(text, prompt, label) for text, prompt, label in rows]
 
@@ -157,11 +165,12 @@ class _Service:
     async def _answer(self, request: Request) -> Response:
         if not self._allowed(request):
             return _problem(401, "the bearer token is missing or wrong")
-        body = await self._read(request)
-        if body is None:
-            return _problem(413, f"a request has at most {self._limits.max_request_bytes} bytes")
+        if "origin" in request.headers:
+            return _problem(403, "web pages may not ask for rewards")
         try:
-            queries = read_request(body)
+            queries = read_request(await read_body(request, self._limits.body))
+        except BodyRefused as refused:
+            return _problem(refused.status, str(refused))
         except (ValueError, RecursionError) as error:
             return _problem(422, str(error))
         if not queries:
@@ -178,15 +187,6 @@ class _Service:
     def _allowed(self, request: Request) -> bool:
         given = request.headers.get("authorization", "").encode()
         return not self._token or hmac.compare_digest(given, f"Bearer {self._token}".encode())
-
-    async def _read(self, request: Request) -> bytes | None:
-        """Return the body, None if it is too large; no more than the limit is ever held."""
-        body = bytearray()
-        async for piece in request.stream():
-            body += piece
-            if len(body) > self._limits.max_request_bytes:
-                return None
-        return bytes(body)
 
     # ------------------------------------------------------------ batches
 
@@ -229,12 +229,18 @@ class _Service:
         self._batches.observe(len(queries))
         try:
             outcome = await asyncio.get_running_loop().run_in_executor(thread, self._score, queries)
-        except RlhfError as error:
+        except (
+            Exception
+        ) as error:  # a fault of the reward, or of this server: it is that of one request, if it can be told
             self._errors.inc()
-            logger.warning("%s", error)
+            if isinstance(error, RlhfError):
+                logger.warning("%s", error)
+            else:
+                logger.exception("a batch could not be scored")
             if len(requests) == 1:
+                failure = error if isinstance(error, RlhfError) else RlhfError(f"the reward failed: {error!r}")
                 if not requests[0].rewards.done():  # the client may have gone
-                    requests[0].rewards.set_exception(error)
+                    requests[0].rewards.set_exception(failure)
                 return
             for one in requests:
                 await self._settle([one], thread)

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import assert_never
 
 from rlhf_core.config.base import keyed
@@ -25,18 +26,19 @@ from rlhf_core.config.rewards import (
     Term,
 )
 from rlhf_core.errors import ConfigError, explain
-from rlhf_core.fingerprint import callable_digest, canonical_json, sha256_text
+from rlhf_core.fingerprint import canonical_json, sha256_text
 from rlhf_core.interfaces import ModelSpec, RewardFunction
 from rlhf_core.rewards.batches import BatchedReward
 from rlhf_core.rewards.cache import ResultCache
 from rlhf_core.rewards.isolation import IsolatedReward
 from rlhf_core.rewards.model import Contract, score_with_reward_model, verify_contract
-from rlhf_core.rewards.outcomes import Reward
+from rlhf_core.rewards.outcomes import Outcome, Reward
 from rlhf_core.rewards.worker import Settings
 from rlhf_core.stage import StageContext
 from rlhf_core.types import Generation, ProcessRewardModelRef, RewardModelRef
+from rlhf_core.user_code import user_code_digest
 
-SHAPING = frozenset({"weight", "weight_end", "weight_steps", "normalise", "clip", "on_failure", "cache"})
+SHAPING = frozenset({"weight", "weight_end", "weight_steps", "normalise", "clip"})
 """Fields of a term that do not change the values it is given."""
 
 REMOTE_FAILED_CALLS = 6
@@ -51,7 +53,7 @@ def open_terms(
     What runs elsewhere is opened first: it fails in a second, before a model is loaded.
     """
     opened = {
-        name: open_elsewhere(name, spec, context.work / "rewards", leases)
+        name: open_elsewhere(name, spec, context.work / "rewards", leases, functions=context.functions)
         for name, spec in config.terms.items()
         if isinstance(spec, (FunctionReward, RemoteReward, JudgeReward))
     }
@@ -62,20 +64,29 @@ def open_terms(
 
 
 def open_elsewhere(
-    name: str, spec: FunctionReward | RemoteReward | JudgeReward, folder: Path, leases: ExitStack
+    name: str,
+    spec: FunctionReward | RemoteReward | JudgeReward,
+    folder: Path,
+    leases: ExitStack,
+    *,
+    functions: Mapping[str, str] = MappingProxyType({}),
 ) -> BatchedReward:
-    """Return a reward that runs in other processes; what it caches is kept in `folder`."""
+    """Return a reward that runs in other processes; what it caches is kept in `folder`.
+
+    A function that has another digest than it has in `functions` is refused, whenever a process loads it.
+    """
     path = folder / f"{sha256_text(name)[:16]}.jsonl"
     cache = ResultCache(identity(spec), path) if spec.cache else None
     match spec:
         case FunctionReward():
-            workers = _start_workers(name, spec, leases)
+            workers = _start_workers(name, spec, leases, functions)
             return BatchedReward(
                 name,
                 [worker.outcome for worker in workers],
-                batch_size=0 if workers[0].is_async else spec.batch_size,
+                batch_size=0 if workers[0].is_async else _batch_size(spec),
                 retries=spec.retries,
                 on_failure=spec.on_failure,
+                compares=spec.compares,
                 cache=cache,
             )
         case RemoteReward():
@@ -86,8 +97,9 @@ def open_elsewhere(
                 spec.urls,
                 timeout_s=spec.timeout_s,
                 retries=spec.retries,
-                batch_size=spec.batch_size,
+                batch_size=_batch_size(spec),
                 token_env=spec.token_env,
+                compares=spec.compares,
             )
             leases.enter_context(client)
             return BatchedReward(
@@ -96,6 +108,7 @@ def open_elsewhere(
                 batch_size=spec.batch_size,
                 retries=0,  # the client's own, from one server to the next
                 on_failure=spec.on_failure,
+                compares=spec.compares,
                 failed_calls=REMOTE_FAILED_CALLS,
                 cache=cache,
             )
@@ -121,14 +134,21 @@ def identity(spec: Term) -> str:
     The key of a stage holds the same facts; this one outlives a change of weights.
     """
     facts = {name: value for name, value in keyed(spec).items() if name not in SHAPING}
-    source = callable_digest(spec.function) if isinstance(spec, FunctionReward) else ""
+    source = user_code_digest(spec.function) if isinstance(spec, FunctionReward) else ""
     return sha256_text(canonical_json([facts, source]))
 
 
-def episode_reward(generations: Sequence[Generation]) -> list[float | None]:
-    """Return the sum of what an environment gave over an episode's spans; None for a completion without spans."""
+def episode_reward(generations: Sequence[Generation]) -> Outcome:
+    """Return the sum of what an environment gave over an episode's spans; None for a completion without spans.
+
+    With the scores that an agent gave beside its rewards, if it gave any.
+    """
     episodes = [generation.completion.spans for generation in generations]
-    return [sum(span.reward for span in spans) if spans else None for spans in episodes]
+    scores = tuple(generation.completion.score for generation in generations)
+    return Outcome(
+        tuple(sum(span.reward for span in spans) if spans else None for spans in episodes),
+        scores=scores if any(score is not None for score in scores) else (),
+    )
 
 
 def check_reward_models(config: RewardsConfig, reward_models: Mapping[str, RewardModelRef]) -> None:
@@ -146,21 +166,34 @@ def check_reward_models(config: RewardsConfig, reward_models: Mapping[str, Rewar
                 raise ConfigError(explain(f"rewards.terms.{name}.{key}", model, rule, remedy))
 
 
-def _start_workers(name: str, spec: FunctionReward, leases: ExitStack) -> list[IsolatedReward]:
+def _start_workers(
+    name: str, spec: FunctionReward, leases: ExitStack, functions: Mapping[str, str]
+) -> list[IsolatedReward]:
     """Start the processes: the first alone, since it tells whether the function can be loaded."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     memory = spec.memory_mb * 2**20 if spec.memory_mb else machine // 2 // spec.workers
-    settings = Settings(arguments=spec.arguments, protocol=spec.protocol, memory_bytes=memory)
+    code = {spec.function: functions[spec.function]} if spec.function in functions else {}
+    settings = Settings(arguments=spec.arguments, protocol=spec.protocol, code=code, memory_bytes=memory)
 
     def start(_: int) -> IsolatedReward:
         return IsolatedReward(
-            name, spec.function, timeout_s=spec.timeout_s, settings=settings, batch_size=spec.batch_size
+            name,
+            spec.function,
+            timeout_s=spec.timeout_s,
+            settings=settings,
+            batch_size=_batch_size(spec),
+            compares=spec.compares,
         )
 
     workers = [leases.enter_context(start(0))]
     with ThreadPoolExecutor(spec.workers) as pool:
         workers += [leases.enter_context(worker) for worker in pool.map(start, range(1, spec.workers))]
     return workers
+
+
+def _batch_size(spec: FunctionReward | RemoteReward) -> int:
+    """Return how many answers a call takes: those of one prompt, and no others, where they are compared."""
+    return 1 if spec.compares == "group" else spec.batch_size
 
 
 def _open_here(

@@ -1,10 +1,11 @@
 """Rewards that a program can check: numbers, exact answers and formats. Each is a `RewardFunction`.
 
-All but the format rewards compare with `prompt.label` and raise ValueError where a prompt has none.
+All but the format rewards compare with `prompt.label` and raise ValueError where a prompt has none, or one that says nothing.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from decimal import Decimal
@@ -24,7 +25,7 @@ def final_number(generations: Sequence[Generation]) -> list[float]:
     """Return 1.0 where the final number of the answer equals that of the label, else 0.0 (GSM8K, arXiv 2110.14168)."""
 
     def equal(text: str, label: str) -> bool:
-        expected = read_final_number(label)
+        expected = None if _is_table(label) else read_final_number(label)
         if expected is None:
             raise ValueError(f"the label {label!r} holds no number")
         return read_final_number(text) == expected
@@ -133,9 +134,18 @@ def read_boxed(text: str) -> str | None:
 
 def _against_label(generations: Sequence[Generation], equal: Callable[[str, str], bool]) -> list[float]:
     for generation in generations:
-        if not generation.prompt.label.strip():
-            raise ValueError(f"prompt {generation.prompt.id} has no label to check against")
+        label = generation.prompt.label
+        if not _normalised(label if (boxed := read_boxed(label)) is None else boxed):
+            raise ValueError(f"prompt {generation.prompt.id} has no label to check against: {label!r}")
     return [float(equal(generation.completion.text, generation.prompt.label)) for generation in generations]
+
+
+def _is_table(label: str) -> bool:
+    """Return whether a label is a JSON object or list, of whose numbers none is the answer."""
+    try:
+        return isinstance(json.loads(label), (dict, list))
+    except (ValueError, RecursionError):
+        return False
 
 
 def _same(text: str, label: str) -> bool:

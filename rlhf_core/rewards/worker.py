@@ -20,7 +20,10 @@ from rlhf_core.callables import load_callable
 from rlhf_core.child_process import start_guard, take_standard_streams
 from rlhf_core.config.rewards import FunctionProtocol
 from rlhf_core.errors import ConfigError
+from rlhf_core.redaction import without_secrets
 from rlhf_core.rewards.protocols import Adapted, adapt
+from rlhf_core.secrets import resolved
+from rlhf_core.user_code import check_functions
 
 
 class Settings(BaseModel):
@@ -28,7 +31,10 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
     arguments: dict[str, Any] = {}
+    """With references where there are secrets: everyone on the machine can read a command line."""
     protocol: FunctionProtocol = "auto"
+    code: dict[str, str] = {}
+    """The digest that the function must have, if it is known: that by which the key of the stage was made."""
     memory_bytes: int = 0
     """Most memory of the process; 0 sets no limit."""
 
@@ -38,7 +44,10 @@ def main(function: str, settings: Settings) -> None:
     start_guard()
     answers, requests = take_standard_streams()
     try:
-        reward = adapt(load_callable("function", function), protocol=settings.protocol, arguments=settings.arguments)
+        check_functions(settings.code, key="function")
+        arguments = resolved(settings.arguments, "arguments")
+        reward = adapt(load_callable("function", function), protocol=settings.protocol, arguments=arguments)
+        check_functions(settings.code, key="function")
     except ConfigError as error:
         _send(answers, "refused", str(error))
         return
@@ -59,7 +68,7 @@ def _answer(reward: Adapted, batches: Any, runner: asyncio.Runner) -> tuple[str,
     except ConfigError as error:
         return "refused", str(error)
     except Exception:
-        return "raised", traceback.format_exc()
+        return "raised", without_secrets(traceback.format_exc())
 
 
 def _limit_memory(limit: int) -> None:

@@ -18,12 +18,18 @@ from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.interfaces import Metrics, Sampler
+from rlhf_core.stage import StageContext
 from rlhf_core.types import Completion, Generation, Prompt, SamplingRequest, derive_seed
 
 
-def open_environments(agent: AgentConfig | None, policy: Path, leases: ExitStack) -> Environments | None:
+def open_environments(
+    agent: AgentConfig | None, policy: Path, leases: ExitStack, context: StageContext
+) -> Environments | None:
     """Start the agent's processes, which end with `leases`; None without an agent. `policy` is the policy's folder."""
-    return None if agent is None else leases.enter_context(Environments(agent, tokenizer=str(policy)))
+    if agent is None:
+        return None
+    opened = Environments(agent, tokenizer=str(policy), functions=context.functions, files=context.files)
+    return leases.enter_context(opened)
 
 
 def sample(

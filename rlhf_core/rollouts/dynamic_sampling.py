@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 
 from rlhf_core.config.policy import DynamicSampling
+from rlhf_core.errors import RewardError, explain
 from rlhf_core.types import Rollout
 
 
@@ -31,14 +32,28 @@ def sampled_until_decided(
 
 
 def is_decided(group: Sequence[Rollout], config: DynamicSampling) -> bool:
-    """Return whether the rewards of a group differ or, with bounds, whether their mean lies strictly between them.
+    """Return whether the figures of a group differ or, with bounds, whether their mean lies strictly between them.
 
-    A group with an invalid rollout is not decided.
+    The figures are `judged_by`. A group with an invalid rollout is not decided.
     """
     if any(rollout.invalid for rollout in group):
         return False
-    rewards = [rollout.reward for rollout in group]
+    figures = judged_by(group)
     if config.low is None and config.high is None:
-        return min(rewards) != max(rewards)
-    mean = fmean(rewards)
+        return min(figures) != max(figures)
+    mean = fmean(figures)
     return (config.low is None or mean > config.low) and (config.high is None or mean < config.high)
+
+
+def judged_by(group: Sequence[Rollout]) -> list[float]:
+    """Return the scores that were given beside the rewards of a group, or the rewards where none was.
+
+    OpenRLHF filters by scores: rewards of +-1 with scores of 0 and 1 have bounds of 0 and 1. RewardError where some of a
+    group have a score: a mean over both would be of nothing.
+    """
+    scores = [rollout.score for rollout in group if rollout.score is not None]
+    if scores and len(scores) < len(group):
+        rule = f"dynamic sampling goes by scores, and {len(scores)} of the {len(group)} answers to this prompt have one"
+        key = f"rewards.scores[prompt {group[0].prompt.id}]"
+        raise RewardError(explain(key, scores, rule, "give each answer a score, or none"))
+    return scores or [rollout.reward for rollout in group]

@@ -27,7 +27,7 @@ from rlhf_core.interfaces import Metrics, Sampler, Trainer, Weights
 from rlhf_core.rewards.scoring import Scorer
 from rlhf_core.rollouts.answers import episode_metrics, sample
 from rlhf_core.rollouts.background import Background, Inline
-from rlhf_core.rollouts.dynamic_sampling import sampled_until_decided
+from rlhf_core.rollouts.dynamic_sampling import is_decided, sampled_until_decided
 from rlhf_core.rollouts.partial import draw_groups
 from rlhf_core.rollouts.validity import has_whole_group, valid_groups
 from rlhf_core.types import Generation, Prompt, Rollout, derive_seed
@@ -93,7 +93,9 @@ class RolloutSource:
         begun = ahead + len(drawn.pool.samples) // self._config.samples_per_prompt
         # The segments of partial rollouts are spans as well, and no turns.
         episodes = episode_metrics([one.completion for one in drawn.generations]) if self._config.agent else {}
-        return rollouts, staleness(rollouts, step) | episodes | {"rollout/in_flight": float(begun)}
+        return rollouts, staleness(rollouts, step) | episodes | self._fillers(rollouts) | {
+            "rollout/in_flight": float(begun)
+        }
 
     def save(self, folder: Path) -> None:
         """Wait for what is being sampled and write all that was not taken yet: newer weights could not make it again."""
@@ -158,6 +160,14 @@ class RolloutSource:
         )
 
     # ------------------------------------------------------------ scoring
+
+    def _fillers(self, rollouts: Sequence[Rollout]) -> Metrics:
+        """Return how many groups of a step dynamic sampling took for want of better ones when its rounds were over."""
+        bounds, size = self._config.dynamic_sampling, self._config.samples_per_prompt
+        if bounds is None:
+            return {}
+        groups = [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
+        return {"rollout/undecided_groups": float(sum(not is_decided(group, bounds) for group in groups))}
 
     def _scored(self, step: int, drawn: Drawn) -> list[Rollout]:
         groups, size = self._config.prompts_per_step, self._config.samples_per_prompt

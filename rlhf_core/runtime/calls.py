@@ -81,6 +81,10 @@ class WorkerGroup:
             self._check_alive(role, method)
             return self._gather(role, method, [getattr(self.actors[0], method).remote(*arguments)])[0]
 
+    def reorder(self, order: Sequence[int]) -> None:
+        """Let actor `order[0]` be the first from now on, and so forth."""
+        self.actors = [self.actors[index] for index in order]
+
     def send(self, method: str, *arguments: Any) -> None:
         """Call `method` on every actor without waiting for it."""
         for actor in self.actors:

@@ -6,7 +6,6 @@ import importlib.util
 import logging
 import os
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import psutil
 
 from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.errors import ConfigError, WorkerLostError, explain
+from rlhf_core.private_folder import private_folder
 from rlhf_core.runtime.liveness import asks_for_token, greet
 
 logger = logging.getLogger(__name__)
@@ -27,6 +27,14 @@ START_ATTEMPTS = 3
 OBJECT_STORE_FRACTION = 0.1
 """Share of the machine's memory that weights on their way may take; Ray's own default is 0.3."""
 SMALLEST_OBJECT_STORE = 256 << 20
+KERNEL_CHOICES = (
+    "ATEN_CPU_CAPABILITY",
+    "DNNL_MAX_CPU_ISA",
+    "ONEDNN_MAX_CPU_ISA",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+)
+"""Environment variables by which a user holds torch's math libraries to an instruction set; read when they are loaded."""
 CONNECT_TIMEOUT_S = 300.0
 """For starting or joining Ray: it starts half a dozen processes, on a machine that may be very busy."""
 RECONNECT_TIMEOUT_S, RECONNECT_EVERY_S = 120.0, 2.0
@@ -97,7 +105,9 @@ def check_address(address: str) -> None:
 def worker_environment(*, threads: int) -> dict[str, str]:
     """Return the environment variables of a worker process.
 
-    Trainer and sampler take turns on the same cores, so idle OpenMP threads must sleep instead of spinning.
+    Trainer and sampler take turns on the same cores, so idle OpenMP threads must sleep instead of spinning. Workers of a
+    Ray that somebody else started have the environment of its nodes: what chooses the kernels, and so the rounding of a
+    result, is passed on from this process.
     """
     spec = importlib.util.find_spec("rlhf_core")
     if spec is None or spec.origin is None:
@@ -112,6 +122,7 @@ def worker_environment(*, threads: int) -> dict[str, str]:
         "KMP_BLOCKTIME": "0",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
+        **{name: os.environ[name] for name in KERNEL_CHOICES if name in os.environ},
     }
 
 
@@ -183,7 +194,7 @@ def _start(cores: int) -> None:
     import ray
 
     # Unix sockets live below it and may be 107 characters long, so TMPDIR does not decide.
-    folder = Path("/tmp" if os.name == "posix" else tempfile.gettempdir()) / f"rlhf-ray-{os.getuid()}"
+    folder = private_folder(Path("/tmp") / f"rlhf-ray-{os.getuid()}")
     for attempt in range(START_ATTEMPTS):
         try:
             with _this_machine_alone():

@@ -1,14 +1,28 @@
-"""Which GPUs the workers get. On CPUs Ray reserves nothing: trainer and sampler take turns on the same cores."""
+"""Which GPUs the workers get. On CPUs Ray reserves nothing: trainer and sampler take turns on the same cores.
+
+Ray fills one GPU with fractions before it takes the next, so two ranks of half a GPU each would land on one. Fractions are
+therefore taken from bundles of a whole GPU, which hold one train worker and one engine at most.
+"""
 
 from __future__ import annotations
 
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.config.engines import AnySamplerConfig, RuntimeConfig, VllmSamplerConfig
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError, WorkerLostError, explain
 
-RESERVE_TIMEOUT_S = 60.0
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 1.0
+SAY_EVERY_S = 30.0
+"""How often a reservation that waits says for what."""
+
+Bundle = Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -20,60 +34,186 @@ class Placement:
     group: Any
 
 
+@dataclass(frozen=True)
+class Layout:
+    """What is reserved together, a bundle lying on one node, and which bundle each worker is in."""
+
+    bundles: tuple[Bundle, ...]
+    train: tuple[int, ...]
+    sample: tuple[int, ...]
+
+
 def engine_count(sampler: AnySamplerConfig) -> int:
     """Return how many sampler processes there are."""
     return sampler.engines if isinstance(sampler, VllmSamplerConfig) else 1
 
 
-def reserve(config: RuntimeConfig) -> Placement:
+def layout(config: RuntimeConfig) -> Layout:
+    """Return the bundles of `config`, which asks for GPUs: no two train workers and no two engines are on one GPU.
+
+    >>> shared = layout(RuntimeConfig(train_workers=2, gpus_per_train_worker=0.5, gpus_per_engine=0.5))
+    >>> shared.bundles, shared.train, shared.sample
+    (({'CPU': 2, 'GPU': 1}, {'CPU': 1, 'GPU': 1}), (0, 1), (0,))
+    """
+    trainers, engines = config.train_workers, engine_count(config.sampler)
+    train_gpus, engine_gpus = config.gpus_per_train_worker, config.gpus_per_engine
+    if config.shares_gpus:
+        number = max(trainers, engines)
+        # One pair alone takes what it asks for, which is always of one GPU, and leaves the rest to other runs.
+        gpus = _plain(1 if number > 1 else round(train_gpus + engine_gpus, 4))
+        pairs = tuple({"CPU": (each < trainers) + (each < engines), "GPU": gpus} for each in range(number))
+        return Layout(pairs, tuple(range(trainers)), tuple(range(engines)))
+    bundles = (*_own(train_gpus, trainers), *_own(engine_gpus, engines))
+    return Layout(bundles, tuple(range(trainers)), tuple(range(trainers, trainers + engines)))
+
+
+def _own(gpus: float, workers: int) -> list[Bundle]:
+    """Return a bundle for each of `workers` that share with nobody."""
+    whole = 1 if 0 < gpus < 1 and workers > 1 else _plain(gpus)
+    return [{"CPU": 1, **({"GPU": whole} if whole else {})}] * workers
+
+
+def _plain(number: float) -> float:
+    """Return `number` as Ray wants it, and as it reads best: whole where it is."""
+    return int(number) if number == int(number) else number
+
+
+def by_node(made: Layout, nodes: Mapping[int, str]) -> Layout:
+    """Return `made` with workers of one kind on neighbouring places, node by node; `nodes` says where each bundle lies.
+
+    Bundles of the same size can be exchanged; the node that has most of them comes first.
+
+    >>> halves = Layout(({"GPU": 1},) * 4, (0, 1), (2, 3))
+    >>> by_node(halves, {0: "a", 1: "b", 2: "b", 3: "a"})
+    Layout(bundles=({'GPU': 1}, {'GPU': 1}, {'GPU': 1}, {'GPU': 1}), train=(0, 3), sample=(1, 2))
+    """
+    apart = not set(made.train) & set(made.sample)
+    alike = apart and len({tuple(sorted(bundle.items())) for bundle in made.bundles}) == 1
+    if alike:
+        order = _node_order(range(len(made.bundles)), nodes)
+        return Layout(made.bundles, order[: len(made.train)], order[len(made.train) :])
+    pairs = _node_order(set(made.train) & set(made.sample), nodes)
+    rest = (_node_order(set(kind) - set(pairs), nodes) for kind in (made.train, made.sample))
+    train, sample = ((*pairs, *alone) for alone in rest)
+    return Layout(made.bundles, train, sample)
+
+
+def _node_order(bundles: Sequence[int] | set[int] | range, nodes: Mapping[int, str]) -> tuple[int, ...]:
+    crowd = Counter(nodes[bundle] for bundle in bundles)
+    return tuple(sorted(bundles, key=lambda bundle: (-crowd[nodes[bundle]], nodes[bundle], bundle)))
+
+
+def gpu_order(gpus: Sequence[Sequence[str]]) -> list[int]:
+    """Return the positions of workers on `gpus` (of each worker, `node:index`), by node as they come, then by GPU.
+
+    >>> gpu_order([["b:1"], ["b:0"], ["a:10"], ["a:9"]])
+    [1, 0, 3, 2]
+    """
+    nodes = [own[0].partition(":")[0] if own else "" for own in gpus]
+    indices = [own[0].partition(":")[2] if own else "" for own in gpus]
+    # Indices are numbers; where GPUs are named otherwise, any fixed order will do.
+    return sorted(range(len(gpus)), key=lambda one: (nodes.index(nodes[one]), len(indices[one]), indices[one]))
+
+
+def reserve(config: RuntimeConfig, *, fixed: bool = False, over: Callable[[], str] = lambda: "") -> Placement:
     """Return where the workers run; GPUs are reserved for all of them at once, packed on as few nodes as possible.
 
-    Fractions of a GPU let a trainer and an engine share it. Raises ConfigError if the cluster has too few GPUs.
+    What is not there or not free is waited for, as an autoscaler starts nodes for what waits. A `fixed` cluster will not
+    grow: there it is ConfigError at once, else after `placement_timeout_s`. `over` says why not to wait any longer, ""
+    while there is no reason; then it is WorkerLostError.
     """
     engines = engine_count(config.sampler)
     if config.gpus_per_train_worker == 0 and config.gpus_per_engine == 0:
         idle: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0}
         return Placement(train=(idle,) * config.train_workers, sample=(idle,) * engines, group=None)
-    _check_gpus(config, engines)
     import ray
-    from ray.util.placement_group import placement_group
+    from ray.util.placement_group import placement_group, placement_group_table
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    sizes = [config.gpus_per_train_worker] * config.train_workers + [config.gpus_per_engine] * engines
-    group = placement_group([{"CPU": 1, **({"GPU": gpus} if gpus else {})} for gpus in sizes], strategy="PACK")
-    ready, _ = ray.wait([group.ready()], timeout=RESERVE_TIMEOUT_S)
-    if not ready:
+    made = layout(config)
+    if fixed and _beyond(made, ray.cluster_resources()):
+        raise _not_there(config, made, "a Ray of our own does not grow")
+    group = placement_group([dict(bundle) for bundle in made.bundles], strategy="PACK")
+    try:
+        _wait(group, config, made, over)
+        table = placement_group_table(group)
+    except BaseException:
         ray.util.remove_placement_group(group)  # or it would stay queued, and take the GPUs from the next attempt
-        rule = f"{sum(sizes):g} GPUs and {len(sizes)} CPUs were not free within {RESERVE_TIMEOUT_S:g} s"
-        raise ConfigError(explain("runtime.train_workers", config.train_workers, rule, "wait for, or ask for fewer"))
-    options = tuple(
-        {
-            "num_cpus": 1,
-            "num_gpus": gpus,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
-        }
-        for index, gpus in enumerate(sizes)
+        raise
+    placed = by_node(made, {int(bundle): str(node) for bundle, node in table["bundles_to_node_id"].items()})
+
+    def options(gpus: float, bundle: int) -> dict[str, Any]:
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+        return {"num_cpus": 1, "num_gpus": _plain(gpus), "scheduling_strategy": strategy}
+
+    return Placement(
+        train=tuple(options(config.gpus_per_train_worker, bundle) for bundle in placed.train),
+        sample=tuple(options(config.gpus_per_engine, bundle) for bundle in placed.sample),
+        group=group,
     )
-    return Placement(train=options[: config.train_workers], sample=options[config.train_workers :], group=group)
 
 
-def _check_gpus(config: RuntimeConfig, engines: int) -> None:
+def _wait(group: Any, config: RuntimeConfig, made: Layout, over: Callable[[], str]) -> None:
+    """Return once `group` has its places."""
     import ray
 
-    sampler = config.sampler
-    if isinstance(sampler, VllmSamplerConfig) and sampler.tensor_parallel > max(1.0, config.gpus_per_engine):
-        rule = f"runtime.gpus_per_engine = {config.gpus_per_engine:g} is less"
-        remedy = "give each engine as many GPUs"
-        raise ConfigError(explain("runtime.sampler.tensor_parallel", sampler.tensor_parallel, rule, remedy))
-    needed = config.gpus_per_train_worker * config.train_workers + config.gpus_per_engine * engines
-    resources = ray.cluster_resources()
-    there = float(resources["GPU"]) if "GPU" in resources else 0.0
-    if needed > there:
-        raise ConfigError(
-            explain(
-                "runtime.gpus_per_train_worker, gpus_per_engine",
-                (config.gpus_per_train_worker, config.gpus_per_engine),
-                f"{needed:g} GPUs are needed, the cluster has {there:g}",
-                "use fewer workers, or 0 GPUs to run on CPUs",
-            )
+    ready = group.ready()
+    began = said_at = time.monotonic()
+    while not ray.wait([ready], timeout=LOOK_EVERY_S)[0]:
+        now = time.monotonic()
+        reason = over()
+        if reason:
+            asked = _spelled(made.bundles)
+            raise WorkerLostError(explain("runtime", asked, f"no longer waited for: {reason}", "run again"))
+        if now - began > config.placement_timeout_s:
+            limit = f"runtime.placement_timeout_s = {config.placement_timeout_s:g}"
+            raise _not_there(config, made, f"all of it was not there within {limit} s")
+        if now - said_at > SAY_EVERY_S:
+            said_at = now
+            left = config.placement_timeout_s - (now - began)
+            logger.warning("waiting for %s, up to %.0f s more; %s", _spelled(made.bundles), left, _there())
+
+
+def _beyond(made: Layout, there: Mapping[str, float]) -> bool:
+    return any(_total(made.bundles, kind) > there.get(kind, 0) for kind in ("GPU", "CPU"))
+
+
+def _not_there(config: RuntimeConfig, made: Layout, rule: str) -> ConfigError:
+    gpus, cpus = (_total(made.bundles, kind) for kind in ("GPU", "CPU"))
+    return ConfigError(
+        explain(
+            "runtime.gpus_per_train_worker, gpus_per_engine",
+            (config.gpus_per_train_worker, config.gpus_per_engine),
+            f"{gpus:g} GPUs are needed and {cpus:g} CPUs, {_spelled(made.bundles)}; {_there()}; {rule}",
+            "use fewer workers, or 0 GPUs to run on CPUs; start nodes that are missing; "
+            "or raise runtime.placement_timeout_s for a cluster that grows",
         )
+    )
+
+
+def _there() -> str:
+    """Return what the cluster has, and what of it is free."""
+    import ray
+
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    free = ray.available_resources()
+    gpus, cpus = (_total(nodes, kind) for kind in ("GPU", "CPU"))
+    each = _spelled([{kind: node.get(kind, 0) for kind in ("CPU", "GPU")} for node in nodes])
+    return (
+        f"the cluster has {gpus:g} GPUs and {cpus:g} CPUs (nodes: {each}), "
+        f"of which {free.get('GPU', 0):g} GPUs and {free.get('CPU', 0):g} CPUs are free"
+    )
+
+
+def _total(bundles: Sequence[Bundle], kind: str) -> float:
+    return sum(bundle.get(kind, 0) for bundle in bundles)
+
+
+def _spelled(bundles: Sequence[Bundle]) -> str:
+    """Return `bundles` in words.
+
+    >>> _spelled([{"CPU": 1, "GPU": 1}, {"CPU": 1, "GPU": 1}, {"CPU": 1, "GPU": 0.5}])
+    '2 x {CPU 1, GPU 1} + 1 x {CPU 1, GPU 0.5}'
+    """
+    kinds = Counter(", ".join(f"{kind} {number:g}" for kind, number in bundle.items()) for bundle in bundles)
+    return " + ".join(f"{number} x {{{text}}}" for text, number in kinds.items())

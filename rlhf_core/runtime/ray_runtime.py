@@ -28,7 +28,7 @@ from rlhf_core.runtime.cluster import (
 )
 from rlhf_core.runtime.handles import RaySampler, RayTrainer
 from rlhf_core.runtime.liveness import RayWatch
-from rlhf_core.runtime.placement import Placement, reserve
+from rlhf_core.runtime.placement import Placement, gpu_order, reserve
 from rlhf_core.runtime.sample_worker import SampleWorker
 from rlhf_core.runtime.train_worker import TrainWorker
 from rlhf_core.runtime.turns import Turns
@@ -62,8 +62,14 @@ class RayRuntime:
         self._sampler_leased = False
         self._leases = itertools.count(1)
         self._served: dict[str, str] = {}
-        sleeps = isinstance(config.sampler, VllmSamplerConfig) and config.sampler.sleep
-        self._turns = Turns(lambda: self._sample) if sleeps else Turns()
+        self._closing = threading.Event()
+        engines_sleep = isinstance(config.sampler, VllmSamplerConfig) and config.sampler.sleep
+        take_turns = engines_sleep or config.trainer.sleep
+        self._turns = Turns(
+            (lambda: self._sample) if engines_sleep else None,
+            (lambda: self._train) if take_turns else None,
+            offload=config.trainer.sleep,
+        )
         self._starting = threading.RLock()
         """Workers are also started ahead, by a thread of the caller's."""
 
@@ -118,10 +124,12 @@ class RayRuntime:
 
     def close(self) -> None:
         """End all workers, and Ray if this runtime started it. Returns within about a minute whatever hangs."""
+        self._closing.set()
         held = self._starting.acquire(timeout=STOP_TIMEOUT_S)
         try:
             self._stop()
         finally:
+            self._closing.clear()
             if held:
                 self._starting.release()
 
@@ -169,21 +177,31 @@ class RayRuntime:
     def _start_train_workers(self, placement: Placement) -> WorkerGroup:
         world = self._config.train_workers
         threads = threads_per_worker(self._config, workers=world)
+        gpus = self._config.gpus_per_train_worker
         actors = [
-            self._actor(TrainWorker, options, threads).remote(rank, world, threads, self._config.trainer)
-            for rank, options in enumerate(placement.train)
+            self._actor(TrainWorker, options, threads).remote(
+                world, threads, self._config.trainer, gpus_per_worker=gpus
+            )
+            for options in placement.train
         ]
-        # Not awaited: rank 0's answer goes straight to the other workers, which import their engines meanwhile.
-        address = actors[0].address.remote()
         group = self._group("trainer", actors, TrainingError)
-        group.send("join", address)
+        _order_by_gpu(group, gpus)
+        # Not awaited: rank 0's answer goes straight to the other workers, which import their engines meanwhile.
+        address = group.actors[0].address.remote()
+        for rank, actor in enumerate(group.actors):
+            actor.join.remote(rank, address)
         return group
 
     def _start_sample_workers(self, placement: Placement) -> WorkerGroup:
         sampler = self._config.sampler
         threads = threads_per_worker(self._config, workers=len(placement.sample))
-        actors = [self._actor(SampleWorker, options, threads).remote(sampler, threads) for options in placement.sample]
+        gpus = self._config.gpus_per_engine
+        actors = [
+            self._actor(SampleWorker, options, threads).remote(sampler, threads, gpus_per_engine=gpus)
+            for options in placement.sample
+        ]
         group = self._group("sampler", actors, SamplingError)
+        _order_by_gpu(group, gpus)
         group.send("warm")
         return group
 
@@ -248,7 +266,7 @@ class RayRuntime:
         deadline = time.monotonic() + patience_s
         while True:
             try:
-                return reserve(self._config)
+                return reserve(self._config, fixed=self._owns_ray, over=self._no_use_waiting)
             except ConfigError:
                 if time.monotonic() > deadline:
                     raise
@@ -257,12 +275,22 @@ class RayRuntime:
                 rule = f"Ray failed meanwhile ({error})"
                 raise WorkerLostError(explain("runtime", "reserving the workers' places", rule, "run again")) from error
 
+    def _no_use_waiting(self) -> str:
+        lost = "" if self._watch is None else self._watch.lost
+        return lost or ("the runtime is being closed" if self._closing.is_set() else "")
+
     def _note_served(self, reports: list[dict[str, str]]) -> None:
         import ray
 
         self._served["ray"] = ray.__version__
         for report in reports:
             self._served.update(report)
+
+
+def _order_by_gpu(group: WorkerGroup, gpus: float) -> None:
+    """Let the workers' order be that of their nodes and GPUs, so that neighbouring ranks are neighbours."""
+    if gpus > 0 and len(group.actors) > 1:
+        group.reorder(gpu_order(group.call("placement", "gpus")))
 
 
 def _within(seconds: float, action: Callable[[], object]) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from rlhf_core.config.engines import AnySamplerConfig, HFSamplerConfig, SamplingConfig, VllmSamplerConfig
 from rlhf_core.interfaces import Weights
+from rlhf_core.runtime.devices import check_gpus
 from rlhf_core.runtime.priority import at_low_priority
 from rlhf_core.runtime.weights import unpack
 from rlhf_core.sampling.vllm_sampler import TransferVerb
@@ -18,8 +19,9 @@ from rlhf_core.types import Completion, SamplingRequest
 class SampleWorker:
     """Hosts one sampler. `open` reuses the engine if only the weights of the policy differ, else replaces it."""
 
-    def __init__(self, config: AnySamplerConfig, threads: int) -> None:
+    def __init__(self, config: AnySamplerConfig, threads: int, *, gpus_per_engine: float = 0.0) -> None:
         self._config = config
+        self._gpus_per_engine = gpus_per_engine
         self._threads = threads
         self._sampler: Any = None
 
@@ -54,13 +56,26 @@ class SampleWorker:
         """Serve `policy` from version 0; return the versions of the engines that do so.
 
         `transfer` names vLLM's weight transfer backend, "" for host memory; it is the same in every call.
+        Raises ConfigError if the engine would not compute on the GPUs that were reserved for it.
         """
         from rlhf_core.runtime.samplers import reopen_sampler
         from rlhf_core.runtime.versions import sampler_versions
 
+        self._check_gpus()
         warm, self._sampler = self._sampler, None  # not kept if opening fails
         self._sampler = reopen_sampler(warm, policy, self._config, threads=self._threads, transfer=transfer)
         return sampler_versions(self._config, self._sampler)
+
+    def _check_gpus(self) -> None:
+        if self._gpus_per_engine == 0:
+            return
+        built_for = ""
+        if isinstance(self._config, VllmSamplerConfig):
+            self._import_engine()
+            from vllm.platforms import current_platform
+
+            built_for = str(current_platform.device_type)
+        check_gpus("runtime.gpus_per_engine", self._gpus_per_engine, self.gpus(), built_for=built_for)
 
     def generate(self, requests: Sequence[SamplingRequest], sampling: SamplingConfig) -> list[Completion]:
         """Return one completion per request, in order."""

@@ -10,17 +10,22 @@ from typing import Any
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import TrainingError, explain
 from rlhf_core.interfaces import Metrics, ModelSpec, Weights
+from rlhf_core.runtime.devices import check_gpus
 from rlhf_core.runtime.weight_sync import DeviceSender, Transfer
 from rlhf_core.runtime.weights import StoredWeights, buckets, pack
 from rlhf_core.types import TopLogprobs
 
 
 class TrainWorker:
-    """Rank `rank` of `world`. Every lease is one `LocalTrainer`; all ranks must be called alike, in the same order."""
+    """One of `world` ranks. Every lease is one `LocalTrainer`; all ranks must be called alike, in the same order.
 
-    def __init__(self, rank: int, world: int, threads: int, config: TrainerConfig) -> None:
-        self._rank = rank
+    Which rank it is comes with `join`, as it depends on the GPU that the process got; `gpus_per_worker` is what was asked.
+    """
+
+    def __init__(self, world: int, threads: int, config: TrainerConfig, *, gpus_per_worker: float = 0.0) -> None:
+        self._rank = 0
         self._world = world
+        self._gpus_per_worker = gpus_per_worker
         self._threads = threads
         self._config = config
         self._trainers: dict[str, Any] = {}
@@ -37,8 +42,9 @@ class TrainWorker:
 
         return self._host(), free_port()
 
-    def join(self, address: tuple[str, int]) -> None:
+    def join(self, rank: int, address: tuple[str, int]) -> None:
         """Set what torch.distributed reads from the environment, fix the number of threads and import the engine."""
+        self._rank = rank
         host, port = address
         os.environ.update(
             RANK=str(self._rank),
@@ -86,18 +92,41 @@ class TrainWorker:
     # ------------------------------------------------------------ leases
 
     def open(self, lease: str, model: ModelSpec, optimizer: OptimizerConfig | None) -> dict[str, str]:
-        """Load `model` under the name `lease`; return the versions of the engines that serve it."""
+        """Load `model` under the name `lease`; return the versions of the engines that serve it.
+
+        Raises ConfigError if it would not be on the GPU that was reserved for it.
+        """
         from rlhf_core.training.trainer import LocalTrainer
 
+        if self._gpus_per_worker > 0:
+            check_gpus("runtime.gpus_per_train_worker", self._gpus_per_worker, self.gpus())
         self._trainers[lease] = LocalTrainer(model, optimizer, self._config)
         return self.versions()
 
     def release(self, lease: str) -> None:
-        """Free the model of `lease`."""
+        """Free the model of `lease`, and its GPU memory for other processes too."""
         import gc
 
         self._trainers.pop(lease).close()
         gc.collect()
+
+    # ------------------------------------------------------------ a GPU that is shared
+
+    def rest(self, offload: bool) -> int:
+        """Give memory that is not in use to whoever shares the GPU; with `offload` all models' as well, until `wake`.
+
+        Return how many bytes of the models were moved to host memory.
+        """
+        from rlhf_core.training.offload import release_cached
+
+        moved = sum(trainer.rest() for trainer in self._trainers.values()) if offload else 0
+        release_cached()
+        return moved
+
+    def wake(self) -> None:
+        """Take all models back onto the GPU."""
+        for trainer in self._trainers.values():
+            trainer.wake()
 
     def _trainer(self, lease: str) -> Any:
         if lease not in self._trainers:
@@ -177,7 +206,12 @@ class TrainWorker:
             remedy = "load weights before asking for newer ones"
             raise TrainingError(explain("weights", ticket, f"is not the newest staged, {self._ticket}", remedy))
         staged, self._staged = self._staged, None
-        if self._sender is None or self._sender_engines != list(engines):
+        if self._sender is None or self._sender_engines != list(engines) or not self._sender.fits(staged):
             self._sender_engines = list(engines)
-            self._sender = DeviceSender(transfer, engines, tensor_parallel=tensor_parallel, host=self._host())
+            self._sender = DeviceSender(
+                transfer, engines, tensor_parallel=tensor_parallel, host=self._host(), tensors=staged
+            )
         self._sender.send(staged)
+        del staged
+        if transfer == "ipc":
+            self.rest(offload=False)  # the engine is on this GPU, and wants the memory of the buffer

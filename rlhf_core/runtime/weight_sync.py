@@ -46,18 +46,35 @@ def choose_transfer(train_gpus: Sequence[str], engine_gpus: Sequence[Sequence[st
 
 
 class DeviceSender:
-    """Rank 0's end of the transfer; opened at the first `send` and kept, since an NCCL group takes seconds to form."""
+    """Rank 0's end of the transfer; opened at the first `send` and kept, since an NCCL group takes seconds to form.
 
-    def __init__(self, transfer: Transfer, engines: Sequence[Any], *, tensor_parallel: int, host: str) -> None:
+    `tensors` are the first that will be sent: the buffer is made for them.
+    """
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        engines: Sequence[Any],
+        *,
+        tensor_parallel: int,
+        host: str,
+        tensors: Mapping[str, Any],
+    ) -> None:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
         self._client = EngineClient(engines, tensor_parallel=tensor_parallel)
         self._source = _source()
+        self._ipc = transfer == "ipc"
+        self._buffer_bytes = ipc_buffer_bytes(tensors)
         self._engine = WeightTransferTrainerFactory.trainer_init(
-            _init_info(transfer, world=1 + len(engines) * tensor_parallel, host=host),
+            init_info(transfer, world=1 + len(engines) * tensor_parallel, host=host, buffer_bytes=self._buffer_bytes),
             client=self._client,
             source=self._source,
         )
+
+    def fits(self, tensors: Mapping[str, Any]) -> bool:
+        """Return whether the buffer is large enough for `tensors`."""
+        return not self._ipc or _largest(tensors) <= self._buffer_bytes
 
     def send(self, tensors: Mapping[str, Any]) -> None:
         """Send name -> CPU tensor to all engines and let them check what arrived. Raises SamplingError if it differs."""
@@ -112,11 +129,37 @@ class EngineClient:
         ray.get([engine.transfer.remote(verb, info) for engine in self._engines])
 
 
-def _init_info(transfer: Transfer, *, world: int, host: str) -> Any:
+IPC_BUFFER_BYTES = 1 << 30
+"""vLLM's own, of GPU memory while weights are sent: every time that it is full is a call into the engines."""
+
+
+def ipc_buffer_bytes(tensors: Mapping[str, Any]) -> int:
+    """Return the size of the buffer that `tensors` go through: vLLM refuses a tensor that is larger, and wastes the rest.
+
+    >>> import torch
+    >>> ipc_buffer_bytes({"norm": torch.ones(8), "head": torch.ones(4, 8)})
+    160
+    >>> ipc_buffer_bytes({"embedding": torch.ones(152_064, 3584, dtype=torch.bfloat16, device="meta")})
+    1089994752
+    """
+    total = sum(_bytes(tensor) for tensor in tensors.values())
+    return max(_largest(tensors), min(total, IPC_BUFFER_BYTES))
+
+
+def _largest(tensors: Mapping[str, Any]) -> int:
+    return max((_bytes(tensor) for tensor in tensors.values()), default=0)
+
+
+def _bytes(tensor: Any) -> int:
+    return int(tensor.numel() * tensor.element_size())
+
+
+def init_info(transfer: Transfer, *, world: int, host: str, buffer_bytes: int) -> Any:
+    """Return what vLLM's trainer side starts from. By NCCL, chunks grow with what they hold and need no `buffer_bytes`."""
     if transfer == "ipc":
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
-        return IPCTrainerInitInfo(packed=True, rank=0)
+        return IPCTrainerInitInfo(packed=True, rank=0, packed_buffer_size_bytes=buffer_bytes)
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
     return NCCLTrainerInitInfo(master_address=host, master_port=free_port(), world_size=world, packed=True, rank=0)

@@ -16,6 +16,7 @@ from torch import Tensor
 from rlhf_core.config.engines import HFSamplerConfig, SamplingConfig
 from rlhf_core.errors import SamplingError, explain
 from rlhf_core.interfaces import ModelSpec, Weights
+from rlhf_core.models.architecture import caps_attention, length_limit, read_config
 from rlhf_core.models.export import weights_digest
 from rlhf_core.models.loading import load_model, load_tokenizer
 from rlhf_core.sampling.requests import check_logprobs, check_requests, finish_reason, most_tokens, stop_token_ids
@@ -34,8 +35,10 @@ class HFSampler:
     def __init__(self, policy: Path, config: HFSamplerConfig) -> None:
         spec = ModelSpec(path=str(policy), head="lm", lora=None, seed=0)
         device = "cuda" if torch.cuda.is_available() else "cpu"
+        # This engine has no setting for it: sdpa would leave out the cap on the logits of some models' attention.
+        attention = "eager" if caps_attention(read_config(policy)) else "sdpa"
         self._model: Any = load_model(
-            spec, dtype=config.dtype, attention="sdpa", gradient_checkpointing=False, device=device
+            spec, dtype=config.dtype, attention=attention, gradient_checkpointing=False, device=device
         )
         self._tokenizer = load_tokenizer(policy)
         self._stops = stop_token_ids(policy, tokenizer_eos=self._tokenizer.eos_token_id)
@@ -49,7 +52,7 @@ class HFSampler:
             requests,
             vocab_size=text_config.vocab_size,
             max_tokens=sampling.max_tokens,
-            max_model_len=text_config.max_position_embeddings,
+            max_model_len=length_limit(self._model.config) or text_config.max_position_embeddings,
         )
         completions: list[Completion] = []
         for start in range(0, len(requests), self._batch_size):

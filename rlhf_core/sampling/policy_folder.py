@@ -32,7 +32,9 @@ class PolicyFolder:
 
     @classmethod
     def read(cls, policy: Path, *, max_model_len: int) -> Self:
-        """Read the folder. Raises ConfigError if it is none, or has fewer positions than `max_model_len`."""
+        """Read the folder. Raises ConfigError if it is none, or has fewer positions than `max_model_len`, or if the engine
+        would turn its positions in another way than the trainer."""
+        from rlhf_core.models.architecture import check_longest
         from rlhf_core.models.loading import load_tokenizer
 
         text_config = _text_config(policy)
@@ -41,6 +43,7 @@ class PolicyFolder:
             rule = f"the policy has {positions} positions"
             remedy = f"set it to {positions} or less"
             raise ConfigError(explain("runtime.sampler.max_model_len", max_model_len, rule, remedy))
+        check_longest("runtime.sampler.max_model_len", max_model_len, policy)
         tokenizer = load_tokenizer(policy)
         stops = stop_token_ids(policy, tokenizer_eos=tokenizer.eos_token_id)
         return cls(policy, tokenizer, stops, int(text_config["vocab_size"]), max_model_len)

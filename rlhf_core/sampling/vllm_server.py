@@ -17,6 +17,7 @@ import httpx
 
 from rlhf_core.config.engines import SamplingConfig, VllmServerSamplerConfig
 from rlhf_core.errors import ConfigError, SamplingError, explain
+from rlhf_core.redaction import without_secrets
 from rlhf_core.sampling.requests import most_tokens
 from rlhf_core.types import SamplingRequest
 
@@ -34,7 +35,7 @@ class ServerFailed(Exception):
     """A server did not do what it was asked. `refused`: it never will, nor would another one."""
 
     def __init__(self, url: str, reason: str, *, status: int = 0) -> None:
-        super().__init__(f"{url} {reason}")
+        super().__init__(without_secrets(f"{url} {reason}"))
         self.status = status
 
     @property
@@ -162,14 +163,14 @@ class Server:
         except httpx.HTTPError as error:
             raise ServerFailed(self.url, f"cannot be asked for {route}: {error!r}") from None
         if response.is_error:
-            said = response.text[:SHOWN_CHARACTERS]
+            said = without_secrets(response.text)[:SHOWN_CHARACTERS]
             raise ServerFailed(
                 self.url, f"answered {route} with {response.status_code}: {said}", status=response.status_code
             )
         try:
             return response.json() if response.content else None
         except ValueError:
-            said = response.text[:SHOWN_CHARACTERS]
+            said = without_secrets(response.text)[:SHOWN_CHARACTERS]
             raise ServerFailed(self.url, f"answered {route} with what is no JSON: {said}") from None
 
     async def _post(

@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
-import os
 import shutil
 import threading
 import uuid
@@ -27,10 +26,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_core.config.engines import SamplingConfig, VllmServerSamplerConfig
-from rlhf_core.errors import ConfigError, SamplerLostError, SamplingError, explain
+from rlhf_core.errors import SamplerLostError, SamplingError, explain
 from rlhf_core.interfaces import Weights
 from rlhf_core.sampling.policy_folder import PolicyFolder, architecture
 from rlhf_core.sampling.vllm_server import Server, ServerFailed, generate_body, open_client
+from rlhf_core.secrets import bearer, resolved
 from rlhf_core.types import Completion, SamplingRequest
 
 logger = logging.getLogger(__name__)
@@ -61,14 +61,15 @@ class VllmServerSampler:
         self._label = ""
         self._loads = 0
         self._sampled: dict[Sampled, tuple[int, SamplingRequest]] = {}
-        headers = _authorization(config)
+        headers = bearer("runtime.sampler.token_env", config.token_env)
+        urls = resolved(config.urls, KEY)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-servers", daemon=True)
         self._thread.start()
         most = config.max_in_flight * len(config.urls)
         self._client = open_client(headers, connections=most + len(config.urls))
         self._slots = asyncio.Semaphore(most)
-        self._servers = [Server(url, self._client) for url in config.urls]
+        self._servers = [Server(url, self._client) for url in urls]
         try:
             self.served_version = "; ".join(sorted(set(self._of_all("check", config))))
             self.load_policy(policy)
@@ -256,13 +257,3 @@ async def _others_ended() -> None:
 
 def _told(failures: Sequence[ServerFailed]) -> str:
     return "; ".join(dict.fromkeys(map(str, failures))) or "no server has the weights"
-
-
-def _authorization(config: VllmServerSamplerConfig) -> dict[str, str]:
-    if not config.token_env:
-        return {}
-    token = os.environ.get(config.token_env)
-    if not token:
-        rule, remedy = "is not set", "export it with the servers' --api-key"
-        raise ConfigError(explain("runtime.sampler.token_env", config.token_env, rule, remedy))
-    return {"Authorization": f"Bearer {token}"}

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import os
 import shutil
 import tempfile
 import time
@@ -28,6 +29,8 @@ from typing import Any, Literal
 from rlhf_core.errors import RlhfError
 from rlhf_core.interfaces import StageTracker
 from rlhf_core.leases import Owner, is_gone
+from rlhf_core.private_folder import private_folder
+from rlhf_core.redaction import without_secrets
 from rlhf_core.tracking import owner, redaction
 from rlhf_core.tracking.mlflow_client import open_client, run_url
 from rlhf_core.tracking.mlflow_delivery import Delivery
@@ -236,10 +239,8 @@ def reconcile_all(uri: str) -> list[Ended]:
         experiments = client.search_experiments()
         return [run for one in experiments for run in reconcile(client, one.experiment_id, experiment=one.name)]
     except Exception as error:  # whatever the server or the database said: it is the person's to mend
-        text = redaction.without_secrets(f"{type(error).__name__}: {error}".splitlines()[0][:300])
-        raise TrackingError(
-            f"MLflow at {redaction.without_secrets(uri)}: does not answer ({text}); try again"
-        ) from error
+        text = without_secrets(f"{type(error).__name__}: {error}".splitlines()[0][:300])
+        raise TrackingError(f"MLflow at {without_secrets(uri)}: does not answer ({text}); try again") from error
 
 
 def _spool_folder(uri: str, artifact_root: Path | None) -> Path:
@@ -247,7 +248,7 @@ def _spool_folder(uri: str, artifact_root: Path | None) -> Path:
         return artifact_root / ".spool"
     if uri.startswith("sqlite:///"):
         return Path(uri.removeprefix("sqlite:///")).parent / ".mlflow-spool"
-    return Path(tempfile.gettempdir()) / "rlhf-mlflow-spool"
+    return private_folder(Path(tempfile.gettempdir()) / f"rlhf-mlflow-spool-{os.getuid()}")
 
 
 def _short(text: str) -> str:

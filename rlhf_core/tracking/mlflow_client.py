@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.tracking import redaction
+from rlhf_core.redaction import without_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +70,9 @@ def create_database(path: Path) -> None:
         except FileExistsError:
             if not path.stat().st_size:
                 ready.replace(path)
+        except OSError:  # a disk without hard links: whoever comes second finds the same empty tables
+            if not path.exists() or not path.stat().st_size:
+                ready.replace(path)
         ready.unlink(missing_ok=True)
         logger.info("tracking: %s is ready after %.1f s", path, time.monotonic() - clock)
 
@@ -77,5 +80,5 @@ def create_database(path: Path) -> None:
 def run_url(uri: str, experiment_id: str, run_id: str) -> str:
     """Return the address of a run in the web interface, or `runs:/<id>` where there is no server."""
     if uri.startswith(("http://", "https://")):
-        return redaction.without_secrets(f"{uri.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}")
+        return without_secrets(f"{uri.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}")
     return f"runs:/{run_id}"

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.redaction import without_secrets
 from rlhf_core.tracking import redaction
 from rlhf_core.tracking.mlflow_client import open_client, run_url
 from rlhf_core.tracking.outbox import Record, Unreachable
@@ -91,9 +92,7 @@ class Delivery:
                 getattr(self, f"_{records[0]['op']}")(client, records[0])
         except Exception as error:
             if self._may_recover(error, records[0]):
-                raise Unreachable(
-                    f"{redaction.without_secrets(self._uri)} does not answer ({_first_line(error)})"
-                ) from error
+                raise Unreachable(f"{without_secrets(self._uri)} does not answer ({_first_line(error)})") from error
             logger.warning("tracking: %s was refused and is skipped: %s", records[0]["op"], _first_line(error))
         return max(1, len(batch))
 
@@ -174,7 +173,7 @@ class Delivery:
     def _finish(self, client: Any, record: Record) -> None:
         run = self._run(client, record["run"])
         if record["note"] and record["note"] not in run.tags.get(NOTE_TAG, ""):
-            note = f"{run.tags.get(NOTE_TAG, '')}\n\n{redaction.without_secrets(record['note'])}"
+            note = f"{run.tags.get(NOTE_TAG, '')}\n\n{without_secrets(record['note'])}"
             client.set_tag(run.run_id, NOTE_TAG, note[: redaction.TAG_CHARACTERS])
         client.set_terminated(run.run_id, status=record["status"])
 
@@ -367,4 +366,4 @@ def _note(heading: str, tags: Mapping[str, str]) -> str:
 
 def _first_line(error: Exception) -> str:
     text = str(error).strip().splitlines()
-    return redaction.without_secrets(text[0][:300] if text else type(error).__name__)
+    return without_secrets(text[0][:300] if text else type(error).__name__)

@@ -79,8 +79,19 @@ def shares(lengths: Sequence[int], world: int) -> list[list[int]]:
     return [sorted(indices) for indices in dealt]
 
 
+def is_maximum(name: str) -> bool:
+    """Whether a metric is the largest of its parts (micro-batches, ranks, optimizer steps), by its name: the one rule.
+
+    Every other metric is a share of its step: shares are added up, and steps averaged.
+
+    >>> is_maximum("policy/ratio_max"), is_maximum("policy/loss")
+    (True, False)
+    """
+    return name.endswith("_max")
+
+
 def reduce(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the metrics of a step from those of its ranks: sums, or the maximum where the name ends in `_max`.
+    """Return the metrics of a step from those of its ranks: sums, or the largest (`is_maximum`).
 
     For what `forward_backward` and `loss` return; what `optim_step` returns is the same on every rank.
 
@@ -93,8 +104,17 @@ def reduce(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
             if name not in total:
                 total[name] = value
             else:
-                total[name] = max(total[name], value) if name.endswith("_max") else total[name] + value
+                total[name] = max(total[name], value) if is_maximum(name) else total[name] + value
     return total
+
+
+def averaged(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the metrics of several optimizer steps as one: means, or the largest (`is_maximum`).
+
+    >>> averaged([{"loss": 0.25, "ratio_max": 1.5}, {"loss": 0.75, "ratio_max": 1.25}])
+    {'loss': 0.5, 'ratio_max': 1.5}
+    """
+    return {name: value if is_maximum(name) else value / len(steps) for name, value in reduce(steps).items()}
 
 
 def row_length(sample: Row | tuple[int, ...]) -> int:

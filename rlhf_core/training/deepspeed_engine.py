@@ -8,6 +8,7 @@ denominators, so each is multiplied by the number of ranks first.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import logging
 import math
@@ -16,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,9 +28,15 @@ from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.losses.output import LossOutput
 from rlhf_core.training.adamw import ClippedAdamW, adamw, parameter_groups
-from rlhf_core.training.deepspeed_tensor_parallel import check_partition, partition_settings, whole_layers
+from rlhf_core.training.deepspeed_tensor_parallel import (
+    check_partition,
+    partition_settings,
+    sum_head_norms,
+    whole_layers,
+)
 from rlhf_core.training.deepspeed_universal import load_universal
 from rlhf_core.training.distributed import join, largest, rank_and_world
+from rlhf_core.training.offload import module_tensors, optimizer_tensors
 from rlhf_core.training.state import (
     copied,
     engine_settings,
@@ -69,7 +77,11 @@ class DeepSpeedEngine:
             carrier.config = module.config  # the number of heads is read there
         with _quiet():
             deepspeed = _import_deepspeed(device)
+            if device.type == "cpu":
+                _build_collectives()
             join()
+            if self._stage == 3:
+                _gather_heads_as_one(module)
             self._engine: Any = deepspeed.initialize(
                 model=carrier,
                 optimizer=None if optimizer is None else self._client_optimizer(optimizer, config),
@@ -79,6 +91,7 @@ class DeepSpeedEngine:
         if self._parallel > 1:
             # It compares the arguments of the first forward pass on all ranks, and ours is a function.
             self._engine.first_dataloader_check.remove()
+            sum_head_norms(module, deepspeed.utils.groups.get_tensor_model_parallel_group())
 
     def forward(self, compute: Callable[[nn.Module], T]) -> T:
         """Return `compute(module)`, run through DeepSpeed's own forward so that its hooks see the model and the loss."""
@@ -149,6 +162,16 @@ class DeepSpeedEngine:
             else:
                 load_universal(self._engine, folder / ZERO_FOLDER, tag=ZERO_TAG, rank=self.rank)
 
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield weights, or this rank's parts of them, gradients and, of a trained model, the optimizer's states."""
+        yield from module_tensors(self.module)
+        if self._stage == 3:
+            yield from (parameter.ds_tensor.data for parameter in self.module.parameters())
+        if self._trained:
+            yield from optimizer_tensors(self._engine.basic_optimizer)
+            if self._stage == 3:
+                yield self._engine.optimizer.grad_partitions_flat_buffer  # kept from step to step
+
     def close(self) -> None:
         """Let go of the model and the optimizer; the process group stays for the next engine."""
         self._engine.destroy()
@@ -208,6 +231,18 @@ class _Carrier(nn.Module):
         return (result.loss if isinstance(result, LossOutput) else None), result
 
 
+def _gather_heads_as_one(module: nn.Module) -> None:
+    """Let ZeRO 3 gather an LM head that has layers of its own (adapters) where it is called, not where they are.
+
+    It computes its tokens in pieces, of which each rank has another number (see `rlhf_core.models.head_pass`).
+    """
+    from deepspeed.utils import set_z3_leaf_module
+
+    head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+    if head is not None and list(head.children()):
+        set_z3_leaf_module(head, True)
+
+
 def _import_deepspeed(device: torch.device) -> Any:
     # Found by probing otherwise; the launcher's variable is required even where no launcher is.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
@@ -215,6 +250,38 @@ def _import_deepspeed(device: torch.device) -> Any:
     import deepspeed
 
     return deepspeed
+
+
+@cache
+def _build_collectives() -> None:
+    """Compile DeepSpeed's collectives for CPUs, once on a machine, whoever was killed in the middle of it before.
+
+    torch guards the compiler by a file that a killed process leaves behind, and whoever comes later waits for it for ever.
+    """
+    from deepspeed.comm.torch import build_shm_op
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / ".one-at-a-time").open("w") as ours:
+        fcntl.flock(ours, fcntl.LOCK_EX)
+        remove_stale_locks(root)
+        build_shm_op()
+
+
+def remove_stale_locks(root: Path) -> list[Path]:
+    """Remove the files `lock` below `root` that no living process has open; return them. torch's builders keep theirs open."""
+    found = list(root.rglob("lock"))
+    if not found:
+        return []
+    opened = set()
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
+            opened.add(link.readlink())
+    stale = [path for path in found if path.resolve() not in opened]
+    for path in stale:
+        path.unlink(missing_ok=True)
+    return stale
 
 
 @contextmanager

@@ -54,7 +54,7 @@ class DistillationObjective:
         teacher_TK = torch.from_numpy(np.concatenate([sample.teacher.logprobs for sample in samples])).to(device)
         ids_TK = torch.from_numpy(np.concatenate([sample.teacher.ids for sample in samples])).long().to(device)
         compute = partial(self._chunk, tokens=denominators["tokens"])
-        parts_N3 = torch.stack(over_logits(model, batch, compute, teacher_TK, ids_TK))
+        parts_N3 = over_logits(model, batch, compute, teacher_TK, ids_TK)
         divergence, agreement, nll = parts_N3.sum(0).unbind()
         # Left out rather than weighted with 0: 0 times infinity would poison the gradient.
         loss = self.kl_weight * divergence
@@ -66,14 +66,14 @@ class DistillationObjective:
     def _chunk(
         self, logits_CV: Tensor, targets_C: Tensor, teacher_CK: Tensor, ids_CK: Tensor, *, tokens: float
     ) -> Tensor:
-        """Return divergence, agreement and negative log-likelihood [3] of a chunk, each divided by `tokens`."""
+        """Return divergence, agreement and negative log-likelihood [1, 3] of a chunk, each divided by `tokens`."""
         if ids_CK.shape[1] == 0:
             # The softmax of log-probs is what they are the logarithms of, and the loss divides by the temperature.
             output = distillation_loss(logits_CV, teacher_CK * self.temperature, **self._divergence(tokens))
         else:
             output = topk_distillation_loss(logits_CV, teacher_CK, ids_CK, **self._divergence(tokens))
         nll = cross_entropy(logits_CV, targets_C, reduction="sum") / tokens
-        return torch.stack([output.loss, output.metrics["agreement"], nll])
+        return torch.stack([output.loss, output.metrics["agreement"], nll]).unsqueeze(0)
 
     def _divergence(self, tokens: float) -> _Divergence:
         return {"kind": self.kind, "jsd_beta": self.jsd_beta, "temperature": self.temperature, "tokens": tokens}
@@ -91,8 +91,8 @@ def top_logprobs(model: nn.Module, batch: TokenBatch, *, k: int, temperature: fl
 
     All of them for k = 0. `batch` has one sample to a row. Call it without gradients.
     """
-    pieces = over_logits(model, batch, partial(_top, k=k, temperature=temperature))
-    logprobs, ids = (torch.cat(parts).numpy() for parts in zip(*pieces, strict=True))
+    tops = over_logits(model, batch, partial(_top, k=k, temperature=temperature))
+    logprobs, ids = (part.numpy() for part in tops)
     ends = np.cumsum([int((mask_L != 0).sum()) for mask_L in batch.loss_mask_BL.cpu()])[:-1]
     return [TopLogprobs(*parts) for parts in zip(np.split(logprobs, ends), np.split(ids, ends), strict=True)]
 

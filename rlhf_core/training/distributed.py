@@ -6,9 +6,11 @@ A launcher sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without them the 
 from __future__ import annotations
 
 import os
+import socket
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import default_pg_timeout
 
 from rlhf_core.errors import ConfigError, explain
 
@@ -47,9 +49,33 @@ def join() -> None:
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if any(name in os.environ for name in LAUNCHER):
         rank, world = rank_and_world()
-        dist.init_process_group(backend, init_method="env://", rank=rank, world_size=world)
+        dist.init_process_group(backend, store=_meeting_point(rank, world), rank=rank, world_size=world)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _meeting_point(rank: int, world: int) -> dist.Store | None:
+    """Return the store through which the ranks find each other; rank 0 opens it at MASTER_ADDR alone.
+
+    torch's own (`env://`) listens on every interface of the machine, and whoever reaches it can change what is in it. None
+    leaves it to torch: torchrun has opened it before.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if rank > 0:
+        return dist.TCPStore(host, port, world, is_master=False, timeout=default_pg_timeout)
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((host, port), family=family, backlog=max(world, 128))
+    except OSError as error:
+        rule = f"rank 0 cannot listen on port {port} there ({error.strerror})"
+        raise ConfigError(
+            explain("MASTER_ADDR", host, rule, "name an address of its machine, and a free port")
+        ) from error
+    return dist.TCPStore(
+        host, port, world, is_master=True, timeout=default_pg_timeout, master_listen_fd=listener.detach()
+    )
 
 
 def largest(value: int) -> int:

@@ -32,6 +32,10 @@ class WeightAverage:
         for name, weight in trained_parameters(module).items():
             self._average[name].lerp_(weight.float(), 1 - self._decay)
 
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield what the average takes memory for."""
+        yield from self._average.values()
+
     def state(self) -> dict[str, Tensor]:
         """Return copies for a checkpoint, on the CPU."""
         return {name: weight.to("cpu", copy=True) for name, weight in self._average.items()}

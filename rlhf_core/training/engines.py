@@ -5,7 +5,7 @@ An engine owns one model on this rank and, unless the model is frozen, its optim
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -71,6 +71,10 @@ class Engine(Protocol):
         """Restore a written `snapshot`, bit for bit, and forget any gradient."""
         ...
 
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield what this rank keeps between steps: weights, gradients and optimizer states."""
+        ...
+
     def close(self) -> None:
         """Let go of the model and the optimizer; the process stays usable."""
         ...
@@ -105,9 +109,13 @@ def open_engine(spec: ModelSpec, optimizer: OptimizerConfig | None, config: Trai
         raise ConfigError(explain("runtime.trainer.engine", "torch", rule, "use deepspeed, or one worker"))
     from rlhf_core.training.torch_engine import TorchEngine
 
-    # Updates of 1e-6 vanish in bfloat16 weights: a trained model keeps float32 ones and computes under autocast.
-    master = "float32" if optimizer is not None else config.dtype
-    module = _load(spec, config, dtype=master, trained=optimizer is not None, device=device)
+    if config.engine == "deepspeed":
+        # Beside models that DeepSpeed trains, which compute in bfloat16 weights; there is a float32 copy for updates.
+        module = _load(spec, config, dtype=config.dtype, trained=False, device=device)
+        return TorchEngine(module, None, device=device, rank=rank, compute_dtype=None)
+    # Updates of 1e-6 vanish in bfloat16 weights: a trained model keeps float32 ones and computes under autocast. So does
+    # a frozen one, though it needs no such weights: what is not a matrix product is float32 then, and would not be.
+    module = _load(spec, config, dtype="float32", trained=optimizer is not None, device=device)
     return TorchEngine(module, optimizer, device=device, rank=rank, compute_dtype=getattr(torch, config.dtype))
 
 

@@ -29,6 +29,7 @@ from rlhf_core.config.policy import (
     GAEAdvantage,
     GroupAdvantage,
     GRPOAdvantage,
+    KLCredit,
     OPOAdvantage,
     ReinforcePPAdvantage,
     ReinforcePPBaselineAdvantage,
@@ -50,6 +51,7 @@ class Experience:
     samples: tuple[TokenSample, ...]
     old_logprobs: tuple[tuple[float, ...], ...]
     ref_logprobs: tuple[tuple[float, ...], ...]
+    """One row per sample, or empty where there is no reference."""
     values: tuple[tuple[float, ...], ...]
     """One row per sample, or empty where there is no value model."""
 
@@ -84,21 +86,41 @@ def estimate_advantages(
     estimator: Advantage,
     group_size: int,
     kl_coef: float,
+    kl_credit: KLCredit = "token",
     turn_weight: float = 0.0,
 ) -> Advantages:
     """Return advantages by `estimator` from rewards with the KL penalty inside (`kl_coef` = 0 leaves it out).
 
-    Token rewards (arXiv 2203.02155): -kl_coef * (log pi_old - log pi_ref) on every token, the rollout's reward on the
-    last one; with `turn_weight` that much of what each turn earned stands at the turn's own last token. Group estimators see their sum per rollout. Raises ConfigError for groups of fewer than two.
+    Token rewards (arXiv 2203.02155): -kl_coef * k1 on every token, k1 = log pi_old - log pi_ref, and the rollout's reward
+    on the last one; with `turn_weight` that much of what each turn earned stands at the turn's own last token. gae and
+    reinforce++ are of these. Group estimators compare whole answers, and the penalty comes in by `kl_credit`:
+
+    `token`: A_t = (reward after the group's baseline) - kl_coef * (sum of k1 from t on). The baseline is of rewards alone,
+    and a token pays for what comes from it on, undiscounted: OpenRLHF's `compute_advantages_and_returns`, whose baseline
+    is subtracted before the penalty is put on each token and summed up; REINFORCE++ (arXiv 2501.03262) has the penalty
+    per token, too.
+    `answer`: A_t = (reward - kl_coef * sum of k1) after the group's baseline, the same on every token. The penalty is part
+    of what an answer earns, and so of the baseline: RLOO (arXiv 2402.14740: r - beta log(pi/pi_ref) of the whole answer
+    is what its baseline is of), as TRL's RLOO and verl (`apply_kl_penalty`) do it.
+
+    What reinforce++-baseline whitens is the result. Raises ConfigError for groups of fewer than two, and for a penalty
+    without a reference.
     """
     mask_BT = completion_tensor([sample.loss_mask for sample in experience.samples], experience)
     old_BT = completion_tensor(experience.old_logprobs, experience)
-    ref_BT = completion_tensor(experience.ref_logprobs, experience)
     scores_B = torch.tensor([rollout.reward for rollout in experience.rollouts], dtype=torch.float32)
-    rewards_BT = token_rewards(scores_B, k1(old_BT, ref_BT), mask_BT, kl_coef=kl_coef)
+    metrics = _reward_metrics(scores_B) | _rollout_metrics(experience, old_BT, mask_BT)
+    kl_BT = torch.zeros_like(old_BT)
+    if experience.ref_logprobs:
+        ref_BT = completion_tensor(experience.ref_logprobs, experience)
+        kl_BT = k1(old_BT, ref_BT) * mask_BT
+        metrics |= _kl_metrics(kl_BT, k3(old_BT, ref_BT), mask_BT)
+    elif kl_coef:
+        rule = "there are no log-probs of a reference"
+        raise ConfigError(explain("ppo.kl_coef", kl_coef, rule, "measure them, or set it to 0"))
+    rewards_BT = token_rewards(scores_B, kl_BT, mask_BT, kl_coef=kl_coef)
     if turn_weight:
         move_to_turns(rewards_BT, experience.rollouts, weight=turn_weight)
-    metrics = _reward_metrics(scores_B, old_BT, ref_BT, mask_BT) | _rollout_metrics(experience, old_BT, mask_BT)
 
     match estimator:
         case GAEAdvantage():
@@ -117,9 +139,14 @@ def estimate_advantages(
                 raise ConfigError(
                     explain("ppo.samples_per_prompt", group_size, rule, "raise it, or use gae or reinforce++")
                 )
-            rewards_PG = rewards_BT.sum(dim=1).reshape(-1, group_size)
+            # From the scores and not from token rewards that add up to them: of a group that earned the same the sums
+            # differ by rounding, and a spread that is rounding divided by itself looks like an advantage.
+            answers_B = scores_B - kl_coef * kl_BT.sum(dim=1) if kl_credit == "answer" else scores_B
             lengths_PG = mask_BT.sum(dim=1).reshape(-1, group_size)
-            advantages_BT = _group_advantages(estimator, rewards_PG, lengths_PG).reshape(-1, 1) * mask_BT
+            answers_PG = _group_advantages(estimator, answers_B.reshape(-1, group_size), lengths_PG)
+            advantages_BT = answers_PG.reshape(-1, 1) * mask_BT
+            if kl_credit == "token":
+                advantages_BT = advantages_BT - kl_coef * discounted_returns(kl_BT, mask_BT, gamma=1.0)
             returns_BT = advantages_BT
             if isinstance(estimator, ReinforcePPBaselineAdvantage):
                 advantages_BT = whiten(advantages_BT, mask_BT)
@@ -175,7 +202,7 @@ def policy_samples(experience: Experience, advantages: Advantages) -> list[Polic
             experience.rollouts,
             experience.samples,
             experience.old_logprobs,
-            experience.ref_logprobs,
+            experience.ref_logprobs or ((),) * len(experience.rollouts),
             advantages.advantages_BT.tolist(),
             strict=True,
         )
@@ -206,15 +233,17 @@ def _after_prompt(rollout: Rollout, values: Sequence[float]) -> tuple[float, ...
     return (0.0,) * len(rollout.prompt_ids) + tuple(values[: len(rollout.completion.token_ids)])
 
 
-def _reward_metrics(scores_B: Tensor, old_BT: Tensor, ref_BT: Tensor, mask_BT: Tensor) -> Metrics:
+def _reward_metrics(scores_B: Tensor) -> Metrics:
+    return {"reward/mean": float(scores_B.mean()), "reward/std": float(scores_B.std(correction=0))}
+
+
+def _kl_metrics(kl_BT: Tensor, k3_BT: Tensor, mask_BT: Tensor) -> Metrics:
+    """Return how far the policy is from the reference; `kl_BT` is 0 outside the mask."""
     tokens = mask_BT.sum()
-    kl_BT = k1(old_BT, ref_BT) * mask_BT
     return {
-        "reward/mean": float(scores_B.mean()),
-        "reward/std": float(scores_B.std(correction=0)),
         "kl/per_token": float(kl_BT.sum() / tokens),
         "kl/per_sequence": float(kl_BT.sum(dim=1).mean()),
-        "kl/k3": float((k3(old_BT, ref_BT) * mask_BT).sum() / tokens),
+        "kl/k3": float((k3_BT * mask_BT).sum() / tokens),
     }
 
 

@@ -166,18 +166,25 @@ class PolicyObjective:
     ) -> LossOutput:
         """Return the share of `samples` in the loss.
 
-        Metrics: `loss`, those of `clipped_policy_loss`, `entropy`, `ref_kl` (k3), `correction_fraction`, and `kl_loss` if used.
+        Metrics: `loss`, those of `clipped_policy_loss`, `entropy`, `correction_fraction`; `ref_kl` (k3) where the samples
+        have the reference's log-probs, and `kl_loss` if used. DataError for a penalty without them.
         """
         batch = collate(samples, pad_id=pad_id).to(device)
-        logprobs_BL, entropy_BL = token_logprobs(model, batch, temperature=self.temperature, with_entropy=True)
+        logprobs_BL, entropy_BL = token_logprobs(
+            model, batch, temperature=self.temperature, with_entropy=True, entropy_gradient=self.entropy_coef != 0
+        )
         assert entropy_BL is not None
         old_BL, mask_BL, tokens = batch.fields["old_logprobs"], batch.loss_mask_BL, denominators["tokens"]
         weights_BL = importance_weights(old_BL, batch.fields["rollout_logprobs"], mask_BL, **self._correction())
         policy = self._policy_loss(logprobs_BL, weights_BL, batch, denominators)
         entropy = masked_sum(entropy_BL, mask_BL) / tokens
-        ref_kl = masked_sum(k3(logprobs_BL, batch.fields["ref_logprobs"]), mask_BL) / tokens
-        metrics = policy.metrics | {"entropy": entropy, "ref_kl": ref_kl}
+        metrics = policy.metrics | {"entropy": entropy}
         metrics["correction_fraction"] = self._fraction_corrected(batch) / tokens
+        if "ref_logprobs" in batch.fields:
+            metrics["ref_kl"] = masked_sum(k3(logprobs_BL, batch.fields["ref_logprobs"]), mask_BL) / tokens
+        elif self.kl_coef != 0:
+            rule = "the samples have no log-probs of the reference"
+            raise DataError(explain("kl_coef", self.kl_coef, rule, "measure them, or set it to 0"))
         # Left out rather than added with coefficient 0: 0 times infinity would poison the gradient.
         loss = policy.loss
         if self.entropy_coef != 0:

@@ -46,7 +46,10 @@ class RoutedObjective:
 
 
 def step_counts(objective: Any, samples: Sequence[Any]) -> dict[str, float]:
-    """Return the denominators of `objective` over a whole step, and the token rows that a router's balance needs."""
+    """Return the denominators of `objective` over a whole step, and the token rows that a router's balance needs.
+
+    An objective that knows the step's token rows, since `samples` are only a part of it, is believed.
+    """
     rows = float(sum(row_count(sample) for sample in samples))
-    counts: dict[str, float] = {**objective.denominators(samples), ROWS: rows}
+    counts: dict[str, float] = {ROWS: rows, **objective.denominators(samples)}
     return counts

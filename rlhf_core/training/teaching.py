@@ -14,6 +14,7 @@ from rlhf_core.interfaces import Metrics, Trainer, Weights
 from rlhf_core.losses.output import LossOutput
 from rlhf_core.training.batching import reduce
 from rlhf_core.training.objectives import TrainingObjective
+from rlhf_core.training.router_objective import step_counts
 from rlhf_core.types import DistillationSample, TokenSample, TopLogprobs
 
 PIECE_ELEMENTS = 2**25
@@ -60,12 +61,12 @@ class TaughtTrainer:
 
     def forward_backward(self, samples: Sequence[Any], objective: Any) -> Metrics:
         """Accumulate the gradient over all `samples` of the step; return the metrics."""
-        part = PartOfStep(objective, objective.denominators(samples))
+        part = PartOfStep(objective, step_counts(objective, samples))
         return reduce([self._student.forward_backward(self._taught(piece), part) for piece in self._pieces(samples)])
 
     def loss(self, samples: Sequence[Any], objective: Any) -> Metrics:
         """Return the metrics without gradients."""
-        part = PartOfStep(objective, objective.denominators(samples))
+        part = PartOfStep(objective, step_counts(objective, samples))
         return reduce([self._student.loss(self._taught(piece), part) for piece in self._pieces(samples)])
 
     def _taught(self, samples: Sequence[TokenSample]) -> list[DistillationSample]:

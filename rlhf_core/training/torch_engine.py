@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.errors import TrainingError, explain
 from rlhf_core.training.adamw import ClippedAdamW, parameter_groups
+from rlhf_core.training.offload import module_tensors, optimizer_tensors
 from rlhf_core.training.state import load_training_state, training_state
 
 T = TypeVar("T")
@@ -22,7 +23,8 @@ STATE_FILE = "training_state.pt"
 class TorchEngine:
     """Trains `module` in this process, or serves it frozen if there is no optimizer.
 
-    With `compute_dtype` bfloat16 a float32 module computes under autocast and keeps its float32 weights.
+    With `compute_dtype` bfloat16 the module, trained or frozen, computes under autocast and keeps its float32 weights, so
+    that a policy and a reference that are the same say the same. None computes in the dtype of the weights.
     """
 
     def __init__(
@@ -32,7 +34,7 @@ class TorchEngine:
         *,
         device: torch.device,
         rank: int,
-        compute_dtype: torch.dtype,
+        compute_dtype: torch.dtype | None,
     ) -> None:
         self.module = module
         self.device = device
@@ -45,7 +47,7 @@ class TorchEngine:
 
     def forward(self, compute: Callable[[nn.Module], T]) -> T:
         """Return `compute(module)`."""
-        mixed = self._compute_dtype != torch.float32 and self._optimizer is not None
+        mixed = self._compute_dtype not in (None, torch.float32)
         with torch.autocast(self.device.type, dtype=self._compute_dtype, enabled=mixed):
             return compute(self.module)
 
@@ -79,6 +81,12 @@ class TorchEngine:
         if self._optimizer is not None:
             load_training_state(folder / STATE_FILE, self.module, self._optimizer)
             self._optimizer.zero_grad(set_to_none=True)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield weights, gradients and, of a trained model, the optimizer's states."""
+        yield from module_tensors(self.module)
+        if self._optimizer is not None:
+            yield from optimizer_tensors(self._optimizer)
 
     def close(self) -> None:
         """Let go of the model and the optimizer."""

@@ -6,6 +6,7 @@ puts the metrics of `forward_backward` and `loss` together with `reduce`.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -25,11 +26,13 @@ from rlhf_core.losses.output import LossOutput
 from rlhf_core.models.export import export_model, weights_digest
 from rlhf_core.models.forward import sequence_scores, step_scores, token_logprobs, token_values
 from rlhf_core.models.lora import merged_state_dict
-from rlhf_core.training.batching import Row, micro_batches
+from rlhf_core.models.routing import watching
+from rlhf_core.training.batching import Row, is_maximum, micro_batches
 from rlhf_core.training.distillation_objective import top_logprobs
 from rlhf_core.training.ema import average_of
 from rlhf_core.training.engines import Engine, open_engine
 from rlhf_core.training.objectives import SftObjective, TrainingObjective, unmasked
+from rlhf_core.training.offload import HostCopies, release_cached
 from rlhf_core.training.router_objective import RoutedObjective
 from rlhf_core.training.state import load_state, random_file, random_state, resume_random_state, write_states
 from rlhf_core.types import TokenSample, TopLogprobs
@@ -66,6 +69,7 @@ class LocalTrainer:
         self._average = average_of(
             self._engine.module, decay=optimizer.ema_decay if optimizer else 0.0, rank=self._engine.rank
         )
+        self._copies = HostCopies()
         any_module: Any = self._engine.module
         # Any token will do where nothing is told apart by it: no sample ever sees its padding.
         pad_id = any_module.config.get_text_config().pad_token_id
@@ -194,9 +198,26 @@ class LocalTrainer:
             if self._engine.rank == 0:
                 export_model(self._engine.module, folder, tokenizer_from=Path(self._spec.path))
 
+    # ------------------------------------------------------------ a GPU that is shared
+
+    def rest(self) -> int:
+        """Move all that is kept between steps to host memory; return how many bytes are free on the device now.
+
+        Nothing but `wake` and `close` may be called until it is back.
+        """
+        averaged = self._average.tensors() if self._average else ()
+        return self._copies.take(itertools.chain(self._engine.tensors(), averaged), self._engine.device)
+
+    def wake(self) -> None:
+        """Take back what `rest` moved, bit for bit."""
+        self._copies.give_back()
+
     def close(self) -> None:
-        """Free the model and the optimizer."""
+        """Free the model and the optimizer, and give the memory to whoever else is on the device."""
         self._engine.close()
+        self._average = None
+        self._copies.forget()
+        release_cached()
 
     # ------------------------------------------------------------ private
 
@@ -248,14 +269,17 @@ class LocalTrainer:
     def _idle(self, module: nn.Module) -> LossOutput:
         """Return a zero loss that reaches the weights, so that this rank takes part in the others' reductions."""
         batch = collate([self._idle_sample()], pad_id=self._pad_id).to(self._engine.device)
-        match self._spec.head:
-            case "lm":
-                value = token_logprobs(module, batch, temperature=1.0, with_entropy=False)[0]
-            case "score":
-                value = sequence_scores(module, batch)
-            case "value":
-                value = token_values(module, batch)
-        return LossOutput(value.sum() * 0.0, {})
+        # The routers take part as well, if they do in the others' losses: ZeRO 3 notes where gradients come in.
+        with watching() if self._router_aux else nullcontext() as routing:
+            match self._spec.head:
+                case "lm":
+                    value = token_logprobs(module, batch, temperature=1.0, with_entropy=False)[0]
+                case "score":
+                    value = sequence_scores(module, batch)
+                case "value":
+                    value = token_values(module, batch)
+        loss = value.sum() * 0.0
+        return LossOutput(loss if routing is None else loss + routing.total() * 0.0, {})
 
     def _idle_sample(self) -> TokenSample:
         return TokenSample((self._pad_id, self._pad_id), (0, 1))
@@ -277,7 +301,7 @@ class _Total:
             value = value.detach().double()
             if name not in self._values:
                 self._values[name] = value
-            elif name.endswith("_max"):
+            elif is_maximum(name):
                 self._values[name] = torch.maximum(self._values[name], value)
             else:
                 self._values[name] = self._values[name] + value

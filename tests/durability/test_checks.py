@@ -113,6 +113,11 @@ def test_runs_and_points_of_mlflow_are_checked(tmp_path: Path) -> None:
     found = make(tmp_path / "home")
     key, points = found["toy"].key, [(step, "toy/train/total") for step in (1, 2, 3)]
     assert tracked(tmp_path / "a.db", found, key, "FINISHED", points) == []
+    # Seconds are no result: metrics.jsonl of two runs has others, and so they are left out on both sides.
+    assert tracked(tmp_path / "t.db", found, key, "FINISHED", [*points, (1, "toy/time/train")]) == []
+    assert tracked(tmp_path / "x.db", found, key, "FINISHED", [*points, (1, "toy/extra")]) == [
+        "MLflow: toy: points that metrics.jsonl has not, first ('toy/extra', 1)"
+    ]
     assert tracked(tmp_path / "b.db", found, key, "RUNNING", points) == ["MLflow: run toy is left RUNNING"]
     assert tracked(tmp_path / "c.db", found, "other", "FINISHED", points) == ["MLflow: toy has 0 runs, not 1"]
     assert tracked(tmp_path / "d.db", found, key, "FINISHED", [*points, points[0]]) == [

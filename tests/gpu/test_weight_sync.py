@@ -9,9 +9,11 @@ import torch
 
 from rlhf_core.config.engines import OptimizerConfig, RuntimeConfig, SamplingConfig, TrainerConfig, VllmSamplerConfig
 from rlhf_core.interfaces import ModelSpec
+from rlhf_core.models.initialise import initialise_llama, train_tokenizer
 from rlhf_core.runtime.ray_runtime import RayRuntime
 from rlhf_core.training.objectives import SftObjective
 from rlhf_core.types import SamplingRequest, TokenSample
+from tests.gpu.conftest import SMALL, TEXTS
 
 REQUESTS = [SamplingRequest(tuple(range(10, 13 + index % 5)), seed=index) for index in range(16)]
 SAMPLES = [TokenSample(tuple(range(10, 40)), (0,) * 4 + (1,) * 26)]
@@ -48,6 +50,15 @@ def check_sync(policy: Path, *, gpus: float, engines: int, transfer: str) -> Non
                     assert row[len(request.prompt_ids) :] == pytest.approx(completion.logprobs, abs=1e-2)
     finally:
         runtime.close()
+
+
+def test_a_tensor_larger_than_vllms_own_buffer_goes_by_cuda_ipc(tmp_path: Path) -> None:
+    if torch.cuda.get_device_properties(0).total_memory < 40 << 30:
+        pytest.skip("needs a GPU of 40 GiB")
+    shape = SMALL.model_copy(update={"vocab_size": 300_000, "hidden_size": 1024})  # an embedding of 1.2 GB in float32
+    train_tokenizer(TEXTS, vocab_size=320, folder=tmp_path)
+    initialise_llama(shape, tmp_path, seed=7)
+    check_sync(tmp_path, gpus=0.5, engines=1, transfer="ipc")
 
 
 def test_cuda_ipc_between_a_trainer_and_an_engine_on_one_gpu(policy: Path) -> None:

@@ -2,12 +2,33 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from pipelines.home import Home, client_environment
 from pipelines.services import private_server
+
+SERVERS = ("PREFECT", "MLFLOW_TRACKING", "MLFLOW_BACKEND", "MLFLOW_REGISTRY", "RLHF_OWN")
+"""How the variables begin that may lead to servers or databases; tests end all runs that they find there."""
+
+
+@contextmanager
+def servers_forgotten(folder: Path) -> Iterator[None]:
+    """Take from the environment all that may lead to a server or database of whoever runs the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith(SERVERS)]:
+            patch.delenv(name)
+        patch.setenv("PREFECT_PROFILES_PATH", str(folder / "profiles.toml"))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_servers_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let no test talk to a Prefect or MLflow that whoever runs the tests has set, least of all in a profile of Prefect."""
+    with servers_forgotten(tmp_path_factory.mktemp("profiles")):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from pipelines.cli import main
+from pipelines.plan import PlannedStage
 from pipelines.profile import load_profile
 from rlhf_core.artifacts import ArtifactStore
-from rlhf_core.stage import decide, execute
+from rlhf_core.stage import Decision, decide, execute
 from rlhf_core.store_layout import remove_tree
 from tests.pipelines.mini import write_mini
 from tests.rlhf_core.toy_stage import NoEngines, RecordingTracker, ToyConfig, toy_spec
@@ -68,6 +69,20 @@ def test_explain_prints_the_whole_key(here: Path, capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     assert out.startswith("prepare_data: RUN: first run\n")
     assert '"stage": "prepare_data"' in out and '"seed": 17' in out
+
+
+def test_explain_names_what_the_key_cannot_see(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "mine.py").write_text("def reward(x): return open('[b]answers[/b].json')\n")
+    decision = Decision("RUN", "first run", "k" * 64, None)
+    stage = PlannedStage("ppo", toy_spec(callables=("mine.py:reward",)), decision)
+    monkeypatch.chdir(here)
+    monkeypatch.setattr("pipelines.verbs._plan", lambda options: [stage])
+    assert main(["explain", "ppo", "--profile", str(write_mini(here))]) == 0
+    assert (
+        "not in the key: mine.py reads files (open, line 1); what counts: DEPENDS_ON there" in capsys.readouterr().out
+    )
 
 
 def test_looking_at_a_store_that_is_not_there_says_what_to_do_and_makes_nothing(

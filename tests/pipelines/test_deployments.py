@@ -1,16 +1,23 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
+import yaml
 from jsonschema import ValidationError, validate
+from rich.console import Console
 
 from pipelines import deployments
 from pipelines.deployments import stage_parameters
 from pipelines.profile import load_profile
+
+CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +56,62 @@ def test_every_deployment_is_served_once() -> None:
     served = [deployment.name for deployment in deployments.deployments()]
     assert len(served) == len(set(served))
     assert {"full", "rlvr", "distill", "condition", "conditional-sft", "ppo"} <= set(served)
+
+
+def declared() -> dict[str, dict[str, Any]]:
+    """The deployments of prefect.yaml by name, as Prefect's own loader reads them."""
+    from prefect.cli.deploy._config import _load_deploy_configs_and_actions
+
+    said = io.StringIO()
+    found, actions = _load_deploy_configs_and_actions(CHECKOUT / "prefect.yaml", console=Console(file=said))
+    assert said.getvalue() == "", "Prefect skips a file that it finds fault with, and says so"
+    assert [list(step) for step in actions["pull"]] == [["prefect.deployments.steps.set_working_directory"]]
+    names = [one["name"] for one in found]
+    assert len(names) == len(set(names))
+    return {one["name"]: one for one in found}
+
+
+def without_texts(schema: Any) -> Any:
+    """Return a form without its descriptions."""
+    if isinstance(schema, dict):
+        return {key: without_texts(value) for key, value in schema.items() if key != "description"}
+    return [without_texts(one) for one in schema] if isinstance(schema, list) else schema
+
+
+def test_prefect_yaml_declares_the_deployments_that_are_served_with_the_same_flows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))  # Prefect puts a file's folder first, and ours has a `profile.py`
+    from prefect.flows import load_flow_from_entrypoint
+
+    wanted = {one.name: one for one in deployments.deployments()}
+    found = declared()
+    assert set(found) == set(wanted)
+    for name, one in found.items():
+        file, _, function = one["entrypoint"].partition(":")
+        assert f"{file.removesuffix('.py').replace('/', '.')}.{function}" == wanted[name].entrypoint
+        assert one.get("parameters", {}) == {}, "they come with `--params`"
+    for name in ("full", "process-reward-model"):  # one of each file, since a file is run anew for each
+        flow = load_flow_from_entrypoint(str(CHECKOUT / found[name]["entrypoint"]))
+        assert flow.name == wanted[name].flow_name
+        form = flow.parameters.model_dump_for_openapi()
+        served = wanted[name]._parameter_openapi_schema.model_dump_for_openapi()
+        # Pydantic finds the texts of fields in modules that were imported by name, and Prefect imports this one by path.
+        assert without_texts(form) == without_texts(served)
+        assert validate(wanted[name].parameters, form) is None
+
+
+def test_prefect_yaml_has_no_key_that_prefect_would_pass_over() -> None:
+    """Prefect ignores keys that it does not know, so a misspelt limit would be none."""
+    from prefect.cli.deploy._models import ConcurrencyLimitSpec, DeploymentConfig, PrefectYamlModel, WorkPoolConfig
+
+    known = {field.alias or name for name, field in PrefectYamlModel.model_fields.items()}
+    text = yaml.safe_load((CHECKOUT / "prefect.yaml").read_text())
+    assert set(text) - {"definitions"} <= known  # `definitions` holds YAML's own anchors
+    for one in text["deployments"]:
+        assert set(one) <= set(DeploymentConfig.model_fields)
+        assert set(one["work_pool"]) <= set(WorkPoolConfig.model_fields)
+        assert set(one.get("concurrency_limit", {})) <= set(ConcurrencyLimitSpec.model_fields)
 
 
 def test_every_form_accepts_what_it_is_filled_with(forms: dict) -> None:

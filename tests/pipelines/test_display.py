@@ -4,7 +4,8 @@ import io
 
 from rich.console import Console
 
-from pipelines.display import LiveDisplay, PlainDisplay, key_metric, open_display, results_table
+from pipelines.display import LiveDisplay, PlainDisplay, decisions_table, open_display, results_table
+from pipelines.key_metric import key_metric
 from rlhf_core.stage import Decision
 
 REPORT = {
@@ -86,3 +87,19 @@ def test_a_live_table_on_a_terminal() -> None:
     assert "HIT" in rows["prepare_data"] and "made yesterday" in rows["prepare_data"]
     assert "loss 2.0" in rows["sft"]
     assert "first run" in rows["ppo"]
+
+
+def test_brackets_are_shown_as_they_are() -> None:
+    said = r"sft.pattern: [a-z] -> [/b] [bold]x[/bold] \[y]"
+    decision = Decision("RUN", said, "k" * 64, None)
+    assert said in printed(decisions_table([("s[0]", decision)], wide=True))
+    assert "s[0]" in printed(decisions_table([("s[0]", decision)], wide=True))
+    report = {"settings": REPORT["settings"], "policies": {"p[/b]": REPORT["policies"]["sft"]}}  # type: ignore[index]
+    assert "p[/b]" in printed(results_table(report))
+    console = Console(file=io.StringIO(), width=200, force_terminal=True, color_system=None)
+    with open_display(console) as display:
+        display.planned("waits", Decision("RUN", "[/b]", "k" * 64, None))
+        display.started("works[0]", Decision("RUN", "[/a]", "k" * 64, None))
+        display.progress("works[0]", 1, 2, "[/c]")
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "works[0]" in shown and "[/c]" in shown and "[/b]" in shown

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,10 @@ import httpx
 import pytest
 
 from pipelines import foreground
+from pipelines.home import Home
 from pipelines.services import ServiceError
 
-OPTIONS = argparse.Namespace(profile="tiny/full", overrides=[], until="", force=[], strict_code=False)
+OPTIONS = argparse.Namespace(profile="tiny/full", overrides=[], until="", force=[], strict_code=False, strict_env=False)
 
 
 def losing_prefect(monkeypatch: pytest.MonkeyPatch, *, before_the_body: bool) -> list[str]:
@@ -40,6 +42,15 @@ def losing_prefect(monkeypatch: pytest.MonkeyPatch, *, before_the_body: bool) ->
     return done
 
 
+@pytest.fixture(autouse=True)
+def settings_of_the_tests() -> Iterator[None]:
+    """Let Prefect read its settings again when the environment is what it was."""
+    yield
+    from prefect.context import refresh_global_settings_context
+
+    refresh_global_settings_context()
+
+
 def run_flow() -> None:
     run: Any = SimpleNamespace(started=0)
     config: Any = SimpleNamespace(name="night")
@@ -50,6 +61,8 @@ def test_a_run_that_is_complete_ends_well_though_prefect_is_gone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     done = losing_prefect(monkeypatch, before_the_body=False)
+    # On the logger itself: Prefect sets up the loggers above it when it is first asked, and keeps their records to itself.
+    monkeypatch.setattr(foreground.logger, "handlers", [caplog.handler])
     with caplog.at_level(logging.WARNING):
         run_flow()
     assert done == ["ran", "settled"]
@@ -60,6 +73,22 @@ def test_a_run_that_prefect_could_not_begin_is_one_error_that_names_the_server(m
     losing_prefect(monkeypatch, before_the_body=True)
     with pytest.raises(ServiceError, match=r"^http://127.0.0.1:9/api: Prefect does not answer .*: run again$"):
         run_flow()
+
+
+@pytest.mark.slow
+def test_a_run_is_recorded_on_the_users_own_server_and_none_is_started(
+    home: Home, prefect_home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = os.environ["PREFECT_API_URL"]
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.delenv("RLHF_OWN_SETTINGS")  # so it is the user's
+    monkeypatch.setattr(foreground, "private_server", lambda home: pytest.fail("a server of our own"))
+    with foreground._server(home) as server:
+        assert server is None and os.environ["PREFECT_API_URL"] == theirs
+    assert foreground.is_watched(home)
+    monkeypatch.setenv("PREFECT_API_URL", "http://me:hunter2@127.0.0.1:9/api")
+    with pytest.raises(ServiceError, match=r"^PREFECT_API_URL = http://\*\*\*@127.0.0.1:9/api: does not answer"):
+        foreground._server(home).__enter__()
 
 
 def test_a_profile_is_stored_with_its_whole_path_so_that_it_can_be_resumed_from_anywhere(

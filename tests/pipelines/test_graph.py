@@ -2,16 +2,24 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 
-from pipelines.graph import ENGINES, agent_digests, reward_functions
+from pipelines.graph import ENGINES, Stages, agent_digests, reward_functions
 from pipelines.plan import plan
 from pipelines.profile import load_profile
 from rlhf_core.artifacts import ArtifactStore
+from rlhf_core.config.engines import RuntimeConfig
+from rlhf_core.config.preference import ORPOLoss, SimPOLoss
 from rlhf_core.errors import ConfigError
+from rlhf_core.stage import StageSpec
+from rlhf_core.types import ArtifactRef, PolicyRef, PreferencesRef, PromptsRef, RewardModelRef
+from stages.dpo import DPOConfig
 from stages.ppo import PPOConfig
 from tests.pipelines.mini import write_mini
+
+R = TypeVar("R", bound=ArtifactRef)
 
 
 def test_every_stage_module_is_in_the_table_of_engines() -> None:
@@ -24,6 +32,32 @@ def test_engines_enter_the_spec_of_the_stages_that_lease_them(tmp_path: Path) ->
     assert set(stages["ppo"].engines) == {"trainer", "sampler"}
     assert set(stages["evaluate/sft/generate"].engines) == {"sampler"}
     assert stages["prepare_data"].engines == {}
+
+
+def test_a_reference_that_nothing_asks_is_in_no_key() -> None:
+    def inputs(config: PPOConfig | DPOConfig, reference: str) -> dict[str, Any]:
+        specs: list[StageSpec] = []
+
+        def kept(spec: StageSpec, kind: type[ArtifactRef]) -> Any:
+            specs.append(spec)
+
+        stages = Stages(kept, seed=17, runtime=RuntimeConfig())
+        policy, other = handle(PolicyRef, "policy"), handle(PolicyRef, reference)
+        if isinstance(config, PPOConfig):
+            prompts, judges = handle(PromptsRef, "prompts"), {"reward_model": handle(RewardModelRef, "judge")}
+            stages.ppo("ppo", config, policy=policy, reference=other, prompts=prompts, reward_models=judges)
+        else:
+            pairs = handle(PreferencesRef, "pairs")
+            stages.dpo("dpo", config, policy=policy, reference=other, preferences=pairs)
+        return specs[0].inputs
+
+    free = [PPOConfig(kl_coef=0.0), DPOConfig(loss=SimPOLoss()), DPOConfig(loss=ORPOLoss())]
+    assert [inputs(config, "one") == inputs(config, "other") for config in free] == [True] * 3
+    assert [inputs(config, "one") == inputs(config, "other") for config in (PPOConfig(), DPOConfig())] == [False] * 2
+
+
+def handle(kind: type[R], name: str) -> R:
+    return kind(uri=f"store://{name}", digest=name)
 
 
 def test_the_number_of_workers_is_no_part_of_a_spec_and_the_precision_is(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ def job_of(folder: Path, stage: StageSpec, *, key: str) -> BaseProcess:
         store=folder / "store",
         force=False,
         strict_code=False,
+        strict_env=False,
         tracking="",
     )
     write_spec(folder / SPEC, job)

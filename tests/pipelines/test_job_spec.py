@@ -34,6 +34,7 @@ def test_a_job_comes_back_from_its_file(tmp_path: Path) -> None:
         store=tmp_path,
         force=True,
         strict_code=False,
+        strict_env=False,
         tracking="token",
     )
     write_spec(tmp_path / "spec.json", job)

@@ -5,56 +5,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.fuzz.scripts import DPO_08, GRPO_09, RM_010, SFT_010, SFT_06
 from pipelines.openrlhf.flags import COMMANDS, FLAGS
 from pipelines.openrlhf.shell import read_commands
 from pipelines.openrlhf.translate import Translation, translate
 from pipelines.profile import PipelineConfig, load_profile
+from rlhf_core.runtime.placement import layout
 
-SFT_06 = r"""
-set -x
-read -r -d '' training_commands <<EOF
-openrlhf.cli.train_sft \
-   --max_len 4096 --dataset data/orca.jsonl --input_key question --output_key response \
-   --train_batch_size 256 --micro_train_batch_size 2 --max_samples 500000 \
-   --pretrain meta-llama/Meta-Llama-3-8B --save_path ./checkpoint/sft --save_steps -1 --eval_steps -1 \
-   --zero_stage 2 --max_epochs 1 --bf16 --flash_attn --learning_rate 5e-6 --packing_samples --gradient_checkpointing
-EOF
-    # --use_wandb [WANDB_TOKENS]
-if [[ ${1} != "slurm" ]]; then
-    deepspeed --num_gpus 8 --module $training_commands
-fi
-"""
-DPO_08 = r"""
-MODEL=models/sft
-deepspeed --module openrlhf.cli.train_dpo --pretrain ${MODEL} --ref_pretrain "$MODEL" --dataset a.jsonl,b.jsonl \
-   --dataset_probs 0.7,0.3 --apply_chat_template --chosen_key better --rejected_key worse --train_batch_size 64 \
-   --learning_rate=5e-7 --ipo --beta 0.2 --label_smoothing 0.1 --max_len 2048 --lora_rank 16 --lora_alpha 32 \
-   --target_modules q_proj v_proj --lora_dropout 0.05 --zero_stage 3 --adam_offload --ring_attn_size 2 --seed 7
-"""
-GRPO_09 = r"""
-ray job submit --address="http://127.0.0.1:8265" --runtime-env-json='{"working_dir": "/openrlhf"}' \
-   -- python3 -m openrlhf.cli.train_ppo_ray \
-   --actor_num_nodes 2 --actor_num_gpus_per_node 4 --ref_num_nodes 2 --ref_num_gpus_per_node 4 \
-   --vllm_num_engines 8 --vllm_tensor_parallel_size 1 --colocate_all_models --vllm_gpu_memory_utilization 0.4 \
-   --advantage_estimator group_norm --use_kl_loss --kl_estimator k3 --init_kl_coef 1e-3 --eps_clip_low_high 0.2 0.28 \
-   --pretrain models/base --remote_rm_url reward_func.py --save_path ckpt --use_wandb True \
-   --train_batch_size 128 --rollout_batch_size 64 --n_samples_per_prompt 8 --max_samples 6400 --num_episodes 2 \
-   --prompt_max_len 512 --generate_max_len 1536 --param_dtype bf16 --prompt_data data/maths.jsonl \
-   --input_key problem --label_key answer --apply_chat_template --dynamic_filtering --vllm_enable_sleep
-"""
-SFT_010 = r"""
-python -m torch.distributed.run --nproc_per_node 4 -m openrlhf.cli.train_sft \
-   --data.max_len 2048 --data.dataset data/chats.jsonl --data.input_key conversation --data.apply_chat_template \
-   --data.multiturn --train.batch_size 32 --model.model_name_or_path models/base --adam.lr 2e-5 --adam.betas 0.9 0.999 \
-   --adam.weight_decay 0.01 --lr_scheduler linear --lr_warmup_ratio 0.1 --train.max_epochs 3 --ckpt.save_steps 100 \
-   --eval.steps 50 --ds.zero_stage 3 --ds.param_dtype bf16 --logger.tensorboard_dir logs
-"""
-RM_010 = r"""
-deepspeed --module openrlhf.cli.train_rm --model.model_name_or_path models/sft --data.dataset data/pairs.parquet \
-   --data.prompt_key prompt --data.chosen_key chosen --data.rejected_key rejected --data.apply_chat_template \
-   --model.margin_loss_enable --model.loss_type logexp --train.batch_size 256 --data.max_len 8192 --adam.lr 9e-6 \
-   --ds.lora.rank 8 --ds.attn_implementation flash_attention_2 --ckpt.output_dir ./rm --eval.dataset data/test.jsonl
-"""
 PPO_010 = r"""
 python3 -m openrlhf.cli.train_ppo_ray --actor.num_gpus_per_node 4 --vllm.num_engines 2 --vllm.tensor_parallel_size 2 \
    --actor.model_name_or_path models/sft --reward.model_name_or_path models/rm --train.batch_size 128 \
@@ -151,6 +108,16 @@ def test_a_batch_is_an_optimizer_step_over_all_ranks(tmp_path: Path) -> None:
     assert config.runtime.train_workers == 8
 
 
+def test_models_on_the_same_gpus_are_a_train_worker_and_an_engine_on_each(tmp_path: Path) -> None:
+    config, _ = translated(GRPO_09, tmp_path)
+    made = layout(config.runtime)
+    assert made.train == made.sample == tuple(range(8))
+    assert made.bundles == ({"CPU": 2, "GPU": 1},) * 8
+    apart, _ = translated(GRPO_09.replace("--vllm_tensor_parallel_size 1", "--vllm_tensor_parallel_size 2"), tmp_path)
+    made = layout(apart.runtime)
+    assert [made.bundles[one]["GPU"] for one in (*made.train, *made.sample)] == [1] * 8 + [2] * 8
+
+
 def test_rollouts_are_prompts_times_samples_and_are_split_into_optimizer_steps(tmp_path: Path) -> None:
     config, _ = translated(GRPO_09, tmp_path)
     assert config.ppo
@@ -214,6 +181,25 @@ def test_the_penalty_is_k1_in_the_reward_or_k2_in_the_loss(
 
 
 @pytest.mark.parametrize(
+    ("estimator", "flags", "said"),
+    [
+        ("rloo", "", True),
+        ("reinforce_baseline", "", True),
+        ("dr_grpo", "", True),
+        ("rloo", "--use_kl_loss", False),
+        ("gae", "", False),
+    ],
+)
+def test_a_penalty_beside_a_group_comes_after_the_baseline(
+    estimator: str, flags: str, said: bool, tmp_path: Path
+) -> None:
+    script = f"{PPO} --advantage_estimator {estimator} --n_samples_per_prompt 4 --init_kl_coef 0.03 {flags}"
+    config, translation = translated(script, tmp_path)
+    assert config.ppo and config.ppo.kl_credit == "token"
+    assert ("kl_credit" in translation.profile) is said
+
+
+@pytest.mark.parametrize(
     ("theirs", "ours"),
     [
         ("gae", "gae"),
@@ -261,6 +247,9 @@ SETTINGS = [
     (GRPO_09, "runtime.gpus_per_engine", 0.5),
     (GRPO_09, "runtime.sampler.engines", 8),
     (GRPO_09, "runtime.sampler.sleep", True),
+    (GRPO_09, "runtime.trainer.sleep", False),
+    (GRPO_09.replace("--vllm_enable_sleep", "--deepspeed_enable_sleep"), "runtime.trainer.sleep", True),
+    (PPO_010 + " --ds.enable_sleep", "runtime.trainer.sleep", False),
     (GRPO_09, "runtime.sampler.enforce_eager", False),
     (GRPO_09, "runtime.sampler.dtype", "bfloat16"),
     (PPO_010, "runtime.gpus_per_engine", 2.0),
@@ -326,7 +315,6 @@ def test_a_setting_has_its_value_in_the_profile(script: str, key: str, value: ob
         (DPO_08, "--lora_dropout"),
         (RM_010, "--ds.lora.rank"),
         (RM_010, "--eval.dataset"),
-        (PPO_010, "--reward.model_name_or_path"),
         (PPO_010, "--train.num_episodes"),
         (PPO + "--kl_target 6", "--kl_target"),
         (PPO + "--top_p 0.9", "--top_p"),

@@ -150,3 +150,46 @@ def test_a_dump_of_a_configuration_parses_to_the_same_configuration() -> None:
 def test_a_teacher_that_the_profile_does_not_make_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"distill\.teacher = 'ppo': the profile has no \[ppo\]; add that section"):
         load_profile("tiny/distill", ["distill.teacher=ppo"])
+
+
+@pytest.mark.parametrize(
+    ("content", "rule"),
+    [
+        (b'name = "caf\xe9"', "cannot be read: 'utf-8' codec"),
+        (b"seed = " + b"9" * 5000, "not valid TOML: Exceeds the limit"),
+        (b"seed = " + b"[" * 5000, "not valid TOML: brackets too deep"),
+        (b"extends = 5", "extends = 5: must be the name of a file; give the path of a profile"),
+        (b'extends = ["tiny/full"]', r"extends = \['tiny/full'\]: must be the name of a file"),
+        (b'extends = "a\\u0000b"', "must be the name of a file"),
+        (b'extends = "."', "cannot be read: .*Is a directory"),
+        (b'extends = "' + b"x" * 5000 + b'"', "cannot be read: .*File name too long"),
+    ],
+)
+def test_a_profile_that_cannot_be_read_says_why(content: bytes, rule: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=rule):
+        load_profile(path)
+
+
+@pytest.mark.parametrize(
+    ("override", "rule"),
+    [
+        ("seed=" + "9" * 5000, r"--set seed = '9+' \.\.\.: cannot be read: Exceeds the limit"),
+        ("seed=" + "[" * 5000, "cannot be read: brackets too deep"),
+        ("a." * 3000 + "b=1", r"a = \{\.\.\.\}: unknown key"),
+        ("name=half \ud83d", "must be text that UTF-8 can hold"),
+    ],
+)
+def test_an_override_that_cannot_be_read_says_why(override: str, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        load_profile("tiny/full", [override])
+
+
+def test_an_override_of_several_lines_is_text_and_changes_nothing_else() -> None:
+    assert load_profile("tiny/full", ['name="one"\nseed=2']).name == '"one"\nseed=2'
+
+
+def test_a_name_too_long_for_the_disk_is_no_profile() -> None:
+    with pytest.raises(ConfigError, match="no such file or shipped profile"):
+        find_profile("x" * 5000)

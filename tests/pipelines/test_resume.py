@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,14 @@ from pipelines.home import Home
 
 pytestmark = pytest.mark.slow
 
-PARAMETERS = {"profile": "tiny/full", "overrides": ["seed=3"], "until": "sft", "force": [], "strict_code": True}
+PARAMETERS = {
+    "profile": "tiny/full",
+    "overrides": ["seed=3"],
+    "until": "sft",
+    "force": [],
+    "strict_code": True,
+    "strict_env": False,
+}
 
 
 @pytest.fixture
@@ -22,15 +30,28 @@ def client(prefect_home: Home) -> Iterator[Any]:
         yield client
 
 
-def foreground(client: Any, name: str, state: Any, parameters: dict[str, Any] | None = None) -> Any:
+def foreground(
+    client: Any,
+    name: str,
+    state: Any,
+    parameters: dict[str, Any] | None = None,
+    home: Home | None = None,
+    *,
+    labeled: bool = True,
+) -> Any:
     from prefect import flow
 
-    @flow(name="test-resume", validate_parameters=False)
-    def body(profile: str, overrides: list[str], until: str, force: list[str], strict_code: bool) -> None:
+    @flow(name="rlhf-pipeline", validate_parameters=False)
+    def body(
+        profile: str, overrides: list[str], until: str, force: list[str], strict_code: bool, strict_env: bool
+    ) -> None:
         return None
 
     chosen = PARAMETERS if parameters is None else parameters
-    return client.create_flow_run(body, name=name, parameters=chosen, state=state).id
+    run = client.create_flow_run(body, name=name, parameters=chosen, state=state).id
+    if labeled:
+        client.update_flow_run_labels(run, {"rlhf.home": (home or Home.here()).identity})
+    return run
 
 
 def test_a_run_of_a_terminal_is_run_again_with_its_own_options_by_name_or_id(client: Any) -> None:
@@ -87,16 +108,43 @@ def test_a_served_run_is_scheduled_again_and_needs_the_deployments(client: Any) 
     from prefect import flow
     from prefect.states import Crashed
 
+    from pipelines.reconcile import home_tag
     from pipelines.resume import ResumeError, resume
 
-    @flow(name="test-resume-served")
+    @flow(name="rlhf-pipeline")
     def body() -> None:
         return None
 
-    deployment = client.create_deployment(client.create_flow(body), name="full")
+    deployment = client.create_deployment(client.create_flow(body), name="full", tags=[home_tag(Home.here())])
     run = client.create_flow_run_from_deployment(deployment).id
     client.set_flow_run_state(run, Crashed(), force=True)
     with pytest.raises(ResumeError, match="served by a deployment; rlhf up, then again"):
         resume(str(run), served=False)
     assert resume(str(run), served=True).kind == "scheduled"
     assert client.read_flow_run(run).state.is_scheduled()
+
+
+def test_a_run_of_another_state_folder_on_the_same_server_is_not_ours_to_resume(client: Any, tmp_path: Path) -> None:
+    from prefect.states import Failed
+
+    from pipelines.resume import ResumeError, resume
+
+    ours = foreground(client, "ours", Failed())
+    theirs = foreground(client, "theirs", Failed(), home=Home(tmp_path))
+    assert str(ours) in resume("", served=False).said
+    for wanted in ("theirs", str(theirs)):
+        with pytest.raises(ResumeError, match="no flow run has this name or id"):
+            resume(wanted, served=False)
+
+
+def test_a_run_of_an_earlier_version_is_resumed_on_our_own_server(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from prefect.states import Failed
+
+    from pipelines.resume import ResumeError, resume
+
+    run = foreground(client, "earlier", Failed(), labeled=False)
+    found = resume("earlier", served=False)
+    assert found.kind == "foreground" and str(run) in found.said
+    monkeypatch.delenv("RLHF_OWN_SETTINGS")  # now its address is one that the user set
+    with pytest.raises(ResumeError, match="no flow run has this name or id"):
+        resume("earlier", served=False)

@@ -12,7 +12,8 @@ from pipelines.graph import RunStage, Stages
 from pipelines.home import Home
 from pipelines.plan import Pipeline, plan
 from pipelines.profile import PipelineConfig, load_profile
-from pipelines.run import PipelineRun, RunOptions, open_run, run_stages, store_of, tracking_uri
+from pipelines.registry import tracking_uri
+from pipelines.run import PipelineRun, RunOptions, open_run, run_stages, store_of
 from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.errors import ConfigError
 from rlhf_core.leases import living_owner

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipelines import services
 from pipelines.cli import main
 from pipelines.home import Home
+from pipelines.own_pages import basic
 from rlhf_core.tracking import owner
 
 
@@ -78,15 +80,123 @@ def test_a_new_supervisor_waits_until_the_services_of_a_killed_one_are_gone(
         services.await_end_of_last(home)  # a stranger's: we take another port in the end
 
 
-def cli(home: Home, *arguments: str) -> subprocess.CompletedProcess[str]:
+def test_the_address_that_up_printed_is_not_the_users_own(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as port_of_ours:
+        port_of_ours.bind(("127.0.0.1", 0))
+        port = port_of_ours.getsockname()[1]
+        for host in ("127.0.0.1", "localhost"):
+            monkeypatch.setenv("PREFECT_API_URL", f"http://{host}:{port}/api")
+            assert services.user_prefect(home) == f"http://{host}:{port}/api"
+            services.Services(owner.tags(), port, 2, ready=True).write(home)
+            assert services.user_prefect(home) == ""
+            home.services.unlink()  # as `rlhf down` leaves it; the export stays in the shell
+            port_of_ours.close()
+            assert services.user_prefect(home) == ""
+            (home.root / "prefect_address").unlink()
+            assert services.user_prefect(home) == f"http://{host}:{port}/api"
+    with socket.socket() as anothers:
+        anothers.bind(("127.0.0.1", 0))
+        anothers.listen()
+        address = f"http://127.0.0.1:{anothers.getsockname()[1]}/api"
+        (home.root / "prefect_address").write_text(address)
+        monkeypatch.setenv("PREFECT_API_URL", address)
+        assert services.user_prefect(home) == address, "somebody else has started a server there since"
+
+
+def test_servers_of_the_user_take_the_place_of_ours_and_secrets_are_not_printed(home: Home) -> None:
+    found = services.Services(
+        owner.tags(), 0, 0, ready=True, prefect_api="http://me:hunter2@p:4200/api", mlflow_uri="https://me:hunter2@m"
+    )
+    found.write(home)
+    assert home.services.stat().st_mode & 0o777 == 0o600
+    assert services.running(home) == found and found.health == {} and found.well()
+    assert (found.prefect_url, found.mlflow_url) == ("http://***@p:4200", "https://***@m")
+    assert found.environment(home)["PREFECT_API_URL"] == "http://me:hunter2@p:4200/api"
+    assert found.tracking_uri == "https://me:hunter2@m"
+    assert not (home.root / "prefect_address").exists()
+
+
+def cli(home: Home, *arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "pipelines.cli", *arguments],
-        env=os.environ | {"RLHF_HOME": str(home.root)},
+        env=os.environ | {"RLHF_HOME": str(home.root)} | changes,
         capture_output=True,
         text=True,
         timeout=400,
         check=False,
     )
+
+
+@pytest.mark.parametrize("verb", ["up", "resume", "reconcile"])
+def test_a_server_of_the_users_that_does_not_answer_is_one_error(home: Home, verb: str) -> None:
+    # In a process of its own: Prefect sets up the log of the process that imports it first with such settings.
+    done = cli(home, verb, PREFECT_API_URL="http://me:hunter2@127.0.0.1:9/api", RLHF_OWN_SETTINGS="")
+    assert done.returncode == 2
+    assert done.stderr.startswith("PREFECT_API_URL = http://***@127.0.0.1:9/api: does not answer (ConnectError")
+    assert done.stderr.count("\n") == 1 and "hunter2" not in done.stderr + done.stdout
+    assert services.running(home) is None and not (home.prefect / "prefect.db").exists()
+
+
+def test_a_tracking_server_that_does_not_answer_is_one_error(
+    home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RLHF_HOME", str(home.root))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hunter2@127.0.0.1:9")
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    assert main(["up"]) == 2
+    assert capsys.readouterr().err.startswith("MLFLOW_TRACKING_URI = http://***@127.0.0.1:9: does not answer; start it")
+
+
+class Replaced(Exception):
+    """Stands for the supervisor that takes the place of this process."""
+
+
+def environment_of_up(home: Home, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    given: dict[str, str] = {}
+
+    def execve(_: str, command: list[str], environment: dict[str, str]) -> None:
+        assert "hunter2" not in " ".join(command)
+        given.update(environment)
+        raise Replaced
+
+    monkeypatch.setattr(os, "execve", execve)
+    with pytest.raises(Replaced):
+        services.up(home, foreground=True)
+    return given
+
+
+@pytest.mark.parametrize("uri", ["postgresql://me:hunter2@db:5432/mlflow", "sqlite:///mine.db", "mlruns"])
+def test_a_tracking_database_of_the_users_is_what_our_mlflow_server_shows_and_no_password_is_on_its_command_line(
+    home: Home, monkeypatch: pytest.MonkeyPatch, uri: str
+) -> None:
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setenv("MLFLOW_BACKEND_STORE_URI", "sqlite:///stale.db")
+    command = services.mlflow_command(home, 5000)
+    assert "--backend-store-uri" not in command and "hunter2" not in " ".join(command)
+    assert environment_of_up(home, monkeypatch)["MLFLOW_BACKEND_STORE_URI"] == uri
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    command = services.mlflow_command(home, 5000)
+    assert command[command.index("--backend-store-uri") + 1] == home.mlflow_uri
+
+
+def test_the_installed_mlflow_server_takes_its_store_from_the_environment(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import mlflow.cli
+    import mlflow.server
+    import mlflow.server.handlers
+    from click.testing import CliRunner
+
+    stores: list[str] = []
+    monkeypatch.setattr(mlflow.server.handlers, "initialize_backend_stores", lambda *_, **__: None)
+    monkeypatch.setattr(mlflow.server, "_run_server", lambda **given: stores.append(given["file_store_path"]))
+    theirs = "postgresql://me:hunter2@db:5432/mlflow"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", theirs)
+    command = services.mlflow_command(home, 5000)
+    done = CliRunner().invoke(mlflow.cli.cli, command[command.index("server") :], env=services.mlflow_environment())
+    assert (done.exit_code, stores) == (0, [theirs]), done.output
+    assert "hunter2" not in done.output, "it goes to the log"
 
 
 @pytest.mark.slow
@@ -99,8 +209,12 @@ def test_up_serves_both_pages_and_the_deployments_restarts_what_dies_and_down_le
         assert found.prefect_url in up.stdout and found.mlflow_url in up.stdout
         assert services.healthy(f"{found.prefect_url}/api/health") and services.healthy(f"{found.mlflow_url}/health")
         assert "answers" in cli(home, "status").stdout
+        for page in (up.stdout, cli(home, "status").stdout, (home.logs / "supervisor.log").read_text()):
+            assert home.prefect_auth_string not in page and "/sign-in" not in page, (
+                "it is not a terminal: a log keeps it"
+            )
 
-        deployments = _post(f"{found.prefect_url}/api/deployments/filter")
+        deployments = _post(f"{found.prefect_url}/api/deployments/filter", home.prefect_auth_string)
         assert {"full", "rlvr", "sft", "reward-model", "iterative-dpo", "ppo", "evaluate"} <= {
             deployment["name"] for deployment in deployments
         }
@@ -117,10 +231,38 @@ def test_up_serves_both_pages_and_the_deployments_restarts_what_dies_and_down_le
     assert cli(home, "status").returncode == 1
 
 
-def _post(url: str) -> list[dict[str, str]]:
+@pytest.mark.slow
+def test_with_a_server_of_the_users_up_serves_there_and_starts_none_of_ours(home: Home, prefect_home: Home) -> None:
+    theirs = {"PREFECT_API_URL": os.environ["PREFECT_API_URL"], "RLHF_OWN_SETTINGS": ""}
+    try:
+        up = cli(home, "up", **theirs)
+        assert up.returncode == 0, up.stderr
+        found = services.running(home)
+        assert found is not None and found.ready and found.prefect_api == theirs["PREFECT_API_URL"]
+        assert f"Prefect          {found.prefect_url}\n" in up.stdout and "PREFECT_API_URL=" not in up.stdout
+        assert len(_children(found.pid)) == 2, "MLflow and the deployments"
+        tag = f"rlhf-home-{home.identity}"
+        found_there = _post(f"{theirs['PREFECT_API_URL']}/deployments/filter", prefect_home.prefect_auth_string)
+        served = {one["name"] for one in found_there if tag in one["tags"]}
+        assert {"full", "rlvr", "sft", "process-reward-model", "publish"} <= served
+        status = cli(home, "status", **theirs)
+        assert status.returncode == 0 and status.stdout.count("answers") == 2
+        other = Home(home.root.parent / "other").make()
+        refused = cli(other, "up", **theirs)
+        assert refused.returncode == 2 and "is served by another state folder on this Prefect server" in refused.stderr
+    finally:
+        down = cli(home, "down", **theirs)
+    assert down.stdout.strip() == "stopped"
+    assert services.wait_for(lambda: _processes_of(home) == [], 20)
+    assert services.healthy(theirs["PREFECT_API_URL"] + "/health"), "it is not ours to stop"
+    assert not (home.prefect / "prefect.db").exists()
+
+
+def _post(url: str, auth: str) -> list[dict[str, Any]]:
     import urllib.request
 
-    request = urllib.request.Request(url, b"{}", {"content-type": "application/json"})
+    headers = {"content-type": "application/json", "authorization": f"Basic {basic(auth)}"}
+    request = urllib.request.Request(url, b"{}", headers)
     with urllib.request.urlopen(request, timeout=30) as response:
         return list(json.load(response))
 

@@ -13,6 +13,7 @@ import pytest
 from pipelines.graph import Stages
 from pipelines.home import Home
 from pipelines.listener import Silent
+from pipelines.own_pages import basic
 from pipelines.profile import PipelineConfig, load_profile
 from pipelines.run import RunOptions, open_run
 from rlhf_core.tracking.memory import MemoryTracker
@@ -65,7 +66,11 @@ def run_flow(tmp_path: Path, home: Home) -> str:
 def api(path: str, body: dict[str, Any] | None = None) -> Any:
     url = os.environ["PREFECT_API_URL"] + path
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"content-type": "application/json"})
+    headers = {
+        "content-type": "application/json",
+        "authorization": f"Basic {basic(os.environ['PREFECT_API_AUTH_STRING'])}",
+    }
+    request = urllib.request.Request(url, data, headers)
     with urllib.request.urlopen(request, timeout=30) as response:
         return json.load(response)
 

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
+
+import pytest
 
 from rlhf_core import attempts
 
 
 def test_attempts_are_counted_and_keep_how_they_ended(tmp_path: Path) -> None:
-    first = attempts.begin(tmp_path, label="sft", resumed_from=None)
+    first = attempts.begin(tmp_path, label="sft", resumed_from=None, code={"m": "1"}, known_damage=())
     assert attempts.output(tmp_path, first) == tmp_path / "out-1" and (tmp_path / "out-1").is_dir()
     attempts.end(tmp_path, first, label="sft", status="failed", failure="ValueError: no", seconds=1.23456)
-    second = attempts.begin(tmp_path, label="sft", resumed_from=40)
+    second = attempts.begin(tmp_path, label="sft", resumed_from=40, code={}, known_damage=())
     past = attempts.history(tmp_path)
     assert [(item.number, item.status, item.failure, item.seconds, item.resumed_from) for item in past] == [
         (1, "failed", "ValueError: no", 1.235, None),
@@ -19,15 +22,15 @@ def test_attempts_are_counted_and_keep_how_they_ended(tmp_path: Path) -> None:
 
 
 def test_the_output_of_a_killed_attempt_is_removed_by_the_next(tmp_path: Path) -> None:
-    attempts.begin(tmp_path, label="sft", resumed_from=None)
+    attempts.begin(tmp_path, label="sft", resumed_from=None, code={"m": "1"}, known_damage=())
     (tmp_path / "out-1" / "half").write_text("x")
-    attempts.begin(tmp_path, label="sft", resumed_from=None)
+    attempts.begin(tmp_path, label="sft", resumed_from=None, code={"m": "1"}, known_damage=())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["attempt.json", "out-2"]
 
 
 def test_unfinished_work_is_what_the_stage_left_itself(tmp_path: Path) -> None:
     assert attempts.unfinished_work(tmp_path / "nowhere") == []
-    attempts.begin(tmp_path, label="sft", resumed_from=None)
+    attempts.begin(tmp_path, label="sft", resumed_from=None, code={"m": "1"}, known_damage=())
     (tmp_path / "ckpt").mkdir()
     for name in ("metrics.jsonl", "worker.log", "shard-00001.parquet"):
         (tmp_path / name).write_text("x")
@@ -41,12 +44,12 @@ def test_unfinished_work_is_what_the_stage_left_itself(tmp_path: Path) -> None:
 def test_an_unreadable_history_starts_again(tmp_path: Path) -> None:
     (tmp_path / "attempt.json").write_text('{"attempts": [{"x": 1}]}')
     assert attempts.history(tmp_path) == []
-    assert attempts.begin(tmp_path, label="sft", resumed_from=None).number == 1
+    assert attempts.begin(tmp_path, label="sft", resumed_from=None, code={"m": "1"}, known_damage=()).number == 1
 
 
 def test_an_attempt_whose_process_was_killed_is_noted_as_interrupted_once(tmp_path: Path) -> None:
     assert attempts.abandon(tmp_path, committed=False) is None
-    killed = attempts.begin(tmp_path, label="sft", resumed_from=None)
+    killed = attempts.begin(tmp_path, label="sft", resumed_from=None, code={"m": "1"}, known_damage=())
     found = attempts.abandon(tmp_path, committed=False)
     assert found is not None and found[0] == "sft" and found[1].number == 1
     (noted,) = attempts.history(tmp_path)
@@ -54,3 +57,16 @@ def test_an_attempt_whose_process_was_killed_is_noted_as_interrupted_once(tmp_pa
         noted.status == "interrupted" and noted.failure == f"process {killed.pid} on {killed.host} ended without a word"
     )
     assert not (tmp_path / "out-1").exists() and attempts.abandon(tmp_path, committed=False) is None
+
+
+@pytest.mark.parametrize(
+    "changes", [{"number": "two"}, {"number": 10**400}, {"code": ["m"]}, {"status": "lost"}, {"failure": 5}]
+)
+def test_a_history_with_values_of_other_types_starts_again(changes: dict[str, object], tmp_path: Path) -> None:
+    attempts.begin(tmp_path, label="sft", resumed_from=None, code={"m": "1"}, known_damage=())
+    table = json.loads((tmp_path / "attempt.json").read_text())
+    for damaged in (table | {"attempts": [table["attempts"][0] | changes]}, table | {"label": None}):
+        (tmp_path / "attempt.json").write_text(json.dumps(damaged))
+        assert attempts.history(tmp_path) == []
+        assert attempts.abandon(tmp_path, committed=False) is None
+    assert attempts.begin(tmp_path, label="sft", resumed_from=None, code={"m": "1"}, known_damage=()).number == 1

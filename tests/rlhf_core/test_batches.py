@@ -56,6 +56,16 @@ def test_policy_fields_are_laid_out_like_the_tokens() -> None:
     assert all(value_BL.dtype == torch.float32 for value_BL in batch.fields.values())
 
 
+def test_a_field_that_all_samples_leave_empty_is_not_there_and_one_that_some_do_is_an_error() -> None:
+    bare = PolicySample((5, 7), (0, 1), (0.0, -1.5), (0.0, -1.25), (), (0.0, 3.0))
+    full = PolicySample((5, 7), (0, 1), (0.0, -1.5), (0.0, -1.25), (0.0, -2.0), (0.0, 3.0))
+    assert set(collate([bare, bare], pad_id=0).fields) == {"rollout_logprobs", "old_logprobs", "advantages"}
+    with pytest.raises(DataError, match=r"samples\.ref_logprobs = 1: is empty in 1 of 2 samples"):
+        collate([bare, full], pad_id=0)
+    with pytest.raises(ValueError, match="every field has one entry per token"):
+        PolicySample((5, 7), (0, 1), (), (0.0, -1.25), (0.0, -2.0), (0.0, 3.0))
+
+
 def test_value_fields_are_laid_out_like_the_tokens() -> None:
     batch = collate([ValueSample((5, 7), (0, 1), (0.0, 0.5), (0.0, 1.0))], pad_id=0)
     assert batch.fields["returns"].tolist() == [[0.0, 1.0]]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -15,6 +16,7 @@ import pytest
 from rlhf_core import leases
 from rlhf_core.errors import ArtifactError
 from rlhf_core.leases import Owner, hold, is_gone, living_owner
+from rlhf_core.processes import process_state
 from rlhf_core.store_layout import read_json, write_json
 
 FORK = multiprocessing.get_context("fork")
@@ -123,24 +125,44 @@ def test_a_process_number_given_to_another_process_is_not_the_owner(tmp_path: Pa
     assert is_gone(replace(owner, pid_started=owner.pid_started - 1))
 
 
-def test_on_our_machine_a_late_but_living_process_keeps_its_lease(tmp_path: Path) -> None:
-    assert not is_gone(replace(_our_owner(tmp_path), expires=time.time() - 1000))
+def _age(folder: Path, seconds: float) -> None:
+    """Make the lease of `k` so old by the clock of the disk."""
+    made = (folder / "k.json").stat().st_mtime - seconds
+    os.utime(folder / "k.json", (made, made))
 
 
-def test_a_stopped_process_loses_its_lease_when_it_is_late(tmp_path: Path, other) -> None:  # type: ignore[no-untyped-def]
+def test_on_our_machine_a_late_but_living_process_keeps_its_lease(tmp_path: Path, other) -> None:  # type: ignore[no-untyped-def]
+    _age(tmp_path, 1000)
+    assert living_owner(tmp_path, "k") is not None
+
+
+def test_a_stopped_process_loses_its_lease_when_it_is_silent(tmp_path: Path, other) -> None:  # type: ignore[no-untyped-def]
     os.kill(other.pid, signal.SIGSTOP)
-    owner = living_owner(tmp_path, "k")
-    assert owner is not None
-    assert_soon(lambda: is_gone(replace(owner, expires=time.time() - 1)))
-    assert not is_gone(owner)
+    assert_soon(lambda: process_state(other.pid, _started(tmp_path)) == "stopped")
+    assert living_owner(tmp_path, "k") is not None
+    _age(tmp_path, leases.TTL_SECONDS + 5)
+    assert living_owner(tmp_path, "k") is None
+    os.kill(other.pid, signal.SIGCONT)
+    assert_soon(lambda: living_owner(tmp_path, "k") is not None)
+
+
+def _started(folder: Path) -> int:
+    return int((read_json(folder / "k.json") or {})["pid_started"])
 
 
 @pytest.mark.parametrize("field", ["host", "boot_id", "pid_namespace"])
-def test_elsewhere_only_the_time_decides(tmp_path: Path, field: str) -> None:
+@pytest.mark.parametrize("skew", [-130.0, 0.0, 130.0])
+def test_elsewhere_only_silence_decides_and_no_clock_but_the_disks(tmp_path: Path, field: str, skew: float) -> None:
     elsewhere: dict[str, Any] = {field: "elsewhere", "pid": 2**22 + 1}  # no such process here
-    owner = replace(_our_owner(tmp_path), **elsewhere)
-    assert not is_gone(replace(owner, expires=time.time() + 5))
-    assert is_gone(replace(owner, expires=time.time() - 1))
+    owner = replace(_our_owner(tmp_path), **elsewhere, expires=time.time() + skew)
+    write_json(tmp_path / "k.json", asdict(owner))
+    assert living_owner(tmp_path, "k") == owner and not is_gone(owner)
+    _age(tmp_path, leases.TTL_SECONDS - 20)
+    assert living_owner(tmp_path, "k") == owner and leases.sweep(tmp_path) == []
+    _age(tmp_path, 40)
+    assert living_owner(tmp_path, "k") is None  # at the first look, as whoever only sweeps needs it
+    assert leases.sweep(tmp_path) == [("k", owner)]
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
 def test_an_unreadable_lease_is_free(tmp_path: Path) -> None:
@@ -159,3 +181,41 @@ def test_a_sweep_removes_the_leases_of_the_gone_and_names_them(tmp_path: Path) -
     with hold(tmp_path, "ours"):
         assert leases.sweep(tmp_path) == [("dead", dead)]
         assert sorted(path.stem for path in tmp_path.glob("*.json")) == ["elsewhere", "ours"]
+
+
+@pytest.mark.parametrize("name", ["host", "pid", "pid_started", "token", "expires"])
+def test_a_lease_of_wrong_types_is_nobodys(tmp_path: Path, name: str) -> None:
+    owner = asdict(_our_owner(tmp_path)) | {"expires": time.time() + 1000}
+    write_json(tmp_path / "k.json", owner | {name: ["what"]})
+    assert living_owner(tmp_path, "k") is None
+    with hold(tmp_path, "k") as lease:
+        lease.check()
+
+
+def test_a_disk_without_file_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(leases.fcntl, "flock", no_locks)
+    with (
+        pytest.raises(
+            ArtifactError, match=r"has no file locks \(No locks available\).*choose a folder on another disk"
+        ),
+        hold(tmp_path / "leases", "k"),
+    ):
+        pass
+
+
+def test_a_lease_that_cannot_be_read_for_a_moment_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(path: Path) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with hold(tmp_path, "k") as lease:
+        with monkeypatch.context() as patch:
+            patch.setattr(leases, "read_json", away)
+            assert lease.may_be_ours()
+            with pytest.raises(OSError, match="Stale"):
+                lease.check()
+        assert lease.may_be_ours()
+        write_json(tmp_path / "k.json", asdict(replace(lease.owner, token="thief")))
+        assert not lease.may_be_ours()

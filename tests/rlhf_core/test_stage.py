@@ -5,12 +5,15 @@ import json
 import multiprocessing
 import os
 import random
+import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlhf_core import leases
 from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.attempts import history
 from rlhf_core.errors import ArtifactError
@@ -91,7 +94,7 @@ def test_a_failure_keeps_checkpoints_and_its_reason_and_the_next_run_goes_on(sto
         _run(store, toy_spec(ToyConfig(trouble="raise:3")))
     folder = _work(store, toy_spec())
     assert [(item.status, item.failure) for item in history(folder)] == [("failed", "ValueError: step 3 went wrong")]
-    assert _names(folder) == ["attempt.json", "ckpt", "metrics.jsonl"]
+    assert _names(folder) == ["attempt.json", "ckpt", "failures.jsonl", "metrics.jsonl"]
     assert living_owner(store.layout.leases, stage_key(toy_spec())) is None
     ref, decision = _run(store, toy_spec())
     assert (decision.action, decision.step) == ("RESUME", 2)
@@ -233,7 +236,7 @@ def test_kills_at_any_instant_cost_at_most_a_step_and_the_result_is_the_same(sto
     while store.record(stage_key(toy_spec(config))) is None and kills < 12:
         process = FORK.Process(target=_run_in_process, args=(store.root, config, FORK.Queue()))
         process.start()
-        time.sleep(0.1 + 0.15 * pause.random())
+        time.sleep((0.1 + 0.15 * pause.random()) * 1.25**kills)  # a busy machine takes longer to its first step
         process.kill()
         process.join()
         kills += 1
@@ -242,3 +245,50 @@ def test_kills_at_any_instant_cost_at_most_a_step_and_the_result_is_the_same(sto
     assert kills >= 2 and store.verify() == []
     path = _work(store, toy_spec(config)) / "metrics.jsonl"
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(range(1, 41))
+
+
+def _run_toy(root: Path, ended: Path) -> None:
+    try:
+        _run(ArtifactStore(root), toy_spec(ToyConfig(steps=200, seconds_a_step=0.05)))
+        ended.write_text("committed")
+    except BaseException as error:
+        ended.write_text(f"{type(error).__name__}: {error}")
+
+
+def test_a_process_that_was_taken_over_ends_with_one_sentence_and_harms_nobody(
+    store: ArtifactStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stands still for longer than a lease lasts, and comes to itself while another one goes on from its work."""
+    whole, _ = _run(ArtifactStore(tmp_path / "whole"), toy_spec(ToyConfig(steps=200)))
+    monkeypatch.setattr(leases, "HEARTBEAT_SECONDS", 0.1)
+    monkeypatch.setattr(leases, "TTL_SECONDS", 0.5)
+    old = FORK.Process(target=_run_toy, args=(store.root, tmp_path / "old"), daemon=True)
+    new = FORK.Process(target=_run_toy, args=(store.root, tmp_path / "new"), daemon=True)
+    folder = _work(store, toy_spec(ToyConfig(steps=200)))
+    try:
+        old.start()
+        _soon(lambda: (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").read_text().count("\n") > 3)
+        os.kill(old.pid or 0, signal.SIGSTOP)
+        new.start()
+        _soon(lambda: len(history(folder)) == 2)
+        os.kill(old.pid or 0, signal.SIGCONT)
+        for process in (old, new):
+            process.join(120)
+    finally:
+        for process in (old, new):
+            if process.pid:
+                process.kill()
+    assert (tmp_path / "new").read_text() == "committed"
+    said = (tmp_path / "old").read_text()
+    assert said.startswith("ArtifactError: lease ") and "took over while this process was not heard of" in said
+    record = store.record(stage_key(toy_spec(ToyConfig(steps=200))))
+    assert record is not None and record.handle == whole
+    assert [(item.number, item.status) for item in history(folder)] == [(1, "running"), (2, "committed")]
+    assert _names(folder) == ["attempt.json", "metrics.jsonl"]
+
+
+def _soon(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "waited 60 s in vain"
+        time.sleep(0.01)

@@ -1,15 +1,21 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlhf_core import records, redaction, stage, stage_decision
 from rlhf_core.artifacts import ArtifactStore
+from rlhf_core.attempts import history
+from rlhf_core.redaction import know
 from rlhf_core.stage import Decision, StageSpec, decide, execute, stage_key
+from rlhf_core.stage_decision import differences, target_of
 from rlhf_core.store_layout import remove_tree
 from rlhf_core.types import PolicyRef
 from tests.rlhf_core import toy_stage
@@ -161,6 +167,106 @@ def test_a_hit_takes_milliseconds(store: ArtifactStore) -> None:
     assert (time.process_time() - started) / 10 < 0.05
 
 
+# ---------------------------------------------------------------- answers that failed
+
+
+def _under(timeout_s: float, trouble: str = "") -> StageSpec:
+    return toy_spec(ToyConfig(inner=Inner(timeout_s=timeout_s), trouble=trouble))
+
+
+def test_a_result_without_failures_is_a_hit_under_any_settings_of_them(store: ArtifactStore) -> None:
+    _run(store, _under(60.0))
+    assert decide(store, _under(5.0)).action == "HIT"
+
+
+def test_a_result_with_failed_answers_is_a_hit_under_their_settings_alone(store: ArtifactStore) -> None:
+    first = _run(store, _under(5.0))
+    action, reason = _said(store, _under(5.0))
+    assert action == "HIT" and reason.endswith("; 3 of 12 answers failed (inner)")
+    why = "toy.inner: 3 of 12 answers failed under timeout_s = 5.0, now 60.0"
+    assert _said(store, _under(60.0)) == ("RUN", why)
+    second = _run(store, _under(60.0))
+    assert (second.action, second.reason) == ("RUN", why)
+    # Each is found again under its own settings, and the one in which nothing failed under any other, too.
+    hits = {timeout_s: decide(store, _under(timeout_s)) for timeout_s in (5.0, 60.0, 7.0)}
+    assert [hit.action for hit in hits.values()] == ["HIT"] * 3
+    assert [hit.key for hit in hits.values()] == [first.key, second.key, second.key]
+    records = [store.record(key) for key in (first.key, second.key)]
+    assert [
+        None if record is None else {name: one.failed for name, one in record.failures.items()} for record in records
+    ] == [
+        {"inner": 3},
+        {},
+    ]
+
+
+def test_unfinished_work_with_failed_answers_is_gone_on_with_under_their_settings_alone(store: ArtifactStore) -> None:
+    with pytest.raises(ValueError, match="went wrong"):
+        _run(store, _under(5.0, "raise:3"))
+    assert _said(store, _under(5.0)) == ("RESUME", "from step 2 of attempt 1")
+    action, reason = _said(store, _under(60.0))
+    assert (action, reason) == ("RUN", "toy.inner: 3 of 12 answers failed under timeout_s = 5.0, now 60.0")
+    _run(store, _under(60.0))
+    assert _said(store, _under(60.0))[0] == "HIT"
+    assert _run(store, _under(5.0)).action == "RESUME"  # what was begun under these is not lost
+
+
+def test_unfinished_work_without_failures_is_gone_on_with_under_any_settings_of_them(store: ArtifactStore) -> None:
+    with pytest.raises(ValueError, match="went wrong"):
+        _run(store, _under(60.0, "raise:3"))
+    assert _run(store, _under(5.0)).action == "RESUME"
+    record = store.record(stage_key(_under(5.0)))
+    assert record is not None and record.failures["inner"].model_dump() == {
+        "failed": 1,  # of the third step, the only one of the second attempt
+        "answers": 12,
+        "settings": {"timeout_s": 5.0},
+    }
+    assert decide(store, _under(60.0)).action == "RUN"
+
+
+def test_a_result_is_found_although_the_one_before_it_is_gone(store: ArtifactStore) -> None:
+    first, second = (_run(store, _under(timeout_s)) for timeout_s in (5.0, 60.0))
+    store.layout.key(first.key).unlink()  # as `gc` takes what nobody has used
+    assert [decide(store, _under(timeout_s)).key for timeout_s in (60.0, 5.0)] == [second.key] * 2
+    assert decide(store, _under(60.0)).action == "HIT"
+    store.layout.key(second.key).unlink()
+    assert decide(store, _under(60.0)).key == first.key
+
+
+def test_force_replaces_the_take_of_its_own_settings(store: ArtifactStore) -> None:
+    first, second = (_run(store, _under(timeout_s)) for timeout_s in (5.0, 60.0))
+    assert _run(store, _under(60.0), force=True).key == second.key
+    assert decide(store, _under(5.0)).key == first.key
+
+
+def test_who_waited_for_answers_that_failed_under_other_settings_asks_again(store: ArtifactStore) -> None:
+    slow = ToyConfig(inner=Inner(timeout_s=5.0), seconds_a_step=0.7)  # the first failure is noted after these seconds
+    other = threading.Thread(target=_run, args=(store, toy_spec(slow)))
+    held = store.layout.attempt(stage_key(toy_spec(slow)))
+    other.start()
+    while not (held / "attempt.json").exists():
+        time.sleep(0.01)
+    seen: list[Decision] = []
+    _run(store, toy_spec(label="second"), on_decision=seen.append)
+    other.join()
+    assert [decision.action for decision in seen] == ["ATTACH", "RUN"]
+    assert seen[1].reason == "second.inner: 3 of 12 answers failed under timeout_s = 5.0, now 60.0"
+    assert decide(store, toy_spec()).key == seen[1].key
+
+
+def test_who_asks_again_asks_with_the_same_options(store: ArtifactStore) -> None:
+    slow = toy_spec(ToyConfig(inner=Inner(timeout_s=5.0), seconds_a_step=0.7))
+    held = store.layout.attempt(target_of(store, slow, strict_code=False, strict_env=True).key)
+    other = threading.Thread(target=_run, args=(store, slow), kwargs={"strict_env": True})
+    other.start()
+    while not (held / "attempt.json").exists():
+        time.sleep(0.01)
+    again = _run(store, toy_spec(label="second"), strict_env=True)
+    other.join()
+    record = store.record(again.key)
+    assert record is not None and record.payload["environment"] == records.versions()
+
+
 # ---------------------------------------------------------------- code
 
 
@@ -207,3 +313,83 @@ def test_a_strict_stage_runs_when_its_code_changes(store: ArtifactStore, stage_f
     with stage_file.open("a") as stream:
         stream.write("EXTRA = 2\n")
     assert _said(store, spec) == ("RUN", "code changed (drifting)")
+
+
+def test_a_resume_says_that_the_code_has_changed_and_the_record_names_both(
+    store: ArtifactStore, stage_file: Path
+) -> None:
+    before = stage_file.read_text()
+    spec = toy_spec(module="drifting")
+    with pytest.raises(ValueError, match="went wrong"):
+        _run(store, toy_spec(ToyConfig(trouble="raise:2"), module="drifting"))
+    assert _said(store, spec) == ("RESUME", "from step 1 of attempt 1")
+    with stage_file.open("a") as stream:
+        stream.write("EXTRA = 2\n")
+    said = "from step 1 of attempt 1; its code has changed since (drifting): --force starts over"
+    assert _said(store, spec) == ("RESUME", said)
+    _run(store, spec)
+    record = store.record(stage_key(spec))
+    assert record is not None and list(record.earlier_code) == ["drifting"]
+    assert record.earlier_code["drifting"] != record.code["drifting"]
+    stage_file.write_text(before)
+    _run(store, spec, force=True)  # a new beginning owes nothing to the attempts before
+    record = store.record(stage_key(spec))
+    assert record is not None and record.earlier_code == {}
+
+
+def test_why_a_stage_runs_shows_no_secret_that_an_earlier_version_kept() -> None:
+    same = {"stage": "score", "version": 1, "seed": 1, "schema": 1, "inputs": {}, "engines": {}, "callables": {}}
+    old = same | {"config": {"arguments": {"api_key": "hunter2"}, "at": "https://me:hunter2@host/x"}}
+    new = same | {"config": {"arguments": {"api_key": "env:KEY"}, "at": "https://me:${env:KEY}@host/x"}}
+    assert list(differences("score", old, new, {}, {})) == [
+        "score.arguments.api_key: *** -> env:KEY",
+        "score.at: https://***@host/x -> https://me:${env:KEY}@host/x",
+    ]
+
+
+def test_a_failure_is_noted_without_secrets_whatever_raised_it(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redaction._Known, "values", frozenset())
+    monkeypatch.setattr(redaction._Known, "pattern", None)
+    know("step 1 went wrong")  # as if that were a secret
+    with pytest.raises(ValueError, match=r"^\*\*\*$"):
+        _run(store, toy_spec(ToyConfig(trouble="raise:1")))
+    (attempt,) = history(store.layout.attempt(stage_key(toy_spec(ToyConfig(trouble="raise:1")))))
+    assert attempt.failure == "ValueError: ***"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"key": None}, {"payload": []}, {"payload": {}}, {"code": "x"}, {"payload": {"config": 1}}, {"payload": None}],
+)
+def test_a_note_with_values_of_other_types_says_nothing_of_what_changed(
+    store: ArtifactStore, changes: dict[str, Any]
+) -> None:
+    _run(store, toy_spec())
+    path = store.layout.label(toy_spec().label)
+    table = json.loads(path.read_text())
+    nan = {"payload": table["payload"] | {"config": {"kl_coef": float("nan")}}}
+    for damage in (changes, nan):
+        path.write_text(json.dumps(table | damage))
+        assert _said(store, toy_spec(seed=8)) == ("RUN", "the note of what it was last cannot be read")
+
+
+def test_other_versions_are_said_and_count_where_they_are_asked_to(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = toy_spec()
+    _run(store, spec)
+    assert "versions" not in decide(store, spec).reason and decide(store, spec, strict_env=True).action == "HIT"
+    numpy = records.versions()["numpy"]
+    other = records.versions() | {"numpy": "0.1"}
+    for module in (records, stage_decision):
+        monkeypatch.setattr(module, "versions", lambda: other)
+    monkeypatch.setattr(records, "environment", lambda: other)
+    monkeypatch.setattr(stage, "environment", lambda: other)
+    action, reason = _said(store, spec)
+    assert action == "HIT" and reason.endswith(f"; other versions now (numpy: {numpy} -> 0.1)")
+    assert _said(store, spec, strict_env=True) == ("RUN", f"numpy: {numpy} -> 0.1")
+    assert _run(store, spec, strict_env=True).action == "RUN"
+    assert decide(store, spec, strict_env=True).action == "HIT"
+    assert decide(store, spec).action == "HIT"

@@ -97,6 +97,26 @@ def test_a_user_function_counts_with_its_file(tmp_path: Path) -> None:
     assert stage_key(toy_spec(callables=(f"{file}:score",))) != before
 
 
+def test_a_function_in_the_configuration_is_named_by_its_code_and_not_by_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("one.py", 1), ("two.py", 2)):
+        (tmp_path / name).write_text(f"def score(x): return {value}\n")
+    one, two = f"{tmp_path}/one.py:score", f"{tmp_path}/two.py:score"
+
+    def key(*specs: str) -> str:
+        return stage_key(toy_spec(ToyConfig(names=specs), callables=tuple(dict.fromkeys(specs))))
+
+    before = key(one, two)
+    assert key(two, one) != before  # which function is where counts
+    monkeypatch.chdir(tmp_path)
+    assert key("one.py:score", "./two.py:score") == before
+    (tmp_path / "two.py").write_text("# a remark\ndef score(x): return 2\n")
+    assert key(one, two) == before
+    (tmp_path / "two.py").write_text("def score(x): return 3\n")
+    assert key(one, two) != before
+
+
 def test_refs_are_listed_in_one_order() -> None:
     spec = toy_spec(inputs={"z": (OTHER, POLICY), "a": {"y": OTHER, "x": POLICY}, "m": POLICY})
     assert [ref.digest for ref in spec.refs()] == ["aa11", "bb22", "aa11", "bb22", "aa11"]

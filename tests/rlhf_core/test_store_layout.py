@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -8,14 +9,17 @@ import pytest
 from rlhf_core.errors import ArtifactError
 from rlhf_core.store_layout import (
     StoreLayout,
+    _place,
     disk_is_full,
     folder_bytes,
     make_folder,
     make_read_only,
+    move,
     move_aside,
-    naming_a_full_disk,
+    naming_disk_errors,
     read_json,
     remove_tree,
+    sweep_temporaries,
     write_json,
 )
 
@@ -37,7 +41,7 @@ def test_a_value_that_cannot_be_written_leaves_the_old_file(tmp_path: Path) -> N
     assert [item.name for item in tmp_path.iterdir()] == ["x.json"]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", '"text"'])
+@pytest.mark.parametrize("content", ["", "{", "[1]", '"text"', '{"n": ' + "[" * 100_000])
 def test_what_is_not_a_json_table_reads_as_none(tmp_path: Path, content: str) -> None:
     (tmp_path / "x.json").write_text(content)
     assert read_json(tmp_path / "x.json") is None
@@ -72,7 +76,7 @@ def test_folders_are_made_with_those_above_them(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_named_whoever_reports_it(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError) as caught, naming_a_full_disk(tmp_path):
+    with pytest.raises(ArtifactError) as caught, naming_disk_errors(tmp_path):
         Path("/dev/full").write_text("x")
     text = str(caught.value)
     assert text.startswith(f"store = {str(tmp_path)!r}: the disk is full; free space, or ")
@@ -85,8 +89,59 @@ def test_a_full_disk_is_named_whoever_reports_it(tmp_path: Path) -> None:
 
 
 def test_other_errors_pass_a_disk_check_unchanged(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), naming_a_full_disk(tmp_path):
+    with pytest.raises(ZeroDivisionError), naming_disk_errors(tmp_path):
         1 / 0  # noqa: B018
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.EPERM])
+def test_a_store_that_cannot_be_written_to_is_named(tmp_path: Path, number: int) -> None:
+    said = r"cannot be written to .*; give yourself the permission"
+    with pytest.raises(ArtifactError, match=said), naming_disk_errors(tmp_path):
+        raise OSError(number, os.strerror(number), str(tmp_path / "keys" / "x.json"))
+    with pytest.raises(OSError, match="elsewhere"), naming_disk_errors(tmp_path):
+        raise OSError(number, os.strerror(number), "/elsewhere/x.json")
+
+
+@pytest.fixture
+def other_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rename between two folders fails as between two disks."""
+    rename = Path.rename
+
+    def across(self: Path, target: Path) -> Path:
+        if self.parent != Path(target).parent:
+            raise OSError(errno.EXDEV, "Invalid cross-device link", str(self))
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", across)
+
+
+def test_what_is_moved_to_another_disk_is_whole_or_not_there(
+    tmp_path: Path, other_disk: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out" / "sub").mkdir(parents=True)
+    (tmp_path / "out" / "sub" / "f").write_text("abc")
+    (tmp_path / "objects").mkdir()
+    target = tmp_path / "objects" / "new"
+    with monkeypatch.context() as patch:
+        patch.setattr("rlhf_core.store_layout.fsync_tree", lambda folder: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            move(tmp_path / "out", target)
+    assert list((tmp_path / "objects").iterdir()) == [] and (tmp_path / "out" / "sub" / "f").exists()
+    move(tmp_path / "out", target)
+    assert (target / "sub" / "f").read_text() == "abc" and not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    with pytest.raises(OSError, match="not empty"):
+        move(tmp_path / "out", target)
+    aside = move_aside(target, tmp_path / "quarantine")
+    assert aside is not None and (aside / "sub" / "f").read_text() == "abc" and not target.exists()
+
+
+def test_what_a_kill_left_of_a_move_is_swept(tmp_path: Path) -> None:
+    gone = 2**22 + 1  # above the largest process number
+    left = tmp_path / f".object.{_place()}-{gone}-abcdef"
+    left.mkdir()
+    (left / "f").write_text("half")
+    assert sweep_temporaries(tmp_path) == [left] and not left.exists()
 
 
 def test_the_same_label_has_the_same_file_and_any_text_is_allowed(tmp_path: Path) -> None:

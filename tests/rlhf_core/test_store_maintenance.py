@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -9,8 +10,9 @@ import pytest
 from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.errors import ArtifactError
 from rlhf_core.fingerprint import sha256_text
-from rlhf_core.records import Provenance
+from rlhf_core.store_maintenance import object_damage
 from rlhf_core.types import PolicyRef
+from tests.rlhf_core.made_records import provenance
 
 DAY = 86400.0
 
@@ -24,21 +26,7 @@ def _commit(store: ArtifactStore, content: str, *, inputs: tuple[str, ...] = (),
     out = store.root / "attempts" / "out"
     out.mkdir(parents=True)
     (out / "a.txt").write_text(content)
-    record = Provenance(
-        label=label,
-        stage="toy",
-        payload={},
-        inputs=inputs,
-        code={},
-        metrics={},
-        engines={},
-        environment={},
-        started="2030-01-01T00:00:00.000+00:00",
-        seconds=1.0,
-        tracking={},
-        attempts=1,
-        resumed_from=None,
-    )
+    record = provenance(label=label, inputs=inputs, metrics={})
     return store.commit(sha256_text(content), out, PolicyRef, children={}, record=record)
 
 
@@ -60,9 +48,11 @@ def _left(store: ArtifactStore) -> list[str]:
 def test_a_flipped_byte_is_found_by_hashing_and_put_into_quarantine(store: ArtifactStore) -> None:
     path = store.path(_commit(store, "12", label="sft")) / "a.txt"
     _commit(store, "34")
+    before = path.stat()
     path.chmod(0o644)
     path.write_text("13")
-    assert store.record(sha256_text("12")) is not None, "sizes alone cannot tell"
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert store.record(sha256_text("12")) is not None, "sizes and times cannot tell"
     damages = store.verify()
     assert [(damage.problem, damage.labels) for damage in damages] == [("a.txt has changed content", ("sft",))]
     assert store.record(sha256_text("12")) is None and store.record(sha256_text("34")) is not None
@@ -215,3 +205,12 @@ def test_gc_of_a_store_with_missing_and_short_objects_leaves_what_is_in_use(stor
     (store.path(parent) / "manifest.json").write_text("{")
     assert store.gc(dry_run=False).items == ()
     assert _left(store) == ["child", "parent"]
+
+
+@pytest.mark.parametrize("name", ["a\0b", "../a.txt", "/etc/passwd", "x" * 300, "", "a//b"])
+def test_a_manifest_with_a_name_that_no_file_of_an_object_has_is_not_readable(store: ArtifactStore, name: str) -> None:
+    folder = store.path(_commit(store, "one"))
+    folder.chmod(0o755)
+    (folder / "manifest.json").chmod(0o644)
+    (folder / "manifest.json").write_text(json.dumps({"files": {name: {"size": 3, "sha256": "0"}}}))
+    assert object_damage(folder, deep=True) == f"{folder} has no readable manifest.json"

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, Any
 
-from rlhf_core.config.base import OPERATIONAL, Config
+from rlhf_core.config.base import FAILURES, OPERATIONAL, Config
 from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.interfaces import ModelSpec, Role, Sampler, Trainer
 from rlhf_core.stage import StageContext, StageSpec
@@ -23,6 +23,8 @@ CODE = "warn"
 class Inner(Config):
     rate: float = 0.5
     log_every: Annotated[int, OPERATIONAL] = 10
+    timeout_s: Annotated[float, FAILURES] = 60.0
+    """Below 10, one of the four answers of each step fails."""
 
 
 class ToyConfig(Config):
@@ -47,6 +49,7 @@ def run(config: ToyConfig, *, context: StageContext, policy: PolicyRef | None = 
         total += config.kl_coef * step + context.seed
         time.sleep(config.seconds_a_step)
         context.metrics(step, {"train/total": total})
+        context.failed(step, {"inner": (config.inner.timeout_s < 10, 4)})
         if config.trouble == "shards":
             (context.work / f"shard-{step}.txt").write_text("x")
         if config.trouble == f"raise:{step}":

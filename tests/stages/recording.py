@@ -39,10 +39,20 @@ class Workshop:
         *,
         progress: Callable[[int, int, str], None] = quiet,
         seed: int = 17,
+        callables: tuple[str, ...] = (),
+        files: dict[str, str] | None = None,
     ) -> tuple[ArtifactRef, Decision]:
-        """Execute a stage."""
+        """Execute a stage; `files` are the digests of the user's files that a pipeline has in the key."""
+        engines = {} if files is None else {"files": files}
         spec = StageSpec(
-            name=name, module=f"stages.{name}", config=config, inputs=inputs, seed=seed, label=name, engines={}
+            name=name,
+            module=f"stages.{name}",
+            config=config,
+            inputs=inputs,
+            seed=seed,
+            label=name,
+            engines=engines,
+            callables=callables,
         )
         return execute(self.store, spec, runtime=self.runtime, tracker=self.tracker, progress=progress)
 

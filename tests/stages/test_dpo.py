@@ -14,6 +14,7 @@ from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.config.loop import LoopConfig
 from rlhf_core.config.preference import (
     REFERENCE_FREE,
+    AOTLoss,
     DiscoPOPLoss,
     DPOLoss,
     IPOLoss,
@@ -25,7 +26,7 @@ from rlhf_core.errors import DataError
 from rlhf_core.types import PolicyRef, TokenSample
 from stages.dpo import DPOConfig, mismatched, stranger_of
 from tests.stages.recording import Workshop, make_policy
-from tests.stages.training import killed_and_resumed, preferences
+from tests.stages.training import killed_and_resumed, preferences, thumbs
 
 CONFIG = DPOConfig(
     max_length=48,
@@ -75,10 +76,63 @@ def test_kto_measures_its_kl_on_answers_to_other_prompts() -> None:
 
 def test_the_stranger_is_the_next_answer_to_another_prompt() -> None:
     one, same, other = (TokenSample(ids, (0, 1, 1)) for ids in ((1, 5, 6), (1, 7, 8), (2, 5, 6)))
-    assert stranger_of(0, [one, same, other]) is other
-    assert stranger_of(2, [one, same, other]) is one
+    assert stranger_of(0, [one, same, other], []) is other
+    assert stranger_of(2, [one, same, other], []) is one
+    assert stranger_of(1, [one, same], [one, other]) is other
     with pytest.raises(DataError, match="preferences = 2: all answers are to one prompt"):
-        stranger_of(0, [one, same])
+        stranger_of(0, [one, same], [one])
+
+
+def test_kto_learns_from_six_thumbs_on_six_prompts_with_one_held_out(tmp_path: Path, policy: Path) -> None:
+    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    base = shop.store.external(PolicyRef, policy)
+    inputs = {"policy": base, "reference": base, "preferences": thumbs(shop.store, tmp_path, up=4, down=2)}
+    loop = CONFIG.loop.model_copy(update={"batch_size": 6, "epochs": 8})
+    _, decision = shop.run("dpo", CONFIG.model_copy(update={"loss": KTOLoss(), "loop": loop}), inputs)
+    metrics = shop.metrics(decision)
+    assert (metrics["train_pairs"], metrics["train_answers"], metrics["dropped_answers"]) == (0, 6, 0)
+    trained = [values for _, values in shop.tracker.points if "dpo/train/rewards/desirable" in values]
+    first, last = (margin({"eval/rewards/" + k: v["dpo/train/rewards/" + k] for k in ("desirable", "undesirable")})
+                   for v in (trained[0], trained[-1]))  # fmt: skip
+    assert first == pytest.approx(0.0, abs=1e-4)
+    assert last > GROWTH
+    # The one held-out answer is a good one, and its stranger is of the training rows.
+    assert metrics["eval/rewards/desirable"] > 0.0 == metrics["eval/rewards/undesirable"]
+
+
+def test_the_two_answers_of_a_pair_and_single_ones_are_trained_on_together(tmp_path: Path, policy: Path) -> None:
+    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    base = shop.store.external(PolicyRef, policy)
+    inputs = {"policy": base, "reference": base, "preferences": thumbs(shop.store, tmp_path, pairs=4, held_out=0)}
+    _, decision = shop.run("dpo", CONFIG.model_copy(update={"loss": KTOLoss()}), inputs)
+    metrics = shop.metrics(decision)
+    assert (metrics["train_pairs"], metrics["train_answers"], metrics["steps"]) == (4, 14, 4)  # 2 * 4 + 6, in fours
+    _, decision = shop.run("dpo", CONFIG, inputs)  # a loss on pairs leaves them out, and says so
+    metrics = shop.metrics(decision)
+    assert (metrics["train_answers"], metrics["dropped_answers"], metrics["steps"]) == (0, 6, 1)
+
+
+@pytest.mark.parametrize("loss", ["dpo", "simpo"])
+def test_a_loss_on_pairs_refuses_single_answers_before_any_model_is_loaded(
+    tmp_path: Path, policy: Path, loss: str
+) -> None:
+    shop = Workshop(ArtifactStore(tmp_path / "store"), runtime=None)  # type: ignore[arg-type]
+    base = shop.store.external(PolicyRef, policy)
+    inputs = {"policy": base, "reference": base, "preferences": thumbs(shop.store, tmp_path)}
+    rule = rf"dpo\.loss\.type = '{loss}'.* compares two answers, and the data are 6 judged single answers.*'kto'"
+    with pytest.raises(DataError, match=rule):
+        shop.run("dpo", DPOConfig.model_validate({"loss": loss, "max_length": 48}), inputs)
+
+
+@pytest.mark.parametrize("held_out", [0, 1])
+def test_few_held_out_pairs_do_not_end_the_stage(tmp_path: Path, policy: Path, held_out: int) -> None:
+    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    base = shop.store.external(PolicyRef, policy)
+    rows = preferences(shop.store, tmp_path, 4, held_out=held_out)
+    inputs = {"policy": base, "reference": base, "preferences": rows}
+    for loss in (DPOLoss(), KTOLoss(), AOTLoss()):
+        _, decision = shop.run("dpo", CONFIG.model_copy(update={"loss": loss}), inputs)
+        assert ("eval/loss" in shop.metrics(decision)) == (held_out > 0), loss.type
 
 
 def test_a_killed_run_ends_with_the_same_bytes(tmp_path: Path, policy: Path) -> None:

@@ -19,8 +19,9 @@ from rlhf_core.data.tables import Prompt, write_prompts
 from rlhf_core.errors import ConfigError, DataError, RewardError
 from rlhf_core.types import Completion, Generation, GenerationsRef, Message, PolicyRef, PromptsRef, RewardModelRef
 from stages.evaluate import EvaluateConfig
-from tests.stages.recording import Workshop, make_policy
+from tests.stages.recording import SHAPE, Workshop, make_policy
 from tests.stages.training import demonstrations
+from tests.tolerances import near, of_model
 
 GOLD = """
 import time
@@ -237,8 +238,8 @@ def test_kl_and_scores_are_those_of_the_models(shop: Workshop, gold: str, tmp_pa
     with shop.runtime.trainer("reward_model", ModelSpec(str(tmp_path / "rm"), "score", None, 17), None) as trainer:
         scores = trainer.scores([one.prompt_ids + one.completion.token_ids for one in answers_sft])
     best = [max(scores[start : start + 4]) for start in range(0, len(scores), 4)]
-    assert rows["best-of-4 (sft)"]["reward_model"]["mean"] == pytest.approx(sum(best) / 6, abs=1e-5)
-    assert rows["sft"]["reward_model"]["mean"] == pytest.approx(sum(scores) / 24, abs=1e-5)
+    assert rows["best-of-4 (sft)"]["reward_model"]["mean"] == near(sum(best) / 6, of_model(SHAPE))
+    assert rows["sft"]["reward_model"]["mean"] == near(sum(scores) / 24, of_model(SHAPE))
     assert (shop.store.path(ref) / "figures" / "frontier.png").exists()
     assert [node["label"] for node in report_of(shop, ref)["lineage"]] == ["generate", "generate"]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,14 @@ import pytest
 from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.data.chat import ChatTemplate
-from rlhf_core.data.shards import read_generations, read_index, shards
+from rlhf_core.data.shards import count_rows, read_generations, read_index, shards
 from rlhf_core.data.tables import write_prompts
 from rlhf_core.errors import DataError
+from rlhf_core.sampling.hf_sampler import HFSampler
 from rlhf_core.types import Completion, Generation, Message, PolicyRef, Prompt, PromptsRef, SamplingRequest, derive_seed
-from stages.generate import GenerateConfig, cut, generation_metrics
-from tests.stages.recording import Workshop, generation, make_policy
+from stages.generate import GenerateConfig, chosen, cut, generation_metrics
+from tests.stages.recording import SHAPE, Workshop, generation, make_policy
+from tests.tolerances import near, of_model
 
 CONFIG = GenerateConfig(samples_per_prompt=3, shard_size=2, sampling=SamplingConfig(max_tokens=6))
 PROMPTS = [Prompt(f"p{number}", (Message("user", f"What is {number}?"),), "", "test") for number in range(5)]
@@ -70,6 +74,75 @@ def test_an_interrupted_run_goes_on_after_its_last_shard_and_draws_the_same(tmp_
     assert ref.digest == uninterrupted.digest
 
 
+def test_a_resumed_run_asks_in_the_batches_of_an_uninterrupted_one(
+    tmp_path: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal bits need equal batches: who is asked together must not depend on what an earlier attempt has done."""
+    asked: list[list[SamplingRequest]] = []
+    generate = HFSampler.generate
+
+    def noted(self: HFSampler, requests: Sequence[SamplingRequest], sampling: SamplingConfig) -> list[Completion]:
+        asked.append(list(requests))
+        return generate(self, requests, sampling)
+
+    def interrupt(done: int, total: int, message: str) -> None:
+        if done == 1 and len(asked) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(HFSampler, "generate", noted)
+    shop, inputs = workshop(tmp_path / "killed", policy, PROMPTS)
+    with pytest.raises(KeyboardInterrupt):
+        shop.run("generate", CONFIG, inputs, progress=interrupt)
+    shop.run("generate", CONFIG, inputs)
+    killed, asked[:] = list(asked), []
+    shop, inputs = workshop(tmp_path / "in_peace", policy, PROMPTS)
+    shop.run("generate", CONFIG, inputs)
+    assert [len(batch) for batch in asked] == [6, 6, 3]
+    assert killed == asked
+
+
+@pytest.mark.parametrize("other", [1, 3, 8])
+def test_a_stage_is_found_and_resumed_with_other_shards(tmp_path: Path, policy: Path, other: int) -> None:
+    """The shards that are there keep their rows; what they do not answer is cut anew."""
+    recut = CONFIG.model_copy(update={"shard_size": other})
+
+    def interrupt(done: int, total: int, message: str) -> None:
+        if done == 1:
+            raise KeyboardInterrupt
+
+    shop, inputs = workshop(tmp_path / "killed", policy, PROMPTS)
+    with pytest.raises(KeyboardInterrupt):
+        shop.run("generate", CONFIG, inputs, progress=interrupt)
+    ref, decision = shop.run("generate", recut, inputs)
+    assert decision.action == "RESUME"
+    sizes = {1: [6, 3, 3, 3], 3: [6, 9], 8: [6, 9]}  # rows, three for each of the 5 prompts
+    assert [count_rows(path) for path in shards(shop.store.path(ref))] == sizes[other]
+    assert shop.run("generate", CONFIG, inputs)[1].action == "HIT"
+
+    fresh, inputs = workshop(tmp_path / "in_peace", policy, PROMPTS)
+    uncut, _ = fresh.run("generate", CONFIG, inputs)
+    made, expected = (
+        [asdict(one) for one in read_generations(one_shop.store.path(one))]
+        for one_shop, one in ((shop, ref), (fresh, uncut))
+    )
+    assert made == near(expected, of_model(SHAPE))
+
+
+def test_a_shard_that_somebody_removed_is_made_again(tmp_path: Path, policy: Path) -> None:
+    def interrupt(done: int, total: int, message: str) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    shop, inputs = workshop(tmp_path, policy, PROMPTS)
+    with pytest.raises(KeyboardInterrupt):
+        shop.run("generate", CONFIG, inputs, progress=interrupt)
+    folder = next(shop.store.layout.attempts.rglob("shard-00001.parquet")).parent
+    (folder / "shard-00001.parquet").unlink()
+    ref, _ = shop.run("generate", CONFIG, inputs)
+    made = [one.prompt.id for one in read_generations(shop.store.path(ref))]
+    assert made == [f"p{number}" for number in range(5) for _ in range(3)]
+
+
 def test_the_order_of_prompts_does_not_change_what_is_drawn_and_the_round_does(tmp_path: Path, policy: Path) -> None:
     def drawn(name: str, prompts: list[Prompt], config: GenerateConfig) -> dict[str, list[str]]:
         shop, inputs = workshop(tmp_path / name, policy, prompts)
@@ -85,13 +158,14 @@ def test_the_order_of_prompts_does_not_change_what_is_drawn_and_the_round_does(t
 
 
 def test_the_prompts_are_cut_into_shards_and_limited() -> None:
-    assert [len(piece) for piece in cut(PROMPTS, CONFIG)] == [2, 2, 1]
-    assert cut(PROMPTS, CONFIG.model_copy(update={"max_prompts": 3})) == [PROMPTS[:2], PROMPTS[2:3]]
+    assert [len(piece) for piece in cut(PROMPTS, 2)] == [2, 2, 1]
+    assert chosen(PROMPTS, CONFIG) == PROMPTS
+    assert chosen(PROMPTS, CONFIG.model_copy(update={"max_prompts": 3})) == PROMPTS[:3]
 
 
 def test_no_prompts_are_an_error() -> None:
     with pytest.raises(DataError, match="nothing to answer"):
-        cut([], CONFIG)
+        chosen([], CONFIG)
 
 
 def test_the_metrics_match_hand_computed_numbers() -> None:
@@ -120,11 +194,12 @@ def test_what_a_policy_is_asked_instead_changes_the_answer_and_not_the_prompt(tm
     del inputs["asked"]
     plain = read_generations(shop.store.path(shop.run("generate", CONFIG, inputs)[0]))
     assert [(one.prompt, one.prompt_ids) for one in made] == [(one.prompt, one.prompt_ids) for one in plain]
-    assert made[3:] == plain[3:]  # the other prompts are asked as they are
+    # The other prompts are asked as they are. They share a batch with another text, so their log-probs are rounded anew.
+    assert [asdict(one) for one in made[3:]] == near([asdict(one) for one in plain[3:]], of_model(SHAPE))
     # What was sampled, from the same seed, is what the model says of the other text.
     chat = ChatTemplate.load(policy)
     with shop.runtime.sampler(policy) as sampler:
         request = SamplingRequest(chat.prompt_ids(asked[0].messages), made[0].completion.seed)
         answer = sampler.generate([request], CONFIG.sampling)[0]
-    assert answer.logprobs == pytest.approx(made[0].completion.logprobs, abs=1e-4)
-    assert made[0].completion.logprobs != plain[0].completion.logprobs
+    assert answer.logprobs == near(made[0].completion.logprobs, of_model(SHAPE))
+    assert made[0].completion.logprobs != near(plain[0].completion.logprobs, of_model(SHAPE))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +14,12 @@ from pydantic import ValidationError
 from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
 from rlhf_core.config.rewards import FunctionReward, RewardsConfig
 from rlhf_core.errors import ConfigError
+from rlhf_core.interfaces import Metrics, ModelSpec, Role, Trainer
 from rlhf_core.rollouts.answers import sample
+from rlhf_core.runtime.local_runtime import LocalRuntime
 from rlhf_core.types import Generation, Message, Prompt
-from stages.ppo import PPOConfig
-from tests.stages.recording import make_policy
+from stages.ppo import Models, PPOConfig, update
+from tests.stages.recording import RUNTIME, make_policy
 from tests.stages.training import (
     demonstrations,
     killed_and_resumed,
@@ -63,7 +67,8 @@ def test_the_first_update_is_on_policy_and_the_reference_is_at_distance_zero(
     tmp_path: Path, policy: Path, advantage: str
 ) -> None:
     shop, inputs = shop_and_inputs(tmp_path, policy)
-    shop.run("ppo", config(advantage={"type": advantage}, steps=2), inputs)
+    held = {"kl_coef": 0.01, "kl_in": "loss" if advantage == "grpo" else "reward"}
+    shop.run("ppo", config(advantage={"type": advantage}, steps=2, **held), inputs)
     assert series(shop, "policy/ratio_max")[0] == 1.0
     assert series(shop, "kl/per_sequence")[0] == 0.0
     assert series(shop, "kl/per_sequence")[1] != 0.0
@@ -110,13 +115,78 @@ def test_without_a_value_model_the_policy_waits_for_nothing(tmp_path: Path, poli
     assert len(series(shop, "policy/learning_rate")) == 2
 
 
-@pytest.mark.parametrize("advantage", ["gae", "grpo"])
-def test_a_killed_run_ends_with_the_same_bytes(tmp_path: Path, policy: Path, advantage: str) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"advantage": {"type": "gae"}, "kl_coef": 0.05, "kl_target": 0.5},
+        {"advantage": {"type": "grpo"}, "kl_coef": 0.05, "kl_target": 0.5, "kl_in": "loss"},
+        {"advantage": {"type": "grpo"}},
+    ],
+    ids=["gae", "grpo", "grpo without a reference"],
+)
+def test_a_killed_run_ends_with_the_same_bytes(tmp_path: Path, policy: Path, changes: dict[str, Any]) -> None:
     whole, inputs = shop_and_inputs(tmp_path / "whole", policy)
-    expected, _ = whole.run("ppo", config(advantage={"type": advantage}, kl_target=0.5), inputs)
+    expected, _ = whole.run("ppo", config(**changes), inputs)
     killed, inputs = shop_and_inputs(tmp_path / "killed", policy)
-    ref = killed_and_resumed(killed, "ppo", config(advantage={"type": advantage}, kl_target=0.5), inputs, at=3)
+    ref = killed_and_resumed(killed, "ppo", config(**changes), inputs, at=3)
     assert ref.digest == expected.digest
+
+
+class Recording(LocalRuntime):
+    """Keeps the roles that were leased."""
+
+    def __init__(self) -> None:
+        super().__init__(RUNTIME)
+        self.roles: list[str] = []
+
+    def trainer(
+        self, role: Role, model: ModelSpec, optimizer: OptimizerConfig | None
+    ) -> AbstractContextManager[Trainer]:
+        self.roles.append(role)
+        return super().trainer(role, model, optimizer)
+
+
+@pytest.mark.parametrize("advantage", ["gae", "rloo"])
+def test_without_a_coefficient_no_reference_is_loaded_and_the_weights_are_the_same(
+    tmp_path: Path, policy: Path, advantage: str
+) -> None:
+    made = {}
+    # 1e-30 of any log-ratio (at most 20) is absorbed where it is added to a reward or a value of 1e-6 or more in float32.
+    for name, kl_coef in (("without", 0.0), ("with", 1e-30)):
+        shop, inputs = shop_and_inputs(tmp_path / name, policy)
+        shop.runtime = runtime = Recording()
+        ref, _ = shop.run("ppo", config(advantage={"type": advantage}, kl_coef=kl_coef, epochs=2), inputs)
+        made[name] = (ref.digest, runtime.roles, shop)
+    assert "reference" not in made["without"][1]
+    assert sorted(made["with"][1]) == sorted([*made["without"][1], "reference"])
+    assert made["without"][0] == made["with"][0]
+    logged = [{metric for _, values in shop.tracker.points for metric in values} for _, _, shop in made.values()]
+    of_reference = {"ppo/kl/per_token", "ppo/kl/per_sequence", "ppo/kl/k3", "ppo/policy/ref_kl"}
+    assert logged[1] - logged[0] == of_reference
+
+
+class Scripted:
+    """A policy's trainer that measures what it is told to."""
+
+    def __init__(self, *ratios: float) -> None:
+        self.ratios = list(ratios)
+
+    def forward_backward(self, samples: Sequence[Any], objective: Any) -> Metrics:
+        return {"loss": self.ratios[0], "ratio_max": self.ratios.pop(0)}
+
+    def optim_step(self, *, learning_rate: float) -> Metrics:
+        return {"skipped": 0.0, "learning_rate": learning_rate}
+
+
+def test_the_largest_ratio_of_a_step_is_that_of_its_updates(tmp_path: Path) -> None:
+    trainer: Any = Scripted(1.0, 5.0, 1.5, 1.0)
+    models = Models(sampler=trainer, policy=trainer, reference=trainer, value_model=None, score=trainer)
+    context: Any = SimpleNamespace(seed=17, label="ppo")
+    rows: Any = range(8)
+    settings = config(advantage={"type": "rloo"}, epochs=2, minibatches=2)
+    metrics = update(settings, models, rows, [], [], 0.0, 0, context)
+    assert metrics["policy/loss"] == pytest.approx((1.0 + 5.0 + 1.5 + 1.0) / 4)
+    assert metrics["policy/ratio_max"] == 5.0
 
 
 def test_a_stage_that_is_asked_to_stop_saves_between_its_checkpoints_and_loses_no_step(
@@ -169,7 +239,7 @@ def test_a_group_estimator_needs_a_group_and_minibatches_need_rollouts() -> None
         ({"sampling": SamplingConfig(temperature=0.0)}, r"sampling\.temperature = 0\.0: greedy .*; raise it"),
         (
             {"advantage": {"type": "grpo"}, "kl_coef": 0.1},
-            r"kl_in = 'reward': grpo divides by .*; set kl_in = \"loss\"",
+            r"kl_in = 'reward': grpo divides by .*set kl_in = \"loss\"",
         ),
         ({"steps": 4, "value_warmup_steps": 4}, r"value_warmup_steps = 4: must be < steps = 4.*; lower it"),
     ],
@@ -217,6 +287,8 @@ def test_dynamic_sampling_replaces_groups_without_a_gradient_and_resumes_bitwise
     whole, inputs = shop_and_inputs(tmp_path / "whole", policy)
     expected, _ = whole.run("ppo", dynamic, inputs)
     assert sum(series(plain, "reward/zero_variance_groups")) > sum(series(whole, "reward/zero_variance_groups"))
+    assert series(whole, "rollout/undecided_groups") == series(whole, "reward/zero_variance_groups")
+    assert not series(plain, "rollout/undecided_groups")
     killed, inputs = shop_and_inputs(tmp_path / "killed", policy)
     assert killed_and_resumed(killed, "ppo", dynamic, inputs, at=3).digest == expected.digest
     with pytest.raises(ValidationError, match="samples_per_prompt = 1: dynamic_sampling compares"):

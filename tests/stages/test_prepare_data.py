@@ -13,7 +13,7 @@ from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.config.data import ArithmeticWorld, Files, Source, SupportWorld, Use
 from rlhf_core.config.engines import InitModel, PretrainedModel
 from rlhf_core.data.chat import ChatTemplate
-from rlhf_core.data.tables import read_demonstrations, read_preferences, read_prompts, read_steps
+from rlhf_core.data.tables import read_demonstrations, read_feedback, read_preferences, read_prompts, read_steps
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.types import PreparedDataRef, StepsRef
 from stages.prepare_data import PrepareDataConfig, content_digests
@@ -105,6 +105,25 @@ def test_files_are_cleaned_limited_and_reported(shop: Workshop, tmp_path: Path) 
     assert kept == 40
     preview = (shop.store.path(ref) / "preview.md").read_text()
     assert "【#### " in preview and "<|end|>】" in preview
+
+
+def test_six_thumbs_on_six_prompts_are_feedback_beside_no_pairs(shop: Workshop, tmp_path: Path) -> None:
+    rows = [{"prompt": f"What is {n}?", "completion": f"It is {n}.", "label": n < 4} for n in range(6)]
+    path = tmp_path / "thumbs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = Source(name="thumbs", path=str(path), use=Use(preferences=1.0))
+    ref, metrics = prepare(shop, PrepareDataConfig(data=Files(sources=(source,)), model=SHAPE))
+    assert ref.preferences is not None and ref.demonstrations is None
+    folder = shop.store.path(ref.preferences)
+    made = [row for split in ("train", "eval") for row in read_feedback(folder, split)]
+    assert len(made) == metrics["rows/feedback"] + metrics["rows/eval_feedback"] == 6
+    assert sorted((row.answer[0].content, row.desirable) for row in made) == [(f"It is {n}.", n < 4) for n in range(6)]
+    assert read_preferences(folder / "train.parquet") == read_preferences(folder / "eval.parquet") == []
+    assert metrics["dropped/all"] == 0
+    assert "desirable: false" in (shop.store.path(ref) / "preview.md").read_text()
+    shown = {row[2]: list(row[3:]) for row in shop.tracker.tables["samples/feedback"][1]}
+    bad = next(row for row in made if not row.desirable and row.prompt[0].content in shown)
+    assert shown[bad.prompt[0].content] == ["", bad.answer[0].content]
 
 
 def test_no_row_left_is_an_error_with_the_reasons(shop: Workshop, tmp_path: Path) -> None:
@@ -199,3 +218,45 @@ def test_digesting_a_model_inside_a_package_loads_no_engine() -> None:
 def test_importing_the_stage_loads_no_engine() -> None:
     code = "import sys, stages.prepare_data; print(sorted({'torch', 'transformers', 'datasets', 'ray'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_a_file_that_changed_after_its_digest_was_taken_is_not_read(shop: Workshop, tmp_path: Path) -> None:
+    config = files_config(write_questions(tmp_path / "rows.jsonl"))
+    planned = content_digests(config)
+    with (tmp_path / "rows.jsonl").open("a") as stream:
+        stream.write('{"question": "And?", "answer": "#### 0"}\n')
+    with pytest.raises(DataError, match=r"data\.sources\[qa\] = .*rows\.jsonl.*: has changed since .*; run it again"):
+        shop.run("prepare_data", config, {}, files=planned)
+    shop.run("prepare_data", config, {}, files=content_digests(config))
+
+
+def test_a_file_that_changes_while_it_is_read_is_an_error_even_if_it_changes_back(
+    shop: Workshop, tmp_path: Path
+) -> None:
+    config = files_config(write_questions(tmp_path / "rows.jsonl"))
+    content = (tmp_path / "rows.jsonl").read_bytes()
+
+    def meddle(done: int, total: int, message: str) -> None:
+        if message == "making the base model":
+            (tmp_path / "rows.jsonl").write_bytes(b"{}")
+            (tmp_path / "rows.jsonl").write_bytes(content)
+
+    with pytest.raises(
+        DataError, match=r"data\.sources\[qa\] = .*rows\.jsonl.*: changed while it was read; run it again"
+    ):
+        shop.run("prepare_data", config, {}, files=content_digests(config), progress=meddle)
+    assert shop.store.records() == []
+
+
+def test_a_file_that_is_cut_short_under_its_reader_is_told_as_that(
+    shop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = files_config(write_questions(tmp_path / "rows.jsonl"))
+
+    def cut(*_: object, **__: object) -> None:
+        (tmp_path / "rows.jsonl").write_bytes(b"{")
+        raise DataError("not JSON")
+
+    monkeypatch.setattr("rlhf_core.data.files.make_tables", cut)
+    with pytest.raises(DataError, match="changed while it was read"):
+        shop.run("prepare_data", config, {}, files=content_digests(config))

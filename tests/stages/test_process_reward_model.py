@@ -31,8 +31,9 @@ from rlhf_core.types import (
 from stages.ppo import PPOConfig
 from stages.process_reward_model import ProcessRewardModelConfig, judgements, step_samples
 from stages.score import ScoreConfig
-from tests.stages.recording import Workshop, make_policy
+from tests.stages.recording import SHAPE, Workshop, make_policy
 from tests.stages.training import killed_and_resumed, prompts, question, steps
+from tests.tolerances import near, of_model
 
 CONFIG = ProcessRewardModelConfig(
     max_length=48,
@@ -95,7 +96,7 @@ def test_transformers_returns_the_same_score_for_every_step(
         assert len(ends) == len(scores) == 2
         for end, score in zip(ends, scores, strict=True):
             with torch.no_grad():
-                assert model(torch.tensor([ids[: end + 1]])).logits.item() == pytest.approx(score, abs=1e-5)
+                assert model(torch.tensor([ids[: end + 1]])).logits.item() == near(score, of_model(SHAPE))
 
 
 @pytest.mark.parametrize("reduce", ["model", "mean", "last", "product"])
@@ -125,7 +126,7 @@ def test_the_reward_is_read_from_the_tokens_as_sampled(
                 probabilities.append(1 / (1 + math.exp(-model(torch.tensor([ids[: end + 1]])).logits.item())))
         of = {"mean": sum(probabilities) / len(probabilities), "last": probabilities[-1]}
         expected.append(of | {"model": min(probabilities), "product": math.prod(probabilities)})
-    assert rewards == pytest.approx([row[reduce] for row in expected], abs=1e-5)
+    assert rewards == near([row[reduce] for row in expected], of_model(SHAPE))
     assert len(made[-1].prompt_ids + made[-1].completion.token_ids) > CONFIG.max_length
     if reduce == "model":
         assert rewards[0] > 0.5 > max(rewards[1:3])

@@ -12,10 +12,12 @@ from pydantic import ValidationError
 from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.config.loop import LoopConfig
+from rlhf_core.errors import DataError
 from rlhf_core.types import PolicyRef, TokenSample
 from stages.reward_model import RewardModelConfig, scored_ids
-from tests.stages.recording import Workshop, make_policy
-from tests.stages.training import killed_and_resumed, preferences
+from tests.stages.recording import SHAPE, Workshop, make_policy
+from tests.stages.training import killed_and_resumed, preferences, thumbs
+from tests.tolerances import near, of_model
 
 CONFIG = RewardModelConfig(
     max_length=48,
@@ -44,7 +46,33 @@ def test_it_separates_the_pairs_and_transformers_returns_the_same_scores(tmp_pat
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     for ids, score in zip(contract["probe"], contract["probe_scores"], strict=True):
         with torch.no_grad():
-            assert model(torch.tensor([ids])).logits.item() == pytest.approx(score, abs=1e-5)
+            assert model(torch.tensor([ids])).logits.item() == near(score, of_model(SHAPE))
+
+
+def test_the_report_tells_the_sources_apart(tmp_path: Path, policy: Path) -> None:
+    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    rows = preferences(shop.store, tmp_path, 8, held_out=5, sources=("forum", "shop"))
+    inputs = {"policy": shop.store.external(PolicyRef, policy), "preferences": rows}
+    ref, _ = shop.run("reward_model", CONFIG, inputs)
+    slices = json.loads((shop.store.path(ref) / "report.json").read_text())["slices"]
+    counts = {name: row["pairs"] for name, row in slices.items() if name.startswith("source: ")}
+    assert counts == {"source: forum": 3, "source: shop": 2}
+
+
+@pytest.mark.parametrize("held_out", [0, 1])
+def test_few_held_out_pairs_do_not_end_the_stage(tmp_path: Path, policy: Path, held_out: int) -> None:
+    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    rows = preferences(shop.store, tmp_path, 4, held_out=held_out)
+    inputs = {"policy": shop.store.external(PolicyRef, policy), "preferences": rows}
+    _, decision = shop.run("reward_model", CONFIG, inputs)
+    assert ("held_out/accuracy" in shop.metrics(decision)) == (held_out > 0)
+
+
+def test_single_answers_are_refused_before_any_model_is_loaded(tmp_path: Path, policy: Path) -> None:
+    shop = Workshop(ArtifactStore(tmp_path / "store"), runtime=None)  # type: ignore[arg-type]
+    inputs = {"policy": shop.store.external(PolicyRef, policy), "preferences": thumbs(shop.store, tmp_path)}
+    with pytest.raises(DataError, match=r"reward_model\.preferences = 0.*the data are 6 judged single answers.*'kto'"):
+        shop.run("reward_model", CONFIG, inputs)
 
 
 def test_a_killed_run_ends_with_the_same_weights(tmp_path: Path, policy: Path) -> None:

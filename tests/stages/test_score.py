@@ -16,9 +16,11 @@ from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.shards import read_index, read_rollouts, write_generations, write_index
 from rlhf_core.errors import ArtifactError, ConfigError, RewardError
 from rlhf_core.interfaces import ModelSpec
+from rlhf_core.stage import Decision
 from rlhf_core.types import Completion, Generation, GenerationsRef, Message, Prompt, RewardModelRef
-from stages.score import ScoreConfig, reward_metrics, whole_groups
-from tests.stages.recording import Workshop, generation, make_policy, rollout
+from stages.score import ScoreConfig, reward_metrics
+from tests.stages.recording import SHAPE, Workshop, generation, make_policy, rollout
+from tests.tolerances import near, of_model
 
 COUNTING = """
 from pathlib import Path
@@ -148,7 +150,7 @@ def test_a_reward_model_scores_the_tokens_as_sampled(tmp_path: Path) -> None:
     with shop.runtime.trainer("reward_model", spec, None) as trainer:
         alone = [trainer.scores([one.prompt_ids + one.completion.token_ids])[0] for one in made]
     rewards = [one.reward for one in read_rollouts(shop.store.path(ref))]
-    assert rewards == pytest.approx(alone, abs=1e-5)
+    assert rewards == near(alone, of_model(SHAPE))
     assert len({round(reward, 4) for reward in rewards}) == 3
 
 
@@ -260,9 +262,99 @@ def test_stored_rollouts_are_scored_again_by_another_reward_without_generating(t
     assert read_index(shop.store.path(again))["policy"] == "abc"
 
 
-def test_the_answers_to_a_prompt_are_not_parted() -> None:
-    rows = [generation(name, "x") for name in "aaabbcccc"]
-    pieces = whole_groups(rows, at_least=2)
-    assert ["".join(one.prompt.id for one in piece) for piece in pieces] == ["aaa", "bb", "cccc"]
-    assert [len(piece) for piece in whole_groups(rows, at_least=4)] == [5, 4]
-    assert whole_groups([], at_least=4) == []
+BEST_OF_A_CALL = """
+def reward(prompts, completions, labels, **columns):
+    longest = max(len(text) for text in completions)
+    return [float(len(text) == longest) for text in completions]
+"""
+
+
+@pytest.mark.parametrize(
+    ("compares", "expected"),
+    [("group", [0.0, 0.0, 1.0, 0.0, 1.0, 1.0]), ("batch", [0.0, 0.0, 0.0, 0.0, 0.0, 1.0])],
+)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_function_that_compares_has_the_same_result_for_any_workers_and_batches(
+    tmp_path: Path, compares: str, expected: list[float], asynchronous: bool
+) -> None:
+    file = tmp_path / "compared.py"
+    file.write_text(BEST_OF_A_CALL.replace("def", "async def") if asynchronous else BEST_OF_A_CALL)
+    texts = [("a", 1), ("a", 2), ("a", 3), ("b", 1), ("b", 4), ("c", 5)]
+    write_generations(tmp_path / "generations", 0, [generation(name, "x" * length) for name, length in texts])
+    write_index(tmp_path / "generations", {"count": 6, "policy": "abc"})
+    runs: list[dict[str, int]] = [{}, {"workers": 2}, {"workers": 3}]
+    for number, how in enumerate(runs if compares == "group" else runs[:1]):
+        shop = Workshop(ArtifactStore(tmp_path / f"store-{number}"))
+        inputs = {"generations": shop.store.external(GenerationsRef, tmp_path / "generations"), "reward_models": {}}
+        spec = FunctionReward.model_validate({"function": f"{file}:reward", "compares": compares, **how})
+        ref, _ = shop.run("score", ScoreConfig(rewards=RewardsConfig(terms={"best": spec})), inputs)
+        assert [one.reward for one in read_rollouts(shop.store.path(ref))] == expected
+
+
+SLOW = """
+import time
+
+def reward(prompts, completions, labels, **columns):
+    time.sleep(3 * any(len(text) > 4 for text in completions))
+    return [float(len(text)) for text in completions]
+"""
+
+
+def test_answers_that_were_late_are_asked_again_with_another_deadline(tmp_path: Path) -> None:
+    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    file = tmp_path / "slow.py"
+    file.write_text(SLOW)
+    inputs = {"generations": generations_in(shop.store, tmp_path / "generations"), "reward_models": {}}
+
+    def run(**settings: object) -> tuple[list[bool], Decision]:
+        spec = FunctionReward.model_validate({"function": f"{file}:reward", "batch_size": 1, **settings})
+        ref, decision = shop.run("score", ScoreConfig(rewards=RewardsConfig(terms={"length": spec})), inputs)
+        return [bool(one.invalid) for one in read_rollouts(shop.store.path(ref))], decision
+
+    late, first = run(timeout_s=1.0, on_failure="invalid")
+    assert late == [False] * 4 + [True] * 2
+    again, decision = run(timeout_s=1.0, on_failure="invalid")
+    assert (again, decision.action) == (late, "HIT")
+    assert decision.reason.endswith("; 2 of 6 answers failed (rewards.terms.length)")
+    found, decision = run(timeout_s=30.0, on_failure="invalid")
+    assert (found, decision.action) == ([False] * 6, "RUN")
+    why = "score.rewards.terms.length: 2 of 6 answers failed under timeout_s = 1.0, now 30.0"
+    assert decision.reason == why
+    for settings in ({"timeout_s": 40.0}, {"timeout_s": 30.0, "retries": 3}, {"cache": True}):  # nothing failed there
+        assert run(**settings)[1].action == "HIT"
+    assert run(timeout_s=1.0, on_failure="invalid")[1].key == first.key
+
+
+EDITS_ITSELF = """
+import os
+from pathlib import Path
+
+import helping
+
+HERE = Path(__file__)
+
+def reward(prompts, completions, labels, **columns):
+    if not (HERE.parent / "died").exists():
+        (HERE.parent / "died").touch()
+        edited = HERE.parent / "helping.py"
+        edited.write_text(edited.read_text() + "MORE = 1\\n")   # a person, in the meantime
+        os._exit(3)
+    return [helping.VALUE] * len(completions)
+"""
+
+
+def test_a_reward_whose_code_changes_while_it_runs_ends_the_stage_at_the_next_load(tmp_path: Path) -> None:
+    (tmp_path / "helping.py").write_text("VALUE = 1.0\n")
+    file = tmp_path / "edited.py"
+    file.write_text(EDITS_ITSELF)
+    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    inputs = {"generations": generations_in(shop.store, tmp_path / "generations"), "reward_models": {}}
+    spec = FunctionReward(function=f"{file}:reward", retries=1, on_failure="invalid")
+    config = ScoreConfig(rewards=RewardsConfig(terms={"mine": spec}))
+    with pytest.raises(
+        ConfigError, match=r"rewards\.mine\.function = .*edited\.py:reward': its code.*has changed since"
+    ):
+        shop.run("score", config, inputs, callables=(spec.function,))
+    ref, decision = shop.run("score", config, inputs, callables=(spec.function,))  # the new code has another key
+    assert decision.action == "RUN" and "mine.function: reward@" in decision.reason
+    assert [one.reward for one in read_rollouts(shop.store.path(ref))] == [1.0] * 6

@@ -16,9 +16,11 @@ from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
 from rlhf_core.config.rewards import EpisodeReward, RewardsConfig, RewardSpec
 from rlhf_core.data.tables import (
     Demonstration,
+    Feedback,
     Preference,
     SteppedAnswer,
     write_demonstrations,
+    write_feedback,
     write_preferences,
     write_prompts,
     write_steps,
@@ -55,13 +57,34 @@ def demonstrations(store: ArtifactStore, root: Path, count: int = 24) -> Demonst
     return store.external(DemonstrationsRef, root / "demonstrations")
 
 
-def preferences(store: ArtifactStore, root: Path, count: int = 32) -> PreferencesRef:
+def preferences(
+    store: ArtifactStore, root: Path, count: int = 32, *, held_out: int = 6, sources: tuple[str, ...] = ("test",)
+) -> PreferencesRef:
     rows = [
-        Preference(f"p{i}", question(i % 9), answer(f"It is {i % 9}."), answer("What? 12 + 30?"), 0.0, "test")
+        Preference(
+            f"p{i}",
+            question(i % 9),
+            answer(f"It is {i % 9}."),
+            answer("What? 12 + 30?"),
+            0.0,
+            sources[i % len(sources)],
+        )
         for i in range(count)
     ]
     write_preferences(root / "preferences" / "train.parquet", rows)
-    write_preferences(root / "preferences" / "eval.parquet", rows[:6])
+    write_preferences(root / "preferences" / "eval.parquet", rows[:held_out])
+    return store.external(PreferencesRef, root / "preferences")
+
+
+def thumbs(
+    store: ArtifactStore, root: Path, up: int = 4, down: int = 2, *, held_out: int = 1, pairs: int = 0
+) -> PreferencesRef:
+    """Return answers that were judged on their own, each to a prompt of its own, beside so many pairs."""
+    rows = [Feedback(f"u{i}", question(i), answer(f"It is {i}."), True, "test") for i in range(up)]
+    rows += [Feedback(f"d{i}", question(40 + i), answer("What? 12 + 30?"), False, "test") for i in range(down)]
+    preferences(store, root, pairs, held_out=0)
+    write_feedback(root / "preferences", "train", rows)
+    write_feedback(root / "preferences", "eval", rows[:held_out])
     return store.external(PreferencesRef, root / "preferences")
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -30,8 +32,9 @@ def code_reward(
     """Return 1.0 where the answer's program passes all tests of the label, else 0.0; `share`: the part that it passes.
 
     The program is the last Python code fence of the answer, or all of it. The label is `{"inputs": [...], "outputs":
-    [...]}` for standard input and output, `{"tests": ["assert ...", ...]}`, or plain `assert` lines, one test each. None
-    without a label. A program that hits a limit has failed: that is the program's doing, not the reward's.
+    [...]}` for standard input and output, `{"tests": ["assert ...", ...]}`, or plain Python: `assert` lines are one test
+    each, anything else is one test. None without a label; DataError for one whose tests any program would pass. A program
+    that hits a limit has failed: that is the program's doing, not the reward's.
     """
     if score not in ("all", "share"):
         raise ConfigError(explain("score", score, 'must be "all" or "share"', "use one of them"))
@@ -60,20 +63,88 @@ def read_program(text: str) -> str:
 
 
 def read_tests(label: str) -> list[InputOutput | Assertions]:
-    """Return the tests of a label; DataError if it holds none.
+    """Return the tests of a label; DataError if it holds none, or one that no program could fail.
 
     >>> read_tests("assert f(1) == 2")
     [Assertions(code='assert f(1) == 2')]
     """
     try:
         content = json.loads(label)
-    except ValueError:
-        content = {"tests": [line for line in label.splitlines() if line.strip()]}
+    except (ValueError, RecursionError):
+        return [_assertions(test, label) for test in _split(textwrap.dedent(label).strip(), label)]
     match content:
+        case {"fn_name": name} if name:
+            raise _refusal(label, f"calls {name!r} by its name", "write the calls as assert lines")
         case {"inputs": [*inputs], "outputs": [*outputs]} if inputs and len(inputs) == len(outputs):
-            return [InputOutput(str(given), str(expected)) for given, expected in zip(inputs, outputs, strict=True)]
+            return _input_outputs(inputs, outputs, label)
         case {"tests": [*tests]} | [*tests] if tests and all(isinstance(test, str) for test in tests):
-            return [Assertions(test) for test in tests]
-    raise DataError(
-        explain("label", label[:200], "holds no tests", 'give {"inputs": [...], "outputs": [...]} or assert lines')
-    )
+            return [_assertions(textwrap.dedent(test).strip(), label) for test in tests]
+    raise _refusal(label, "holds no tests", 'give {"inputs": [...], "outputs": [...]} or assert lines')
+
+
+# ---------------------------------------------------------------- private
+
+
+def _input_outputs(inputs: Sequence[Any], outputs: Sequence[Any], label: str) -> list[InputOutput | Assertions]:
+    for value in (*inputs, *outputs):
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            raise _refusal(label, f"has {type(value).__name__} for text", "give inputs and outputs as text")
+    tests = [InputOutput(str(given), str(expected)) for given, expected in zip(inputs, outputs, strict=True)]
+    if not any(test.stdout.strip() for test in tests):
+        raise _refusal(label, "expects no output: a program that does nothing would pass", "give what must be printed")
+    return list(tests)
+
+
+def _split(code: str, label: str) -> list[str]:
+    """Return each `assert` of `code` where it has nothing else, or all of it as one test."""
+    statements = _parsed(code, label).body
+    if statements and all(isinstance(statement, ast.Assert) for statement in statements):
+        return [ast.get_source_segment(code, statement) or "" for statement in statements]
+    return [code]
+
+
+def _assertions(code: str, label: str) -> Assertions:
+    if not _can_fail(_parsed(code, label)):
+        raise _refusal(label, f"has a test that checks nothing: {code[:80]!r}", "let it assert what the program does")
+    return Assertions(code)
+
+
+def _parsed(code: str, label: str) -> ast.Module:
+    try:
+        return ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last for brackets too deep
+        raise _refusal(label, f"has a test that is no Python ({error})", "mend the test") from error
+
+
+def _can_fail(tree: ast.Module) -> bool:
+    """Return whether running `tree` can fail for what a program does: an assertion that is run, of something with a name."""
+    outside = list(_run_at_once(tree))
+    if any(map(_asserts, outside)):
+        return True
+    called = any(isinstance(node, ast.Call) for node in outside)
+    return called and any(map(_asserts, ast.walk(tree)))
+
+
+def _run_at_once(tree: ast.Module) -> Iterator[ast.AST]:
+    """Yield the nodes of `tree` that are not inside a function or a class."""
+    waiting: list[ast.AST] = list(tree.body)
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+            yield node
+            waiting.extend(ast.iter_child_nodes(node))
+
+
+def _asserts(node: ast.AST) -> bool:
+    match node:
+        case ast.Assert(test=ast.Tuple() | ast.List() | ast.Set() | ast.Dict()):
+            return False  # true whatever is in it, as `assert (f(1) == 2, "wrong")`
+        case ast.Assert(test=condition):
+            return any(isinstance(inner, ast.Name) for inner in ast.walk(condition))
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
+            return name.startswith("assert")
+    return isinstance(node, ast.Raise)
+
+
+def _refusal(label: str, rule: str, remedy: str) -> DataError:
+    return DataError(explain("label", label[:200], rule, remedy))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
 import threading
@@ -26,9 +27,10 @@ def math_reward(
 ) -> list[float | None]:
     r"""Return 1.0 where the answer's final expression equals the label's, else 0.0.
 
-    The label is LaTeX or plain, in `\boxed{}` or `$...$` or bare. None where there is no label, where it cannot be read as
-    mathematics, and where reading or comparing takes longer than `timeout_s` (a comparison that never ends inside one
-    C call ends with the process's own deadline). RewardError outside the main thread: the deadline is a signal.
+    The label is LaTeX or plain, in `\boxed{}` or `$...$` or bare. None where there is no label, where it is a JSON object or
+    cannot be read as mathematics, and where reading or comparing takes longer than `timeout_s` (a comparison that never
+    ends inside one C call ends with the process's own deadline). RewardError outside the main thread: the deadline is a
+    signal.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RewardError(
@@ -54,8 +56,17 @@ class _Expired(BaseException):
 
 
 def _read_label(label: str, parse: Callable[..., list[Any]]) -> list[Any]:
+    if _is_object(label):
+        return []
     marked = "\\boxed" in label or "$" in label
     return parse(label if marked else f"\\boxed{{{label.strip()}}}", parsing_timeout=None)
+
+
+def _is_object(label: str) -> bool:
+    try:
+        return isinstance(json.loads(label), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _equal(expected: list[Any], text: str, math_verify: Any) -> bool:

@@ -46,6 +46,6 @@ def _read_entry(label: str) -> dict[str, Any]:
         entry = json.loads(label)
         if isinstance(entry["metadata"], dict) and "answer" in entry:
             return dict(entry)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         pass
     raise DataError(explain("label", label[:200], "is no entry of reasoning-gym", "give the JSON of the whole entry"))

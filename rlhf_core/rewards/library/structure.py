@@ -49,18 +49,22 @@ def json_schema(
 ) -> list[float | None]:
     """Return 1.0 where the answer is JSON, bare or in its last code fence, that fits `schema`.
 
-    Without `schema` each label is one; None where there is no label, DataError where it is no schema. Nothing is fetched
-    for a `$ref` elsewhere.
+    Without `schema` each label is one; None where there is no label, DataError where it is no schema, or one that asks for
+    nothing. Nothing is fetched for a `$ref` elsewhere.
     """
     jsonschema, referencing = needed("jsonschema", "jsonschema"), needed("referencing", "referencing")
+
+    def refusal(given: Any, rule: str) -> DataError | ConfigError:
+        return (DataError if schema is None else ConfigError)(explain("schema", given, rule, "mend it"))
 
     def validator(given: Any) -> Any:
         kind = jsonschema.validators.validator_for(given, default=jsonschema.Draft202012Validator)
         try:
             kind.check_schema(given)
         except jsonschema.SchemaError as error:
-            problem = explain("schema", given, f"is no JSON schema: {error.message}", "mend it")
-            raise (DataError if schema is None else ConfigError)(problem) from None
+            raise refusal(given, f"is no JSON schema: {error.message}") from None
+        if not isinstance(given, dict) or not set(given) & set(kind.VALIDATORS):
+            raise refusal(given, "asks for nothing: any JSON would fit it, or none")
         return kind(given, registry=referencing.Registry())
 
     def fits(text: str, checker: Any) -> float:
@@ -76,7 +80,7 @@ def json_schema(
 def _schema_of(label: str) -> Any:
     try:
         return json.loads(label)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(explain("label", label[:200], f"is no JSON: {error}", "give the schema as argument")) from None
 
 

@@ -21,13 +21,17 @@ def exact_match(
     ignore_case: bool = True,
     **columns: Any,
 ) -> list[float | None]:
-    """Return 1.0 where the answer is the label, white space and a final period aside; None without a label."""
+    """Return 1.0 where the answer is the label, white space and a final period aside; None for no label, or only periods."""
 
     def normalised(text: str) -> str:
         text = " ".join(text.split()).rstrip(".")
         return text.casefold() if ignore_case else text
 
-    return against_labels(completions, labels, lambda text, label: float(normalised(text) == normalised(label)))
+    def judge(text: str, label: str) -> float | None:
+        expected = normalised(label)
+        return float(normalised(text) == expected) if expected else None
+
+    return against_labels(completions, labels, judge)
 
 
 def regex_match(

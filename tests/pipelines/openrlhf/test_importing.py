@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 from jinja2 import Environment
+from rich.console import Console
 
 from pipelines.cli import main
+from pipelines.openrlhf.importing import import_script
 from pipelines.openrlhf.translate import translate
 from pipelines.profile import load_profile
+from rlhf_core.errors import ConfigError
 
 SFT = "deepspeed --num_gpus 2 --module openrlhf.cli.train_sft --pretrain models/base --dataset d.jsonl --output_key a"
 
@@ -126,3 +129,26 @@ def test_the_example_of_the_documents_gives_what_they_say() -> None:
     shown = rest.partition("```toml\n")[2].partition("```")[0]
     profile = translate(script, name="x", template_file="x.jinja").profile
     assert set(shown.splitlines()) <= set(profile.splitlines())
+
+
+def test_a_script_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_bytes(b"echo caf\xe9")
+    with pytest.raises(ConfigError, match=r"train\.sh.*cannot be read .*give a text in UTF-8"):
+        import_script(str(script), out="", lenient=False, console=Console())
+    with pytest.raises(ConfigError, match=r"cannot be read .*File name too long"):
+        import_script("x" * 5000, out="", lenient=False, console=Console())
+
+
+@pytest.mark.parametrize("number", ["1e999", "nan", "0.5"])
+def test_what_is_no_whole_number_is_refused(number: str) -> None:
+    with pytest.raises(ConfigError, match=f"--train_batch_size = '{number}': must be a whole number"):
+        translate(f"{SFT} --apply_chat_template --train_batch_size {number}", name="x", template_file="x")
+
+
+def test_control_characters_of_a_script_stay_out_of_the_profile() -> None:
+    script = SFT.replace("d.jsonl", "d\x1b\x7f.jsonl") + " --apply_chat_template"
+    made = translate(script, name="x", template_file="x")
+    [source] = tomllib.loads(made.profile)["prepare_data"]["data"]["sources"]
+    assert source["path"] == "d\x1b\x7f.jsonl"
+    assert not {"\x1b", "\x7f"} & set(made.profile)

@@ -76,3 +76,12 @@ def test_a_path_to_the_file_is_the_module_too() -> None:
 def test_what_is_not_closed_is_refused(script: str) -> None:
     with pytest.raises(ConfigError, match="has no partner"):
         read_commands(script)
+
+
+def test_a_nul_character_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has a NUL character, which no shell reads"):
+        read_commands(f"{CALL} --a \0 1")
+
+
+def test_a_heredoc_inside_quotes_fills_its_variable() -> None:
+    assert words(f"bash -c '\nread X <<EOF\n--a 1\nEOF\n{CALL} $X\n'") == ("--a", "1")

@@ -24,8 +24,8 @@ class AgentExecutor(AgentExecutorBase):
             "action_ranges": [(len(tokens), len(tokens) + len(kept))],
             "rollout_log_probs": [0.0] * len(tokens)
             + [output.logprobs[i][t].logprob for i, t in enumerate(output.token_ids)],
-            "reward": None if label == "unpaid" else 0.25,
-            "scores": 0.5,
+            "reward": {"unpaid": None, "won": 1.0, "lost": -1.0}.get(label, 0.25),
+            "scores": {"won": 1.0, "lost": 0.0, "garbled": "good"}.get(label, 0.5),
             "extra_logs": {},
             "truncated": output.finish_reason == "length",
         }

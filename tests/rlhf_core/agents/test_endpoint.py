@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from rlhf_core.agents.endpoint import Endpoint, Session
+from rlhf_core.http_body import BodyLimits
 from tests.rlhf_core.agents.scripted import chat
 from tests.rlhf_core.agents.test_captured import TOOL, SpelledEngine, with_tools
 
@@ -178,3 +179,18 @@ def test_a_request_has_a_deadline() -> None:
         return status
 
     assert asyncio.run(run()) == 504
+
+
+def test_a_body_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_core.agents.endpoint.BODY", BodyLimits(max_bytes=1000, timeout_s=0.3))
+
+    async def work(client: httpx.AsyncClient, session: Session, engine: SpelledEngine) -> Any:
+        async def slowly() -> AsyncIterator[bytes]:
+            yield b"{"
+            await asyncio.sleep(5)
+
+        large = await client.post("/chat/completions", content=b" " * 2000)
+        slow = await client.post("/chat/completions", content=slowly())
+        return large.status_code, slow.status_code, (await asked(client)).status_code
+
+    assert served(work, "It is 3.") == (413, 408, 200)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -7,13 +9,18 @@ from typing import Any
 import pytest
 
 from rlhf_core.agents.episodes import Episode, play
-from rlhf_core.agents.openrlhf import as_result
+from rlhf_core.agents.openrlhf import MODULES, AgentExecutorBase, as_result, open_executor, provide_modules
 from rlhf_core.agents.process import Environments
 from rlhf_core.agents.transcript import Played
 from rlhf_core.config.agents import OpenRLHFAgent
 from rlhf_core.config.engines import SamplingConfig
+from rlhf_core.config.policy import DynamicSampling
+from rlhf_core.config.rewards import EpisodeReward, RewardsConfig
 from rlhf_core.errors import ConfigError
-from rlhf_core.types import SamplingRequest
+from rlhf_core.rewards.scoring import Scorer
+from rlhf_core.rewards.terms import episode_reward
+from rlhf_core.rollouts.dynamic_sampling import is_decided
+from rlhf_core.types import Generation, SamplingRequest
 from tests.rlhf_core.agents.scripted import ScriptedSampler, chat, chat_folder, prompt
 
 HERE = Path(__file__).parent
@@ -68,6 +75,22 @@ def test_an_agent_file_of_openrlhf_is_played_unchanged(opened: Opened) -> None:
             assert sampler.said[whole[:start]] == whole[start:end]
 
 
+def test_a_folder_of_the_same_name_on_the_import_path_is_not_taken_for_openrlhf(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "openrlhf").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "openrlhf"]:
+        monkeypatch.delitem(sys.modules, name)
+    importlib.import_module("openrlhf")  # as one who looked for it left it behind
+    provide_modules()
+    try:
+        assert importlib.import_module("openrlhf.utils.agent").AgentExecutorBase is AgentExecutorBase
+    finally:
+        for name in MODULES:
+            sys.modules.pop(name, None)
+
+
 def test_an_executor_that_says_no_reward_has_failed(opened: Opened) -> None:
     (episode,), _ = played(opened("openrlhf_executor.py"), ["unpaid"], lambda request, turn: "ab")
     assert "without any reward" in episode.completion.failure
@@ -96,10 +119,103 @@ def test_an_executor_of_its_own_names_the_turns_that_count_and_may_not_change_th
     assert [request.max_tokens for request in sampler.batches[0]] == [9, 9]
 
 
-def test_a_file_without_an_executor_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "agent.py").write_text("class Agent: ...\n")
-    with pytest.raises(ConfigError, match=r"agent\.file"):
-        Environments(OpenRLHFAgent(file=str(tmp_path / "agent.py")), tokenizer=chat_folder())
+def test_a_prompt_is_kept_by_the_scores_beside_its_rewards(opened: Opened) -> None:
+    episodes, _ = played(opened("openrlhf_executor.py"), ["won", "lost"], lambda request, turn: "ab")
+    made = [Generation(prompt(0, ""), one.prompt_ids, one.completion) for one in episodes]
+    rollouts = Scorer(RewardsConfig(terms={"won": EpisodeReward()}), {"won": episode_reward})(made)
+    assert [one.reward for one in rollouts] == [1.0, -1.0]
+    # Their mean is 0, which is not above 0; that of the scores, 1 and 0, lies between the bounds.
+    assert is_decided(rollouts, DynamicSampling(low=0.0, high=1.0))
+
+
+def test_a_score_that_is_no_number_fails_the_episode(opened: Opened) -> None:
+    (episode,), _ = played(opened("openrlhf_executor.py"), ["garbled"], lambda request, turn: "ab")
+    assert "scores = 'good': must be one finite number, or None" in episode.completion.failure
+
+
+def sampled_as_it_stands(episodes: list[Played], sampler: ScriptedSampler) -> bool:
+    """Whether every turn of every episode was sampled after exactly the tokens that stand before it."""
+    turns = []
+    for episode in episodes:
+        whole = episode.prompt_ids + episode.completion.token_ids
+        for span in episode.completion.spans:
+            start, end = (len(episode.prompt_ids) + bound for bound in (span.start, span.end))
+            turns.append(sampler.said[whole[:start]] == whole[start:end])
+    return bool(turns) and all(turns)
+
+
+def test_a_step_function_of_openrlhf_0_8_is_played_with_globals_of_each_episode(opened: Opened) -> None:
+    def script(request: SamplingRequest, turn: int) -> str:
+        return f"number {turn}."
+
+    labels = ["1", "x", "0", "rewrites"]
+    episodes, sampler = played(opened("openrlhf_step.py"), labels, script)
+    again, _ = played(opened("openrlhf_step.py"), labels, script)
+    first, second, third, changed = (episode.completion for episode in episodes)
+    assert [one.failure for one in (first, second, third)] == [""] * 3
+    assert episodes == again  # the random number is drawn as its file is run, by each episode for itself
+    assert [span.reward for span in first.spans] == [0.0, 1.0]
+    assert [span.reward for span in third.spans] == [1.0]
+    assert first.extras == {"tries": 2.0, "score": 1.0} and third.extras == {"tries": 1.0, "score": 1.0}
+    template = chat()
+    between = first.token_ids[first.spans[0].end : first.spans[1].start]
+    assert between == tuple(
+        template.tokenizer("\n\nHuman: no, again\nAssistant: ", add_special_tokens=False)["input_ids"]
+    )
+    assert sampled_as_it_stands(episodes[:3], sampler)
+    assert "must begin with observation + action" in changed.failure
+
+
+def test_a_step_function_of_the_first_0_8_returns_a_tuple(opened: Opened) -> None:
+    episodes, sampler = played(opened("openrlhf_first_step.py"), ["a", "b"], lambda request, turn: f"turn {turn}")
+    for episode in episodes:
+        completion = episode.completion
+        assert completion.failure == "" and completion.extras == {"score": 0.75}
+        assert [span.reward for span in completion.spans] == [0.25, 0.5]
+    assert sampled_as_it_stands(episodes, sampler)
+
+
+def test_an_executor_that_is_constructed_with_five_arguments_is_played(opened: Opened) -> None:
+    def script(request: SamplingRequest, turn: int) -> str:
+        return f"It is {turn}."
+
+    episodes, sampler = played(opened("openrlhf_constructed.py"), ["1", "x", "own", "0", "silent"], script)
+    first, second, own, last, silent = (episode.completion for episode in episodes)
+    assert [one.failure for one in (first, second, own, last)] == [""] * 4
+    assert [span.reward for span in first.spans] == [0.0, 1.0] and first.extras == {"tries": 2.0, "score": 1.0}
+    assert [span.reward for span in last.spans] == [1.0]
+    assert [span.reward for span in own.spans] == [0.25] and own.extras == {"score": 0.5}
+    assert sampled_as_it_stands(episodes[:4], sampler)
+    assert "put no episode on result_queue" in silent.failure
+
+
+@pytest.mark.parametrize(
+    ("content", "rule"),
+    [
+        ("class Agent: ...\n", "neither a class AgentExecutor nor a function"),
+        ("def step(observation, action, label): ...\n", "neither a class AgentExecutor nor a function"),
+        (
+            "class AgentExecutor:\n    def __init__(self, max_steps, secret): ...\n    async def execute(self): ...\n",
+            r"AgentExecutor\(max_steps, secret\) can be made neither",
+        ),
+    ],
+)
+def test_a_file_that_no_version_of_openrlhf_could_play_is_refused(tmp_path: Path, content: str, rule: str) -> None:
+    (tmp_path / "agent.py").write_text(content)
+    with pytest.raises(ConfigError, match=rf"agent\.file.*{rule}"):
+        open_executor(OpenRLHFAgent(file=str(tmp_path / "agent.py")), tokenizer=chat_folder())
+
+
+def test_what_is_digested_is_what_the_file_defines() -> None:
+    names = {file: OpenRLHFAgent(file=str(HERE / file)).callables()[0].rpartition(":")[2] for file in (
+        "openrlhf_agent.py", "openrlhf_step.py", "openrlhf_constructed.py", "nowhere.py"
+    )}  # fmt: skip
+    assert names == {
+        "openrlhf_agent.py": "AgentExecutor",
+        "openrlhf_step.py": "step",
+        "openrlhf_constructed.py": "AgentExecutor",
+        "nowhere.py": "AgentExecutor",  # where the error says what is looked for
+    }
 
 
 def test_a_result_without_the_conversation_is_an_error() -> None:

@@ -10,10 +10,12 @@ import pytest
 
 from rlhf_core.agents.process import Environments, Event
 from rlhf_core.agents.worker import Reply
-from rlhf_core.config.agents import EnvironmentAgent
+from rlhf_core.config.agents import EnvironmentAgent, ProgramAgent
 from rlhf_core.errors import ConfigError
+from rlhf_core.fingerprint import hash_file
 from rlhf_core.processes import is_running
-from tests.rlhf_core.agents.scripted import WORLDS
+from rlhf_core.user_code import user_code_digest
+from tests.rlhf_core.agents.scripted import WORLDS, chat_folder
 from tests.rlhf_core.agents.test_episodes import numbered, played
 from tests.rlhf_core.agents.test_leash import assert_gone
 
@@ -168,3 +170,41 @@ def test_a_call_to_an_episode_whose_process_is_lost_is_dropped() -> None:
         environments.tell(ticket, "step", "It is 4.", {}, timeout_s=60.0)
         environments.end(ticket)
         assert begun(environments, "none") > ticket and awaited(environments, "observed")
+
+
+CRASHES = """
+import os
+
+from rlhf_core.agents.environment import Environment, StepResult
+
+class World(Environment):
+    def step(self, action, *, turn):
+        os._exit(3)
+"""
+
+
+def test_an_environment_whose_code_changes_while_it_is_played_is_not_loaded_again(tmp_path: Path) -> None:
+    file = tmp_path / "world.py"
+    file.write_text(CRASHES)
+    spec = f"{file}:World"
+    config = EnvironmentAgent(environment=spec)
+    with Environments(config, tokenizer="", functions={spec: user_code_digest(spec)}) as environments:
+        ticket = begun(environments, "x")
+        awaited(environments, "observed")
+        file.write_text(CRASHES.replace("3", "4"))
+        environments.tell(ticket, "step", "a", {"turn": 0}, timeout_s=60.0)
+        with pytest.raises(
+            ConfigError, match=r"agent = .*world\.py:World': its code, or what it depends on, has changed"
+        ):
+            awaited(environments, "lost")
+
+
+def test_a_program_that_changes_while_it_is_played_begins_no_further_episode(tmp_path: Path) -> None:
+    file = tmp_path / "agent.py"
+    file.write_text("print(1)")
+    config = ProgramAgent(command=("python", str(file)))
+    with Environments(config, tokenizer=chat_folder(), files={str(file): hash_file(file)}) as environments:
+        begun(environments, "x")
+        file.write_text("print(2)")
+        with pytest.raises(ConfigError, match=r"agent\.py': its code, or what it depends on, has changed"):
+            begun(environments, "y")

@@ -83,8 +83,10 @@ def test_what_raised_or_was_only_logged_is_an_error_of_that_episode_alone(monkey
 def first_line(folder: Path) -> dict[str, Any]:
     """Run the program with what `folder` has; return its only line on standard output."""
     settings = {"environment": "digits", "arguments": {"level": 3}, "folders": [str(folder)]}
-    command = [sys.executable, "-S", verifiers_runner.__file__, json.dumps(settings)]
-    ran = subprocess.run(command, input="", capture_output=True, text=True, timeout=60, check=True)
+    command = [sys.executable, "-S", verifiers_runner.__file__]
+    ran = subprocess.run(
+        command, input=json.dumps(settings) + "\n", capture_output=True, text=True, timeout=60, check=True
+    )
     said: dict[str, Any] = json.loads(ran.stdout)
     return said
 

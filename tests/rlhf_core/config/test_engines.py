@@ -12,8 +12,11 @@ from rlhf_core.config.engines import (
     InitModel,
     PretrainedModel,
     RuntimeConfig,
+    SamplingConfig,
     VllmSamplerConfig,
 )
+
+TWO = {"type": "vllm", "tensor_parallel": 2}
 
 
 def test_workers_and_micro_batches_are_not_in_the_key_but_precision_and_sampler_are() -> None:
@@ -29,6 +32,15 @@ def test_workers_and_micro_batches_are_not_in_the_key_but_precision_and_sampler_
     }
     assert keyed(small) != keyed(RuntimeConfig(sampler=HFSamplerConfig()))
     assert keyed(small) != keyed(RuntimeConfig(sampler=VllmSamplerConfig(max_model_len=128)))
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 0.005, 0.0099])
+def test_a_temperature_that_vllm_would_raise_is_refused(temperature: float) -> None:
+    with pytest.raises(
+        ValidationError, match=r"vLLM would sample at 0\.01, and the trainer .*; set it to 0 \(greedy\)"
+    ):
+        SamplingConfig(temperature=temperature)
+    assert [SamplingConfig(temperature=given).temperature for given in (0, 0.01)] == [0.0, 0.01]
 
 
 def test_a_base_model_is_chosen_by_its_type() -> None:
@@ -57,6 +69,29 @@ def test_only_an_engine_that_shares_a_gpu_may_sleep(other: dict[str, object]) ->
     RuntimeConfig.model_validate(shared)
     with pytest.raises(ValidationError, match=r"sampler\.sleep = true: .*vLLM cannot sleep on CPU"):
         RuntimeConfig.model_validate(shared | other)
+
+
+def test_only_a_train_worker_that_shares_a_gpu_may_sleep() -> None:
+    shared = {"trainer": {"sleep": True}, "gpus_per_engine": 0.4, "gpus_per_train_worker": 0.5}
+    assert keyed(RuntimeConfig.model_validate(shared)) == keyed(RuntimeConfig())
+    for other in ({"gpus_per_engine": 1}, {"gpus_per_train_worker": 0}, {"type": "local"}):
+        with pytest.raises(ValidationError, match=r"trainer\.sleep = true: .*set it to false"):
+            RuntimeConfig.model_validate(shared | other)
+
+
+@pytest.mark.parametrize(
+    ("fields", "rule"),
+    [
+        ({"gpus_per_train_worker": 0.6, "gpus_per_engine": 0.5}, "these are more than one; make their sum at most 1"),
+        ({"gpus_per_train_worker": 2}, "less than or equal to 1"),
+        ({"gpus_per_engine": 1.5}, "beyond one, GPUs are whole"),
+        ({"gpus_per_engine": 1, "sampler": TWO}, r"tensor_parallel = 2: runtime\.gpus_per_engine = 1 is less"),
+        ({"gpus_per_train_worker": 0.5, "gpus_per_engine": 0.5, "sampler": TWO}, "which it then shares with nobody"),
+    ],
+)
+def test_gpus_that_cannot_be_dealt_out_are_refused(fields: dict[str, object], rule: str) -> None:
+    with pytest.raises(ValidationError, match=rule):
+        RuntimeConfig.model_validate(fields)
 
 
 def test_where_servers_are_is_not_in_the_key_but_their_precision_is() -> None:

@@ -81,6 +81,16 @@ def test_estimators_that_compare_samples_need_two_of_them(kind: Any) -> None:
             "rewards.terms.won.type = 'episode': only the episodes of an agent earn it",
         ),
         ({"advantage": "grpo", "samples_per_prompt": 2}, "kl_in = 'reward': grpo divides"),
+        (
+            {"kl_credit": "answer"},
+            r"kl_credit = 'answer': .*advantage is gae and kl_in 'reward'; set kl_credit = \"token\"",
+        ),
+        (
+            {"advantage": "rloo", "samples_per_prompt": 2, "kl_in": "loss", "kl_credit": "answer"},
+            "kl_credit = 'answer': .*kl_in 'loss'",
+        ),
+        ({"kl_coef": 0.0, "kl_target": 6.0}, r"kl_target = 6\.0: .* kl_coef = 0 stays 0; raise kl_coef"),
+        ({"kl_target": 6.0, "kl_horizon": 12}, "kl_horizon = 12: must be > a fifth of the 64 rollouts of a step"),
         ({"staleness": 5}, "less than or equal to 4"),
         ({"staleness": 3, "steps": 3}, "staleness = 3: must be < steps = 3"),
         (

@@ -26,11 +26,12 @@ def test_terms_are_chosen_by_type() -> None:
 
 def test_how_a_function_runs_is_not_part_of_the_key_and_what_it_gives_is() -> None:
     runs = {"timeout_s": 5.0, "workers": 4, "batch_size": 8, "retries": 2, "memory_mb": 512}
+    runs |= {"on_failure": "invalid", "cache": True}
     plain, running = (RewardsConfig.model_validate({"terms": {"form": FORM | extra}}) for extra in ({}, runs))
     assert keyed(running) == keyed(plain)
-    assert {"function", "arguments", "protocol", "weight", "on_failure", "cache"} <= set(keyed(plain)["terms"]["form"])
-    other = RewardsConfig.model_validate({"terms": {"form": FORM | {"arguments": {"pattern": "x"}}}})
-    assert keyed(other) != keyed(plain)
+    assert {"function", "arguments", "protocol", "weight", "compares"} <= set(keyed(plain)["terms"]["form"])
+    for extra in ({"arguments": {"pattern": "x"}}, {"compares": "group"}):
+        assert keyed(RewardsConfig.model_validate({"terms": {"form": FORM | extra}})) != keyed(plain)
 
 
 def test_where_a_server_runs_is_not_part_of_the_key_and_its_version_is() -> None:
@@ -65,6 +66,13 @@ def test_where_a_server_runs_is_not_part_of_the_key_and_its_version_is() -> None
         ({"terms": {"form": FORM | {"weight_end": 2.0}}}, "give both or none"),
         ({"terms": {"form": FORM | {"weight_steps": 2}}}, "give both or none"),
         ({"terms": {"form": FORM | {"protocol": "verl"}}}, "'trl_text'"),
+        ({"terms": {"form": FORM | {"compares": "group", "cache": True}}}, "depends on those beside it"),
+        ({"terms": {"form": FORM | {"compares": "batch", "workers": 2}}}, "there is one call"),
+        ({"terms": {"form": FORM | {"compares": "group", "batch_size": 8}}}, "decides it; leave it out"),
+        (
+            {"terms": {"far": {"type": "remote", "urls": ["http://a"], "compares": "group", "cache": True}}},
+            "cache = true",
+        ),
         ({"terms": {"far": {"type": "remote", "urls": []}}}, "at least 1"),
         ({"terms": {"far": {"type": "remote", "urls": ["host:80"]}}}, "must begin with http"),
         ({"terms": {"far": {"type": "remote", "urls": ["http://host:port/x"]}}}, "a port that is none"),

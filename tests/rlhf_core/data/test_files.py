@@ -125,7 +125,101 @@ def test_good_and_bad_answers_to_one_prompt_become_a_pair(tmp_path: Path) -> Non
     tables, _, report = tables_of(sources=[source])
     (pair,) = (*tables.preferences, *tables.eval_preferences)
     assert (pair.chosen[0].content, pair.rejected[0].content) == ("good", "bad")
-    assert [drop.reason for drop in report.drops] == ["no pair of answers: preferences need a good and a bad one"]
+    (lonely,) = (*tables.feedback, *tables.eval_feedback)
+    assert (lonely.prompt[0].content, lonely.answer[0].content, lonely.desirable) == ("lonely", "bad", False)
+    assert report.drops == []
+
+
+def test_six_thumbs_on_six_prompts_are_six_rows_of_feedback(tmp_path: Path) -> None:
+    rows = [{"prompt": f"p {n}", "completion": f"a {n}", "label": n < 4} for n in range(6)]
+    source = {"name": "thumbs", "path": write(tmp_path / "t.jsonl", rows), "use": {"preferences": 1.0}}
+    tables, origins, report = tables_of(sources=[source])
+    made = (*tables.feedback, *tables.eval_feedback)
+    assert sorted((row.answer[0].content, row.desirable) for row in made) == [(f"a {n}", n < 4) for n in range(6)]
+    assert all(origins[row.id].line == int(row.answer[0].content[2:]) + 1 for row in made)
+    assert (report.drops, tables.preferences, tables.eval_preferences) == ([], (), ())
+
+
+def test_an_answer_that_two_people_disagree_about_is_no_pair_with_itself(tmp_path: Path) -> None:
+    rows = [{"prompt": "p", "completion": "a", "label": label} for label in (True, False)]
+    source = {"name": "thumbs", "path": write(tmp_path / "t.jsonl", rows), "use": {"preferences": 1.0}}
+    tables, _, _ = tables_of(sources=[source])
+    assert sorted(row.desirable for row in (*tables.feedback, *tables.eval_feedback)) == [False, True]
+    assert (tables.preferences, tables.eval_preferences) == ((), ())
+
+
+def test_an_answer_that_nobody_judged_is_no_feedback(tmp_path: Path) -> None:
+    source = {"name": "q", "path": write(tmp_path / "q.jsonl", questions(2)), "use": {"preferences": 1.0}}
+    tables, _, report = tables_of(sources=[source])
+    assert not any(tables.named().values())
+    assert {drop.kind for drop in report.drops} == {"no pair of answers"} and len(report.drops) == 2
+
+
+def comparisons(said: list[Any]) -> list[dict[str, Any]]:
+    return [
+        {"prompt": f"p {n}", "response1": f"one {n}", "response2": f"two {n}", "preference": one}
+        for n, one in enumerate(said)
+    ]
+
+
+def test_what_a_number_prefers_is_decided_over_the_whole_source(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.jsonl", comparisons([1, 1, 1, 2, "tie", 1]))
+    source = {"name": "c", "path": path, "use": {"preferences": 1.0}}
+    tables, _, report = tables_of(sources=[source])
+    chosen = {row.chosen[0].content for row in (*tables.preferences, *tables.eval_preferences)}
+    assert chosen == {"one 0", "one 1", "one 2", "two 3", "one 5"}
+    assert [(drop.origin.line, drop.kind) for drop in report.drops] == [(5, "tie")]
+    ambiguous = source | {"path": write(tmp_path / "d.jsonl", comparisons([1, 0, 1]))}
+    with pytest.raises(DataError, match=r"data\.sources\[c\]\.preference_coding = 'auto'.*more than one way"):
+        tables_of(sources=[ambiguous])
+    tables, _, _ = tables_of(sources=[ambiguous | {"preference_coding": "first_is_one"}])
+    chosen = {row.chosen[0].content for row in (*tables.preferences, *tables.eval_preferences)}
+    assert chosen == {"one 0", "two 1", "one 2"}
+
+
+def test_a_ranking_gives_its_pairs_to_preferences_and_its_best_answer_to_demonstrations(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"p {n}", "answers": [{"answer": f"{place}", "rank": place} for place in (3, 1, 2)]}
+        for n in range(40)
+    ]
+    source = {"name": "r", "path": write(tmp_path / "r.jsonl", rows), "ranking_pairs": "all"}
+    use = {"preferences": 0.5, "demonstrations": 0.5}
+    tables, _, report = tables_of(sources=[source | {"use": use}])
+    pairs = (*tables.preferences, *tables.eval_preferences)
+    shown = (*tables.demonstrations, *tables.eval_demonstrations)
+    assert len(pairs) / 3 + len(shown) == 40
+    assert {(row.chosen[0].content, row.rejected[0].content) for row in pairs} == {("1", "2"), ("1", "3"), ("2", "3")}
+    assert {row.messages[-1].content for row in shown} == {"1"}
+    assert report.drops == []
+
+
+def test_rewarded_answers_become_the_best_against_the_worst_of_each_prompt(tmp_path: Path) -> None:
+    rewards = [(0, 0.5), (0, 2.0), (0, -1.0), (1, 1.0), (1, 1.0), (2, 3.0)]
+    rows = [{"input": f"p {n}", "output": f"worth {r}, {i}", "reward": r} for i, (n, r) in enumerate(rewards)]
+    path = write(tmp_path / "r.jsonl", rows)
+    tables, _, report = tables_of(sources=[{"name": "r", "path": path, "use": {"preferences": 1.0}}])
+    (pair,) = (*tables.preferences, *tables.eval_preferences)
+    assert (pair.chosen[0].content, pair.rejected[0].content, pair.margin) == ("worth 2.0, 1", "worth -1.0, 2", 3.0)
+    assert report.unused == {"r": 1}
+    assert [(drop.origin.line, drop.kind) for drop in report.drops] == [
+        (line, "no better answer") for line in (4, 5, 6)
+    ]
+    tables, _, _ = tables_of(sources=[{"name": "r", "path": path, "use": {"demonstrations": 1.0}}])
+    (shown,) = (*tables.demonstrations, *tables.eval_demonstrations)
+    assert shown.messages[-1].content == "worth 2.0, 1"
+    tables, _, _ = tables_of(sources=[{"name": "r", "path": path, "use": {"prompts": 1.0}}])
+    assert sorted(row.messages[0].content for row in tables.prompts) == ["p 0", "p 1", "p 2"]
+
+
+def test_answers_beside_a_bare_prompt_are_refused_wherever_they_are(tmp_path: Path) -> None:
+    rows: list[Any] = [{"prompt": f"p {n}", "response": None} for n in range(30)] + [{"prompt": "q", "response": "a"}]
+    source = {"name": "s", "path": write(tmp_path / "s.jsonl", rows), "use": {"prompts": 1.0}}
+    tables, _, report = tables_of(sources=[source])
+    assert len(tables.prompts) == 30
+    ((line, reason),) = [(drop.origin.line, drop.reason) for drop in report.drops]
+    assert line == 31
+    assert reason.startswith("malformed: answers beside a bare prompt: ['response'] would be left out")
+    assert len(tables_of(sources=[source | {"format": "prompt"}])[0].prompts) == 31
 
 
 def test_shares_below_one_leave_rows_unused_and_counted(tmp_path: Path) -> None:
@@ -180,3 +274,26 @@ def test_rows_without_judged_steps_cannot_serve_them_and_held_out_prompts_are_ke
     assert reasons[0] == "no judged steps: a prompt, completions and their labels are needed"
     assert reasons[1:] == ["contaminated: it begins with an evaluation prompt"] * 2
     assert len(tables.steps) + len(tables.eval_steps) == 18
+
+
+def test_rows_that_cannot_be_read_are_counted_and_the_others_stay(tmp_path: Path) -> None:
+    good = [{"prompt": f"what is {n}", "label": {"tests": [f"assert f({n}) == {n}"]}} for n in range(40)]
+    bad = ['{"prompt": "\\ud83d"}', "[" * 100_000, '{"prompt": "x", "label": ' + "[" * 900 + "]" * 900 + "}"]
+    path = tmp_path / "p.jsonl"
+    write(path, [*good, *bad])
+    path.write_bytes(path.read_bytes() + b'{"prompt": "caf\xe9"}\n')
+    sources = [{"name": "p", "path": str(path), "use": {"prompts": 1.0}}]
+    tables, _, report = tables_of(sources=sources, max_bad_fraction=0.1)
+    assert [drop.origin.line for drop in report.drops][:2] == [41, 42]
+    assert {drop.kind for drop in report.drops} == {"malformed"}
+    assert len(tables.prompts) + len(report.drops) == report.rows_read["p"] == 44
+    labels = {prompt.messages[0].content: prompt.label for prompt in tables.prompts}
+    assert labels["what is 7"] == '{"tests": ["assert f(7) == 7"]}'
+
+
+def test_a_reason_is_not_as_long_as_the_row(tmp_path: Path) -> None:
+    rows = [{"prompt": "x", "completion": "y", "reward": "z" * 10_000}, {"prompt": "x", "completion": "y", "reward": 1}]
+    source = {"name": "p", "path": write(tmp_path / "p.jsonl", rows), "use": {"demonstrations": 1.0}}
+    *_, report = tables_of(sources=[source], max_bad_fraction=0.5)
+    assert report.drops[0].reason.startswith("malformed: not a number: reward is 'zzz")
+    assert len(report.drops[0].reason) < 600

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import date, datetime
+from decimal import Decimal
 from typing import Any
 
 import pytest
 
 from rlhf_core.config.data import Columns
-from rlhf_core.data.formats import Content, convert, detect, rename
+from rlhf_core.data.formats import Content, convert, convert_all, detect, rename
 from rlhf_core.errors import DataError
 from rlhf_core.types import Message
 
@@ -45,23 +47,33 @@ ROWS: list[tuple[str, dict[str, Any], Content]] = [
         Content(ASK, (Message("assistant", "41"),), (Message("assistant", "42"),)),
     ),
     ("hh", {"chosen": HH + "4", "rejected": HH + "5"}, Content(HH_PROMPT, GOOD, BAD)),
-    ("unpaired_preference", {"prompt": "2+2?", "completion": "4", "label": True}, Content(ASK, GOOD)),
-    ("unpaired_preference", {"prompt": [U], "completion": [B], "label": "False"}, Content(ASK, rejected=BAD)),
-    ("unpaired_preference", {"prompt": [U], "completion": [B], "label": " 0 "}, Content(ASK, rejected=BAD)),
+    ("unpaired_preference", {"prompt": "2+2?", "completion": "4", "label": True}, Content(ASK, GOOD, judged=True)),
+    (
+        "unpaired_preference",
+        {"prompt": [U], "completion": [B], "label": "False"},
+        Content(ASK, rejected=BAD, judged=True),
+    ),
+    (
+        "unpaired_preference",
+        {"prompt": [U], "completion": [B], "label": " 0 "},
+        Content(ASK, rejected=BAD, judged=True),
+    ),
     (
         "stepwise",
         {"prompt": "2+2?", "completions": ["4"], "labels": [True]},
-        Content(ASK, GOOD, steps=("4",), step_labels=(1.0,)),
+        Content(ASK, GOOD, steps=("4",), step_labels=(1.0,), judged=True),
     ),
     (
         "stepwise",
         {"prompt": "2+2?", "completions": ["4", "so 5"], "labels": [True, False]},
-        Content(ASK, rejected=(Message("assistant", "4\nso 5"),), steps=("4", "so 5"), step_labels=(1.0, 0.0)),
+        Content(
+            ASK, rejected=(Message("assistant", "4\nso 5"),), steps=("4", "so 5"), step_labels=(1.0, 0.0), judged=True
+        ),
     ),
     (
         "stepwise",
         {"prompt": "2+2?", "completions": ["4", "so 5"], "labels": [1, "0.75"]},
-        Content(ASK, (Message("assistant", "4\nso 5"),), steps=("4", "so 5"), step_labels=(1.0, 0.75)),
+        Content(ASK, (Message("assistant", "4\nso 5"),), steps=("4", "so 5"), step_labels=(1.0, 0.75), judged=True),
     ),
     (
         "question_answer",
@@ -69,6 +81,8 @@ ROWS: list[tuple[str, dict[str, Any], Content]] = [
         Content(ASK, (Message("assistant", "it is\n#### 1,234"),), label="1234"),
     ),
     ("question_answer", {"question": "2+2?", "answer": "4"}, Content(ASK, GOOD, label="4")),
+    ("scored", {"input": "2+2?", "output": "4", "reward": 1}, Content(ASK, GOOD, reward=1.0)),
+    ("scored", {"prompt": "2+2?", "completion": "4", "reward": "-0.5"}, Content(ASK, GOOD, reward=-0.5)),
 ]
 
 
@@ -93,11 +107,85 @@ BAD_ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("implicit_preference", {"chosen": "Four", "rejected": "Five"}, "empty turn|no common prompt"),
     ("implicit_preference", {"chosen": [A], "rejected": [B]}, "no common prompt"),
     ("hh", {"chosen": "Hi", "rejected": "Ho"}, "not a transcript"),
+    ("scored", {"input": "x", "output": "4", "reward": "nan"}, "not a number: reward is nan"),
+    ("scored", {"input": "x", "output": "4", "reward": None}, "not a number: reward is None"),
     ("unpaired_preference", {"prompt": "x", "completion": "4", "label": "maybe"}, "not true or false"),
     ("stepwise", {"prompt": "x", "completions": ["4"], "labels": []}, "lists of one length"),
     ("stepwise", {"prompt": "x", "completions": ["4"], "labels": [1.5]}, "not a probability: label is 1.5"),
     ("stepwise", {"prompt": "x", "completions": ["4"], "labels": ["maybe"]}, "not true or false"),
+    ("stepwise", {"prompt": "x", "completions": ["4"], "labels": [10**400]}, "not true or false"),
+    ("scored", {"input": "x", "output": "4", "reward": 10**400}, "not a number: reward"),
+    ("preference", {"prompt": "x", "chosen": "4", "rejected": "5", "margin": -(10**400)}, "not a number: margin"),
+    ("prompt", {"prompt": "half \ud83d"}, "not text: user has what UTF-8 cannot hold"),
+    ("prompt", {"prompt": "x", "label": "half \ud83d"}, "not text: label has what UTF-8 cannot hold"),
+    ("prompt", {"prompt": "x", "label": {"a": ["\ud83d"]}}, "not text: label has what UTF-8 cannot hold"),
+    ("prompt", {"prompt": "x", "label": [float("nan")]}, "not JSON: label"),
+    ("prompt", {"prompt": "x", "label": b"4"}, "not JSON: label: bytes"),
+    ("prompt", {"prompt": "x", "label": {"cost": Decimal("0.10")}}, "not JSON: label: Decimal"),
+    ("messages", {"messages": [{"role": ["user"], "content": "x"}]}, "not text: role is list"),
+    ("messages", {"messages": [U, A | {"tool_calls": [{"function": {"name": "add"}}]}]}, "tool_calls: only text"),
+    ("messages", {"messages": [U, A | {"function_call": {"name": "add"}}]}, "function_call: only text"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("label", "text"),
+    [
+        ({"inputs": ["2"], "outputs": ["4"]}, '{"inputs": ["2"], "outputs": ["4"]}'),
+        (["assert f(1) == 2"], '["assert f(1) == 2"]'),
+        ({"name": "Zoë", "old": None, "day": date(2024, 2, 29)}, '{"name": "Zoë", "old": null, "day": "2024-02-29"}'),
+        (True, "true"),
+        (4, "4"),
+        (0.5, "0.5"),
+        (Decimal("12.50"), "12.50"),
+        (datetime(2024, 2, 29, 12), "2024-02-29T12:00:00"),
+        (" 4 ", " 4 "),
+        (None, ""),
+    ],
+)
+def test_a_label_keeps_its_json(label: Any, text: str) -> None:
+    assert convert({"prompt": "2+2?", "label": label}, "prompt").label == text
+    assert convert({"messages": [U, A], "label": label}, "messages").label == text
+
+
+def read_as(row: dict[str, Any], name: str) -> list[Content]:
+    return convert_all(row, name, coding="auto", ranking_pairs="max_min")
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("prompt", {"prompt": "2+2?"}),
+        ("messages", {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]}),
+        ("preference", {"prompt": "2+2?", "chosen": "4", "rejected": "5"}),
+        ("comparison", {"prompt": "2+2?", "response1": "4", "response2": "5", "preference": "response1"}),
+        ("ranking", {"prompt": "2+2?", "answers": [{"answer": "4", "rank": 1}, {"answer": "5", "rank": 2}]}),
+        ("question_answer", {"question": "2+2?", "answer": "4"}),
+        ("messages", {"messages": [turn("system", "Add. "), U, A]}),
+    ],
+)
+def test_the_system_of_a_row_is_its_system_message(name: str, row: dict[str, Any]) -> None:
+    (content,) = read_as(row | {"system": "Add."}, name)
+    assert [message.role for message in content.prompt] == ["system", "user"]
+    assert content.prompt[0].content.strip() == "Add."
+    without = read_as(row | {"system": " "}, name)
+    assert without == read_as(row | {"system": None}, name) == read_as(row, name)
+
+
+def test_two_system_messages_that_differ_are_refused() -> None:
+    with pytest.raises(DataError, match="two system messages: the column system and the first turn differ"):
+        read_as({"messages": [turn("system", "Add."), U, A], "system": "Subtract."}, "messages")
+    with pytest.raises(DataError, match="not text: system is list"):
+        read_as({"prompt": "2+2?", "system": ["Add."]}, "prompt")
+
+
+@pytest.mark.parametrize("name", ["tools", "tool_calls"])
+def test_tools_of_a_row_are_refused_and_empty_ones_are_none(name: str) -> None:
+    for value in ([{"type": "function"}], '[{"type": "function"}]', {"name": "add"}):
+        with pytest.raises(DataError, match=f"{name}: only text is trained on, so it would be left out; write it into"):
+            read_as({"prompt": "2+2?", "completion": "4", name: value}, "prompt_completion")
+    for empty in (None, "", "[]", " null ", [], {}):
+        assert read_as({"prompt": "2+2?", "completion": "4", name: empty}, "prompt_completion") == [Content(ASK, GOOD)]
 
 
 @pytest.mark.parametrize(("name", "row", "reason"), BAD_ROWS)
@@ -107,7 +195,7 @@ def test_a_bad_row_says_what_is_wrong(name: str, row: dict[str, Any], reason: st
 
 
 def test_columns_of_no_format_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(DataError, match=r"unknown columns: \['foo'\]; known formats are \['hh'"):
+    with pytest.raises(DataError, match=r"unknown columns: \['foo'\]; known formats are \['comparison', 'hh'"):
         detect({"foo": 1})
 
 

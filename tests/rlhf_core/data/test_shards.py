@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 
 from rlhf_core.data.shards import (
@@ -40,6 +42,16 @@ def test_rollouts_come_back_with_exact_logprobs_and_components(tmp_path: Path) -
     rows = [Rollout(PROMPT, (1, 2), COMPLETION, 1 / 7, {"b": 2.0, "a": -1.0}), Rollout(PROMPT, (), EPISODE, 0.0, {})]
     write_rollouts(tmp_path, 0, rows)
     assert read_rollouts(tmp_path) == rows
+
+
+def test_scores_come_back_and_are_none_in_shards_from_before_there_were_any(tmp_path: Path) -> None:
+    graded = replace(EPISODE, score=0.5)
+    write_rollouts(tmp_path / "new", 0, [Rollout(PROMPT, (), graded, 0.0, {}, score=1.0)])
+    assert read_rollouts(tmp_path / "new") == [Rollout(PROMPT, (), graded, 0.0, {}, score=1.0)]
+    old = pq.read_table(shard_path(tmp_path / "new", 0)).drop_columns(["episode_score", "score"])
+    (tmp_path / "old").mkdir()
+    pq.write_table(old, shard_path(tmp_path / "old", 0))
+    assert read_rollouts(tmp_path / "old") == [Rollout(PROMPT, (), EPISODE, 0.0, {})]
 
 
 def test_the_index_comes_back(tmp_path: Path) -> None:

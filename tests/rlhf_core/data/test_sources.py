@@ -116,3 +116,99 @@ def test_a_hub_name_with_its_commit_is_a_hub_source() -> None:
 def test_a_name_that_says_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="neither a folder, a Hub name, nor a file"):
         file_type(source(tmp_path / "data.xyz"))
+
+
+def problems(path: Path) -> list[str]:
+    return [record.problem for record in read(source(path))]
+
+
+def test_a_row_that_python_cannot_read_is_a_problem_of_that_row_alone(tmp_path: Path) -> None:
+    lines = [b'{"prompt": "a"}', b"[" * 100_000, b'{"prompt": "b"}', b"\xff\xfe", b'{"prompt": "c"}']
+    (tmp_path / "x.jsonl").write_bytes(b"\n".join(lines))
+    deep, none = problems(tmp_path / "x.jsonl")[1:4:2]
+    assert deep == "not JSON: brackets too deep"
+    assert none.startswith("not JSON: Expecting value")
+    assert [record.row for record in read(source(tmp_path / "x.jsonl"))][::2] == [{"prompt": one} for one in "abc"]
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json"])
+def test_a_number_of_five_thousand_digits_keeps_them(name: str, tmp_path: Path) -> None:
+    digits = "9" * 5000
+    row = f'{{"prompt": "a", "label": {digits}}}'
+    (tmp_path / name).write_text(row if name == "x.jsonl" else f"[{row}]")
+    (record,) = read(source(tmp_path / name))
+    assert str(record.row["label"]) == digits
+
+
+def test_a_json_file_with_brackets_too_deep_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("[" * 100_000)
+    with pytest.raises(DataError, match=r"x\.json:1.*brackets too deep"):
+        list(read(source(tmp_path / "x.json")))
+
+
+def test_a_date_that_python_has_not_is_a_problem_of_its_row_alone(tmp_path: Path) -> None:
+    days = pa.array([0, 10**8, 1], pa.int32()).cast(pa.date32())
+    table = pa.table({"prompt": ["a", "b", "c"], "day": days})
+    pq.write_table(table, tmp_path / "x.parquet")
+    with pa.OSFile(str(tmp_path / "x.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    for name in ("x.parquet", "x.arrow"):
+        first, second, third = read(source(tmp_path / name))
+        assert (first.row["prompt"], third.row["prompt"]) == ("a", "c")
+        assert (first.problem, third.problem) == ("", "")
+        assert second.problem.startswith("not readable: ") and second.row == {}
+
+
+def test_a_date_that_python_has_not_in_a_saved_dataset_too(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    days = pa.array([0, 10**8, 1], pa.int32()).cast(pa.date32())
+    Dataset(pa.table({"prompt": ["a", "b", "c"], "day": days})).save_to_disk(tmp_path / "x")
+    assert [bool(problem) for problem in problems(tmp_path / "x")] == [False, True, False]
+
+
+def test_a_damaged_archive_is_named(tmp_path: Path) -> None:
+    packed = bytearray(gzip.compress("".join(f'{{"prompt": "{n * n}"}}\n' for n in range(500)).encode()))
+    packed[40:60] = b"\xff" * 20
+    (tmp_path / "x.jsonl.gz").write_bytes(packed)
+    with pytest.raises(DataError, match=r"x\.jsonl\.gz.*cannot be read as jsonl"):
+        list(read(source(tmp_path / "x.jsonl.gz")))
+
+
+def test_damaged_offsets_of_an_arrow_file_are_not_followed(tmp_path: Path) -> None:
+    write_arrow_file(tmp_path / "x.arrow")
+    content = bytearray((tmp_path / "x.arrow").read_bytes())
+    at = content.index(b"\0\0\0\0\x04\0\0\0\x07\0\0\0")  # where the two prompts begin and end
+    content[at + 4 : at + 8] = b"\xff\xff\xff\x7f"
+    (tmp_path / "x.arrow").write_bytes(content)
+    with pytest.raises(DataError, match=r"x\.arrow.*cannot be read as arrow"):
+        list(read(source(tmp_path / "x.arrow")))
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("prompt,prompt\na,b\n")
+    pq.write_table(
+        pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"]), tmp_path / "x.parquet"
+    )
+    for name in ("x.csv", "x.parquet"):
+        with pytest.raises(DataError, match="has more than one column 'prompt'; rename one of them"):
+            list(read(source(tmp_path / name)))
+
+
+def test_quotes_that_are_out_of_place_swallow_no_rows_in_silence(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text('prompt,completion\n"a"b,1\nc,2\n')
+    first, second = read(source(tmp_path / "x.csv"))
+    assert first.problem.startswith("not CSV: ") and first.problem.endswith("in lines 2 to 2")
+    assert second.row == {"prompt": "c", "completion": "2"}
+    (tmp_path / "y.csv").write_text('prompt,completion\na,1\n"b,2\n' + "c,3\n" * 100)
+    with pytest.raises(DataError, match="a quote that begins in line 3 or later is not closed"):
+        list(read(source(tmp_path / "y.csv")))
+
+
+def test_a_damaged_description_of_a_saved_dataset_is_named(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
+    (tmp_path / "one" / "state.json").write_text("[]")
+    with pytest.raises(DataError, match=r"is a folder, but not one that `Dataset\.save_to_disk` wrote"):
+        list(read(source(tmp_path / "one")))

@@ -41,3 +41,13 @@ def test_a_stage_that_returned_its_own_input_does_not_loop() -> None:
     assert [
         node.label for node in lineage([record("loop", PolicyRef(uri="u", digest="x", parents=("x",)))], ["x"])
     ] == ["loop"]
+
+
+def test_a_secret_that_an_earlier_version_kept_does_not_get_into_reports() -> None:
+    old = record("score", PolicyRef(uri="store://p1", digest="p1"))
+    old.payload["config"]["terms"] = {"mine": {"arguments": {"api_key": "hunter2", "n": 3, "other_key": "env:KEY"}}}
+    (node,) = lineage([old], ["p1"])
+    assert node.config == {
+        "of": "score",
+        "terms": {"mine": {"arguments": {"api_key": "***", "n": 3, "other_key": "env:KEY"}}},
+    }

@@ -79,3 +79,44 @@ def test_the_reference_point_is_the_mean_log_ratio_and_never_negative() -> None:
     assert kto_kl(logprobs, torch.tensor([-8.0, -9.0])).item() == 0.0  # -1, clamped after the mean
     assert not kto_kl(logprobs, torch.tensor([-12.0, -9.0])).requires_grad
     assert kto_kl(torch.zeros(0), torch.zeros(0)).item() == 0.0
+
+
+def trl_kto(
+    logprobs: torch.Tensor,
+    ref: torch.Tensor,
+    kl_logprobs: torch.Tensor,
+    ref_kl_logprobs: torch.Tensor,
+    good: torch.Tensor,
+    *,
+    beta: float,
+    weights: tuple[float, float],
+) -> torch.Tensor:
+    """`KTOTrainer.kto_loss` of TRL and what `get_batch_loss_metrics` makes of it, written down from there."""
+    kl = (kl_logprobs - ref_kl_logprobs).mean().detach().clamp(min=0)
+    chosen_losses = 1 - torch.sigmoid(beta * (logprobs[good] - ref[good] - kl))
+    rejected_losses = 1 - torch.sigmoid(beta * (kl - (logprobs[~good] - ref[~good])))
+    return torch.cat((weights[0] * chosen_losses, weights[1] * rejected_losses), 0).nanmean()
+
+
+@pytest.mark.parametrize("good", [[True] * 5 + [False] * 2, [True] + [False] * 6, [True] * 7, [False] * 7])
+def test_loss_and_gradient_on_unpaired_rows_are_those_of_trl(good: list[bool]) -> None:
+    generator = torch.Generator().manual_seed(5)
+    rows = [3 * torch.randn(7, generator=generator, dtype=torch.float64) - 30 for _ in range(4)]
+    logprobs, ref, kl_logprobs, ref_kl_logprobs = rows
+    logprobs.requires_grad_(True)
+    desirable = torch.tensor(good)
+    expected = trl_kto(logprobs, ref, kl_logprobs + 2, ref_kl_logprobs, desirable, beta=0.3, weights=(1.3, 0.7))
+    (slope,) = torch.autograd.grad(expected, logprobs)
+    kl = kto_kl(kl_logprobs + 2, ref_kl_logprobs)
+    scalars: dict[str, Any] = {"kl": kl, "beta": 0.3, "desirable_weight": 1.3, "undesirable_weight": 0.7}
+    # In micro-batches of two: the counts are those of the step.
+    parts = [
+        kto_loss(
+            logprobs[i : i + 2], ref[i : i + 2], desirable[i : i + 2], rows=7.0, desirable_rows=1.0, **scalars
+        ).loss
+        for i in range(0, 7, 2)
+    ]
+    (own,) = torch.autograd.grad(sum(parts), logprobs)  # type: ignore[arg-type]
+    # float64: a sum of seven terms of order 1
+    assert float(sum(parts)) == pytest.approx(expected.item(), abs=1e-15 * 16)
+    torch.testing.assert_close(own, slope, rtol=0, atol=1e-15)

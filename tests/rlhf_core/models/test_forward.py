@@ -9,11 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_core.batches import collate, unpack
+from rlhf_core.config.engines import InitModel
 from rlhf_core.errors import ConfigError
 from rlhf_core.models import forward
 from rlhf_core.models.forward import check_head, sequence_scores, token_logprobs, token_values
 from rlhf_core.models.heads import ValueModel
 from rlhf_core.types import TokenSample
+from tests.tolerances import of_model
+
+SHAPE = InitModel(vocab_size=300, hidden_size=64, layers=2, heads=4, kv_heads=2, intermediate_size=96, max_positions=64)
+"""No smaller than the models below."""
 
 
 def sharpened(model: Any) -> Any:
@@ -69,9 +74,11 @@ def naive(model: Any, sample: TokenSample, temperature: float) -> tuple[Tensor, 
     return logprobs, entropy
 
 
-def assert_close(got: list[Tensor], want: list[Tensor], atol: float) -> None:
+def assert_close(got: list[Tensor], want: list[Tensor]) -> None:
+    """Compare to the rounding of float32; a neighbour that is seen, or one position off, changes these by 0.1 and more."""
+    atol = of_model(SHAPE) * max(1.0, *(float(want_L.detach().abs().max()) for want_L in want))
     for got_L, want_L in zip(got, want, strict=True):
-        torch.testing.assert_close(got_L.detach(), want_L, rtol=0, atol=atol)
+        torch.testing.assert_close(got_L.detach(), want_L.detach(), rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -85,21 +92,19 @@ def test_logprobs_and_entropy_equal_a_float64_log_softmax(
     logprobs_BL, entropy_BL = token_logprobs(model, batch, temperature=temperature, with_entropy=True)
     assert entropy_BL is not None and logprobs_BL.dtype == entropy_BL.dtype == torch.float32
     wanted = [naive(model, sample, temperature) for sample in samples()]
-    # fp32 logits of size ~10 against float64: 1e-5.
-    assert_close(unpack(logprobs_BL, batch), [logprobs for logprobs, _ in wanted], atol=1e-5)
-    assert_close(unpack(entropy_BL, batch), [entropy for _, entropy in wanted], atol=1e-5)
+    assert_close(unpack(logprobs_BL, batch), [logprobs for logprobs, _ in wanted])
+    assert_close(unpack(entropy_BL, batch), [entropy for _, entropy in wanted])
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-# Sharp logits are ~10, where one fp32 ulp is 1e-6; the kernels sum in different orders.
-@pytest.mark.parametrize(("sharp", "atol"), [(False, 1e-6), (True, 5e-6)])
-def test_packed_logprobs_equal_unpacked_ones(attention: str, sharp: bool, atol: float) -> None:
+@pytest.mark.parametrize("sharp", [False, True])
+def test_packed_logprobs_equal_unpacked_ones(attention: str, sharp: bool) -> None:
     model = llama(attention, sharp=sharp)
     unpacked, packed = collate(samples(), pad_id=0), collate(samples(), pad_id=0, pack_to=16)
     assert packed.packed and packed.token_ids_BL.shape[0] == 3
     one_BL, _ = token_logprobs(model, unpacked, temperature=1.0, with_entropy=False)
     two_BL, _ = token_logprobs(model, packed, temperature=1.0, with_entropy=False)
-    assert_close(unpack(two_BL, packed), [x.detach() for x in unpack(one_BL, unpacked)], atol=atol)
+    assert_close(unpack(two_BL, packed), [x.detach() for x in unpack(one_BL, unpacked)])
 
 
 def test_packed_rows_can_be_laid_end_to_end_as_flash_attention_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +113,7 @@ def test_packed_rows_can_be_laid_end_to_end_as_flash_attention_needs(monkeypatch
     rows_BL, _ = token_logprobs(model, packed, temperature=1.0, with_entropy=False)
     monkeypatch.setattr(forward, "_is_flash", lambda backbone: True)
     flat_BL, _ = token_logprobs(model, packed, temperature=1.0, with_entropy=False)
-    assert_close([flat_BL], [rows_BL.detach()], atol=5e-6)
+    assert_close([flat_BL], [rows_BL.detach()])
 
 
 def test_other_samples_in_the_row_do_not_change_a_sample() -> None:
@@ -129,12 +134,12 @@ def test_padding_does_not_change_logprobs() -> None:
     padded = collate([short, TokenSample(tuple(range(1, 41)), (0,) * 40)], pad_id=5)
     alone_BL, _ = token_logprobs(model, alone, temperature=1.0, with_entropy=False)
     padded_BL, _ = token_logprobs(model, padded, temperature=1.0, with_entropy=False)
-    assert_close(unpack(padded_BL, padded)[:1], [x.detach() for x in unpack(alone_BL, alone)], atol=5e-6)
+    assert_close(unpack(padded_BL, padded)[:1], [x.detach() for x in unpack(alone_BL, alone)])
 
 
 def gradients(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     model.zero_grad()
-    logprobs_BL, entropy_BL = token_logprobs(model, batch, temperature=0.9, with_entropy=True)
+    logprobs_BL, entropy_BL = token_logprobs(model, batch, temperature=0.9, with_entropy=True, entropy_gradient=True)
     assert entropy_BL is not None
     (logprobs_BL.sum() + 0.1 * entropy_BL.sum()).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -149,14 +154,21 @@ def test_gradients_do_not_depend_on_chunks_or_packing(monkeypatch: pytest.Monkey
     assert len(whole) == sum(1 for _ in model.named_parameters())
     for name, gradient in whole.items():
         scale = gradient.abs().max()
-        assert (packed[name] - gradient).abs().max() <= 1e-5 * scale, name
-        assert (chunked[name] - gradient).abs().max() <= 1e-5 * scale, name
+        assert (packed[name] - gradient).abs().max() <= of_model(SHAPE) * scale, name
+        assert (chunked[name] - gradient).abs().max() <= of_model(SHAPE) * scale, name
 
 
 def test_the_head_never_sees_more_positions_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     model = llama("sdpa")
     seen: list[int] = []
-    model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.numel()))
+    plain = model.lm_head.forward
+
+    def watched(hidden_CH: Tensor) -> Tensor:
+        logits_CV: Tensor = plain(hidden_CH)
+        seen.append(logits_CV.numel())
+        return logits_CV
+
+    monkeypatch.setattr(model.lm_head, "forward", watched)
     monkeypatch.setattr(forward, "CHUNK_ELEMENTS", 97 * 4)
     batch = collate(samples(), pad_id=0)
     masked = int(batch.loss_mask_BL.sum())
@@ -164,6 +176,38 @@ def test_the_head_never_sees_more_positions_than_a_chunk(monkeypatch: pytest.Mon
         token_logprobs(model, batch, temperature=1.0, with_entropy=False)
     assert max(seen) == 97 * 4
     assert sum(seen) == 97 * masked
+
+
+@pytest.mark.parametrize("tokens", [2, 5, 30])
+def test_the_head_is_called_once_and_gives_one_tensor_whatever_its_share(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ZeRO 3 hooks its collective calls to: the calls of a module, and the tensors that gradients come in by."""
+    model = llama("sdpa")
+    calls: list[Any] = []
+    model.lm_head.register_forward_hook(lambda module, args, output: calls.append(output))
+    model.lm_head.register_full_backward_hook(lambda module, inward, outward: calls.append("backward"))
+    monkeypatch.setattr(forward, "CHUNK_ELEMENTS", 97 * 4)
+    batch = collate([TokenSample(tuple(range(1, tokens + 1)), (0, *(1,) * (tokens - 1)))], pad_id=0)
+    logprobs_BL, _ = token_logprobs(model, batch, temperature=1.0, with_entropy=tokens > 4)
+    logprobs_BL.sum().backward()
+    assert [type(call) for call in calls] == [Tensor, str]
+    assert "forward" not in vars(model.lm_head)
+
+
+def test_entropy_is_a_measurement_unless_it_is_asked_for_its_gradient() -> None:
+    model = llama("sdpa")
+    batch = collate(samples(), pad_id=0)
+    (_, measured_BL), (_, live_BL) = (
+        token_logprobs(model, batch, temperature=1.0, with_entropy=True, entropy_gradient=asked)
+        for asked in (False, True)
+    )
+    assert measured_BL is not None and live_BL is not None
+    assert torch.equal(measured_BL, live_BL)
+    measured, live = (
+        torch.autograd.grad(entropy_BL.sum(), model.lm_head.weight)[0] for entropy_BL in (measured_BL, live_BL)
+    )
+    assert (float(measured.abs().max()), bool(live.abs().max() > 0.1)) == (0.0, True)
 
 
 def test_a_batch_without_trained_tokens_gives_zeros_that_can_be_differentiated() -> None:
@@ -191,7 +235,7 @@ def test_the_value_of_a_token_is_read_before_it(pack_to: int | None) -> None:
             after_L = model(torch.tensor([sample.token_ids]))[0]
         # values[t] = V after token t - 1; nothing before the first token.
         before_L = torch.cat([torch.zeros(1), after_L[:-1]]) * torch.tensor(sample.loss_mask)
-        torch.testing.assert_close(got_L.detach(), before_L, rtol=0, atol=1e-5)
+        assert_close([got_L], [before_L])
 
 
 @pytest.mark.parametrize("pack_to", [None, 16])
@@ -201,7 +245,7 @@ def test_a_sequence_is_scored_at_its_last_token(pack_to: int | None) -> None:
     scores_N = sequence_scores(model, batch)
     with torch.no_grad():
         wanted = torch.cat([model(input_ids=torch.tensor([s.token_ids])).logits[0] for s in samples()])
-    torch.testing.assert_close(scores_N.detach(), wanted, rtol=0, atol=1e-5)
+    assert_close([scores_N], [wanted])
     assert scores_N.std() > 0.1
 
 
@@ -241,7 +285,7 @@ def test_families_that_number_or_scale_differently_agree_with_their_own_forward_
     check_head(model)
     batch = collate(samples(), pad_id=0, pack_to=16)
     logprobs_BL, _ = token_logprobs(model, batch, temperature=1.0, with_entropy=False)
-    assert_close(unpack(logprobs_BL, batch), [naive(model, s, 1.0)[0] for s in samples()], atol=5e-5)
+    assert_close(unpack(logprobs_BL, batch), [naive(model, s, 1.0)[0] for s in samples()])
 
 
 def test_a_family_with_an_unknown_rule_after_its_head_is_refused() -> None:
@@ -257,7 +301,7 @@ def test_a_family_without_position_ids_cannot_be_packed() -> None:
     model = BloomForCausalLM(BloomConfig(vocab_size=97, hidden_size=64, n_layer=1, n_head=4)).eval()
     batch = collate(samples(), pad_id=0)
     logprobs_BL, _ = token_logprobs(model, batch, temperature=1.0, with_entropy=False)
-    assert_close(unpack(logprobs_BL, batch), [naive(model, s, 1.0)[0] for s in samples()], atol=1e-5)
+    assert_close(unpack(logprobs_BL, batch), [naive(model, s, 1.0)[0] for s in samples()])
     with pytest.raises(ConfigError, match="without packing"):
         token_logprobs(model, collate(samples(), pad_id=0, pack_to=16), temperature=1.0, with_entropy=False)
 

@@ -19,6 +19,8 @@ from rlhf_core.models.forward import sequence_scores, token_logprobs
 from rlhf_core.models.heads import initial_head
 from rlhf_core.models.loading import load_model, load_tokenizer, materialise
 from rlhf_core.types import TokenSample
+from tests.rlhf_core.models.conftest import TINY
+from tests.tolerances import of_model
 
 IDS = torch.tensor([[1, 20, 30, 40, 4, 2, 50]])
 
@@ -58,7 +60,7 @@ def test_our_scores_are_those_of_plain_transformers(tiny_llama: Path) -> None:
     with torch.no_grad():
         ours = sequence_scores(model, batch)
         theirs = model(input_ids=batch.token_ids_BL, attention_mask=(batch.segment_ids_BL > 0).long()).logits[:, 0]
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=of_model(TINY))
 
 
 def test_dropout_is_off_even_in_training_mode(tiny_llama: Path, tmp_path: Path) -> None:

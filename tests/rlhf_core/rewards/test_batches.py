@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from rlhf_core.config.rewards import OnFailure
+from rlhf_core.config.rewards import Compares, OnFailure
 from rlhf_core.errors import ConfigError, RewardError
-from rlhf_core.rewards.batches import FAILED_CALLS, BatchedReward
+from rlhf_core.rewards.batches import FAILED_CALLS, BatchedReward, whole_groups
 from rlhf_core.rewards.cache import ResultCache
 from rlhf_core.rewards.outcomes import BatchFailed, Outcome
 from rlhf_core.types import Completion, Generation, Message, Prompt
@@ -45,6 +46,7 @@ def batched(
     batch_size: int = 0,
     retries: int = 0,
     on_failure: OnFailure = "invalid",
+    compares: Compares = "nothing",
     cache: ResultCache | None = None,
     pauses: list[float] | None = None,
 ) -> BatchedReward:
@@ -55,6 +57,7 @@ def batched(
         batch_size=batch_size,
         retries=retries,
         on_failure=on_failure,
+        compares=compares,
         cache=cache,
         pause=waited.append,
     )
@@ -210,3 +213,60 @@ def test_what_was_settled_before_a_failure_ends_the_stage_is_not_paid_for_again(
         1.0,
     )
     assert again.asked == [["x"]]
+
+
+class Graded(Judge):
+    """Gives a score beside each value."""
+
+    def __call__(self, generations: Sequence[Generation]) -> Outcome:
+        outcome = super().__call__(generations)
+        return Outcome(outcome.values, logs=outcome.logs, scores=tuple(-value for value in outcome.values if value))
+
+
+def test_scores_stay_with_their_answers_through_batches_halves_and_the_cache(tmp_path: Path) -> None:
+    reward = batched(Graded(), batch_size=2)
+    assert reward(answers("a", "bb", "ccc")).scores == (-1.0, -2.0, -3.0)
+    assert batched(Graded(fails=["x"]))(answers("a", "x", "ccc")).scores == (-1.0, None, -3.0)
+    assert batched(Judge(fails=["x"]))(answers("a", "x", "ccc")).scores == ()
+    path = tmp_path / "cache.jsonl"
+    batched(Graded(), cache=ResultCache("one", path))(answers("a"))
+    again = Graded()
+    found = batched(again, cache=ResultCache("one", path))(answers("bb", "a"))
+    assert (found.values, found.scores, again.asked) == ((2.0, 1.0), (-2.0, -1.0), [["bb"]])
+
+
+# ---------------------------------------------------------------- what is compared stays together
+
+
+def of_prompts(**texts: Sequence[str]) -> list[Generation]:
+    return [replace(one, prompt=replace(one.prompt, id=name)) for name, some in texts.items() for one in answers(*some)]
+
+
+def test_the_answers_to_a_prompt_are_not_parted() -> None:
+    rows = of_prompts(a=["x"] * 3, b=["x"] * 2, c=["x"] * 4)
+    pieces = whole_groups(rows, at_least=2)
+    assert ["".join(one.prompt.id for one in piece) for piece in pieces] == ["aaa", "bb", "cccc"]
+    assert [len(piece) for piece in whole_groups(rows, at_least=4)] == [5, 4]
+    assert whole_groups([], at_least=4) == []
+
+
+def test_a_group_that_fails_fails_as_a_whole_and_is_never_asked_in_parts() -> None:
+    judge = Judge(fails=["bad"])
+    rows = of_prompts(a=["1", "22"], b=["3", "bad", "4"], c=["5"])
+    outcome = batched(judge, compares="group")(rows)
+    assert judge.asked == [
+        ["1", "22", "3", "bad", "4", "5"],
+        ["1", "22"],
+        ["3", "bad", "4", "5"],
+        ["3", "bad", "4"],
+        ["5"],
+    ]
+    assert outcome.values == (1.0, 2.0, None, None, None, 1.0)
+    assert set(outcome.failures) == {2, 3, 4}
+
+
+def test_a_batch_that_is_compared_fails_as_a_whole() -> None:
+    judge = Judge(fails=["bad"])
+    outcome = batched(judge, compares="batch")(of_prompts(a=["1", "22"], b=["bad"]))
+    assert judge.asked == [["1", "22", "bad"]]
+    assert set(outcome.failures) == {0, 1, 2}

@@ -51,3 +51,13 @@ def test_a_file_cut_off_by_a_kill_is_read_up_to_there_and_written_on(tmp_path: P
     assert (second.value("a"), second.value("b")) == (0.1, None)
     second.add({"c": 4.0})
     assert ResultCache("one", path).value("c") == 4.0
+
+
+def test_a_file_from_before_there_were_scores_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "cache.jsonl"
+    path.write_text('\n["a", 0.5]')
+    cache = ResultCache("one", path)
+    assert (cache.value("a"), cache.score("a")) == (0.5, None)
+    cache.add({"b": 1.0}, {"b": 0.25})
+    again = ResultCache("one", path)
+    assert [(again.value(key), again.score(key)) for key in "ab"] == [(0.5, None), (1.0, 0.25)]

@@ -11,6 +11,7 @@ import pytest
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards.isolation import IsolatedReward
 from rlhf_core.rewards.outcomes import BatchFailed
+from rlhf_core.rewards.sandbox import find_isolation
 from rlhf_core.rewards.worker import Settings
 from rlhf_core.types import Completion, Generation, Message, Prompt
 
@@ -171,3 +172,38 @@ def test_a_large_batch_passes_the_pipes(reward: IsolatedReward) -> None:
 def test_a_function_that_does_not_exist_is_refused_before_any_batch() -> None:
     with pytest.raises(ConfigError, match=r"rewards\.exact\.function = .*did you mean exact_match"):
         IsolatedReward("exact", "rlhf_core.rewards.verifiable:exact_mtch", timeout_s=5.0)
+
+
+SECRETIVE = """
+from rlhf_core.rewards.sandbox import Limits, run_program
+
+def secretive(completions, key, **kwargs):
+    if "raise" in str(completions[0]):
+        raise RuntimeError(f"refused: {key}")
+    seen = run_program("import os; print(dict(os.environ))", limits=Limits())
+    assert seen.outcome == "finished", seen
+    return [float(len(key)), float(key in seen.stdout or "FAR_KEY" in seen.stdout)]
+"""
+
+
+def test_the_function_alone_has_the_secret_not_its_command_line_its_errors_or_the_sandbox(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try:
+        find_isolation(False)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    (tmp_path / "mine.py").write_text(SECRETIVE)
+    monkeypatch.setenv("FAR_KEY", "a-secret-of-14")
+    settings = Settings(arguments={"key": "env:FAR_KEY"})
+    function = f"{tmp_path}/mine.py:secretive"
+    with IsolatedReward("mine", function, timeout_s=60.0, settings=settings) as reward:
+        command = b" ".join(Path(f"/proc/{reward._process.pid}/cmdline").read_bytes().split(b"\0"))
+        assert b"env:FAR_KEY" in command and b"a-secret" not in command
+        assert reward(batch("a", "b")) == [14.0, 0.0]
+        with pytest.raises(BatchFailed, match=r"refused: \*\*\*") as caught:
+            reward(batch("raise"))
+        assert "a-secret" not in caught.value.reason and caught.value.reason.endswith("refused: ***")
+    monkeypatch.delenv("FAR_KEY")
+    with pytest.raises(ConfigError, match=r"^rewards\.mine\.arguments\.key = 'env:FAR_KEY': FAR_KEY is not set"):
+        IsolatedReward("mine", function, timeout_s=60.0, settings=settings)

@@ -106,6 +106,7 @@ def test_a_table_gives_rewards_and_what_is_to_be_logged() -> None:
     outcome = scored(reward, *[generation("x")] * 4)
     assert outcome.values == (1.0, None, 1.0, 0.25)
     assert outcome.logs == {"hits": (3.0, 4), "temperature": (2.0, 4), "scores": (2.0, 4)}
+    assert outcome.scores == (1.0, 0.0, 1.0, 0.0)
 
 
 def test_text_among_what_is_logged_costs_no_reward() -> None:
@@ -193,6 +194,7 @@ def test_an_openrlhf_file_runs_unchanged(tmp_path: Path) -> None:
     outcome = scored(load_callable("function", f"{file}:reward_func"), *given)
     assert outcome.values == (1.0, -1.0, -1.0)
     assert outcome.logs == {"has_box": (2.0, 3), "size": (15.0, 3), "scores": (1.0, 3)}
+    assert outcome.scores == (1.0, 0.0, 0.0)
 
 
 def test_an_openrlhf_file_for_one_query_at_a_time_runs_with_batches_of_one(tmp_path: Path) -> None:

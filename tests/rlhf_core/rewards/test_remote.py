@@ -53,6 +53,7 @@ def test_it_speaks_openrlhfs_contract() -> None:
     ]
     assert outcome.values == (6.0, 9.0)
     assert outcome.logs == {"dummy_scores": (15.0, 2), "scores": (15.0, 2)}
+    assert outcome.scores == outcome.values
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def test_one_that_recovers_is_asked_again() -> None:
     ("answer", "problem"),
     [
         ((500, b"out of memory"), "answered status 500: out of memory"),
-        ((200, b"<html>"), "what is no JSON: b'<html>'"),
+        ((200, b"<html>"), "what is no JSON: '<html>'"),
         ((200, b'{"reward": [1]}'), "no list of rewards"),
         ((200, b'{"rewards": [1, 2, 3]}'), "3 rewards for 2 answers"),
         ((200, b'{"rewards": [1, NaN]}'), "the reward nan, which is no finite number"),

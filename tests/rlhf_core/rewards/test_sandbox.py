@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import socket
 import subprocess
@@ -159,7 +160,11 @@ try: os.setuid(0)
 except OSError: print("no root")
 """
     lines = run(program).stdout.splitlines()
-    assert lines == ["False False", "['null', 'random', 'urandom', 'zero'] False False", "no root"]
+    assert lines == [
+        "False False",
+        "['null', 'random', 'stderr', 'stdin', 'stdout', 'urandom', 'zero'] False False",
+        "no root",
+    ]
 
 
 SLEEPER = """
@@ -214,9 +219,119 @@ def test_the_share_of_tests_and_the_first_failure_are_told() -> None:
     assert run_tests("print(int(input()) * 2)", [InputOutput("2", "4 \n\n")], limits=QUICK).outcome == "passed"
 
 
+HARMS = {
+    "numbers of another type of the name": "class Fraction:\n    def __str__(self): return '1e20000000'\ndef f(x): return Fraction()",
+    "a number of many digits": "def f(x): return 10**5000",
+    "a number that cannot be": "class F(float):\n    def hex(self): return '0x1p99999'\ndef f(x): return F(4)",
+    "a decimal number of many digits": "import decimal\ndef f(x): return decimal.Decimal('1e999999999')",
+    "no text": "x = '\ud800'",
+}
+
+
+@pytest.mark.parametrize("program", HARMS.values(), ids=HARMS)
+def test_what_a_program_computes_fails_its_own_test_and_nothing_else(program: str) -> None:
+    start = time.monotonic()
+    assert run_tests(program, [Assertions("assert f(2) == 4")], limits=QUICK).share == 0.0
+    assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "str = list = dict = type = 'mine'\ndef f(x): return x * x",
+        "import atexit\natexit.register(print, 'bye')\ndef f(x): return x * x",
+    ],
+)
+def test_a_right_program_with_names_and_last_words_of_its_own_passes(program: str) -> None:
+    assert run_tests(program, [Assertions("assert f(2) == 4")], limits=QUICK).outcome == "passed"
+
+
 def test_a_program_that_exits_before_its_tests_has_not_passed() -> None:
     assert run_tests("import sys\nsys.exit(0)", [Assertions("assert False")], limits=QUICK).outcome == "failed"
     assert run_tests("import os\nos._exit(0)", [Assertions("assert False")], limits=QUICK).outcome == "failed"
+
+
+CHEATS = {
+    "agrees with everything": "class Any:\n    def __eq__(self, other): return True\n    __hash__ = None\ndef f(x): return Any()",
+    "reads the test and says its last word": (
+        "import sys, os\ntest = sys.stdin.read()\nword = test.rpartition('\\\\n')[2].partition(\"'\")[0]\n"
+        "sys.stdout.write('\\n' + word + '[]'); sys.stdout.flush(); os._exit(0)"
+    ),
+    "replaces exec": "import builtins\nexec = builtins.exec = lambda *_: None\ndef f(x): return 0",
+    "replaces what compares": "import builtins\nbuiltins.abs = lambda _: 0.0\nbuiltins.round = lambda *_: 4\ndef f(x): return 0",
+    "answers with the shape of an answer": 'print(\'[["int", "0x4"]]\')\nimport os\nos._exit(0)',
+    "computes something else": "def f(x): return x",
+}
+
+
+@pytest.mark.parametrize("cheat", CHEATS.values(), ids=CHEATS)
+@pytest.mark.parametrize("test", ["assert f(2) == 4", "assert abs(f(2) - 4) < 1e-9", "assert round(f(2), 3) == 4"])
+def test_a_program_that_cheats_passes_no_test_against_a_literal(cheat: str, test: str) -> None:
+    assert run_tests("def f(x): return x * x", [Assertions(test)], limits=QUICK).outcome == "passed"
+    assert run_tests(cheat, [Assertions(test)], limits=QUICK).share == 0.0
+
+
+def test_memory_that_no_process_has_filled_itself_is_counted_and_what_hides_it_is_denied() -> None:
+    denied = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+print(libc.shmget(0, 2**30, 0o1600), libc.unshare(0x10000000), libc.ptrace(0, 0, 0, 0), ctypes.get_errno())
+try: os.memfd_create("x")
+except PermissionError: print("no memfd")
+print(libc.prctl(1, 0), libc.vmsplice(0, 0, 0, 0), libc.prctl(15, b"name"))
+import socket
+for family in (socket.AF_UNIX, socket.AF_INET, 40):
+    try: socket.socket(family, socket.SOCK_STREAM).close(); print("a socket")
+    except OSError as error: print(error.errno == 97)
+"""
+    assert run(denied).stdout == "-1 -1 -1 1\nno memfd\n-1 -1 0\na socket\na socket\nTrue\n"
+    held_by_a_thread_whose_process_seems_gone = """
+import ctypes, os, threading, time
+libc = ctypes.CDLL(None)
+for _ in range(4):
+    if os.fork() == 0:
+        def hold():
+            kept = bytearray(120 * 2**20)
+            time.sleep(60)
+        threading.Thread(target=hold).start()
+        time.sleep(0.5)
+        libc.syscall(60, 0)
+time.sleep(60)
+"""
+    assert (
+        run(held_by_a_thread_whose_process_seems_gone, limits=Limits(timeout_s=20, memory_mb=300)).outcome == "memory"
+    )
+    filled_by_those_who_ended = """
+import mmap, os, time
+for _ in range(8):
+    if os.fork() == 0:
+        shared = mmap.mmap(-1, 150 * 2**20)
+        if os.fork() == 0:
+            for place in range(0, len(shared), 4096): shared[place] = 1
+            os._exit(0)
+        os.wait()
+        time.sleep(60)
+time.sleep(60)
+"""
+    assert run(filled_by_those_who_ended, limits=Limits(timeout_s=20)).outcome == "memory"
+
+
+def test_nothing_of_this_machine_is_shown_but_the_interpreter(tmp_path: Path) -> None:
+    program = f"""
+import os, sys
+print(sorted(os.listdir("/")), os.path.exists({str(Path(__file__))!r}), os.path.exists({str(tmp_path)!r}))
+print(os.listdir("/tmp") == [os.path.basename(os.getcwd())], os.path.exists("/etc/passwd"), os.path.exists("/bin/sh"))
+import ctypes, decimal, hashlib, json, multiprocessing, sqlite3, ssl, subprocess, threading, zoneinfo
+thread = threading.Thread(target=print, args=("a thread",)); thread.start(); thread.join()
+print(subprocess.run([sys.executable, "-c", "print('a child')"], capture_output=True, text=True).stdout, end="")
+"""
+    assert run("print(open('/dev/stdin').read())", "given").stdout == "given\n"
+    shown, nothing, thread, child = run(program, limits=Limits(timeout_s=10)).stdout.splitlines()
+    folders = set(ast.literal_eval(shown.partition("]")[0] + "]"))
+    assert folders <= {"dev", "etc", "lib", "lib64", "proc", "tmp", "usr", "opt", "root", "home"} and shown.endswith(
+        "False False"
+    )
+    assert (nothing, thread, child) == ("True False False", "a thread", "a child")
 
 
 def test_after_a_limit_the_rest_of_the_tests_is_not_run() -> None:

@@ -97,7 +97,9 @@ def test_running_normalisation_goes_on_from_a_checkpoint() -> None:
     first = scorer(config)
     assert [rollout.reward for rollout in first(answers(1, 3))] == pytest.approx([-1.0, 1.0], rel=1e-6)
     resumed = scorer(config)
-    resumed.restore(json.loads(json.dumps(first.state())))
+    kept = json.loads(json.dumps(first.state()))
+    del kept["failed"]  # as an earlier version kept it
+    resumed.restore(kept)
     # 1, 3, 5 (+1 each): mean 3, variance 8/3
     assert expected == pytest.approx([2 / (8 / 3) ** 0.5], rel=1e-6)
     assert [rollout.reward for rollout in resumed(answers(5))] == expected
@@ -162,6 +164,22 @@ def test_a_term_without_a_weight_may_fail() -> None:
     scorer = Scorer(config, {"part": part(failing("broken")), "length": length})
     assert [one.reward for one in scorer(answers(3, 2))] == [3.0, 2.0]
     assert scorer.logs()["reward_failed/part"] == 0.5
+
+
+def test_what_failed_in_a_step_is_counted_over_its_rounds_and_outlives_a_kill() -> None:
+    scorer = Scorer(config_of(part=PART), {"part": part(failing("broken"))})
+    good, bad = answers(2, 3)
+    lost = replace(good, completion=replace(good.completion, failure="the environment closed"))
+    scorer.at_step(0)
+    scorer([good, bad, lost])
+    scorer([good, bad])
+    counts = {"agent": (1, 5), "rewards.terms.part": (2, 4)}  # an episode that failed is shown to no term
+    assert scorer.failed() == counts
+    kept = json.loads(json.dumps(scorer.state()))
+    scorer.at_step(1)
+    assert scorer.failed() == {}
+    scorer.restore(kept)
+    assert scorer.failed() == counts
 
 
 def test_an_episode_that_failed_is_shown_to_no_reward_whatever_its_policy() -> None:
@@ -240,3 +258,21 @@ def test_a_weight_that_passes_through_0_leaves_a_reward_and_one_that_is_always_0
         rewards += [(one.reward, one.invalid) for one in passing(answers(8))]
     assert rewards == [(8.0, ""), (0.0, ""), (-8.0, "")]
     assert only_noted(answers(8))[0].invalid == "no reward applies"
+
+
+def graded(generations: Sequence[Generation]) -> Outcome:
+    """+-1 by length, with the scores 1 and 0 beside them."""
+    right = [len(one.completion.token_ids) > 3 for one in generations]
+    return Outcome(tuple(1.0 if r else -1.0 for r in right), scores=tuple(float(r) for r in right))
+
+
+def test_a_rollout_has_the_score_that_the_only_term_with_a_weight_gave() -> None:
+    overlong = OverlongPenalty(max_tokens=10, buffer_tokens=4, factor=1.0)
+    watched = TERMS["constant"].model_copy(update={"weight": 0.0})
+    alone = RewardsConfig(terms={"graded": TERMS["length"], "constant": watched}, overlong=overlong)
+    rollouts = Scorer(alone, {"graded": graded, "constant": constant})(answers(2, 8))
+    assert [(one.reward, one.score) for one in rollouts] == [(-1.0, 0.0), (0.5, 1.0)]
+    both = RewardsConfig(terms={"graded": TERMS["length"], "constant": TERMS["constant"]})
+    mixed = Scorer(both, {"graded": graded, "constant": constant})(answers(2, 8))
+    assert [one.score for one in mixed] == [None, None]
+    assert [one.score for one in scorer(RewardsConfig(terms={"length": TERMS["length"]}))(answers(2))] == [None]

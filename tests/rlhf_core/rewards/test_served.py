@@ -62,7 +62,7 @@ def test_a_rendered_query_is_read_as_it_stands_and_cut_like_in_training() -> Non
 
 
 def test_a_plain_query_is_rendered_by_the_template_with_an_end_of_turn() -> None:
-    encode = rendered(lambda messages: tokenize(f"<{messages[0].content}>"), tokenize, end_of_turn=0)
+    encode = rendered(lambda prompt, answer: (*tokenize(f"<{prompt}>{answer}"), 0))
     assert encode(Query("hi you", "hi ", "")) == (*b"<hi >you", 0)
     with pytest.raises(RewardError, match="does not begin with it"):
         encode(Query("you", "hi", ""))

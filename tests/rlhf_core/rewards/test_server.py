@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import httpx
 
 from rlhf_core.errors import RewardError
+from rlhf_core.http_body import BodyLimits
 from rlhf_core.rewards.outcomes import Outcome
 from rlhf_core.rewards.remote import RemoteReward
 from rlhf_core.rewards.server import Query, ServerLimits, create_app, read_request
@@ -123,16 +125,61 @@ def test_without_the_token_there_is_no_reward_and_no_metrics() -> None:
 
 
 def test_what_is_no_request_is_refused_with_the_reason() -> None:
-    with serving(create_app(Counting(), name="n", token="", limits=ServerLimits(max_request_bytes=1000))) as url:
+    with serving(
+        create_app(Counting(), name="n", token="", limits=ServerLimits(body=BodyLimits(max_bytes=1000)))
+    ) as url:
         for content, reason in (
             (b"{", "Expecting property name"),
             (b"[]", "query must be a list"),
             (b'{"query": "x"}', "query must be a list"),
+            (b'{"query": ["fine", "\\ud800"]}', "query[1] holds half of a surrogate pair"),
+            (b'{"query": ["x"], "prompts": ["\\udfff"]}', "prompts[0] holds half of a surrogate pair"),
             (b'{"query": ["x"], "labels": ["a", "b"]}', "labels must be a list with an entry for each of the 1"),
         ):
             answer = HTTP.post(url, content=content)
             assert answer.status_code == 422 and reason in answer.json()["error"]
         assert asked(url, "x" * 2000).status_code == 413
+
+
+def test_a_client_that_stops_half_way_is_sent_away_and_the_next_is_served() -> None:
+    limits = ServerLimits(body=BodyLimits(timeout_s=0.3))
+    with serving(create_app(Counting(), name="n", token="", limits=limits)) as url:
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as half:
+            half.sendall(b"POST /get_reward HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+            assert asked(url, "abc").json()["rewards"] == [3.0]
+            assert half.recv(64).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_web_page_gets_no_reward() -> None:
+    score = Counting()
+    with serving(create_app(score, name="n", token="")) as url:
+        headers = {"Origin": "https://foreign.example", "Content-Type": "text/plain"}  # no preflight is asked for these
+        answer = HTTP.post(url, content=b'{"query": ["x"]}', headers=headers)
+        assert answer.status_code == 403 and "access-control-allow-origin" not in answer.headers
+        assert HTTP.options(url, headers=headers | {"Access-Control-Request-Method": "POST"}).status_code == 405
+    assert score.batches == []
+
+
+def test_a_bug_in_the_scorer_is_that_of_one_request() -> None:
+    gate, started = threading.Event(), threading.Event()
+
+    def score(queries: Sequence[Query]) -> Outcome:
+        started.set()
+        assert gate.wait(20)
+        if any(query.answer == "bug" for query in queries):
+            raise ZeroDivisionError
+        return Outcome((1.0,) * len(queries))
+
+    limits = ServerLimits(max_wait_s=0.05)
+    with serving(create_app(score, name="n", token="", limits=limits)) as url, ThreadPoolExecutor(4) as pool:
+        first = pool.submit(asked, url, "first")
+        assert started.wait(20)
+        rest = [pool.submit(asked, url, text) for text in ("bug", "fine")]
+        wait_until_queued(url, 2)
+        gate.set()
+        assert first.result().status_code == 200
+        assert [one.result().status_code for one in rest] == [500, 200]
 
 
 def test_metrics_count_what_happened() -> None:

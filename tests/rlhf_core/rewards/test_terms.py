@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +212,9 @@ def test_an_episode_has_the_sum_of_its_environments_rewards() -> None:
     plain, episode = answers("x", "y")
     spans = (ActionSpan(0, 1, 0, 0.25), ActionSpan(1, 1, 0, 0.5))
     scored = Generation(episode.prompt, (1,), Completion((2,), (-1.0,), "y", "stop", 0, 0, spans))
-    assert episode_reward([plain, scored]) == [None, 0.75]
+    assert episode_reward([plain, scored]) == Outcome((None, 0.75))
+    graded = replace(scored, completion=replace(scored.completion, score=1.0))
+    assert episode_reward([plain, graded]) == Outcome((None, 0.75), scores=(None, 1.0))
 
 
 class Served:
@@ -256,6 +259,7 @@ def test_a_remote_reward_is_asked_in_batches_and_what_it_cannot_score_is_told_ap
         "retries": 3,
         "batch_size": 4,
         "token_env": "T",
+        "compares": "nothing",
     }
 
 

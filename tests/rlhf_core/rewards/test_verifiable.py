@@ -123,3 +123,16 @@ def test_finished_sees_the_token_limit() -> None:
 def test_a_prompt_without_a_label_is_an_error_and_not_a_zero(reward) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match="prompt p has no label"):
         reward([answer("4", label=" ")])
+
+
+@pytest.mark.parametrize("reward", [final_number, exact_match, boxed_match, answer_tag_match])
+@pytest.mark.parametrize("label", [".", r"\boxed{}", r"\boxed{ . }"])
+def test_a_label_that_says_nothing_is_none(reward, label: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match="prompt p has no label"):
+        reward([answer(label, label=label)])
+
+
+@pytest.mark.parametrize("label", ['{"answer": 4, "level": 3}', "[4, 3]"])
+def test_the_last_number_of_a_table_is_not_its_answer(label: str) -> None:
+    with pytest.raises(ValueError, match="holds no number"):
+        final_number([answer("3", label=label)])

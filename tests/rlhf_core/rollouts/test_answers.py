@@ -11,11 +11,12 @@ from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
 from rlhf_core.config.rewards import EpisodeReward, RewardsConfig
 from rlhf_core.data.shards import read_generations
 from rlhf_core.rollouts.answers import episode_metrics
+from rlhf_core.stage import Decision
 from rlhf_core.types import ActionSpan, Completion
 from stages.generate import GenerateConfig
 from stages.ppo import PPOConfig
 from tests.rlhf_core.agents.scripted import WORLDS
-from tests.stages.recording import make_policy
+from tests.stages.recording import Workshop, make_policy
 from tests.stages.training import killed_and_resumed, series, shop_and_inputs, untimed
 
 OPENRLHF = {"type": "openrlhf", "file": str(Path(WORLDS).with_name("openrlhf_agent.py"))}
@@ -82,12 +83,24 @@ def test_a_killed_run_with_an_agent_makes_the_same_bytes(tmp_path: Path, policy:
     assert untimed(shop.tracker.points)[-1] == untimed(whole.tracker.points)[-1]
 
 
+def failed_of(shop: Workshop, decision: Decision) -> dict[str, tuple[int, int]]:
+    """Return by place in the configuration how many answers failed, of how many, as the record says."""
+    record = shop.store.record(decision.key)
+    assert record is not None
+    return {path: (one.failed, one.answers) for path, one in record.failures.items()}
+
+
 def test_failed_episodes_are_left_out_with_their_group_and_counted(tmp_path: Path, policy: Path) -> None:
     shop, inputs = shop_and_inputs(tmp_path, policy)
     agent = world("Moody", retries=0)
-    shop.run("ppo", config(agent, prompts_per_step=6, samples_per_prompt=2, steps=1), inputs)
+    settings = config(agent, prompts_per_step=6, samples_per_prompt=2, steps=1)
+    _, decision = shop.run("ppo", settings, inputs)
     failed, valid = series(shop, "rollout/failed_episodes")[0], series(shop, "rollout/valid")[0]
     assert 0 < failed < 1 and 0 < valid < 1 - failed / 2
+    assert failed_of(shop, decision) == {"agent": (round(failed * 12), 12)}
+    assert shop.run("ppo", settings, inputs)[1].action == "HIT"
+    patient = config(agent | {"retries": 1}, prompts_per_step=6, samples_per_prompt=2, steps=1)
+    assert shop.run("ppo", patient, inputs)[1].action == "RUN"
 
 
 def test_generated_episodes_are_stored_with_their_turns(tmp_path: Path, policy: Path) -> None:
@@ -100,6 +113,7 @@ def test_generated_episodes_are_stored_with_their_turns(tmp_path: Path, policy: 
     kept = [one.completion for one in read_generations(shop.store.path(ref))]
     failures = [bool(one.failure) for one in kept]
     assert shop.metrics(decision)["rollout/failed_episodes"] == sum(failures) / 12
+    assert failed_of(shop, decision) == {"agent": (sum(failures), 12)}
     assert 0 < sum(failures) < 12 and all("not today" in one.failure for one in kept if one.failure)
     assert all(one.spans[0].reward == len(one.text) / 10 for one in kept if not one.failure)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from rlhf_core.config.policy import DynamicSampling
+from rlhf_core.errors import RewardError
 from rlhf_core.rollouts.dynamic_sampling import is_decided, sampled_until_decided
 from rlhf_core.types import Completion, Message, Prompt, Rollout
 
@@ -66,3 +67,26 @@ def test_a_group_is_decided_by_its_spread_or_by_its_mean(
     rewards: tuple[float, ...], bounds: dict[str, float], decided: bool
 ) -> None:
     assert is_decided(group("x", *rewards), DynamicSampling(**bounds)) is decided
+
+
+@pytest.mark.parametrize(
+    ("rewards", "scores", "bounds", "decided"),
+    [
+        ((1, -1), (1, 0), {"low": 0, "high": 1}, True),  # the mean of the rewards, 0, is not above 0
+        ((1, 1), (1, 1), {"low": 0, "high": 1}, False),
+        ((0.5, 0.75), (1, 1), {}, False),
+        ((1, -1), (None, None), {"low": 0, "high": 1}, False),
+    ],
+)
+def test_a_group_is_judged_by_its_scores_where_it_has_some(
+    rewards: tuple[float, ...], scores: tuple[float | None, ...], bounds: dict[str, float], decided: bool
+) -> None:
+    made = [replace(one, score=score) for one, score in zip(group("x", *rewards), scores, strict=True)]
+    assert is_decided(made, DynamicSampling(**bounds)) is decided
+
+
+def test_a_group_of_which_some_have_a_score_is_an_error_unless_it_is_invalid_anyway() -> None:
+    first, second = group("x", 1, -1)
+    with pytest.raises(RewardError, match=r"rewards\.scores\[prompt x\] = \[1\.0\]: .* 1 of the 2 answers .* have one"):
+        is_decided([replace(first, score=1.0), second], DynamicSampling())
+    assert not is_decided([replace(first, score=1.0), replace(second, invalid="crashed")], DynamicSampling())

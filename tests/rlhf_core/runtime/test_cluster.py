@@ -117,3 +117,14 @@ def test_workers_that_compute_at_once_share_the_cores() -> None:
     assert threads_per_worker(RuntimeConfig(cpu_threads=0), workers=1) == available_cores()
     assert threads_per_worker(RuntimeConfig(cpu_threads=0), workers=10_000) == 1
     assert threads_per_worker(RuntimeConfig(cpu_threads=5), workers=2) == 5
+
+
+def test_workers_compute_with_the_kernels_that_were_chosen_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a Ray that somebody else started they would have the choice of its nodes, and round as those do."""
+    chosen = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "COMPATIBLE"}
+    for name, value in chosen.items():
+        monkeypatch.setenv(name, value)
+    assert chosen.items() <= worker_environment(threads=1).items()
+    for name in chosen:
+        monkeypatch.delenv(name)
+    assert not chosen.keys() & worker_environment(threads=1).keys()

@@ -7,7 +7,9 @@ import pytest
 from rlhf_core.config.engines import HFSamplerConfig, RuntimeConfig, VllmSamplerConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.runtime.cluster import connect
-from rlhf_core.runtime.placement import engine_count, reserve
+from rlhf_core.runtime.placement import by_node, engine_count, gpu_order, layout, reserve
+
+THREE = VllmSamplerConfig(engines=3)
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +37,47 @@ def test_the_transformers_sampler_is_one_process() -> None:
 @pytest.mark.engine
 def test_gpus_that_the_cluster_lacks_are_counted_before_anything_starts(cluster: None) -> None:
     config = RuntimeConfig(train_workers=3000, gpus_per_train_worker=1, gpus_per_engine=0.5)
-    with pytest.raises(ConfigError, match=r"3000\.5 GPUs are needed"):
-        reserve(config)
+    with pytest.raises(ConfigError, match=r"3000\.5 GPUs are needed .*; a Ray of our own does not grow; use fewer"):
+        reserve(config, fixed=True)
 
 
-@pytest.mark.engine
-def test_an_engine_needs_a_gpu_for_each_of_its_parallel_ranks(cluster: None) -> None:
-    config = RuntimeConfig(gpus_per_engine=1, sampler=VllmSamplerConfig(tensor_parallel=2))
-    with pytest.raises(ConfigError, match=r"tensor_parallel = 2: runtime.gpus_per_engine = 1 is less"):
-        reserve(config)
+WHOLE, PAIR, ALONE = {"CPU": 1, "GPU": 1}, {"CPU": 2, "GPU": 1}, {"CPU": 1}
+
+
+@pytest.mark.parametrize(
+    ("workers", "train", "engines", "sample", "bundles", "of_train", "of_sample"),
+    [
+        (2, 0.5, 2, 0.5, [PAIR, PAIR], [0, 1], [0, 1]),
+        (1, 0.3, 2, 0.6, [PAIR, WHOLE], [0], [0, 1]),
+        (1, 0.4, 1, 0.5, [{"CPU": 2, "GPU": 0.9}], [0], [0]),
+        (1, 0.7, 1, 0.3, [PAIR], [0], [0]),  # in floating point 0.7 + 0.3 is 1 and 0.1 + 0.7 is less than 0.8
+        (1, 0.1, 1, 0.7, [{"CPU": 2, "GPU": 0.8}], [0], [0]),
+        (2, 0.5, 1, 0, [WHOLE, WHOLE, ALONE], [0, 1], [2]),
+        (1, 0.5, 1, 0, [{"CPU": 1, "GPU": 0.5}, ALONE], [0], [1]),
+        (1, 1, 2, 0.5, [WHOLE, WHOLE, WHOLE], [0], [1, 2]),
+        (2, 1, 1, 4, [WHOLE, WHOLE, {"CPU": 1, "GPU": 4}], [0, 1], [2]),
+    ],
+)
+def test_no_two_workers_of_a_kind_are_in_one_bundle_or_on_one_gpu(
+    workers: int, train: float, engines: int, sample: float, bundles: object, of_train: object, of_sample: object
+) -> None:
+    sampler = VllmSamplerConfig(engines=engines, tensor_parallel=int(max(1, sample)))
+    config = RuntimeConfig(train_workers=workers, gpus_per_train_worker=train, gpus_per_engine=sample, sampler=sampler)
+    made = layout(config)
+    assert (list(made.bundles), list(made.train), list(made.sample)) == (bundles, of_train, of_sample)
+
+
+def test_ranks_are_neighbours_where_their_bundles_are() -> None:
+    nodes = {0: "a", 1: "b", 2: "a", 3: "b", 4: "b", 5: "c"}
+    pairs = layout(RuntimeConfig(train_workers=6, gpus_per_train_worker=0.5, gpus_per_engine=0.5))
+    assert by_node(pairs, nodes).train == (0, 1, 3, 4, 2, 5)  # the pair first, then the node with most
+    apart = layout(RuntimeConfig(train_workers=3, gpus_per_train_worker=1, gpus_per_engine=1, sampler=THREE))
+    placed = by_node(apart, nodes)
+    assert (placed.train, placed.sample) == ((1, 3, 4), (0, 2, 5))
+    wide = layout(RuntimeConfig(train_workers=3, gpus_per_train_worker=1, gpus_per_engine=2, sampler=THREE))
+    placed = by_node(wide, nodes)
+    assert (placed.train, placed.sample) == ((0, 2, 1), (3, 4, 5))  # an engine of two GPUs is no place for a rank
+
+
+def test_workers_are_ordered_by_node_as_they_come_and_then_by_gpu() -> None:
+    assert gpu_order([["b:7"], ["b:10"], ["a:1"], ["b:2"], ["a:0"]]) == [3, 0, 1, 4, 2]

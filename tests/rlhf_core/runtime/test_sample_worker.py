@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from rlhf_core.config.engines import HFSamplerConfig, SamplingConfig
+from rlhf_core.config.engines import HFSamplerConfig, SamplingConfig, VllmSamplerConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.runtime.sample_worker import SampleWorker
 from rlhf_core.types import SamplingRequest
@@ -22,3 +23,18 @@ def test_a_worker_recovers_from_a_policy_that_cannot_be_opened(policies: tuple[P
     assert completion.policy_version == 0
     worker.stop()
     worker.stop()  # a second time does nothing
+
+
+@pytest.mark.engine
+def test_a_vllm_for_the_cpu_does_not_sit_on_a_gpu(monkeypatch: pytest.MonkeyPatch, policies: tuple[Path, Path]) -> None:
+    platforms = pytest.importorskip("vllm.platforms", reason="vLLM is not installed")
+    if platforms.current_platform.device_type != "cpu":
+        pytest.skip("this vLLM is built for GPUs")
+    worker = SampleWorker(VllmSamplerConfig(), threads=1, gpus_per_engine=0.5)
+    monkeypatch.setattr(worker, "_import_engine", lambda: None)  # it is
+    monkeypatch.setattr(worker, "gpus", lambda: ["0123456789abcdef:3"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(
+        ConfigError, match=r"gpus_per_engine = 0\.5: Ray reserved GPU 01234567:3, but vLLM is built for the"
+    ):
+        worker.open(policies[0], "")

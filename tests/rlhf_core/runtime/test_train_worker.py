@@ -5,18 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from rlhf_core.config.engines import TrainerConfig
-from rlhf_core.errors import TrainingError
+from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
+from rlhf_core.errors import ConfigError, TrainingError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.runtime.train_worker import TrainWorker
+from rlhf_core.training.objectives import SftObjective
 from rlhf_core.types import TokenSample
 
 SAMPLE = TokenSample((10, 11, 12), (0, 1, 1))
 
 
 def test_one_worker_hosts_several_roles_until_they_are_released(policies: tuple[Path, Path]) -> None:
-    worker = TrainWorker(0, 1, 1, TrainerConfig(engine="torch"))
+    worker = TrainWorker(1, 1, TrainerConfig(engine="torch"))
     for lease, folder in zip(("policy-1", "reference-2"), policies, strict=True):
         assert set(worker.open(lease, ModelSpec(str(folder), "lm", None, 0), None)) == {"torch", "transformers"}
     policy, reference = (worker.logprobs(lease, [SAMPLE], 1.0) for lease in ("policy-1", "reference-2"))
@@ -27,8 +29,68 @@ def test_one_worker_hosts_several_roles_until_they_are_released(policies: tuple[
         worker.logprobs("policy-1", [SAMPLE], 1.0)
 
 
+def test_a_gpu_that_torch_does_not_see_is_an_error_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    worker = TrainWorker(2, 1, TrainerConfig(engine="torch"), gpus_per_worker=1)
+    monkeypatch.setattr(worker, "gpus", lambda: ["0123456789abcdef:3"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    rule = r"gpus_per_train_worker = 1: Ray reserved GPU 01234567:3, but torch \S+ sees no CUDA device; install"
+    with pytest.raises(ConfigError, match=rule):
+        worker.open("policy-1", ModelSpec(str(tmp_path / "not there"), "lm", None, 0), None)
+
+
+def test_a_worker_that_rests_keeps_its_models_in_host_memory_and_goes_on_with_the_same_numbers(
+    policies: tuple[Path, Path],
+) -> None:
+    rows = [SAMPLE, TokenSample((10, 14, 15, 16), (0, 1, 1, 1))]
+    objective = SftObjective(pack_to=None)
+    histories = []
+    for rests in (False, True):
+        worker = TrainWorker(1, 1, TrainerConfig(engine="torch"))
+        for lease, folder, optimizer in (
+            ("policy-1", policies[0], OptimizerConfig()),
+            ("reference-2", policies[1], None),
+        ):
+            worker.open(lease, ModelSpec(str(folder), "lm", None, 0), optimizer)
+            for parameter in worker._trainer(lease)._engine.module.parameters():
+                parameter.data = parameter.data.clone()  # not of a file that is mapped
+        engine = worker._trainer("policy-1")._engine
+        parameters = sum(one.numel() for one in engine.module.parameters())
+        history: list[object] = []
+        for _ in range(3):
+            history.append(worker.forward_backward("policy-1", rows, objective, objective.denominators(rows)))
+            history.append(worker.optim_step("policy-1", 1e-3))
+            if rests:
+                assert worker.rest(offload=False) == 0
+                # The policy's weights and two moments, the reference's weights, all in float32; and a step counter each.
+                assert 16 * parameters <= worker.rest(offload=True) < 16.1 * parameters
+                assert all(tensor.untyped_storage().nbytes() == 0 for tensor in engine.tensors())
+                worker.wake()
+            history.append(worker.logprobs("reference-2", rows, 1.0))
+        histories.append(history)
+    assert histories[0] == histories[1]
+    worker.rest(offload=True)
+    worker.release("policy-1")  # asleep
+    worker.wake()
+    assert worker.logprobs("reference-2", rows, 1.0) == histories[0][-1]
+
+
+def test_memory_is_handed_back_at_release_and_whenever_a_worker_rests(
+    monkeypatch: pytest.MonkeyPatch, policies: tuple[Path, Path]
+) -> None:
+    worker = TrainWorker(1, 1, TrainerConfig(engine="torch"))
+    worker.open("policy-1", ModelSpec(str(policies[0]), "lm", None, 0), None)
+    handed_back: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: handed_back.append("cache"))
+    worker.rest(offload=False)
+    worker.release("policy-1")
+    assert handed_back == ["cache"] * 2
+
+
 def test_only_the_newest_staged_weights_can_be_sent(policies: tuple[Path, Path]) -> None:
-    worker = TrainWorker(0, 1, 1, TrainerConfig(engine="torch"))
+    worker = TrainWorker(1, 1, TrainerConfig(engine="torch"))
     worker.open("policy-1", ModelSpec(str(policies[0]), "lm", None, 0), None)
     first, second = worker.stage_weights("policy-1"), worker.stage_weights("policy-1")
     assert first is not None and second is not None

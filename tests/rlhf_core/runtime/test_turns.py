@@ -25,7 +25,7 @@ class Workers:
         self._log = log
 
     def call(self, role: str, method: str, *arguments: Any) -> list[Any]:
-        self._log.append(f"{self._name} {method}")
+        self._log.append(f"{self._name} {method}" + (f" {arguments[0]}" if method == "rest" else ""))
         return [(1, "digest")]
 
     def call_each(self, role: str, method: str, arguments: list[Any]) -> list[Any]:
@@ -36,11 +36,12 @@ class Workers:
         self._log.append(f"{self._name} {method}")
 
 
-def handles(log: list[str], *, sleeps: bool) -> tuple[RayTrainer, RaySampler]:
+def handles(log: list[str], *, sleeps: bool, trainers: bool = False) -> tuple[RayTrainer, RaySampler]:
     """Return a trainer and a sampler that share a GPU."""
     train: Any = Workers("trainer", log)
     sample: Any = Workers("engine", log)
-    turns = Turns(lambda: sample) if sleeps else Turns()
+    engines = (lambda: sample) if sleeps else None
+    turns = Turns(engines, (lambda: train) if trainers else None, offload=True)
     trainer = RayTrainer(train, "policy", "policy-1", transfer="ipc", turns=turns)
     return trainer, RaySampler(sample, transfer="ipc", tensor_parallel=1, turns=turns)
 
@@ -63,6 +64,52 @@ def test_an_engine_sleeps_while_models_train_and_wakes_to_take_weights_and_to_sa
         *("engine wake", "trainer send_weights", "engine adopt", "engine advance"),
     ]
     assert log == once * 2
+
+
+def test_a_trainer_sleeps_while_the_engine_samples_and_each_wakes_when_the_other_has_gone_to_sleep() -> None:
+    log: list[str] = []
+    trainer, sampler = handles(log, sleeps=True, trainers=True)
+    step(trainer, sampler)
+    step(trainer, sampler)
+    train = ["trainer logprobs", "trainer optim_step", "trainer stage_weights"]
+    take = ["trainer rest True", "engine wake", "trainer send_weights", "engine adopt", "engine advance"]
+    turn = ["engine generate", "engine sleep", "trainer wake", *train, *take]
+    assert log == ["trainer rest True", *turn, *turn]
+
+
+def test_a_trainer_sleeps_beside_an_engine_that_does_not() -> None:
+    log: list[str] = []
+    step(*handles(log, sleeps=False, trainers=True))
+    assert log[:4] == ["trainer rest True", "engine generate", "trainer wake", "trainer logprobs"]
+    assert not {"engine sleep", "engine wake"} & set(log)
+
+
+def test_a_trainer_that_only_hands_unused_memory_over_is_not_woken() -> None:
+    log: list[str] = []
+    train: Any = Workers("trainer", log)
+    engines: Any = Workers("engine", log)
+    turns = Turns(lambda: engines, lambda: train)
+    for _ in range(2):
+        for turn in (turns.sampling, turns.sampling, turns.training):
+            with turn():
+                pass
+    assert log == ["trainer rest False", "engine sleep", "trainer rest False", "engine wake", "engine sleep"]
+
+
+def test_workers_that_replaced_sleeping_ones_are_awake_and_are_put_to_sleep_in_their_turn() -> None:
+    log: list[str] = []
+    trainers: list[Any] = [Workers("trainer", log)]
+    engines: list[Any] = [Workers("engine", log)]
+    turns = Turns(lambda: engines[-1], lambda: trainers[-1], offload=True)
+    with turns.sampling():
+        pass
+    trainers.append(Workers("new trainer", log))
+    with turns.training():
+        pass
+    engines.append(Workers("new engine", log))
+    with turns.training():
+        pass
+    assert log == ["trainer rest True", "engine sleep", "new engine sleep"]
 
 
 def test_an_engine_that_may_not_sleep_never_does() -> None:

@@ -1,8 +1,16 @@
 from __future__ import annotations
 
-import pytest
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
-from rlhf_core.runtime.weight_sync import choose_transfer
+import pytest
+import torch
+
+from rlhf_core.runtime.weight_sync import DeviceSender, choose_transfer, init_info, ipc_buffer_bytes
+
+EMBEDDING = (152_064, 3584)
+"""Of Qwen2.5-7B: 1.09 GB in bfloat16."""
 
 
 @pytest.mark.parametrize(
@@ -20,3 +28,75 @@ from rlhf_core.runtime.weight_sync import choose_transfer
 )
 def test_the_placement_chooses_the_transfer(train: list[str], engines: list[list[str]], transfer: str) -> None:
     assert choose_transfer(train, engines) == transfer
+
+
+@pytest.fixture
+def packed_by_vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's own packing for CUDA IPC, with another device in place of the GPU."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from vllm.distributed.weight_transfer import packed_tensor
+
+    def pack(tensors: dict[str, torch.Tensor], buffer_bytes: int) -> Iterator[tuple[Any, torch.Tensor]]:
+        """Yield every chunk, and the buffer that it is in."""
+        device = next(iter(tensors.values())).device
+        buffers: list[torch.Tensor] = []
+
+        def empty(size: int, dtype: torch.dtype, device: object, where: torch.device = device) -> torch.Tensor:
+            buffers.append(torch.empty(size, dtype=dtype, device=where))
+            return buffers[-1]
+
+        stream = SimpleNamespace(synchronize=lambda: None)
+        cuda = SimpleNamespace(current_stream=lambda: stream)
+        monkeypatch.setattr(packed_tensor, "torch", SimpleNamespace(empty=empty, uint8=torch.uint8, cuda=cuda))
+        monkeypatch.setattr(packed_tensor, "reduce_tensor", lambda tensor: (None, ()))
+        for chunk in packed_tensor.packed_ipc_producer(
+            iter(tensors.items()), "gpu", lambda item: item[1], buffer_size_bytes=buffer_bytes
+        ):
+            yield chunk, buffers[0]
+
+    return pack
+
+
+@pytest.mark.engine
+def test_a_tensor_that_is_larger_than_vllms_own_buffer_gets_a_larger_one(packed_by_vllm: Any) -> None:
+    def meta(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    tensors = {"embedding": meta(*EMBEDDING), "norm": meta(3584), "q": meta(3584, 3584), "head": meta(*EMBEDDING)}
+    info = init_info("ipc", world=2, host="a", buffer_bytes=ipc_buffer_bytes(tensors))
+    chunks = [chunk.names for chunk, _ in packed_by_vllm(tensors, info.packed_buffer_size_bytes)]
+    assert chunks == [["embedding"], ["norm", "q"], ["head"]]
+    assert info.packed_buffer_size_bytes == 152_064 * 3584 * 2
+
+    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+    its_own = IPCTrainerInitInfo(packed=True, rank=0).packed_buffer_size_bytes
+    with pytest.raises(ValueError, match="Tensor 'embedding' has size 1089994752 bytes, which exceeds"):
+        list(packed_by_vllm(tensors, its_own))
+
+
+@pytest.mark.engine
+def test_what_is_packed_into_our_buffer_is_what_comes_out(packed_by_vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
+
+    monkeypatch.setattr("rlhf_core.runtime.weight_sync.IPC_BUFFER_BYTES", 1000)
+    made = torch.Generator().manual_seed(3)
+    shapes = {"a": (10, 10), "large": (30, 20), "b": (7,), "c": (11, 3)}
+    tensors = {name: torch.rand(shape, generator=made) for name, shape in shapes.items()}
+    seen: dict[str, torch.Tensor] = {}
+    for chunk, buffer in packed_by_vllm(tensors, ipc_buffer_bytes(tensors)):
+        dtypes = [getattr(torch, name) for name in chunk.dtype_names]
+        whole = buffer[: sum(chunk.tensor_sizes)]
+        for name, tensor in unpack_tensor(whole, chunk.names, chunk.shapes, dtypes, chunk.tensor_sizes):
+            seen[name] = tensor.clone()
+    assert seen.keys() == tensors.keys()
+    assert all(torch.equal(seen[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_sender_says_when_a_larger_model_needs_a_new_buffer() -> None:
+    sender = DeviceSender.__new__(DeviceSender)
+    sender._ipc, sender._buffer_bytes = True, ipc_buffer_bytes({"a": torch.ones(8)})
+    assert sender.fits({"b": torch.ones(8), "c": torch.ones(8)})
+    assert not sender.fits({"b": torch.ones(9)})
+    sender._ipc = False  # by NCCL, chunks grow with their tensors
+    assert sender.fits({"b": torch.ones(9)})

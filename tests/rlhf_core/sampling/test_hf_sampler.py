@@ -14,6 +14,8 @@ from rlhf_core.interfaces import Weights
 from rlhf_core.models.export import weights_digest
 from rlhf_core.sampling.hf_sampler import HFSampler, inverse_cdf, processed_logprobs
 from rlhf_core.types import Completion, SamplingRequest
+from tests.rlhf_core.conftest import TINY
+from tests.tolerances import near, of_model
 
 REQUESTS = [SamplingRequest(tuple(range(10, 13 + index)), seed=100 + index) for index in range(6)]
 SAMPLING = SamplingConfig(max_tokens=12)
@@ -21,7 +23,6 @@ SAMPLING = SamplingConfig(max_tokens=12)
 
 @pytest.fixture(scope="module")
 def sampler(policies: tuple[Path, Path]) -> HFSampler:
-    torch.set_num_threads(1)
     return HFSampler(policies[0], HFSamplerConfig(batch_size=4))
 
 
@@ -34,7 +35,7 @@ def test_a_request_gets_the_same_tokens_in_any_company(sampler: HFSampler) -> No
     alone = [sampler.generate([request], SAMPLING)[0] for request in REQUESTS]
     assert tokens(together) == tokens(alone)
     for one, other in zip(together, alone, strict=True):
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        assert one.logprobs == near(other.logprobs, of_model(TINY))
 
 
 def test_the_seed_decides_the_completion(sampler: HFSampler) -> None:
@@ -54,7 +55,7 @@ def test_logprobs_are_those_of_the_sampled_tokens(sampler: HFSampler, policies: 
         logprobs = (model(sequence).logits[0] / 0.7).log_softmax(-1)
     start = len(request.prompt_ids) - 1
     expected = [logprobs[start + index, token].item() for index, token in enumerate(completion.token_ids)]
-    assert completion.logprobs == pytest.approx(expected, abs=1e-5)
+    assert completion.logprobs == near(tuple(expected), of_model(TINY))
 
 
 def test_greedy_takes_the_most_likely_token_whatever_the_seed(sampler: HFSampler) -> None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from rlhf_core.config.engines import InitModel, OptimizerConfig
 from rlhf_core.interfaces import ModelSpec
@@ -25,7 +24,6 @@ LENGTHS = (5, 17, 9, 12, 8, 21, 17, 6, 14, 11)
 
 @pytest.fixture(scope="session")
 def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("policy")
     train_tokenizer(TEXTS, vocab_size=320, folder=folder)
     initialise_llama(TINY, folder, seed=7)

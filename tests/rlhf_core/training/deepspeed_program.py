@@ -1,7 +1,7 @@
 """Run by test_deepspeed_engine.py: `python deepspeed_program.py <policy> <out> <engine>...`, alone or as several ranks.
 
 An engine is `torch`, `zero0` .. `zero3`, or one of them with `-bfloat16`. With each in turn it trains a policy and a
-value model side by side, saves after step 2 of 5, goes on from there with new objects, then from what the other number
+value model side by side, saves after step 2 of 5, goes on from there with new objects that sleep before each step, then from what the other number
 of ranks saved (one and two of them run at once), and writes what it saw to <out>/rank<r>_of_<world>.json.
 """
 
@@ -30,6 +30,7 @@ from rlhf_core.training.objectives import SftObjective, ValueObjective
 from rlhf_core.training.state import save_engine_settings
 from rlhf_core.training.trainer import LocalTrainer
 from rlhf_core.types import TokenSample, ValueSample
+from tests.rounding import round_by_batch_if_asked
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, weight_decay=0.01)
 # Rows per step: with two ranks the second one has nothing to do in the last step.
@@ -64,6 +65,9 @@ def train(trainer: LocalTrainer, objective: Any, first: int, last: int) -> list[
 def pair(policy: str, config: TrainerConfig) -> Iterator[tuple[list[tuple[LocalTrainer, Any]], list[Engine]]]:
     specs = ModelSpec(policy, "lm", None, 3), ModelSpec(policy, "value", None, 3)
     engines = [open_engine(spec, OPTIMIZER, config) for spec in specs]
+    for parameter in (one for engine in engines for one in engine.module.parameters()):
+        if not parameter.untyped_storage().resizable():  # mapped from the file, as on a GPU none is
+            parameter.data = parameter.data.clone()
     trainers = [LocalTrainer(spec, OPTIMIZER, config, engine=e) for spec, e in zip(specs, engines, strict=True)]
     yield list(zip(trainers, (SFT, VALUE), strict=True)), engines
     for trainer in trainers:
@@ -101,9 +105,21 @@ def measure(policy: str, config: TrainerConfig, folder: Path) -> dict[str, Any]:
     with pair(policy, config) as (trainers, engines):
         for index, (trainer, _) in enumerate(trainers):
             trainer.load(folder / str(index))
-        made["resumed_history"] = [[train(t, o, step, step + 1)[0] for t, o in trainers] for step in range(2, 5)]
+        made["resumed_history"], made["moved"], made["left_over"] = [], [], []
+        counts = [[getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()] for engine in engines]
+        made["parameters"] = min(map(sum, counts))
+        for step in range(2, 5):
+            made["moved"].append([trainer.rest() for trainer, _ in trainers])
+            storages = [tensor.untyped_storage() for engine in engines for tensor in engine.tensors()]
+            # On CPU weights may be of a file that is mapped, which is no memory to give back.
+            made["left_over"].append(sum(storage.nbytes() for storage in storages if storage.resizable()))
+            for trainer, _ in trainers:
+                trainer.wake()
+            made["resumed_history"].append([train(t, o, step, step + 1)[0] for t, o in trainers])
         made["resumed_digests"] = [digest(engine) for engine in engines]
         made["refusal"] = refusal(trainers[0][0], folder / f"of_another_stage_{engines[0].rank}", config.zero_stage)
+        for trainer, _ in trainers:
+            trainer.rest()  # and is closed asleep
     return made
 
 
@@ -152,7 +168,7 @@ def config_of(engine: str) -> TrainerConfig:
 
 def main() -> None:
     policy, out, engines = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
-    torch.set_num_threads(1)
+    round_by_batch_if_asked()
     rank, world = rank_and_world()
     made = {engine: measure(policy, config_of(engine), out / f"{engine}_of_{world}") for engine in engines}
     if rank == 0:

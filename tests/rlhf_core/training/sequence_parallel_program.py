@@ -17,6 +17,7 @@ from rlhf_core.interfaces import ModelSpec
 from rlhf_core.training.distributed import rank_and_world
 from rlhf_core.training.trainer import LocalTrainer
 from rlhf_core.types import TokenSample
+from tests.rounding import round_by_batch_if_asked
 
 # A step far below the gradient's sign: Adam would turn the rounding of a tiny gradient into a whole step.
 OPTIMIZER = OptimizerConfig(eps=1.0, weight_decay=0.01)
@@ -31,6 +32,7 @@ def trained(trainer: LocalTrainer, objective: Any, samples: list[Any]) -> list[d
 def made(spec: ModelSpec, config: TrainerConfig, objective: Any, samples: list[Any], folder: Path) -> dict[str, Any]:
     """Return what two optimizer steps say and leave behind, and what the second says when resumed from `folder`."""
     trainer = LocalTrainer(spec, OPTIMIZER, config)
+    start = {name: tensor.clone() for name, tensor in trainer.weights().payload.items()}
     steps = trained(trainer, objective, samples)
     trainer.save(folder)
     trainer.weights()  # between two steps, as for a sampler
@@ -43,11 +45,11 @@ def made(spec: ModelSpec, config: TrainerConfig, objective: Any, samples: list[A
     again.load(folder)
     resumed = trained(again, objective, samples[3:])
     again.close()
-    return {"steps": steps, "measured": measured, "weights": weights, "resumed": resumed}
+    return {"steps": steps, "measured": measured, "weights": weights, "start": start, "resumed": resumed}
 
 
 def main() -> None:
-    torch.set_num_threads(1)
+    round_by_batch_if_asked()
     cases, out = torch.load(sys.argv[1], weights_only=False), Path(sys.argv[2])
     rank, _ = rank_and_world()
     for name, (spec, config, objective, samples) in cases.items():

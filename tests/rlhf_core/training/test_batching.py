@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from rlhf_core.training.batching import micro_batches, ordered, reduce, shares
+from rlhf_core.training.batching import averaged, micro_batches, ordered, reduce, shares
 from rlhf_core.types import PreferenceSample, RewardPair, TokenSample
 
 
@@ -57,3 +57,8 @@ def test_ranks_share_the_work_by_length_and_a_rank_may_have_none() -> None:
 def test_metrics_of_ranks_add_up_except_maxima_and_a_rank_without_samples_has_none() -> None:
     parts = [{"loss": 0.25, "ratio_max": 1.5}, {}, {"loss": 0.5, "ratio_max": 1.25}]
     assert reduce(parts) == {"loss": 0.75, "ratio_max": 1.5}
+
+
+def test_metrics_of_optimizer_steps_are_means_except_maxima() -> None:
+    steps = [{"policy/loss": 0.25, "policy/ratio_max": 1.5}, {"policy/loss": 0.75, "policy/ratio_max": 1.25}]
+    assert averaged(steps) == {"policy/loss": 0.5, "policy/ratio_max": 1.5}

@@ -16,6 +16,8 @@ from rlhf_core.models import forward
 from rlhf_core.models.loading import load_model
 from rlhf_core.training.distillation_objective import DistillationObjective, top_logprobs
 from rlhf_core.types import DistillationSample, TokenSample, TopLogprobs
+from tests.rlhf_core.training.conftest import TINY
+from tests.tolerances import near, of_model
 
 CPU = torch.device("cpu")
 FORWARD = DistillationObjective(kind="forward", jsd_beta=0.5, temperature=0.7, kl_weight=0.6)
@@ -106,7 +108,7 @@ def test_the_gradient_depends_neither_on_micro_batches_nor_on_chunks(
     whole = gradients(model, [samples])
     monkeypatch.setattr(forward, "CHUNK_ELEMENTS", 320 * 7)  # seven positions at once
     for other in (gradients(model, [samples]), gradients(model, [[sample] for sample in samples])):
-        assert (whole - other).abs().max() / whole.abs().max() < 1e-5
+        assert (whole - other).abs().max() / whole.abs().max() < of_model(TINY)
 
 
 def test_what_the_student_never_trained_on_has_no_weight(model: nn.Module, token_samples: list[TokenSample]) -> None:
@@ -114,7 +116,7 @@ def test_what_the_student_never_trained_on_has_no_weight(model: nn.Module, token
     samples = taught(model, token_samples, 5)
     alone = [FORWARD.compute(model, [one], {"tokens": 100.0}, pad_id=0, device=CPU).loss.item() for one in samples]
     together = FORWARD.compute(model, samples, {"tokens": 100.0}, pad_id=7, device=CPU).loss.item()
-    assert together == pytest.approx(sum(alone), rel=1e-5)
+    assert together == near(sum(alone), of_model(TINY))
 
 
 def test_a_teacher_with_too_few_rows_is_refused() -> None:

@@ -1,5 +1,11 @@
 from __future__ import annotations
 
+import json
+import os
+import socket
+import subprocess
+import sys
+
 import pytest
 
 from rlhf_core.errors import ConfigError
@@ -24,3 +30,42 @@ def test_half_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(ConfigError, match=r"'MASTER_ADDR', 'MASTER_PORT', 'WORLD_SIZE'.* must be set too"):
         rank_and_world()
+
+
+RANK = """
+import json, psutil, torch, torch.distributed as dist
+from rlhf_core.training.distributed import join
+join()
+total = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(total)
+listening = {one.laddr.ip for one in psutil.Process().net_connections("inet") if one.status == psutil.CONN_LISTEN}
+dist.barrier()
+print(json.dumps([total.item(), sorted(listening)]))
+"""
+
+
+def group(ranks: int, **environment: str) -> list[subprocess.Popen[str]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK],
+            env=os.environ | place | {"RANK": str(rank)} | environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def test_the_ranks_meet_at_the_address_that_is_used_and_nobody_else_can_come() -> None:
+    said = [process.communicate(timeout=120) for process in group(2)]
+    assert [json.loads(out) if out else error[-2000:] for out, error in said] == [[3.0, ["127.0.0.1"]]] * 2
+
+
+def test_an_address_of_another_machine_is_an_error_and_not_all_addresses() -> None:
+    (process,) = group(1, MASTER_ADDR="192.0.2.1")  # TEST-NET-1 of RFC 5737: nobody has it
+    assert "MASTER_ADDR = '192.0.2.1': rank 0 cannot listen on port" in process.communicate(timeout=120)[1]

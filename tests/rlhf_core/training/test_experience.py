@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -120,9 +121,115 @@ def test_equal_scores_make_a_group_without_variance_whatever_the_penalty() -> No
     group = [rollout((1,), (2, 3), 1.0), rollout((1,), (2,), 1.0)]
     made = experience(*group, old=-1.0, ref=-1.5, value=0.0)
     result = estimate_advantages(made, estimator=RLOOAdvantage(), group_size=2, kl_coef=0.1)
-    # 0.5 of KL a token: rewards 1 - 0.10 and 1 - 0.05, so rloo sees -+ 0.05
-    torch.testing.assert_close(result.advantages_BT, torch.tensor([[-0.05, -0.05], [0.05, 0.0]]))
+    # Equal scores cancel; 0.5 of KL a token is 0.05 off at each, and the first token pays for both.
+    torch.testing.assert_close(result.advantages_BT, torch.tensor([[-0.10, -0.05], [-0.05, 0.0]]))
     assert result.metrics["reward/zero_variance_groups"] == 1.0
+
+
+# ------------------------------------------------------------ the penalty and the baseline of a group
+
+LENGTHS, SCORES = (3, 1, 4, 2), (1.0, 0.0, 2.5, -0.5)
+GROUPED = [RLOOAdvantage(), DrGRPOAdvantage(), ReinforcePPBaselineAdvantage(), OPOAdvantage()]
+
+
+def two_groups() -> Experience:
+    """Two groups of two; one answer has an environment's token in the middle, and every token its own log-ratio."""
+    rollouts = []
+    for row, (length, score) in enumerate(zip(LENGTHS, SCORES, strict=True)):
+        made = rollout((1,), tuple(range(10, 10 + length)), score)
+        if row == 2:
+            spans = (ActionSpan(0, 2, 0), ActionSpan(3, 4, 0))
+            made = replace(made, completion=replace(made.completion, spans=spans))
+        rollouts.append(made)
+    made = experience(*rollouts, old=-1.0, ref=-1.0, value=0.0)
+    ratios = [[0.0, 0.5, -0.25, 0.75], [0.0, -1.0], [0.0, 0.125, 2.0, 0.0, -0.5], [0.0, 1.5, 0.25]]
+    refs = tuple(
+        tuple((-1.0 - d) * m for d, m in zip(row, sample.loss_mask, strict=True))
+        for row, sample in zip(ratios, made.samples, strict=True)
+    )
+    return replace(made, ref_logprobs=refs)
+
+
+def by_hand(made: Experience, estimator: str, kl_coef: float, *, inside: bool) -> list[list[float]]:
+    """Group baseline and penalty, one Python float at a time.
+
+    `inside`: the penalty is in the reward before the baseline (RLOO's paper, TRL, verl). Otherwise OpenRLHF's
+    `compute_advantages_and_returns`: baseline, reward on the last action, penalty on each action, sums to come.
+    """
+    rows = []
+    for one, sample, old, ref in zip(made.rollouts, made.samples, made.old_logprobs, made.ref_logprobs, strict=True):
+        cells = list(zip(old, ref, sample.loss_mask, strict=True))[len(one.prompt_ids) :]
+        rows.append([kl_coef * (o - r) if m else None for o, r, m in cells])
+    rewards = [one.reward for one in made.rollouts]
+    if inside:
+        rewards = [r - sum(k for k in row if k is not None) for r, row in zip(rewards, rows, strict=True)]
+    advantages = []
+    for i, row in enumerate(rows):
+        group = [i - i % 2, i - i % 2 + 1]
+        tokens = [sum(k is not None for k in rows[j]) for j in group]
+        if estimator == "rloo":
+            baseline = rewards[group[1 - i % 2]]
+        elif estimator == "opo":
+            baseline = sum(n * rewards[j] for n, j in zip(tokens, group, strict=True)) / sum(tokens)
+        else:
+            baseline = sum(rewards[j] for j in group) / 2
+        reward = rewards[i] - baseline
+        advantages.append(
+            [
+                0.0 if k is None else reward - (0.0 if inside else sum(later for later in row[t:] if later is not None))
+                for t, k in enumerate(row)
+            ]
+        )
+    if estimator == "reinforce++-baseline":
+        actions = [
+            a for row, ks in zip(advantages, rows, strict=True) for a, k in zip(row, ks, strict=True) if k is not None
+        ]
+        mean = sum(actions) / len(actions)
+        std = (sum((a - mean) ** 2 for a in actions) / len(actions)) ** 0.5
+        advantages = [
+            [0.0 if k is None else (a - mean) / std for a, k in zip(row, ks, strict=True)]
+            for row, ks in zip(advantages, rows, strict=True)
+        ]
+    return [row + [0.0] * (max(LENGTHS) - len(row)) for row in advantages]
+
+
+# A handful of float32 operations on numbers below 4, whitened by a spread of about 1: each is off by at most
+# 4 * 2^-24 = 2.4e-7, ten of them by 2.4e-6.
+FLOAT32 = {"atol": 3e-6, "rtol": 0.0}
+
+
+@pytest.mark.parametrize("estimator", GROUPED, ids=lambda one: one.type)
+def test_the_penalty_follows_the_baseline_and_counts_from_each_token_on(estimator: Any) -> None:
+    made = two_groups()
+    found = estimate_advantages(made, estimator=estimator, group_size=2, kl_coef=0.1).advantages_BT
+    torch.testing.assert_close(found, torch.tensor(by_hand(made, estimator.type, 0.1, inside=False)), **FLOAT32)
+
+
+@pytest.mark.parametrize("estimator", GROUPED, ids=lambda one: one.type)
+def test_a_penalty_on_the_answer_is_part_of_what_the_baseline_is_of(estimator: Any) -> None:
+    made = two_groups()
+    found = estimate_advantages(made, estimator=estimator, group_size=2, kl_coef=0.1, kl_credit="answer").advantages_BT
+    torch.testing.assert_close(found, torch.tensor(by_hand(made, estimator.type, 0.1, inside=True)), **FLOAT32)
+
+
+def test_credit_for_turns_changes_no_advantage_of_whole_answers() -> None:
+    made = two_groups()
+    turns = tuple(replace(span, reward=0.25) for span in made.rollouts[2].completion.spans)
+    played = replace(made.rollouts[2], completion=replace(made.rollouts[2].completion, spans=turns))
+    made = replace(made, rollouts=(*made.rollouts[:2], played, made.rollouts[3]))
+    by_turn = estimate_advantages(made, estimator=RLOOAdvantage(), group_size=2, kl_coef=0.1, turn_weight=2.0)
+    torch.testing.assert_close(by_turn.advantages_BT, torch.tensor(by_hand(made, "rloo", 0.1, inside=False)), **FLOAT32)
+
+
+def test_without_a_reference_nothing_is_measured_of_it_and_a_penalty_is_an_error() -> None:
+    made = replace(two_groups(), ref_logprobs=())
+    result = estimate_advantages(made, estimator=RLOOAdvantage(), group_size=2, kl_coef=0.0)
+    assert not [name for name in result.metrics if name.startswith("kl/")]
+    assert [row.ref_logprobs for row in policy_samples(made, result)] == [()] * 4
+    measured = estimate_advantages(two_groups(), estimator=RLOOAdvantage(), group_size=2, kl_coef=0.0)
+    assert torch.equal(result.advantages_BT, measured.advantages_BT)
+    with pytest.raises(ConfigError, match=r"ppo\.kl_coef = 0\.1: there are no log-probs of a reference"):
+        estimate_advantages(made, estimator=RLOOAdvantage(), group_size=2, kl_coef=0.1)
 
 
 def test_a_group_estimator_refuses_a_single_sample() -> None:
@@ -160,3 +267,16 @@ def test_each_turn_gets_its_own_reward_and_the_last_action_the_rest() -> None:
     assert estimates.returns_BT.tolist() == [[4.0, 4.0, 0.0, 2.0, 2.0]]
     whole = estimate_advantages(made, estimator=GAE, group_size=1, kl_coef=0.0)
     assert whole.returns_BT.tolist() == [[4.0, 4.0, 0.0, 4.0, 4.0]]
+
+
+def test_turns_that_split_equal_rewards_differently_leave_the_group_without_a_gradient() -> None:
+    def played(*earned: float) -> Rollout:
+        spans = tuple(ActionSpan(i, i + 1, 0, reward=reward) for i, reward in enumerate(earned))
+        completion = Completion((3,) * len(earned), (-0.5,) * len(earned), "text", "stop", 0, 1, spans)
+        return Rollout(PROMPT, (1, 2), completion, 0.3, {})
+
+    made = experience(played(0.1, 0.2), played(0.3), old=-0.5, ref=-0.5, value=0.0)
+    estimator = GRPOAdvantage(eps=1e-9)
+    found = estimate_advantages(made, estimator=estimator, group_size=2, kl_coef=0.0, turn_weight=1.0)
+    # 0.1 + (0.3 - 0.1) is not 0.3 in float32, and that difference over a spread made of it would be +-0.68
+    assert found.advantages_BT.abs().max() == 0.0

@@ -39,6 +39,8 @@ from rlhf_core.training.objectives import (
 )
 from rlhf_core.training.preference_objectives import PairObjective
 from rlhf_core.types import PolicySample, PreferenceSample, RewardPair, TokenSample, ValueSample
+from tests.rlhf_core.training.conftest import TINY
+from tests.tolerances import of_model
 
 CPU = torch.device("cpu")
 POLICY = PolicyObjective(
@@ -211,6 +213,19 @@ def test_entropy_and_kl_to_the_reference_are_measured_where_they_are_not_in_the_
     assert float(output.metrics["correction_fraction"]) == 0.0
 
 
+def test_samples_without_a_reference_have_the_same_loss_and_no_distance_to_it(
+    policy_spec: ModelSpec, policy_samples: list[PolicySample]
+) -> None:
+    free = replace(POLICY, kl_coef=0.0)
+    bare = [replace(sample, ref_logprobs=()) for sample in policy_samples]
+    model = model_of(policy_spec)
+    with_reference, without = computed(free, model, policy_samples), computed(free, model, bare)
+    assert torch.equal(with_reference.loss, without.loss)
+    assert set(with_reference.metrics) - set(without.metrics) == {"ref_kl"}
+    with pytest.raises(DataError, match=r"kl_coef = 0\.1: the samples have no log-probs of the reference"):
+        computed(POLICY, model, bare)
+
+
 def test_the_value_loss_is_half_the_squared_error_of_the_models_own_values(
     value_spec: ModelSpec, value_samples: list[ValueSample]
 ) -> None:
@@ -251,7 +266,7 @@ def test_the_gradient_depends_neither_on_micro_batches_nor_on_padding(
     # Sizes 1, 4, 2, 3 in another order: rows are padded to other widths, with another token.
     order = [samples[i] for i in (5, 0, 9, 3, 7, 1, 2, 8, 4, 6)]
     parts = [order[:1], order[1:5], order[5:7], order[7:]]
-    assert difference(whole, gradients(objective, model, parts, pad_id=9)) < 1e-6
+    assert difference(whole, gradients(objective, model, parts, pad_id=9)) < of_model(TINY)
 
 
 def test_the_gradient_does_not_depend_on_packing(policy_spec: ModelSpec, token_samples: list[TokenSample]) -> None:
@@ -259,7 +274,7 @@ def test_the_gradient_does_not_depend_on_packing(policy_spec: ModelSpec, token_s
     apart = gradients(SftObjective(pack_to=None), model, [token_samples])
     # 120 tokens in rows of 40, in two micro-batches
     packed = gradients(SftObjective(pack_to=40), model, [token_samples[:6], token_samples[6:]])
-    assert difference(apart, packed) < 1e-6
+    assert difference(apart, packed) < of_model(TINY)
 
 
 @pytest.mark.parametrize("aggregation", ["seq_mean_token_mean", "constant"])
@@ -269,7 +284,7 @@ def test_sequence_means_do_not_depend_on_micro_batches(
     model = model_of(policy_spec)
     objective = replace(POLICY, loss=ClipLoss(aggregation=aggregation))
     whole = gradients(objective, model, [policy_samples])
-    assert difference(whole, gradients(objective, model, [policy_samples[:3], policy_samples[3:]])) < 1e-6
+    assert difference(whole, gradients(objective, model, [policy_samples[:3], policy_samples[3:]])) < of_model(TINY)
 
 
 def test_an_objective_travels_to_a_worker_unchanged() -> None:

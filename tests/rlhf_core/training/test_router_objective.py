@@ -14,11 +14,16 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import ModelSpec
+from rlhf_core.training import teaching
+from rlhf_core.training.distillation_objective import DistillationObjective
 from rlhf_core.training.engines import open_engine
 from rlhf_core.training.objectives import BradleyTerryObjective, SftObjective
 from rlhf_core.training.router_objective import step_counts
+from rlhf_core.training.teaching import TaughtTrainer
 from rlhf_core.training.trainer import LocalTrainer
 from rlhf_core.types import PreferenceSample, RewardPair, TokenSample
+from tests.rlhf_core.training.conftest import TINY
+from tests.tolerances import near, of_model
 
 CONFIG = TrainerConfig(engine="torch", micro_batch=4, router_aux_coef=0.5)
 SFT = SftObjective(pack_to=None)
@@ -60,9 +65,9 @@ def trained(
 
 
 def assert_same(one: tuple[Any, Any], other: tuple[Any, Any]) -> None:
-    assert one[0] == pytest.approx(other[0], rel=1e-6)
+    assert one[0] == near(other[0], of_model(TINY))
     for name, grad in one[1].items():
-        assert torch.linalg.norm(grad - other[1][name]) <= 1e-6 * torch.linalg.norm(grad) + 1e-9, name
+        assert torch.linalg.norm(grad - other[1][name]) <= of_model(TINY) * torch.linalg.norm(grad) + 1e-9, name
 
 
 def test_loss_and_gradient_are_those_of_transformers_sequence_by_sequence_and_layer_by_layer(
@@ -78,7 +83,7 @@ def test_loss_and_gradient_are_those_of_transformers_sequence_by_sequence_and_la
     (grad,) = torch.autograd.grad(0.5 * expected, model.get_parameter(gate))
     metrics, grads = trained(mixture, token_samples)
     _, without = trained(mixture, token_samples, router_aux_coef=0.0)
-    assert metrics["router_aux"] == pytest.approx(float(expected.detach()), rel=1e-6)
+    assert metrics["router_aux"] == near(float(expected.detach()), of_model(TINY))
     assert float(expected.detach()) > 2.05  # 2 is perfect balance
     torch.testing.assert_close(grads[gate] - without[gate], grad, rtol=1e-4, atol=1e-6)
 
@@ -87,7 +92,7 @@ def test_it_is_added_to_the_loss_and_reaches_the_routers(mixture: ModelSpec, tok
     plain, without = trained(mixture, token_samples, router_aux_coef=0.0)
     metrics, grads = trained(mixture, token_samples)
     assert "router_aux" not in plain
-    assert metrics["loss"] == pytest.approx(plain["loss"] + 0.5 * metrics["router_aux"], rel=1e-6)
+    assert metrics["loss"] == near(plain["loss"] + 0.5 * metrics["router_aux"], of_model(TINY))
     routers = [name for name in grads if name.endswith("gate.weight")]
     assert len(routers) == 2
     assert all(torch.linalg.norm(grads[name] - without[name]) > 1e-3 for name in routers)
@@ -109,7 +114,7 @@ def test_the_shards_of_two_ranks_are_the_whole(mixture: ModelSpec, token_samples
     counts = step_counts(SFT, token_samples)
     parts = [trainer.forward_backward(token_samples[rank::2], SFT, counts) for rank in range(2)]
     whole, _ = trained(mixture, token_samples)
-    assert sum(part["router_aux"] for part in parts) == pytest.approx(whole["router_aux"], rel=1e-6)
+    assert sum(part["router_aux"] for part in parts) == near(whole["router_aux"], of_model(TINY))
 
 
 def test_both_rows_of_a_pair_count(
@@ -120,7 +125,27 @@ def test_both_rows_of_a_pair_count(
     metrics, _ = trained(spec, reward_pairs, BradleyTerryObjective(0.0))
     # The chosen and the rejected rows are the same ten sequences.
     rows = [TokenSample(pair.chosen_ids, (0, *(1,) * (len(pair.chosen_ids) - 1))) for pair in reward_pairs]
-    assert metrics["router_aux"] == pytest.approx(trained(mixture, rows)[0]["router_aux"], rel=1e-6)
+    assert metrics["router_aux"] == near(trained(mixture, rows)[0]["router_aux"], of_model(TINY))
+
+
+def test_a_distilled_step_in_pieces_has_the_balance_of_the_step_in_one(
+    mixture: ModelSpec, policy_spec: ModelSpec, token_samples: list[TokenSample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objective = DistillationObjective(kind="forward", jsd_beta=0.5, temperature=1.0, kl_weight=0.5)
+    teacher = LocalTrainer(policy_spec, None, CONFIG)
+    made = []
+    for elements in (2**25, 20 * 8):  # all at once, or 20 tokens: seven pieces
+        monkeypatch.setattr(teaching, "PIECE_ELEMENTS", elements)
+        engine = open_engine(mixture, OptimizerConfig(), CONFIG)
+        student = LocalTrainer(mixture, OptimizerConfig(), CONFIG, engine=engine)
+        taught = TaughtTrainer(student, teacher, k=8, temperature=1.0, vocabulary=320)
+        metrics = taught.forward_backward(token_samples, objective)
+        grads = {name: p.grad for name, p in engine.module.named_parameters() if p.grad is not None}
+        metrics["router_aux/eval"] = taught.loss(token_samples, objective)["router_aux"]
+        made.append((metrics, grads))
+    sft = trained(mixture, token_samples)[0]["router_aux"]
+    assert made[0][0]["router_aux"] == pytest.approx(sft, rel=1e-6)  # the same rows, whatever is learnt on them
+    assert_same(*made)
 
 
 def test_a_dense_model_is_refused_and_a_frozen_one_is_not_asked(policy_spec: ModelSpec) -> None:

@@ -16,6 +16,8 @@ from rlhf_core.training.batching import reduce
 from rlhf_core.training.step_objective import StepObjective
 from rlhf_core.training.trainer import LocalTrainer
 from rlhf_core.types import StepSample, TokenSample
+from tests.rlhf_core.training.conftest import TINY
+from tests.tolerances import near, of_model
 
 SAMPLES = [
     StepSample((5, 9, 30, 41, 7), (0, 0, 1, 0, 1), (0.0, 0.0, 1.0, 0.0, 0.0)),
@@ -40,7 +42,7 @@ def test_a_step_is_scored_as_the_sequence_that_ends_there(score_spec: ModelSpec)
     trainer = trainer_of(score_spec)
     found = trainer.step_scores([unlabelled(sample) for sample in SAMPLES])
     for sample, scores in zip(SAMPLES, found, strict=True):
-        assert scores == pytest.approx(trainer.scores(prefixes(sample)), abs=1e-6)
+        assert scores == near(tuple(trainer.scores(prefixes(sample))), of_model(TINY))
     assert [len(scores) for scores in found] == [2, 1, 3]
 
 
@@ -54,8 +56,8 @@ def test_padding_and_packing_change_no_step_score(score_spec: ModelSpec) -> None
             sequence_scores(model, collate([TokenSample(ids, (0,) * len(ids))], pad_id=0))
             for ids in prefixes(SAMPLES[2])
         ]
-    torch.testing.assert_close(padded, packed, atol=1e-6, rtol=0)
-    torch.testing.assert_close(padded[-3:], torch.cat(alone), atol=1e-6, rtol=0)
+    torch.testing.assert_close(padded, packed, atol=of_model(TINY), rtol=0)
+    torch.testing.assert_close(padded[-3:], torch.cat(alone), atol=of_model(TINY), rtol=0)
 
 
 def test_the_loss_is_the_mean_cross_entropy_over_the_steps_of_all_micro_batches(score_spec: ModelSpec) -> None:

@@ -104,7 +104,7 @@ def test_only_evaluation_prompts_carry_facts(world: tuple[Tables, dict[str, floa
 
 def test_every_table_has_the_size_asked_for(world: tuple[Tables, dict[str, float]]) -> None:
     sizes = {name: len(rows) for name, rows in world[0].named().items()}
-    assert list(sizes.values()) == [4000, 256, 3000, 256, 1000, 256, 0, 0]
+    assert list(sizes.values()) == [4000, 256, 3000, 256, 1000, 256, 0, 0, 0, 0]
 
 
 def test_evaluation_pairs_names_with_things_that_training_does_not(world: tuple[Tables, dict[str, float]]) -> None:

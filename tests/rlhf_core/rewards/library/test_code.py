@@ -36,3 +36,46 @@ def test_a_label_without_tests_is_refused() -> None:
     for label in ("{}", '{"inputs": ["1"], "outputs": []}', "[]", "3"):
         with pytest.raises(DataError, match="holds no tests"):
             read_tests(label)
+
+
+@pytest.mark.parametrize(
+    ("label", "rule"),
+    [
+        ("{'inputs': ['2'], 'outputs': ['4']}", "checks nothing"),
+        ("print(f(1))", "checks nothing"),
+        ("# assert f(1) == 2", "checks nothing"),
+        ("assert True", "checks nothing"),
+        ('assert (f(1) == 2, "wrong")', "checks nothing"),
+        ("def check(f):\n    assert f(1) == 2", "checks nothing"),
+        ('["assert f(1) == 2", ""]', "checks nothing"),
+        ("assert f(1) = 2", "is no Python"),
+        ('["assert f(1) == "]', "is no Python"),
+        ("assert f(" + "(" * 5000 + ")" * 5000 + ")", "is no Python"),
+        ("the answer is 4", "is no Python"),
+        ('{"tests": ["assert f(1) == 2", 3]}', "holds no tests"),
+        ('{"inputs": [[2]], "outputs": ["4"]}', "has list for text"),
+        ('{"inputs": ["2"], "outputs": [true]}', "has bool for text"),
+        ('{"inputs": ["2"], "outputs": [" "]}', "expects no output"),
+        ('{"fn_name": "f", "inputs": ["2"], "outputs": ["4"]}', "calls 'f' by its name"),
+    ],
+)
+def test_a_test_that_is_none_is_refused_and_pays_nobody(label: str, rule: str) -> None:
+    with pytest.raises(DataError, match=rule):
+        code_reward([""], ["pass"], [label])
+
+
+@pytest.mark.parametrize(
+    ("label", "count"),
+    [
+        ("assert f(1) == 2\nassert (\n    f(2)\n    == 3\n)", 2),
+        ("    assert f(1) == 2\n    assert f(2) == 3", 2),
+        ("import math\nassert f(1) == math.trunc(2.5)\nassert f(2) == 3", 1),
+        ("def check(f):\n    assert f(1) == 2\n\ncheck(f)", 1),
+        ("if f(1) != 2:\n    raise ValueError", 1),
+        ("import unittest\nunittest.TestCase().assertEqual(f(1), 2)", 1),
+        ('["assert f(1) == 2", "assert f(2) == 3"]', 2),
+    ],
+)
+def test_tests_in_python_may_be_written_as_people_write_them(label: str, count: int) -> None:
+    assert len(read_tests(label)) == count
+    assert code_reward([""] * 2, ["f = lambda x: x + 1", "f = lambda x: x"], [label] * 2) == [1.0, 0.0]

@@ -28,6 +28,7 @@ def reward(answer: str, label: str | None, **options: float) -> float | None:
         ("no number at all", "42", 0.0),
         ("42", "", None),
         ("42", None, None),
+        ("42", '{"answer": 42}', None),
     ],
 )
 def test_an_answer_counts_by_what_it_means(answer: str, label: str | None, expected: float | None) -> None:

@@ -31,6 +31,8 @@ def test_a_label_that_is_no_entry_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "reasoning_gym", SimpleNamespace(get_score_answer_fn=lambda name: None))  # type: ignore[arg-type]
     with pytest.raises(DataError, match="is no entry of reasoning-gym"):
         reasoning_gym_reward([""], ["1"], ["42"])
+    with pytest.raises(DataError, match="is no entry of reasoning-gym"):
+        reasoning_gym_reward([""], ["1"], ["[" * 100_000])
 
 
 def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

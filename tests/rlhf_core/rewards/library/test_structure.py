@@ -52,3 +52,14 @@ def test_a_label_that_is_no_schema_is_that_rows_fault_and_not_the_configurations
 def test_a_reference_elsewhere_is_not_fetched() -> None:
     with pytest.raises(Exception, match="Unresolvable"):
         json_schema([""], ["1"], [json.dumps({"$ref": "http://127.0.0.1:9/schema.json"})])
+
+
+@pytest.mark.parametrize("label", ["{}", "true", "false", '{"title": "x"}', '{"inputs": ["2"], "outputs": ["4"]}'])
+def test_a_schema_that_anything_fits_is_refused(label: str) -> None:
+    with pytest.raises(DataError, match="asks for nothing"):
+        json_schema([""], ["1"], [label])
+
+
+def test_a_label_with_brackets_too_deep_is_that_rows_fault() -> None:
+    with pytest.raises(DataError, match="is no JSON"):
+        json_schema([""], ["1"], ["[" * 100_000])

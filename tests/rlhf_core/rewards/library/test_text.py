@@ -20,6 +20,10 @@ def test_exact_match_ignores_white_space_case_and_a_period() -> None:
     assert exact_match([""], ["paris"], ["Paris"], ignore_case=False) == [0.0]
 
 
+def test_a_label_of_periods_alone_is_none_and_an_empty_answer_does_not_match_it() -> None:
+    assert exact_match([""] * 2, ["", "..."], [" ."] * 2) == [None, None]
+
+
 def test_regex_match_searches_or_matches_the_whole() -> None:
     assert regex_match([""] * 2, ["a\n12", "b"], [None] * 2, pattern=r"\d+") == [1.0, 0.0]
     assert regex_match([""] * 2, ["x12", "12"], [None] * 2, pattern=r"\d+", whole=True) == [0.0, 1.0]

@@ -1,0 +1,13 @@
+"""A train worker for GPUs that Ray counts and nobody has."""
+
+from __future__ import annotations
+
+from rlhf_core.config.engines import TrainerConfig
+from rlhf_core.runtime.train_worker import TrainWorker
+
+
+class TrainWorkerOnCpu(TrainWorker):
+    """Computes on the CPU, which the worker itself refuses where a GPU was reserved for it."""
+
+    def __init__(self, world: int, threads: int, config: TrainerConfig, *, gpus_per_worker: float) -> None:
+        super().__init__(world, threads, config)

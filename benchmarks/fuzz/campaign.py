@@ -1,0 +1,102 @@
+"""One input after the other, each with a limit in seconds of computing, and what became of it."""
+
+from __future__ import annotations
+
+import random
+import signal
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Literal, Protocol
+
+from rlhf_core.errors import RlhfError
+
+Fate = Literal["clear error", "right", "traceback", "hang"]
+FATES: tuple[Fate, ...] = ("clear error", "right", "traceback", "hang")
+PATIENCE = 30
+"""A machine that has others to serve gives a process a small part of its time."""
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Wrong(Exception):
+    """Something was made of an input, and not the right thing."""
+
+
+class Target(Protocol):
+    """Something that is given damaged inputs; it works in a folder of its own."""
+
+    def attempt(self, rng: random.Random) -> None:
+        """Make one input and use it. Returns if the result is right; RlhfError is a clear error, anything else a finding."""
+        ...
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one input. `where` tells findings apart: the error's class and our last line below it."""
+
+    number: int
+    fate: Fate
+    where: str = ""
+    detail: str = ""
+
+
+def run(
+    name: str, make: Callable[[Path], Target], *, seed: int, first: int, count: int, limit_s: float
+) -> Iterator[Result]:
+    """Yield the results of the inputs `first` to `first + count - 1`; each depends on `name`, `seed` and its number alone."""
+    with tempfile.TemporaryDirectory(prefix="rlhf-fuzz-") as folder:
+        target = make(Path(folder))
+        for number in range(first, first + count):
+            yield _attempted(target, random.Random(f"{name}/{seed}/{number}"), number, limit_s)
+
+
+def _attempted(target: Target, rng: random.Random, number: int, limit_s: float) -> Result:
+    try:
+        with _limited(limit_s):
+            target.attempt(rng)
+    except RlhfError:
+        return Result(number, "clear error")
+    except _Late as error:
+        return Result(number, "hang", _where(error), traceback.format_exc())
+    except Exception as error:
+        return Result(number, "traceback", _where(error), traceback.format_exc())
+    return Result(number, "right")
+
+
+class _Late(BaseException):
+    """Not an Exception: what catches those must not catch it."""
+
+
+@contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Raise `_Late` in the block after `seconds` of computing, or after `PATIENCE` times as long by the clock."""
+
+    def late(signum: int, frame: FrameType | None) -> None:
+        raise _Late
+
+    before = {one: signal.signal(one, late) for one in (signal.SIGPROF, signal.SIGALRM)}
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, PATIENCE * seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+def _where(error: BaseException) -> str:
+    """Return the error's class and the last of our own lines that it went through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [
+        frame for frame in frames if Path(frame.filename).is_relative_to(ROOT) and "site-packages" not in frame.filename
+    ]
+    last = (ours or frames)[-1]
+    file = Path(last.filename)
+    shown = file.relative_to(ROOT) if file.is_relative_to(ROOT) else file.name
+    return f"{type(error).__name__} at {shown}:{last.lineno} in {last.name}"

@@ -1,0 +1,342 @@
+"""The methods that `benchmarks.methods` compares: what each is made of, and how one of them learns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults.small import directly
+from pipelines.deferred import DeferredRuntime
+from pipelines.full import condition_and_imitate, judge, part, sample_and_imitate
+from pipelines.graph import Stages
+from pipelines.listener import Silent
+from pipelines.profile import (
+    ConditionalSFTConfig,
+    DistillationConfig,
+    EvaluationConfig,
+    OfflineDPOConfig,
+    PipelineConfig,
+    PolicyOptimisationConfig,
+    load_profile,
+)
+from pipelines.run import PipelineRun, RunOptions
+from rlhf_core.artifacts import ArtifactStore
+from rlhf_core.config.policy import GROUP_ADVANTAGES, PPOConfig
+from rlhf_core.data.tables import read_preferences, write_preferences
+from rlhf_core.stage import StageSpec
+from rlhf_core.tracking.memory import MemoryTracker
+from rlhf_core.types import (
+    ArtifactRef,
+    DemonstrationsRef,
+    PolicyRef,
+    PreferencesRef,
+    PromptsRef,
+    RewardModelRef,
+)
+
+PREFERENCE: Mapping[str, dict[str, Any]] = {
+    "dpo": {"loss": {"type": "dpo"}},
+    "cdpo": {"loss": {"type": "cdpo"}},
+    "robust": {"loss": {"type": "robust"}},
+    "ipo": {"loss": {"type": "ipo", "beta": 0.5}},  # aims at h = 1 nat; at 0.1 it aims at 5 and overshoots
+    "hinge": {"loss": {"type": "hinge"}},
+    "apo_zero": {"loss": {"type": "apo_zero"}},
+    "apo_down": {"loss": {"type": "apo_down"}},
+    "sppo": {"loss": {"type": "sppo"}},
+    "nca": {"loss": {"type": "nca"}},
+    "exo": {"loss": {"type": "exo"}},
+    "aot": {"loss": {"type": "aot"}},
+    "aot unpaired": {"loss": {"type": "aot", "paired": False}},
+    "discopop": {"loss": {"type": "discopop"}},
+    "kto": {"loss": {"type": "kto"}},
+    "simpo": {"loss": {"type": "simpo"}},
+    "orpo": {"loss": {"type": "orpo", "odds_weight": 1.0}},
+    "rpo": {"loss": {"type": "dpo"}, "nll_coef": 1.0},
+    "ld-dpo": {"loss": {"type": "dpo"}, "length_alpha": 0.5},
+}
+POLICY: Mapping[str, dict[str, Any]] = {
+    "gae": {"advantage": {"type": "gae"}},
+    "gae, ptx": {"advantage": {"type": "gae"}, "ptx": {"coef": 0.1, "max_length": 192}},
+    "reinforce++": {"advantage": {"type": "reinforce++"}},
+    "grpo": {"advantage": {"type": "grpo"}, "kl_in": "loss"},
+    "reinforce++-baseline": {"advantage": {"type": "reinforce++-baseline"}},
+    "rloo": {"advantage": {"type": "rloo"}},
+    "dr_grpo": {"advantage": {"type": "dr_grpo"}, "loss": {"type": "clip", "aggregation": "constant"}},
+    "opo": {"advantage": {"type": "opo"}},
+    "rloo, gspo": {"advantage": {"type": "rloo"}, "loss": {"type": "gspo"}},
+    "rloo, cispo": {"advantage": {"type": "rloo"}, "loss": {"type": "cispo"}},
+}
+GROUP = 4
+"""Samples per prompt of the estimators that compare them; the others get as many more prompts."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What every method starts from."""
+
+    base: PolicyRef
+    policy: PolicyRef
+    prompts: PromptsRef
+    eval_prompts: PromptsRef
+    demonstrations: DemonstrationsRef
+    preferences: PreferencesRef
+    reward_models: dict[str, RewardModelRef]
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """A trained policy, and the held-out prompts in the words that it was taught, where they are not the plain ones."""
+
+    policy: PolicyRef
+    asked: PromptsRef | None = None
+
+
+Method = Callable[[PipelineConfig, Stages, Start], Learnt]
+
+
+@dataclass
+class Bench:
+    """A pipeline whose stages are called one by one, with the seconds that each of them took when it was made."""
+
+    config: PipelineConfig
+    store: ArtifactStore
+    run: PipelineRun
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    @contextmanager
+    def opened(cls, config: PipelineConfig, state: Path) -> Iterator[Bench]:
+        """Yield a bench on the store below `state`; the engines start with the first stage that needs them."""
+        store = ArtifactStore(state / "store")
+        store.create()
+        runtime = DeferredRuntime(config.runtime)
+        try:
+            yield cls(
+                config, store, PipelineRun(config, RunOptions(), store, runtime, MemoryTracker(), Silent(), planned=[])
+            )
+        finally:
+            runtime.close()
+
+    def stages(self, name: str, seed: int = 0) -> Stages:
+        """Return the stages with a seed of their own, labelled with the method they belong to."""
+        run_stage = directly(self.run)
+
+        def labelled(spec: StageSpec, kind: type[ArtifactRef]) -> ArtifactRef:
+            label = f"methods/{name}/{seed}/{spec.label}"
+            made: ArtifactRef = run_stage(replace(spec, label=label), kind)
+            records = [record for record in self.store.records() if record.handle.digest == made.digest]
+            self.seconds[label] = min(record.seconds for record in records)
+            return made
+
+        return Stages(labelled, self.config.seed + seed, self.config.runtime)  # type: ignore[arg-type]
+
+    def seconds_of(self, name: str, seed: int) -> float:
+        """Return the seconds of the stages that this method is made of, whenever they ran."""
+        prefix = f"methods/{name}/{seed}/"
+        return sum(seconds for label, seconds in self.seconds.items() if label.startswith(prefix))
+
+
+# ---------------------------------------------------------------- the methods of the tiny world
+
+
+def methods(config: PipelineConfig, steps: int) -> dict[str, Method]:
+    """Return every method by name."""
+    assert config.sft is not None
+    assert config.rejection_sampling is not None
+    own = config.rejection_sampling
+    conditional = load_profile("tiny/conditional").conditional_sft
+    distill = load_profile("tiny/distill").distill
+    assert conditional is not None
+    assert distill is not None
+    conditional = conditional.model_copy(update={"generate": own.generate, "score": own.score})
+    offline = {"kl_weight": 1.0, "on_policy": False}
+    online = {"kl_weight": 1.0, "on_policy": True, "sampling": own.generate.sampling, "eval_fraction": 0.05}
+    slower = distill.optimizer.model_copy(update={"learning_rate": 5e-4})
+    made: dict[str, Method] = {
+        "sft/nll": imitating("nll"),
+        "sft/dft": imitating("dft"),
+        "sft/best of 8": best_of_own,
+        "sft/conditional": conditioning(conditional),
+        "distill/forward": distilling(distill.model_copy(update=offline)),
+        "distill/own answers": distilling(distill.model_copy(update=online | {"optimizer": slower})),
+    }
+    made |= {f"dpo/{name}": preferring(section) for name, section in preference_sections(config).items()}
+    made |= {f"ppo/{name}": optimising(section) for name, section in policy_sections(config, steps).items()}
+    return made
+
+
+def preference_sections(config: PipelineConfig) -> dict[str, OfflineDPOConfig]:
+    """Return the configuration of every preference loss, by name."""
+    assert config.iterative_dpo is not None
+    offline = config.iterative_dpo.dpo.model_dump()
+    return {name: OfflineDPOConfig.model_validate(offline | changes) for name, changes in PREFERENCE.items()}
+
+
+def policy_sections(config: PipelineConfig, steps: int) -> dict[str, PPOConfig]:
+    """Return the configuration of every estimator and policy loss, by name, all with as many rollouts a step."""
+    assert config.ppo is not None
+    online = config.ppo.model_dump() | {"steps": steps, "checkpoint_every": steps}
+    made: dict[str, PPOConfig] = {}
+    for name, changes in POLICY.items():
+        one = PolicyOptimisationConfig.model_validate(online | {"samples_per_prompt": GROUP} | changes)
+        if not isinstance(one.advantage, GROUP_ADVANTAGES):
+            one = one.model_copy(update={"samples_per_prompt": 1})
+        else:
+            one = one.model_copy(update={"prompts_per_step": one.prompts_per_step // GROUP})
+        made[name] = one
+    return made
+
+
+def imitating(loss: str) -> Method:
+    """Return the imitation of the demonstrations from the base, with this loss."""
+
+    def learn(config: PipelineConfig, stages: Stages, start: Start) -> Learnt:
+        assert config.sft is not None
+        section = config.sft.model_copy(update={"loss": loss})
+        return Learnt(stages.sft("sft", section, policy=start.base, demonstrations=start.demonstrations))
+
+    return learn
+
+
+def best_of_own(config: PipelineConfig, stages: Stages, start: Start) -> Learnt:
+    """Imitate the best of one's own answers."""
+    assert config.rejection_sampling is not None
+    return Learnt(
+        sample_and_imitate(
+            config.rejection_sampling,
+            stages,
+            policy=start.policy,
+            prompts=start.prompts,
+            reward_models=start.reward_models,
+        )
+    )
+
+
+def conditioning(section: ConditionalSFTConfig) -> Method:
+    """Return the imitation of all of one's own answers, each with its level; it is asked for the highest."""
+
+    def learn(config: PipelineConfig, stages: Stages, start: Start) -> Learnt:
+        policy, rollouts = condition_and_imitate(
+            section, stages, policy=start.policy, prompts=start.prompts, reward_models=start.reward_models
+        )
+        asked = stages.condition_prompts(
+            "conditional_sft/ask", section.condition, rollouts=rollouts, prompts=start.eval_prompts
+        )
+        return Learnt(policy, asked)
+
+    return learn
+
+
+def distilling(section: DistillationConfig) -> Method:
+    """Return the distillation of `best_of_own` into the base on demonstrations, or into SFT on its own answers."""
+
+    def learn(config: PipelineConfig, stages: Stages, start: Start) -> Learnt:
+        teacher = best_of_own(config, stages, start).policy
+        if section.on_policy:
+            return Learnt(
+                stages.distill("distill", section, policy=start.policy, teacher=teacher, prompts=start.prompts)
+            )
+        data = start.demonstrations
+        return Learnt(stages.distill("distill", section, policy=start.base, teacher=teacher, demonstrations=data))
+
+    return learn
+
+
+def preferring(section: OfflineDPOConfig) -> Method:
+    """Return the optimisation of a preference loss on the prepared pairs."""
+
+    def learn(config: PipelineConfig, stages: Stages, start: Start) -> Learnt:
+        return Learnt(
+            stages.dpo("dpo", section, policy=start.policy, reference=start.policy, preferences=start.preferences)
+        )
+
+    return learn
+
+
+def optimising(section: PPOConfig) -> Method:
+    """Return the optimisation of the policy against the reward model."""
+
+    def learn(config: PipelineConfig, stages: Stages, start: Start) -> Learnt:
+        return Learnt(
+            stages.ppo(
+                "ppo",
+                section,
+                policy=start.policy,
+                reference=start.policy,
+                prompts=start.prompts,
+                reward_models=start.reward_models,
+                demonstrations=start.demonstrations if section.ptx else None,
+            )
+        )
+
+    return learn
+
+
+# ---------------------------------------------------------------- where they start, and what came of them
+
+
+def make_start(bench: Bench) -> Start:
+    """Return data, SFT policy and reward model of the profile, from the store where they are there."""
+    config, stages = bench.config, bench.stages("start")
+    assert config.sft is not None
+    assert config.reward_model is not None
+    data = stages.prepare_data("prepare_data", config.prepare_data)
+    demonstrations = part(data, "demonstrations", DemonstrationsRef)
+    preferences = part(data, "preferences", PreferencesRef)
+    base = part(data, "base", PolicyRef)
+    policy = stages.sft("sft", config.sft, policy=base, demonstrations=demonstrations)
+    model = stages.reward_model("reward_model", config.reward_model, policy=policy, preferences=preferences)
+    return Start(
+        base=base,
+        policy=policy,
+        prompts=part(data, "prompts", PromptsRef),
+        eval_prompts=part(data, "eval_prompts", PromptsRef),
+        demonstrations=demonstrations,
+        preferences=preferences,
+        reward_models={"reward_model": model},
+    )
+
+
+def first_pairs(preferences: PreferencesRef, count: int, store: ArtifactStore, state: Path) -> PreferencesRef:
+    """Return the first `count` training pairs, with all that are held out."""
+    folder = state / "methods" / f"pairs-{count}-{preferences.digest[:8]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, kept in (("train", count), ("eval", None)):
+        rows = read_preferences(store.path(preferences) / f"{split}.parquet")
+        write_preferences(folder / f"{split}.parquet", rows[:kept])
+    return store.external(PreferencesRef, folder)
+
+
+def learn(name: str, method: Method, bench: Bench, start: Start, seed: int) -> dict[str, float]:
+    """Train one method with one seed; return what the held-out prompts say of it, and the seconds of its stages."""
+    made = method(bench.config, bench.stages(name, seed), start)
+    figures = judged(bench, start, {"sft": start.policy, "made": made.policy}, {"made": made.asked})
+    return {
+        "gold": figures["made"]["gold"]["mean"],
+        "before": figures["sft"]["gold"]["mean"],
+        "kl": figures["made"]["kl"]["mean"],
+        "seconds": bench.seconds_of(name, seed),
+    }
+
+
+def judged(
+    bench: Bench, start: Start, policies: dict[str, PolicyRef], asked: Mapping[str, PromptsRef | None]
+) -> dict[str, Any]:
+    """Return the report on `policies`, one answer to each held-out prompt, by policy."""
+    config = bench.config
+    assert config.evaluate is not None
+    plain = config.evaluate.evaluate.model_copy(update={"best_of": {}, "parents": {}})
+    report = judge(
+        EvaluationConfig(generate=config.evaluate.generate, evaluate=plain),
+        bench.stages("judge"),
+        policies=policies,
+        prompts=start.eval_prompts,
+        asked={name: prompts for name, prompts in asked.items() if prompts is not None},
+        reward_models=start.reward_models,
+    )
+    found: dict[str, Any] = json.loads((bench.store.path(report) / "report.json").read_text())["policies"]
+    return found

@@ -1,0 +1,32 @@
+"""Which of a stage's numbers a person looks for first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+KEY_METRICS = (
+    "accuracy",
+    "eval/accuracy",
+    "eval/loss",
+    "eval/token_loss",
+    "reward/mean",
+    "loss",
+    "rollouts",
+    "generations",
+    "pairs",
+    "demonstrations",
+)
+"""The number that a person looks for first, by the end of its name; the first that a stage has is shown."""
+
+
+def key_metric(metrics: Mapping[str, float]) -> str:
+    """Return `name value` of the number that says most about a stage, or an empty text.
+
+    While a stage runs its label stands before the name. What was measured `before` training is not its result.
+    """
+    results = {name: value for name, value in metrics.items() if "before" not in name.split("/")}
+    for wanted in KEY_METRICS:
+        for name, value in results.items():
+            if name == wanted or name.endswith(f"/{wanted}"):
+                return f"{wanted} {value:.4g}"
+    return ""

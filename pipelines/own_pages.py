@@ -1,0 +1,101 @@
+"""Prefect's server for this machine's own pages and programs alone.
+
+Whoever can create a flow run can run commands: deployments take agent programs and paths. The server listens on loopback, where
+every page in a browser reaches it, too: by requests that ask no leave (no preflight), and under a name of the page's own that
+resolves to 127.0.0.1 (DNS rebinding). So a request must name this machine in `Host`, and if a page sent it, that page
+must be this server's. Programs send no `Origin`. Other users of the machine are kept out by Prefect's auth string, which
+every request to the API must bring (`Home.prefect_auth`); its pages ask for it once, or take it from a link.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.responses import HTMLResponse, PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
+SIGN_IN = "/sign-in"
+_SIGN_IN_PAGE = """<!doctype html><title>Prefect</title>
+<script>localStorage.setItem("prefect-password", location.hash.slice(1)); location.replace("/")</script>
+"""
+"""What comes after `#` stays in the browser, so that no log has it. The key is where Prefect's pages look."""
+
+
+def sign_in_link(url: str, auth: str) -> str:
+    """Return the address that signs a browser in at the server of `url`; whoever reads it can do the same.
+
+    >>> sign_in_link("http://127.0.0.1:4200", "me:word")
+    'http://127.0.0.1:4200/sign-in#bWU6d29yZA=='
+    """
+    return f"{url}{SIGN_IN}#{basic(auth)}"
+
+
+def basic(auth: str) -> str:
+    """Return an auth string as the header `Authorization: Basic` has it."""
+    return base64.b64encode(auth.encode()).decode()
+
+
+def prefect_app() -> Any:
+    """Return Prefect's application behind `OwnPages`; uvicorn's factory."""
+    from prefect.server.api.server import create_app
+
+    return OwnPages(create_app())
+
+
+class OwnPages:
+    """Answers 403 to requests and WebSockets of foreign pages, and under foreign names."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve, or refuse before anything is read."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        headers = [(name.lower(), value.decode("latin-1")) for name, value in scope["headers"]]
+        refusal = refused(
+            [value for name, value in headers if name == b"host"],
+            [value for name, value in headers if name == b"origin"],
+        )
+        if not refusal and scope["type"] == "http" and scope["path"] == SIGN_IN:
+            await HTMLResponse(_SIGN_IN_PAGE)(scope, receive, send)
+        elif not refusal:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await receive()
+            await send({"type": "websocket.close", "code": 1008, "reason": refusal})
+        else:
+            await PlainTextResponse(f"{refusal}\n", status_code=403)(scope, receive, send)
+
+
+def refused(hosts: list[str], origins: list[str]) -> str:
+    """Return why a request with these headers is refused; an empty text if it is not.
+
+    >>> refused(["127.0.0.1:4200"], []), refused(["localhost:4200"], ["http://127.0.0.1:4200"])
+    ('', '')
+    >>> refused(["evil.example:4200"], [])
+    'this server answers to 127.0.0.1 and localhost alone'
+    >>> refused(["127.0.0.1:4200"], ["https://evil.example"])
+    'this server answers its own pages alone'
+    """
+    places = [_place(f"//{host}") for host in hosts]
+    if len(places) != 1 or places[0] is None:
+        return "this server answers to 127.0.0.1 and localhost alone"
+    if any(_place(origin) != places[0] or not origin.startswith("http://") for origin in origins):
+        return "this server answers its own pages alone"
+    return ""
+
+
+def _place(address: str) -> int | None:
+    """Return the port of an address on this machine; None if it is not one."""
+    try:
+        parts = urlsplit(address)
+        port = parts.port
+    except ValueError:
+        return None
+    extra = parts.path.strip("/") or parts.query or parts.fragment or "@" in parts.netloc
+    return None if extra or parts.hostname not in LOOPBACK_NAMES else port or 80

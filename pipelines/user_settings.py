@@ -1,0 +1,111 @@
+"""What the user set of Prefect and MLflow: servers and databases of their own, which `rlhf` uses and never replaces.
+
+Prefect itself is not asked, since its import takes seconds; the places are its own, in its order: the environment, `.env`,
+`prefect.toml`, `pyproject.toml`, and the active profile, which is what `prefect config set` writes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dotenv import dotenv_values
+
+from rlhf_core.errors import ConfigError, explain
+
+OWN = "RLHF_OWN_SETTINGS"
+"""Environment variable: the settings that `rlhf` itself gave to its processes, so that they do not pass for the user's."""
+API_URL = "PREFECT_API_URL"
+AUTH = "PREFECT_API_AUTH_STRING"
+_DATABASE = {
+    f"PREFECT_{part}_DATABASE_{name}": name.lower()
+    for name in ("CONNECTION_URL", "DRIVER")
+    for part in ("SERVER", "API")
+}
+_REMOTE_TRACKERS = ("http://", "https://", "databricks")
+
+
+def prefect_api() -> str:
+    """Return the address of the Prefect API that the user set (a server, Prefect Cloud), or an empty text."""
+    return _setting((API_URL,), ("api", "url")).rstrip("/")
+
+
+def has_prefect_database() -> bool:
+    """Return whether the user set the database of Prefect servers, by its URL or by its driver, host and so on."""
+    return any(_setting((name,), ("server", "database", key)) for name, key in _DATABASE.items())
+
+
+def remote_tracking_uri() -> str:
+    """Return the MLflow server that the user set, or an empty text; a database of theirs needs a server of ours."""
+    uri = _tracking_uri()
+    return uri if uri.startswith(_REMOTE_TRACKERS) else ""
+
+
+def tracking_store() -> str:
+    """Return the database or folder that the user set for MLflow's runs, or an empty text; it may hold a password."""
+    return "" if remote_tracking_uri() else _tracking_uri()
+
+
+def profiles_path() -> Path:
+    """Return the file of the user's Prefect profiles, wherever our own `PREFECT_HOME` is."""
+    named = _environment("PREFECT_PROFILES_PATH")
+    home = Path(_environment("PREFECT_HOME") or "~/.prefect")
+    return (Path(named) if named else home / "profiles.toml").expanduser()
+
+
+def marked(settings: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings, which are our own, and the variable that says so."""
+    return {**settings, OWN: json.dumps(dict(settings))}
+
+
+def _tracking_uri() -> str:
+    return os.environ["MLFLOW_TRACKING_URI"] if "MLFLOW_TRACKING_URI" in os.environ else ""
+
+
+def _setting(names: tuple[str, ...], path: tuple[str, ...]) -> str:
+    """Return the value under one of the names, or at the path of a TOML file, from the first place that has it."""
+    places: list[Callable[[], str]] = [
+        lambda: _first(names, _environment),
+        lambda: _first(names, lambda name: (dotenv_values(".env").get(name) or "") if Path(".env").is_file() else ""),
+        lambda: _at(_toml(Path("prefect.toml")), path),
+        lambda: _at(_toml(Path("pyproject.toml")), ("tool", "prefect", *path)),
+        lambda: _first(names, lambda name: str(_profile().get(name, ""))),
+    ]
+    return next((found for place in places if (found := place())), "")
+
+
+def _environment(name: str) -> str:
+    value = os.environ[name] if name in os.environ else ""
+    ours = json.loads(os.environ[OWN]) if os.environ.get(OWN) else {}
+    return "" if name in ours and ours[name] == value else value
+
+
+def _first(names: tuple[str, ...], read: Callable[[str], str]) -> str:
+    return next((value for name in names if (value := read(name))), "")
+
+
+def _profile() -> Mapping[str, Any]:
+    stored = _toml(profiles_path())
+    active = _environment("PREFECT_PROFILE") or stored.get("active", "")
+    profile: Mapping[str, Any] = stored.get("profiles", {}).get(active, {})
+    return profile
+
+
+def _at(tree: Any, path: tuple[str, ...]) -> str:
+    for key in path:
+        tree = tree.get(key) if isinstance(tree, Mapping) else None
+    return "" if tree is None else str(tree)
+
+
+def _toml(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        # Passed over, a server that the user set would be replaced in silence.
+        raise ConfigError(explain("file", str(path), f"is not valid TOML ({error})", "mend it")) from error

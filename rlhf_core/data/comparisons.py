@@ -1,0 +1,229 @@
+"""Rows that compare several answers to one prompt, as the rows of pairs that they stand for.
+
+Two answers with a verdict (`response1`, `response2`, `preference`), or a ranking (`answers`: each with its `rank`, 1 the
+best, as in Nectar). What a number in `preference` means is not in the row: it is decided over the whole source, and where
+that leaves two readings the rows are refused, for a verdict read the wrong way round trains the opposite.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from rlhf_core.config.data import PreferenceCoding, RankingPairs
+from rlhf_core.errors import DataError, explain
+
+Row: TypeAlias = Mapping[str, Any]
+
+TRANSCRIPT_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):[ \t]?")
+"""Where a turn of a raw transcript begins."""
+
+RESPONSES = (
+    ("response1", "response2"),
+    ("response_1", "response_2"),
+    ("response_0", "response_1"),
+    ("response0", "response1"),
+    ("response_a", "response_b"),
+    ("response_A", "response_B"),
+)
+"""The spellings of the two answers' columns, the first answer first."""
+
+_TIES = {"tie", "ties", "tied", "tiebothbad", "both", "bothgood", "bothbad", "neither", "equal", "same", "draw", "none"}
+_ORDINALS = ({"a", "first", "modela", "responsea"}, {"b", "second", "modelb", "responseb"})
+_NOT_WORD = re.compile(r"[\W_]+")
+_CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
+
+_ANSWERS = {
+    *("answer", "answers", "response", "responses", "completion", "completions", "output", "outputs"),
+    *("reply", "replies", "generation", "generations", "candidate", "candidates", "chosen", "rejected"),
+}
+_VERDICTS = {"preference", "preferences", "preferred", "winner", "loser", "better", "safer", "rank", "ranks", "ranking"}
+
+
+class Tie(Exception):
+    """The answers were found equally good: there is nothing to prefer, and nothing wrong with the row."""
+
+
+def responses(row: Row) -> tuple[str, str] | None:
+    """Return the names of the two answers' columns, the first answer's first; None where the row has no such two.
+
+    >>> responses({"prompt": "2+2?", "response_0": "5", "response_1": "4"})
+    ('response_0', 'response_1')
+    """
+    for first, second in RESPONSES:
+        if row.get(first) is not None and row.get(second) is not None:
+            return first, second
+    return None
+
+
+def is_ranking(row: Row) -> bool:
+    """Return whether `row` has a list of answers that each bear a rank."""
+    answers = row.get("answers")
+    return isinstance(answers, (list, tuple)) and any(isinstance(one, Mapping) and "rank" in one for one in answers)
+
+
+def refuse_hidden_answers(row: Row) -> None:
+    """Raise DataError where a row that would be read as a bare prompt has columns with answers or verdicts in it.
+
+    Numbers alone are no answers (`num_responses`), and a column that is empty holds nothing.
+    """
+    hidden = sorted(name for name, value in row.items() if _holds(name, value))
+    if hidden:
+        remedy = (
+            "name what they are with columns = {completion = ...}, {chosen = ..., rejected = ...}, {response1 = ..., "
+            "response2 = ..., preference = ...} or {label = ...} (the expected answer), or set format = 'prompt' to leave "
+            "them out"
+        )
+        raise DataError(f"answers beside a bare prompt: {hidden} would be left out in silence; {remedy}")
+
+
+def verdict_coding(source: str, coding: PreferenceCoding, rows: Sequence[Row]) -> PreferenceCoding:
+    """Return how the numbers in `preference` of all `rows` of `source` are to be read; `auto` is decided by what occurs.
+
+    1 and 2 are places where a 2 occurs and no 0. 0 and 1 are places only where the columns themselves are numbered from
+    0 and a 0 occurs: elsewhere a 1 may as well say that it is true that the first is better. Words need no coding, and
+    leave it at `auto`. DataError where the numbers can be read in two ways.
+    """
+    if coding != "auto":
+        return coding
+    said = [row["preference"] for row in rows if "preference" in row]
+    numbers = {number for one in said if (number := _number(one)) is not None}
+    if not numbers:
+        return "auto"
+    truths = any(isinstance(one, bool) for one in said)
+    names = next((found for row in rows if (found := responses(row))), ("response1", "response2"))
+    from_zero = names[0].endswith("0")
+    if numbers <= {1, 2} and 2 in numbers and not from_zero:
+        return "one_based"
+    if numbers <= {0, 1} and 0 in numbers and from_zero and not truths:
+        return "zero_based"
+    shown = ", ".join(f"{number:g}" for number in sorted(numbers)[:8])
+    rule = (
+        f"the numbers in `preference` are {shown} and the answers {names[0]!r} and {names[1]!r}: they can be read in more "
+        "than one way (0 and 1 as places or as 'the first is better', a lone 1 as either place, signs as strengths)"
+    )
+    remedy = (
+        "set preference_coding = 'zero_based' (0: the first is better, 1: the second), 'one_based' (1, 2), 'first_is_one' "
+        "(1: the first, 0: the second) or 'signed' (negative: the first, positive: the second, 0: a tie)"
+    )
+    raise DataError(explain(f"data.sources[{source}].preference_coding", "auto", rule, remedy))
+
+
+def compared(row: Row, coding: PreferenceCoding) -> dict[str, Any]:
+    """Return the row of a pair (`prompt`, `chosen`, `rejected`); Tie where neither answer was preferred.
+
+    >>> compared({"prompt": "2+2?", "response1": "5", "response2": "4", "preference": "response2"}, "auto")["chosen"]
+    '4'
+    """
+    names = responses(row)
+    if names is None:
+        raise DataError(f"missing column: two responses; the row has {sorted(row)}")
+    second_won = _second_won(row["preference"], names, coding)
+    answers = [row[name] for name in names]
+    margin = {"margin": row["margin"]} if "margin" in row else {}
+    return {
+        "prompt": _asked(row["prompt"]),
+        "chosen": answers[second_won],
+        "rejected": answers[not second_won],
+        **margin,
+    }
+
+
+def ranked(row: Row, pairs: RankingPairs) -> list[dict[str, Any]]:
+    """Return the rows of the pairs that a ranking stands for, the best answer's first; Tie where all ranks are equal.
+
+    `max_min` is the best against the worst, `adjacent` each against the next one, `all` each against each. Answers of one
+    rank are never a pair.
+    """
+    answers = row["answers"]
+    if not isinstance(answers, (list, tuple)) or len(answers) < 2:
+        raise DataError("not a ranking: answers must be a list of at least two")
+    order = sorted(answers, key=_rank)
+    ranks = [_rank(answer) for answer in order]
+    if ranks[0] == ranks[-1]:
+        raise Tie
+    last = len(order) - 1
+    places: Iterable[tuple[int, int]] = [(0, last)]
+    if pairs == "adjacent":
+        places = itertools.pairwise(range(len(order)))
+    elif pairs == "all":
+        places = itertools.combinations(range(len(order)), 2)
+    prompt = _asked(row["prompt"])
+    return [
+        {"prompt": prompt, "chosen": order[better]["answer"], "rejected": order[worse]["answer"]}
+        for better, worse in places
+        if ranks[better] < ranks[worse]
+    ]
+
+
+# ---------------------------------------------------------------- private
+
+
+def _second_won(said: Any, names: tuple[str, str], coding: PreferenceCoding) -> bool:
+    """Return whether the second answer was preferred; Tie, or DataError for what no coding knows."""
+    number = _number(said)
+    if number is not None:
+        return _second_by_number(number, coding)
+    word = _NOT_WORD.sub("", str(said)).lower() if isinstance(said, str) else ""
+    if word in _TIES:
+        raise Tie
+    for place in (0, 1):
+        if word == _NOT_WORD.sub("", names[place]).lower() or word in _ORDINALS[place]:
+            return place == 1
+    raise DataError(f"not a preference: {said!r}; {names[0]!r}, {names[1]!r}, 'A', 'B' or 'tie' is needed, or a number")
+
+
+def _second_by_number(number: float, coding: PreferenceCoding) -> bool:
+    if coding == "signed":
+        if number == 0:
+            raise Tie
+        return number > 0
+    places = {"zero_based": (0, 1), "one_based": (1, 2), "first_is_one": (1, 0)}
+    if coding not in places or number not in places[coding]:
+        raise DataError(f"not a preference: {number:g} where preference_coding is {coding!r}")
+    return number == places[coding][1]
+
+
+def _number(said: Any) -> float | None:
+    """Return a verdict as a number, also one that CSV has as text; booleans are 0 and 1."""
+    if isinstance(said, str) and said.strip().lower() in ("true", "false"):
+        return float(said.strip().lower() == "true")
+    if not isinstance(said, (bool, int, float, str)):
+        return None
+    try:
+        number = float(said)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _rank(answer: Any) -> float:
+    if not isinstance(answer, Mapping) or "answer" not in answer or "rank" not in answer:
+        raise DataError("not a ranking: each of answers needs an answer and a rank (1 is the best)")
+    number = None if isinstance(answer["rank"], bool) else _number(answer["rank"])
+    if number is None:
+        raise DataError(f"not a rank: {answer['rank']!r}; a number is needed, 1 is the best")
+    return number
+
+
+def _asked(prompt: Any) -> Any:
+    """Return a prompt; a transcript that waits for the assistant (`Human: ... Assistant:`, Nectar's) as its turns."""
+    if not isinstance(prompt, str) or not TRANSCRIPT_TURN.match(prompt.strip()):
+        return prompt
+    pieces = TRANSCRIPT_TURN.split(prompt.strip())
+    turns = [
+        {"from": speaker.lower(), "value": text.strip()}
+        for speaker, text in zip(pieces[1::2], pieces[2::2], strict=True)
+    ]
+    return turns[:-1] if turns[-1]["from"] == "assistant" and not turns[-1]["value"] else turns
+
+
+def _holds(name: str, value: Any) -> bool:
+    """Return whether the column `name` holds an answer, or a verdict on answers."""
+    words = {word.rstrip("0123456789") for word in _NOT_WORD.split(_CAMEL.sub("_", name).lower())}
+    if words & _VERDICTS:
+        return value not in (None, "", [])
+    return bool(words & _ANSWERS) and isinstance(value, (str, list, tuple, Mapping)) and len(value) > 0

@@ -1,0 +1,39 @@
+"""Reads the body of an HTTP request within bounds of size and time, for the servers of this program."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+
+class BodyRefused(Exception):
+    """A body that is too large or too slow. `status` is the answer's: 413 or 408."""
+
+    def __init__(self, status: int, rule: str) -> None:
+        super().__init__(rule)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class BodyLimits:
+    """What a request's body may take."""
+
+    max_bytes: int = 32 * 2**20
+    timeout_s: float = 60.0
+    """From the headers to the last byte: a client that stops half-way does not hold its connection for ever."""
+
+
+async def read_body(request: Request, limits: BodyLimits) -> bytes:
+    """Return the body; no more than `limits.max_bytes` are ever held. Raises BodyRefused."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limits.timeout_s):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > limits.max_bytes:
+                    raise BodyRefused(413, f"a request has at most {limits.max_bytes} bytes")
+    except TimeoutError:
+        raise BodyRefused(408, f"the body was not there within {limits.timeout_s:g} s") from None
+    return bytes(body)

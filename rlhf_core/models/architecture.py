@@ -1,0 +1,102 @@
+"""What an architecture asks of the attention and of the length of its rows, read from its configuration.
+
+Transformers drops without a word what a kernel does not know, and two ways of scaling rotary positions choose their
+frequencies by the longest row of a batch. Both would make log-probabilities that are not the model's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rlhf_core.errors import ConfigError, explain
+
+CAPS = ("attn_logit_softcapping", "attention_logit_softcapping")
+"""Keys of a cap on the logits of attention, which sdpa does not apply (Gemma 2, VaultGemma)."""
+BY_BATCH = ("dynamic", "longrope")
+"""Types of rotary positions whose frequencies follow the longest row of a batch, beyond the length that they start from."""
+
+
+def check_attention(config: Any, attention: str) -> None:
+    """Raise ConfigError for a kernel that leaves out a part of this architecture's attention."""
+    if attention == "sdpa" and caps_attention(config):
+        rule = f"it leaves out the cap that a model of type {config.model_type} puts on the logits of its attention"
+        raise ConfigError(
+            explain("runtime.trainer.attention", attention, rule, 'set runtime.trainer.attention = "eager"')
+        )
+
+
+def caps_attention(config: Any) -> bool:
+    """Return whether this architecture caps the logits of its attention."""
+    text = config.get_text_config()
+    return any(getattr(text, name, None) for name in CAPS)
+
+
+def length_limit(config: Any) -> int | None:
+    """Return the tokens of a row up to which its values do not depend on the rows beside it; None without such a limit.
+
+    `longrope` changes from its short to its long factors beyond `original_max_position_embeddings`, `dynamic` changes its
+    base with each longer batch beyond `max_position_embeddings`. vLLM chooses by its `max_model_len`, once: up to this
+    limit trainer and sampler agree.
+    """
+    text = config.get_text_config()
+    limits = [
+        rope["original_max_position_embeddings"] if rope["rope_type"] == "longrope" else text.max_position_embeddings
+        for rope in _ropes(text)
+        if rope["rope_type"] in BY_BATCH
+    ]
+    return min(limits) if limits else None
+
+
+def read_config(folder: Path) -> Any:
+    """Return the transformers configuration of the model in `folder`; ConfigError if there is none."""
+    from transformers import AutoConfig
+
+    check_folder(folder)
+    return AutoConfig.from_pretrained(folder, local_files_only=True)
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ConfigError for a folder without `config.json`."""
+    if not (folder / "config.json").is_file():
+        rule, remedy = "must be a model folder with config.json", "check the path, or materialise the model first"
+        raise ConfigError(explain("model.path", str(folder), rule, remedy))
+
+
+def check_length(config: Any, position_ids_BL: Tensor) -> None:
+    """Raise ConfigError for a batch whose rows are longer than `length_limit`."""
+    limit = length_limit(config)
+    if limit is None:
+        return
+    length = int(position_ids_BL.max()) + 1
+    if length > limit:
+        raise too_long("max_length", length, config, limit)
+
+
+def check_longest(key: str, length: int, folder: Path) -> None:
+    """Raise ConfigError, before anything is computed, if rows of `length` tokens are too long for the model in `folder`."""
+    config = read_config(folder)
+    limit = length_limit(config)
+    if limit is not None and length > limit:
+        raise too_long(key, length, config, limit)
+
+
+def too_long(key: str, length: int, config: Any, limit: int) -> ConfigError:
+    """Return the error for rows of `length` tokens."""
+    types = sorted({rope["rope_type"] for rope in _ropes(config.get_text_config())} & set(BY_BATCH))
+    rule = (
+        f"beyond {limit} tokens the rotary positions of type {' and '.join(types)} change with the longest row of a batch, "
+        "so a sample's log-probabilities would depend on its neighbors"
+    )
+    return ConfigError(explain(key, length, rule, f"set it to {limit} or less"))
+
+
+def _ropes(text_config: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the rotary parameters, which some architectures have for each type of layer."""
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    for rope in (parameters, *parameters.values()):
+        if isinstance(rope, Mapping) and rope.get("rope_type"):
+            yield rope

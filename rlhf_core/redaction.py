@@ -1,0 +1,261 @@
+"""What a secret looks like, and texts without it: the one place that takes secrets out of what is written or shown."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import parse_qsl, quote, urlsplit, urlunsplit
+
+HIDDEN = "***"
+SHORTEST_KNOWN = 6
+"""Shorter values, such as `yes`, are not looked for in texts: they would be found everywhere."""
+REFERENCE = re.compile(r"env:([A-Za-z_]\w*)")
+"""A whole value that stands for an environment variable."""
+REFERENCE_INSIDE = re.compile(r"\$\{env:([A-Za-z_]\w*)\}")
+"""The same inside a longer text."""
+
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_SECRET_WORDS = frozenset(
+    [
+        "secret",
+        "secrets",
+        "password",
+        "passwords",
+        "passwd",
+        "pwd",
+        "passphrase",
+        "credential",
+        "credentials",
+        "authorization",
+        "bearer",
+        "cookie",
+        "apikey",
+        "apikeys",
+    ]
+)
+_KINDS_OF_KEY = frozenset(
+    ["api", "access", "private", "secret", "auth", "account", "signing", "subscription", "encryption"]
+)
+_KINDS_OF_TOKEN = frozenset(["api", "access", "auth", "bearer", "refresh"])
+_NO_SECRET_TOKENS = frozenset(
+    [
+        "bos",
+        "eos",
+        "eot",
+        "eom",
+        "pad",
+        "unk",
+        "sep",
+        "cls",
+        "mask",
+        "begin",
+        "start",
+        "end",
+        "stop",
+        "think",
+        "thinking",
+        "step",
+        "separator",
+        "split",
+        "image",
+        "audio",
+        "video",
+        "special",
+        "placeholder",
+        "first",
+        "last",
+        "next",
+        "previous",
+        "new",
+        "final",
+        "prompt",
+        "answer",
+        "target",
+        "reward",
+        "yes",
+        "no",
+        "good",
+        "bad",
+        "positive",
+        "negative",
+        "system",
+        "assistant",
+        "role",
+        "tool",
+        "space",
+        "newline",
+        "max",
+        "min",
+        "per",
+        "each",
+        "any",
+    ]
+)
+"""Words before `token` that make it one of a text."""
+_SECRET_PARAMETERS = frozenset({"key", "sig", "signature", "auth"})
+"""Names in an address's query that are secret there and nowhere else."""
+_SECRET_VALUE = re.compile(
+    r"\b(hf_[A-Za-z0-9]{16,}|sk-(?=[A-Za-z_-]*\d)[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
+    r"|AKIA[A-Z0-9]{16}|xox[abpr]-[A-Za-z0-9-]{10,}|Bearer\s+[A-Za-z0-9._~+/=-]{16,})"
+)
+_USER = re.compile(r"(\w+://)([^\s/@:?#]*:[^\s/@]+)@")
+_TOKEN_OF_A_TEXT = re.compile(r"\s|^<.*>$|^\[.*\]$|^$")
+
+
+# ---------------------------------------------------------------- what is one
+
+
+def is_secret_name(name: str) -> bool:
+    """Return whether a value of this name is a secret, by the last words of the name.
+
+    >>> [is_secret_name(name) for name in ("api_key", "X-Api-Key", "hf_token", "OPENAI_KEY", "dbPassword")]
+    [True, True, True, True, True]
+    >>> [is_secret_name(name) for name in ("max_tokens", "stop_token", "tokenizer", "sort_key", "token_env")]
+    [False, False, False, False, False]
+    """
+    words = [word.lower() for word in _WORD.findall(name)]
+    before, last = ["", "", *words][-2:]
+    if last in ("key", "keys"):
+        return before in _KINDS_OF_KEY or (name.isupper() and bool(before))  # of environments: OPENAI_KEY
+    if last == "token":
+        return before not in _NO_SECRET_TOKENS
+    return last in _SECRET_WORDS or (last == "tokens" and before in _KINDS_OF_TOKEN)
+
+
+def is_plain_secret(name: str, value: str) -> bool:
+    """Return whether `value` is a secret in clear, by its name or its looks; a reference is none.
+
+    >>> is_plain_secret("api_key", "hunter2"), is_plain_secret("api_key", "env:JUDGE_KEY")
+    (True, False)
+    >>> is_plain_secret("url", "https://host/v1?token=hunter2"), is_plain_secret("token", "<|end|>")
+    (True, False)
+    """
+    if not value or REFERENCE.fullmatch(value):
+        return False
+    if is_secret_name(name):
+        of_a_text = name.lower().endswith("token") and _TOKEN_OF_A_TEXT.search(value)
+        return not of_a_text and not REFERENCE_INSIDE.search(value)
+    return bool(_SECRET_VALUE.search(value)) or _is_address_with_secret(value)
+
+
+def _is_address_with_secret(value: str) -> bool:
+    if not re.match(r"\w+://\S+$", value):
+        return False
+    try:
+        parts = urlsplit(value)
+    except ValueError:
+        return False
+    user, _, _ = parts.netloc.rpartition("@")
+    if user and not REFERENCE_INSIDE.search(user):
+        return True
+    return any(
+        (is_secret_name(name) or name.lower() in _SECRET_PARAMETERS) and not REFERENCE_INSIDE.search(text)
+        for name, text in parse_qsl(parts.query)
+    )
+
+
+# ---------------------------------------------------------------- texts without it
+
+
+def without_secrets(text: str) -> str:
+    """Return `text` without the secrets that this process has been told of, and without what looks like one.
+
+    >>> without_secrets("postgresql://me:hunter2@db/mlflow")
+    'postgresql://***@db/mlflow'
+    """
+    if _Known.pattern is not None:
+        text = _Known.pattern.sub(HIDDEN, text)
+    return _USER.sub(_without_user, _SECRET_VALUE.sub(HIDDEN, text))
+
+
+def hidden(key: str, value: Any) -> Any:
+    """Return a plain value without the secrets in it; one by its name, its looks, or because it is known.
+
+    >>> hidden("arguments", {"hf_token": "abc", "url": "https://me:hunter2@host", "eos_token": "</s>"})
+    {'hf_token': '***', 'url': 'https://***@host', 'eos_token': '</s>'}
+    """
+    if isinstance(value, Mapping):
+        return {name: hidden(str(name), item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(hidden(key, item) for item in value)
+    if not isinstance(value, str):
+        return value
+    if is_plain_secret(key, value):
+        return shown(value) if _is_address_with_secret(value) else _looks_hidden(key, value)
+    return without_secrets(value)
+
+
+def shown(url: str) -> str:
+    """Return an address as it may be printed: without user, password and query.
+
+    >>> shown("https://me:hunter2@prefect.example:4200/api?token=x")
+    'https://***@prefect.example:4200/api'
+    """
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "an address that cannot be read"
+    _, at, host = parts.netloc.rpartition("@")
+    return urlunsplit((parts.scheme, f"{HIDDEN}@{host}" if at else host, parts.path, "", ""))
+
+
+def know(value: str) -> None:
+    """Take `value` out of all texts from now on, and out of every log record that this process makes."""
+    if len(value) < SHORTEST_KNOWN or value in _Known.values:
+        return
+    if not _Known.values:
+        _hide_in_logs()
+    # As it stands in a text, in an address, and in the text of a Python or JSON value.
+    _Known.values |= {value, quote(value, safe=""), repr(value)[1:-1]}
+    longest_first = sorted(_Known.values, key=len, reverse=True)
+    _Known.pattern = re.compile("|".join(map(re.escape, longest_first)))
+
+
+def hide_in(error: BaseException) -> None:
+    """Take secrets out of the texts of `error` and of what it came of."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            one.args = tuple(without_secrets(part) if isinstance(part, str) else part for part in one.args)
+            waiting += [one.__cause__, one.__context__]
+            waiting += one.exceptions if isinstance(one, BaseExceptionGroup) else ()
+
+
+class _Known:
+    """The secrets that this process has read."""
+
+    values: frozenset[str] = frozenset()
+    pattern: re.Pattern[str] | None = None
+
+
+def _without_user(found: re.Match[str]) -> str:
+    return found[0] if REFERENCE_INSIDE.search(found[2]) else f"{found[1]}{HIDDEN}@"
+
+
+def _looks_hidden(key: str, value: str) -> str:
+    return HIDDEN if is_secret_name(key) else without_secrets(value)
+
+
+def _hide_in_logs() -> None:
+    """Make log records without secrets: unlike a filter, this holds for every logger and handler, also of libraries."""
+    made_before = logging.getLogRecordFactory()
+
+    def made(*arguments: Any, **named: Any) -> logging.LogRecord:
+        record = made_before(*arguments, **named)
+        try:
+            message = record.getMessage()
+        except Exception:  # words that do not fit their format: the handler says so
+            return record
+        safe = without_secrets(message)
+        if safe != message:
+            record.msg, record.args = safe, ()
+        if record.exc_info and record.exc_info[0] is not None:
+            record.exc_text = without_secrets(logging.Formatter().formatException(record.exc_info))
+        return record
+
+    logging.setLogRecordFactory(made)

@@ -1,0 +1,140 @@
+"""A reward model from outside becomes one of ours: checked, copied, and given the contract that every use checks.
+
+Its scores are those that transformers computes of the same tokens: r = w . h(last token).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from rlhf_core.config.base import OPERATIONAL, Config
+from rlhf_core.errors import ConfigError, explain
+from rlhf_core.interfaces import ModelSpec
+from rlhf_core.stage import StageContext
+from rlhf_core.types import Message, PolicyRef, RewardModelRef
+
+if TYPE_CHECKING:
+    from rlhf_core.data.chat import ChatTemplate
+
+NAME = "import_reward_model"
+VERSION = 1
+CODE = "warn"
+
+COPIED = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt")
+"""Weights, configuration and tokenizer; what else lies in the folder (other formats, optimizer states) does not count."""
+
+
+class ImportRewardModelConfig(Config):
+    """A sequence classifier with one output, in a folder, as the reward model of the run."""
+
+    path: Annotated[str, Field(min_length=1), OPERATIONAL]
+    """Folder of the model and its tokenizer. Where it is does not belong to the key, what is in it does."""
+    max_length: int = Field(2048, ge=8)
+    """Most tokens of prompt and answer that it reads; longer ones are cut there."""
+
+
+def content_digests(config: ImportRewardModelConfig) -> dict[str, str]:
+    """Return the digest of what would be copied; ConfigError, before anything runs, for a folder that cannot be used."""
+    from rlhf_core.fingerprint import hash_files, tree_digest
+    from rlhf_core.rewards.external import check_classifier
+
+    folder = Path(config.path).expanduser()
+    check_classifier(folder)
+    return {"reward_model": tree_digest(hash_files(folder, copied(folder)))}
+
+
+def copied(folder: Path) -> list[str]:
+    """Return the names of the files that make the reward model, in order."""
+    return sorted({path.name for pattern in COPIED for path in folder.glob(pattern) if path.is_file()})
+
+
+def run(config: ImportRewardModelConfig, *, policy: PolicyRef, context: StageContext) -> RewardModelRef:
+    """Copy the reward model and write its contract; ConfigError if it reads other tokens than `policy` writes."""
+    from rlhf_core.data.chat import ChatTemplate
+    from rlhf_core.rewards.external import check_classifier, single_output
+
+    folder = Path(config.path).expanduser()
+    check_classifier(folder)
+    names = copied(folder)
+    for name in names:
+        shutil.copyfile(folder / name, context.out / name)
+    check_copy(names, config, context)
+    stored = json.loads((context.out / "config.json").read_text())
+    (context.out / "config.json").write_text(json.dumps(single_output(stored), indent=2))
+    context.tracker.input_model(policy.digest)
+
+    chat = ChatTemplate.load(context.out)
+    check_tokens(chat, ChatTemplate.load(context.path(policy)), config)
+    probe = probes(chat, config.max_length)
+    spec = ModelSpec(path=str(context.out), head="score", lora=None, seed=context.seed)
+    with context.runtime.trainer("reward_model", spec, None) as trainer:
+        scores = trainer.scores(probe)
+    if not all(map(math.isfinite, scores)):
+        rule = f"scores the probes {scores}"
+        raise ConfigError(
+            explain("import_reward_model.path", config.path, rule, "its weights are damaged; fetch it again")
+        )
+    contract = {
+        "max_length": config.max_length,
+        "eos_token_id": chat.eos_id,
+        "pad_token_id": chat.pad_id,
+        "bos_token_id": chat.tokenizer.bos_token_id,
+        "starts_with_bos": all(ids[0] == chat.tokenizer.bos_token_id for ids in probe),
+        "template": chat.digest,
+        "probe": [list(ids) for ids in probe],
+        "probe_scores": scores,
+        "mean": fmean(scores),
+        "std": pstdev(scores),
+    }
+    (context.out / "contract.json").write_text(json.dumps(contract))
+    metrics = {"probe/mean": fmean(scores), "probe/std": pstdev(scores), "probes": len(probe)}
+    return context.commit(RewardModelRef, metrics=metrics)
+
+
+def check_copy(names: list[str], config: ImportRewardModelConfig, context: StageContext) -> None:
+    """Raise ConfigError unless the bytes that were copied are those whose digest is in the key."""
+    from rlhf_core.fingerprint import hash_files, tree_digest
+
+    planned = context.files  # empty: run without a pipeline
+    if planned and tree_digest(hash_files(context.out, names)) != planned["reward_model"]:
+        rule = "its files have changed since the run was planned"
+        remedy = "run it again when nothing writes there any more"
+        raise ConfigError(explain("import_reward_model.path", config.path, rule, remedy))
+
+
+def check_tokens(chat: ChatTemplate, policys: ChatTemplate, config: ImportRewardModelConfig) -> None:
+    """Raise ConfigError unless both render the probes to the same tokens: a policy's tokens are scored as sampled."""
+    from rlhf_core.rewards.external import probe_messages
+
+    for messages, answer in probe_messages():
+        theirs, ours = (
+            (one.prompt_ids(messages), one.tokenizer(answer, add_special_tokens=False)["input_ids"], one.eos_id)
+            for one in (chat, policys)
+        )
+        if theirs != ours:
+            rule = f"its tokenizer or chat template makes other tokens of {messages[0].content!r} than the policy's"
+            remedy = 'take one trained from a model of the policy\'s family, or serve it as text: type = "remote"'
+            raise ConfigError(explain("import_reward_model.path", config.path, rule, remedy))
+
+
+def probes(chat: ChatTemplate, max_length: int) -> list[tuple[int, ...]]:
+    """Return the tokens of the probes up to the end of each answer, where a sampled answer ends too."""
+    from rlhf_core.rewards.external import probe_messages
+
+    found = []
+    for messages, answer in probe_messages():
+        sample = chat.continuation(messages, (Message("assistant", answer),), max_length=max_length)
+        if sample is not None:
+            end = max(position for position, trained in enumerate(sample.loss_mask) if trained) + 1
+            found.append(sample.token_ids[:end])
+    if not found:
+        rule = "no probe has room for an answer"
+        raise ConfigError(explain("import_reward_model.max_length", max_length, rule, "raise it"))
+    return found

@@ -1,0 +1,110 @@
+"""The table of methods has a row for everything that a profile can choose, and is made of stored lines."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import pytest
+
+from benchmarks.method_rows import Start, methods, policy_sections, preference_sections
+from benchmarks.method_steps import STEPPED
+from benchmarks.methods import Result, keep, print_tables, read
+from pipelines.graph import Stages
+from pipelines.profile import load_profile
+from rlhf_core.config.policy import Advantage, PolicyLoss
+from rlhf_core.config.preference import PreferenceLoss
+from rlhf_core.stage import StageSpec
+from rlhf_core.types import ArtifactRef, DemonstrationsRef, PolicyRef, PreferencesRef, PromptsRef, RewardModelRef
+from stages.distill import DistillConfig
+from stages.sft import SFTConfig
+
+R = TypeVar("R", bound=ArtifactRef)
+FIGURES = {"gold": 1.5, "before": 0.25, "kl": 2.0, "seconds": 10.0}
+STEPS = {"accuracy": 0.9, "first_error_accuracy": 0.8, "f1": 0.8, "sft": 0.2, "best": 0.5, "any": 0.6, "imitator": 0.4}
+
+
+def types_of(annotation: Any) -> set[str]:
+    """Return the values of `type` in a union of configuration classes."""
+    return {member().type for member in get_args(get_args(annotation)[0])}
+
+
+def test_every_loss_and_estimator_has_a_row() -> None:
+    config = load_profile("tiny/full")
+    pairs, policies = preference_sections(config).values(), policy_sections(config, 10).values()
+    assert {one.loss.type for one in pairs} == types_of(PreferenceLoss)
+    assert {one.advantage.type for one in policies} == types_of(Advantage)
+    assert {one.loss.type for one in policies} == types_of(PolicyLoss)
+    assert {f"sft/{loss}" for loss in get_args(SFTConfig.model_fields["loss"].annotation)} <= set(methods(config, 10))
+    assert DistillConfig.model_fields["on_policy"].annotation is bool  # two rows: on demonstrations, on own answers
+    assert {"distill/forward", "distill/own answers", "sft/conditional"} <= set(methods(config, 10))
+
+
+def test_every_policy_method_samples_as_many_rollouts_a_step() -> None:
+    sections = policy_sections(load_profile("tiny/full"), 10)
+    rollouts = {one.prompts_per_step * one.samples_per_prompt for one in sections.values()}
+    assert rollouts == {48}
+
+
+def test_the_judge_of_steps_runs_on_the_engines_of_the_others() -> None:
+    ours, theirs = load_profile("tiny/prm", STEPPED).runtime, load_profile("tiny/full").runtime
+    assert (ours.type, ours.trainer.engine, ours.sampler.type) == (
+        theirs.type,
+        theirs.trainer.engine,
+        theirs.sampler.type,
+    )
+
+
+def test_the_table_is_printed_from_the_latest_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "methods.jsonl"
+    assert read(file) == []
+    first = Result("dpo/dpo", 0, "pairs=512", FIGURES)
+    other_seed = replace(first, seed=1, figures=FIGURES | {"gold": 2.5})
+    for one in (
+        replace(first, figures=FIGURES | {"gold": 9.0}),
+        first,
+        other_seed,
+        replace(other_seed, conditions="pairs=0", figures=FIGURES | {"gold": 7.0}),
+        Result("prm", 0, "pairs=512", STEPS | {"seconds": 60.0}),
+    ):
+        keep(one, file)
+    capsys.readouterr()
+    print_tables(read(file), ["dpo/dpo", "dpo/ipo", "prm"], "pairs=512")
+    printed = capsys.readouterr().out
+    assert "| dpo/dpo | +1.75 | +1.25, +2.25 | 2.00 | 10 |" in printed
+    assert "| 0 | 0.90 | 0.80 | 0.80 | 0.20 | 0.50 | 0.60 | 0.40 | 60 |" in printed
+    assert "not run: dpo/ipo" in printed
+    assert "other conditions than pairs=512: pairs=0" in printed
+
+
+def test_every_method_is_wired_to_stages_that_take_what_it_gives() -> None:
+    called: list[str] = []
+
+    def run_stage(spec: StageSpec, kind: type[ArtifactRef]) -> ArtifactRef:
+        parameters = inspect.signature(importlib.import_module(spec.module).run).parameters
+        assert set(spec.inputs) <= set(parameters), spec.label
+        called.append(spec.name)
+        return made(kind, spec.label)
+
+    config = load_profile("tiny/full")
+    start = Start(
+        base=made(PolicyRef, "base"),
+        policy=made(PolicyRef, "sft"),
+        prompts=made(PromptsRef, "prompts"),
+        eval_prompts=made(PromptsRef, "eval_prompts"),
+        demonstrations=made(DemonstrationsRef, "demonstrations"),
+        preferences=made(PreferencesRef, "preferences"),
+        reward_models={"reward_model": made(RewardModelRef, "reward_model")},
+    )
+    for name, method in methods(config, 10).items():
+        called.clear()
+        learnt = method(config, Stages(run_stage, 17, config.runtime), start)  # type: ignore[arg-type]
+        assert isinstance(learnt.policy, PolicyRef) and called, name
+        assert (learnt.asked is not None) == (name == "sft/conditional")
+
+
+def made(kind: type[R], label: str) -> R:
+    return kind(uri=label, digest=label)

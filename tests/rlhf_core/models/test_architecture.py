@@ -1,0 +1,265 @@
+"""What a kernel leaves out and what the rest of a batch would change is refused; the rest is as the model has it."""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rlhf_core.batches import collate, unpack
+from rlhf_core.config.engines import HFSamplerConfig, LoraConfig, SamplingConfig
+from rlhf_core.errors import ConfigError, SamplingError
+from rlhf_core.interfaces import ModelSpec
+from rlhf_core.models.architecture import check_longest, length_limit, read_config
+from rlhf_core.models.forward import check_rows, token_logprobs
+from rlhf_core.models.loading import load_model
+from rlhf_core.sampling.hf_sampler import HFSampler
+from rlhf_core.sampling.policy_folder import PolicyFolder
+from rlhf_core.types import SamplingRequest, TokenSample
+
+SHAPE = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 4,
+}
+SHORT, LONG = 16, 64
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [8.0] * 4,
+    "original_max_position_embeddings": SHORT,
+}
+PHI3 = {"rope_parameters": LONGROPE, "original_max_position_embeddings": SHORT}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+
+
+@pytest.fixture
+def made(tiny_llama: Path, tmp_path: Path) -> Any:
+    def make(family: str, **options: Any) -> Path:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        torch.manual_seed(5)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE | options))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "norm" not in name:
+                    parameter.mul_(6.0)  # sharp enough for attention to matter
+        folder = tmp_path / family
+        model.save_pretrained(folder)
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            shutil.copy(tiny_llama / name, folder / name)
+        return folder
+
+    return make
+
+
+def loaded(folder: Path, attention: str = "sdpa", *, dtype: str = "float32", lora: LoraConfig | None = None) -> Any:
+    spec = ModelSpec(str(folder), "lm", lora, 0)
+    return load_model(spec, dtype=dtype, attention=attention, gradient_checkpointing=False, device="cpu")
+
+
+def sample(length: int, *, seed: int = 3) -> TokenSample:
+    ids = torch.randint(5, 320, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return TokenSample(tuple(ids), (0,) + (1,) * (length - 1))
+
+
+@torch.no_grad()
+def logprobs(model: Any, *samples: TokenSample) -> list[torch.Tensor]:
+    batch = collate(samples, pad_id=0)
+    return unpack(token_logprobs(model, batch, temperature=1.0, with_entropy=False)[0], batch)
+
+
+# ---------------------------------------------------------------- caps and sinks
+
+
+@torch.no_grad()
+def test_a_cap_on_the_logits_of_attention_is_refused_under_sdpa_and_computed_eagerly(made: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = made("gemma2", attn_logit_softcapping=0.5, query_pre_attn_scalar=8)
+    with pytest.raises(ConfigError, match=r'attention = \'sdpa\': it leaves out the cap .*attention = "eager"'):
+        loaded(folder)
+    one = sample(12)
+    ours = logprobs(loaded(folder, "eager"), one)[0][1:]
+    for attention, same in (("eager", True), ("sdpa", False)):
+        theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention).eval()
+        ids = torch.tensor([one.token_ids])
+        wanted = theirs(input_ids=ids).logits[0, :-1].double().log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
+        # fp32 logits of size ~10 against float64: 1e-5; the cap moves them by far more.
+        assert bool((ours - wanted).abs().max() < 5e-5) is same
+
+
+def test_the_sampler_in_the_process_computes_the_cap_too(made: Any) -> None:
+    folder = made("gemma2", attn_logit_softcapping=0.5, query_pre_attn_scalar=8)
+    prompt = sample(9).token_ids
+    (said,) = HFSampler(folder, HFSamplerConfig()).generate([SamplingRequest(prompt, 7)], SamplingConfig(max_tokens=8))
+    whole = TokenSample(prompt + said.token_ids, (0,) * len(prompt) + (1,) * len(said.token_ids))
+    ours = logprobs(loaded(folder, "eager"), whole)[0][len(prompt) :]
+    # One pass against a cache of keys: the sums of ~10 are in another order.
+    torch.testing.assert_close(ours, torch.tensor(said.logprobs), rtol=0, atol=5e-5)
+
+
+def test_a_cap_that_is_not_set_and_other_architectures_keep_sdpa(made: Any) -> None:
+    assert loaded(made("gemma2", attn_logit_softcapping=None)).config._attn_implementation == "sdpa"
+    assert loaded(made("llama")).config._attn_implementation == "sdpa"
+
+
+def test_attention_sinks_are_refused_under_sdpa(made: Any) -> None:
+    folder = made("gpt_oss", num_local_experts=4, num_experts_per_tok=2, sliding_window=8, rope_parameters=None)
+    with pytest.raises(ConfigError, match=r'does not have it for a model of type gpt_oss.*attention = "eager"'):
+        loaded(folder)
+    assert loaded(folder, "eager").config._attn_implementation == "eager"
+
+
+# ---------------------------------------------------------------- what follows a token
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_a_model_whose_tokens_see_what_follows_them_is_refused(family: str, made: Any) -> None:
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(ConfigError, match="its tokens see what follows them"):
+            loaded(made(family), dtype=dtype)
+
+
+def test_a_model_that_numbers_positions_in_its_own_way_is_refused(made: Any) -> None:
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(ConfigError, match="does not number positions from 0"):
+            loaded(made("roberta", is_decoder=True), dtype=dtype)  # its first position is padding_idx + 1
+
+
+@pytest.mark.parametrize(("family", "attention"), [("mamba", "eager"), ("mixtral", "sdpa")])
+def test_causal_models_are_not_refused(family: str, attention: str, made: Any) -> None:
+    model = loaded(made(family), attention)
+    short, long = sample(7), sample(15, seed=4)
+    together, alone = logprobs(model, short, long), [*logprobs(model, short), *logprobs(model, long)]
+    for one, other in zip(together, alone, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+
+
+class Leak(nn.Module):
+    """A norm that adds a part of the mean over all positions or, without a gradient, of the last."""
+
+    def __init__(self, norm: nn.Module, part: float, *, smooth: bool) -> None:
+        super().__init__()
+        self.norm, self.part, self.smooth = norm, part, smooth
+
+    def forward(self, x_BLH: Tensor) -> Tensor:
+        y_BLH: Tensor = self.norm(x_BLH)
+        return y_BLH + self.part * (y_BLH.mean(dim=1, keepdim=True) if self.smooth else y_BLH[:, -1:].detach())
+
+
+DEEP: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "gpt2": {},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", sorted(DEEP))
+def test_a_small_leak_is_refused_in_each_precision_and_a_healthy_model_is_not(
+    family: str, dtype: str, made: Any
+) -> None:
+    folder = made(family, num_hidden_layers=5, **DEEP[family])
+    lora = LoraConfig(rank=2, target_modules=("q_proj", "v_proj")) if family == "qwen3_moe" else None
+    model = loaded(folder, dtype=dtype, lora=lora)
+    trained = [parameter.requires_grad for parameter in model.parameters()]
+    check_rows(model)
+    assert [parameter.requires_grad for parameter in model.parameters()] == trained
+    backbone, name = model.base_model, "ln_f" if family == "gpt2" else "norm"
+    healthy = getattr(backbone, name)
+    unseen = [(0.01, False)] if dtype == "float32" else []  # in bfloat16 it could be rounding
+    for part, smooth in [(0.01, True), (0.001, True), *unseen]:
+        setattr(backbone, name, Leak(healthy, part, smooth=smooth))
+        with pytest.raises(ConfigError, match="its tokens see what follows them"):
+            check_rows(model)
+    setattr(backbone, name, healthy)
+    check_rows(model)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe"])
+def test_rows_that_kernels_round_differently_are_not_refused(family: str, made: Any) -> None:
+    model = loaded(made(family, num_hidden_layers=8, **DEEP[family]), dtype="bfloat16")
+
+    def rounded(number: int, layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        # One unit in the last place, up or down, the same in each pass: 2^-7 at most.
+        signs = 2 * torch.randint(0, 2, output.shape, generator=torch.Generator().manual_seed(number)) - 1
+        return output * (1 + signs * 2.0**-7).to(output.dtype)
+
+    for number, layer in enumerate(model.model.layers):
+        layer.register_forward_hook(partial(rounded, number))
+    ids_BL = torch.arange(1, 5).repeat(2, 1)
+    one, other = model.model(input_ids=ids_BL, use_cache=False).last_hidden_state.float()
+    assert (one - other).norm() > 0.02 * one.norm()  # more than a leak of 0.01 of the mean
+    check_rows(model)
+
+
+def test_a_model_without_a_backward_pass_is_compared_coarsely(made: Any, caplog: Any) -> None:
+    model = loaded(made("llama"))
+
+    class Forward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+    model.model.norm.register_forward_hook(lambda module, inputs, output: Forward.apply(output))
+    check_rows(model)
+    assert "compared only coarsely" in caplog.text
+    model.model.norm = Leak(model.model.norm, 0.01, smooth=True)
+    with pytest.raises(ConfigError, match="its tokens see what follows them"):
+        check_rows(model)
+
+
+# ---------------------------------------------------------------- rotary positions
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("phi3", PHI3), ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": SHORT})],
+)
+def test_rows_that_would_change_the_positions_of_their_neighbors_are_refused(
+    family: str, options: dict[str, Any], made: Any
+) -> None:
+    folder = made(family, **options)
+    model = loaded(folder)
+    assert length_limit(model.config) == SHORT
+    short = sample(7)
+    alone = logprobs(model, short)[0]
+    beside = logprobs(model, short, sample(SHORT, seed=4))[0]
+    torch.testing.assert_close(alone, beside, rtol=0, atol=5e-5)
+    with pytest.raises(ConfigError, match=f"max_length = {SHORT + 1}: beyond {SHORT} tokens the rotary positions"):
+        logprobs(model, short, sample(SHORT + 1, seed=4))
+
+
+def test_what_is_too_long_is_refused_before_anything_is_loaded(made: Any) -> None:
+    folder = made("phi3", **PHI3)
+    check_longest("sft.max_length", SHORT, folder)
+    with pytest.raises(ConfigError, match=r"sft.max_length = 17: .* longrope .* set it to 16 or less"):
+        check_longest("sft.max_length", SHORT + 1, folder)
+    PolicyFolder.read(folder, max_model_len=SHORT)
+    with pytest.raises(ConfigError, match=r"runtime\.sampler\.max_model_len = 17"):
+        PolicyFolder.read(folder, max_model_len=SHORT + 1)
+    sampler = HFSampler(folder, HFSamplerConfig())
+    with pytest.raises(SamplingError, match="exceed max_model_len 16"):
+        sampler.generate([SamplingRequest(sample(10).token_ids, 7)], SamplingConfig(max_tokens=7))
+
+
+def test_other_rotary_positions_have_no_limit(made: Any) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": SHORT}
+    assert length_limit(read_config(made("llama", rope_parameters=yarn))) is None

@@ -1,0 +1,188 @@
+"""GPUs that Ray counts and nobody has: a head and two nodes of two each, in this process's own little cluster.
+
+Ray hands them out as it does real ones, so who gets which is tested here; what computes on them is in `tests/gpu`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_core.config.engines import HFSamplerConfig, RuntimeConfig, TrainerConfig, VllmSamplerConfig
+from rlhf_core.errors import ConfigError, WorkerLostError
+from rlhf_core.interfaces import ModelSpec
+from rlhf_core.runtime import placement
+from rlhf_core.runtime.placement import Placement, reserve
+from rlhf_core.runtime.ray_runtime import RayRuntime
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="a real GPU would be taken for a made-up one"),
+]
+NODES, GPUS = 2, 2
+NODE = {"num_cpus": 8, "num_gpus": GPUS, "object_store_memory": 100 << 20}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0, "include_dashboard": False})
+    try:
+        for _ in range(NODES):
+            cluster.add_node(**NODE)
+        ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+class Places:
+    """The GPUs of the actors of a `Placement`, as `node:index`."""
+
+    def __init__(self, reserved: Placement) -> None:
+        import ray
+
+        class Actor:
+            def gpus(self) -> list[str]:
+                context = ray.get_runtime_context()
+                return [f"{context.get_node_id()}:{gpu}" for gpu in context.get_accelerator_ids()["GPU"]]
+
+        actors = [ray.remote(Actor).options(**options).remote() for options in (*reserved.train, *reserved.sample)]
+        try:
+            gpus = ray.get([actor.gpus.remote() for actor in actors], timeout=200)
+        finally:
+            for actor in actors:
+                ray.kill(actor)
+            ray.util.remove_placement_group(reserved.group)
+        self.train, self.sample = gpus[: len(reserved.train)], gpus[len(reserved.train) :]
+
+    @property
+    def nodes(self) -> list[str]:
+        return [gpus[0].partition(":")[0] for gpus in self.train]
+
+
+def config_of(workers: int, train: float, engines: int, sample: float, **more: Any) -> RuntimeConfig:
+    return RuntimeConfig(
+        train_workers=workers,
+        gpus_per_train_worker=train,
+        gpus_per_engine=sample,
+        sampler=VllmSamplerConfig(engines=engines),
+        trainer=TrainerConfig(engine="torch"),
+        **more,
+    )
+
+
+def test_halves_of_gpus_put_a_rank_and_an_engine_on_each_gpu_and_never_two_ranks(cluster: Any) -> None:
+    places = Places(reserve(config_of(4, 0.5, 4, 0.5)))
+    assert len({gpus[0] for gpus in places.train}) == 4
+    assert sorted(places.train) == sorted(places.sample)
+    assert places.nodes == sorted(
+        places.nodes, key=places.nodes.index
+    )  # the ranks of one node, then those of the other
+    assert places.nodes[:2] == [places.nodes[0]] * 2
+
+
+def test_ranks_that_outnumber_the_engines_still_have_a_gpu_each(cluster: Any) -> None:
+    places = Places(reserve(config_of(3, 0.3, 2, 0.6)))
+    assert len({gpus[0] for gpus in places.train}) == 3
+    assert len({gpus[0] for gpus in places.sample}) == 2
+    assert {gpus[0] for gpus in places.sample} < {gpus[0] for gpus in places.train}
+
+
+def test_a_rank_and_an_engine_alone_share_one_gpu_and_leave_its_rest_to_others(cluster: Any) -> None:
+    places = Places(reserve(config_of(1, 0.4, 1, 0.4)))
+    assert places.train == places.sample
+
+
+def test_whole_gpus_are_dealt_out_node_by_node(cluster: Any) -> None:
+    places = Places(reserve(config_of(2, 1, 2, 1)))
+    assert len({gpus[0] for gpus in places.train + places.sample}) == 4
+    assert len(set(places.nodes)) == 1  # all ranks on one node, all engines on the other
+
+
+def test_a_worker_that_computes_on_the_cpu_in_place_of_its_gpu_is_refused(
+    cluster: Any, policies: tuple[Path, Path]
+) -> None:
+    config = RuntimeConfig(
+        gpus_per_train_worker=0.5,
+        gpus_per_engine=0.5,
+        trainer=TrainerConfig(engine="torch"),
+        sampler=HFSamplerConfig(),
+        worker_timeout_s=200,
+    )
+    runtime = RayRuntime(config)
+    remedy = r"install the GPU build of torch \(and vLLM\) and the driver, or set it to 0"
+    try:
+        with (
+            pytest.raises(ConfigError, match=rf"gpus_per_train_worker = 0\.5: Ray reserved GPU \w+:\d, .*; {remedy}"),
+            runtime.trainer("policy", ModelSpec(str(policies[0]), "lm", None, 0), None),
+        ):
+            pass
+        with (
+            pytest.raises(ConfigError, match=rf"gpus_per_engine = 0\.5: Ray reserved GPU \w+:\d, .*; {remedy}"),
+            runtime.sampler(policies[0]),
+        ):
+            pass
+    finally:
+        runtime.close()
+
+
+# ---------------------------------------------------------------- GPUs that are not there yet
+
+
+def test_a_node_that_comes_later_is_waited_for_and_what_is_missing_is_logged(
+    cluster: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "SAY_EVERY_S", 1.0)
+    with caplog.at_level(logging.WARNING), ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(reserve, config_of(5, 1, 1, 0, placement_timeout_s=120))
+        time.sleep(4)
+        assert not waiting.done()
+        assert "5 x {CPU 1, GPU 1}" in caplog.text and "4 GPUs" in caplog.text
+        node = cluster.add_node(**NODE | {"num_gpus": 1})
+        try:
+            places = Places(waiting.result())
+        finally:
+            cluster.remove_node(node)
+    assert len({gpus[0] for gpus in places.train}) == 5
+
+
+def test_a_cluster_that_does_not_grow_is_an_error_that_names_what_is_missing(cluster: Any) -> None:
+    """And what waited is what an autoscaler looks at: a placement group that is pending."""
+    import ray
+
+    pending: list[Any] = []
+
+    def look() -> str:
+        groups = ray.util.placement_group_table().values()
+        pending.extend(list(one["bundles"].values()) for one in groups if one["state"] == "PENDING")
+        return ""
+
+    with pytest.raises(ConfigError, match=r"not there within runtime\.placement_timeout_s = 2 s") as failure:
+        reserve(config_of(5, 1, 1, 0, placement_timeout_s=2), over=look)
+    said = str(failure.value)
+    assert "5 GPUs are needed" in said and "the cluster has 4 GPUs" in said
+    assert sum(bundle.get("GPU", 0) for bundle in pending[0]) == 5
+    assert _reserved() == []  # or it would take the GPUs from the next attempt
+
+
+def test_a_reservation_that_nobody_wants_any_more_is_given_up(cluster: Any) -> None:
+    with pytest.raises(WorkerLostError, match="no longer waited for: the runtime is being closed"):
+        reserve(config_of(5, 1, 1, 0, placement_timeout_s=60), over=lambda: "the runtime is being closed")
+    assert _reserved() == []
+
+
+def _reserved() -> list[str]:
+    import ray
+
+    return [one["state"] for one in ray.util.placement_group_table().values() if one["state"] != "REMOVED"]

@@ -1,0 +1,281 @@
+"""A sequence classifier from outside is checked, copied and scored as transformers scores it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pipelines.openrlhf.translate import translate
+from pipelines.plan import plan
+from pipelines.profile import load_profile
+from rlhf_core.artifacts import ArtifactStore
+from rlhf_core.errors import ConfigError
+from rlhf_core.rewards.external import PROBES
+from rlhf_core.stage import StageSpec, execute
+from rlhf_core.types import PolicyRef, RewardModelRef
+from stages.import_reward_model import ImportRewardModelConfig, content_digests
+from tests.stages.recording import Workshop, make_policy, quiet
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def made(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a user has: a classifier that transformers saved, with other weights than the policy's, and its tokenizer."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("outside")
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    config = AutoConfig.from_pretrained(policy, num_labels=1, pad_token_id=tokenizer.pad_token_id)
+    torch.manual_seed(11)
+    model = AutoModelForSequenceClassification.from_config(config)
+    torch.nn.init.normal_(model.score.weight, std=1.0)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "optimizer.pt").write_bytes(b"not ours")
+    return folder
+
+
+@pytest.fixture
+def outside(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "outside"))
+
+
+def imported(store: ArtifactStore, policy: Path, outside: Path, **changes: Any) -> Path:
+    shop = Workshop(store)
+    config = ImportRewardModelConfig(path=str(outside), **changes)
+    ref, _ = shop.run("import_reward_model", config, {"policy": store.external(PolicyRef, policy)})
+    assert isinstance(ref, RewardModelRef)
+    return store.path(ref)
+
+
+def test_its_scores_are_those_of_transformers_own_pipeline_on_the_same_text(
+    tmp_path: Path, policy: Path, outside: Path
+) -> None:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
+
+    folder = imported(ArtifactStore(tmp_path / "store"), policy, outside)
+    contract = json.loads((folder / "contract.json").read_text())
+    tokenizer = AutoTokenizer.from_pretrained(outside)
+    texts = [tokenizer.decode(ids) for ids in contract["probe"]]
+    assert all(answer in text for text, (_, answer) in zip(texts, PROBES, strict=True))
+    # The tiny tokenizer adds no special tokens of its own, so its pipeline reads the rendered text as it stands.
+    assert [tokenizer(text)["input_ids"] for text in texts] == contract["probe"]
+    model = AutoModelForSequenceClassification.from_pretrained(outside).eval()
+    rewards = pipeline("text-classification", model=model, tokenizer=tokenizer, function_to_apply="none")
+    wanted = [one["score"] for one in rewards(texts, batch_size=len(texts))]
+    # Float32 on both sides, in other batches. The score is a sum of H = hidden_size products of terms of order 1, so the
+    # order of summation alone moves it by about H * 2^-24, 8e-6 for H <= 128, times a few for the layer before the head.
+    assert contract["probe_scores"] == pytest.approx(wanted, abs=5e-5)
+    assert max(wanted) - min(wanted) > 0.01, "else any model would do"
+    assert contract["mean"] == pytest.approx(sum(wanted) / len(wanted), abs=5e-5)
+    assert contract["max_length"] == 2048 and contract["eos_token_id"] == tokenizer.eos_token_id
+    assert not (folder / "optimizer.pt").exists()
+
+
+def test_it_scores_answers_like_a_reward_model_of_our_own(tmp_path: Path, policy: Path, outside: Path) -> None:
+    from contextlib import ExitStack
+
+    from rlhf_core.config.rewards import RewardModelReward
+    from rlhf_core.rewards.terms import _open_here
+
+    store = ArtifactStore(tmp_path / "store")
+    shop = Workshop(store)
+    config = ImportRewardModelConfig(path=str(outside))
+    ref, _ = shop.run("import_reward_model", config, {"policy": store.external(PolicyRef, policy)})
+    assert isinstance(ref, RewardModelRef)
+
+    class Context:
+        seed, runtime, path = 3, shop.runtime, staticmethod(store.path)
+
+    context: Any = Context()
+    with ExitStack() as leases:  # verifies the contract
+        _open_here(RewardModelReward(), {"reward_model": ref}, context, leases)
+    weights = store.path(ref) / "model.safetensors"
+    moved = load_file(weights)
+    shutil.copytree(store.path(ref), tmp_path / "moved")
+    (tmp_path / "moved" / "model.safetensors").unlink()
+    save_file(
+        {**moved, "score.weight": -moved["score.weight"]}, tmp_path / "moved" / "model.safetensors", {"format": "pt"}
+    )
+    other = store.external(RewardModelRef, tmp_path / "moved")
+    with ExitStack() as leases, pytest.raises(Exception, match=r"reward_model\.probe\[0\]"):
+        _open_here(RewardModelReward(), {"reward_model": other}, context, leases)
+
+
+def test_its_key_is_what_is_in_it_and_not_where_it_is(tmp_path: Path, outside: Path) -> None:
+    elsewhere = shutil.copytree(outside, tmp_path / "elsewhere")
+    (elsewhere / "optimizer.pt").write_bytes(b"another")
+    digests = [content_digests(ImportRewardModelConfig(path=str(folder))) for folder in (outside, elsewhere)]
+    assert digests[0] == digests[1]
+    (elsewhere / "chat_template.jinja").write_text("{{ messages }}")
+    assert content_digests(ImportRewardModelConfig(path=str(elsewhere))) != digests[0]
+
+
+def rewrite(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    changed = change(load_file(folder / "model.safetensors"))
+    (folder / "model.safetensors").unlink()
+    save_file(
+        {name: tensor.contiguous() for name, tensor in changed.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
+
+
+def renamed(name: str) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    return lambda tensors: {name if key == "score.weight" else key: tensor for key, tensor in tensors.items()}
+
+
+def without_template(folder: Path) -> None:
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    tokenizer.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+
+
+REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "three outputs": (
+        lambda folder: weights(
+            folder, lambda one: {**one, "score.weight": torch.zeros(3, one["score.weight"].shape[1])}
+        ),
+        "has 3 outputs; a reward model has one",
+    ),
+    "a language model": (
+        lambda folder: weights(folder, lambda one: {k: v for k, v in one.items() if k != "score.weight"}),
+        r"has no head \(score.weight\).*made one by \[reward_model\]",
+    ),
+    "an encoder": (lambda folder: weights(folder, renamed("classifier.weight")), "its head is classifier.weight"),
+    "openrlhf with another head": (
+        lambda folder: (rewrite(folder, value_head_prefix="r_head"), weights(folder, renamed("r_head.weight"))),
+        "its head is r_head.weight; only a decoder's score.weight is read",
+    ),
+    "openrlhf, normalized": (
+        lambda folder: rewrite(folder, normalize_reward=True, mean=1.5, std=2.0),
+        'OpenRLHF subtracts 1.5 from its scores and divides by 2.0.*normalise = "running"',
+    ),
+    "no template": (without_template, "has no chat template; put the template"),
+    "no safetensors": (lambda folder: (folder / "model.safetensors").unlink(), "holds no safetensors"),
+    "no model": (lambda folder: (folder / "config.json").unlink(), "is not a folder with a config.json; download"),
+    "code": (lambda folder: rewrite(folder, auto_map={"AutoModel": "x.Y"}), "needs code of its own"),
+    "weights that git-lfs did not fetch": (
+        lambda folder: (folder / "model.safetensors").write_text(
+            "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n"
+        ),
+        "its model.safetensors is a pointer of git-lfs and not the file; git lfs pull there",
+    ),
+    "weights cut short": (
+        lambda folder: os.truncate(folder / "model.safetensors", 100),
+        "its model.safetensors is no safetensors file .*; fetch the file again",
+    ),
+    "a broken config": (
+        lambda folder: (folder / "config.json").write_text("{"),
+        "its config.json is no JSON .*; fetch the file again",
+    ),
+    "a config that is a list": (
+        lambda folder: (folder / "config.json").write_text("[]"),
+        "its config.json holds no table of names and values, but list",
+    ),
+    "a broken tokenizer": (
+        lambda folder: (folder / "tokenizer_config.json").write_bytes(b'{"a": "\xff"}'),
+        "its tokenizer_config.json is no JSON .*utf-8",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_folder_that_is_none_of_ours_is_refused_with_what_to_do(outside: Path, case: str) -> None:
+    change, rule = REFUSED[case]
+    change(outside)
+    with pytest.raises(ConfigError, match=rf"import_reward_model\.path.*{rule}"):
+        content_digests(ImportRewardModelConfig(path=str(outside)))
+
+
+@pytest.mark.parametrize("changed", ["model.safetensors", "config.json", "added.json"])
+def test_files_that_changed_between_the_plan_and_the_copy_are_refused(
+    tmp_path: Path, policy: Path, outside: Path, changed: str
+) -> None:
+    store, shop = ArtifactStore(tmp_path / "store"), Workshop(ArtifactStore(tmp_path / "store"))
+    config = ImportRewardModelConfig(path=str(outside))
+    spec = StageSpec(
+        name="import_reward_model", module="stages.import_reward_model", config=config, seed=17, label="rm",
+        inputs={"policy": store.external(PolicyRef, policy)}, engines={"files": content_digests(config)},
+    )  # fmt: skip
+
+    def execute_it() -> None:
+        execute(store, spec, runtime=shop.runtime, tracker=shop.tracker, progress=quiet)
+
+    kept = (outside / changed).read_bytes() if (outside / changed).exists() else None
+    if changed == "model.safetensors":
+        weights(outside, lambda one: {**one, "score.weight": -one["score.weight"]})
+    else:
+        (outside / changed).write_bytes((kept or b"{}") + b"\n")
+    with pytest.raises(ConfigError, match=r"import_reward_model\.path.*have changed since the run was planned; run it"):
+        execute_it()
+    (outside / changed).unlink()
+    if kept is not None:
+        (outside / changed).write_bytes(kept)
+    execute_it()  # what was planned is there again
+
+
+def test_one_of_openrlhf_says_nothing_of_its_outputs_and_is_read_as_it_is(
+    tmp_path: Path, policy: Path, outside: Path
+) -> None:
+    store = ArtifactStore(tmp_path / "store")
+    plain = json.loads((imported(store, policy, outside) / "contract.json").read_text())
+    rewrite(
+        outside, architectures=["RewardModel"], id2label=None, label2id=None, value_head_prefix="score",
+        normalize_reward=False, mean=0.5, std=2.0,
+    )  # fmt: skip
+    theirs = imported(store, policy, outside)
+    assert json.loads((theirs / "contract.json").read_text())["probe_scores"] == pytest.approx(
+        plain["probe_scores"], abs=5e-5
+    )
+    from transformers import AutoConfig
+
+    assert AutoConfig.from_pretrained(theirs).num_labels == 1
+
+
+def test_one_with_another_tokenizer_than_the_policys_is_refused_before_anything_is_trained(
+    tmp_path: Path, policy: Path, outside: Path
+) -> None:
+    from rlhf_core.models.initialise import train_tokenizer
+
+    train_tokenizer(["quite another text, with other pairs of letters"] * 5, vocab_size=300, folder=outside)
+    with pytest.raises(ConfigError, match=r"makes other tokens of 'What is 12 \+ 30\?' than the policy's"):
+        imported(ArtifactStore(tmp_path / "store"), policy, outside)
+
+
+def test_a_profile_that_openrlhfs_script_became_imports_its_reward_model(tmp_path: Path, outside: Path) -> None:
+    (tmp_path / "d.jsonl").write_text('{"input": "hi"}\n')
+    script = (
+        f"python -m openrlhf.cli.train_ppo_ray --pretrain {outside} --reward_pretrain {outside} "
+        f"--prompt_data {tmp_path}/d.jsonl --apply_chat_template --max_samples 64 --seed 3"
+    )
+    translation = translate(script, name="x", template_file="x.jinja")
+    fates = {one.flag: one.fate for one in translation.outcomes}
+    assert fates["--reward_pretrain"] == "translated"
+    (tmp_path / "x.toml").write_text(translation.profile)
+    config = load_profile(tmp_path / "x.toml")
+    assert config.import_reward_model == ImportRewardModelConfig(path=str(outside))
+    planned = plan(config, ArtifactStore(tmp_path / "store"))
+    assert [stage.label for stage in planned][:3] == ["prepare_data", "import_reward_model", "ppo"]
+    assert list(planned[2].spec.inputs["reward_models"]) == ["reward_model"]  # type: ignore[union-attr]
+
+
+def test_a_run_has_one_reward_model() -> None:
+    with pytest.raises(ConfigError, match="in place of \\[reward_model\\]"):
+        load_profile("tiny/full", ["import_reward_model.path=rm"])

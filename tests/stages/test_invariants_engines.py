@@ -1,0 +1,185 @@
+"""Invariants of the whole loop with its real engines: two DeepSpeed ranks under ZeRO 2 and vLLM, in Ray's workers.
+
+test_invariants.py has them for the plain engine and transformers. One runtime for all tests of this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf_core.artifacts import ArtifactStore
+from rlhf_core.config.engines import (
+    InitModel,
+    OptimizerConfig,
+    RuntimeConfig,
+    SamplingConfig,
+    TrainerConfig,
+    VllmSamplerConfig,
+)
+from rlhf_core.interfaces import ModelSpec, Sampler, Trainer, Weights
+from rlhf_core.models.export import weights_digest
+from rlhf_core.models.initialise import initialise_llama, train_tokenizer
+from rlhf_core.runtime.ray_runtime import RayRuntime
+from rlhf_core.runtime.weights import StoredWeights, pack, unpack
+from rlhf_core.training.objectives import SftObjective
+from rlhf_core.types import PolicyRef, SamplingRequest, TokenSample
+from stages.ppo import PPOConfig
+from tests.stages.recording import Workshop
+from tests.stages.training import prompts, untimed
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytest.importorskip("vllm", reason="vLLM is not installed")
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+
+FAST = OptimizerConfig(learning_rate=3e-3, schedule="constant")
+# Heads of 64: narrower ones vLLM's CPU kernels do not have.
+SHAPE = InitModel(
+    vocab_size=320, hidden_size=128, layers=1, heads=2, kv_heads=2, intermediate_size=192, max_positions=96
+)
+CONFIG = RuntimeConfig(
+    train_workers=2,
+    cpu_threads=1,
+    worker_timeout_s=300,
+    trainer=TrainerConfig(engine="deepspeed", zero_stage=2, micro_batch=4),
+    sampler=VllmSamplerConfig(max_model_len=96, kv_cache_gib=0.25),
+)
+REQUESTS = [SamplingRequest((5, 6, 7, 8 + index), seed=index) for index in range(8)]
+ROWS = [TokenSample((5, 6, 7, 8, 9), (0, 1, 1, 1, 1)), TokenSample((9, 8, 7, 6), (0, 1, 1, 1))]
+SFT = SftObjective(pack_to=None)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("policy")
+    train_tokenizer(["What is 12 + 30? It is 42."] * 5, vocab_size=320, folder=folder)
+    initialise_llama(SHAPE, folder, seed=7)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[RayRuntime]:
+    runtime = RayRuntime(CONFIG)
+    runtime.prewarm(trainer=True, sampler=True)
+    yield runtime
+    runtime.close()
+
+
+def sampled(sampler: Sampler) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+    """Return what the sampler draws from fixed seeds, with its log-probs."""
+    completions = sampler.generate(REQUESTS, SamplingConfig(max_tokens=8))
+    return [(completion.token_ids, completion.logprobs) for completion in completions]
+
+
+def received(weights: Weights) -> dict[str, torch.Tensor]:
+    """Return the tensors that a train worker put into Ray's object store."""
+    import ray
+
+    return {name: tensor for bucket in ray.get(list(weights.payload.refs)) for name, tensor in unpack(bucket).items()}
+
+
+def sent(tensors: dict[str, torch.Tensor]) -> Weights:
+    """Return `tensors` as a train worker hands them out."""
+    import ray
+
+    return Weights(payload=StoredWeights((ray.put(pack(tensors)),)), digest=weights_digest(tensors))
+
+
+def mismatch(trainer: Trainer, sampler: Sampler) -> list[float]:
+    """Return log pi_old - log mu of every token that the sampler draws from fixed seeds."""
+    drawn = sampled(sampler)
+    samples = [
+        TokenSample(request.prompt_ids + tokens, (0,) * len(request.prompt_ids) + (1,) * len(tokens))
+        for request, (tokens, _) in zip(REQUESTS, drawn, strict=True)
+    ]
+    rows = trainer.logprobs(samples, temperature=1.0)
+    return [
+        ours - theirs
+        for row, (_, logprobs) in zip(rows, drawn, strict=True)
+        for ours, theirs in zip(row[4:], logprobs, strict=True)
+    ]
+
+
+def test_at_learning_rate_0_nothing_drifts_however_often_the_weights_are_synced(
+    runtime: RayRuntime, policy: Path
+) -> None:
+    """Weights exactly; what vLLM and the trainer say of them to the rounding of float32, whatever batches vLLM forms."""
+    spec = ModelSpec(str(policy), "lm", None, 1)
+    with runtime.trainer("policy", spec, FAST) as trainer, runtime.sampler(policy) as sampler:
+        seen, digests = [], []
+        for version in range(3):
+            weights = trainer.weights()
+            digests.append(weights.digest)
+            sampler.load_weights(weights, version=version)
+            seen.append(mismatch(trainer, sampler))
+            trainer.forward_backward(ROWS, SFT)
+            trainer.optim_step(learning_rate=0.0)
+    assert runtime.engines().keys() == {"deepspeed", "ray", "torch", "transformers", "vllm"}
+    assert len(set(digests)) == 1
+    # A log-prob of about -6 from two programs: some tens of roundings of 3e-7 each.
+    assert max(abs(value) for values in seen for value in values) < 1e-4
+    for values in seen:
+        assert values == pytest.approx(seen[0], abs=1e-5)
+
+
+def test_every_tensor_of_the_policy_arrives_in_the_sampler(runtime: RayRuntime, policy: Path) -> None:
+    """vLLM fuses and renames tensors, so what arrives is told by what it computes: each tensor alone changes that."""
+    spec = ModelSpec(str(policy), "lm", None, 1)
+    with runtime.trainer("policy", spec, FAST) as trainer, runtime.sampler(policy) as sampler:
+        trainer.forward_backward(ROWS, SFT)
+        trainer.optim_step(learning_rate=1e-2)
+        weights = trainer.weights()
+        sampler.load_weights(weights, version=1)
+        trained = sampled(sampler)
+        assert max(abs(value) for value in mismatch(trainer, sampler)) < 1e-4
+        tensors, silent = received(weights), []
+        for version, name in enumerate(tensors, start=2):
+            generator = torch.Generator().manual_seed(version)
+            noise = torch.randn(tensors[name].shape, generator=generator)
+            sampler.load_weights(sent(tensors | {name: tensors[name] + 0.1 * noise}), version=version)
+            if largest_change(sampled(sampler), trained) < 1e-3:
+                silent.append(name)
+        sampler.load_weights(weights, version=100)
+        assert largest_change(sampled(sampler), trained) < 1e-5
+    assert silent == []
+    # The embeddings, which are the head too, two norms and seven matrices of the layer, and the last norm.
+    assert len(tensors) == 11
+
+
+def largest_change(
+    one: list[tuple[tuple[int, ...], tuple[float, ...]]], other: list[tuple[tuple[int, ...], tuple[float, ...]]]
+) -> float:
+    """Return the largest difference of the log-probs of two draws, up to where their tokens part; the first is always there."""
+    changes = []
+    for (tokens, logprobs), (others, theirs) in zip(one, other, strict=True):
+        for token, another, mine, its in zip(tokens, others, logprobs, theirs, strict=False):
+            if token != another:
+                changes.append(1.0)
+                break
+            changes.append(abs(mine - its))
+    return max(changes)
+
+
+def test_twin_runs_have_identical_curves(runtime: RayRuntime, tmp_path: Path, policy: Path) -> None:
+    settings = PPOConfig.model_validate(
+        {
+            "steps": 2,
+            "prompts_per_step": 4,
+            "sampling": {"max_tokens": 6},
+            "rewards": {"terms": {"short": {"type": "function", "function": "tests.stages.test_ppo:short_is_good"}}},
+            "optimizer": FAST,
+            "value_optimizer": FAST,
+        }
+    )
+    curves = []
+    for name in ("one", "other"):
+        shop = Workshop(ArtifactStore(tmp_path / name / "store"), runtime)
+        base = shop.store.external(PolicyRef, policy)
+        data = prompts(shop.store, tmp_path / name)
+        shop.run("ppo", settings, {"policy": base, "reference": base, "prompts": data, "reward_models": {}})
+        curves.append(untimed(shop.tracker.points))
+    assert len(curves[0]) == 2
+    assert curves[0] == curves[1]
