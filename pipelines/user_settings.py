@@ -58,8 +58,12 @@ def profiles_path() -> Path:
 
 
 def marked(settings: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings, which are our own, and the variable that says so."""
-    return {**settings, OWN: json.dumps(dict(settings))}
+    """Return the settings, which are our own, and the variable that says so.
+
+    What `rlhf` gave to this process itself stays marked: a process that it starts in turn inherits those settings, too.
+    """
+    inherited = {name: value for name, value in _given().items() if os.environ.get(name) == value}
+    return {**settings, OWN: json.dumps({**inherited, **settings})}
 
 
 def _tracking_uri() -> str:
@@ -80,8 +84,13 @@ def _setting(names: tuple[str, ...], path: tuple[str, ...]) -> str:
 
 def _environment(name: str) -> str:
     value = os.environ[name] if name in os.environ else ""
-    ours = json.loads(os.environ[OWN]) if os.environ.get(OWN) else {}
-    return "" if name in ours and ours[name] == value else value
+    return "" if value and _given().get(name) == value else value
+
+
+def _given() -> dict[str, str]:
+    """Return the settings that `rlhf` gave to this process."""
+    given: dict[str, str] = json.loads(os.environ[OWN]) if os.environ.get(OWN) else {}
+    return given
 
 
 def _first(names: tuple[str, ...], read: Callable[[str], str]) -> str:

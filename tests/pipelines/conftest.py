@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +46,17 @@ def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
         yield home
         os.environ.clear()
         os.environ.update(before)
+
+
+@pytest.fixture
+def client(prefect_home: Home) -> Iterator[Any]:
+    """A client of that server; deployments that the test makes there do not outlive it."""
+    from prefect.client.orchestration import get_client
+
+    with get_client(sync_client=True) as client:
+        yield client
+        for deployment in client.read_deployments():
+            client.delete_deployment(deployment.id)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,15 +40,6 @@ def losing_prefect(monkeypatch: pytest.MonkeyPatch, *, before_the_body: bool) ->
     monkeypatch.setattr("pipelines.tasks.settle", lambda *_: done.append("settled"))
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
     return done
-
-
-@pytest.fixture(autouse=True)
-def settings_of_the_tests() -> Iterator[None]:
-    """Let Prefect read its settings again when the environment is what it was."""
-    yield
-    from prefect.context import refresh_global_settings_context
-
-    refresh_global_settings_context()
 
 
 def run_flow() -> None:

@@ -33,14 +33,6 @@ REBOUND = "rebound.example"
 """A name that the page's owner lets resolve to 127.0.0.1 (DNS rebinding)."""
 
 
-@pytest.fixture
-def client(prefect_home: Home) -> Iterator[Any]:
-    from prefect.client.orchestration import get_client
-
-    with get_client(sync_client=True) as client:
-        yield client
-
-
 @contextmanager
 def page_of_somebody_else(text: str) -> Iterator[tuple[int, Queue[dict[str, str]]]]:
     """Serve the page on a port of its own; give the port, and what the page tells its maker."""

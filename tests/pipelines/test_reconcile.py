@@ -20,14 +20,6 @@ OURS = "rlhf-pipeline"
 DEAD = {"owner.pid": "1", "owner.pid_started": "1"}
 
 
-@pytest.fixture
-def client(prefect_home: Home) -> Iterator[Any]:
-    from prefect.client.orchestration import get_client
-
-    with get_client(sync_client=True) as client:
-        yield client
-
-
 @pytest.fixture(autouse=True)
 def _nothing_left_behind(client: Any) -> Iterator[None]:
     """End what a test leaves at work, on the server that the tests share."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,6 @@ PARAMETERS = {
     "strict_code": True,
     "strict_env": False,
 }
-
-
-@pytest.fixture
-def client(prefect_home: Home) -> Iterator[Any]:
-    from prefect.client.orchestration import get_client
-
-    with get_client(sync_client=True) as client:
-        yield client
 
 
 def foreground(

@@ -92,6 +92,18 @@ def test_what_we_gave_to_our_own_processes_does_not_pass_for_the_users(
     assert user_settings.prefect_api() == "http://theirs/api"
 
 
+def test_what_we_gave_to_a_process_is_none_of_the_users_in_those_that_it_starts_for_another_state_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in client_environment(Home(tmp_path / "one"), prefect_port=4201).items():
+        monkeypatch.setenv(name, value)
+    for name, value in quiet_environment(
+        Home(tmp_path / "two")
+    ).items():  # it names no server, and leaves that of `one`
+        monkeypatch.setenv(name, value)
+    assert os.environ["PREFECT_API_URL"] == "http://127.0.0.1:4201/api" and user_settings.prefect_api() == ""
+
+
 @pytest.mark.parametrize("name", [DATABASE, "PREFECT_API_DATABASE_CONNECTION_URL"])
 def test_a_database_of_the_users_is_what_a_server_of_ours_is_started_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from rlhf_core import redaction
+
+
+@pytest.fixture(autouse=True)
+def process_as_it_was() -> Iterator[None]:
+    """Take back what a test changed of its process: the program sets variables, and learns secrets, for good.
+
+    Tests share processes in an order that depends on the machine, so that a leftover fails another test now and then.
+    """
+    environment, factory = dict(os.environ), logging.getLogRecordFactory()
+    known = redaction._Known.values, redaction._Known.pattern
+    yield
+    logging.setLogRecordFactory(factory)
+    redaction._Known.values, redaction._Known.pattern = known
+    if dict(os.environ) != environment:
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+        if "prefect.context" in sys.modules:
+            sys.modules["prefect.context"].refresh_global_settings_context()
