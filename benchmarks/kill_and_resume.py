@@ -63,7 +63,7 @@ def _kill_after_a_checkpoint(profile: str, stage: str, home: Path) -> None:
 
 
 def _has_checkpoint(home: Path) -> bool:
-    folders = (home / "store").glob(f"attempts/*/{CHECKPOINTS}")
+    folders = (home / "store").glob(f"attempts/*/work-*/{CHECKPOINTS}")
     return any(Checkpoints(folder).latest() is not None for folder in folders)
 
 

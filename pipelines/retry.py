@@ -10,7 +10,6 @@ from rlhf_core import attempts
 from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.checkpoints import Checkpoints
 from rlhf_core.errors import WorkerLostError, explain
-from rlhf_core.store_layout import CHECKPOINTS
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +25,8 @@ Reached = tuple[int, int]
 def reached(store: ArtifactStore, key: str) -> Reached:
     """Return how far the attempts at `key` have got; what compares greater is further."""
     folder = store.layout.attempt(key)
-    checkpoint = Checkpoints(folder / CHECKPOINTS).latest()
-    entries = [folder / name for name in attempts.unfinished_work(folder)]
+    checkpoint = Checkpoints(attempts.checkpoints(folder)).latest()
+    entries = [attempts.latest_work(folder) / name for name in attempts.unfinished_work(folder)]
     files = sum(1 if entry.is_file() else sum(path.is_file() for path in entry.rglob("*")) for entry in entries)
     return (-1 if checkpoint is None else checkpoint.step, files)
 

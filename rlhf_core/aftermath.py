@@ -8,7 +8,6 @@ from rlhf_core import attempts
 from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.attempts import Attempt
 from rlhf_core.leases import lease_file, living_owner
-from rlhf_core.store_layout import CHECKPOINTS
 
 
 def tidy(store: ArtifactStore, key: str) -> tuple[str, Attempt] | None:
@@ -34,5 +33,5 @@ def tidy(store: ArtifactStore, key: str) -> tuple[str, Attempt] | None:
 def _is_untidy(store: ArtifactStore, folder: Path, key: str) -> bool:
     past = attempts.history(folder)
     running = bool(past) and past[-1].status == "running"
-    unfinished = bool(attempts.unfinished_work(folder)) or (folder / CHECKPOINTS).exists()
+    unfinished = bool(attempts.unfinished_work(folder)) or attempts.checkpoints(folder).exists()
     return running or unfinished or lease_file(store.layout.leases, key).exists()

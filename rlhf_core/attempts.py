@@ -1,9 +1,14 @@
-"""The attempts at a key: how often it was tried, how each try ended, and what is left to go on from."""
+"""The attempts at a key: how often it was tried, how each try ended, and what is left to go on from.
+
+Each attempt works in a folder of its own. What an earlier one left moves into that of the next by one rename: a process that
+was taken over unawares, and goes on for a step, finds its folder gone, and cannot touch what is another's now.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -14,12 +19,13 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from rlhf_core.failures import FAILURES
-from rlhf_core.store_layout import CHECKPOINTS, read_json, remove_tree, write_json
+from rlhf_core.store_layout import CHECKPOINTS, make_folder, read_json, remove_tree, write_json
 
 logger = logging.getLogger(__name__)
 
 HISTORY = "attempt.json"
 METRICS = "metrics.jsonl"
+_WORK = re.compile(r"work-(\d{1,10})")
 
 Status = Literal["running", "failed", "interrupted", "committed"]
 
@@ -57,13 +63,13 @@ def history(folder: Path) -> list[Attempt]:
 def begin(
     folder: Path, *, label: str, resumed_from: int | None, code: Mapping[str, str], known_damage: Sequence[str]
 ) -> Attempt:
-    """Note a new attempt and make its empty output folder; the caller holds the lease.
+    """Note a new attempt and make its folders, an empty one for its output; the caller holds the lease.
 
-    The output of attempts that were killed goes.
+    The output of attempts that were killed goes; what they left to go on from is in the new attempt's work folder.
     """
     past = history(folder)
     attempt = Attempt(
-        number=past[-1].number + 1 if past else 1,
+        number=max([0, *(item.number for item in past[-1:]), *_works(folder)]) + 1,
         started=datetime.now(UTC).isoformat(timespec="milliseconds"),
         host=socket.gethostname(),
         pid=os.getpid(),
@@ -77,7 +83,10 @@ def begin(
     for stale in folder.glob("out-*"):
         remove_tree(stale)
     _write(folder, label, [*past, attempt])
-    output(folder, attempt).mkdir(parents=True)
+    if _works(folder):
+        latest_work(folder).rename(work(folder, attempt))
+    make_folder(work(folder, attempt))
+    output(folder, attempt).mkdir()
     return attempt
 
 
@@ -107,24 +116,53 @@ def output(folder: Path, attempt: Attempt) -> Path:
     return folder / f"out-{attempt.number}"
 
 
+def work(folder: Path, attempt: Attempt) -> Path:
+    """Return the folder of what the attempt may want to find again: checkpoints, shards, metrics, failures, logs."""
+    return folder / f"work-{attempt.number}"
+
+
+def latest_work(folder: Path) -> Path:
+    """Return the work folder of the last attempt; it need not be there."""
+    return folder / f"work-{max(_works(folder), default=0)}"
+
+
+def checkpoints(folder: Path) -> Path:
+    """Return the folder of the last attempt's checkpoints; it need not be there."""
+    return latest_work(folder) / CHECKPOINTS
+
+
+def metrics(folder: Path) -> Path:
+    """Return the file of the metrics of all attempts that went on from one another; it need not be there."""
+    return latest_work(folder) / METRICS
+
+
 def unfinished_work(folder: Path) -> list[str]:
     """Return the names of what a stage left beside its checkpoints (shards, tables) to go on from."""
-    if not folder.is_dir():
+    left = latest_work(folder)
+    if not left.is_dir():
         return []
-    return sorted(path.name for path in folder.iterdir() if not _is_ours(path.name) and not path.name.endswith(".log"))
+    return sorted(path.name for path in left.iterdir() if not _is_ours(path.name) and not path.name.endswith(".log"))
 
 
 def clear(folder: Path, *, keep_metrics: bool) -> None:
     """Remove checkpoints, unfinished work and what failed in it; the history stays, the logs, and on request the metrics."""
-    for path in [*folder.glob("out-*"), folder / CHECKPOINTS, *(folder / name for name in unfinished_work(folder))]:
+    left = latest_work(folder)
+    for stale in (folder / f"work-{number}" for number in _works(folder)):
+        if stale != left:  # of a process that was taken over, and wrote on
+            remove_tree(stale)
+    names = [CHECKPOINTS, FAILURES, *unfinished_work(folder), *(() if keep_metrics else (METRICS,))]
+    for path in [*folder.glob("out-*"), *(left / name for name in names)]:
         remove_tree(path)
-    remove_tree(folder / FAILURES)
-    if not keep_metrics:
-        remove_tree(folder / METRICS)
+
+
+def _works(folder: Path) -> list[int]:
+    """Return the numbers of the attempts that have a work folder."""
+    found = (_WORK.fullmatch(path.name) for path in folder.glob("work-*"))
+    return [int(name[1]) for name in found if name is not None]
 
 
 def _is_ours(name: str) -> bool:
-    return name in (HISTORY, METRICS, FAILURES, CHECKPOINTS) or name.startswith((".", "out-"))
+    return name in (METRICS, FAILURES, CHECKPOINTS) or name.startswith(".")
 
 
 def _read(folder: Path) -> tuple[str, list[Attempt]]:

@@ -121,7 +121,9 @@ class Checkpoints:
         """
         self.settle()
         self._fence()
-        self.root.mkdir(parents=True, exist_ok=True)
+        if not self.root.is_dir():
+            self.root.mkdir()  # not those above it: in a folder that another attempt has taken there is nothing to save
+            fsync_path(self.root.parent)
         for stale in self.root.glob(".saving-*"):
             remove_tree(stale)
         folder = self.root / f".saving-{step:010d}-{secrets.token_hex(4)}"

@@ -44,7 +44,7 @@ def failure_settings(config: Any) -> dict[str, dict[str, Any]]:
 
 
 def note(folder: Path, step: int, counts: Counts, settings: Settings) -> None:
-    """Note in `folder` (attempts/<key>) what failed at a step, before its answers are kept; a step may be noted again."""
+    """Note in the work folder `folder` what failed at a step, before its answers are kept; a step may be noted again."""
     known = {path: list(count) for path, count in counts.items() if path in settings}
     if not known:
         return

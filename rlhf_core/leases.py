@@ -1,8 +1,9 @@
 """Leases: who computes a key right now. One process computes, the others wait for its result.
 
 A lease is a small file with its owner's host, boot, process and a secret token. A thread renews it. It is lost when, on
-this machine, the owner's process is gone, or when the file was not renewed for too long, by the clock of the disk; then the
-next one takes it over. A process that was taken over unawares learns it at `Lease.check`: before each step, each checkpoint
+this machine, the owner's process is gone, or when the file was not renewed for too long; then the next one takes it over. Clocks jump, and those of two
+hosts differ: too long is by the clock of the disk, and who wants the lease watches it, too, for longer than a living owner
+needs to renew it. A process that was taken over unawares learns it at `Lease.check`: before each step, each checkpoint
 and the record.
 """
 
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 TTL_SECONDS = 120.0
 HEARTBEAT_SECONDS = 20.0
 POLL_SECONDS = 0.25
+WATCH_SECONDS = 2.25 * HEARTBEAT_SECONDS
+"""For how long a lease is seen to be silent, by the clock that never jumps, before it is taken from an owner who may live."""
 _KINDS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("host", "boot_id", "pid_namespace", "token"), str),
     **dict.fromkeys(("pid", "pid_started"), int),
@@ -107,14 +110,17 @@ def living_owner(folder: Path, key: str) -> Owner | None:
 
 
 def sweep(folder: Path) -> list[tuple[str, Owner]]:
-    """Remove the leases whose owner is gone; return their keys and owners. (The next one to want them would, too.)"""
+    """Remove the leases whose owner is gone; return their keys and owners.
+
+    Those of silent owners, who may be on another machine, stay for the next one to want them, who has the time to watch.
+    """
     if not folder.is_dir():
         return []
     swept = []
     with _alone(folder):
         for path in sorted(folder.glob("*.json")):
             owner = _read(folder, path.stem)
-            if owner is not None and _has_lost(folder, path.stem, owner):
+            if owner is not None and is_gone(owner):
                 path.unlink(missing_ok=True)
                 swept.append((path.stem, owner))
     return swept
@@ -164,10 +170,11 @@ def _is_silent(path: Path) -> bool:
 def _acquire(folder: Path, key: str, on_wait: Callable[[Owner], None] | None) -> Lease:
     ours = ourselves()
     waited = False
+    watch = _Watch(lease_file(folder, key))
     while True:
         with _alone(folder):
             holder = _read(folder, key)
-            if holder is None or _has_lost(folder, key, holder):
+            if holder is None or is_gone(holder) or (_has_lost(folder, key, holder) and watch.is_over()):
                 if holder is not None:
                     logger.warning("lease %s: %s is gone; taking over", key[:12], holder)
                 ours = replace(ours, expires=time.time() + TTL_SECONDS)
@@ -179,6 +186,26 @@ def _acquire(folder: Path, key: str, on_wait: Callable[[Owner], None] | None) ->
             if on_wait is not None:
                 on_wait(holder)
         time.sleep(POLL_SECONDS)
+
+
+class _Watch:
+    """How long a lease has been seen unchanged, by a clock that nobody sets."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen: tuple[int, int] | None = None
+        self._since = time.monotonic()
+
+    def is_over(self) -> bool:
+        """Look at the file, and say whether it has been the same for `WATCH_SECONDS`."""
+        try:
+            status = self._path.stat()
+        except FileNotFoundError:  # let go of just now
+            return True
+        seen = (status.st_ino, status.st_mtime_ns)  # each renewal is a new file
+        if seen != self._seen:
+            self._seen, self._since = seen, time.monotonic()
+        return time.monotonic() - self._since >= WATCH_SECONDS
 
 
 def _beat(lease: Lease, stop: threading.Event) -> None:

@@ -331,19 +331,20 @@ def _finish(
 ) -> ArtifactRef:
     """Run the attempt and note how it ended; what it went on from is removed once it has committed."""
     folder = store.layout.attempt(run.target.key)
+    work = attempts.work(folder, run.attempt)
     context = StageContext(
         label=run.spec.label,
         key=run.target.key,
         seed=run.spec.seed,
         out=attempts.output(folder, run.attempt),
-        work=folder,
-        checkpoints=Checkpoints(folder / CHECKPOINTS, fence=run.still_ours),
+        work=work,
+        checkpoints=Checkpoints(work / CHECKPOINTS, fence=run.still_ours),
         tracker=tracker,
         runtime=runtime,
         store=store,
         progress=progress,
         _run=run,
-        _logged=_logged_steps(folder / attempts.METRICS),
+        _logged=_logged_steps(work / attempts.METRICS),
     )
     try:
         handle: ArtifactRef = stage_module(run.spec).run(run.spec.config, **run.spec.inputs, context=context)

@@ -20,7 +20,7 @@ from rlhf_core.leases import living_owner
 from rlhf_core.records import KeyRecord, other_versions, versions
 from rlhf_core.redaction import hidden
 from rlhf_core.stage_key import StageSpec, code_policy, key_payload, payload_key, user_functions
-from rlhf_core.store_layout import CHECKPOINTS, read_json, write_json
+from rlhf_core.store_layout import read_json, write_json
 from rlhf_core.stored import Stored, read_stored
 
 Action = Literal["HIT", "ATTACH", "RESUME", "RUN", "BLOCKED"]
@@ -149,7 +149,7 @@ def unfit(store: ArtifactStore, spec: StageSpec, key: str) -> str:
     if not settings:
         return ""
     record = store.record(key)
-    failures = noted(store.layout.attempt(key)) if record is None else record.failures
+    failures = noted(attempts.latest_work(store.layout.attempt(key))) if record is None else record.failures
     return misfit(failures, settings, label=spec.label)
 
 
@@ -180,7 +180,7 @@ def decide_work(store: ArtifactStore, spec: StageSpec, target: Target, *, force:
     number = past[-1].number if past else 0
     changed = changed_modules(past[-1].code, target.code) if past and past[-1].code else []
     said = f"; its code has changed since ({', '.join(changed)}): --force starts over" if changed else ""
-    checkpoint = Checkpoints(folder / CHECKPOINTS).latest()
+    checkpoint = Checkpoints(attempts.checkpoints(folder)).latest()
     if checkpoint is not None:
         return Decision("RESUME", f"from step {checkpoint.step} of attempt {number}{said}", target.key, checkpoint.step)
     work = attempts.unfinished_work(folder)

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhf_core.attempts import checkpoints
 from rlhf_core.damage import last_good, quarantine_object, suspicion
 from rlhf_core.encodable import encodable
 from rlhf_core.errors import ArtifactError, explain
@@ -18,7 +19,6 @@ from rlhf_core.leases import living_owner
 from rlhf_core.records import KeyRecord
 from rlhf_core.store_index import Unreadable
 from rlhf_core.store_layout import (
-    CHECKPOINTS,
     MANIFEST,
     StoreLayout,
     folder_bytes,
@@ -325,8 +325,8 @@ def _dead_attempts(layout: StoreLayout, records: Iterable[KeyRecord], horizon: f
         newest = max([_modified(path) for path in folder.rglob("*")], default=_modified(folder))
         if newest < horizon:
             items.append(GcItem("attempt", folder, folder_bytes(folder), label))
-        elif label and (folder / CHECKPOINTS).is_dir():  # its result is there: nobody will go on from these
-            items.append(GcItem("attempt", folder / CHECKPOINTS, folder_bytes(folder / CHECKPOINTS), label))
+        elif label and checkpoints(folder).is_dir():  # its result is there: nobody will go on from these
+            items.append(GcItem("attempt", checkpoints(folder), folder_bytes(checkpoints(folder)), label))
     return items
 
 

@@ -259,11 +259,13 @@ def ancestry(
     generations: Mapping[str, GenerationsRef], context: StageContext
 ) -> tuple[list[dict[str, Any]], dict[str, Path]]:
     """Return the stages that led to the answers, and label -> metrics.jsonl of those that train, where it is still there."""
-    from rlhf_core.attempts import METRICS
+    from rlhf_core import attempts
     from rlhf_core.evaluation.lineage import lineage
 
     nodes = lineage(context.store.records(), [ref.digest for ref in generations.values()])
-    files = {node.label: context.store.layout.attempt(node.key) / METRICS for node in nodes if node.stage in TRAINING}
+    files = {
+        node.label: attempts.metrics(context.store.layout.attempt(node.key)) for node in nodes if node.stage in TRAINING
+    }
     trained = {label: path for label, path in files.items() if path.exists()}
     return [node.plain() for node in nodes], trained
 

@@ -91,7 +91,9 @@ def leftovers(home: Path) -> list[str]:
     store = home / "store"
     sweep_temporaries(store)
     odd = [*store.glob("leases/*.json"), *store.glob("quarantine/*"), *store.rglob("*.tmp")]
-    odd += [path for path in store.glob("attempts/*/*") if path.name not in (attempts.HISTORY, attempts.METRICS)]
+    for folder in store.glob("attempts/*"):
+        kept = folder / attempts.HISTORY, attempts.latest_work(folder), attempts.metrics(folder)
+        odd += [path for path in (*folder.glob("*"), *folder.glob("work-*/*")) if path not in kept]
     odd += [path for path in store.rglob(".*") if _TEMPORARY.search(path.name)]
     names = {path.relative_to(store).as_posix() for path in odd if not path.name.endswith(".log")}
     return sorted(names)
@@ -146,7 +148,7 @@ def _result(store: ArtifactStore, record: KeyRecord) -> StageResult:
         key=record.key,
         handle=stored_handle(record.handle),
         metrics=record.metrics,
-        points=_points(store.layout.attempt(record.key) / attempts.METRICS),
+        points=_points(attempts.metrics(store.layout.attempt(record.key))),
         attempts=len(attempts.history(store.layout.attempt(record.key))),
     )
 

@@ -142,7 +142,8 @@ def purpose(path: str) -> str:
     if parts[0] != "store" or len(parts) < 2:
         return "tracking" if parts[0].startswith("ml") else "logs"
     if parts[1] == "attempts" and len(parts) > 3:
-        return _purpose_in_attempt(parts[3], "/".join(parts[4:]))
+        inside = parts[4:] if parts[3].startswith("work-") and len(parts) > 4 else parts[3:]
+        return _purpose_in_attempt(inside[0], "/".join(inside[1:]))
     names = {"keys": "commit: record", "objects": "commit: object", "leases": "lease", "roots": "labels and pins"}
     return names.get(parts[1], parts[1])
 
@@ -150,6 +151,8 @@ def purpose(path: str) -> str:
 def _purpose_in_attempt(name: str, rest: str) -> str:
     if name.startswith("out-"):
         return "artifact"
+    if name.startswith("work-"):
+        return "work folder: taken over"
     if name == "ckpt":
         return "checkpoint" if not rest.startswith("step-") else "checkpoint: rename and evict"
     if name.lstrip(".").startswith("attempt.json"):

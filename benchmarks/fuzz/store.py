@@ -31,7 +31,7 @@ from rlhf_core.records import Provenance
 from rlhf_core.stage_decision import Target as KeyTarget
 from rlhf_core.stage_decision import remember, target_of
 from rlhf_core.stage_key import StageSpec
-from rlhf_core.store_layout import CHECKPOINTS, MANIFEST, write_json
+from rlhf_core.store_layout import MANIFEST, write_json
 from rlhf_core.store_maintenance import set_aside_record
 from rlhf_core.types import ArtifactRef
 
@@ -117,7 +117,7 @@ class Target:
         store.pins()
         store.external(ArtifactRef, self._outside)
         for folder in sorted(store.layout.attempts.glob("*")):
-            checkpoints = Checkpoints(folder / CHECKPOINTS, keep_best=1)
+            checkpoints = Checkpoints(attempts.checkpoints(folder), keep_best=1)
             checkpoints.to_resume()
             checkpoints.best()
 
@@ -214,8 +214,8 @@ def _leave(store: ArtifactStore, spec: StageSpec, target: KeyTarget) -> None:
     folder = store.layout.attempt(target.key)
     attempt = attempts.begin(folder, label=spec.label, resumed_from=None, code=target.code, known_damage=())
     (attempts.output(folder, attempt) / "half.txt").write_text("half")
-    (folder / "shard-0.txt").write_text("a shard")
-    checkpoints = Checkpoints(folder / CHECKPOINTS, keep_last=2)
+    (attempts.work(folder, attempt) / "shard-0.txt").write_text("a shard")
+    checkpoints = Checkpoints(attempts.checkpoints(folder), keep_last=2)
     for step in (1, 2):
         with checkpoints.saving(step, {"cursor": step}, metric=0.5 * step) as path:
             (path / "weights.txt").write_text(f"step {step}")

@@ -77,10 +77,11 @@ def test_a_flipped_byte_is_a_problem(tmp_path: Path) -> None:
     [
         "leases/abc.json",
         "attempts/abc/out-2",
-        "attempts/abc/ckpt",
+        "attempts/abc/work-1/ckpt",
+        "attempts/abc/work-1/shards",
         "attempts/abc/shards",
         "keys/ab/.abc.json.01234567-1-abcdef",
-        "attempts/abc/ckpt/.saving-0000000004-0a1b2c3d",
+        "attempts/abc/work-1/ckpt/.saving-0000000004-0a1b2c3d",
         "attempts/abc/state-00000.99.tmp",
         "quarantine/abc.json",
     ],

@@ -14,12 +14,12 @@ from pipelines.home import Home
 from pipelines.profile import load_profile
 from pipelines.retry import Reached, reached, trying_again
 from pipelines.run import RunOptions, open_run, run_stages
+from rlhf_core import attempts
 from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.checkpoints import Checkpoints
 from rlhf_core.errors import ConfigError, TrainerLostError, TrainingError, WorkerLostError
 from rlhf_core.records import KeyRecord
 from rlhf_core.stage import StageSpec
-from rlhf_core.store_layout import CHECKPOINTS
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import ArtifactRef
 from tests.pipelines.listening import Notes
@@ -83,11 +83,11 @@ def test_checkpoints_and_shards_say_how_far_a_stage_got(tmp_path: Path) -> None:
     store = ArtifactStore(tmp_path)
     folder = store.layout.attempt("k")
     assert reached(store, "k") == NOWHERE
-    (folder / "shards").mkdir(parents=True)
+    (folder / "work-1" / "shards").mkdir(parents=True)
     for index in range(3):
-        (folder / "shards" / f"{index}.parquet").write_text("x")
+        (folder / "work-1" / "shards" / f"{index}.parquet").write_text("x")
     assert reached(store, "k") == (-1, 3)
-    checkpoints = Checkpoints(folder / CHECKPOINTS)
+    checkpoints = Checkpoints(attempts.checkpoints(folder))
     with checkpoints.saving(7, {}):
         pass
     checkpoints.settle()

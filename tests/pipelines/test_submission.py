@@ -78,8 +78,7 @@ def wait_until(true: Callable[[], object]) -> None:
 def submitted(run: PipelineRun, jobs: ForkedJobs, spec: StageSpec) -> Iterator[str]:
     """A job whose flow has died: nobody waits for it."""
     job = submission._attach_or_submit(run, spec, stage_key(spec), jobs).job
-    checkpoints = run.store.layout.attempt(job.key) / "ckpt"
-    wait_until(lambda: list(checkpoints.glob("step-*")))
+    wait_until(lambda: list(run.store.layout.attempt(job.key).glob("work-*/ckpt/step-*")))
     yield job.job_id
 
 

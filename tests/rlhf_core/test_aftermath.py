@@ -13,7 +13,7 @@ from rlhf_core.aftermath import tidy
 from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.leases import lease_file
 from rlhf_core.stage import execute, find
-from rlhf_core.store_layout import CHECKPOINTS, sweep_temporaries, write_json
+from rlhf_core.store_layout import sweep_temporaries, write_json
 from rlhf_core.types import ArtifactRef
 from tests.rlhf_core.toy_stage import NoEngines, RecordingTracker, toy_spec
 
@@ -36,8 +36,8 @@ def as_a_kill_leaves_it(store: ArtifactStore, key: str, *, number: int = 1) -> P
     table = json.loads((folder / attempts.HISTORY).read_text())
     table["attempts"][-1] |= {"status": "running", "number": number}
     write_json(folder / attempts.HISTORY, table)
-    (folder / CHECKPOINTS / "step-1").mkdir(parents=True)
-    (folder / "shards").mkdir()
+    (attempts.checkpoints(folder) / "step-1").mkdir(parents=True)
+    (attempts.latest_work(folder) / "shards").mkdir()
     with store.lease(key) as lease:
         held = lease_file(store.layout.leases, key).read_text()
     dead = json.loads(held) | {"pid_started": 1}  # another process had this number once
@@ -52,9 +52,9 @@ def test_a_hit_tidies_up_after_a_process_that_was_killed_right_behind_its_record
     found = find(store, toy_spec())
     assert found is not None and found[0].handle == ref
     assert [item.status for item in attempts.history(folder)] == ["committed"]
-    assert not (folder / CHECKPOINTS).exists() and not (folder / "shards").exists()
+    assert not attempts.checkpoints(folder).exists() and attempts.unfinished_work(folder) == []
     assert not lease_file(store.layout.leases, key).exists()
-    assert (folder / attempts.METRICS).exists()
+    assert attempts.metrics(folder).exists()
 
 
 def test_a_forced_attempt_that_did_not_come_to_its_own_record_was_interrupted(store: ArtifactStore) -> None:
@@ -62,7 +62,7 @@ def test_a_forced_attempt_that_did_not_come_to_its_own_record_was_interrupted(st
     folder = as_a_kill_leaves_it(store, key, number=2)
     ended = tidy(store, key)
     assert ended is not None and ended[1].status == "interrupted"
-    assert store.record(key) is not None and not (folder / "shards").exists()
+    assert store.record(key) is not None and attempts.unfinished_work(folder) == []
 
 
 def test_what_an_attempt_without_a_record_can_go_on_from_stays(store: ArtifactStore) -> None:
@@ -71,7 +71,7 @@ def test_what_an_attempt_without_a_record_can_go_on_from_stays(store: ArtifactSt
     store.layout.key(key).unlink()
     ended = tidy(store, key)
     assert ended is not None and ended[1].status == "interrupted"
-    assert (folder / CHECKPOINTS).exists() and (folder / "shards").exists()
+    assert attempts.checkpoints(folder).exists() and attempts.unfinished_work(folder) == ["shards"]
     assert tidy(store, key) is None
 
 

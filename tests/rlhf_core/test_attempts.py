@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core import attempts
+from rlhf_core.checkpoints import Checkpoints
 
 
 def test_attempts_are_counted_and_keep_how_they_ended(tmp_path: Path) -> None:
@@ -25,20 +26,61 @@ def test_the_output_of_a_killed_attempt_is_removed_by_the_next(tmp_path: Path) -
     attempts.begin(tmp_path, label="sft", resumed_from=None, code={"m": "1"}, known_damage=())
     (tmp_path / "out-1" / "half").write_text("x")
     attempts.begin(tmp_path, label="sft", resumed_from=None, code={"m": "1"}, known_damage=())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["attempt.json", "out-2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["attempt.json", "out-2", "work-2"]
+
+
+def test_an_attempt_goes_on_in_a_folder_of_its_own_which_the_one_before_cannot_touch(tmp_path: Path) -> None:
+    first = attempts.begin(tmp_path, label="sft", resumed_from=None, code={}, known_damage=())
+    stale = Checkpoints(attempts.checkpoints(tmp_path))
+    with stale.saving(1, {"n": 1}) as folder:
+        (folder / "weights").write_text("1")
+    stale.settle()
+    attempts.begin(tmp_path, label="sft", resumed_from=1, code={}, known_damage=())
+    mine = Checkpoints(attempts.checkpoints(tmp_path))
+    found = mine.to_resume()
+    assert found is not None and (found.step, (found.path / "weights").read_text()) == (1, "1")
+    with mine.saving(2, {"n": 2}) as folder:
+        with pytest.raises(FileNotFoundError), stale.saving(2, {"n": -2}):
+            raise AssertionError("there is nowhere to save to")
+        (folder / "weights").write_text("2")
+    mine.settle()
+    latest = mine.to_resume()
+    assert latest is not None and (latest.step, latest.state, stale.latest()) == (2, {"n": 2}, None)
+    assert not attempts.work(tmp_path, first).exists()
+
+
+def test_work_is_found_wherever_a_kill_stopped_its_move(tmp_path: Path) -> None:
+    attempts.begin(tmp_path, label="sft", resumed_from=None, code={}, known_damage=())
+    (tmp_path / "work-1" / "shard-1").write_text("x")
+    attempts.begin(tmp_path, label="sft", resumed_from=None, code={}, known_damage=())
+    (tmp_path / "work-2").rename(tmp_path / "work-1")  # noted, and not moved yet
+    assert attempts.unfinished_work(tmp_path) == ["shard-1"]
+    assert attempts.begin(tmp_path, label="sft", resumed_from=None, code={}, known_damage=()).number == 3
+    assert (tmp_path / "work-3" / "shard-1").exists() and not (tmp_path / "work-1").exists()
+    (tmp_path / "work-1" / "ckpt").mkdir(parents=True)  # of one that was taken over
+    assert attempts.unfinished_work(tmp_path) == ["shard-1"] and attempts.begin(
+        tmp_path, label="sft", resumed_from=None, code={}, known_damage=()
+    )
+    (tmp_path / "attempt.json").unlink()  # damaged: counted from the folders
+    assert attempts.begin(tmp_path, label="sft", resumed_from=None, code={}, known_damage=()).number == 5
+    attempts.clear(tmp_path, keep_metrics=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["attempt.json", "work-5"]
 
 
 def test_unfinished_work_is_what_the_stage_left_itself(tmp_path: Path) -> None:
     assert attempts.unfinished_work(tmp_path / "nowhere") == []
     attempts.begin(tmp_path, label="sft", resumed_from=None, code={"m": "1"}, known_damage=())
-    (tmp_path / "ckpt").mkdir()
+    attempts.checkpoints(tmp_path).mkdir()
+    left = attempts.latest_work(tmp_path)
     for name in ("metrics.jsonl", "worker.log", "shard-00001.parquet"):
-        (tmp_path / name).write_text("x")
+        (left / name).write_text("x")
     assert attempts.unfinished_work(tmp_path) == ["shard-00001.parquet"]
     attempts.clear(tmp_path, keep_metrics=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["attempt.json", "metrics.jsonl", "worker.log"]
+    assert sorted(path.name for path in left.iterdir()) == ["metrics.jsonl", "worker.log"]
+    assert attempts.metrics(tmp_path) == left / "metrics.jsonl"
     attempts.clear(tmp_path, keep_metrics=False)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["attempt.json", "worker.log"]
+    assert sorted(path.name for path in left.iterdir()) == ["worker.log"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["attempt.json", "work-1"]
 
 
 def test_an_unreadable_history_starts_again(tmp_path: Path) -> None:
@@ -69,4 +111,4 @@ def test_a_history_with_values_of_other_types_starts_again(changes: dict[str, ob
         (tmp_path / "attempt.json").write_text(json.dumps(damaged))
         assert attempts.history(tmp_path) == []
         assert attempts.abandon(tmp_path, committed=False) is None
-    assert attempts.begin(tmp_path, label="sft", resumed_from=None, code={"m": "1"}, known_damage=()).number == 1
+    assert attempts.begin(tmp_path, label="sft", resumed_from=None, code={"m": "1"}, known_damage=()).number == 2

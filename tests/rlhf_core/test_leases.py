@@ -160,9 +160,43 @@ def test_elsewhere_only_silence_decides_and_no_clock_but_the_disks(tmp_path: Pat
     _age(tmp_path, leases.TTL_SECONDS - 20)
     assert living_owner(tmp_path, "k") == owner and leases.sweep(tmp_path) == []
     _age(tmp_path, 40)
-    assert living_owner(tmp_path, "k") is None  # at the first look, as whoever only sweeps needs it
-    assert leases.sweep(tmp_path) == [("k", owner)]
-    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    assert living_owner(tmp_path, "k") is None  # at the first look, as whoever only plans needs it
+    assert leases.sweep(tmp_path) == [], "whoever wants it has the time to watch"
+
+
+@pytest.mark.parametrize("renewed", [True, False])
+def test_a_jump_of_the_disks_clock_takes_no_lease_from_an_owner_who_renews_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renewed: bool
+) -> None:
+    monkeypatch.setattr(leases, "WATCH_SECONDS", 0.6)
+    owner = replace(_our_owner(tmp_path), host="elsewhere")
+    stop = threading.Event()
+
+    def renew() -> None:
+        while not stop.wait(0.1):  # each time it looks old at once: the clock of the disk is ahead
+            write_json(tmp_path / "k.json", asdict(owner))
+            _age(tmp_path, leases.TTL_SECONDS + 10)
+
+    write_json(tmp_path / "k.json", asdict(owner))
+    _age(tmp_path, leases.TTL_SECONDS + 10)
+    beating = threading.Thread(target=renew)
+    if renewed:
+        beating.start()
+    taken = threading.Event()
+
+    def take() -> None:
+        with hold(tmp_path, "k"):
+            taken.set()
+
+    wanting = threading.Thread(target=take)
+    wanting.start()
+    assert not taken.wait(0.5)
+    assert taken.wait(1.5) is not renewed
+    if renewed:
+        stop.set()
+        beating.join()
+    wanting.join(10)
+    assert taken.is_set()
 
 
 def test_an_unreadable_lease_is_free(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core import leases
+from rlhf_core import attempts, leases
 from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.attempts import history
 from rlhf_core.errors import ArtifactError
@@ -94,14 +94,16 @@ def test_a_failure_keeps_checkpoints_and_its_reason_and_the_next_run_goes_on(sto
         _run(store, toy_spec(ToyConfig(trouble="raise:3")))
     folder = _work(store, toy_spec())
     assert [(item.status, item.failure) for item in history(folder)] == [("failed", "ValueError: step 3 went wrong")]
-    assert _names(folder) == ["attempt.json", "ckpt", "failures.jsonl", "metrics.jsonl"]
+    assert _names(folder) == ["attempt.json", "work-1"]
+    assert _names(folder / "work-1") == ["ckpt", "failures.jsonl", "metrics.jsonl"]
     assert living_owner(store.layout.leases, stage_key(toy_spec())) is None
     ref, decision = _run(store, toy_spec())
     assert (decision.action, decision.step) == ("RESUME", 2)
     assert ref == whole, "a resumed stage makes the same bytes"
     record = store.record(stage_key(toy_spec()))
     assert record is not None and (record.attempts, record.resumed_from) == (2, 2)
-    assert _names(folder) == ["attempt.json", "metrics.jsonl"], "checkpoints go once the result is there"
+    assert _names(folder) == ["attempt.json", "work-2"]
+    assert _names(folder / "work-2") == ["metrics.jsonl"], "checkpoints go once the result is there"
 
 
 def test_an_interrupt_is_noted_as_such(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,10 +120,11 @@ def test_metrics_wear_the_label_and_replayed_steps_are_not_recorded_twice(store:
     tracker = RecordingTracker()
     with pytest.raises(ValueError, match="step 2"):
         _run(store, toy_spec(ToyConfig(trouble="raise:2"), label="a/b"), tracker=tracker)
-    path = _work(store, toy_spec()) / "metrics.jsonl"
+    path = attempts.metrics(_work(store, toy_spec()))
     with path.open("a") as stream:
         stream.write('{"step": 3, "val')  # a kill in the middle of a line
     _run(store, toy_spec(label="a/b"), tracker=tracker)
+    path = attempts.metrics(_work(store, toy_spec()))
     # Attempt 1 recorded steps 1 and 2 and saved step 1; attempt 2 computes 2 and 3 again and records 3.
     assert [step for step, _ in tracker.seen] == [1, 2, 3]
     assert tracker.seen[0][1] == {"a/b/train/total": pytest.approx(7.05)}
@@ -223,7 +226,7 @@ def test_a_waiting_process_takes_over_when_the_first_is_killed(store: ArtifactSt
 
 def _wait_for_checkpoint(store: ArtifactStore) -> None:
     deadline = time.monotonic() + 10
-    while not list(_work(store, toy_spec()).glob("ckpt/step-*")):
+    while not list(_work(store, toy_spec()).glob("work-*/ckpt/step-*")):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -243,7 +246,7 @@ def test_kills_at_any_instant_cost_at_most_a_step_and_the_result_is_the_same(sto
     ref, decision = _run(store, toy_spec(config))
     assert ref == whole and decision.action in ("HIT", "RESUME")
     assert kills >= 2 and store.verify() == []
-    path = _work(store, toy_spec(config)) / "metrics.jsonl"
+    path = attempts.metrics(_work(store, toy_spec(config)))
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(range(1, 41))
 
 
@@ -262,12 +265,13 @@ def test_a_process_that_was_taken_over_ends_with_one_sentence_and_harms_nobody(
     whole, _ = _run(ArtifactStore(tmp_path / "whole"), toy_spec(ToyConfig(steps=200)))
     monkeypatch.setattr(leases, "HEARTBEAT_SECONDS", 0.1)
     monkeypatch.setattr(leases, "TTL_SECONDS", 0.5)
+    monkeypatch.setattr(leases, "WATCH_SECONDS", 0.3)
     old = FORK.Process(target=_run_toy, args=(store.root, tmp_path / "old"), daemon=True)
     new = FORK.Process(target=_run_toy, args=(store.root, tmp_path / "new"), daemon=True)
     folder = _work(store, toy_spec(ToyConfig(steps=200)))
     try:
         old.start()
-        _soon(lambda: (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").read_text().count("\n") > 3)
+        _soon(lambda: attempts.metrics(folder).exists() and attempts.metrics(folder).read_text().count("\n") > 3)
         os.kill(old.pid or 0, signal.SIGSTOP)
         new.start()
         _soon(lambda: len(history(folder)) == 2)
@@ -284,7 +288,7 @@ def test_a_process_that_was_taken_over_ends_with_one_sentence_and_harms_nobody(
     record = store.record(stage_key(toy_spec(ToyConfig(steps=200))))
     assert record is not None and record.handle == whole
     assert [(item.number, item.status) for item in history(folder)] == [(1, "running"), (2, "committed")]
-    assert _names(folder) == ["attempt.json", "metrics.jsonl"]
+    assert _names(folder) == ["attempt.json", "work-2"] and _names(folder / "work-2") == ["metrics.jsonl"]
 
 
 def _soon(condition: Callable[[], bool]) -> None:

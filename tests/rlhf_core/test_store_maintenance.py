@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.artifacts import ArtifactStore
+from rlhf_core.attempts import checkpoints
 from rlhf_core.errors import ArtifactError
 from rlhf_core.fingerprint import sha256_text
 from rlhf_core.store_maintenance import object_damage
@@ -145,11 +146,11 @@ def test_gc_removes_dead_attempts_but_not_those_of_a_living_owner(store: Artifac
 def test_gc_removes_checkpoints_of_a_key_that_has_its_result(store: ArtifactStore) -> None:
     _commit(store, "done")
     for key in (sha256_text("done"), sha256_text("not done")):
-        (store.layout.attempt(key) / "ckpt" / "step-1").mkdir(parents=True)
+        (store.layout.attempt(key) / "work-1" / "ckpt" / "step-1").mkdir(parents=True)
     items = store.gc(dry_run=False).items
     assert [(item.kind, item.label) for item in items] == [("attempt", "toy")]
-    assert not (store.layout.attempt(sha256_text("done")) / "ckpt").exists()
-    assert (store.layout.attempt(sha256_text("not done")) / "ckpt").exists()
+    assert not checkpoints(store.layout.attempt(sha256_text("done"))).exists()
+    assert checkpoints(store.layout.attempt(sha256_text("not done"))).exists()
 
 
 def test_while_a_stage_runs_gc_keeps_the_last_week(store: ArtifactStore) -> None:
@@ -183,7 +184,7 @@ def test_gc_removes_no_object_while_nobody_knows_what_an_unreadable_file_reaches
         (path,) = store.layout.pins.iterdir()
     path.write_text("{")
     attempt = store.layout.attempt(sha256_text("old"))
-    (attempt / "ckpt").mkdir(parents=True)
+    (attempt / "work-1" / "ckpt").mkdir(parents=True)
     report = store.gc(dry_run=False)
     assert [found.path for found in report.held_back] == [path]
     assert [item.kind for item in report.items] == ["attempt"], "what needs no records still goes"

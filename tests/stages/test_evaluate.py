@@ -278,7 +278,7 @@ def test_training_curves_of_the_ancestors_are_drawn(tmp_path: Path) -> None:
 
 
 def test_only_training_stages_have_a_training_curve(shop: Workshop, tmp_path: Path) -> None:
-    from rlhf_core.attempts import METRICS
+    from rlhf_core import attempts
     from rlhf_core.config.engines import SamplingConfig
     from rlhf_core.config.loop import LoopConfig
     from stages.generate import GenerateConfig
@@ -291,7 +291,7 @@ def test_only_training_stages_have_a_training_curve(shop: Workshop, tmp_path: Pa
     generate = GenerateConfig(sampling=SamplingConfig(max_tokens=8))
     made, decision = shop.run("generate", generate, {"policy": sft, "prompts": prompts})
     rows = [{"step": step, "values": {"generate/reward/mean": float(step)}} for step in range(3)]
-    logged = shop.store.layout.attempt(decision.key) / METRICS
+    logged = attempts.metrics(shop.store.layout.attempt(decision.key))
     logged.write_text("".join(json.dumps(row) + "\n" for row in rows))
     ref, _ = shop.run("evaluate", EvaluateConfig(), {"generations": {"sft": made}})
     assert [path.name for path in (shop.store.path(ref) / "figures").iterdir()] == ["training_sft.png"]
