@@ -163,7 +163,9 @@ def _keep_true(log: Path) -> None:
 def _reconcile_all(log: Path) -> None:
     # In a process of its own: MLflow takes 200 MB, and is needed here once in a while only.
     with log.open("ab") as stream:
-        subprocess.run([sys.executable, "-m", "pipelines.cli", "reconcile"], stdout=stream, stderr=stream, check=False)
+        subprocess.run(
+            [sys.executable, "-P", "-m", "pipelines.cli", "reconcile"], stdout=stream, stderr=stream, check=False
+        )
 
 
 def main(mark: Path) -> None:

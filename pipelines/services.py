@@ -238,7 +238,7 @@ def up(home: Home, *, foreground: bool) -> Services:
         return services
     _check_user_servers(home)
     home.make()
-    command = [sys.executable, "-m", "pipelines.supervisor", str(home.root)]
+    command = [sys.executable, "-P", "-m", "pipelines.supervisor", str(home.root)]
     environment = os.environ | quiet_environment(home) | mlflow_environment()
     if foreground:
         os.execve(sys.executable, command, environment)
@@ -317,7 +317,7 @@ def private_server(home: Home) -> Iterator[PrivateServer]:
     port = claim_port(PREFECT_PORT)
     log = home.logs / "prefect_run.log"
     log.unlink(missing_ok=True)
-    environment = os.environ | client_environment(home, prefect_port=port)
+    environment = os.environ | client_environment(home, prefect_port=port) | SAFE_PATH
     health = f"http://{LOOPBACK}:{port}/api/health"
     child = Child("the Prefect server of this run", prefect_command(port), environment, lambda: healthy(health), log)
     child.start()
@@ -331,10 +331,15 @@ def private_server(home: Home) -> Iterator[PrivateServer]:
 # ---------------------------------------------------------------- commands, ports, health
 
 
+SAFE_PATH = {"PYTHONSAFEPATH": "1", "UVICORN_APP_DIR": str(Path(__file__).parents[1])}
+"""Environment of the services: nothing in the folder that they were started in is imported. `-P` alone does not do it:
+uvicorn adds that folder to the path, and MLflow and Prefect start processes of their own."""
+
+
 def prefect_command(port: int) -> list[str]:
     """Return the command of the Prefect server: what `prefect server start` runs, without the wait for its own CLI.
 
-    It answers this machine's own pages alone, and imports nothing from the folder that it is started in (`-P`).
+    It answers this machine's own pages alone. Start it with `SAFE_PATH` in its environment.
     """
     return [
         *(sys.executable, "-P", "-m", "uvicorn", "--factory", "pipelines.own_pages:prefect_app"),

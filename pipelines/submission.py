@@ -155,7 +155,7 @@ def _metadata(job: JobSpec) -> dict[str, str]:
 def _command(folder: Path) -> str:
     """Return the line for a shell on the head: relative paths of a profile mean there what they mean here."""
     here, python, job = (shlex.quote(str(part)) for part in (Path.cwd(), sys.executable, folder.resolve()))
-    return f"cd {here} && exec {python} -m pipelines.job {job}"
+    return f"cd {here} && exec {python} -P -m pipelines.job {job}"
 
 
 def _environment(run: PipelineRun) -> dict[str, str]:

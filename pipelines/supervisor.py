@@ -21,6 +21,7 @@ from pipelines.home import Home
 from pipelines.services import (
     MLFLOW_PORT,
     PREFECT_PORT,
+    SAFE_PATH,
     SERVER_TIMEOUT_S,
     Services,
     await_end_of_last,
@@ -92,7 +93,7 @@ def _planned(home: Home) -> Services:
 
 
 def _children(home: Home, services: Services, mark: Path) -> tuple[list[Child], Child]:
-    environment = os.environ | services.environment(home)
+    environment = os.environ | services.environment(home) | SAFE_PATH
     commands = {
         "prefect": prefect_command(services.prefect_port),
         "mlflow": mlflow_command(home, services.mlflow_port),
@@ -101,7 +102,7 @@ def _children(home: Home, services: Services, mark: Path) -> tuple[list[Child], 
         Child(name, commands[name], environment, lambda url=url: healthy(url), home.logs / f"{name}.log")  # type: ignore[misc]
         for name, url in services.health.items()
     ]
-    command = [sys.executable, "-m", "pipelines.deployments", str(mark)]
+    command = [sys.executable, "-P", "-m", "pipelines.deployments", str(mark)]
     log = home.logs / "deployments.log"
     deployments = Child("deployments", command, environment, lambda: _beats(mark), log, DEPLOYMENTS_PATIENCE_S)
     return servers, deployments

@@ -111,7 +111,7 @@ def start_leashed(
 ) -> subprocess.Popen[bytes]:
     """Start a command that ends with this process; Ctrl-C reaches only us, so that it hears how things end."""
     return subprocess.Popen(
-        [sys.executable, "-m", "pipelines.leash", str(patience_s), *command],
+        [sys.executable, "-P", "-m", "pipelines.leash", str(patience_s), *command],
         env=dict(environment),
         stdin=subprocess.PIPE,
         stdout=log,

@@ -14,6 +14,8 @@ from rlhf_core.agents import leash
 
 LINE_LIMIT = 64 * 2**20
 """Most bytes of a line that is read from a command."""
+OUR_OWN = ("PYTHONPATH", "PYTHONSAFEPATH")
+"""Variables that say where our interpreter finds modules: a user's program finds its own beside itself."""
 
 
 @contextlib.asynccontextmanager
@@ -22,10 +24,10 @@ async def leashed(
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """Start `command` with pipes for its input, output and errors; if it cannot be started, its errors say so (status 1).
 
-    `python` as its first word is the interpreter that runs us. Our own PYTHONPATH is not passed on.
+    `python` as its first word is the interpreter that runs us. `OUR_OWN` variables are not passed on.
     """
     own, held = os.pipe()
-    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    inherited = {name: value for name, value in os.environ.items() if name not in OUR_OWN}
     program = sys.executable if command[0] == "python" else command[0]
     try:
         process = await asyncio.create_subprocess_exec(

@@ -24,6 +24,7 @@ from typing import Any
 from rlhf_core.agents import leash, verifiers_runner
 from rlhf_core.agents.endpoint import MODEL, Endpoint
 from rlhf_core.agents.games import EpisodeFailed, label_columns
+from rlhf_core.agents.leashed import OUR_OWN
 from rlhf_core.agents.programs import Engine, Program, ProgramResult
 from rlhf_core.child_process import kill_group
 from rlhf_core.config.agents import VerifiersAgent
@@ -121,7 +122,7 @@ class Runner:
             [sys.executable, "-I", "-S", leash.__file__, str(own), *runner],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+            env={name: value for name, value in os.environ.items() if name not in OUR_OWN},
             pass_fds=(own,),
             start_new_session=True,
             text=True,

@@ -116,9 +116,10 @@ def test_servers_of_the_user_take_the_place_of_ours_and_secrets_are_not_printed(
     assert not (home.root / "prefect_address").exists()
 
 
-def cli(home: Home, *arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
+def cli(home: Home, *arguments: str, folder: Path | None = None, **changes: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "pipelines.cli", *arguments],
+        [sys.executable, "-P", "-m", "pipelines.cli", *arguments],
+        cwd=folder,
         env=os.environ | {"RLHF_HOME": str(home.root)} | changes,
         capture_output=True,
         text=True,
@@ -200,10 +201,19 @@ def test_the_installed_mlflow_server_takes_its_store_from_the_environment(
 
 
 @pytest.mark.slow
-def test_up_serves_both_pages_and_the_deployments_restarts_what_dies_and_down_leaves_nothing(home: Home) -> None:
+def test_up_serves_both_pages_and_the_deployments_restarts_what_dies_and_down_leaves_nothing(
+    home: Home, tmp_path: Path
+) -> None:
+    trap = tmp_path / "somebody's folder"
+    for name in ("pipelines", "prefect", "mlflow", "uvicorn", "psutil"):
+        (trap / name).mkdir(parents=True)
+        (trap / name / "__init__.py").write_text(
+            f"open({str(trap / 'ran')!r}, 'a').write({name!r})\nraise SystemExit(9)"
+        )
     try:
-        up = cli(home, "up")
+        up = cli(home, "up", folder=trap)
         assert up.returncode == 0, up.stderr
+        assert not (trap / "ran").exists(), "what lies in the working folder is not part of the program"
         found = services.running(home)
         assert found is not None and found.ready
         assert found.prefect_url in up.stdout and found.mlflow_url in up.stdout
@@ -225,6 +235,7 @@ def test_up_serves_both_pages_and_the_deployments_restarts_what_dies_and_down_le
         assert services.wait_for(lambda: len(set(_children(found.pid)) - {group[0]}) == 3, 60)
     finally:
         down = cli(home, "down")
+    assert not (trap / "ran").exists()
     assert down.stdout.strip() == "stopped"
     assert services.running(home) is None
     assert services.wait_for(lambda: _processes_of(home) == [], 20)

@@ -41,6 +41,8 @@ def test_what_a_command_leaves_running_is_ended_with_its_block(tmp_path: Path) -
 
 def test_our_own_modules_are_not_forced_on_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/ours")
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    assert asyncio.run(said("sh", "-c", 'echo "$PYTHONSAFEPATH"')) == ""
     monkeypatch.setenv("INHERITED", "kept")
     assert asyncio.run(said("sh", "-c", 'echo "$PYTHONPATH|$INHERITED|$MY_OWN"', MY_OWN="value")) == "|kept|value"
     assert asyncio.run(said("sh", "-c", 'echo "$PYTHONPATH"', PYTHONPATH="/theirs")) == "/theirs"
