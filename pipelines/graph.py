@@ -15,7 +15,7 @@ from pipelines.registry import registry
 from rlhf_core.config.agents import AgentConfig, EpisodeLimits
 from rlhf_core.config.base import Config, keyed
 from rlhf_core.config.engines import RuntimeConfig
-from rlhf_core.config.preference import REFERENCE_FREE
+from rlhf_core.config.preference import uses_reference
 from rlhf_core.config.rewards import RewardsConfig
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.fingerprint import hash_file
@@ -171,7 +171,7 @@ class Stages:
         self, label: str, config: DPOConfig, *, policy: PolicyRef, reference: PolicyRef, preferences: PreferencesRef
     ) -> PolicyRef:
         # Losses that ask no reference have the policy in its place, so that another one makes no other key.
-        asked = policy if isinstance(config.loss, REFERENCE_FREE) else reference
+        asked = reference if uses_reference(config.loss) else policy
         inputs = {"policy": policy, "reference": asked, "preferences": preferences}
         return self._run("dpo", label, config, PolicyRef, inputs)
 

@@ -22,7 +22,7 @@ from pipelines.reconcile import FLOW_NAME
 from pipelines.run import RunOptions, store_of
 from rlhf_core.config.base import Config
 from rlhf_core.config.engines import RuntimeConfig
-from rlhf_core.config.preference import REFERENCE_FREE
+from rlhf_core.config.preference import uses_reference
 from rlhf_core.types import (
     ArtifactRef,
     DemonstrationsRef,
@@ -295,7 +295,7 @@ def dpo(
             "dpo",
             config,
             policy=find(PolicyRef, policy),
-            reference=find(PolicyRef, policy if isinstance(config.loss, REFERENCE_FREE) else reference),
+            reference=find(PolicyRef, reference if uses_reference(config.loss) else policy),
             preferences=find(PreferencesRef, preferences),
         )
 

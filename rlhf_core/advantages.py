@@ -16,6 +16,9 @@ action spans are stepped over, so discounting counts actions.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -109,6 +112,24 @@ def opo(rewards_PG: Tensor, lengths_PG: Tensor) -> Tensor:
         raise DataError(explain("lengths", 0, rule, "drop prompts whose completions are all empty"))
     offset_PG = rewards_PG - rewards_PG[:, :1]
     return offset_PG - (lengths_PG * offset_PG).sum(dim=1, keepdim=True) / tokens_P1
+
+
+def custom_advantages(
+    function: Callable[..., Tensor], rewards_PG: Tensor, lengths_PG: Tensor, *, arguments: Mapping[str, Any]
+) -> Tensor:
+    """Return what a user's `function(rewards, lengths, **arguments)` makes of the groups.
+
+    It gets copies, and must return finite numbers of their shape [P, G]; ConfigError if it does not.
+    """
+    advantages_PG = function(rewards_PG.clone(), lengths_PG.clone(), **arguments)
+    if not isinstance(advantages_PG, Tensor) or advantages_PG.shape != rewards_PG.shape:
+        found = tuple(advantages_PG.shape) if isinstance(advantages_PG, Tensor) else type(advantages_PG).__name__
+        rule = f"must be a tensor of shape {tuple(rewards_PG.shape)}"
+        raise ConfigError(explain("advantage.function returned", found, rule, "return one number for each answer"))
+    if not bool(torch.isfinite(advantages_PG).all()):
+        rule = "has numbers that are not finite"
+        raise ConfigError(explain("advantage.function returned", "a tensor", rule, "look for divisions by 0"))
+    return advantages_PG.to(rewards_PG.dtype)
 
 
 def whiten(values: Tensor, loss_mask: Tensor, *, shift_mean: bool = True) -> Tensor:

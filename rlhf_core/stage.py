@@ -16,6 +16,8 @@ from rlhf_core.aftermath import tidy
 from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.attempts import Attempt, Status
 from rlhf_core.checkpoints import Checkpoints
+from rlhf_core.config.base import Config
+from rlhf_core.config.custom import CustomFunction
 from rlhf_core.damage import findings
 from rlhf_core.errors import ArtifactError, explain
 from rlhf_core.failures import Counts, Failed
@@ -27,6 +29,7 @@ from rlhf_core.stage_decision import Decision, Target, decide, decide_work, hit,
 from rlhf_core.stage_key import StageInput, StageSpec, key_payload, payload_key, stage_key, stage_module
 from rlhf_core.store_layout import CHECKPOINTS, naming_disk_errors
 from rlhf_core.types import ArtifactRef
+from rlhf_core.user_code import UserFunction
 
 __all__ = [
     "Decision",
@@ -86,6 +89,12 @@ class StageContext:
     def functions(self) -> Mapping[str, str]:
         """The digests of the users' functions by which the key was made: whoever loads one checks that it has them yet."""
         return self._run.target.functions
+
+    def user_function(self, part: Config) -> UserFunction | None:
+        """Return the user's function that a part of the configuration names; None if it names none."""
+        return (
+            UserFunction.of(part.function, self.functions[part.function]) if isinstance(part, CustomFunction) else None
+        )
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Record values at a step; `reward/mean` of the stage `ppo` becomes `ppo/reward/mean`.

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Any
 
-from rlhf_core.callables import search_path
+from rlhf_core.callables import load_callable, search_path
 from rlhf_core.errors import ConfigError, explain, nearest
 from rlhf_core.fingerprint import (
     OUR_PACKAGES,
@@ -94,6 +95,32 @@ def check_functions(digests: Mapping[str, str], *, key: str) -> None:
     for spec, digest in digests.items():
         if user_code_digest(spec, key=key) != digest:
             raise _changed(key, spec)
+
+
+@dataclass(frozen=True, slots=True)
+class UserFunction:
+    """A user's function by name, for processes that work for a stage, and the digest by which the stage's key was made."""
+
+    spec: str
+    digest: str
+
+    @classmethod
+    def of(cls, spec: str, digest: str) -> UserFunction:
+        """Return the function with the whole path of its file, since other processes may work in other folders."""
+        location, _, name = spec.rpartition(":")
+        return cls(f"{Path(location).resolve()}:{name}" if location.endswith(".py") else spec, digest)
+
+    def load(self, *, key: str) -> Any:
+        """Return the function, loaded once in this process; ConfigError if it has another digest by now."""
+        return _loaded(self, key)
+
+
+@lru_cache(maxsize=64)
+def _loaded(function: UserFunction, key: str) -> Any:
+    check_functions({function.spec: function.digest}, key=key)
+    found = load_callable(key, function.spec)
+    check_functions({function.spec: function.digest}, key=key)
+    return found
 
 
 def check_files(digests: Mapping[str, str], *, key: str) -> None:

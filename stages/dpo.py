@@ -21,7 +21,6 @@ from rlhf_core.config.base import Config
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig
 from rlhf_core.config.loop import LoopConfig
 from rlhf_core.config.preference import (
-    REFERENCE_FREE,
     AOTLoss,
     DPOLoss,
     IPOLoss,
@@ -29,6 +28,7 @@ from rlhf_core.config.preference import (
     ORPOLoss,
     PreferenceLoss,
     SimPOLoss,
+    uses_reference,
 )
 from rlhf_core.errors import DataError, explain
 from rlhf_core.interfaces import ModelSpec
@@ -188,7 +188,8 @@ def prepared(
         return KTOObjective(loss=config.loss, kl=0.0), {
             split: answer_samples(split, answers[split], answers["train"], reference, context) for split in pairs
         }
-    objective = PairObjective(loss=config.loss, nll_coef=config.nll_coef, length_alpha=config.length_alpha)
+    function = context.user_function(config.loss)
+    objective = PairObjective(config.loss, config.nll_coef, config.length_alpha, function)
     return objective, {split: pair_samples(config, split, pairs[split], reference, context) for split in pairs}
 
 
@@ -198,7 +199,7 @@ def pair_samples(
     """Return the pairs with the reference's summed log-probs; losses without a reference get zeros."""
     from rlhf_core.training.preference_objectives import answer_logprob
 
-    if isinstance(config.loss, REFERENCE_FREE):
+    if not uses_reference(config.loss):
         return [PreferenceSample(chosen, rejected, 0.0, 0.0) for chosen, rejected in pairs]
     flat = [answer for pair in pairs for answer in pair]
     others = [answer for chosen, rejected in pairs for answer in (rejected, chosen)]

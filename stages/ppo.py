@@ -109,6 +109,7 @@ def run(
                 kl_coef=kl.coef if config.kl_in == "reward" else 0.0,
                 kl_credit=config.kl_credit,
                 turn_weight=config.turn_weight,
+                function=context.user_function(config.advantage),
             )
             value_rows = value_samples(experience, advantages) if models.value_model else []
             policy_rows = policy_samples(experience, advantages)
@@ -226,6 +227,7 @@ def update(
         kl_coef=kl_coef if config.kl_in == "loss" else 0.0,
         entropy_coef=config.entropy_coef,
         correction=config.correction,
+        function=context.user_function(config.loss),
     )
     value_objective = ValueObjective(clip=config.value_clip or None)
     frozen = config.value_warmup_steps if models.value_model else 0

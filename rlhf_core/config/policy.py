@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from rlhf_core.config.agents import AgentConfig
 from rlhf_core.config.base import OPERATIONAL, Config, by_type
+from rlhf_core.config.custom import CustomFunction
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig, SamplingConfig
 from rlhf_core.config.rewards import EpisodeReward, Gdpo, RewardsConfig
 
@@ -64,8 +65,23 @@ class OPOAdvantage(Config):
     type: Literal["opo"] = "opo"
 
 
-GROUP_ADVANTAGES = (ReinforcePPBaselineAdvantage, RLOOAdvantage, GRPOAdvantage, DrGRPOAdvantage, OPOAdvantage)
-GroupAdvantage = ReinforcePPBaselineAdvantage | RLOOAdvantage | GRPOAdvantage | DrGRPOAdvantage | OPOAdvantage
+class CustomAdvantage(CustomFunction):
+    """A function of yours from the rewards of the answers to each prompt to their advantages: see docs/custom.md."""
+
+    type: Literal["custom"] = "custom"
+
+
+GROUP_ADVANTAGES = (
+    ReinforcePPBaselineAdvantage,
+    RLOOAdvantage,
+    GRPOAdvantage,
+    DrGRPOAdvantage,
+    OPOAdvantage,
+    CustomAdvantage,
+)
+GroupAdvantage = (
+    ReinforcePPBaselineAdvantage | RLOOAdvantage | GRPOAdvantage | DrGRPOAdvantage | OPOAdvantage | CustomAdvantage
+)
 """Those that compare the samples of a prompt."""
 Advantage = Annotated[
     GAEAdvantage | ReinforcePPAdvantage | GroupAdvantage, Field(discriminator="type"), BeforeValidator(by_type)
@@ -107,7 +123,16 @@ class CISPOLoss(Config):
     aggregation: Aggregation = "token_mean"
 
 
-PolicyLoss = Annotated[ClipLoss | GSPOLoss | CISPOLoss, Field(discriminator="type"), BeforeValidator(by_type)]
+class CustomPolicyLoss(CustomFunction):
+    """A function of yours: see docs/custom.md."""
+
+    type: Literal["custom"] = "custom"
+    aggregation: Aggregation = "token_mean"
+
+
+PolicyLoss = Annotated[
+    ClipLoss | GSPOLoss | CISPOLoss | CustomPolicyLoss, Field(discriminator="type"), BeforeValidator(by_type)
+]
 
 # ---------------------------------------------------------------- the sampler's own probabilities
 

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from rlhf_core.config.base import Config, by_type
+from rlhf_core.config.custom import CustomFunction
 
 
 class _Referenced(Config):
@@ -135,6 +136,14 @@ class ORPOLoss(Config):
     """lambda of the paper."""
 
 
+class CustomPreferenceLoss(CustomFunction):
+    """A function of yours: see docs/custom.md."""
+
+    type: Literal["custom"] = "custom"
+    reference: bool = True
+    """Whether it compares with a reference. False spares the reference's pass; the function is given zeros for it."""
+
+
 PreferenceLoss = Annotated[
     DPOLoss
     | CDPOLoss
@@ -150,8 +159,14 @@ PreferenceLoss = Annotated[
     | DiscoPOPLoss
     | KTOLoss
     | SimPOLoss
-    | ORPOLoss,
+    | ORPOLoss
+    | CustomPreferenceLoss,
     Field(discriminator="type"),
     BeforeValidator(by_type),
 ]
 REFERENCE_FREE = (SimPOLoss, ORPOLoss)
+
+
+def uses_reference(loss: PreferenceLoss) -> bool:
+    """Return whether the loss compares with a reference policy."""
+    return loss.reference if isinstance(loss, CustomPreferenceLoss) else not isinstance(loss, REFERENCE_FREE)

@@ -50,7 +50,7 @@ def clipped_policy_loss(
     objective_BL, was_clipped_BL = _clipped_objective(
         ratio_BL, masked(advantages, loss_mask), clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
     )
-    return _output(
+    return policy_output(
         objective_BL,
         log_ratio_BL,
         ratio_BL,
@@ -91,7 +91,7 @@ def gspo_loss(
     objective_BL, was_clipped_BL = _clipped_objective(
         ratio_BL, masked(advantages, loss_mask), clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
     )
-    return _output(
+    return policy_output(
         objective_BL,
         log_ratio_BL,
         ratio_BL,
@@ -128,7 +128,7 @@ def cispo_loss(
     log_ratio_BL = masked(logprobs - old_logprobs, loss_mask)
     ratio_BL = bounded(log_ratio_BL).exp().detach()
     weight_BL = ratio_BL.clamp(None if clip_low is None else 1 - clip_low, 1 + clip_high)
-    return _output(
+    return policy_output(
         weight_BL * masked(advantages, loss_mask) * masked(logprobs, loss_mask),
         log_ratio_BL,
         ratio_BL,
@@ -188,7 +188,7 @@ def _clipped_objective(
     return objective_BL, was_clipped_BL
 
 
-def _output(
+def policy_output(
     objective_BL: Tensor,
     log_ratio_BL: Tensor,
     ratio_BL: Tensor,
@@ -201,6 +201,7 @@ def _output(
     sequences: float | None,
     max_length: float | None,
 ) -> LossOutput:
+    """Return the aggregate of -w objective, with the metrics that the losses here share."""
     terms_BL = -objective_BL if weights_BL is None else -masked(weights_BL.detach(), loss_mask_BL) * objective_BL
     tokens = masked_count(loss_mask_BL) if num_tokens is None else num_tokens
     loss = aggregate(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rlhf_core.advantages import (
+    custom_advantages,
     discounted_returns,
     gae,
     group_centered,
@@ -25,6 +26,7 @@ from rlhf_core.advantages import (
 )
 from rlhf_core.config.policy import (
     Advantage,
+    CustomAdvantage,
     DrGRPOAdvantage,
     GAEAdvantage,
     GroupAdvantage,
@@ -41,6 +43,7 @@ from rlhf_core.kl import k1, k3
 from rlhf_core.losses.correction import mismatch_metrics
 from rlhf_core.losses.value import explained_variance
 from rlhf_core.types import PolicySample, Rollout, TokenSample, ValueSample
+from rlhf_core.user_code import UserFunction
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ def estimate_advantages(
     kl_coef: float,
     kl_credit: KLCredit = "token",
     turn_weight: float = 0.0,
+    function: UserFunction | None = None,
 ) -> Advantages:
     """Return advantages by `estimator` from rewards with the KL penalty inside (`kl_coef` = 0 leaves it out).
 
@@ -103,7 +107,7 @@ def estimate_advantages(
     of what an answer earns, and so of the baseline: RLOO (arXiv 2402.14740: r - beta log(pi/pi_ref) of the whole answer
     is what its baseline is of), as TRL's RLOO and verl (`apply_kl_penalty`) do it.
 
-    What reinforce++-baseline whitens is the result. Raises ConfigError for groups of fewer than two, and for a penalty
+    What reinforce++-baseline whitens is the result. `function` is that of a custom estimator. Raises ConfigError for groups of fewer than two, and for a penalty
     without a reference.
     """
     mask_BT = completion_tensor([sample.loss_mask for sample in experience.samples], experience)
@@ -143,7 +147,7 @@ def estimate_advantages(
             # differ by rounding, and a spread that is rounding divided by itself looks like an advantage.
             answers_B = scores_B - kl_coef * kl_BT.sum(dim=1) if kl_credit == "answer" else scores_B
             lengths_PG = mask_BT.sum(dim=1).reshape(-1, group_size)
-            answers_PG = _group_advantages(estimator, answers_B.reshape(-1, group_size), lengths_PG)
+            answers_PG = _group_advantages(estimator, answers_B.reshape(-1, group_size), lengths_PG, function)
             advantages_BT = answers_PG.reshape(-1, 1) * mask_BT
             if kl_credit == "token":
                 advantages_BT = advantages_BT - kl_coef * discounted_returns(kl_BT, mask_BT, gamma=1.0)
@@ -155,7 +159,9 @@ def estimate_advantages(
     return Advantages(advantages_BT, returns_BT, metrics)
 
 
-def _group_advantages(estimator: GroupAdvantage, rewards_PG: Tensor, lengths_PG: Tensor) -> Tensor:
+def _group_advantages(
+    estimator: GroupAdvantage, rewards_PG: Tensor, lengths_PG: Tensor, function: UserFunction | None
+) -> Tensor:
     match estimator:
         case ReinforcePPBaselineAdvantage() | DrGRPOAdvantage():
             return group_centered(rewards_PG)
@@ -165,6 +171,10 @@ def _group_advantages(estimator: GroupAdvantage, rewards_PG: Tensor, lengths_PG:
             return group_normalized(rewards_PG, eps=estimator.eps)
         case OPOAdvantage():
             return opo(rewards_PG, lengths_PG)
+        case CustomAdvantage():
+            assert function is not None
+            compute = function.load(key="advantage.function")
+            return custom_advantages(compute, rewards_PG, lengths_PG, arguments=estimator.arguments)
         case _:
             assert_never(estimator)
 

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_core.batches import TokenBatch, collate
-from rlhf_core.config.policy import CISPOLoss, ClipLoss, CorrectionConfig, GSPOLoss, PolicyLoss
+from rlhf_core.config.policy import CISPOLoss, ClipLoss, CorrectionConfig, CustomPolicyLoss, GSPOLoss, PolicyLoss
 from rlhf_core.errors import DataError, explain
 from rlhf_core.kl import k2, k3
 from rlhf_core.losses.correction import fraction_corrected, importance_weights
+from rlhf_core.losses.custom import custom_policy_loss
 from rlhf_core.losses.output import LossOutput
 from rlhf_core.losses.policy import cispo_loss, clipped_policy_loss, gspo_loss
 from rlhf_core.losses.reward import bradley_terry_loss
@@ -28,6 +29,7 @@ from rlhf_core.losses.value import clipped_value_loss
 from rlhf_core.models.forward import sequence_scores, token_logprobs, token_values
 from rlhf_core.token_math import bounded, masked_sum
 from rlhf_core.types import DistillationSample, PolicySample, RewardPair, TokenSample, ValueSample
+from rlhf_core.user_code import UserFunction
 
 
 class TrainingObjective(Protocol):
@@ -150,6 +152,8 @@ class PolicyObjective:
     kl_coef: float
     entropy_coef: float
     correction: CorrectionConfig
+    function: UserFunction | None = None
+    """The user's function, for a loss of type custom."""
 
     def denominators(self, samples: Sequence[PolicySample]) -> dict[str, float]:
         """Return the masked tokens and the sequences."""
@@ -213,6 +217,11 @@ class PolicyObjective:
                 return gspo_loss(*four, clip_low=loss.clip_low, clip_high=loss.clip_high, **counts)
             case CISPOLoss():
                 return cispo_loss(*four, clip_high=loss.clip_high, aggregation=loss.aggregation, **counts)
+            case CustomPolicyLoss():
+                assert self.function is not None
+                function = self.function.load(key="loss.function")
+                counts |= {"arguments": loss.arguments, "aggregation": loss.aggregation}
+                return custom_policy_loss(function, *four, **counts)
             case _:
                 assert_never(loss)
 

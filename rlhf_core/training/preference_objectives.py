@@ -21,6 +21,7 @@ from rlhf_core.config.preference import (
     APODownLoss,
     APOZeroLoss,
     CDPOLoss,
+    CustomPreferenceLoss,
     DiscoPOPLoss,
     DPOLoss,
     EXOLoss,
@@ -37,10 +38,12 @@ from rlhf_core.config.preference import (
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.interfaces import Trainer
 from rlhf_core.losses import preference as losses
+from rlhf_core.losses.custom import custom_pair_loss
 from rlhf_core.losses.output import LossOutput
 from rlhf_core.models.forward import token_logprobs
 from rlhf_core.training.objectives import count_tokens, total
 from rlhf_core.types import AnswerSample, PreferenceSample, TokenSample
+from rlhf_core.user_code import UserFunction
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ class PairObjective:
     loss: PreferenceLoss
     nll_coef: float
     length_alpha: float
+    function: UserFunction | None = None
+    """The user's function, for a loss of type custom."""
 
     def denominators(self, samples: Sequence[PreferenceSample]) -> dict[str, float]:
         """Return the pairs, and the masked tokens of the chosen answers."""
@@ -125,6 +130,10 @@ class PairObjective:
             case ORPOLoss():
                 tokens = denominators["tokens"]
                 return losses.orpo_loss(*two, **lengths, lambda_=loss.odds_weight, pairs=count, tokens=tokens)
+            case CustomPreferenceLoss():
+                assert self.function is not None
+                function = self.function.load(key="loss.function")
+                return custom_pair_loss(function, *four, **lengths, arguments=loss.arguments, pairs=count)
             case KTOLoss():
                 rule = "judges single answers"
                 raise ConfigError(explain("dpo.loss.type", loss.type, rule, "use KTOObjective"))

@@ -1,0 +1,203 @@
+"""Losses and estimators of the user's: those of the page, against the built-in ones of the same formula."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from rlhf_core.advantages import custom_advantages
+from rlhf_core.artifacts import ArtifactStore
+from rlhf_core.config.custom import CustomFunction
+from rlhf_core.config.policy import PPOConfig
+from rlhf_core.config.preference import CustomPreferenceLoss, DPOLoss, uses_reference
+from rlhf_core.errors import ConfigError
+from rlhf_core.losses.custom import custom_pair_loss, custom_policy_loss
+from rlhf_core.losses.policy import clipped_policy_loss
+from rlhf_core.losses.preference import dpo_loss
+from rlhf_core.types import PolicyRef
+from rlhf_core.user_code import UserFunction, user_code_digest
+from stages.dpo import DPOConfig
+from tests.stages.recording import Workshop, make_policy
+from tests.stages.test_dpo import CONFIG as DPO
+from tests.stages.test_ppo import config as ppo
+from tests.stages.training import preferences, shop_and_inputs
+
+PAGE = Path(__file__).parents[2] / "docs" / "custom.md"
+LENGTHS: Any = {"chosen_lengths": torch.tensor([3.0, 2.0]), "rejected_lengths": torch.tensor([4.0, 1.0])}
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """The file of the page."""
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    assert len(blocks) == 1
+    path = tmp_path / "my_losses.py"
+    path.write_text(blocks[0])
+    return path
+
+
+def loaded(file: Path, name: str) -> Any:
+    spec = f"{file}:{name}"
+    return UserFunction.of(spec, user_code_digest(spec)).load(key="loss.function")
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_pair_loss_of_the_page_is_dpo_where_its_margin_is_0(file: Path) -> None:
+    four = [normal(2, seed=seed).requires_grad_() for seed in range(4)]
+    arguments = {"beta": 0.3, "margin": 0.0}
+    found = custom_pair_loss(loaded(file, "margin_loss"), *four, **LENGTHS, arguments=arguments, pairs=6.0)
+    wanted = dpo_loss(*four, beta=0.3, pairs=6.0)
+    assert torch.equal(found.loss, wanted.loss)
+    assert found.metrics["rewards/margin"] * 0.3 == pytest.approx(float(wanted.metrics["rewards/margin"]), rel=1e-6)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "constant"])
+def test_the_policy_loss_of_the_page_is_the_clipped_one(file: Path, aggregation: Any) -> None:
+    logprobs, old, advantages, weights = (normal(3, 5, seed=seed) for seed in range(4))
+    logprobs.requires_grad_()
+    mask = torch.tensor([[1.0, 1, 1, 0, 0], [0, 1, 0, 1, 1], [1, 1, 1, 1, 1]])
+    counts: Any = {
+        "aggregation": aggregation,
+        "num_tokens": 20.0,
+        "sequences": 4.0,
+        "max_length": 8.0,
+        "weights": weights,
+    }
+    four = (logprobs, old, advantages, mask)
+    found = custom_policy_loss(loaded(file, "clipped"), *four, arguments={"clip": 0.2}, **counts)
+    wanted = clipped_policy_loss(*four, clip_low=0.2, clip_high=0.2, **counts)
+    (gradient,) = torch.autograd.grad(found.loss, logprobs)
+    (expected,) = torch.autograd.grad(wanted.loss, logprobs)
+    assert torch.allclose(found.loss, wanted.loss, rtol=1e-6) and torch.allclose(
+        gradient, expected, rtol=1e-5, atol=1e-8
+    )
+    assert bool((gradient[mask == 0] == 0).all())
+    for name in ("approx_kl", "ratio_max"):
+        assert torch.equal(found.metrics[name], wanted.metrics[name])
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda one: one.mean(), r"'shape \(\)': must be a tensor of shape \(2,\)"),
+        (lambda one: one.tolist(), "'list': must be a tensor"),
+        (lambda one: one.detach(), "has no gradient"),
+    ],
+)
+def test_a_loss_that_is_no_term_for_each_pair_is_refused(returned: Any, message: str) -> None:
+    four = [normal(2, seed=seed).requires_grad_() for seed in range(4)]
+    with pytest.raises(ConfigError, match=message):
+        custom_pair_loss(lambda chosen, *others, **named: returned(chosen), *four, **LENGTHS, arguments={})
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda rewards, lengths: rewards.sum(dim=1), r"\(2,\): must be a tensor of shape \(2, 3\)"),
+        (lambda rewards, lengths: rewards / 0 * 0, "are not finite"),
+    ],
+)
+def test_advantages_that_are_none_are_refused(function: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        custom_advantages(function, torch.ones(2, 3), torch.ones(2, 3), arguments={})
+
+
+def test_an_estimator_cannot_change_the_rewards_that_others_see() -> None:
+    rewards = torch.ones(2, 3)
+    custom_advantages(lambda rewards, lengths: rewards.mul_(2), rewards, torch.ones(2, 3), arguments={})
+    assert torch.equal(rewards, torch.ones(2, 3))
+
+
+def trained(folder: Path, policy: Path, config: DPOConfig, functions: tuple[str, ...] = ()) -> tuple[str, str]:
+    """Return the digest of what the stage made, and its key."""
+    shop = Workshop(ArtifactStore(folder / "store"))
+    base = shop.store.external(PolicyRef, policy)
+    inputs = {"policy": base, "reference": base, "preferences": preferences(shop.store, folder)}
+    ref, decision = shop.run("dpo", config, inputs, callables=functions)
+    return ref.digest, decision.key
+
+
+def test_dpo_with_the_users_function_makes_the_weights_of_dpo_and_an_edit_another_key(
+    tmp_path: Path, policy: Path, file: Path
+) -> None:
+    spec = f"{file}:margin_loss"
+    loss = CustomPreferenceLoss(function=spec, arguments={"beta": 0.5, "margin": 0.0})
+    custom = DPO.model_copy(update={"loss": loss})
+    made, key = trained(tmp_path / "custom", policy, custom, (spec,))
+    assert made == trained(tmp_path / "own", policy, DPO.model_copy(update={"loss": DPOLoss(beta=0.5)}))[0]
+    file.write_text(file.read_text() + "\n# a comment\n")
+    assert trained(tmp_path / "comment", policy, custom, (spec,)) == (made, key)
+    file.write_text(file.read_text().replace("beta * h - margin", "2 * beta * h - margin"))
+    other, other_key = trained(tmp_path / "edited", policy, custom, (spec,))
+    assert other_key != key and other != made
+
+
+def test_without_a_reference_none_is_asked() -> None:
+    assert uses_reference(CustomPreferenceLoss(function="a.py:loss"))
+    assert not uses_reference(CustomPreferenceLoss(function="a.py:loss", reference=False))
+
+
+def test_ppo_with_the_users_loss_and_estimator_learns_as_with_the_built_in_ones(
+    tmp_path: Path, policy: Path, file: Path
+) -> None:
+    functions = (f"{file}:clipped", f"{file}:leave_one_out", "tests.stages.test_ppo:short_is_good")
+    custom = {
+        "loss": {"type": "custom", "function": functions[0], "arguments": {"clip": 0.2}},
+        "advantage": {"type": "custom", "function": functions[1]},
+    }
+    found = []
+    for name, changes in (("custom", custom), ("own", {"advantage": "rloo"})):
+        shop, inputs = shop_and_inputs(tmp_path / name, policy)
+        given = shop.run("ppo", ppo(**changes), inputs, callables=functions)[1]
+        found.append(shop.metrics(given))
+    ours, builtin = found
+    assert ours.keys() == builtin.keys()
+    # Sums in another order: 4 steps of Adam at 5e-3 carry a rounding of 1e-7 on to about 1e-5 of the log-probs.
+    assert ours["policy/approx_kl"] == pytest.approx(builtin["policy/approx_kl"], rel=1e-3, abs=1e-6)
+    assert ours["reward/mean"] == pytest.approx(builtin["reward/mean"], abs=1e-6), "the same answers were sampled"
+
+
+def test_a_function_that_changed_since_the_stage_began_is_refused(file: Path) -> None:
+    spec = f"{file}:clipped"
+    function = UserFunction.of(spec, user_code_digest(spec))
+    file.write_text(file.read_text().replace("-torch.minimum", "torch.minimum"))
+    with pytest.raises(ConfigError, match="has changed since the stage began"):
+        function.load(key="ppo.loss.function")
+
+
+def test_a_file_is_found_from_any_folder(file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(file.parent)
+    function = UserFunction.of("my_losses.py:clipped", user_code_digest("my_losses.py:clipped"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert function.load(key="ppo.loss.function").__name__ == "clipped"
+
+
+@pytest.mark.parametrize("function", ["", "loss", "file.py:", ":loss", "file.py:no such name"])
+def test_what_names_no_function_is_refused(function: str) -> None:
+    with pytest.raises(ValidationError, match="String should match pattern"):
+        CustomFunction(function=function)
+
+
+def test_the_profile_of_the_page_loads() -> None:
+    import tomllib
+
+    (block,) = re.findall(r"```toml\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    table = tomllib.loads(block)
+    config = PPOConfig(**table["ppo"], samples_per_prompt=2)
+    assert (config.loss.type, config.advantage.type) == ("custom", "custom")
+    assert DPOConfig(**table["dpo"]).loss.type == "custom"
