@@ -94,12 +94,21 @@ def run(
         models = lease_models(config, policy, reference, reward_models, context, leases)
         # Entered last, so that nobody samples any more when the engines are let go of.
         source = leases.enter_context(
-            RolloutSource(config, models.sampler, models.score, chat, dataset, log, context.seed, environments)
+            RolloutSource(
+                config,
+                models.sampler,
+                models.score,
+                chat,
+                dataset,
+                log,
+                context.seed,
+                environments,
+                note_failed=lambda step, counts: context.failed(step + 1, counts),
+            )
         )
         first, kl, metrics = resume(config, models, source, context)
         for step in range(first, config.steps):
             rollouts, sampled = source.rollouts(step, models.policy)
-            context.failed(step + 1, models.score.failed())
             clock = time.perf_counter()
             experience = measure(config, models, rollouts)
             advantages = estimate_advantages(

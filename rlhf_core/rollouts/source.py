@@ -9,7 +9,7 @@ sampler in this process shares its cores with the training. Scoring waits for th
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import takewhile
@@ -23,6 +23,7 @@ from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.order import rows_at
 from rlhf_core.data.rollout_log import POOL, Drawn, Pool, RolloutLog, read_drawn, read_pool, write_drawn, write_pool
 from rlhf_core.errors import DataError, explain
+from rlhf_core.failures import Counts
 from rlhf_core.interfaces import Metrics, Sampler, Trainer, Weights
 from rlhf_core.rewards.scoring import Scorer
 from rlhf_core.rollouts.answers import episode_metrics, sample
@@ -36,7 +37,8 @@ from rlhf_core.types import Generation, Prompt, Rollout, derive_seed
 class RolloutSource:
     """Draws prompts, samples answers and scores them. Every sample has its own seed, so a restart changes nothing.
 
-    `waited_s` is how long the last step waited for its answers. Leave the `with` block before the sampler's lease ends.
+    `note_failed` is told, by step, how many answers failed before they are kept. `waited_s` is how long the last step waited
+    for its answers. Leave the `with` block before the sampler's lease ends.
 
     >>> with RolloutSource(config, sampler, score, chat, prompts, log, seed) as source:   # doctest: +SKIP
     ...     rollouts = source.rollouts(0, policy)
@@ -52,6 +54,7 @@ class RolloutSource:
         log: RolloutLog,
         seed: int,
         environments: Environments | None = None,
+        note_failed: Callable[[int, Counts], None] = lambda step, counts: None,
     ) -> None:
         self._config = config
         self._sampler = sampler
@@ -61,6 +64,7 @@ class RolloutSource:
         self._log = log
         self._seed = seed
         self._environments = environments
+        self._note_failed = note_failed
         self._jobs: Background | Inline = Background("sampling") if config.staleness else Inline()
         self._loaded: Future[None] | None = None
         self._drawn: dict[int, Future[Drawn]] = {}
@@ -185,6 +189,7 @@ class RolloutSource:
         else:
             rollouts = self._score(drawn.generations)
         valid = valid_groups(rollouts, group_size=size)  # first: a step without any is not kept, but scored again
+        self._note_failed(step, self._score.failed())  # before they are kept: a kill in between would keep them unnoted
         self._log.write(step, rollouts, self._score.state(), policy=drawn.policy, pool=drawn.pool)
         self._log.forget(before=step - self._config.checkpoint_every)
         return valid

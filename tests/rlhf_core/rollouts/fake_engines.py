@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlhf_core.config.engines import SamplingConfig
+from rlhf_core.failures import Counts
 from rlhf_core.interfaces import Weights
 from rlhf_core.types import Completion, Generation, Message, Prompt, Rollout, SamplingRequest
 
@@ -72,6 +73,9 @@ class FakeScorer:
             Rollout(one.prompt, one.prompt_ids, one.completion, float(len(one.completion.token_ids)), {})
             for one in generations
         ]
+
+    def failed(self) -> Counts:
+        return {}
 
     def state(self) -> dict[str, Any]:
         return {"scored": self.scored}

@@ -15,6 +15,7 @@ from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.data.rollout_log import RolloutLog
 from rlhf_core.errors import DataError, RewardError, SamplerLostError
+from rlhf_core.failures import Counts
 from rlhf_core.interfaces import Metrics
 from rlhf_core.rollouts.source import RolloutSource, staleness
 from rlhf_core.types import ActionSpan, Completion, Generation, Rollout, SamplingRequest
@@ -206,3 +207,23 @@ def test_episodes_that_all_failed_are_not_kept_in_a_checkpoint_for_ever(tmp_path
         made = [again.step(step)[0] for step in range(1, 6)]
     versions = [{one.completion.policy_version for one in rollouts} for rollouts in made]
     assert versions == [{1}, {1}, {1}, {2}, {3}], "step 2 too: its weights come after those of step 1"
+
+
+def test_what_failed_is_noted_before_the_answers_are_kept(tmp_path: Path) -> None:
+    """A kill between the two would keep answers that failed under settings that nobody noted."""
+    log, noted = RolloutLog(tmp_path / "log"), []
+
+    def note(step: int, counts: Counts) -> None:
+        assert not (tmp_path / "log").exists() or not list((tmp_path / "log").iterdir()), "kept already"
+        noted.append((step, counts))
+
+    class Failing(FakeScorer):
+        def failed(self) -> Counts:
+            return {"rewards.terms.mine": (1, 4)}
+
+    config = PPOConfig(prompts_per_step=2, samples_per_prompt=2, sampling=SamplingConfig(max_tokens=4), steps=2)
+    with RolloutSource(
+        config, FakeSampler(lambda request: 1), Failing(), FakeChat(), PROMPTS, log, seed=3, note_failed=note
+    ) as source:
+        source.rollouts(0, FakeTrainer())
+    assert noted == [(0, {"rewards.terms.mine": (1, 4)})]
