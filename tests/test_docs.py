@@ -82,8 +82,8 @@ def test_a_misspelt_profile_in_a_command_would_be_noticed() -> None:
         load_profile("tiny/ful")
 
 
-def test_the_tree_in_the_readme_names_every_file_once() -> None:
-    listed = re.findall(r"^ +(\w+\.py) +\S", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+def test_the_map_of_the_code_names_every_file_once() -> None:
+    listed = re.findall(r"^ +(\w+\.py) +\S", (ROOT / "docs" / "code_map.md").read_text(), flags=re.MULTILINE)
     modules = [path for package in ("pipelines", "stages", "rlhf_core") for path in (ROOT / package).rglob("*.py")]
     assert sorted(listed) == sorted(path.name for path in modules if path.name != "__init__.py")
 
