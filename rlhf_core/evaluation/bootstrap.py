@@ -50,14 +50,6 @@ def bootstrap_interval(values: Sequence[float], *, level: float, resamples: int,
     return Interval(float(numbers.mean()), low, high)
 
 
-def paired_difference(
-    ours: Sequence[float], theirs: Sequence[float], *, level: float, resamples: int, seed: int
-) -> Interval:
-    """Return mean(ours - theirs) over pairs on the same prompts, with its interval."""
-    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
-    return bootstrap_interval(differences, level=level, resamples=resamples, seed=seed)
-
-
 def win_rate(ours: Sequence[float], theirs: Sequence[float], *, level: float, resamples: int, seed: int) -> Interval:
     """Return the fraction of pairs on the same prompts in which ours is higher, a tie counting half.
 
