@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 from functools import lru_cache
@@ -16,6 +17,28 @@ def here() -> tuple[str, str, str]:
     namespace_file = Path("/proc/self/ns/pid")
     namespace = str(namespace_file.readlink()) if namespace_file.is_symlink() else ""
     return socket.gethostname(), boot_id, namespace
+
+
+@lru_cache(maxsize=1)
+def network() -> str:
+    """Return which network this process sees: 127.0.0.1 is one place only for processes that agree on it."""
+    host, boot_id, _ = here()
+    namespace_file = Path("/proc/self/ns/net")
+    namespace = str(namespace_file.readlink()) if namespace_file.is_symlink() else ""
+    return f"{boot_id or host} {namespace}"
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a name or an address leads to nothing but the machine that asks.
+
+    >>> [is_loopback(host) for host in ("127.0.0.1", "::1", "192.0.2.1")]
+    [True, True, False]
+    """
+    try:
+        found = {str(entry[4][0]).partition("%")[0] for entry in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(address).is_loopback for address in found)
 
 
 def process_state(pid: int, started: int) -> str:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from rlhf_core.errors import ConfigError, explain
+from rlhf_core.processes import is_loopback
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -20,7 +21,7 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def rank_and_world() -> tuple[int, int]:
     """Return this process's rank and the number of processes, (0, 1) without a launcher.
 
-    Raises ConfigError if only some of the launcher's variables are set.
+    Raises ConfigError if only some of the launcher's variables are set, or if they contradict each other.
     """
     there = [name for name in LAUNCHER if name in os.environ]
     if not there:
@@ -28,7 +29,17 @@ def rank_and_world() -> tuple[int, int]:
     if len(there) < len(LAUNCHER):
         missing = sorted(set(LAUNCHER) - set(there))
         raise ConfigError(explain("environment", there, f"{missing} must be set too", "set all four or none"))
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    _check_reach(os.environ["MASTER_ADDR"], world)
+    return rank, world
+
+
+def _check_reach(host: str, world: int) -> None:
+    """Raise ConfigError if a launcher put ranks on other machines (LOCAL_WORLD_SIZE), which cannot come to `host`."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if here < world and is_loopback(host):
+        rule = f"{here} of {world} ranks are on this machine, and the others cannot reach this address"
+        raise ConfigError(explain("MASTER_ADDR", host, rule, "name an address of rank 0's machine that they reach"))
 
 
 def local_device() -> torch.device:

@@ -32,6 +32,21 @@ def test_half_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         rank_and_world()
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_a_loopback_address_is_refused_where_other_machines_have_ranks(
+    monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    for name, value in zip(LAUNCHER, ("0", "4", host, "29500"), strict=True):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(
+        ConfigError, match=rf"^MASTER_ADDR = '{host}': 2 of 4 ranks are on this machine, and the others"
+    ):
+        rank_and_world()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert rank_and_world() == (0, 4)
+
+
 RANK = """
 import json, psutil, torch, torch.distributed as dist
 from rlhf_core.training.distributed import join
