@@ -28,7 +28,7 @@ from pipelines.watched import START_TIMEOUT_S, Child, answers, healthy, keep_ali
 from rlhf_core.errors import RlhfError
 from rlhf_core.leases import is_gone
 from rlhf_core.private_folder import private_folder
-from rlhf_core.redaction import shown
+from rlhf_core.redaction import shown, without_secrets
 from rlhf_core.tracking.owner import from_tags
 
 PREFECT_PORT = 4200
@@ -177,7 +177,7 @@ def prefect_trouble(environment: Mapping[str, str]) -> str:
     except Exception as error:  # whatever it is, the person is told
         url = environment[user_settings.API_URL]
         said = str(error).splitlines()[:1] or [""]
-        return f"{type(error).__name__}: {said[0].replace(url, shown(url))}"
+        return f"{type(error).__name__}: {without_secrets(said[0].replace(url, shown(url)))}"
     return ""
 
 
