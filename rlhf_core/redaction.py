@@ -101,11 +101,12 @@ _NO_SECRET_TOKENS = frozenset(
 """Words before `token` that make it one of a text."""
 _SECRET_PARAMETERS = frozenset({"key", "sig", "signature", "auth"})
 """Names in an address's query that are secret there and nowhere else."""
+# Neither may look ahead without a bound, or begin inside a word: a model may write a million letters.
 _SECRET_VALUE = re.compile(
-    r"\b(hf_[A-Za-z0-9]{16,}|sk-(?=[A-Za-z_-]*\d)[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
+    r"\b(hf_[A-Za-z0-9]{16,}|sk-(?=[A-Za-z_-]{0,99}\d)[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
     r"|AKIA[A-Z0-9]{16}|xox[abpr]-[A-Za-z0-9-]{10,}|Bearer\s+[A-Za-z0-9._~+/=-]{16,})"
 )
-_USER = re.compile(r"(\w+://)([^\s/@:?#]*:[^\s/@]+)@")
+_USER = re.compile(r"(\b\w+://)([^\s/@:?#]*:[^\s/@]+)@")
 _TOKEN_OF_A_TEXT = re.compile(r"\s|^<.*>$|^\[.*\]$|^$")
 
 
