@@ -8,6 +8,8 @@ import socket
 from functools import lru_cache
 from pathlib import Path
 
+import psutil
+
 
 @lru_cache(maxsize=1)
 def here() -> tuple[str, str, str]:
@@ -39,6 +41,23 @@ def is_loopback(host: str) -> bool:
     except OSError:
         return False
     return all(ipaddress.ip_address(address).is_loopback for address in found)
+
+
+def interface_towards(host: str) -> str:
+    """Return the name of the network interface by which this machine reaches `host`, "" if it cannot be told.
+
+    >>> interface_towards("127.0.0.1")
+    'lo'
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # of datagrams: nothing is sent
+            own = str(probe.getsockname()[0])
+    except OSError:
+        return ""
+    there = psutil.net_if_addrs().items()
+    return next((name for name, places in there if any(own == place.address.partition("%")[0] for place in places)), "")
 
 
 def process_state(pid: int, started: int) -> str:

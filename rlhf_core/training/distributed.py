@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from rlhf_core.errors import ConfigError, explain
-from rlhf_core.processes import is_loopback
+from rlhf_core.processes import interface_towards, is_loopback
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -58,11 +58,22 @@ def join() -> None:
     if dist.is_initialized():
         return
     backend = "nccl" if torch.cuda.is_available() else "gloo"
+    _listen_where_the_others_are(os.environ.get("MASTER_ADDR", "127.0.0.1"))
     if any(name in os.environ for name in LAUNCHER):
         rank, world = rank_and_world()
         dist.init_process_group(backend, store=_meeting_point(rank, world), rank=rank, world_size=world)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _listen_where_the_others_are(host: str) -> None:
+    """Let gloo, which asks nobody who they are, listen where rank 0 is reached: not where the machine's name leads.
+
+    A choice of the user's stays. NCCL, which asks for a key, may take what is fastest.
+    """
+    interface = interface_towards(host)
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def _meeting_point(rank: int, world: int) -> dist.Store | None:
