@@ -347,11 +347,14 @@ def prefect_command(port: int) -> list[str]:
 def mlflow_command(home: Home, port: int) -> list[str]:
     """Return the command of the MLflow server: one worker and no job runners (0.5 GB instead of 2.4).
 
+    It answers this user alone, and this machine's own pages.
+
     A database of the user's is not in it, since any user of the machine can read it: see `mlflow_environment`.
     """
     store = () if user_settings.tracking_store() else ("--backend-store-uri", home.mlflow_uri)
     return [
-        *(sys.executable, "-P", "-m", "mlflow", "server", "--host", LOOPBACK, "--port", str(port), "--workers", "1"),
+        *(sys.executable, "-P", "-m", "pipelines.mlflow_server", "server", "--host", LOOPBACK, "--port", str(port)),
+        *("--workers", "1"),
         *store,
         *("--artifacts-destination", str(home.mlflow_artifacts)),
     ]
