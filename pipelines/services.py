@@ -227,9 +227,16 @@ def _plain(api: str) -> str:
 # ---------------------------------------------------------------- up and down
 
 
-def up(home: Home, *, foreground: bool) -> Services:
-    """Start Prefect, MLflow and the deployments; return when all of them answer."""
+def up(home: Home, *, foreground: bool, new_auth: bool = False) -> Services:
+    """Start Prefect, MLflow and the deployments; return when all of them answer.
+
+    The auth string of Prefect is that of the last time, which shells and browsers have, unless a new one is asked for.
+    """
     services = running(home)
+    if new_auth and services is not None:
+        raise ServiceError("--new-auth: the servers run with the present auth string; rlhf down first")
+    if new_auth:
+        home.prefect_auth.unlink(missing_ok=True)
     api = user_prefect(home)
     if services is not None and api and services.prefect_api != api:
         rule = f"rlhf up runs with Prefect at {services.prefect_url}"
