@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 from rlhf_core.errors import RlhfError
+from rlhf_core.redaction import without_secrets
 
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
@@ -22,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(_verb(options.verb)(options) or 0)
     except RlhfError as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"{without_secrets(str(error))}\n")
         return EXIT_REFUSED
     except KeyboardInterrupt:
         sys.stderr.write(f"stopped; what was done is kept: {_resume(options)}\n")
@@ -40,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
 
     up = verbs.add_parser("up", help="start Prefect, MLflow and the deployments on 127.0.0.1")
     up.add_argument("--foreground", action="store_true", help="stay and supervise until Ctrl-C")
+    up.add_argument("--new-auth", action="store_true", help="make a new auth string for Prefect; the old one is void")
     verbs.add_parser("down", help="stop what `rlhf up` started")
     verbs.add_parser("status", help="say what is running and where")
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from pipelines.listener import Listener
 from rlhf_core.errors import RlhfError
+from rlhf_core.redaction import without_secrets
 from rlhf_core.stage import Decision
 from rlhf_core.store_layout import read_json, write_json
 
@@ -156,7 +157,7 @@ class Watcher:
 
 def failure(error: Exception) -> JobOutcome:
     """Return the outcome of a job that ended with `error`."""
-    return JobOutcome("failed", error_class=type(error).__name__, error=str(error))
+    return JobOutcome("failed", error_class=type(error).__name__, error=without_secrets(str(error)))
 
 
 def raised_again(outcome: JobOutcome, *, label: str, where: str) -> RlhfError:

@@ -125,9 +125,11 @@ class PipelineRun:
                 outcome = self._submit(spec, show_progress)
             outcome = outcome or (None if forced else self._attach(spec)) or self._execute(spec, show_progress)
         except BaseException as error:
-            hide_in(error)
-            self.listener.failed(spec.label, error)
-            raise
+            safe = hide_in(error)
+            self.listener.failed(spec.label, safe)
+            if safe is error:
+                raise
+            raise safe from None
         self.results[spec.label] = outcome.ref
         self.listener.finished(spec.label, outcome.decision, outcome.metrics, outcome.seconds)
         return outcome

@@ -28,7 +28,7 @@ from pipelines.watched import START_TIMEOUT_S, Child, answers, healthy, keep_ali
 from rlhf_core.errors import RlhfError
 from rlhf_core.leases import is_gone
 from rlhf_core.private_folder import private_folder
-from rlhf_core.redaction import shown
+from rlhf_core.redaction import shown, without_secrets
 from rlhf_core.tracking.owner import from_tags
 
 PREFECT_PORT = 4200
@@ -177,7 +177,7 @@ def prefect_trouble(environment: Mapping[str, str]) -> str:
     except Exception as error:  # whatever it is, the person is told
         url = environment[user_settings.API_URL]
         said = str(error).splitlines()[:1] or [""]
-        return f"{type(error).__name__}: {said[0].replace(url, shown(url))}"
+        return f"{type(error).__name__}: {without_secrets(said[0].replace(url, shown(url)))}"
     return ""
 
 
@@ -227,9 +227,16 @@ def _plain(api: str) -> str:
 # ---------------------------------------------------------------- up and down
 
 
-def up(home: Home, *, foreground: bool) -> Services:
-    """Start Prefect, MLflow and the deployments; return when all of them answer."""
+def up(home: Home, *, foreground: bool, new_auth: bool = False) -> Services:
+    """Start Prefect, MLflow and the deployments; return when all of them answer.
+
+    The auth string of Prefect is that of the last time, which shells and browsers have, unless a new one is asked for.
+    """
     services = running(home)
+    if new_auth and services is not None:
+        raise ServiceError("--new-auth: the servers run with the present auth string; rlhf down first")
+    if new_auth:
+        home.prefect_auth.unlink(missing_ok=True)
     api = user_prefect(home)
     if services is not None and api and services.prefect_api != api:
         rule = f"rlhf up runs with Prefect at {services.prefect_url}"
@@ -352,11 +359,14 @@ def prefect_command(port: int) -> list[str]:
 def mlflow_command(home: Home, port: int) -> list[str]:
     """Return the command of the MLflow server: one worker and no job runners (0.5 GB instead of 2.4).
 
+    It answers this user alone, and this machine's own pages.
+
     A database of the user's is not in it, since any user of the machine can read it: see `mlflow_environment`.
     """
     store = () if user_settings.tracking_store() else ("--backend-store-uri", home.mlflow_uri)
     return [
-        *(sys.executable, "-P", "-m", "mlflow", "server", "--host", LOOPBACK, "--port", str(port), "--workers", "1"),
+        *(sys.executable, "-P", "-m", "pipelines.mlflow_server", "server", "--host", LOOPBACK, "--port", str(port)),
+        *("--workers", "1"),
         *store,
         *("--artifacts-destination", str(home.mlflow_artifacts)),
     ]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 from functools import lru_cache
 from pathlib import Path
+
+import psutil
 
 
 @lru_cache(maxsize=1)
@@ -16,6 +19,45 @@ def here() -> tuple[str, str, str]:
     namespace_file = Path("/proc/self/ns/pid")
     namespace = str(namespace_file.readlink()) if namespace_file.is_symlink() else ""
     return socket.gethostname(), boot_id, namespace
+
+
+@lru_cache(maxsize=1)
+def network() -> str:
+    """Return which network this process sees: 127.0.0.1 is one place only for processes that agree on it."""
+    host, boot_id, _ = here()
+    namespace_file = Path("/proc/self/ns/net")
+    namespace = str(namespace_file.readlink()) if namespace_file.is_symlink() else ""
+    return f"{boot_id or host} {namespace}"
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a name or an address leads to nothing but the machine that asks.
+
+    >>> [is_loopback(host) for host in ("127.0.0.1", "::1", "192.0.2.1")]
+    [True, True, False]
+    """
+    try:
+        found = {str(entry[4][0]).partition("%")[0] for entry in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(address).is_loopback for address in found)
+
+
+def interface_towards(host: str) -> str:
+    """Return the name of the network interface by which this machine reaches `host`, "" if it cannot be told.
+
+    >>> interface_towards("127.0.0.1")
+    'lo'
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # of datagrams: nothing is sent
+            own = str(probe.getsockname()[0])
+    except OSError:
+        return ""
+    there = psutil.net_if_addrs().items()
+    return next((name for name, places in there if any(own == place.address.partition("%")[0] for place in places)), "")
 
 
 def process_state(pid: int, started: int) -> str:

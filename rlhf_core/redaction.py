@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import logging
+import operator
 import re
+import sys
+import threading
+import traceback
 from collections.abc import Mapping
+from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlsplit, urlunsplit
 
@@ -96,11 +101,12 @@ _NO_SECRET_TOKENS = frozenset(
 """Words before `token` that make it one of a text."""
 _SECRET_PARAMETERS = frozenset({"key", "sig", "signature", "auth"})
 """Names in an address's query that are secret there and nowhere else."""
+# Neither may look ahead without a bound, or begin inside a word: a model may write a million letters.
 _SECRET_VALUE = re.compile(
-    r"\b(hf_[A-Za-z0-9]{16,}|sk-(?=[A-Za-z_-]*\d)[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
+    r"\b(hf_[A-Za-z0-9]{16,}|sk-(?=[A-Za-z_-]{0,99}\d)[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
     r"|AKIA[A-Z0-9]{16}|xox[abpr]-[A-Za-z0-9-]{10,}|Bearer\s+[A-Za-z0-9._~+/=-]{16,})"
 )
-_USER = re.compile(r"(\w+://)([^\s/@:?#]*:[^\s/@]+)@")
+_USER = re.compile(r"(\b\w+://)([^\s/@:?#]*:[^\s/@]+)@")
 _TOKEN_OF_A_TEXT = re.compile(r"\s|^<.*>$|^\[.*\]$|^$")
 
 
@@ -207,23 +213,104 @@ def know(value: str) -> None:
         return
     if not _Known.values:
         _hide_in_logs()
+        _hide_in_tracebacks()
     # As it stands in a text, in an address, and in the text of a Python or JSON value.
     _Known.values |= {value, quote(value, safe=""), repr(value)[1:-1]}
     longest_first = sorted(_Known.values, key=len, reverse=True)
     _Known.pattern = re.compile("|".join(map(re.escape, longest_first)))
 
 
-def hide_in(error: BaseException) -> None:
-    """Take secrets out of the texts of `error` and of what it came of."""
-    seen: set[int] = set()
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        one = waiting.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            one.args = tuple(without_secrets(part) if isinstance(part, str) else part for part in one.args)
-            waiting += [one.__cause__, one.__context__]
-            waiting += one.exceptions if isinstance(one, BaseExceptionGroup) else ()
+class ErrorWithoutSecrets(Exception):
+    """Stands for an error whose text could not be changed: names its class and says the rest of it."""
+
+
+def hide_in(error: BaseException) -> BaseException:
+    """Take secrets out of the texts of `error` and of what it came of, and return the error to raise.
+
+    That is `error` itself, unless its text is made of what nobody can change (as pydantic makes it): then it is an
+    `ErrorWithoutSecrets`. Interruptions are always themselves.
+    """
+    return _Cleaning().clean(error)
+
+
+class _Cleaning:
+    """Cleans one error and all that it hangs together with, each once."""
+
+    def __init__(self) -> None:
+        self._done: dict[int, BaseException] = {}
+
+    def clean(self, error: BaseException) -> BaseException:
+        if id(error) in self._done:
+            return self._done[id(error)]
+        self._done[id(error)] = error  # an error may come of itself
+        error.args = self._value(error.args)
+        for name in [*getattr(error, "__dict__", ()), *_TEXTS_OF_ERRORS]:
+            self._clean_attribute(error, name)
+        # `raise` made these: a replacement has its own, and never the original's.
+        if error.__cause__ is not None:
+            suppressed, error.__cause__ = error.__suppress_context__, self.clean(error.__cause__)
+            error.__suppress_context__ = suppressed
+        if error.__context__ is not None:
+            error.__context__ = self.clean(error.__context__)
+        self._done[id(error)] = safe = self._replaced(error)
+        return safe
+
+    def _replaced(self, error: BaseException) -> BaseException:
+        """Return `error` if its text is clean, else what can be shown in its place."""
+        if not isinstance(error, Exception):
+            return error
+        text = _text(error)
+        safe = without_secrets(text)
+        if isinstance(error, ExceptionGroup):
+            parts = [self.clean(part) for part in error.exceptions]
+            if safe == text and all(one is other for one, other in zip(parts, error.exceptions, strict=True)):
+                return error
+            other: Exception = ExceptionGroup(
+                without_secrets(error.message), [one for one in parts if isinstance(one, Exception)]
+            )
+        elif safe == text:
+            return error
+        else:
+            other = ErrorWithoutSecrets(f"{type(error).__name__}: {safe}")
+        other.__cause__, other.__context__ = error.__cause__, error.__context__
+        other.__suppress_context__ = error.__suppress_context__
+        return other.with_traceback(error.__traceback__)
+
+    def _clean_attribute(self, error: BaseException, name: str) -> None:
+        try:
+            value = getattr(error, name, None)
+            safe = self._value(value)
+            if safe is not value:
+                setattr(error, name, safe)
+        except Exception:  # it may be one that cannot be set, or any code of a library: the text tells
+            return
+
+    def _value(self, value: Any) -> Any:
+        """Return `value` without secrets in the texts that it holds; itself if there are none."""
+        if isinstance(value, str):
+            safe: Any = without_secrets(value)
+            return value if safe == value else safe
+        if isinstance(value, BaseException):
+            return self.clean(value)
+        if type(value) in (list, tuple):
+            items = [self._value(item) for item in value]
+            return value if all(map(operator.is_, items, value)) else type(value)(items)
+        if type(value) is dict:
+            table = {self._value(key): self._value(item) for key, item in value.items()}
+            same = all(map(operator.is_, [*table, *table.values()], [*value, *value.values()]))
+            return value if same and len(table) == len(value) else table
+        return value
+
+
+_TEXTS_OF_ERRORS = ("msg", "text", "filename", "filename2", "strerror", "name", "path")
+"""What Python's own errors (of files, imports, syntax) keep beside `args`, and make their text of."""
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # of its own making
+        return ""
 
 
 class _Known:
@@ -259,3 +346,20 @@ def _hide_in_logs() -> None:
         return record
 
     logging.setLogRecordFactory(made)
+
+
+def _hide_in_tracebacks() -> None:
+    """Print errors that nobody catches without secrets, those of threads as well."""
+
+    def show(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+        sys.stderr.write(without_secrets("".join(traceback.format_exception(kind, error, trace))))
+
+    def show_of_thread(what: threading.ExceptHookArgs) -> None:
+        if what.exc_type is not SystemExit:
+            sys.stderr.write(f"Exception in thread {what.thread.name if what.thread else '?'}:\n")
+            show(what.exc_type, what.exc_value, what.exc_traceback)
+
+    if sys.excepthook is sys.__excepthook__:  # another's may do more than print
+        sys.excepthook = show
+    if threading.excepthook is threading.__excepthook__:
+        threading.excepthook = show_of_thread

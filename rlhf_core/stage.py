@@ -359,11 +359,13 @@ def _finish(
         handle: ArtifactRef = stage_module(run.spec).run(run.spec.config, **run.spec.inputs, context=context)
         _check_committed(store, run, handle)
     except BaseException as error:
-        hide_in(error)  # from here on it is written down and shown
+        safe = hide_in(error)  # from here on it is written down and shown
         context.checkpoints.settle_after(error)
         run.still_ours()  # whatever else went wrong: the folder is another process's now, and so is the history
-        _note_failure(folder, run, error)
-        raise
+        _note_failure(folder, run, safe)
+        if safe is error:
+            raise
+        raise safe from None
     try:
         context.checkpoints.settle()
     except Exception as error:  # nobody will go on from it any more

@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -17,9 +18,11 @@ def process_as_it_was() -> Iterator[None]:
     Tests share processes in an order that depends on the machine, so that a leftover fails another test now and then.
     """
     environment, factory = dict(os.environ), logging.getLogRecordFactory()
+    hooks = sys.excepthook, threading.excepthook
     known = redaction._Known.values, redaction._Known.pattern
     yield
     logging.setLogRecordFactory(factory)
+    sys.excepthook, threading.excepthook = hooks
     redaction._Known.values, redaction._Known.pattern = known
     if dict(os.environ) != environment:
         for name in os.environ.keys() - environment.keys():

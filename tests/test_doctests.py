@@ -25,6 +25,7 @@ SKIPPED = {
     "rlhf_core.secrets": (1, "an annotation, shown as it stands in a class"),
     "rlhf_core.data.chat": (1, "a policy's tokenizer"),
     "rlhf_core.data.steps": (1, "a policy's tokenizer"),
+    "rlhf_core.rewards.sandbox_fusion": (1, "a server of SandboxFusion"),
     "rlhf_core.rollouts.source": (1, "a policy that samples"),
     "rlhf_core.runtime.calls": (2, "workers of Ray"),
     "rlhf_core.runtime.liveness": (1, "a cluster of Ray"),

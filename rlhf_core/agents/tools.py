@@ -17,6 +17,7 @@ from rlhf_core.agents.environment import StepResult
 from rlhf_core.callables import load_callables
 from rlhf_core.encodable import encodable
 from rlhf_core.errors import ConfigError, explain, nearest
+from rlhf_core.redaction import without_secrets
 
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
@@ -68,7 +69,7 @@ class ToolEnvironment:
                 result = function(**call.arguments)
                 return as_text(await result if inspect.isawaitable(result) else result)
             except Exception as error:  # the policy's arguments are as likely the cause as the tool: it is told
-                problem = f"{type(error).__name__}: {error}"
+                problem = without_secrets(f"{type(error).__name__}: {error}")
         self._failures += 1
         return f"error: {problem}"
 

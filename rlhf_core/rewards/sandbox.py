@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from rlhf_core.encodable import encodable
 from rlhf_core.errors import ConfigError, RewardError, explain
@@ -66,6 +66,15 @@ class Execution:
     stderr: str
 
 
+HALF_PAIR = Execution("error", 1, "", "SyntaxError: the program holds half of a surrogate pair")
+
+
+class RunProgram(Protocol):
+    """Runs a Python program with this standard input; returns how it ended, or raises if that cannot be known."""
+
+    def __call__(self, program: str, stdin: str, *, limits: Limits) -> Execution: ...
+
+
 @dataclass(frozen=True)
 class InputOutput:
     """A test that feeds standard input and compares standard output, white space at line ends aside."""
@@ -102,22 +111,6 @@ class Isolation:
     python: str
 
 
-def run_tests(
-    program: str, tests: Sequence[InputOutput | Assertions], *, limits: Limits, allow_network: bool = False
-) -> Verdict:
-    """Return the share of `tests` that `program` passes; after one that hits a limit the rest count as failed."""
-    passed, first_failure = 0, Verdict("passed", 1.0, "")
-    for test in tests:
-        outcome, detail = _run_test(program, test, limits=limits, allow_network=allow_network)
-        if outcome == "passed":
-            passed += 1
-        elif first_failure.outcome == "passed":
-            first_failure = Verdict(outcome, 0.0, detail)
-        if outcome in ("timeout", "memory", "output"):
-            break
-    return Verdict(first_failure.outcome, passed / len(tests), first_failure.detail)
-
-
 def run_program(program: str, stdin: str = "", *, limits: Limits, allow_network: bool = False) -> Execution:
     """Run a Python program in a sandbox of its own and return how it ended.
 
@@ -126,7 +119,7 @@ def run_program(program: str, stdin: str = "", *, limits: Limits, allow_network:
     """
     isolation = find_isolation(allow_network)
     if encodable(program) != program:
-        return Execution("error", 1, "", "SyntaxError: the program holds half of a surrogate pair")
+        return HALF_PAIR
     answer = _launch(isolation, program, encodable(stdin), limits)
     if answer["outcome"] == "refused":
         raise RewardError(explain("sandbox", isolation.mode, answer["detail"], "see why the program was not started"))
@@ -134,6 +127,25 @@ def run_program(program: str, stdin: str = "", *, limits: Limits, allow_network:
     if outcome == "finished" and answer["status"] != 0:
         outcome = _why(answer["status"], answer["stderr"])
     return Execution(outcome, answer["status"], answer["stdout"], answer["stderr"])
+
+
+def run_tests(
+    program: str, tests: Sequence[InputOutput | Assertions], *, limits: Limits, run: RunProgram = run_program
+) -> Verdict:
+    """Return the share of `tests` that `program` passes; after one that hits a limit the rest count as failed.
+
+    `run` is who runs them: this machine's sandbox, or a server (`sandbox_fusion`).
+    """
+    passed, first_failure = 0, Verdict("passed", 1.0, "")
+    for test in tests:
+        outcome, detail = _run_test(program, test, limits=limits, run=run)
+        if outcome == "passed":
+            passed += 1
+        elif first_failure.outcome == "passed":
+            first_failure = Verdict(outcome, 0.0, detail)
+        if outcome in ("timeout", "memory", "output"):
+            break
+    return Verdict(first_failure.outcome, passed / len(tests), first_failure.detail)
 
 
 @lru_cache(maxsize=2)
@@ -161,12 +173,10 @@ def find_isolation(allow_network: bool) -> Isolation:
 # ---------------------------------------------------------------- private
 
 
-def _run_test(
-    program: str, test: InputOutput | Assertions, *, limits: Limits, allow_network: bool
-) -> tuple[Outcome, str]:
+def _run_test(program: str, test: InputOutput | Assertions, *, limits: Limits, run: RunProgram) -> tuple[Outcome, str]:
     match test:
         case InputOutput(stdin=stdin, stdout=expected):
-            ran = run_program(program, stdin, limits=limits, allow_network=allow_network)
+            ran = run(program, stdin, limits=limits)
             right = _lines(ran.stdout) == _lines(expected)
         case Assertions(code=code):
             # The test comes by standard input and ends with a word of ours: a program that exits early has not passed.
@@ -177,7 +187,7 @@ def _run_test(
                 "builtins.exec(builtins.compile(sys.stdin.read(), 'tests', 'exec'), builtins.globals())\n"
             )
             room = replace(limits, output_kb=limits.output_kb + VALUES_KB)
-            ran = run_program(driver, outside.code, limits=room, allow_network=allow_network)
+            ran = run(driver, outside.code, limits=room)
             before, reached, written = ran.stdout.rpartition(f"\n{word}")
             wrong = outside.verdict(written) if reached else "it ended before the test did"
             right = not wrong

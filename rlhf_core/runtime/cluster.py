@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import os
+import secrets
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -136,6 +139,38 @@ def threads_per_worker(config: RuntimeConfig, *, workers: int) -> int:
     return config.cpu_threads or max(1, available_cores() // workers)
 
 
+def keep_token_private() -> None:
+    """Let none but this user read Ray's token: who has it runs commands as this user, on any port of the Ray.
+
+    Ray makes the file for everybody to read, which a home folder that others may enter does not stop. Raises ConfigError
+    if it cannot be made private.
+    """
+    of_the_user = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    if of_the_user or os.environ.get("RAY_AUTH_MODE") == "disabled":
+        return
+    path = Path.home() / ".ray" / "auth_token"
+    try:
+        if not path.exists():
+            _make_token(path)
+        if path.stat().st_mode & 0o077:
+            path.chmod(0o600)
+    except OSError as error:
+        rule = f"cannot be kept from other users ({error.strerror})"
+        remedy = "let it be a file of yours, or name one with RAY_AUTH_TOKEN_PATH"
+        raise ConfigError(explain("Ray's token", str(path), rule, remedy)) from error
+
+
+def _make_token(path: Path) -> None:
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".token-")  # mode 0600
+    os.close(descriptor)
+    made = Path(name)
+    made.write_text(secrets.token_hex(32))
+    with contextlib.suppress(FileExistsError):  # another process was faster
+        path.hardlink_to(made)
+    made.unlink()
+
+
 def free_port() -> int:
     """Return a TCP port of this machine that nobody listens on."""
     with socket.socket() as listener:
@@ -195,6 +230,7 @@ def _start(cores: int) -> None:
 
     # Unix sockets live below it and may be 107 characters long, so TMPDIR does not decide.
     folder = private_folder(Path("/tmp") / f"rlhf-ray-{os.getuid()}")
+    keep_token_private()
     for attempt in range(START_ATTEMPTS):
         try:
             with _this_machine_alone():

@@ -5,15 +5,28 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
-from rlhf_core.errors import TrainingError, explain
+from rlhf_core.errors import ConfigError, TrainingError, explain
 from rlhf_core.interfaces import Metrics, ModelSpec, Weights
+from rlhf_core.processes import is_loopback, network
 from rlhf_core.runtime.devices import check_gpus
 from rlhf_core.runtime.weight_sync import DeviceSender, Transfer
 from rlhf_core.runtime.weights import StoredWeights, buckets, pack
 from rlhf_core.types import TopLogprobs
+
+
+class MeetingPoint(NamedTuple):
+    """Where the ranks of a group find each other; `network` says in which network that address is meant.
+
+    >>> MeetingPoint("10.0.0.7", 29500, "0f7ab2c4 net:[4026531840]").host
+    '10.0.0.7'
+    """
+
+    host: str
+    port: int
+    network: str
 
 
 class TrainWorker:
@@ -25,6 +38,7 @@ class TrainWorker:
     def __init__(self, world: int, threads: int, config: TrainerConfig, *, gpus_per_worker: float = 0.0) -> None:
         self._rank = 0
         self._world = world
+        self._meeting_point: MeetingPoint | None = None
         self._gpus_per_worker = gpus_per_worker
         self._threads = threads
         self._config = config
@@ -36,16 +50,18 @@ class TrainWorker:
 
     # ------------------------------------------------------------ process
 
-    def address(self) -> tuple[str, int]:
+    def address(self) -> MeetingPoint:
         """Return the host of this worker and a free port on it, where the ranks of this group can meet."""
         from rlhf_core.runtime.cluster import free_port
 
-        return self._host(), free_port()
+        return MeetingPoint(self._host(), free_port(), network())
 
-    def join(self, rank: int, address: tuple[str, int]) -> None:
+    def join(self, rank: int, address: MeetingPoint) -> None:
         """Set what torch.distributed reads from the environment, fix the number of threads and import the engine."""
         self._rank = rank
-        host, port = address
+        self._meeting_point = address
+        host, port, _ = address
+        os.environ.pop("LOCAL_WORLD_SIZE", None)  # of a launcher that started Ray, not of this group
         os.environ.update(
             RANK=str(self._rank),
             LOCAL_RANK="0",  # Ray shows each worker its own GPU only
@@ -94,14 +110,26 @@ class TrainWorker:
     def open(self, lease: str, model: ModelSpec, optimizer: OptimizerConfig | None) -> dict[str, str]:
         """Load `model` under the name `lease`; return the versions of the engines that serve it.
 
-        Raises ConfigError if it would not be on the GPU that was reserved for it.
+        Raises ConfigError if it would not be on the GPU that was reserved for it, or if the ranks cannot meet.
         """
         from rlhf_core.training.trainer import LocalTrainer
 
+        self._check_meeting_point()
         if self._gpus_per_worker > 0:
             check_gpus("runtime.gpus_per_train_worker", self._gpus_per_worker, self.gpus())
         self._trainers[lease] = LocalTrainer(model, optimizer, self._config)
         return self.versions()
+
+    def _check_meeting_point(self) -> None:
+        """Raise ConfigError if rank 0 is on another machine, whose loopback address leads from here to nobody.
+
+        Not in `join`, whose result nobody waits for.
+        """
+        there = self._meeting_point
+        if there is not None and there.network != network() and is_loopback(there.host):
+            rule = f"rank 0 is on another machine than rank {self._rank}, and this address leads nowhere from there"
+            remedy = "start Ray's nodes with --node-ip-address, an address that the others reach; or use one machine"
+            raise ConfigError(explain("MASTER_ADDR", there.host, rule, remedy))
 
     def release(self, lease: str) -> None:
         """Free the model of `lease`, and its GPU memory for other processes too."""

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from rlhf_core.config.engines import SamplingConfig, VllmSamplerConfig
 from rlhf_core.errors import SamplingError, explain
 from rlhf_core.interfaces import Weights
+from rlhf_core.processes import interface_towards
 from rlhf_core.sampling.policy_folder import PolicyFolder, architecture
 from rlhf_core.sampling.requests import most_tokens
 from rlhf_core.types import Completion, SamplingRequest
@@ -26,6 +27,7 @@ from rlhf_core.types import Completion, SamplingRequest
 logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
+LOOPBACK = "127.0.0.1"
 
 TransferVerb = Literal["init", "start", "update", "finish"]
 
@@ -223,6 +225,10 @@ class VllmSampler:
 def prepare_environment(config: VllmSamplerConfig, *, threads: int) -> None:
     """Set what vLLM reads at import. Must run before the first `import vllm` of the process."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve whoever shares the cores
+    # An engine is on one machine, and so are its processes: what they open must be out of reach for others.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_towards(LOOPBACK))
+    os.environ.setdefault("VLLM_HOST_IP", LOOPBACK)
+    os.environ.setdefault("VLLM_LOOPBACK_IP", LOOPBACK)
     os.environ.update(
         {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

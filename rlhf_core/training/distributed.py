@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from rlhf_core.errors import ConfigError, explain
+from rlhf_core.processes import interface_towards, is_loopback
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -20,7 +21,7 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def rank_and_world() -> tuple[int, int]:
     """Return this process's rank and the number of processes, (0, 1) without a launcher.
 
-    Raises ConfigError if only some of the launcher's variables are set.
+    Raises ConfigError if only some of the launcher's variables are set, or if they contradict each other.
     """
     there = [name for name in LAUNCHER if name in os.environ]
     if not there:
@@ -28,7 +29,17 @@ def rank_and_world() -> tuple[int, int]:
     if len(there) < len(LAUNCHER):
         missing = sorted(set(LAUNCHER) - set(there))
         raise ConfigError(explain("environment", there, f"{missing} must be set too", "set all four or none"))
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    _check_reach(os.environ["MASTER_ADDR"], world)
+    return rank, world
+
+
+def _check_reach(host: str, world: int) -> None:
+    """Raise ConfigError if a launcher put ranks on other machines (LOCAL_WORLD_SIZE), which cannot come to `host`."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if here < world and is_loopback(host):
+        rule = f"{here} of {world} ranks are on this machine, and the others cannot reach this address"
+        raise ConfigError(explain("MASTER_ADDR", host, rule, "name an address of rank 0's machine that they reach"))
 
 
 def local_device() -> torch.device:
@@ -47,11 +58,22 @@ def join() -> None:
     if dist.is_initialized():
         return
     backend = "nccl" if torch.cuda.is_available() else "gloo"
+    _listen_where_the_others_are(os.environ.get("MASTER_ADDR", "127.0.0.1"))
     if any(name in os.environ for name in LAUNCHER):
         rank, world = rank_and_world()
         dist.init_process_group(backend, store=_meeting_point(rank, world), rank=rank, world_size=world)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _listen_where_the_others_are(host: str) -> None:
+    """Let gloo, which asks nobody who they are, listen where rank 0 is reached: not where the machine's name leads.
+
+    A choice of the user's stays. NCCL, which asks for a key, may take what is fastest.
+    """
+    interface = interface_towards(host)
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def _meeting_point(rank: int, world: int) -> dist.Store | None:

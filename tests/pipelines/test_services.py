@@ -152,7 +152,7 @@ class Replaced(Exception):
     """Stands for the supervisor that takes the place of this process."""
 
 
-def environment_of_up(home: Home, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def environment_of_up(home: Home, monkeypatch: pytest.MonkeyPatch, *, new_auth: bool = False) -> dict[str, str]:
     given: dict[str, str] = {}
 
     def execve(_: str, command: list[str], environment: dict[str, str]) -> None:
@@ -162,8 +162,25 @@ def environment_of_up(home: Home, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
 
     monkeypatch.setattr(os, "execve", execve)
     with pytest.raises(Replaced):
-        services.up(home, foreground=True)
+        services.up(home, foreground=True, new_auth=new_auth)
     return given
+
+
+def test_the_auth_string_stays_until_a_new_one_is_asked_for_while_nothing_runs(
+    home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    first = home.prefect_auth_string
+    environment_of_up(home, monkeypatch)
+    assert home.prefect_auth_string == first
+    environment_of_up(home, monkeypatch, new_auth=True)
+    second = home.prefect_auth_string
+    assert second != first and home.prefect_auth.stat().st_mode & 0o077 == 0
+    monkeypatch.setenv("RLHF_HOME", str(home.root))
+    monkeypatch.setattr(services, "running", lambda home: services.Services({}, 4200, 5000, ready=True))
+    assert main(["up", "--new-auth"]) == 2
+    assert capsys.readouterr().err == "--new-auth: the servers run with the present auth string; rlhf down first\n"
+    assert home.prefect_auth_string == second
 
 
 @pytest.mark.parametrize("uri", ["postgresql://me:hunter2@db:5432/mlflow", "sqlite:///mine.db", "mlruns"])

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import httpx
+import pydantic
 import pytest
+import requests
 
 from rlhf_core.errors import RewardError
-from rlhf_core.redaction import hidden, hide_in, is_secret_name, know, shown, without_secrets
+from rlhf_core.redaction import ErrorWithoutSecrets, hidden, hide_in, is_secret_name, know, shown, without_secrets
 
 
 @pytest.mark.parametrize(
@@ -87,6 +97,119 @@ def test_errors_are_without_it_with_all_that_they_came_of() -> None:
         hide_in(error)
         assert str(error) == "said ***" and str(error.__cause__) == "***"
     assert str(RewardError("our own: a-known-secret-of-errors")) == "our own: ***"
+
+
+SECRET = "a-known-secret-elsewhere"
+
+
+class OwnText(Exception):
+    """As libraries have them: the text is made of attributes."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(f"never shown: {address}", {"address": address})
+        self._place = {"address": [address]}
+
+    def __str__(self) -> str:
+        return f"cannot reach {self._place['address'][0]}"
+
+
+class NeverChanged(Exception):
+    def __str__(self) -> str:
+        return f"cannot reach {SECRET}"
+
+
+def raise_request_error() -> None:
+    requests.get(f"http://127.0.0.1:1/{SECRET}", timeout=1)
+
+
+def raise_status_error() -> None:
+    httpx.Response(401, request=httpx.Request("GET", f"http://host/{SECRET}")).raise_for_status()
+
+
+def raise_with_a_cause_of_its_own() -> None:
+    try:
+        pydantic.TypeAdapter(int).validate_python(SECRET)
+    except ValueError as error:
+        raise OwnText(SECRET) from error
+
+
+def raise_group() -> None:
+    raise ExceptionGroup(f"said {SECRET}", [OwnText(SECRET), ExceptionGroup("inside", [NeverChanged()])])
+
+
+@pytest.mark.parametrize(
+    ("fails", "kind"),
+    [
+        (lambda: Path(f"/nowhere/{SECRET}").read_text(), FileNotFoundError),
+        (lambda: compile("1 +", SECRET, "exec"), SyntaxError),
+        (lambda: __import__(SECRET), ModuleNotFoundError),
+        (lambda: subprocess.run(["false", SECRET], check=True), subprocess.CalledProcessError),
+        (raise_status_error, httpx.HTTPStatusError),
+        (raise_request_error, requests.ConnectionError),
+        (raise_with_a_cause_of_its_own, OwnText),
+        (lambda: pydantic.TypeAdapter(int).validate_python(SECRET), ErrorWithoutSecrets),
+        (lambda: {}[SECRET], KeyError),
+        (raise_group, ExceptionGroup),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_errors_that_keep_their_text_elsewhere_are_without_it_too(
+    fails: Callable[[], Any], kind: type[Exception]
+) -> None:
+    know(SECRET)
+    with pytest.raises(Exception, match=SECRET) as raised:
+        fails()
+    safe = hide_in(raised.value)
+    assert type(safe) is kind and safe.__traceback__ is not None
+    printed = all_texts(safe)
+    assert SECRET not in printed and "***" in printed
+
+
+def all_texts(error: BaseException | None) -> str:
+    if error is None:
+        return ""
+    parts = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    texts = [str(error), repr(error), *map(all_texts, (error.__cause__, error.__context__, *parts))]
+    return "\n".join(texts)
+
+
+def test_an_error_that_nobody_could_change_names_its_class_and_says_the_rest() -> None:
+    know(SECRET)
+    assert str(hide_in(NeverChanged())) == "NeverChanged: cannot reach ***"
+    interruption = KeyboardInterrupt(SECRET)
+    assert hide_in(interruption) is interruption and str(interruption) == "***"
+
+
+def test_an_error_without_secrets_stays_as_it_is() -> None:
+    know(SECRET)
+    arguments, place = ("a", ["b", {"c": 1}]), {"address": ["d"]}
+    error = OwnText("d")
+    error.args, error._place = arguments, place
+    assert hide_in(error) is error and error.args is arguments and error._place is place
+    error.__cause__ = error  # it may come of itself
+    assert hide_in(error) is error
+
+
+def test_errors_that_nobody_catches_are_printed_without_it(capsys: pytest.CaptureFixture[str]) -> None:
+    sys.excepthook, threading.excepthook = sys.__excepthook__, threading.__excepthook__
+    know(SECRET)
+    thread = threading.Thread(target=lambda: {}[SECRET], name="one")
+    thread.start()
+    thread.join()
+    try:
+        raise NeverChanged
+    except NeverChanged as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    printed = capsys.readouterr().err
+    assert "Exception in thread one" in printed and "KeyError: '***'" in printed and "cannot reach ***" in printed
+    assert SECRET not in printed.replace(f'f"cannot reach {SECRET}"', "")
+
+
+@pytest.mark.parametrize("text", ["x" * 200_000, "sk-" * 60_000, "Bearer " * 40_000, "://a:" * 40_000, "hf_" * 60_000])
+def test_a_long_text_takes_no_longer_than_its_length(text: str) -> None:
+    began = time.process_time()
+    assert without_secrets(text) == text
+    assert time.process_time() - began < 2.0  # hundredths of a second; a minute where it goes by the square
 
 
 def test_short_values_are_not_looked_for() -> None:

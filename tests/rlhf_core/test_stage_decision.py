@@ -5,15 +5,17 @@ import json
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from rlhf_core import records, redaction, stage, stage_decision
 from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.attempts import history
-from rlhf_core.redaction import know
+from rlhf_core.redaction import ErrorWithoutSecrets, know
 from rlhf_core.stage import Decision, StageSpec, decide, execute, stage_key
 from rlhf_core.stage_decision import differences, target_of
 from rlhf_core.store_layout import remove_tree
@@ -357,6 +359,24 @@ def test_a_failure_is_noted_without_secrets_whatever_raised_it(
         _run(store, toy_spec(ToyConfig(trouble="raise:1")))
     (attempt,) = history(store.layout.attempt(stage_key(toy_spec(ToyConfig(trouble="raise:1")))))
     assert attempt.failure == "ValueError: ***"
+
+
+def test_an_error_whose_text_cannot_be_changed_is_raised_and_noted_as_another(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        TypeAdapter(int).validate_python("a-secret-of-a-value")
+
+    spec = toy_spec()
+    key = stage_key(spec)
+    monkeypatch.setattr(toy_stage, "run", fails)
+    know("a-secret-of-a-value")
+    with pytest.raises(ErrorWithoutSecrets, match=r"^ValidationError: 1 validation error for int\n") as raised:
+        _run(store, spec)
+    (attempt,) = history(store.layout.attempt(key))
+    printed = "".join(traceback.format_exception(raised.value))
+    assert "input_value='***'" in attempt.failure and "input_value='***'" in printed
+    assert "a-secret-of-a-value'" not in attempt.failure + printed.replace('validate_python("a-secret-of-a-value")', "")
 
 
 @pytest.mark.parametrize(

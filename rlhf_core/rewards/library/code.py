@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 from rlhf_core.errors import ConfigError, DataError, explain
 from rlhf_core.rewards.library.labels import against_labels
-from rlhf_core.rewards.sandbox import Assertions, InputOutput, Limits, find_isolation, run_tests
+from rlhf_core.rewards.sandbox import (
+    Assertions,
+    InputOutput,
+    Limits,
+    RunProgram,
+    find_isolation,
+    run_program,
+    run_tests,
+)
+from rlhf_core.rewards.sandbox_fusion import SandboxFusion
 
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
@@ -27,6 +38,8 @@ def code_reward(
     memory_mb: int = 512,
     workers: int = 2,
     allow_network: bool = False,
+    sandbox_url: str = "",
+    sandbox_headers: Mapping[str, str] = {},  # never changed
     **columns: Any,
 ) -> list[float | None]:
     """Return 1.0 where the answer's program passes all tests of the label, else 0.0; `share`: the part that it passes.
@@ -34,18 +47,18 @@ def code_reward(
     The program is the last Python code fence of the answer, or all of it. The label is `{"inputs": [...], "outputs":
     [...]}` for standard input and output, `{"tests": ["assert ...", ...]}`, or plain Python: `assert` lines are one test
     each, anything else is one test. None without a label; DataError for one whose tests any program would pass. A program
-    that hits a limit has failed: that is the program's doing, not the reward's.
+    that hits a limit has failed: that is the program's doing, not the reward's. `sandbox_url` is a SandboxFusion server
+    that runs the programs in place of this machine: RewardError where it gives no result.
     """
     if score not in ("all", "share"):
         raise ConfigError(explain("score", score, 'must be "all" or "share"', "use one of them"))
-    find_isolation(allow_network)  # before the threads: it is tried once
     limits = Limits(timeout_s=timeout_s, memory_mb=memory_mb)
 
     def judge(text: str, label: str) -> float:
-        verdict = run_tests(read_program(text), read_tests(label), limits=limits, allow_network=allow_network)
+        verdict = run_tests(read_program(text), read_tests(label), limits=limits, run=run)
         return verdict.share if score == "share" else float(verdict.outcome == "passed")
 
-    with ThreadPoolExecutor(workers) as pool:
+    with _sandbox(sandbox_url, sandbox_headers, allow_network) as run, ThreadPoolExecutor(workers) as pool:
         pairs = zip(completions, labels, strict=True)
         return [
             one for found in pool.map(lambda pair: against_labels([pair[0]], [pair[1]], judge), pairs) for one in found
@@ -83,6 +96,20 @@ def read_tests(label: str) -> list[InputOutput | Assertions]:
 
 
 # ---------------------------------------------------------------- private
+
+
+def _sandbox(url: str, headers: Mapping[str, str], allow_network: bool) -> AbstractContextManager[RunProgram]:
+    """Return who runs the programs: the server at `url`, or this machine, which must be able to shut them in."""
+    if not url:
+        if headers:
+            rule, remedy = "goes to no server without sandbox_url", "give that, or leave the headers"
+            raise ConfigError(explain("sandbox_headers", sorted(headers), rule, remedy))
+        find_isolation(allow_network)  # before the threads: it is tried once
+        return nullcontext(functools.partial(run_program, allow_network=allow_network))
+    if allow_network:
+        rule = "is for the sandbox of this machine; the server of sandbox_url has rules of its own"
+        raise ConfigError(explain("allow_network", allow_network, rule, "leave it, and configure the server"))
+    return SandboxFusion(url, headers)
 
 
 def _input_outputs(inputs: Sequence[Any], outputs: Sequence[Any], label: str) -> list[InputOutput | Assertions]:

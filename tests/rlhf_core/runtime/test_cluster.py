@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from rlhf_core.runtime.cluster import (
     connect_again,
     free_port,
     in_lasting_thread,
+    keep_token_private,
     threads_per_worker,
     worker_environment,
 )
@@ -128,3 +131,17 @@ def test_workers_compute_with_the_kernels_that_were_chosen_here(monkeypatch: pyt
     for name in chosen:
         monkeypatch.delenv(name)
     assert not chosen.keys() & worker_environment(threads=1).keys()
+
+
+def test_rays_token_is_for_this_user_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    keep_token_private()
+    token = tmp_path / ".ray" / "auth_token"
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600 and stat.S_IMODE(token.parent.stat().st_mode) == 0o700
+    assert re.fullmatch("[0-9a-f]{64}", token.read_text()) and list(token.parent.iterdir()) == [token]
+    token.write_text("as Ray made it")
+    token.chmod(0o644)
+    keep_token_private()
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600 and token.read_text() == "as Ray made it"

@@ -57,16 +57,19 @@ def pids(runtime: RayRuntime) -> tuple[int, int]:
     return runtime._train_workers().call("test", "pid")[0], runtime._sample_workers().call("test", "pid")[0]
 
 
-def test_a_ray_of_our_own_serves_this_machine_alone(runtime: RayRuntime) -> None:
-    pids(runtime)  # it is up
-    listening = [
-        connection.laddr.ip
-        for process in psutil.Process().children(recursive=True)
-        if process.name() in ("raylet", "gcs_server")
-        for connection in process.net_connections(kind="tcp")
-        if connection.status == psutil.CONN_LISTEN
-    ]
-    assert listening and {ip.removeprefix("::ffff:") for ip in listening} == {"127.0.0.1"}
+def test_a_ray_of_our_own_and_its_workers_serve_this_machine_alone(
+    runtime: RayRuntime, policies: tuple[Path, Path]
+) -> None:
+    with runtime.trainer("policy", spec(policies[0]), None), runtime.sampler(policies[0]):
+        listening = {
+            (process.name().partition(".")[0], connection.laddr.ip.removeprefix("::ffff:"))
+            for process in psutil.Process().children(recursive=True)
+            for connection in process.net_connections(kind="tcp")
+            if connection.status == psutil.CONN_LISTEN
+        }
+    assert {"raylet", "gcs_server", "ray::TrainWorker", "ray::SampleWorker"} <= {name for name, _ in listening}
+    assert {ip for _, ip in listening} == {"127.0.0.1"}
+    assert not (Path.home() / ".ray" / "auth_token").stat().st_mode & 0o077
 
 
 def test_a_trained_policy_reaches_the_engine_which_then_agrees_with_the_trainer(

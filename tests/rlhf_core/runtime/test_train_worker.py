@@ -10,7 +10,8 @@ import torch
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import ConfigError, TrainingError
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.runtime.train_worker import TrainWorker
+from rlhf_core.processes import network
+from rlhf_core.runtime.train_worker import MeetingPoint, TrainWorker
 from rlhf_core.training.objectives import SftObjective
 from rlhf_core.types import TokenSample
 
@@ -98,3 +99,27 @@ def test_only_the_newest_staged_weights_can_be_sent(policies: tuple[Path, Path])
     assert first[1] == second[1]  # the same weights have the same digest
     with pytest.raises(TrainingError, match="weights = 1: is not the newest staged, 2"):
         worker.send_weights(1, [], "nccl", 1)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_ranks_of_several_machines_do_not_wait_for_each_other_at_a_loopback_address(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, host: str
+) -> None:
+    worker = TrainWorker(2, 1, TrainerConfig(engine="torch"))
+    monkeypatch.setattr(worker, "_warm", lambda: None)
+    worker.join(1, MeetingPoint(host, 29500, "another machine"))
+    model = ModelSpec(str(tmp_path / "not there"), "lm", None, 0)
+    with pytest.raises(
+        ConfigError, match=rf"^MASTER_ADDR = '{host}': rank 0 is on another machine than rank 1, .*; start Ray"
+    ):
+        worker.open("policy-1", model, None)
+
+
+@pytest.mark.parametrize("place", [("127.0.0.1", network()), ("192.0.2.1", "another machine")])
+def test_an_address_that_leads_to_rank_0_is_not_refused(
+    monkeypatch: pytest.MonkeyPatch, policies: tuple[Path, Path], place: tuple[str, str]
+) -> None:
+    worker = TrainWorker(1, 1, TrainerConfig(engine="torch"))
+    monkeypatch.setattr(worker, "_warm", lambda: None)
+    worker.join(0, MeetingPoint(place[0], 29500, place[1]))
+    assert worker.open("policy-1", ModelSpec(str(policies[0]), "lm", None, 0), None)

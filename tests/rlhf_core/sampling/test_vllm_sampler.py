@@ -45,6 +45,12 @@ def seen(processes: tuple[Seen, Seen]) -> Seen:
     return processes[0]
 
 
+def test_the_engine_listens_on_the_loopback_alone_wherever_the_name_of_its_machine_leads(seen: Seen) -> None:
+    assert seen["listening"] == ["127.0.0.1"]
+    if not seen["renamed"]:
+        pytest.skip("the machine's own name may lead to its loopback")
+
+
 def test_another_process_gives_bitwise_the_same_completions(processes: tuple[Seen, Seen]) -> None:
     assert processes[0]["first"] == processes[1]["first"]
 

@@ -17,6 +17,7 @@ from rlhf_core.errors import RlhfError
 from rlhf_core.interfaces import Weights
 from rlhf_core.sampling.vllm_sampler import VllmSampler
 from rlhf_core.types import Completion, SamplingRequest
+from tests.rlhf_core.hostname import listening, reachable_address, rename
 
 REQUESTS = [SamplingRequest(tuple(range(10, 13 + index % 7)), seed=100 + index) for index in range(24)]
 SAMPLING = SamplingConfig(max_tokens=24)
@@ -24,8 +25,10 @@ CONFIG = VllmSamplerConfig(max_model_len=96, kv_cache_gib=0.25)
 
 
 def main(policy: Path, other: Path | None, result: Path) -> None:
+    renamed = rename(reachable_address())
     sampler = VllmSampler(policy, CONFIG, threads=1, transfer="")
     seen: dict[str, Any] = {"first": plain(sampler.generate(REQUESTS, SAMPLING))}
+    seen |= {"listening": listening(), "renamed": renamed}
     if other is not None:
         seen["again"] = plain(sampler.generate(REQUESTS, SAMPLING))
         seen["advanced"] = advanced(sampler)

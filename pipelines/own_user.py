@@ -1,0 +1,71 @@
+"""A server on the loopback for the user who started it: nobody else on the machine is answered.
+
+MLflow's server asks nobody who they are. Linux knows: the user of the socket at the other end of a connection stands in
+/proc/net/tcp, as long as the connection is established. Neither clients nor browsers need a password for that.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from pathlib import Path
+
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+CONNECTIONS = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+"""Where Linux has all connections of the network that this process sees; elsewhere these files are missing."""
+ESTABLISHED = "01"
+"""In other states, as after a close, the user reads 0, which is root."""
+
+Address = tuple[str, int]
+
+
+class OwnUser:
+    """Answers 403 to connections that another user made. Where no /proc/net/tcp is (macOS), it answers all."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve, or refuse before anything is read."""
+        if (
+            scope["type"] == "lifespan"
+            or not CONNECTIONS[0].exists()
+            or user_at(tuple(scope["client"] or ("", 0)), tuple(scope["server"])) == os.getuid()
+        ):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await receive()
+            await send({"type": "websocket.close", "code": 1008, "reason": "of another user"})
+        else:
+            await PlainTextResponse("this server answers the user who started it alone\n", 403)(scope, receive, send)
+
+
+def user_at(client: Address, server: Address) -> int | None:
+    """Return the user id of the socket at `client` that is connected to `server`; None if there is none."""
+    for path, family in zip(CONNECTIONS, (socket.AF_INET, socket.AF_INET6), strict=True):
+        ends = [_spelled(client, family), _spelled(server, family), ESTABLISHED]
+        for line in path.read_text().splitlines() if path.exists() else ():
+            fields = line.split()
+            if fields[1:4] == ends:
+                return int(fields[7])
+    return None
+
+
+def _spelled(address: Address, family: socket.AddressFamily) -> str:
+    """Return an IPv4 address as /proc/net/tcp has it, or mapped into IPv6 as tcp6 has it; "" for any other.
+
+    >>> _spelled(("127.0.0.1", 5000), socket.AF_INET)
+    '0100007F:1388'
+    """
+    host, port = address
+    try:
+        packed = socket.inet_aton(host.removeprefix("::ffff:"))
+    except OSError:
+        return ""
+    if family == socket.AF_INET6:
+        packed = bytes(10) + b"\xff\xff" + packed
+    words = struct.unpack(f"={len(packed) // 4}I", packed)  # as this machine keeps integers
+    return f"{''.join(f'{word:08X}' for word in words)}:{port:04X}"
