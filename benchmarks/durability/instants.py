@@ -185,9 +185,7 @@ def _purpose_in_attempt(name: str, rest: str) -> str:
 # ---------------------------------------------------------------- striking
 
 
-def _strike_at_operation(
-    counts: Callable[[str], bool], number: int, root: str, strike: Callable[[str], None]
-) -> None:
+def _strike_at_operation(counts: Callable[[str], bool], number: int, root: str, strike: Callable[[str], None]) -> None:
     left = number
 
     def changed(what: str) -> None:

@@ -81,6 +81,25 @@ def finish(child: int, *, kill_after_s: float | None) -> tuple[End, float]:
     return ("completed" if status == 0 else "failed"), seconds
 
 
+def wait_until_stopped(child: int, *, stop_after_s: float | None) -> bool:
+    """Wait until the child has stopped itself, or stop its whole group after so many seconds; False if it ended before."""
+    deadline = time.monotonic() + (HUNG_AFTER_S if stop_after_s is None else stop_after_s)
+    while True:
+        seen = os.waitid(os.P_PID, child, os.WEXITED | os.WSTOPPED | os.WNOWAIT | os.WNOHANG)
+        if seen is not None:
+            return seen.si_code == os.CLD_STOPPED
+        if time.monotonic() >= deadline:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGSTOP)
+            deadline = float("inf")
+        time.sleep(0.005)
+
+
+def has_ended(child: int) -> bool:
+    """Say whether a child has ended; `finish` can still be asked how."""
+    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+
+
 def run(work: Callable[[], None], log: Path, *, kill_after_s: float | None = None) -> Ended:
     """Run `work` in a child to its end, and wait for its family to be gone."""
     how, seconds = finish(start(work, log), kill_after_s=kill_after_s)
