@@ -206,23 +206,25 @@ class _Watch:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._seen: tuple[int, int] | None = None
-        self._since = self._looked = time.monotonic()
+        self._looked = time.monotonic()
+        self._watched = 0.0
 
     def is_over(self) -> bool:
-        """Look at the file, and say whether it has been the same for `WATCH_SECONDS`, in which we looked all the time.
+        """Look at the file, and say whether it has been seen the same for `WATCH_SECONDS`.
 
-        What held us up (a stopped process, a machine that stood still) may have held up the owner, too.
+        A long time between two looks counts as one heartbeat: what held us up (a machine that stood still, a stopped
+        process) may have held up the owner, too.
         """
         now = time.monotonic()
+        since, self._looked = now - self._looked, now
         try:
             status = self._path.stat()
         except FileNotFoundError:  # let go of just now
             return True
         seen = (status.st_ino, status.st_mtime_ns)  # each renewal is a new file
-        if seen != self._seen or now - self._looked > HEARTBEAT_SECONDS:
-            self._seen, self._since = seen, now
-        self._looked = now
-        return now - self._since >= WATCH_SECONDS
+        self._watched = self._watched + min(since, HEARTBEAT_SECONDS) if seen == self._seen else 0.0
+        self._seen = seen
+        return self._watched >= WATCH_SECONDS
 
 
 def _beat(lease: Lease, stop: threading.Event) -> None:

@@ -149,7 +149,7 @@ def count(root: Path, stage: Callable[[], str], census: Census) -> None:
         finally:
             census.calls.setdefault(name, []).append(time.monotonic() - began)
 
-    _watch_files(str(root), changed)
+    watch_files(str(root), changed)
     for name in CALLS:
         _wrap(name, functools.partial(called, name))
 
@@ -195,7 +195,7 @@ def _strike_at_operation(counts: Callable[[str], bool], number: int, root: str, 
             left = -1  # what `strike` does may change files itself
             strike(what)
 
-    _watch_files(root, changed)
+    watch_files(root, changed)
 
 
 def _strike_in_call(name: str, number: int, delay_s: float, strike: Callable[[str], None]) -> None:
@@ -227,7 +227,7 @@ def _wrap(name: str, around: Callable[[Callable[[], Any]], Any]) -> None:
 # ---------------------------------------------------------------- changes of files
 
 
-def _watch_files(root: str, changed: Callable[[str], None]) -> None:
+def watch_files(root: str, changed: Callable[[str], None]) -> None:
     """Call `changed` before every change of a file below `root`, with the purpose of the file. It cannot be undone."""
     below = root.rstrip("/") + "/"
 

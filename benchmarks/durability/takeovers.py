@@ -62,7 +62,7 @@ def taken_over(folder: Path, peace: Peace, number: int, seed: int, *, mlflow: bo
         os.killpg(first, signal.SIGCONT)
     ends = [processes.finish(one, kill_after_s=None)[0] for one in (first, second)]
     life.leftovers += [f"process {name}" for name in processes.wait_for_family()[1]]
-    life.problems += _wrong_ends(setup, ends, first, second)
+    life.problems += wrong_ends(setup, ends, first, second)
     life.ends.append(f"the woken run {_how(lives.last_words(setup, first))}")
     lives.examine(life, setup, peace.results, began)
     return life
@@ -79,7 +79,7 @@ def _how(words: str) -> str:
     return "ended with one sentence" if SENTENCE in words else "completed" if not words else "failed"
 
 
-def _wrong_ends(setup: Setup, ends: list[processes.End], first: int, second: int) -> list[str]:
+def wrong_ends(setup: Setup, ends: list[processes.End], first: int, second: int) -> list[str]:
     """Return what is wrong with how the two runs ended, one line each."""
     wrong = [] if ends[1] == "completed" else [f"the second run {ends[1]}: {lives.last_words(setup, second)}"]
     words = lives.last_words(setup, first)
