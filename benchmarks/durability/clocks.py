@@ -65,13 +65,18 @@ def _draw(source: random.Random, elsewhere: bool, *, patient: bool) -> Skew:
     return Skew(wall, age, elsewhere)
 
 
-def _run(setup: Setup, skew: Skew) -> None:
+def apply(skew: Skew) -> None:
+    """Set the clocks of this process wrong, for as long as it lives."""
     if skew.elsewhere:
         takeovers.be_elsewhere()
-    # A living owner on another machine is known by its heartbeats alone, and those come late on a busy machine.
-    takeovers.short_leases(ttl_s=2.0, heartbeat_s=0.5, watch_s=6.0)
     _shift_clocks(skew.wall_s)
     _age_leases(skew.age_s)
+
+
+def _run(setup: Setup, skew: Skew) -> None:
+    # A living owner on another machine is known by its heartbeats alone, and those come late on a busy machine.
+    takeovers.short_leases(ttl_s=2.0, heartbeat_s=0.5, watch_s=6.0)
+    apply(skew)
     lives.logged(setup, None)
 
 
@@ -105,10 +110,5 @@ def _age_leases(seconds: float) -> None:
 
 
 def _shown(skews: list[Skew]) -> str:
-    return (
-        "ahead"
-        if all(skew.wall_s > 0 for skew in skews)
-        else "one ahead, one behind"
-        if any(skew.wall_s > 0 for skew in skews)
-        else "behind"
-    )
+    ahead = sum(skew.wall_s > 0 for skew in skews)
+    return ("both clocks behind", "one clock ahead, one behind", "both clocks ahead")[ahead]

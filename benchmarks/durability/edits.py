@@ -63,7 +63,7 @@ def edited_between(folder: Path, peace: Peace, number: int, seed: int, *, what: 
     assert ended is not None
     if ended.how != "completed":
         life.problems.append(f"the pipeline {ended.how}; read {setup.home / LOG}")
-    life.problems += _wrong_decisions(setup, peace, what)
+    life.problems += wrong_decisions(setup, peace, what)
     _examine(life, setup, peace, what, began)
     return life
 
@@ -123,7 +123,7 @@ def _in_user(source: random.Random, stages: Mapping[str, int]) -> Instant:
     return InStage(USER, source.randint(1, stages[USER]))
 
 
-def _wrong_decisions(setup: Setup, peace: Peace, what: Edit) -> list[str]:
+def wrong_decisions(setup: Setup, peace: Peace, what: Edit) -> list[str]:
     """Return the stages that were done before the edit and made again, and those that went on from before it."""
     events = read_events(setup.events)
     at = next((index for index, event in enumerate(events) if event["event"] == "edited"), len(events))

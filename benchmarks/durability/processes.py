@@ -16,7 +16,7 @@ from typing import Literal
 
 import psutil
 
-HUNG_AFTER_S = 300.0
+HUNG_AFTER_S = 900.0
 GONE_WITHIN_S = 15.0
 """A reward function's process may be in its imports when its parent dies; it ends as soon as it reads."""
 _PR_SET_CHILD_SUBREAPER = 36

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 from benchmarks.durability import instants, takeovers
 from benchmarks.durability.instants import Instant
@@ -22,16 +20,17 @@ def run_toy(
     act: Callable[[], None] = instants.die,
     elsewhere: bool = False,
     prepare: Callable[[], None] = lambda: None,
+    watch_s: float = 0.3,
 ) -> None:
     """Run the toy stage on the store of `setup`; note decisions and how it ended as the campaign does."""
-    takeovers.short_leases(ttl_s=0.4, heartbeat_s=0.1, watch_s=0.3)
+    takeovers.short_leases(ttl_s=0.4, heartbeat_s=0.1, watch_s=watch_s)
     prepare()
     if elsewhere:
         takeovers.be_elsewhere()
     log = EventLog(setup.events)
     instants.obey(instant, setup.home, lambda: "toy", lambda what: log.note("dying", during=what), act)
     try:
-        execute(
+        _, decision = execute(
             ArtifactStore(setup.home / "store"),
             spec,
             runtime=NoEngines(),
@@ -42,16 +41,5 @@ def run_toy(
     except BaseException as error:
         log.note("ended", error=type(error).__name__, message=str(error))
         raise
+    log.finished("toy", decision, {}, 0.0)
     log.note("ended", error="", message="")
-
-
-def count_toy(setup: Setup, spec: StageSpec, file: Path) -> None:
-    """Run the toy stage in peace, and write down how many changes of files of each purpose it made."""
-    changes: dict[str, int] = {}
-
-    def changed(what: str) -> None:
-        changes[what] = changes.get(what, 0) + 1
-
-    instants.watch_files(str(setup.home), changed)
-    run_toy(setup, spec)
-    file.write_text(json.dumps(changes))
