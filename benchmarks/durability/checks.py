@@ -101,13 +101,11 @@ def leftovers(home: Path, *, unfinished: Collection[str] = ()) -> list[str]:
         sweep(store / "leases")
     odd = [*store.glob("leases/*.json"), *store.glob("quarantine/*"), *store.rglob("*.tmp")]
     for folder in store.glob("attempts/*"):
-        if folder.name in unfinished:
-            continue
         kept = folder / attempts.HISTORY, attempts.latest_work(folder), attempts.metrics(folder)
         odd += [path for path in (*folder.glob("*"), *folder.glob("work-*/*")) if path not in kept]
     odd += [path for path in store.rglob(".*") if _TEMPORARY.search(path.name)]
     names = {path.relative_to(store).as_posix() for path in odd if not path.name.endswith(".log")}
-    return sorted(names)
+    return sorted(name for name in names if not any(name.startswith(f"attempts/{key}/") for key in unfinished))
 
 
 def saw_teeth(label: str, points: Sequence[tuple[str, int, float]]) -> Iterator[str]:
