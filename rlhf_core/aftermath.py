@@ -19,14 +19,15 @@ def tidy(store: ArtifactStore, key: str) -> tuple[str, Attempt] | None:
     folder = store.layout.attempt(key)
     if not _is_untidy(store, folder, key) or living_owner(store.layout.leases, key) is not None:
         return None
-    with store.lease(key):  # taking it over and giving it back removes that of the dead
+    with store.lease(key) as lease:  # taking it over and giving it back removes that of the dead
         record = store.record(key)
-        past = attempts.history(folder)
-        # The record may be of an earlier attempt: then this one was forced, and was killed before it came to its own.
-        committed = record is not None and bool(past) and record.attempts == past[-1].number
-        ended = attempts.abandon(folder, committed=committed)
-        if record is not None:
-            attempts.clear(folder, keep_metrics=True)
+        with lease.undisturbed():
+            past = attempts.history(folder)
+            # The record may be of an earlier attempt: then this one was forced, and was killed before it came to its own.
+            committed = record is not None and bool(past) and record.attempts == past[-1].number
+            ended = attempts.abandon(folder, committed=committed)
+            if record is not None:
+                attempts.clear(folder, keep_metrics=True)
     return ended
 
 

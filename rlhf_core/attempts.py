@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 HISTORY = "attempt.json"
 METRICS = "metrics.jsonl"
-_WORK = re.compile(r"work-(\d{1,10})")
+_NUMBERED = re.compile(r"(work|out)-(\d{1,10})")
 
 Status = Literal["running", "failed", "interrupted", "committed"]
 
@@ -63,13 +63,13 @@ def history(folder: Path) -> list[Attempt]:
 def begin(
     folder: Path, *, label: str, resumed_from: int | None, code: Mapping[str, str], known_damage: Sequence[str]
 ) -> Attempt:
-    """Note a new attempt and make its folders, an empty one for its output; the caller holds the lease.
+    """Note a new attempt and make its folders, an empty one for its output; the caller holds the lease, undisturbed.
 
     The output of attempts that were killed goes; what they left to go on from is in the new attempt's work folder.
     """
     past = history(folder)
     attempt = Attempt(
-        number=max([0, *(item.number for item in past[-1:]), *_works(folder)]) + 1,
+        number=max([0, *(item.number for item in past[-1:]), *_numbers(folder)]) + 1,
         started=datetime.now(UTC).isoformat(timespec="milliseconds"),
         host=socket.gethostname(),
         pid=os.getpid(),
@@ -80,13 +80,13 @@ def begin(
         code=dict(code),
         known_damage=tuple(known_damage),
     )
-    for stale in folder.glob("out-*"):
-        remove_tree(stale)
-    _write(folder, label, [*past, attempt])
+    for number in _numbered(folder, "out"):
+        remove_tree(folder / f"out-{number}")
     if _works(folder):
         latest_work(folder).rename(work(folder, attempt))
     make_folder(work(folder, attempt))
     output(folder, attempt).mkdir()
+    _write(folder, label, [*past, attempt])  # last: whoever is named here has taken what there was
     return attempt
 
 
@@ -138,27 +138,53 @@ def metrics(folder: Path) -> Path:
 
 def unfinished_work(folder: Path) -> list[str]:
     """Return the names of what a stage left beside its checkpoints (shards, tables) to go on from."""
-    left = latest_work(folder)
-    if not left.is_dir():
-        return []
-    return sorted(path.name for path in left.iterdir() if not _is_ours(path.name) and not path.name.endswith(".log"))
+    return _unfinished(latest_work(folder))
 
 
-def clear(folder: Path, *, keep_metrics: bool) -> None:
-    """Remove checkpoints, unfinished work and what failed in it; the history stays, the logs, and on request the metrics."""
-    left = latest_work(folder)
-    for stale in (folder / f"work-{number}" for number in _works(folder)):
-        if stale != left:  # of a process that was taken over, and wrote on
-            remove_tree(stale)
-    names = [CHECKPOINTS, FAILURES, *unfinished_work(folder), *(() if keep_metrics else (METRICS,))]
-    for path in [*folder.glob("out-*"), *(left / name for name in names)]:
-        remove_tree(path)
+def clear(folder: Path, *, keep_metrics: bool, until: Attempt | None = None) -> None:
+    """Remove checkpoints, unfinished work and what failed in it; the history stays, the logs, and on request the metrics.
+
+    With `until` only what that attempt and earlier ones left: a later one may be another process's.
+    """
+    numbers = [number for number in _works(folder) if until is None or number <= until.number]
+    for number in numbers:
+        if number != max(numbers):  # of a process that was taken over, and wrote on
+            remove_tree(folder / f"work-{number}")
+    if numbers:
+        left = folder / f"work-{max(numbers)}"
+        names = [CHECKPOINTS, FAILURES, *_unfinished(left), *(() if keep_metrics else (METRICS,))]
+        for path in (left / name for name in names):
+            remove_tree(path)
+    for number in _numbered(folder, "out"):
+        if until is None or number <= until.number:
+            remove_tree(folder / f"out-{number}")
+
+
+def give_way(folder: Path, attempt: Attempt) -> None:
+    """Remove what an attempt wrote after another one had taken its work: nobody looks for it any more."""
+    if any(item.number > attempt.number for item in history(folder)):
+        remove_tree(work(folder, attempt))
+        remove_tree(output(folder, attempt))
 
 
 def _works(folder: Path) -> list[int]:
     """Return the numbers of the attempts that have a work folder."""
-    found = (_WORK.fullmatch(path.name) for path in folder.glob("work-*"))
-    return [int(name[1]) for name in found if name is not None]
+    return _numbered(folder, "work")
+
+
+def _numbers(folder: Path) -> list[int]:
+    return [*_works(folder), *_numbered(folder, "out")]
+
+
+def _numbered(folder: Path, kind: str) -> list[int]:
+    found = (_NUMBERED.fullmatch(path.name) for path in folder.glob(f"{kind}-*"))
+    return [int(name[2]) for name in found if name is not None and name[1] == kind]
+
+
+def _unfinished(left: Path) -> list[str]:
+    if not left.is_dir():
+        return []
+    return sorted(path.name for path in left.iterdir() if not _is_ours(path.name) and not path.name.endswith(".log"))
 
 
 def _is_ours(name: str) -> bool:

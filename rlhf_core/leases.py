@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -32,6 +32,8 @@ HEARTBEAT_SECONDS = 20.0
 POLL_SECONDS = 0.25
 WATCH_SECONDS = 2.25 * HEARTBEAT_SECONDS
 """For how long a lease is seen to be silent, by the clock that never jumps, before it is taken from an owner who may live."""
+LOCK_SLOW_SECONDS = 10.0
+"""After so long a wait for another process's change of a lease we say what we wait for."""
 _KINDS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("host", "boot_id", "pid_namespace", "token"), str),
     **dict.fromkeys(("pid", "pid_started"), int),
@@ -86,6 +88,16 @@ class Lease:
             raise ArtifactError(
                 explain(f"lease {self.key[:12]}", taker, "took over while this process was not heard of", "run again")
             )
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Let nobody take the lease over inside the block. Raises as `check` does, before it.
+
+        For a few quick changes that must not be mixed with another's: all who want a lease wait meanwhile.
+        """
+        with _alone(self.folder):
+            self.check()
+            yield
 
 
 @contextmanager
@@ -194,18 +206,25 @@ class _Watch:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._seen: tuple[int, int] | None = None
-        self._since = time.monotonic()
+        self._looked = time.monotonic()
+        self._watched = 0.0
 
     def is_over(self) -> bool:
-        """Look at the file, and say whether it has been the same for `WATCH_SECONDS`."""
+        """Look at the file, and say whether it has been seen the same for `WATCH_SECONDS`.
+
+        A long time between two looks counts as one heartbeat: what held us up (a machine that stood still, a stopped
+        process) may have held up the owner, too.
+        """
+        now = time.monotonic()
+        since, self._looked = now - self._looked, now
         try:
             status = self._path.stat()
         except FileNotFoundError:  # let go of just now
             return True
         seen = (status.st_ino, status.st_mtime_ns)  # each renewal is a new file
-        if seen != self._seen:
-            self._seen, self._since = seen, time.monotonic()
-        return time.monotonic() - self._since >= WATCH_SECONDS
+        self._watched = self._watched + min(since, HEARTBEAT_SECONDS) if seen == self._seen else 0.0
+        self._seen = seen
+        return self._watched >= WATCH_SECONDS
 
 
 def _beat(lease: Lease, stop: threading.Event) -> None:
@@ -235,7 +254,7 @@ def _alone(folder: Path) -> Iterator[None]:
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            _lock(descriptor, folder)
         except OSError as error:
             rule = f"the disk has no file locks ({error.strerror}), without which two runs could compute one key"
             remedy = "choose a folder on another disk: set `store` in the profile, or RLHF_HOME"
@@ -243,6 +262,19 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    with suppress(BlockingIOError):
+        return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    what = "%s: still waiting for a process that changes leases; if it is stopped (Ctrl-Z), let it go on or end it"
+    warning = threading.Timer(LOCK_SLOW_SECONDS, logger.warning, (what, folder))
+    warning.daemon = True
+    warning.start()
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    finally:
+        warning.cancel()
 
 
 def lease_file(folder: Path, key: str) -> Path:

@@ -73,7 +73,6 @@ class StageContext:
     store: ArtifactStore
     progress: Progress
     _run: _Run
-    _logged: Mapping[str, int]
 
     @property
     def files(self) -> Mapping[str, str]:
@@ -104,7 +103,7 @@ class StageContext:
         new = {
             f"{self.label}/{name}": float(value)
             for name, value in values.items()
-            if step > self._logged.get(f"{self.label}/{name}", step - 1)
+            if step > self._run.logged.get(f"{self.label}/{name}", step - 1)
         }
         if not new:
             return
@@ -172,6 +171,8 @@ class _Run:
     tracking: Mapping[str, str]
     earlier_seconds: float
     earlier_code: Mapping[str, str]
+    logged: Mapping[str, int]
+    """Metric name -> last step that earlier attempts recorded."""
     clock: float = field(default_factory=time.monotonic)
 
     def seconds(self) -> float:
@@ -309,20 +310,25 @@ def _begin(
     folder = store.layout.attempt(target.key)
     known_damage = store.known_damage(spec.refs())  # before anything is read
     store.check_inputs(spec.refs())
-    anew = starts_over(store, spec, target.key, force=force)
-    if anew:
-        attempts.clear(folder, keep_metrics=False)
-    ended = [item.seconds for item in attempts.history(folder) if item.status != "committed"]
+    with lease.undisturbed():  # a process that stood still here would take from its successor, or share with it
+        anew = starts_over(store, spec, target.key, force=force)
+        if anew:
+            attempts.clear(folder, keep_metrics=False)
+        ended = [item.seconds for item in attempts.history(folder) if item.status != "committed"]
+        attempt = attempts.begin(
+            folder, label=spec.label, resumed_from=decision.step, code=target.code, known_damage=known_damage
+        )
+        logged = _logged_steps(attempts.work(folder, attempt) / attempts.METRICS)
+        past = attempts.history(folder)
     return _Run(
         spec=spec,
         target=target,
         lease=lease,
-        attempt=attempts.begin(
-            folder, label=spec.label, resumed_from=decision.step, code=target.code, known_damage=known_damage
-        ),
+        attempt=attempt,
         tracking=tracking,
         earlier_seconds=0.0 if anew else sum(ended),
-        earlier_code={} if anew else _other_code(attempts.history(folder), target.code),
+        earlier_code={} if anew else _other_code(past, target.code),
+        logged=logged,
     )
 
 
@@ -353,7 +359,6 @@ def _finish(
         store=store,
         progress=progress,
         _run=run,
-        _logged=_logged_steps(work / attempts.METRICS),
     )
     try:
         handle: ArtifactRef = stage_module(run.spec).run(run.spec.config, **run.spec.inputs, context=context)
@@ -361,7 +366,6 @@ def _finish(
     except BaseException as error:
         safe = hide_in(error)  # from here on it is written down and shown
         context.checkpoints.settle_after(error)
-        run.still_ours()  # whatever else went wrong: the folder is another process's now, and so is the history
         _note_failure(folder, run, safe)
         if safe is error:
             raise
@@ -370,9 +374,18 @@ def _finish(
         context.checkpoints.settle()
     except Exception as error:  # nobody will go on from it any more
         logger.warning("%s: the last checkpoint could not be written: %s", run.spec.label, error)
-    attempts.end(folder, run.attempt, label=run.spec.label, status="committed", failure="", seconds=run.seconds())
-    attempts.clear(folder, keep_metrics=True)
+    _note_end(folder, run)
+    attempts.clear(folder, keep_metrics=True, until=run.attempt)
     return handle
+
+
+def _note_end(folder: Path, run: _Run) -> None:
+    label = run.spec.label
+    try:
+        with run.lease.undisturbed():
+            attempts.end(folder, run.attempt, label=label, status="committed", failure="", seconds=run.seconds())
+    except ArtifactError as error:  # after the commit: the result is there, and the same for whoever took over
+        logger.warning("%s: %s", label, error)
 
 
 def _check_committed(store: ArtifactStore, run: _Run, handle: object) -> None:
@@ -387,11 +400,16 @@ def _check_committed(store: ArtifactStore, run: _Run, handle: object) -> None:
 
 
 def _note_failure(folder: Path, run: _Run, error: BaseException) -> None:
+    """Note how the attempt failed. ArtifactError if another process has taken over: the history is that one's now."""
     status: Status = "failed" if isinstance(error, Exception) else "interrupted"
     failure = f"{type(error).__name__}: {error}"[:500]
     label = run.spec.label
     try:
-        attempts.end(folder, run.attempt, label=label, status=status, failure=failure, seconds=run.seconds())
+        with run.lease.undisturbed():
+            attempts.end(folder, run.attempt, label=label, status=status, failure=failure, seconds=run.seconds())
+    except ArtifactError:
+        attempts.give_way(folder, run.attempt)
+        raise
     except OSError as full:  # the error that we note here matters more than that it could not be noted
         logger.error("%s: the failure of attempt %d could not be noted: %s", label, run.attempt.number, full)
 

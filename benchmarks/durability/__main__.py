@@ -32,6 +32,13 @@ def main() -> int:
         default=2,
         help="pairs of runs of the same profile at once, and as many of which one is killed (default 2)",
     )
+    parser.add_argument(
+        "--others",
+        type=float,
+        default=0.3,
+        help="share of the pipelines that are stopped and taken over, have wrong clocks, or whose reward file is edited "
+        "(default 0.3)",
+    )
     parser.add_argument("--real", type=int, default=0, help="kills of a run with Ray, vLLM and DeepSpeed (default 0)")
     parser.add_argument("--markdown", type=Path, help="write the figures there")
     parser.add_argument("--keep", type=Path, help="folder for the state of the runs; kept (default: a temporary one)")
@@ -51,7 +58,9 @@ def _campaign(options: argparse.Namespace, folder: Path) -> int:
     peace = campaign.run_in_peace(folder, mlflow=options.mlflow_every > 0)
     print(f"in peace: {peace.memory.seconds:.1f} s ({peace.mlflow.seconds:.1f} s with MLflow)", flush=True)
     other = [f"in peace: {problem}" for problem in peace.problems]
-    plan = campaign.Plan(options.kills, options.seed, options.workers, options.mlflow_every, options.pairs)
+    plan = campaign.Plan(
+        options.kills, options.seed, options.workers, options.mlflow_every, options.pairs, options.others
+    )
     lives = campaign.run_workers(folder, peace, plan)
     real_lives = real.campaign(folder / "real", kills=options.real, seed=options.seed) if options.real else []
     result = report.Campaign(

@@ -5,25 +5,23 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.durability import checks, instants, processes
-from benchmarks.durability.checks import Repeat, StageResult
-from benchmarks.durability.instants import AtTime, Census, Instant
+from benchmarks.durability import checks, clocks, edits, instants, lives, processes, takeovers
+from benchmarks.durability.checks import Repeat
+from benchmarks.durability.instants import Census
+from benchmarks.durability.lives import Kill, Life, Peace
 from benchmarks.durability.pipeline import (
     LOG,
     PROFILE,
     EventLog,
     Setup,
     checkpoint_intervals,
-    copy_database,
     import_ahead,
     import_all,
     make_mlflow_database,
@@ -34,37 +32,6 @@ from benchmarks.durability.pipeline import (
 from pipelines.profile import load_profile
 
 KILLS_PER_PIPELINE = (2, 6)
-_NAMES = {
-    "AtTime": "at a random time",
-    "AtOperation": "before a change of a file",
-    "InCall": "inside a call",
-    "InStage": "before a change of a file, by stage",
-}
-
-
-@dataclass(frozen=True)
-class Kill:
-    """A kill that hit: its kind, the stage that was running, and what was about to happen if we know."""
-
-    kind: str
-    stage: str
-    during: str
-    lingered_s: float
-
-
-@dataclass
-class Life:
-    """One pipeline from its first start to its completion."""
-
-    name: str
-    mlflow: bool
-    kills: list[Kill] = field(default_factory=list)
-    repeats: list[Repeat] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    """What makes the result another than the twin's."""
-    leftovers: list[str] = field(default_factory=list)
-    """Files of the store and processes that should be gone."""
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -72,7 +39,8 @@ class Plan:
     """At least `kills` kills, drawn from `seed`, in `workers` processes at a time.
 
     Every `mlflow_every`-th pipeline (0: none) records to an MLflow database, the others to memory. `pairs` times two runs
-    share a store, and as often one of two is killed.
+    share a store, and as often one of two is killed. A share of `others` of the pipelines is taken over, has wrong clocks
+    or is edited; their kills count like any.
     """
 
     kills: int
@@ -80,20 +48,7 @@ class Plan:
     workers: int
     mlflow_every: int
     pairs: int
-
-
-@dataclass(frozen=True)
-class Peace:
-    """What runs in peace gave: the results to compare with, and a census for each kind of tracker.
-
-    `database` is an empty MLflow database, to be copied.
-    """
-
-    results: Mapping[str, StageResult]
-    memory: Census
-    mlflow: Census
-    problems: tuple[str, ...]
-    database: Path
+    others: float
 
 
 def run_in_peace(folder: Path, *, mlflow: bool) -> Peace:
@@ -104,19 +59,22 @@ def run_in_peace(folder: Path, *, mlflow: bool) -> Peace:
     template, imports, log = folder / "mlflow-template.db", folder / "imports.txt", folder / LOG
     if mlflow:
         _must_complete(processes.run(partial(make_mlflow_database, template), log).how, log)
-    cold = _new_home(folder / "cold", mlflow, template)
+    cold = lives.new_home(folder / "cold", mlflow, template)
     child = processes.start(partial(_counted, cold, cold.home / "census.json", imports), cold.home / LOG)
     import_ahead()  # at the same time, what is certain
     how, _ = processes.finish(child, kill_after_s=None)
     _must_complete(how, cold.home / LOG)
     import_all(imports)
-    setups = [_new_home(folder / "memory", False, template)]
-    setups += [_new_home(folder / "mlflow", True, template)] if mlflow else []
+    setups = [lives.new_home(folder / "memory", False, template)]
+    setups += [lives.new_home(folder / "mlflow", True, template)] if mlflow else []
     censuses = [_census(setup, imports) for setup in setups]
+    edited = lives.new_home(folder / "edited", False, template)
+    edits.edit(edited.reward, "result")
+    _must_complete(lives.attempt(edited, None).how, edited.home / LOG)
     twin = checks.results(setups[0].home)
     problems = [problem for setup in setups for problem in checks.problems(setup.home, twin)]
     problems += [f"left over: {name}" for setup in setups for name in checks.leftovers(setup.home)]
-    return Peace(twin, censuses[0], censuses[-1], tuple(problems), template)
+    return Peace(twin, checks.results(edited.home), censuses[0], censuses[-1], tuple(problems), template)
 
 
 def run_workers(folder: Path, peace: Peace, plan: Plan) -> list[Life]:
@@ -145,26 +103,21 @@ def live(folder: Path, peace: Peace, number: int, seed: int, *, mlflow: bool) ->
     census = peace.mlflow if mlflow else peace.memory
     life = Life(f"pipeline {number}", mlflow)
     planned = source.randint(*KILLS_PER_PIPELINE)
-    setup = _new_home(folder / f"life-{number:04d}", mlflow, peace.database)
+    setup = lives.new_home(folder / f"life-{number:04d}", mlflow, peace.database)
     began = time.monotonic()
     for attempt in range(planned + 1):
         instant = None
         if attempt < planned:
             instant = instants.draw(source, census, reach=2 / (planned + 1), done=_stages_done(setup))
-        ended = _attempt(setup, instant)
+        ended = lives.attempt(setup, instant)
         life.leftovers += [f"process {name}" for name in ended.survivors]
         if ended.how != "killed":
             break
-        life.kills.append(_describe(instant, setup.events, ended.lingered_s))
-    if ended.how == "completed":
-        life.problems += checks.problems(setup.home, peace.results)
-        life.leftovers += checks.leftovers(setup.home)
-    else:
-        life.problems.append(f"the pipeline {ended.how}; read {setup.home / LOG}")
+        life.kills.append(lives.describe(instant, setup.events, ended.lingered_s))
     life.repeats = checks.repeats(read_events(setup.events), checkpoint_intervals(load_profile(PROFILE)))
-    life.seconds = time.monotonic() - began
-    if not (life.problems or life.leftovers):
-        shutil.rmtree(setup.home)
+    if ended.how != "completed":
+        life.problems.append(f"the pipeline {ended.how}; read {setup.home / LOG}")
+    lives.examine(life, setup, peace.results, began)
     return life
 
 
@@ -173,10 +126,10 @@ def side_by_side(folder: Path, peace: Peace, number: int, seed: int, *, kill_one
 
     If both live, each stage must have been computed once.
     """
-    setup = _new_home(folder / f"{'one' if kill_one else 'two'}-of-two-{number:04d}", False, peace.database)
+    setup = lives.new_home(folder / f"{'one' if kill_one else 'two'}-of-two-{number:04d}", False, peace.database)
     life, began = Life(setup.home.name, mlflow=False), time.monotonic()
     after = random.Random(f"{seed}/two/{number}").uniform(0.0, 0.9) * peace.memory.seconds if kill_one else None
-    first, second = (processes.start(partial(_logged, setup, None), setup.home / LOG) for _ in range(2))
+    first, second = (processes.start(partial(lives.logged, setup, None), setup.home / LOG) for _ in range(2))
     ends = [processes.finish(first, kill_after_s=after)[0], processes.finish(second, kill_after_s=None)[0]]
     life.leftovers += [f"process {name}" for name in processes.wait_for_family()[1]]
     if ends == ["killed", "completed"] and kill_one:
@@ -203,18 +156,6 @@ def over_the_limit(repeat: Repeat) -> bool:
 # ---------------------------------------------------------------- one attempt
 
 
-def _attempt(setup: Setup, instant: Instant | None) -> processes.Ended:
-    after = instant.seconds if isinstance(instant, AtTime) else None
-    return processes.run(partial(_logged, setup, instant), setup.home / LOG, kill_after_s=after)
-
-
-def _logged(setup: Setup, instant: Instant | None) -> None:
-    log = EventLog(setup.events)
-    log.note("begin")
-    instants.obey(instant, setup.home, log.stage, lambda what: log.note("dying", during=what))
-    run_pipeline(setup, log)
-
-
 def _census(setup: Setup, imports: Path) -> Census:
     """Run the pipeline in peace; return what it did, and write what it imported to `imports`."""
     file, log = setup.home / "census.json", setup.home / LOG
@@ -233,29 +174,6 @@ def _counted(setup: Setup, file: Path, imports: Path) -> None:
 
 def _stages_done(setup: Setup) -> set[str]:
     return {event["label"] for event in read_events(setup.events) if event["event"] == "finished"}
-
-
-def _describe(instant: Instant | None, path: Path, lingered_s: float) -> Kill:
-    """Return the kill that has just hit, from the last words of the process and the stage that it was in."""
-    stage, during = "starting", ""
-    for event in read_events(path):
-        match event["event"]:
-            case "begin":
-                stage, during = "starting", ""
-            case "started":
-                stage = event["label"]
-            case "finished":
-                stage = "between stages"
-            case "dying":
-                during = event["during"]
-    return Kill(_NAMES[type(instant).__name__], stage, during, lingered_s)
-
-
-def _new_home(home: Path, mlflow: bool, template: Path) -> Setup:
-    home.mkdir(parents=True)
-    if mlflow:
-        copy_database(template, home)
-    return Setup(home, mlflow)
 
 
 def _must_complete(how: processes.End, log: Path) -> None:
@@ -277,9 +195,28 @@ def _work(folder: Path, peace: Peace, plan: Plan, worker: int, file: Path) -> No
         if done >= share:
             return
         mlflow = plan.mlflow_every > 0 and number % plan.mlflow_every == plan.mlflow_every - 1
-        life = live(folder, peace, number, plan.seed, mlflow=mlflow)
+        life = _one(folder, peace, number, plan, mlflow=mlflow)
         done += len(life.kills)
         _write_life(file, life)
+
+
+def _one(folder: Path, peace: Peace, number: int, plan: Plan, *, mlflow: bool) -> Life:
+    """Return the life of one pipeline, of the kind that its number draws."""
+    source = random.Random(f"{plan.seed}/kind/{number}")
+    kinds = ("killed", "taken over", "wrong clocks", "comment", "result", "edited while running")
+    weights = (1 - plan.others, *(plan.others * share for share in (0.4, 0.2, 0.1, 0.15, 0.15)))
+    match source.choices(kinds, weights)[0]:
+        case "taken over":
+            return takeovers.taken_over(folder, peace, number, plan.seed, mlflow=mlflow)
+        case "wrong clocks":
+            return clocks.skewed(folder, peace, number, plan.seed)
+        case "comment":
+            return edits.edited_between(folder, peace, number, plan.seed, what="comment", mlflow=mlflow)
+        case "result":
+            return edits.edited_between(folder, peace, number, plan.seed, what="result", mlflow=mlflow)
+        case "edited while running":
+            return edits.edited_while_running(folder, peace, number, plan.seed)
+    return live(folder, peace, number, plan.seed, mlflow=mlflow)
 
 
 def _write_life(file: Path, life: Life) -> None:
@@ -292,9 +229,9 @@ def _read_lives(file: Path) -> list[Life]:
 
 
 def _life(table: dict[str, Any]) -> Life:
-    kills = [Kill(**kill) for kill in table.pop("kills")]
+    kills, others = ([Kill(**kill) for kill in table.pop(name)] for name in ("kills", "others"))
     repeats = [Repeat(**repeat) for repeat in table.pop("repeats")]
-    return Life(**table, kills=kills, repeats=repeats)
+    return Life(**table, kills=kills, others=others, repeats=repeats)
 
 
 def _print_news(files: list[Path], printed: list[int]) -> None:

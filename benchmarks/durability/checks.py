@@ -8,13 +8,14 @@ import math
 import re
 import sqlite3
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhf_core import attempts
 from rlhf_core.artifacts import ArtifactStore
+from rlhf_core.leases import sweep
 from rlhf_core.records import KeyRecord, stored_handle
 from rlhf_core.store_layout import sweep_temporaries
 
@@ -46,8 +47,13 @@ class Repeat:
 
 def results(home: Path) -> dict[str, StageResult]:
     """Return label -> result of all stages that the store of a state folder has a record of."""
+    return dict(every_result(home))
+
+
+def every_result(home: Path) -> list[tuple[str, StageResult]]:
+    """Return (label, result) of every record in the store, oldest first: a label that was made twice is there twice."""
     store = ArtifactStore(home / "store")
-    return {record.label: _result(store, record) for record in store.records()}
+    return [(record.label, _result(store, record)) for record in store.records()]
 
 
 def problems(home: Path, twin: Mapping[str, StageResult]) -> list[str]:
@@ -83,20 +89,23 @@ def differences(found: Mapping[str, StageResult], twin: Mapping[str, StageResult
             yield f"{label}: metrics.jsonl differs from the twin's in {len(odd)} points, first {min(odd)}"
 
 
-def leftovers(home: Path) -> list[str]:
+def leftovers(home: Path, *, unfinished: Collection[str] = ()) -> list[str]:
     """Return what a finished pipeline must not leave in its store: leases, unfinished work, temporary files.
 
-    Small files of killed writers are swept first, as `rlhf reconcile` does.
+    Small files of killed writers are swept first, as `rlhf reconcile` does. `unfinished` are keys that nobody asks for
+    any more: what was begun of them stays, and leases of the dead are swept.
     """
     store = home / "store"
     sweep_temporaries(store)
+    if unfinished:
+        sweep(store / "leases")
     odd = [*store.glob("leases/*.json"), *store.glob("quarantine/*"), *store.rglob("*.tmp")]
     for folder in store.glob("attempts/*"):
         kept = folder / attempts.HISTORY, attempts.latest_work(folder), attempts.metrics(folder)
         odd += [path for path in (*folder.glob("*"), *folder.glob("work-*/*")) if path not in kept]
     odd += [path for path in store.rglob(".*") if _TEMPORARY.search(path.name)]
     names = {path.relative_to(store).as_posix() for path in odd if not path.name.endswith(".log")}
-    return sorted(names)
+    return sorted(name for name in names if not any(name.startswith(f"attempts/{key}/") for key in unfinished))
 
 
 def saw_teeth(label: str, points: Sequence[tuple[str, int, float]]) -> Iterator[str]:
@@ -110,7 +119,7 @@ def saw_teeth(label: str, points: Sequence[tuple[str, int, float]]) -> Iterator[
 
 
 def tracking_problems(database: Path, found: Mapping[str, StageResult]) -> Iterator[str]:
-    """Yield what is wrong in MLflow's database: a stage with two runs or none, runs left RUNNING, curves that differ."""
+    """Yield what is wrong in MLflow's database: a stage with two runs or none, runs without a true end, other curves."""
     with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as connection:
         running = connection.execute("SELECT name FROM runs WHERE status = 'RUNNING'").fetchall()
         yield from (f"MLflow: run {name} is left RUNNING" for (name,) in running)
@@ -124,6 +133,9 @@ def tracking_problems(database: Path, found: Mapping[str, StageResult]) -> Itera
             if len(own) != 1:
                 yield f"MLflow: {label} has {len(own)} runs, not 1"
                 continue
+            ((status,),) = connection.execute("SELECT status FROM runs WHERE run_uuid = ?", own).fetchall()
+            if status not in ("FINISHED", "RUNNING"):
+                yield f"MLflow: the run of {label} is {status}"
             rows = connection.execute("SELECT key, step FROM metrics WHERE run_uuid = ?", own)
             recorded = Counter((str(name), int(step)) for name, step in rows if not _is_time(str(name)))
             yield from _curve_problems(label, recorded, result.points)

@@ -1,4 +1,5 @@
-"""When a process dies: at a time, before its n-th change of a file, or inside a call. But for the first by its own hand.
+"""When a process dies, or is stopped: at a time, before its n-th change of a file, or inside a call. But for the first by
+its own hand.
 
 A file's change is seen through Python's audit events (and a wrapped `os.fsync`, which has none). Libraries that write
 from C++ (safetensors, torch.save, pyarrow, SQLite) raise no events there: the instants inside calls and the random times
@@ -99,18 +100,39 @@ def draw(source: random.Random, census: Census, *, reach: float, done: Collectio
     return AtOperation(what, 1 + int(share * census.operations[what]))
 
 
-def obey(instant: Instant | None, root: Path, stage: Callable[[], str], last_words: Callable[[str], None]) -> None:
-    """Let this process die at `instant`, after `last_words` with what it was about to do.
+def die() -> None:
+    """End this process as `kill -9` does."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stand_still() -> None:
+    """Stop this process and its whole group, until somebody sends SIGCONT."""
+    os.killpg(os.getpgrp(), signal.SIGSTOP)
+
+
+def obey(
+    instant: Instant | None,
+    root: Path,
+    stage: Callable[[], str],
+    last_words: Callable[[str], None],
+    act: Callable[[], None] = die,
+) -> None:
+    """Let this process die, or do what `act` does, at `instant`, after `last_words` with what it was about to do.
 
     `root` is the state folder; `stage` tells the label of the stage that runs, "" between stages.
     """
+
+    def strike(what: str) -> None:
+        last_words(what)
+        act()
+
     match instant:
         case AtOperation(what, number):
-            _die_at_operation(lambda purpose: purpose == what, number, str(root), last_words)
+            _strike_at_operation(lambda purpose: purpose == what, number, str(root), strike)
         case InStage(label, number):
-            _die_at_operation(lambda _: stage() == label, number, str(root), last_words)
+            _strike_at_operation(lambda _: stage() == label, number, str(root), strike)
         case InCall(name, number, delay_s):
-            _die_in_call(name, number, delay_s, last_words)
+            _strike_in_call(name, number, delay_s, strike)
 
 
 def count(root: Path, stage: Callable[[], str], census: Census) -> None:
@@ -127,7 +149,7 @@ def count(root: Path, stage: Callable[[], str], census: Census) -> None:
         finally:
             census.calls.setdefault(name, []).append(time.monotonic() - began)
 
-    _watch_files(str(root), changed)
+    watch_files(str(root), changed)
     for name in CALLS:
         _wrap(name, functools.partial(called, name))
 
@@ -160,34 +182,30 @@ def _purpose_in_attempt(name: str, rest: str) -> str:
     return "metrics" if name.startswith("metrics") else "shards"
 
 
-# ---------------------------------------------------------------- dying
+# ---------------------------------------------------------------- striking
 
 
-def _die(last_words: Callable[[str], None], what: str) -> None:
-    last_words(what)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _die_at_operation(counts: Callable[[str], bool], number: int, root: str, last_words: Callable[[str], None]) -> None:
+def _strike_at_operation(counts: Callable[[str], bool], number: int, root: str, strike: Callable[[str], None]) -> None:
     left = number
 
     def changed(what: str) -> None:
         nonlocal left
         left -= counts(what)
         if left == 0:
-            _die(last_words, what)
+            left = -1  # what `strike` does may change files itself
+            strike(what)
 
-    _watch_files(root, changed)
+    watch_files(root, changed)
 
 
-def _die_in_call(name: str, number: int, delay_s: float, last_words: Callable[[str], None]) -> None:
+def _strike_in_call(name: str, number: int, delay_s: float, strike: Callable[[str], None]) -> None:
     left = number
 
     def called(run: Callable[[], Any]) -> Any:
         nonlocal left
         left -= 1
         if left == 0:
-            threading.Timer(delay_s, _die, (last_words, name)).start()
+            threading.Timer(delay_s, strike, (name,)).start()
         return run()
 
     _wrap(name, called)
@@ -209,7 +227,7 @@ def _wrap(name: str, around: Callable[[Callable[[], Any]], Any]) -> None:
 # ---------------------------------------------------------------- changes of files
 
 
-def _watch_files(root: str, changed: Callable[[str], None]) -> None:
+def watch_files(root: str, changed: Callable[[str], None]) -> None:
     """Call `changed` before every change of a file below `root`, with the purpose of the file. It cannot be undone."""
     below = root.rstrip("/") + "/"
 

@@ -23,6 +23,7 @@ from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import ArtifactRef
 
 PROFILE = Path(__file__).with_name("small.toml")
+REWARD = Path(__file__).with_name("reward.py")
 AHEAD = (
     "rlhf_core.training.trainer",
     "rlhf_core.sampling.hf_sampler",
@@ -45,6 +46,11 @@ class Setup:
     @property
     def events(self) -> Path:
         return self.home / EVENTS
+
+    @property
+    def reward(self) -> Path:
+        """The user's file with a reward function."""
+        return self.home / REWARD.name
 
 
 class EventLog(Silent):
@@ -80,7 +86,7 @@ def run_pipeline(setup: Setup, log: EventLog) -> None:
     home = Home(setup.home).make()
     os.environ.update(quiet_environment(home))
     os.environ.pop("MLFLOW_TRACKING_URI", None)
-    config = load_profile(PROFILE)
+    config = load_profile(PROFILE, [f"ppo.rewards.terms.brief.function={setup.reward}:brief"])
     tracker: Tracker = open_tracker(config, home) if setup.mlflow else MemoryTracker()
     with open_run(config, lifecycle, RunOptions(), home=home, tracker=tracker, listener=log) as run:
         run_stages(run, lifecycle, _directly(run), tags={"from": "benchmarks.durability"})

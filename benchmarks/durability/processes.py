@@ -16,7 +16,7 @@ from typing import Literal
 
 import psutil
 
-HUNG_AFTER_S = 300.0
+HUNG_AFTER_S = 900.0
 GONE_WITHIN_S = 15.0
 """A reward function's process may be in its imports when its parent dies; it ends as soon as it reads."""
 _PR_SET_CHILD_SUBREAPER = 36
@@ -79,6 +79,25 @@ def finish(child: int, *, kill_after_s: float | None) -> tuple[End, float]:
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
         return "killed", seconds
     return ("completed" if status == 0 else "failed"), seconds
+
+
+def wait_until_stopped(child: int, *, stop_after_s: float | None) -> bool:
+    """Wait until the child has stopped itself, or stop its whole group after so many seconds; False if it ended before."""
+    deadline = time.monotonic() + (HUNG_AFTER_S if stop_after_s is None else stop_after_s)
+    while True:
+        seen = os.waitid(os.P_PID, child, os.WEXITED | os.WSTOPPED | os.WNOWAIT | os.WNOHANG)
+        if seen is not None:
+            return seen.si_code == os.CLD_STOPPED
+        if time.monotonic() >= deadline:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGSTOP)
+            deadline = float("inf")
+        time.sleep(0.005)
+
+
+def has_ended(child: int) -> bool:
+    """Say whether a child has ended; `finish` can still be asked how."""
+    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
 
 def run(work: Callable[[], None], log: Path, *, kill_after_s: float | None = None) -> Ended:

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.durability import checks, processes
-from benchmarks.durability.campaign import Kill, Life
 from benchmarks.durability.checks import StageResult
+from benchmarks.durability.lives import Kill, Life
 from benchmarks.processes import kill_family
 from pipelines.profile import find_profile
 

@@ -10,7 +10,8 @@ from datetime import UTC, datetime
 
 import psutil
 
-from benchmarks.durability.campaign import Life, over_the_limit
+from benchmarks.durability.campaign import over_the_limit
+from benchmarks.durability.lives import Life
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ def markdown(campaign: Campaign) -> str:
         "|---|---|",
         *(f"| {name} | {value} |" for name, value in _totals(campaign)),
         "",
+        *_others(campaign.lives),
         _table("kills by kind", Counter(kill.kind for kill in kills)),
         "",
         _table(
@@ -94,6 +96,31 @@ def _totals(campaign: Campaign) -> list[tuple[str, str]]:
         ("longest life of a process after the kill of its parent", f"{lingered:.1f} s"),
         ("one pipeline in peace", f"{campaign.peace_s:.1f} s"),
         ("whole campaign", f"{campaign.seconds / 60:.1f} min"),
+    ]
+
+
+def _others(lives: Sequence[Life]) -> list[str]:
+    """Return the tables of what was done to pipelines apart from kills, and of how the runs that it hit ended."""
+    others = [life for life in lives if life.others]
+    if not others:
+        return []
+    done = Counter(other.kind for life in others for other in life.others)
+    moments = Counter(other.stage for life in others for other in life.others if "either" not in other.stage)
+    rows = [
+        ("pipelines whose every digest and metric is as the twin's", _share(life.problems for life in others)),
+        ("pipelines that left no process, lease or temporary file", _share(life.leftovers for life in others)),
+    ]
+    return [
+        _table("stopped, edited, or with wrong clocks", done),
+        *(f"| {name} | {value} |" for name, value in rows),
+        "",
+        _table(
+            "how the run ended that was stopped, edited, or had wrong clocks",
+            Counter(e for o in others for e in o.ends),
+        ),
+        "",
+        _table("stopped or edited, by stage", moments),
+        "",
     ]
 
 

@@ -34,7 +34,20 @@ class Seen:
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     folder = tmp_path_factory.mktemp("campaign")
-    options = ["--kills", str(KILLS), "--seed", "3", "--pairs", "1", "--mlflow-every", "0", "--keep", str(folder)]
+    options = [
+        "--kills",
+        str(KILLS),
+        "--seed",
+        "5",
+        "--pairs",
+        "1",
+        "--others",
+        "0.6",
+        "--mlflow-every",
+        "0",
+        "--keep",
+        str(folder),
+    ]
     command = [sys.executable, "-m", "benchmarks.durability", *options]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -53,6 +66,12 @@ def test_pipelines_that_were_killed_end_with_the_digests_and_curves_of_their_twi
 def test_nothing_is_left_of_pipelines_that_were_killed(seen: Seen) -> None:
     assert [life["leftovers"] for life in seen.lives] == [[]] * len(seen.lives), seen.output
     assert seen.status == 0, seen.output
+
+
+def test_runs_that_are_stopped_or_edited_are_among_them(seen: Seen) -> None:
+    done = Counter(other["kind"] for life in seen.lives for other in life["others"])
+    assert len(done) >= 2 and sum(done.values()) >= 2, "the seed should give several kinds"
+    assert all(kind in seen.output for kind in done), "each is in the table"
 
 
 def test_two_runs_at_once_compute_each_stage_once(seen: Seen) -> None:

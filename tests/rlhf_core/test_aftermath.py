@@ -11,6 +11,7 @@ import pytest
 from rlhf_core import attempts
 from rlhf_core.aftermath import tidy
 from rlhf_core.artifacts import ArtifactStore
+from rlhf_core.errors import ArtifactError
 from rlhf_core.leases import lease_file
 from rlhf_core.stage import execute, find
 from rlhf_core.store_layout import sweep_temporaries, write_json
@@ -101,3 +102,21 @@ write_json(Path(sys.argv[1]), {"a": 1})
     write_json(target, {"a": 2})
     assert sweep_temporaries(tmp_path) == [left]
     assert sorted(path.name for path in target.parent.iterdir()) == sorted([mine.name, target.name])
+
+
+def test_who_loses_the_lease_while_it_tidies_up_touches_nothing(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, key = run(store)
+    folder = as_a_kill_leaves_it(store, key)
+    look = ArtifactStore.record
+
+    def look_too_long(store: ArtifactStore, key: str) -> object:
+        lease = lease_file(store.layout.leases, key)
+        lease.write_text(json.dumps(json.loads(lease.read_text()) | {"token": "thief"}))
+        return look(store, key)
+
+    monkeypatch.setattr(ArtifactStore, "record", look_too_long)
+    with pytest.raises(ArtifactError, match="took over"):
+        tidy(store, key)
+    assert attempts.history(folder)[-1].status == "running" and attempts.checkpoints(folder).exists()

@@ -112,3 +112,24 @@ def test_a_history_with_values_of_other_types_starts_again(changes: dict[str, ob
         assert attempts.history(tmp_path) == []
         assert attempts.abandon(tmp_path, committed=False) is None
     assert attempts.begin(tmp_path, label="sft", resumed_from=None, code={"m": "1"}, known_damage=()).number == 2
+
+
+def test_an_attempt_that_was_moved_and_not_yet_noted_is_gone_on_from(tmp_path: Path) -> None:
+    attempts.begin(tmp_path, label="sft", resumed_from=None, code={}, known_damage=())
+    (tmp_path / "work-1" / "shard-1").write_text("x")
+    (tmp_path / "work-1").rename(tmp_path / "work-2")  # killed here
+    assert attempts.unfinished_work(tmp_path) == ["shard-1"]
+    assert attempts.begin(tmp_path, label="sft", resumed_from=None, code={}, known_damage=()).number == 3
+    assert (tmp_path / "work-3" / "shard-1").exists()
+
+
+def test_what_a_taken_over_attempt_clears_is_nothing_of_its_successor(tmp_path: Path) -> None:
+    first = attempts.begin(tmp_path, label="sft", resumed_from=None, code={}, known_damage=())
+    second = attempts.begin(tmp_path, label="sft", resumed_from=None, code={}, known_damage=())
+    (attempts.work(tmp_path, second) / "shard-1").write_text("x")
+    attempts.clear(tmp_path, keep_metrics=True, until=first)
+    attempts.give_way(tmp_path, second)  # nobody came after it
+    assert attempts.unfinished_work(tmp_path) == ["shard-1"] and attempts.output(tmp_path, second).exists()
+    (attempts.work(tmp_path, first) / "ckpt").mkdir(parents=True)  # it wrote on, where it had been
+    attempts.give_way(tmp_path, first)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["attempt.json", "out-2", "work-2"]

@@ -253,3 +253,52 @@ def test_a_lease_that_cannot_be_read_for_a_moment_is_not_lost(tmp_path: Path, mo
         assert lease.may_be_ours()
         write_json(tmp_path / "k.json", asdict(replace(lease.owner, token="thief")))
         assert not lease.may_be_ours()
+
+
+def test_a_long_time_between_two_looks_counts_as_one_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(leases.time, "monotonic", lambda: now)
+    (tmp_path / "k.json").write_text("{}")
+    watch = leases._Watch(tmp_path / "k.json")
+    assert not watch.is_over()
+    now = 1000.0  # this machine stood still, and perhaps the owner's, too: 20 s
+    assert not watch.is_over()
+    looks = 0
+    while not watch.is_over():
+        now, looks = now + 0.5, looks + 1
+    assert looks == (leases.WATCH_SECONDS - leases.HEARTBEAT_SECONDS) / 0.5
+
+
+def _change_for_ever(folder: Path) -> None:
+    with leases._alone(folder):
+        (folder / "locked").touch()
+        time.sleep(60)
+
+
+def test_who_waits_for_a_process_that_stands_still_in_a_change_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(leases, "LOCK_SLOW_SECONDS", 0.05)
+    process = FORK.Process(target=_change_for_ever, args=(tmp_path,), daemon=True)
+    process.start()
+    assert_soon((tmp_path / "locked").exists)
+    waiting = threading.Thread(target=_our_owner, args=(tmp_path,))
+    waiting.start()
+    assert_soon(lambda: "still waiting for a process that changes leases" in caplog.text)
+    process.kill()
+    waiting.join(10)
+    assert not waiting.is_alive()
+    process.join()
+
+
+def test_nobody_takes_a_lease_over_from_who_is_undisturbed(tmp_path: Path) -> None:
+    with hold(tmp_path, "k") as lease:
+        with lease.undisturbed():
+            sweeping = threading.Thread(target=leases.sweep, args=(tmp_path,))
+            sweeping.start()
+            sweeping.join(0.2)
+            assert sweeping.is_alive(), "it changes leases"
+        sweeping.join(10)
+        write_json(tmp_path / "k.json", asdict(replace(lease.owner, token="thief")))
+        with pytest.raises(ArtifactError, match="took over"), lease.undisturbed():
+            pytest.fail("not ours any more")

@@ -296,3 +296,25 @@ def _soon(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited 60 s in vain"
         time.sleep(0.01)
+
+
+def test_a_process_that_was_taken_over_as_it_committed_leaves_its_successor_at_work(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stands still between its last look at the lease and its record."""
+    folder = _work(store, toy_spec())
+    commit = ArtifactStore.commit
+
+    def commit_late(store: ArtifactStore, key: str, *arguments: Any, **options: Any) -> ArtifactRef:
+        handle: ArtifactRef = commit(store, key, *arguments, **options)
+        lease = leases.lease_file(store.layout.leases, key)
+        lease.write_text(json.dumps(json.loads(lease.read_text()) | {"token": "successor"}))
+        attempt = attempts.begin(folder, label="toy", resumed_from=3, code={}, known_damage=())
+        (attempts.work(folder, attempt) / "shard-1").write_text("x")
+        return handle
+
+    monkeypatch.setattr(ArtifactStore, "commit", commit_late)
+    _, decision = _run(store, toy_spec())
+    assert store.record(decision.key) is not None
+    assert [(item.number, item.status) for item in history(folder)] == [(1, "running"), (2, "running")]
+    assert attempts.unfinished_work(folder) == ["shard-1"] and (folder / "out-2").is_dir()

@@ -1,0 +1,14 @@
+"""The reward function of a user for the campaign of kills, which copies this file to the folder of a run and edits it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlhf_core.types import Generation
+
+LENGTH = 20.0
+
+
+def brief(generations: Sequence[Generation]) -> list[float]:
+    """Return how short each answer is: 0 for an empty one, -1 for one of `LENGTH` characters."""
+    return [-len(generation.completion.text) / LENGTH for generation in generations]
