@@ -6,6 +6,7 @@ was taken over unawares, and goes on for a step, finds its folder gone, and cann
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -134,6 +135,24 @@ def checkpoints(folder: Path) -> Path:
 def metrics(folder: Path) -> Path:
     """Return the file of the metrics of all attempts that went on from one another; it need not be there."""
     return latest_work(folder) / METRICS
+
+
+def logged_steps(folder: Path) -> dict[str, int]:
+    """Return metric name -> last step recorded by earlier attempts; a line that a kill cut short is taken off."""
+    path = metrics(folder)
+    if not path.exists():
+        return {}
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        with path.open("r+b") as stream:
+            stream.truncate(len(whole))
+    last: dict[str, int] = {}
+    for line in whole.splitlines():
+        entry = json.loads(line)
+        for name in entry["values"]:
+            last[name] = max(last.get(name, entry["step"]), entry["step"])
+    return last
 
 
 def unfinished_work(folder: Path) -> list[str]:

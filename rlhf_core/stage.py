@@ -318,7 +318,7 @@ def _begin(
         attempt = attempts.begin(
             folder, label=spec.label, resumed_from=decision.step, code=target.code, known_damage=known_damage
         )
-        logged = _logged_steps(attempts.work(folder, attempt) / attempts.METRICS)
+        logged = attempts.logged_steps(folder)
         past = attempts.history(folder)
     return _Run(
         spec=spec,
@@ -419,20 +419,3 @@ def _remember(store: ArtifactStore, spec: StageSpec, target: Target) -> None:
         remember(store, spec, target)
     except OSError as error:
         logger.warning("%s: what it is now could not be noted: %s", spec.label, error)
-
-
-def _logged_steps(path: Path) -> dict[str, int]:
-    """Return metric name -> last step recorded by earlier attempts; a line that a kill cut short is taken off."""
-    if not path.exists():
-        return {}
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        with path.open("r+b") as stream:
-            stream.truncate(len(whole))
-    last: dict[str, int] = {}
-    for line in whole.splitlines():
-        entry = json.loads(line)
-        for name in entry["values"]:
-            last[name] = max(last.get(name, entry["step"]), entry["step"])
-    return last

@@ -53,7 +53,7 @@ def skewed(folder: Path, peace: Peace, number: int, seed: int) -> Life:
         life.ends.append("two runs with wrong clocks completed")
         made = checks.results(setup.home).items()
         life.problems += [f"{label}: computed {one.attempts} times" for label, one in made if one.attempts != 1]
-    life.others.append(Kill("wrong clocks", "", _shown(skews), 0.0))
+    life.others.append(Kill(f"wrong clocks: {_shown(skews)}", "", "", 0.0))
     lives.examine(life, setup, peace.results, began)
     return life
 
@@ -111,4 +111,4 @@ def _age_leases(seconds: float) -> None:
 
 def _shown(skews: list[Skew]) -> str:
     ahead = sum(skew.wall_s > 0 for skew in skews)
-    return ("both clocks behind", "one clock ahead, one behind", "both clocks ahead")[ahead]
+    return ("both behind", "one ahead, one behind", "both ahead")[ahead]

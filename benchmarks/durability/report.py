@@ -105,7 +105,7 @@ def _others(lives: Sequence[Life]) -> list[str]:
     if not others:
         return []
     done = Counter(other.kind for life in others for other in life.others)
-    moments = Counter(other.stage for life in others for other in life.others if "either" not in other.stage)
+    moments = Counter(other.stage for life in others for other in life.others if other.stage)
     rows = [
         ("pipelines whose every digest and metric is as the twin's", _share(life.problems for life in others)),
         ("pipelines that left no process, lease or temporary file", _share(life.leftovers for life in others)),

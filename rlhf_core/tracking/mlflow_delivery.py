@@ -172,10 +172,18 @@ class Delivery:
 
     def _finish(self, client: Any, record: Record) -> None:
         run = self._run(client, record["run"])
+        if record["status"] != "FINISHED" and self._is_anothers(client, run):
+            logger.warning("tracking: run %s goes on in another process, and is not ended here", run.run_id)
+            return
         if record["note"] and record["note"] not in run.tags.get(NOTE_TAG, ""):
             note = f"{run.tags.get(NOTE_TAG, '')}\n\n{without_secrets(record['note'])}"
             client.set_tag(run.run_id, NOTE_TAG, note[: redaction.TAG_CHARACTERS])
         client.set_terminated(run.run_id, status=record["status"])
+
+    def _is_anothers(self, client: Any, run: Run) -> bool:
+        """Say whether another process has opened the run of a stage since: it took the stage over, and ends its run."""
+        attempt = client.get_run(run.run_id).data.tags.get("attempt.id")
+        return KEY_TAG in run.tags and bool(attempt != run.tags.get("attempt.id"))
 
     def _run(self, client: Any, token: str) -> Run:
         """Return the run that we call `token`; one that an earlier process opened is found by its tag."""

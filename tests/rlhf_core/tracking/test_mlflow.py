@@ -80,6 +80,21 @@ def test_a_stage_that_goes_on_uses_the_run_of_its_key(make: Made, client: Mlflow
     assert run.data.tags["attempt.a"] == "2"
 
 
+def test_a_process_that_was_taken_over_does_not_end_the_run_of_its_successor(make: Made, client: MlflowClient) -> None:
+    first, second = make(), make()
+    stages = []
+    for tracker in (first, second):
+        tracker.start("run", run_id=None, params={}, tags={})
+        stages.append(tracker.stage("sft", key="k1", params={}, tags={}))
+    assert stages[0].run_id == stages[1].run_id
+    stages[0].finish("FAILED")
+    assert client.get_run(stages[0].run_id).info.status == "RUNNING"
+    stages[1].finish("FINISHED")
+    assert client.get_run(stages[0].run_id).info.status == "FINISHED"
+    first.finish("FAILED", note="sft was taken over")
+    assert client.get_run(first.run_id).info.status == "FAILED"
+
+
 def test_steps_that_are_recorded_again_leave_no_second_point(make: Made, client: MlflowClient) -> None:
     first = make()
     first.start("run", run_id=None, params={}, tags={})
