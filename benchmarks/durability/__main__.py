@@ -64,7 +64,13 @@ def _campaign(options: argparse.Namespace, folder: Path) -> int:
     print(f"in peace: {peace.memory.seconds:.1f} s ({peace.mlflow.seconds:.1f} s with MLflow)", flush=True)
     other = [f"in peace: {problem}" for problem in peace.problems]
     plan = campaign.Plan(
-        options.kills, options.seed, options.workers, options.mlflow_every, options.pairs, options.others
+        options.kills,
+        options.seed,
+        options.workers,
+        options.mlflow_every,
+        options.pairs,
+        options.others,
+        options.takeovers_in_mlflow,
     )
     lives = campaign.run_workers(folder, peace, plan)
     real_lives = real.campaign(folder / "real", kills=options.real, seed=options.seed) if options.real else []
