@@ -40,7 +40,7 @@ class Plan:
 
     Every `mlflow_every`-th pipeline (0: none) records to an MLflow database, the others to memory. `pairs` times two runs
     share a store, and as often one of two is killed. A share of `others` of the pipelines is taken over, has wrong clocks
-    or is edited; their kills count like any.
+    or is edited; their kills count like any. `takeovers_in_mlflow`: the first of these may record to MLflow, too.
     """
 
     kills: int
@@ -49,6 +49,7 @@ class Plan:
     mlflow_every: int
     pairs: int
     others: float
+    takeovers_in_mlflow: bool = False
 
 
 def run_in_peace(folder: Path, *, mlflow: bool) -> Peace:
@@ -207,7 +208,7 @@ def _one(folder: Path, peace: Peace, number: int, plan: Plan, *, mlflow: bool) -
     weights = (1 - plan.others, *(plan.others * share for share in (0.4, 0.2, 0.1, 0.15, 0.15)))
     match source.choices(kinds, weights)[0]:
         case "taken over":
-            return takeovers.taken_over(folder, peace, number, plan.seed, mlflow=mlflow)
+            return takeovers.taken_over(folder, peace, number, plan.seed, mlflow=mlflow and plan.takeovers_in_mlflow)
         case "wrong clocks":
             return clocks.skewed(folder, peace, number, plan.seed)
         case "comment":
