@@ -376,6 +376,7 @@ def _finish(
         logger.warning("%s: the last checkpoint could not be written: %s", run.spec.label, error)
     _note_end(folder, run)
     attempts.clear(folder, keep_metrics=True, until=run.attempt)
+    attempts.give_way(folder, run.attempt)
     return handle
 
 

@@ -181,7 +181,7 @@ class Scripted:
 def test_the_largest_ratio_of_a_step_is_that_of_its_updates(tmp_path: Path) -> None:
     trainer: Any = Scripted(1.0, 5.0, 1.5, 1.0)
     models = Models(sampler=trainer, policy=trainer, reference=trainer, value_model=None, score=trainer)
-    context: Any = SimpleNamespace(seed=17, label="ppo")
+    context: Any = SimpleNamespace(seed=17, label="ppo", user_function=lambda part: None)
     rows: Any = range(8)
     settings = config(advantage={"type": "rloo"}, epochs=2, minibatches=2)
     metrics = update(settings, models, rows, [], [], 0.0, 0, context)
