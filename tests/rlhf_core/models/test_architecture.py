@@ -146,8 +146,10 @@ def test_causal_models_are_not_refused(family: str, attention: str, made: Any) -
     model = loaded(made(family), attention)
     short, long = sample(7), sample(15, seed=4)
     together, alone = logprobs(model, short, long), [*logprobs(model, short), *logprobs(model, long)]
+    # The sixfold weights, and the exponential that mamba takes of them, magnify roundings: 2e-4 was seen with an error of one
+    # unit in every product. The smallest leak that `benchmarks.separable` has seen, of weights that magnify less, is 1e-3.
     for one, other in zip(together, alone, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+        torch.testing.assert_close(one, other, rtol=0, atol=5e-4)
 
 
 class Leak(nn.Module):
