@@ -70,7 +70,7 @@ def begin(
     """
     past = history(folder)
     attempt = Attempt(
-        number=max([0, *(item.number for item in past[-1:]), *_numbers(folder)]) + 1,
+        number=max([0, *(item.number for item in past[-1:]), *_works(folder), *_numbered(folder, "out")]) + 1,
         started=datetime.now(UTC).isoformat(timespec="milliseconds"),
         host=socket.gethostname(),
         pid=os.getpid(),
@@ -191,11 +191,8 @@ def _works(folder: Path) -> list[int]:
     return _numbered(folder, "work")
 
 
-def _numbers(folder: Path) -> list[int]:
-    return [*_works(folder), *_numbered(folder, "out")]
-
-
 def _numbered(folder: Path, kind: str) -> list[int]:
+    """Return the numbers of the folders `<kind>-<number>` below `folder`."""
     found = (_NUMBERED.fullmatch(path.name) for path in folder.glob(f"{kind}-*"))
     return [int(name[2]) for name in found if name is not None and name[1] == kind]
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rlhf_core import redaction
 from rlhf_core.config.agents import EnvironmentAgent, NemoGymAgent, OpenEnvAgent, ProgramAgent, VerifiersAgent
 from rlhf_core.config.base import Config, keyed
 from rlhf_core.config.engines import VllmServerSamplerConfig
@@ -20,13 +19,6 @@ from rlhf_core.redaction import without_secrets
 from rlhf_core.secrets import check, resolved, with_secrets
 
 TEMPLATE = "Rate {completion}"
-
-
-@pytest.fixture(autouse=True)
-def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let what one test has read be no part of what another one is shown."""
-    monkeypatch.setattr(redaction._Known, "values", frozenset())
-    monkeypatch.setattr(redaction._Known, "pattern", None)
 
 
 def function(**arguments: Any) -> FunctionReward:
