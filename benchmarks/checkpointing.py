@@ -19,13 +19,13 @@ from contextlib import closing
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from rlhf_core.checkpoints import Checkpoints
 from rlhf_core.config.engines import InitModel, OptimizerConfig, TrainerConfig
 from rlhf_core.config.loop import LoopConfig
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.initialise import initialise_llama, train_tokenizer
-from rlhf_core.store_layout import folder_bytes
-from rlhf_core.training.objectives import SftObjective
+from rlhf_core.store.checkpoints import Checkpoints
+from rlhf_core.store.layout import folder_bytes
+from rlhf_core.training.objectives.base import SftObjective
 from rlhf_core.training.trainer import LocalTrainer
 from rlhf_core.types import TokenSample
 

@@ -41,7 +41,7 @@ from rlhf_core.training.experience import (
     sampled_logprobs,
     token_sample,
 )
-from rlhf_core.training.objectives import PolicyObjective
+from rlhf_core.training.objectives.base import PolicyObjective
 from rlhf_core.training.trainer import LocalTrainer
 from rlhf_core.types import Message, Prompt, Rollout, SamplingRequest, derive_seed
 

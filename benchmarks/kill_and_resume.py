@@ -17,10 +17,10 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.processes import kill_family, reading_lines
-from rlhf_core.artifacts import ArtifactStore
-from rlhf_core.checkpoints import Checkpoints
-from rlhf_core.records import KeyRecord
-from rlhf_core.store_layout import CHECKPOINTS
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.checkpoints import Checkpoints
+from rlhf_core.store.layout import CHECKPOINTS
+from rlhf_core.store.records import KeyRecord
 
 
 def main() -> int:
@@ -72,7 +72,7 @@ def _run(profile: str, stage: str, home: Path) -> None:
 
 
 def _command(profile: str, stage: str) -> list[str]:
-    return [sys.executable, "-m", "pipelines.cli", "run", profile, "--until", stage]
+    return [sys.executable, "-m", "pipelines.cli.main", "run", profile, "--until", stage]
 
 
 def _environment(home: Path) -> dict[str, str]:

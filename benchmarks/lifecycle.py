@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.processes import Watched, run_watched
-from rlhf_core.artifacts import ArtifactStore
+from rlhf_core.store.artifacts import ArtifactStore
 
 
 def main() -> int:
@@ -25,7 +25,7 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         home = options.keep or Path(folder)
-        command = [sys.executable, "-m", "pipelines.cli", "run", options.profile]
+        command = [sys.executable, "-m", "pipelines.cli.main", "run", options.profile]
         command += [word for override in options.overrides for word in ("--set", override)]
         environment = os.environ | {"RLHF_HOME": str(home)}
         first = run_watched(command, environment)

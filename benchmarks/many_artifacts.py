@@ -24,15 +24,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipelines.full import lifecycle
-from pipelines.graph import Stages
-from pipelines.profile import load_profile
-from rlhf_core.artifacts import ArtifactStore
-from rlhf_core.fingerprint import FileEntry, sha256_text, tree_digest
-from rlhf_core.records import KeyRecord, Provenance, environment
-from rlhf_core.stage import StageSpec
-from rlhf_core.stage_decision import target_of
-from rlhf_core.store_layout import MANIFEST, make_read_only
+from pipelines.execution.profile import load_profile
+from pipelines.flows.full import lifecycle
+from pipelines.flows.graph import Stages
+from rlhf_core.stage.decision import target_of
+from rlhf_core.stage.key import StageSpec
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.fingerprint import FileEntry, sha256_text, tree_digest
+from rlhf_core.store.layout import MANIFEST, make_read_only
+from rlhf_core.store.records import KeyRecord, Provenance, environment
 from rlhf_core.types import ArtifactRef, PreparedDataRef
 
 R = TypeVar("R", bound=ArtifactRef)
@@ -86,7 +86,7 @@ class Taken:
 def timed(command: Sequence[str], checkout: Path, home: Path) -> Taken:
     """Run one command of a checkout in a process of its own; return how long it took."""
     before, clock = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-    command = [sys.executable, "-m", "pipelines.cli", *command]
+    command = [sys.executable, "-m", "pipelines.cli.main", *command]
     subprocess.run(command, cwd=checkout, env=_environment(checkout, home), check=True, stdout=subprocess.DEVNULL)
     wall, after = time.monotonic() - clock, resource.getrusage(resource.RUSAGE_CHILDREN)
     return Taken(wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)

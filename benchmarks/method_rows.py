@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.faults.small import directly
-from pipelines.deferred import DeferredRuntime
-from pipelines.full import condition_and_imitate, judge, part, sample_and_imitate
-from pipelines.graph import Stages
-from pipelines.listener import Silent
-from pipelines.profile import (
+from pipelines.execution.lazy_runtime import DeferredRuntime
+from pipelines.execution.listener import Silent
+from pipelines.execution.profile import (
     ConditionalSFTConfig,
     DistillationConfig,
     EvaluationConfig,
@@ -23,11 +21,13 @@ from pipelines.profile import (
     PolicyOptimisationConfig,
     load_profile,
 )
-from pipelines.run import PipelineRun, RunOptions
-from rlhf_core.artifacts import ArtifactStore
+from pipelines.execution.run import PipelineRun, RunOptions
+from pipelines.flows.full import condition_and_imitate, judge, part, sample_and_imitate
+from pipelines.flows.graph import Stages
 from rlhf_core.config.policy import GROUP_ADVANTAGES, PPOConfig
 from rlhf_core.data.tables import read_preferences, write_preferences
-from rlhf_core.stage import StageSpec
+from rlhf_core.stage.key import StageSpec
+from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import (
     ArtifactRef,

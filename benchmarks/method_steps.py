@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks.method_rows import Bench
-from pipelines.full import part, sample_and_imitate
+from pipelines.flows.full import part, sample_and_imitate
 from rlhf_core.data.shards import read_rollouts
 from rlhf_core.data.worlds.arithmetic import exact_match
 from rlhf_core.types import (

@@ -25,15 +25,15 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.busy_stage import BusyConfig, busy_spec, work
-from pipelines.graph import Stages
-from pipelines.home import Home, client_environment
-from pipelines.listener import Silent
-from pipelines.profile import PipelineConfig, load_profile
-from pipelines.run import RunOptions, open_run, open_tracker
-from pipelines.services import private_server
-from rlhf_core.artifacts import ArtifactStore
-from rlhf_core.records import Provenance
-from rlhf_core.store_layout import fsync_tree
+from pipelines.execution.listener import Silent
+from pipelines.execution.profile import PipelineConfig, load_profile
+from pipelines.execution.run import RunOptions, open_run, open_tracker
+from pipelines.flows.graph import Stages
+from pipelines.services.home import Home, client_environment
+from pipelines.services.servers import private_server
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.layout import fsync_tree
+from rlhf_core.store.records import Provenance
 from rlhf_core.types import PolicyRef
 
 REPEATS = 3
@@ -88,7 +88,7 @@ def _bare(config: BusyConfig, stages: int) -> None:
 def _in_flow(home: Home, config: BusyConfig, stages: int, seed: int) -> None:
     from prefect import flow
 
-    from pipelines.tasks import run_in_flow
+    from pipelines.flows.tasks import run_in_flow
 
     def chain(_: PipelineConfig, graph: Stages) -> None:
         for number in range(stages):
@@ -165,7 +165,7 @@ def _commit(store: ArtifactStore, out: Path) -> None:
 
 def measure_cached(profile: str, home: Path) -> None:
     """Print the seconds of `rlhf run` where every stage is a hit."""
-    command = [sys.executable, "-m", "pipelines.cli", "run", profile]
+    command = [sys.executable, "-m", "pipelines.cli.main", "run", profile]
     environment = os.environ | {"RLHF_HOME": str(home)}
 
     def cached() -> None:

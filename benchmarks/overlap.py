@@ -20,15 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.throughput import make_policy
-from pipelines.profile import load_profile
-from rlhf_core.artifacts import ArtifactStore
+from pipelines.execution.profile import load_profile
 from rlhf_core.config.engines import OptimizerConfig, SamplingConfig, VllmSamplerConfig
 from rlhf_core.config.policy import PPOConfig, RLOOAdvantage
 from rlhf_core.config.rewards import FunctionReward, RewardsConfig
 from rlhf_core.data.tables import write_prompts
 from rlhf_core.interfaces import Runtime
 from rlhf_core.runtime.factory import open_runtime
-from rlhf_core.stage import StageSpec, execute
+from rlhf_core.stage.key import StageSpec
+from rlhf_core.stage.run import execute
+from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.memory import MemoryStageTracker
 from rlhf_core.types import ArtifactRef, Generation, Message, PolicyRef, Prompt, PromptsRef
 

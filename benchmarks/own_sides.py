@@ -18,8 +18,8 @@ from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.config.policy import ClipLoss, CorrectionConfig
 from rlhf_core.config.preference import DPOLoss
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.training.objectives import PolicyObjective, SftObjective
-from rlhf_core.training.preference_objectives import PairObjective
+from rlhf_core.training.objectives.base import PolicyObjective, SftObjective
+from rlhf_core.training.objectives.preference import PairObjective
 from rlhf_core.training.trainer import LocalTrainer
 from rlhf_core.types import PolicySample, PreferenceSample, TokenSample
 

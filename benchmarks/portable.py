@@ -41,9 +41,9 @@ SETTINGS: dict[str, tuple[Mapping[str, str], ...]] = {
 TESTS: dict[str, tuple[str, ...]] = {
     "full": (
         "tests/rlhf_core/losses",
-        "tests/rlhf_core/test_advantages.py",
-        "tests/rlhf_core/test_kl.py",
-        "tests/rlhf_core/test_token_math.py",
+        "tests/rlhf_core/algorithms/test_advantages.py",
+        "tests/rlhf_core/algorithms/test_kl.py",
+        "tests/rlhf_core/algorithms/test_token_math.py",
         "tests/rlhf_core/models",
         "tests/rlhf_core/training",
         "tests/rlhf_core/sampling/test_hf_sampler.py",
@@ -54,10 +54,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "quick": (
         "tests/rlhf_core/losses",
-        "tests/rlhf_core/test_advantages.py",
-        "tests/rlhf_core/test_kl.py",
+        "tests/rlhf_core/algorithms/test_advantages.py",
+        "tests/rlhf_core/algorithms/test_kl.py",
         "tests/rlhf_core/models/test_forward.py",
-        "tests/rlhf_core/training/test_deepspeed_engine.py",
+        "tests/rlhf_core/training/engines/test_deepspeed_engine.py",
         "tests/rlhf_core/training/test_trainer.py",
         "tests/rlhf_core/sampling/test_hf_sampler.py",
         "tests/stages/test_generate.py",

@@ -221,7 +221,7 @@ def sync_share(runtime: Any, sampler: Any, policy: Path, options: argparse.Names
     """Print the seconds of a weight update, and its share of a step: sample, measure, train, send."""
     from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
     from rlhf_core.interfaces import ModelSpec
-    from rlhf_core.training.objectives import SftObjective
+    from rlhf_core.training.objectives.base import SftObjective
     from rlhf_core.types import TokenSample
 
     requests = requests_of(options.samples, options.prompt)

@@ -30,8 +30,8 @@ from unittest.mock import patch
 
 import torch
 
-from rlhf_core.batches import collate, unpack
 from rlhf_core.models import forward
+from rlhf_core.models.batches import collate, unpack
 from rlhf_core.models.shared_rows import SEPARABLE
 from rlhf_core.types import TokenSample
 

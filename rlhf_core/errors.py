@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
-from rlhf_core.redaction import without_secrets
+from rlhf_core.secrets.redaction import without_secrets
 
 
 class RlhfError(Exception):

@@ -54,7 +54,7 @@ class Weights:
 
 
 class Objective(Protocol):
-    """A loss with its scalars, as `rlhf_core.training.objectives` defines them (picklable, frozen)."""
+    """A loss with its scalars, as `rlhf_core.training.objectives.base` defines them (picklable, frozen)."""
 
     def denominators(self, samples: Sequence[Any]) -> Metrics: ...
 

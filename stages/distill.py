@@ -20,7 +20,7 @@ from rlhf_core.config.engines import LoraConfig, OptimizerConfig, SamplingConfig
 from rlhf_core.config.loop import LoopConfig
 from rlhf_core.errors import ConfigError, DataError, explain
 from rlhf_core.interfaces import Metrics, ModelSpec, Sampler, Trainer
-from rlhf_core.stage import StageContext
+from rlhf_core.stage.run import StageContext
 from rlhf_core.types import (
     ArtifactRef,
     DemonstrationsRef,
@@ -34,8 +34,8 @@ from rlhf_core.types import (
 
 if TYPE_CHECKING:
     from rlhf_core.data.chat import ChatTemplate
-    from rlhf_core.training.distillation_objective import DistillationObjective
     from rlhf_core.training.fit import LookAhead
+    from rlhf_core.training.objectives.distillation import DistillationObjective
 
 NAME = "distill"
 VERSION = 2
@@ -105,8 +105,8 @@ def run(
     from rlhf_core.data.chat import ChatTemplate
     from rlhf_core.models.architecture import check_longest
     from rlhf_core.models.vocabulary import shared_vocabulary
-    from rlhf_core.training.distillation_objective import DistillationObjective
     from rlhf_core.training.fit import fit
+    from rlhf_core.training.objectives.distillation import DistillationObjective
     from rlhf_core.training.teaching import TaughtTrainer
 
     divergence = config.divergence

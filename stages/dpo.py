@@ -32,14 +32,14 @@ from rlhf_core.config.preference import (
 )
 from rlhf_core.errors import DataError, explain
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.stage import StageContext
-from rlhf_core.store_layout import write_json
+from rlhf_core.stage.run import StageContext
+from rlhf_core.store.layout import write_json
 from rlhf_core.types import AnswerSample, PolicyRef, PreferenceSample, PreferencesRef, TokenSample
 
 if TYPE_CHECKING:
     from rlhf_core.data.chat import ChatTemplate
     from rlhf_core.data.tables import Feedback, Preference
-    from rlhf_core.training.preference_objectives import KTOObjective, PairObjective
+    from rlhf_core.training.objectives.preference import KTOObjective, PairObjective
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ def prepared(
     context: StageContext,
 ) -> tuple[PairObjective | KTOObjective, dict[str, list[Any]]]:
     """Return the objective and its samples by split, with what the reference says of them."""
-    from rlhf_core.training.preference_objectives import KTOObjective, PairObjective
+    from rlhf_core.training.objectives.preference import KTOObjective, PairObjective
 
     if isinstance(config.loss, KTOLoss):
         answers = {split: [*sides(pairs[split]), *single[split]] for split in pairs}
@@ -197,7 +197,7 @@ def pair_samples(
     config: DPOConfig, split: str, pairs: Sequence[TokenPair], reference: PolicyRef, context: StageContext
 ) -> list[PreferenceSample]:
     """Return the pairs with the reference's summed log-probs; losses without a reference get zeros."""
-    from rlhf_core.training.preference_objectives import answer_logprob
+    from rlhf_core.training.objectives.preference import answer_logprob
 
     if not uses_reference(config.loss):
         return [PreferenceSample(chosen, rejected, 0.0, 0.0) for chosen, rejected in pairs]

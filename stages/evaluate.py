@@ -18,7 +18,7 @@ from rlhf_core.config.base import OPERATIONAL, Config, keyed
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.errors import ConfigError, DataError, explain
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.stage import StageContext
+from rlhf_core.stage.run import StageContext
 from rlhf_core.types import Generation, GenerationsRef, PolicyRef, ReportRef, RewardModelRef
 
 if TYPE_CHECKING:
@@ -259,8 +259,8 @@ def ancestry(
     generations: Mapping[str, GenerationsRef], context: StageContext
 ) -> tuple[list[dict[str, Any]], dict[str, Path]]:
     """Return the stages that led to the answers, and label -> metrics.jsonl of those that train, where it is still there."""
-    from rlhf_core import attempts
     from rlhf_core.evaluation.lineage import lineage
+    from rlhf_core.store import attempts
 
     nodes = lineage(context.store.records(), [ref.digest for ref in generations.values()])
     files = {

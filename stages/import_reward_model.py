@@ -17,7 +17,7 @@ from pydantic import Field
 from rlhf_core.config.base import OPERATIONAL, Config
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.stage import StageContext
+from rlhf_core.stage.run import StageContext
 from rlhf_core.types import Message, PolicyRef, RewardModelRef
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ class ImportRewardModelConfig(Config):
 
 def content_digests(config: ImportRewardModelConfig) -> dict[str, str]:
     """Return the digest of what would be copied; ConfigError, before anything runs, for a folder that cannot be used."""
-    from rlhf_core.fingerprint import hash_files, tree_digest
     from rlhf_core.rewards.external import check_classifier
+    from rlhf_core.store.fingerprint import hash_files, tree_digest
 
     folder = Path(config.path).expanduser()
     check_classifier(folder)
@@ -100,7 +100,7 @@ def run(config: ImportRewardModelConfig, *, policy: PolicyRef, context: StageCon
 
 def check_copy(names: list[str], config: ImportRewardModelConfig, context: StageContext) -> None:
     """Raise ConfigError unless the bytes that were copied are those whose digest is in the key."""
-    from rlhf_core.fingerprint import hash_files, tree_digest
+    from rlhf_core.store.fingerprint import hash_files, tree_digest
 
     planned = context.files  # empty: run without a pipeline
     if planned and tree_digest(hash_files(context.out, names)) != planned["reward_model"]:

@@ -4,7 +4,7 @@ PPO (arXiv 1707.06347, as used in 2203.02155) with a value model, or REINFORCE++
 the clipped loss, GSPO's or CISPO's. One step, top to bottom:
   rollouts     y ~ mu(. | x), a sampler that holds the policy's weights, or those of `staleness` steps before
   rewards      reward models and functions
-  advantages   `rlhf_core.advantages`, then the KL to the reference off every token (`kl_in = "reward"`)
+  advantages   `rlhf_core.algorithms.advantages`, then the KL to the reference off every token (`kl_in = "reward"`)
   update       E[min(rho A, clip(rho) A)], rho = pi / pi_old, weighted by truncated pi_old / mu
 """
 
@@ -20,7 +20,7 @@ from rlhf_core.config.policy import PPOConfig
 from rlhf_core.data.order import rows_at, shuffled
 from rlhf_core.errors import ConfigError, DataError, explain
 from rlhf_core.interfaces import Metrics, ModelSpec, Sampler, Trainer
-from rlhf_core.stage import StageContext
+from rlhf_core.stage.run import StageContext
 from rlhf_core.types import (
     DemonstrationsRef,
     PolicyRef,
@@ -35,8 +35,8 @@ from rlhf_core.types import (
 )
 
 if TYPE_CHECKING:
+    from rlhf_core.algorithms.kl import AdaptiveKL, FixedKL
     from rlhf_core.data.chat import ChatTemplate
-    from rlhf_core.kl import AdaptiveKL, FixedKL
     from rlhf_core.rewards.scoring import Scorer
     from rlhf_core.rollouts.source import RolloutSource
     from rlhf_core.training.experience import Experience
@@ -225,7 +225,7 @@ def update(
     the `imitated` demonstrations are mixed into each of its updates, if there are any (PPO-ptx).
     """
     from rlhf_core.training.batching import averaged
-    from rlhf_core.training.objectives import PolicyObjective, Scaled, SftObjective, ValueObjective
+    from rlhf_core.training.objectives.base import PolicyObjective, Scaled, SftObjective, ValueObjective
     from rlhf_core.training.schedule import scheduled_rate
     from rlhf_core.training.skipped import check_updated
 
@@ -273,7 +273,7 @@ def resume(
     config: PPOConfig, models: Models, source: RolloutSource, context: StageContext
 ) -> tuple[int, FixedKL | AdaptiveKL, Metrics]:
     """Return the first step to make, the KL controller and the last metrics; load the newest checkpoint if any."""
-    from rlhf_core.kl import AdaptiveKL, FixedKL
+    from rlhf_core.algorithms.kl import AdaptiveKL, FixedKL
 
     checkpoint = context.checkpoints.to_resume()
     adaptive = config.kl_target > 0

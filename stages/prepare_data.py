@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rlhf_core.data.chat import ChatTemplate
     from rlhf_core.data.tables import Tables
     from rlhf_core.data.validation import DropReport, Origin
-    from rlhf_core.stage import StageContext
+    from rlhf_core.stage.run import StageContext
 
 NAME = "prepare_data"
 VERSION = 2
@@ -156,14 +156,14 @@ def _statuses(path: Path) -> dict[str, tuple[int, ...]]:
 
 def _digest(path: Path) -> str:
     """Return the sha256 of a file or a folder."""
-    from rlhf_core.fingerprint import hash_file, hash_files, tree_digest
+    from rlhf_core.store.fingerprint import hash_file, hash_files, tree_digest
 
     return hash_file(path) if path.is_file() else tree_digest(hash_files(path, _counting(path)))
 
 
 def _counting(folder: Path) -> list[str]:
     """Return the files of a folder; compiled Python does not count, it differs between machines."""
-    from rlhf_core.fingerprint import list_files
+    from rlhf_core.store.fingerprint import list_files
 
     return [name for name in list_files(folder) if "__pycache__" not in name.split("/")]
 

@@ -18,7 +18,7 @@ from rlhf_core.config.engines import OptimizerConfig, refuse_average
 from rlhf_core.config.loop import LoopConfig
 from rlhf_core.errors import DataError, explain
 from rlhf_core.interfaces import ModelSpec, Trainer
-from rlhf_core.stage import StageContext
+from rlhf_core.stage.run import StageContext
 from rlhf_core.types import PolicyRef, ProcessRewardModelRef, StepSample, StepsRef, TokenSample
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def run(
     from rlhf_core.data.tables import read_steps
     from rlhf_core.models.architecture import check_longest
     from rlhf_core.training.fit import fit
-    from rlhf_core.training.step_objective import StepObjective
+    from rlhf_core.training.objectives.steps import StepObjective
 
     check_longest(f"{context.label}.max_length", config.max_length, context.path(policy))
     chat = ChatTemplate.load(context.path(policy))

@@ -18,7 +18,7 @@ from rlhf_core.config.engines import OptimizerConfig, refuse_average
 from rlhf_core.config.loop import LoopConfig
 from rlhf_core.errors import DataError, explain
 from rlhf_core.interfaces import ModelSpec, Trainer
-from rlhf_core.stage import StageContext
+from rlhf_core.stage.run import StageContext
 from rlhf_core.types import PolicyRef, PreferencesRef, RewardModelRef, RewardPair, TokenSample
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def run(
     from rlhf_core.data.tables import read_preferences
     from rlhf_core.models.architecture import check_longest
     from rlhf_core.training.fit import fit
-    from rlhf_core.training.objectives import BradleyTerryObjective
+    from rlhf_core.training.objectives.base import BradleyTerryObjective
 
     check_longest(f"{context.label}.max_length", config.max_length, context.path(policy))
     chat = ChatTemplate.load(context.path(policy))

@@ -14,7 +14,7 @@ from rlhf_core.config.base import Config
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig
 from rlhf_core.config.loop import LoopConfig
 from rlhf_core.interfaces import Metrics, ModelSpec
-from rlhf_core.stage import StageContext
+from rlhf_core.stage.run import StageContext
 from rlhf_core.types import DemonstrationsRef, PolicyRef
 
 NAME = "sft"
@@ -45,7 +45,7 @@ def run(config: SFTConfig, *, policy: PolicyRef, demonstrations: DemonstrationsR
     from rlhf_core.models.architecture import check_longest, read_config
     from rlhf_core.models.shared_rows import check_packing
     from rlhf_core.training.fit import fit
-    from rlhf_core.training.objectives import SftObjective
+    from rlhf_core.training.objectives.base import SftObjective
 
     check_longest(f"{context.label}.max_length", config.max_length, context.path(policy))
     if config.packing:

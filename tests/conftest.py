@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rlhf_core import redaction
+from rlhf_core.secrets import redaction
 
 
 @pytest.fixture(autouse=True)

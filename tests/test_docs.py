@@ -17,11 +17,11 @@ import pytest
 
 import rlhf_core.config
 import stages
-from pipelines.cli import _parser, main
-from pipelines.profile import load_profile
+from pipelines.cli.main import _parser, main
+from pipelines.execution.profile import load_profile
 from rlhf_core.config.base import Config, FailureSetting, Operational
 from rlhf_core.errors import RlhfError
-from rlhf_core.stage_key import key_payload
+from rlhf_core.stage.key import key_payload
 from tests.rlhf_core.toy_stage import toy_spec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,7 +55,7 @@ def test_a_documented_command_is_accepted(command: str) -> None:
             targets = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
             assert words[1] in targets
         case "prefect":
-            from pipelines.deployments import stage_parameters
+            from pipelines.flows.deployments import stage_parameters
 
             served = {"full", "rlvr", *stage_parameters(load_profile("tiny/full"))}
             assert words[:3] == ["prefect", "deployment", "run"]

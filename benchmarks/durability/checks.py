@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_core import attempts
-from rlhf_core.artifacts import ArtifactStore
-from rlhf_core.leases import sweep
-from rlhf_core.records import KeyRecord, stored_handle
-from rlhf_core.store_layout import sweep_temporaries
+from rlhf_core.store import attempts
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.layout import sweep_temporaries
+from rlhf_core.store.leases import sweep
+from rlhf_core.store.records import KeyRecord, stored_handle
 
 Points = list[tuple[str, int, float]]
 """(metric, step, value) in the order of the file."""

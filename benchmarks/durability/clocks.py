@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.durability import checks, lives, processes, takeovers
 from benchmarks.durability.lives import Kill, Life, Peace
 from benchmarks.durability.pipeline import LOG, Setup
-from rlhf_core import attempts, leases
+from rlhf_core.store import attempts, leases
 
 KIND = "one of two runs with wrong clocks"
 

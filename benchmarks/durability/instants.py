@@ -27,7 +27,7 @@ CALLS: Mapping[str, tuple[str, str, str]] = {
     "restoring a model": ("rlhf_core.training.trainer", "LocalTrainer", "load"),
     "syncing weights": ("rlhf_core.sampling.hf_sampler", "HFSampler", "load_weights"),
     "sampling": ("rlhf_core.sampling.hf_sampler", "HFSampler", "generate"),
-    "committing": ("rlhf_core.artifacts", "ArtifactStore", "commit"),
+    "committing": ("rlhf_core.store.artifacts", "ArtifactStore", "commit"),
 }
 """What a process may die in the middle of: module, class, method."""
 

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipelines.full import lifecycle
-from pipelines.graph import RunStage
-from pipelines.home import Home, quiet_environment
-from pipelines.listener import Silent
-from pipelines.profile import PipelineConfig, load_profile
-from pipelines.run import PipelineRun, RunOptions, Tracker, open_run, open_tracker, run_stages
-from rlhf_core.stage import Decision, StageSpec
+from pipelines.execution.listener import Silent
+from pipelines.execution.profile import PipelineConfig, load_profile
+from pipelines.execution.run import PipelineRun, RunOptions, Tracker, open_run, open_tracker, run_stages
+from pipelines.flows.full import lifecycle
+from pipelines.flows.graph import RunStage
+from pipelines.services.home import Home, quiet_environment
+from rlhf_core.stage.decision import Decision
+from rlhf_core.stage.key import StageSpec
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import ArtifactRef
 

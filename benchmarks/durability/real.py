@@ -14,7 +14,7 @@ from benchmarks.durability import checks, processes
 from benchmarks.durability.checks import StageResult
 from benchmarks.durability.lives import Kill, Life
 from benchmarks.processes import kill_family
-from pipelines.profile import find_profile
+from pipelines.execution.profile import find_profile
 
 KILLS_PER_PIPELINE = 3
 LIMIT_S = 1800.0
@@ -121,7 +121,7 @@ def _live(
 def _run(profile: Path, home: Path, *, kill: tuple[float, bool] | None) -> processes.End:
     """Run the profile; `kill` says after how many seconds it dies, and whether alone."""
     home.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "pipelines.cli", "run", str(profile)]
+    command = [sys.executable, "-m", "pipelines.cli.main", "run", str(profile)]
     environment = os.environ | {"RLHF_HOME": str(home), "PYTHONUNBUFFERED": "1"}
     with (home / "output.log").open("a") as output:
         process = subprocess.Popen(

@@ -14,7 +14,7 @@ from benchmarks.durability import instants, lives, processes
 from benchmarks.durability.instants import AtTime, Instant
 from benchmarks.durability.lives import Life, Peace
 from benchmarks.durability.pipeline import LOG, Setup, read_events
-from rlhf_core import leases, store_layout
+from rlhf_core.store import layout, leases
 
 KIND = "stopped, taken over, and woken"
 SENTENCE = "took over while this process was not heard of"
@@ -30,7 +30,7 @@ def short_leases(*, ttl_s: float, heartbeat_s: float, watch_s: float) -> None:
 
 def be_elsewhere() -> None:
     """Let this process say that it runs on another machine: nobody here can ask then whether it lives."""
-    leases.here = store_layout.here = lambda: ELSEWHERE  # type: ignore[assignment]
+    leases.here = layout.here = lambda: ELSEWHERE  # type: ignore[assignment]
 
 
 def reconcile_elsewhere(store: Path, log: Path) -> None:
@@ -103,8 +103,8 @@ def _wait_for(condition: Callable[[], bool], child: int, seconds: float) -> None
 
 
 def _reconcile(store: Path) -> None:
-    from pipelines.mend import mend_store
-    from rlhf_core.artifacts import ArtifactStore
+    from pipelines.services.reconcile import mend_store
+    from rlhf_core.store.artifacts import ArtifactStore
 
     be_elsewhere()
     for line in mend_store(ArtifactStore(store)):

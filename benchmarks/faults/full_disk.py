@@ -15,9 +15,9 @@ from pathlib import Path
 
 from benchmarks.faults.fault import Outcome
 from benchmarks.faults.small import Small
-from pipelines.listener import Silent
+from pipelines.execution.listener import Silent
 from rlhf_core.errors import ArtifactError
-from rlhf_core.stage import Decision
+from rlhf_core.stage.decision import Decision
 
 LOCAL = ("runtime.type=local", "runtime.trainer.engine=torch", 'runtime.sampler={type = "hf"}')
 POINTS = 10

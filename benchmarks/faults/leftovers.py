@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import psutil
 
 from benchmarks.faults.fault import Outcome
-from rlhf_core.rewards import sandbox
+from rlhf_core.rewards.sandbox import local as sandbox
 
 MARK = "RLHF_FAULT"
 GONE_S = 10.0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.faults.fault import Fault, Outcome
 from benchmarks.faults.small import Small
-from pipelines.listener import Silent
+from pipelines.execution.listener import Silent
 from rlhf_core.errors import TrainingError
 from rlhf_core.training.skipped import MAX_SKIPPED_IN_A_ROW
 

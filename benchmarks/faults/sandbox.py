@@ -22,7 +22,7 @@ from benchmarks.faults.leftovers import end_with_the_run, watched
 from benchmarks.faults.scored import groups, left_out, opened
 from rlhf_core.config.rewards import FunctionReward
 from rlhf_core.rewards.library.code import read_tests
-from rlhf_core.rewards.sandbox import GRACE_S, LAUNCHER, Limits, find_isolation, run_tests
+from rlhf_core.rewards.sandbox.local import GRACE_S, LAUNCHER, Limits, find_isolation, run_tests
 
 TIMEOUT_S = 3.0
 MEMORY_MB = 256

@@ -24,10 +24,10 @@ import psutil
 
 from benchmarks.faults.fault import Fault, Outcome
 from benchmarks.processes import family, kill_family
-from pipelines import services
-from pipelines.home import Home
-from pipelines.own_pages import basic
-from pipelines.watched import healthy, wait_for
+from pipelines.services import servers
+from pipelines.services.home import Home
+from pipelines.services.own_pages import basic
+from pipelines.services.watchdog import healthy, wait_for
 
 PROFILE = """
 name = "faults"
@@ -50,9 +50,9 @@ DEATH_S = 10.0
 HANG_S = 75.0
 """Four questions, ten seconds apart and five seconds long, with some slack."""
 
-PREFECT = "pipelines.own_pages"
+PREFECT = "pipelines.services.own_pages"
 MLFLOW = "mlflow"
-DEPLOYMENTS = "pipelines.deployments"
+DEPLOYMENTS = "pipelines.flows.deployments"
 NAMES = {PREFECT: "prefect", MLFLOW: "mlflow", DEPLOYMENTS: "deployments"}
 """A word of a service's command -> what the supervisor calls it."""
 
@@ -72,7 +72,7 @@ def _home() -> Home:
 
 def _service(home: Home, name: str) -> psutil.Process:
     """Return the leash of a service, by a word of its command."""
-    found = services.running(home)
+    found = servers.running(home)
     if found is not None:  # the supervisor may be between two children
         for child in psutil.Process(found.pid).children():
             if any(name in word for word in child.cmdline()):
@@ -82,7 +82,7 @@ def _service(home: Home, name: str) -> psutil.Process:
 
 def _served(home: Home, name: str) -> Callable[[], bool]:
     """Return how to ask whether a service does what it is for."""
-    found = services.running(home)
+    found = servers.running(home)
     assert found is not None
     mark, now = home.root / "deployments.ready", time.time()
     checks: dict[str, Callable[[], bool]] = {
@@ -126,7 +126,7 @@ def _hit_service(name: str, number: signal.Signals) -> Outcome:
 def _prefect_dies_in_a_served_run(folder: Path) -> Outcome:
     """The flow of a deployment goes on, and its end is written down when the server is back."""
     home = _home()
-    found = services.running(home)
+    found = servers.running(home)
     assert found is not None
     api = Api(found.prefect_url, home.prefect_auth_string)
     run = _trigger(api)
@@ -147,7 +147,7 @@ def _prefect_dies_in_a_served_run(folder: Path) -> Outcome:
 def _kill_supervisor(folder: Path) -> Outcome:
     home = Home(folder)
     _cli(home, "up")
-    before = services.running(home)
+    before = servers.running(home)
     assert before is not None
     everything = family(before.pid)
     began = time.monotonic()
@@ -155,7 +155,7 @@ def _kill_supervisor(folder: Path) -> Outcome:
     gone = wait_for(lambda: not any(map(_at_work, everything)), 60)
     ended = time.monotonic()
     up = _cli(home, "up")
-    after, recovered = services.running(home), time.monotonic()
+    after, recovered = servers.running(home), time.monotonic()
     _cli(home, "down")
     if not gone or up.returncode or after is None:
         return Outcome("not handled", ended - began, None, up.stderr.strip())
@@ -168,7 +168,7 @@ def _stop_supervisor(folder: Path) -> Outcome:
     """SIGTERM while a deployment runs: its run is marked, `rlhf up` and `rlhf resume` take it to its end."""
     home = Home(folder)
     _cli(home, "up")
-    found = services.running(home)
+    found = servers.running(home)
     assert found is not None
     api = Api(found.prefect_url, home.prefect_auth_string)
     run = _trigger(api)
@@ -178,7 +178,7 @@ def _stop_supervisor(folder: Path) -> Outcome:
     _cli(home, "down")
     ended = time.monotonic()
     _cli(home, "up")
-    found = services.running(home)
+    found = servers.running(home)
     if found is None:
         return Outcome("not handled", ended - began, None, "rlhf up did not start again")
     state = _state(api, run)
@@ -264,9 +264,9 @@ def _hit_private_server(folder: Path, number: signal.Signals) -> Outcome:
 def _mlflow_away(folder: Path, number: signal.Signals) -> Outcome:
     """MLflow's server dies or hangs, and nobody starts it again: the run must end well, its records wait."""
     home = Home(folder / f"away_{number.name}").make()
-    port = services.claim_port(services.MLFLOW_PORT)
+    port = servers.claim_port(servers.MLFLOW_PORT)
     url = f"http://127.0.0.1:{port}"
-    server = subprocess.Popen(services.mlflow_command(home, port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    server = subprocess.Popen(servers.mlflow_command(home, port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_for(lambda: healthy(f"{url}/health"), PATIENCE_S)
         with _running(home, folder, MLFLOW_TRACKING_URI=url) as (process, lines):
@@ -293,7 +293,7 @@ def _mlflow_away(folder: Path, number: signal.Signals) -> Outcome:
 
 
 def _cli(home: Home, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pipelines.cli", *arguments]
+    command = [sys.executable, "-m", "pipelines.cli.main", *arguments]
     return subprocess.run(command, env=_environment(home), capture_output=True, text=True, timeout=900, check=False)
 
 
@@ -310,7 +310,7 @@ def _profile(folder: Path) -> Path:
 @contextmanager
 def _running(home: Home, folder: Path, **changes: str) -> Iterator[tuple[subprocess.Popen[str], Iterator[str]]]:
     """A run of the small profile in a process of its own, and the lines that it prints; killed at the end."""
-    command = [sys.executable, "-m", "pipelines.cli", "run", str(_profile(folder))]
+    command = [sys.executable, "-m", "pipelines.cli.main", "run", str(_profile(folder))]
     environment = _environment(home, **changes)
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, env=environment, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
@@ -330,7 +330,7 @@ def _until(lines: Iterator[str], beginning: str) -> str:
 def _is_leash(process: psutil.Process) -> bool:
     """Return whether this is what holds the Prefect server of a run."""
     words = " ".join(process.cmdline())
-    return "pipelines.leash" in words and PREFECT in words
+    return "pipelines.services.parent_death_guard" in words and PREFECT in words
 
 
 def _at_work(process: psutil.Process) -> bool:

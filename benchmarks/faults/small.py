@@ -9,15 +9,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from benchmarks.faults.fault import Outcome
-from pipelines.deferred import DeferredRuntime
-from pipelines.full import lifecycle
-from pipelines.graph import RunStage
-from pipelines.listener import Silent
-from pipelines.profile import PipelineConfig, load_profile
-from pipelines.run import PipelineRun, RunOptions, run_stages
-from rlhf_core.artifacts import ArtifactStore
+from pipelines.execution.lazy_runtime import DeferredRuntime
+from pipelines.execution.listener import Silent
+from pipelines.execution.profile import PipelineConfig, load_profile
+from pipelines.execution.run import PipelineRun, RunOptions, run_stages
+from pipelines.flows.full import lifecycle
+from pipelines.flows.graph import RunStage
 from rlhf_core.errors import RlhfError
-from rlhf_core.stage import StageSpec
+from rlhf_core.stage.key import StageSpec
+from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import ArtifactRef
 
@@ -137,7 +137,7 @@ class Small:
             self.digests = self.run(Silent())
         self.forget(stage)
         faulty = Faulty(stage, step, cause, pause_s)
-        handler, logger = _Hearing(faulty), logging.getLogger("pipelines.retry")
+        handler, logger = _Hearing(faulty), logging.getLogger("pipelines.execution.retry")
         logger.addHandler(handler)
         try:
             same = self.run(faulty) == self.digests

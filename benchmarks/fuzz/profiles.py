@@ -10,9 +10,9 @@ from typing import Any
 
 from benchmarks.fuzz.campaign import Wrong
 from benchmarks.fuzz.mutations import changed, damaged, odd, written
-from pipelines.plan import plan
-from pipelines.profile import PipelineConfig, load_profile, parse, profile_names, shipped_profiles
-from rlhf_core.artifacts import ArtifactStore
+from pipelines.execution.plan import plan
+from pipelines.execution.profile import PipelineConfig, load_profile, parse, profile_names, shipped_profiles
+from rlhf_core.store.artifacts import ArtifactStore
 
 PLANNED = 0.05
 """Share of the sound ones that are planned too, which reads the stages' code."""

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from benchmarks.fuzz.campaign import Wrong
 from benchmarks.fuzz.mutations import ODD_TEXTS, damaged, written
-from pipelines.openrlhf.flags import COMMANDS
-from pipelines.openrlhf.importing import import_script
-from pipelines.profile import load_profile
+from pipelines.execution.profile import load_profile
+from pipelines.importers.openrlhf.flags import COMMANDS
+from pipelines.importers.openrlhf.importing import import_script
 
 # As people write them, for OpenRLHF 0.6 to 0.10; the translator's tests have them, too.
 SFT_06 = r"""

@@ -16,23 +16,23 @@ from typing import TypeVar, get_args
 
 from benchmarks.fuzz.campaign import Wrong
 from benchmarks.fuzz.mutations import changed, damaged, odd, written
-from pipelines import cli
-from pipelines.full import lifecycle
-from pipelines.graph import Stages
-from pipelines.mend import mend_store
-from pipelines.plan import ReachedUntil, placeholder
-from pipelines.profile import load_profile
-from rlhf_core import attempts
-from rlhf_core.artifacts import ArtifactStore
-from rlhf_core.checkpoints import Checkpoints
+from pipelines.cli import main as cli
+from pipelines.execution.plan import ReachedUntil, placeholder
+from pipelines.execution.profile import load_profile
+from pipelines.flows.full import lifecycle
+from pipelines.flows.graph import Stages
+from pipelines.services.reconcile import mend_store
 from rlhf_core.errors import RlhfError
-from rlhf_core.leases import lease_file, ourselves
-from rlhf_core.records import Provenance
-from rlhf_core.stage_decision import Target as KeyTarget
-from rlhf_core.stage_decision import remember, target_of
-from rlhf_core.stage_key import StageSpec
-from rlhf_core.store_layout import MANIFEST, write_json
-from rlhf_core.store_maintenance import set_aside_record
+from rlhf_core.stage.decision import Target as KeyTarget
+from rlhf_core.stage.decision import remember, target_of
+from rlhf_core.stage.key import StageSpec
+from rlhf_core.store import attempts
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.checkpoints import Checkpoints
+from rlhf_core.store.layout import MANIFEST, write_json
+from rlhf_core.store.leases import lease_file, ourselves
+from rlhf_core.store.maintenance import set_aside_record
+from rlhf_core.store.records import Provenance
 from rlhf_core.types import ArtifactRef
 
 R = TypeVar("R", bound=ArtifactRef)

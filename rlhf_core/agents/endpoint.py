@@ -29,7 +29,7 @@ from rlhf_core.agents.captured import Captured, RequestRefused, Turn
 from rlhf_core.agents.programs import Engine, EpisodeCut
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.pieces import token_text
-from rlhf_core.http_body import BodyLimits, BodyRefused, read_body
+from rlhf_core.http.body import BodyLimits, BodyRefused, read_body
 
 MODEL = "policy"
 """The name under which `/models` lists the policy; any name is answered."""

@@ -22,7 +22,7 @@ from rlhf_core.agents.programs import Engine, EpisodeCut, Program, ProgramResult
 from rlhf_core.config.agents import NemoGymAgent
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import ConfigError, explain, nearest
-from rlhf_core.redaction import without_secrets
+from rlhf_core.secrets.redaction import without_secrets
 
 ROUTES = ("/seed_session", "/verify")
 SHOWN_CHARACTERS = 500

@@ -20,11 +20,11 @@ from typing import IO, Any, Self
 
 from rlhf_core.agents.ownership import NOBODY
 from rlhf_core.agents.worker import Call, Reply
-from rlhf_core.callables import search_path
-from rlhf_core.child_process import kill_group
 from rlhf_core.config.agents import AgentConfig
 from rlhf_core.errors import AgentError, ConfigError, explain
-from rlhf_core.user_code import check_files
+from rlhf_core.processes.child import kill_group
+from rlhf_core.user_code.dependencies import check_files
+from rlhf_core.user_code.loading import search_path
 
 START_TIMEOUT_S = 300.0
 """For the interpreter and the imports of the user's module, which may be torch on a busy machine."""

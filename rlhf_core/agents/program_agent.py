@@ -14,12 +14,12 @@ from typing import Any
 
 from rlhf_core.agents.endpoint import MODEL, Endpoint
 from rlhf_core.agents.games import EpisodeFailed, rewarded
-from rlhf_core.agents.leashed import leashed
 from rlhf_core.agents.programs import Engine, Program, ProgramResult
 from rlhf_core.config.agents import ProgramAgent
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import explain
-from rlhf_core.redaction import without_secrets
+from rlhf_core.processes.guarded import leashed
+from rlhf_core.secrets.redaction import without_secrets
 
 TOLD = ("id", "messages", "source")
 """What a program is told of a prompt unless it is given the label."""

@@ -14,7 +14,6 @@ from typing import Any, assert_never
 
 from rlhf_core.agents.environment import StepResult
 from rlhf_core.agents.programs import ProgramSession
-from rlhf_core.callables import load_callable
 from rlhf_core.config.agents import (
     AgentConfig,
     EnvironmentAgent,
@@ -26,6 +25,7 @@ from rlhf_core.config.agents import (
     VerifiersAgent,
 )
 from rlhf_core.encodable import encodable
+from rlhf_core.user_code.loading import load_callable
 
 
 @dataclass(frozen=True, slots=True)

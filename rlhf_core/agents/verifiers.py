@@ -21,15 +21,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.agents import leash, verifiers_runner
+from rlhf_core.agents import verifiers_runner
 from rlhf_core.agents.endpoint import MODEL, Endpoint
 from rlhf_core.agents.games import EpisodeFailed, label_columns
-from rlhf_core.agents.leashed import OUR_OWN
 from rlhf_core.agents.programs import Engine, Program, ProgramResult
-from rlhf_core.child_process import kill_group
 from rlhf_core.config.agents import VerifiersAgent
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import ConfigError, explain
+from rlhf_core.processes import parent_death_guard
+from rlhf_core.processes.child import kill_group
+from rlhf_core.processes.guarded import OUR_OWN
 
 START_TIMEOUT_S = 100.0
 """For the interpreter, the imports of `verifiers` and what the environment loads."""
@@ -119,7 +120,7 @@ class Runner:
         }
         runner = [self._config.python, verifiers_runner.__file__]
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", leash.__file__, str(own), *runner],
+            [sys.executable, "-I", "-S", parent_death_guard.__file__, str(own), *runner],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={name: value for name, value in os.environ.items() if name not in OUR_OWN},

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validato
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from rlhf_core.secrets import holding, refuse_plain
+from rlhf_core.secrets.references import holding, refuse_plain
 
 
 class Operational:
@@ -26,7 +26,7 @@ class Operational:
 class FailureSetting(Operational):
     """Marks an operational field that decides whether an answer fails, or what becomes of one that did.
 
-    It does not enter the key; but a result in which answers failed is one for these settings alone (`rlhf_core.failures`).
+    It does not enter the key; but a result in which answers failed is one for these settings alone (`rlhf_core.store.failures`).
     """
 
 

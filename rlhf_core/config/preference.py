@@ -1,7 +1,7 @@
 """Which loss a preference pair is trained with: `[dpo.loss] type = "..."`, or `loss = "ipo"` for its defaults.
 
 a = sum log pi(y_c) - sum log pi_ref(y_c), b likewise for the rejected answer, h = a - b. The formulas stand with the
-functions in `rlhf_core.losses`.
+functions in `rlhf_core.algorithms`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
 from rlhf_core.errors import DataError, explain
-from rlhf_core.store_layout import fsync_path
+from rlhf_core.store.layout import fsync_path
 from rlhf_core.types import Message
 
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))

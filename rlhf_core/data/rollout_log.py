@@ -16,7 +16,7 @@ from rlhf_core.data.shards import (
     write_index,
     write_rollouts,
 )
-from rlhf_core.store_layout import remove_tree
+from rlhf_core.store.layout import remove_tree
 from rlhf_core.types import Generation, Rollout
 
 POOL = "pool"

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rlhf_core.records import KeyRecord
-from rlhf_core.redaction import hidden
+from rlhf_core.secrets.redaction import hidden
+from rlhf_core.store.records import KeyRecord
 from rlhf_core.types import ArtifactRef
 
 

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rlhf_core.batches import TokenBatch
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.models.architecture import check_length
+from rlhf_core.models.batches import TokenBatch
 from rlhf_core.models.head_pass import in_one_call
 from rlhf_core.models.routing import note_routing, routing_arguments
 from rlhf_core.models.shared_rows import check_packing, keeps_apart, shared_rows

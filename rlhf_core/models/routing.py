@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf_core.batches import TokenBatch
 from rlhf_core.errors import ConfigError, explain
+from rlhf_core.models.batches import TokenBatch
 
 
 class Routing:

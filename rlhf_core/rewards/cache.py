@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeAlias
 
-from rlhf_core.fingerprint import sha256_text
+from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.types import Generation
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from rlhf_core.algorithms.reward import EnsembleReduction, ensemble_score
 from rlhf_core.interfaces import RewardFunction
-from rlhf_core.losses.reward import EnsembleReduction, ensemble_score
 from rlhf_core.types import Generation
 
 

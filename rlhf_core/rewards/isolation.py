@@ -16,14 +16,14 @@ import time
 from collections.abc import Sequence
 from typing import Any, Self
 
-from rlhf_core.callables import search_path
-from rlhf_core.child_process import kill_group
 from rlhf_core.config.rewards import Compares
 from rlhf_core.errors import ConfigError, explain
+from rlhf_core.processes.child import kill_group
 from rlhf_core.rewards.batches import cut
 from rlhf_core.rewards.outcomes import BatchFailed, Outcome, check_length, joined_scores, merged_logs
 from rlhf_core.rewards.worker import Settings
 from rlhf_core.types import Generation
+from rlhf_core.user_code.loading import search_path
 
 START_TIMEOUT_S = 120.0
 """For the interpreter and the imports of the function's module."""

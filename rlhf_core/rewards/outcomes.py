@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from rlhf_core.config.rewards import OnFailure
 from rlhf_core.encodable import encodable
 from rlhf_core.errors import RewardError, explain
-from rlhf_core.redaction import without_secrets
+from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.types import Generation
 
 LARGEST_REWARD = 1e6

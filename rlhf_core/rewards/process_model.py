@@ -12,9 +12,9 @@ from typing import Protocol, cast, get_args
 
 import torch
 
+from rlhf_core.algorithms.process_reward import StepReduction, reduce_steps
 from rlhf_core.errors import ArtifactError, explain
 from rlhf_core.interfaces import Trainer
-from rlhf_core.losses.process_reward import StepReduction, reduce_steps
 from rlhf_core.rewards.model import PromptRenderer, check_rendering, check_scores
 from rlhf_core.types import Generation, TokenSample
 

@@ -13,14 +13,14 @@ from statistics import fmean
 from typing import Any
 
 from rlhf_core.config.rewards import GatedProduct, OverlongPenalty, RewardsConfig, Term
-from rlhf_core.failures import Counts
 from rlhf_core.interfaces import Metrics
 from rlhf_core.rewards.batches import BatchedReward
 from rlhf_core.rewards.composition import compose, in_group
 from rlhf_core.rewards.outcomes import Logs, Outcome, Reward, as_outcome, merged_logs, screened
 from rlhf_core.rewards.shaping import RunningNormaliser, clipped, linear_weight, soft_overlong
 from rlhf_core.rewards.terms import check_reward_models, open_terms
-from rlhf_core.stage import StageContext
+from rlhf_core.stage.run import StageContext
+from rlhf_core.store.failures import Counts
 from rlhf_core.types import Generation, RewardModelRef, Rollout
 
 __all__ = ["Scorer", "check_reward_models", "component_means", "open_scorer", "overlong_penalties"]

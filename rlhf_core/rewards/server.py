@@ -26,7 +26,7 @@ from starlette.routing import Route
 
 from rlhf_core.encodable import encodable
 from rlhf_core.errors import RlhfError
-from rlhf_core.http_body import BodyLimits, BodyRefused, read_body
+from rlhf_core.http.body import BodyLimits, BodyRefused, read_body
 from rlhf_core.rewards.outcomes import Logs, Outcome
 
 logger = logging.getLogger(__name__)

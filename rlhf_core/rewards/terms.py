@@ -26,7 +26,6 @@ from rlhf_core.config.rewards import (
     Term,
 )
 from rlhf_core.errors import ConfigError, explain
-from rlhf_core.fingerprint import canonical_json, sha256_text
 from rlhf_core.interfaces import ModelSpec, RewardFunction
 from rlhf_core.rewards.batches import BatchedReward
 from rlhf_core.rewards.cache import ResultCache
@@ -34,9 +33,10 @@ from rlhf_core.rewards.isolation import IsolatedReward
 from rlhf_core.rewards.model import Contract, score_with_reward_model, verify_contract
 from rlhf_core.rewards.outcomes import Outcome, Reward
 from rlhf_core.rewards.worker import Settings
-from rlhf_core.stage import StageContext
+from rlhf_core.stage.run import StageContext
+from rlhf_core.store.fingerprint import canonical_json, sha256_text
 from rlhf_core.types import Generation, ProcessRewardModelRef, RewardModelRef
-from rlhf_core.user_code import user_code_digest
+from rlhf_core.user_code.dependencies import user_code_digest
 
 SHAPING = frozenset({"weight", "weight_end", "weight_steps", "normalise", "clip"})
 """Fields of a term that do not change the values it is given."""

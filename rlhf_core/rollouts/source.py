@@ -23,7 +23,6 @@ from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.order import rows_at
 from rlhf_core.data.rollout_log import POOL, Drawn, Pool, RolloutLog, read_drawn, read_pool, write_drawn, write_pool
 from rlhf_core.errors import DataError, explain
-from rlhf_core.failures import Counts
 from rlhf_core.interfaces import Metrics, Sampler, Trainer, Weights
 from rlhf_core.rewards.scoring import Scorer
 from rlhf_core.rollouts.answers import episode_metrics, sample
@@ -31,6 +30,7 @@ from rlhf_core.rollouts.background import Background, Inline
 from rlhf_core.rollouts.dynamic_sampling import is_decided, sampled_until_decided
 from rlhf_core.rollouts.partial import draw_groups
 from rlhf_core.rollouts.validity import has_whole_group, valid_groups
+from rlhf_core.store.failures import Counts
 from rlhf_core.types import Generation, Prompt, Rollout, derive_seed
 
 

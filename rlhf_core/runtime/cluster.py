@@ -20,7 +20,7 @@ import psutil
 
 from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.errors import ConfigError, WorkerLostError, explain
-from rlhf_core.private_folder import private_folder
+from rlhf_core.processes.private_folder import private_folder
 from rlhf_core.runtime.liveness import asks_for_token, greet
 
 logger = logging.getLogger(__name__)

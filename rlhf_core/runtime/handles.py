@@ -109,7 +109,7 @@ class RayTrainer:
 
     def _reduced(self, method: str, samples: Sequence[Any], objective: Objective) -> Metrics:
         from rlhf_core.training.batching import reduce
-        from rlhf_core.training.router_objective import step_counts
+        from rlhf_core.training.objectives.router import step_counts
 
         denominators = step_counts(objective, samples)
         parts = [[samples[i] for i in share] for share in self._shares(samples)]

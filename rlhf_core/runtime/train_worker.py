@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import ConfigError, TrainingError, explain
 from rlhf_core.interfaces import Metrics, ModelSpec, Weights
-from rlhf_core.processes import is_loopback, network
+from rlhf_core.processes.identity import is_loopback, network
 from rlhf_core.runtime.devices import check_gpus
 from rlhf_core.runtime.weight_sync import DeviceSender, Transfer
 from rlhf_core.runtime.weights import StoredWeights, buckets, pack
@@ -103,7 +103,7 @@ class TrainWorker:
         torch.utils.deterministic.fill_uninitialized_memory = False
         _ = transformers.AutoModelForCausalLM  # lazily imported, most of the start-up time
         if self._config.engine == "deepspeed":
-            import rlhf_core.training.deepspeed_engine  # noqa: F401
+            import rlhf_core.training.engines.deepspeed_engine  # noqa: F401
 
     # ------------------------------------------------------------ leases
 
@@ -145,7 +145,7 @@ class TrainWorker:
 
         Return how many bytes of the models were moved to host memory.
         """
-        from rlhf_core.training.offload import release_cached
+        from rlhf_core.training.engines.offload import release_cached
 
         moved = sum(trainer.rest() for trainer in self._trainers.values()) if offload else 0
         release_cached()

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from rlhf_core.config.engines import SamplingConfig, VllmSamplerConfig
 from rlhf_core.errors import SamplingError, explain
 from rlhf_core.interfaces import Weights
-from rlhf_core.processes import interface_towards
+from rlhf_core.processes.identity import interface_towards
 from rlhf_core.sampling.policy_folder import PolicyFolder, architecture
 from rlhf_core.sampling.requests import most_tokens
 from rlhf_core.types import Completion, SamplingRequest

@@ -17,8 +17,8 @@ import httpx
 
 from rlhf_core.config.engines import SamplingConfig, VllmServerSamplerConfig
 from rlhf_core.errors import ConfigError, SamplingError, explain
-from rlhf_core.redaction import without_secrets
 from rlhf_core.sampling.requests import most_tokens
+from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.types import SamplingRequest
 
 PROBE_TIMEOUT_S = 30.0

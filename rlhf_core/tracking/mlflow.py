@@ -28,9 +28,9 @@ from typing import Any, Literal
 
 from rlhf_core.errors import RlhfError
 from rlhf_core.interfaces import StageTracker
-from rlhf_core.leases import Owner, is_gone
-from rlhf_core.private_folder import private_folder
-from rlhf_core.redaction import without_secrets
+from rlhf_core.processes.private_folder import private_folder
+from rlhf_core.secrets.redaction import without_secrets
+from rlhf_core.store.leases import Owner, is_gone
 from rlhf_core.tracking import owner, redaction
 from rlhf_core.tracking.mlflow_client import open_client, run_url
 from rlhf_core.tracking.mlflow_delivery import Delivery

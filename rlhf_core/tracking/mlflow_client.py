@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.redaction import without_secrets
+from rlhf_core.secrets.redaction import without_secrets
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from rlhf_core import leases
-from rlhf_core.leases import Owner
+from rlhf_core.store import leases
+from rlhf_core.store.leases import Owner
 
 _FIELDS = ("host", "boot_id", "pid_namespace", "pid", "pid_started")
 

@@ -1,4 +1,4 @@
-"""What may be written to a tracking server: flat and short. `rlhf_core.redaction` takes the secrets out."""
+"""What may be written to a tracking server: flat and short. `rlhf_core.secrets.redaction` takes the secrets out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from rlhf_core.redaction import hidden
+from rlhf_core.secrets.redaction import hidden
 
 PARAM_CHARACTERS = 6000
 TAG_CHARACTERS = 8000

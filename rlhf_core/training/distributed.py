@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from rlhf_core.errors import ConfigError, explain
-from rlhf_core.processes import interface_towards, is_loopback
+from rlhf_core.processes.identity import interface_towards, is_loopback
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

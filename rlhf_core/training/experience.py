@@ -13,7 +13,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from rlhf_core.advantages import (
+from rlhf_core.algorithms.advantages import (
     custom_advantages,
     discounted_returns,
     gae,
@@ -24,6 +24,9 @@ from rlhf_core.advantages import (
     whiten,
     zero_variance_groups,
 )
+from rlhf_core.algorithms.correction import mismatch_metrics
+from rlhf_core.algorithms.kl import k1, k3
+from rlhf_core.algorithms.value import explained_variance
 from rlhf_core.config.policy import (
     Advantage,
     CustomAdvantage,
@@ -39,11 +42,8 @@ from rlhf_core.config.policy import (
 )
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.interfaces import Metrics
-from rlhf_core.kl import k1, k3
-from rlhf_core.losses.correction import mismatch_metrics
-from rlhf_core.losses.value import explained_variance
 from rlhf_core.types import PolicySample, Rollout, TokenSample, ValueSample
-from rlhf_core.user_code import UserFunction
+from rlhf_core.user_code.dependencies import UserFunction
 
 
 @dataclass(frozen=True)

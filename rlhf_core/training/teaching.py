@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from rlhf_core.algorithms.output import LossOutput
 from rlhf_core.interfaces import Metrics, Trainer, Weights
-from rlhf_core.losses.output import LossOutput
 from rlhf_core.training.batching import reduce
-from rlhf_core.training.objectives import TrainingObjective
-from rlhf_core.training.router_objective import step_counts
+from rlhf_core.training.objectives.base import TrainingObjective
+from rlhf_core.training.objectives.router import step_counts
 from rlhf_core.types import DistillationSample, TokenSample, TopLogprobs
 
 PIECE_ELEMENTS = 2**25

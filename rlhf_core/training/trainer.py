@@ -17,23 +17,23 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rlhf_core.batches import TokenBatch, collate, unpack
-from rlhf_core.checkpoint_parts import wait_for_parts, write_part
+from rlhf_core.algorithms.output import LossOutput
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import TrainingError, explain
 from rlhf_core.interfaces import Metrics, ModelSpec, Weights
-from rlhf_core.losses.output import LossOutput
+from rlhf_core.models.batches import TokenBatch, collate, unpack
 from rlhf_core.models.export import export_model, weights_digest
 from rlhf_core.models.forward import sequence_scores, step_scores, token_logprobs, token_values
 from rlhf_core.models.lora import merged_state_dict
 from rlhf_core.models.routing import watching
+from rlhf_core.store.checkpoint_parts import wait_for_parts, write_part
 from rlhf_core.training.batching import Row, is_maximum, micro_batches
-from rlhf_core.training.distillation_objective import top_logprobs
 from rlhf_core.training.ema import average_of
-from rlhf_core.training.engines import Engine, open_engine
-from rlhf_core.training.objectives import SftObjective, TrainingObjective, unmasked
-from rlhf_core.training.offload import HostCopies, release_cached
-from rlhf_core.training.router_objective import RoutedObjective
+from rlhf_core.training.engines.base import Engine, open_engine
+from rlhf_core.training.engines.offload import HostCopies, release_cached
+from rlhf_core.training.objectives.base import SftObjective, TrainingObjective, unmasked
+from rlhf_core.training.objectives.distillation import top_logprobs
+from rlhf_core.training.objectives.router import RoutedObjective
 from rlhf_core.training.state import load_state, random_file, random_state, resume_random_state, write_states
 from rlhf_core.types import TokenSample, TopLogprobs
 

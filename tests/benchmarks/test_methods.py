@@ -13,12 +13,12 @@ import pytest
 from benchmarks.method_rows import Start, methods, policy_sections, preference_sections
 from benchmarks.method_steps import STEPPED
 from benchmarks.methods import Result, keep, print_tables, read
-from pipelines.graph import Stages
-from pipelines.profile import load_profile
+from pipelines.execution.profile import load_profile
+from pipelines.flows.graph import Stages
 from rlhf_core.config.custom import CustomFunction
 from rlhf_core.config.policy import Advantage, PolicyLoss
 from rlhf_core.config.preference import PreferenceLoss
-from rlhf_core.stage import StageSpec
+from rlhf_core.stage.key import StageSpec
 from rlhf_core.types import ArtifactRef, DemonstrationsRef, PolicyRef, PreferencesRef, PromptsRef, RewardModelRef
 from stages.distill import DistillConfig
 from stages.sft import SFTConfig

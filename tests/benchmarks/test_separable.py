@@ -19,8 +19,8 @@ from benchmarks.separable import (
     samples,
     tiny_config,
 )
-from rlhf_core.batches import collate
 from rlhf_core.errors import ConfigError
+from rlhf_core.models.batches import collate
 from rlhf_core.models.forward import token_logprobs
 from rlhf_core.models.shared_rows import SEPARABLE, check_packing, keeps_apart
 

@@ -18,8 +18,8 @@ from benchmarks.durability.checks import (
     saw_teeth,
     tracking_problems,
 )
-from rlhf_core.artifacts import ArtifactStore
-from rlhf_core.stage import execute
+from rlhf_core.stage.run import execute
+from rlhf_core.store.artifacts import ArtifactStore
 from tests.rlhf_core.toy_stage import NoEngines, RecordingTracker, toy_spec
 
 

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.durability import checks, clocks, lives, processes, takeovers
 from benchmarks.durability.clocks import Skew
 from benchmarks.durability.pipeline import LOG, Setup, read_events
-from rlhf_core import leases
+from rlhf_core.store import leases
 from tests.durability.toy_runs import run_toy
 from tests.rlhf_core.toy_stage import ToyConfig, toy_spec
 

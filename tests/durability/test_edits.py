@@ -12,9 +12,9 @@ from benchmarks.durability.checks import StageResult
 from benchmarks.durability.instants import AtOperation, Census, Instant
 from benchmarks.durability.lives import Peace
 from benchmarks.durability.pipeline import LOG, REWARD, EventLog, Setup, read_events
-from rlhf_core import attempts
-from rlhf_core.artifacts import ArtifactStore
-from rlhf_core.stage import StageSpec
+from rlhf_core.stage.key import StageSpec
+from rlhf_core.store import attempts
+from rlhf_core.store.artifacts import ArtifactStore
 from tests.durability.toy_runs import run_toy
 from tests.rlhf_core.toy_stage import ToyConfig, toy_spec
 

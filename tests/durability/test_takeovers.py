@@ -12,8 +12,8 @@ import pytest
 from benchmarks.durability import checks, instants, lives, processes, takeovers
 from benchmarks.durability.instants import AtOperation
 from benchmarks.durability.pipeline import LOG, Setup, read_events
-from rlhf_core import attempts
-from rlhf_core.artifacts import ArtifactStore
+from rlhf_core.store import attempts
+from rlhf_core.store.artifacts import ArtifactStore
 from tests.durability.toy_runs import run_toy
 from tests.rlhf_core.toy_stage import ToyConfig, toy_spec
 

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from benchmarks.durability import instants, takeovers
 from benchmarks.durability.instants import Instant
 from benchmarks.durability.pipeline import EventLog, Setup
-from rlhf_core.artifacts import ArtifactStore
-from rlhf_core.stage import StageSpec, execute
+from rlhf_core.stage.key import StageSpec
+from rlhf_core.stage.run import execute
+from rlhf_core.store.artifacts import ArtifactStore
 from tests.rlhf_core.toy_stage import NoEngines, RecordingTracker
 
 

@@ -11,7 +11,7 @@ from rlhf_core.config.engines import OptimizerConfig, RuntimeConfig, SamplingCon
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.initialise import initialise_llama, train_tokenizer
 from rlhf_core.runtime.ray_runtime import RayRuntime
-from rlhf_core.training.objectives import SftObjective
+from rlhf_core.training.objectives.base import SftObjective
 from rlhf_core.types import SamplingRequest, TokenSample
 from tests.gpu.conftest import SMALL, TEXTS
 

@@ -9,7 +9,7 @@ import pytest
 from rlhf_core.config.engines import OptimizerConfig, RuntimeConfig, TrainerConfig, VllmSamplerConfig
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.runtime.ray_runtime import RayRuntime
-from rlhf_core.training.objectives import SftObjective
+from rlhf_core.training.objectives.base import SftObjective
 from rlhf_core.types import TokenSample
 
 SAMPLES = [TokenSample(tuple(range(10, 30 + i)), (0,) * 4 + (1,) * (16 + i)) for i in range(6)]

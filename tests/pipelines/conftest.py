@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pipelines.home import Home, client_environment
-from pipelines.services import private_server
+from pipelines.services.home import Home, client_environment
+from pipelines.services.servers import private_server
 
 SERVERS = ("PREFECT", "MLFLOW_TRACKING", "MLFLOW_BACKEND", "MLFLOW_REGISTRY", "RLHF_OWN")
 """How the variables begin that may lead to servers or databases; tests end all runs that they find there."""

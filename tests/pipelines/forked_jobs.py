@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from multiprocessing.process import BaseProcess
 
-from pipelines.job import main
+from pipelines.execution.job import main
 from rlhf_core.runtime.jobs import Job, JobServerError, JobState
 
 FORK = multiprocessing.get_context("fork")

@@ -7,13 +7,14 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from pipelines.graph import RunStage, Stages
-from pipelines.home import Home
-from pipelines.listener import Silent
-from pipelines.profile import PipelineConfig, load_profile
-from pipelines.run import PipelineRun, RunOptions, open_run, open_tracker, run_stages
-from rlhf_core import stopping
-from rlhf_core.stage import Decision, StageSpec
+from pipelines.execution.listener import Silent
+from pipelines.execution.profile import PipelineConfig, load_profile
+from pipelines.execution.run import PipelineRun, RunOptions, open_run, open_tracker, run_stages
+from pipelines.flows.graph import RunStage, Stages
+from pipelines.services.home import Home
+from rlhf_core.stage import stopping
+from rlhf_core.stage.decision import Decision
+from rlhf_core.stage.key import StageSpec
 from rlhf_core.types import ArtifactRef, PolicyRef
 from tests.rlhf_core.toy_stage import ToyConfig, toy_spec
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rlhf_core.stage import Decision
+from rlhf_core.stage.decision import Decision
 
 
 class Notes:

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from benchmarks.fuzz.scripts import DPO_08, GRPO_09, RM_010, SFT_010, SFT_06
-from pipelines.openrlhf.flags import COMMANDS, FLAGS
-from pipelines.openrlhf.shell import read_commands
-from pipelines.openrlhf.translate import Translation, translate
-from pipelines.profile import PipelineConfig, load_profile
+from pipelines.execution.profile import PipelineConfig, load_profile
+from pipelines.importers.openrlhf.flags import COMMANDS, FLAGS
+from pipelines.importers.openrlhf.shell import read_commands
+from pipelines.importers.openrlhf.translate import Translation, translate
 from rlhf_core.runtime.placement import layout
 
 PPO_010 = r"""

@@ -16,13 +16,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipelines.home import Home
-from rlhf_core import attempts
-from rlhf_core.artifacts import ArtifactStore
-from rlhf_core.leases import living_owner
+from pipelines.services.home import Home
 from rlhf_core.runtime.cluster import free_port
 from rlhf_core.runtime.jobs import Job, Jobs, open_jobs
-from rlhf_core.stage import stage_key
+from rlhf_core.stage.key import stage_key
+from rlhf_core.store import attempts
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.leases import living_owner
 from tests.rlhf_core.toy_stage import ToyConfig, toy_spec
 
 ROOT = Path(__file__).parents[2]

@@ -17,19 +17,19 @@ from urllib.parse import quote
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines import flows
-from pipelines.full import lifecycle
-from pipelines.home import Home
-from pipelines.plan import plan
-from pipelines.profile import PipelineConfig, load_profile
-from pipelines.run import RunOptions, open_run, run_stages, store_of
+from pipelines.execution.plan import plan
+from pipelines.execution.profile import PipelineConfig, load_profile
+from pipelines.execution.run import RunOptions, open_run, run_stages, store_of
+from pipelines.flows import pipeline_flows
+from pipelines.flows.full import lifecycle
+from pipelines.services.home import Home
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards import remote
 from rlhf_core.tracking.memory import MemoryTracker
+from tests.pipelines.execution.test_run import directly
+from tests.pipelines.flows.test_tasks import api
 from tests.pipelines.listening import Notes
 from tests.pipelines.mini import MINI
-from tests.pipelines.test_run import directly
-from tests.pipelines.test_tasks import api
 
 SECRETS = {
     "FUNCTION_SECRET": "of-the-function/7c1f",
@@ -273,9 +273,9 @@ def test_prefect_keeps_the_references_of_a_flow_runs_parameters(
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     given: list[PipelineConfig] = []
-    monkeypatch.setattr(flows, "run_served", lambda config, *rest: given.append(config))
+    monkeypatch.setattr(pipeline_flows, "run_served", lambda config, *rest: given.append(config))
     profile = load_profile(write_profile(tmp_path / "mine", "127.0.0.1:1"))
-    flows.full(profile.model_dump(mode="json", exclude_none=True))
+    pipeline_flows.full(profile.model_dump(mode="json", exclude_none=True))
     (run_of_flow,) = [one for one in api("/flow_runs/filter", {"limit": 50}) if one["name"] == "mini"]
     stored = run_of_flow["parameters"]["config"]["rejection_sampling"]
     assert stored["score"]["rewards"]["terms"]["mine"]["arguments"]["api_key"] == "env:FUNCTION_SECRET"

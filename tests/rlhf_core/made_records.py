@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhf_core.records import Provenance
+from rlhf_core.store.records import Provenance
 
 
 def provenance(**changes: Any) -> Provenance:

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.config.base import Config
 from rlhf_core.config.engines import HFSamplerConfig, InitModel, RuntimeConfig, TrainerConfig
 from rlhf_core.runtime.local_runtime import LocalRuntime
-from rlhf_core.stage import Decision, StageSpec, execute
+from rlhf_core.stage.decision import Decision
+from rlhf_core.stage.key import StageSpec
+from rlhf_core.stage.run import execute
+from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.memory import MemoryStageTracker
 from rlhf_core.types import ArtifactRef, Completion, FinishReason, Generation, Message, Prompt, Rollout
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.data.shards import write_rollouts
 from rlhf_core.data.tables import read_demonstrations, read_prompts, write_prompts
 from rlhf_core.errors import DataError
+from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import ActionSpan, Message, Prompt, PromptsRef, Rollout, RolloutsRef
 from stages.condition import ConditionConfig, decorated, demonstrations, reward_levels
 from tests.stages.recording import Workshop, rollout

@@ -11,17 +11,17 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from rlhf_core.advantages import custom_advantages
-from rlhf_core.artifacts import ArtifactStore
+from rlhf_core.algorithms.advantages import custom_advantages
+from rlhf_core.algorithms.custom import custom_pair_loss, custom_policy_loss
+from rlhf_core.algorithms.policy import clipped_policy_loss
+from rlhf_core.algorithms.preference import dpo_loss
 from rlhf_core.config.custom import CustomFunction
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.config.preference import CustomPreferenceLoss, DPOLoss, uses_reference
 from rlhf_core.errors import ConfigError
-from rlhf_core.losses.custom import custom_pair_loss, custom_policy_loss
-from rlhf_core.losses.policy import clipped_policy_loss
-from rlhf_core.losses.preference import dpo_loss
+from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef
-from rlhf_core.user_code import UserFunction, user_code_digest
+from rlhf_core.user_code.dependencies import UserFunction, user_code_digest
 from stages.dpo import DPOConfig
 from tests.stages.recording import Workshop, make_policy
 from tests.stages.test_dpo import CONFIG as DPO

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
 from rlhf_core.config.loop import LoopConfig
 from rlhf_core.errors import ConfigError
+from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef
 from stages.distill import DistillConfig, DivergenceConfig
 from stages.sft import SFTConfig

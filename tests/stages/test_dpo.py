@@ -8,7 +8,6 @@ from typing import get_args
 import pytest
 from pydantic import ValidationError
 
-from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.config.base import Config
 from rlhf_core.config.custom import CustomFunction
 from rlhf_core.config.engines import OptimizerConfig
@@ -24,6 +23,7 @@ from rlhf_core.config.preference import (
     PreferenceLoss,
 )
 from rlhf_core.errors import DataError
+from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef, TokenSample
 from stages.dpo import DPOConfig, mismatched, stranger_of
 from tests.stages.recording import Workshop, make_policy

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.config.base import keyed
 from rlhf_core.data.shards import read_generations, write_generations, write_index
 from rlhf_core.data.tables import Prompt, write_prompts
 from rlhf_core.errors import ConfigError, DataError, RewardError
+from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Completion, Generation, GenerationsRef, Message, PolicyRef, PromptsRef, RewardModelRef
 from stages.evaluate import EvaluateConfig
 from tests.stages.recording import SHAPE, Workshop, make_policy
@@ -278,9 +278,9 @@ def test_training_curves_of_the_ancestors_are_drawn(tmp_path: Path) -> None:
 
 
 def test_only_training_stages_have_a_training_curve(shop: Workshop, tmp_path: Path) -> None:
-    from rlhf_core import attempts
     from rlhf_core.config.engines import SamplingConfig
     from rlhf_core.config.loop import LoopConfig
+    from rlhf_core.store import attempts
     from stages.generate import GenerateConfig
     from stages.sft import SFTConfig
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.shards import count_rows, read_generations, read_index, shards
 from rlhf_core.data.tables import write_prompts
 from rlhf_core.errors import DataError
 from rlhf_core.sampling.hf_sampler import HFSampler
+from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Completion, Generation, Message, PolicyRef, Prompt, PromptsRef, SamplingRequest, derive_seed
 from stages.generate import GenerateConfig, chosen, cut, generation_metrics
 from tests.stages.recording import SHAPE, Workshop, generation, make_policy

@@ -13,13 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipelines.openrlhf.translate import translate
-from pipelines.plan import plan
-from pipelines.profile import load_profile
-from rlhf_core.artifacts import ArtifactStore
+from pipelines.execution.plan import plan
+from pipelines.execution.profile import load_profile
+from pipelines.importers.openrlhf.translate import translate
 from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.external import PROBES
-from rlhf_core.stage import StageSpec, execute
+from rlhf_core.stage.key import StageSpec
+from rlhf_core.stage.run import execute
+from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef, RewardModelRef
 from stages.import_reward_model import ImportRewardModelConfig, content_digests
 from tests.stages.recording import Workshop, make_policy, quiet

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
 from rlhf_core.config.loop import LoopConfig
 from rlhf_core.interfaces import ModelSpec, Sampler, Trainer
 from rlhf_core.rewards.model import Contract, score_with_reward_model
+from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Completion, Generation, Message, PolicyRef, Prompt, SamplingRequest, TokenSample
 from stages.ppo import PPOConfig
 from stages.reward_model import RewardModelConfig
@@ -57,7 +57,7 @@ def mismatch(trainer: Trainer, sampler: Sampler) -> list[float]:
 
 
 def test_at_learning_rate_0_nothing_drifts_however_often_the_weights_are_synced(tmp_path: Path, policy: Path) -> None:
-    from rlhf_core.training.objectives import SftObjective
+    from rlhf_core.training.objectives.base import SftObjective
 
     with engines(policy, tmp_path) as (trainer, sampler):
         rows = [TokenSample((5, 6, 7, 8, 9), (0, 1, 1, 1, 1))]
@@ -72,7 +72,7 @@ def test_at_learning_rate_0_nothing_drifts_however_often_the_weights_are_synced(
 
 
 def test_every_tensor_of_the_policy_arrives_in_the_sampler(tmp_path: Path, policy: Path) -> None:
-    from rlhf_core.training.objectives import SftObjective
+    from rlhf_core.training.objectives.base import SftObjective
 
     with engines(policy, tmp_path) as (trainer, sampler):
         trainer.forward_backward([TokenSample((5, 6, 7, 8, 9), (0, 1, 1, 1, 1))], SftObjective(pack_to=None))

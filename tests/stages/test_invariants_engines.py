@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.config.engines import (
     InitModel,
     OptimizerConfig,
@@ -25,7 +24,8 @@ from rlhf_core.models.export import weights_digest
 from rlhf_core.models.initialise import initialise_llama, train_tokenizer
 from rlhf_core.runtime.ray_runtime import RayRuntime
 from rlhf_core.runtime.weights import StoredWeights, pack, unpack
-from rlhf_core.training.objectives import SftObjective
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.training.objectives.base import SftObjective
 from rlhf_core.types import PolicyRef, SamplingRequest, TokenSample
 from stages.ppo import PPOConfig
 from tests.stages.recording import Workshop

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.config.data import ArithmeticWorld, Files, Source, SupportWorld, Use
 from rlhf_core.config.engines import InitModel, PretrainedModel
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.tables import read_demonstrations, read_feedback, read_preferences, read_prompts, read_steps
 from rlhf_core.errors import ConfigError, DataError
+from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PreparedDataRef, StepsRef
 from stages.prepare_data import PrepareDataConfig, content_digests
 from tests.stages.recording import Workshop, make_policy

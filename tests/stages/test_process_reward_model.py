@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
 from rlhf_core.config.loop import LoopConfig
 from rlhf_core.config.rewards import ProcessRewardModelReward, RewardsConfig
@@ -18,6 +17,7 @@ from rlhf_core.data.shards import read_rollouts, write_generations, write_index
 from rlhf_core.data.steps import StepSplitter
 from rlhf_core.data.tables import SteppedAnswer
 from rlhf_core.errors import ArtifactError, DataError
+from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import (
     ArtifactRef,
     Completion,

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.errors import ConfigError
-from rlhf_core.stage import execute
+from rlhf_core.stage.run import execute
+from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef, ReportRef
 from stages.publish import PublishConfig, Threshold
 from tests.rlhf_core.toy_stage import NoEngines, toy_spec

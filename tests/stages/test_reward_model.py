@@ -9,10 +9,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.config.loop import LoopConfig
 from rlhf_core.errors import DataError
+from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef, TokenSample
 from stages.reward_model import RewardModelConfig, scored_ids
 from tests.stages.recording import SHAPE, Workshop, make_policy

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 import stages.score
-from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.config.rewards import FunctionReward, RewardsConfig
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.shards import read_index, read_rollouts, write_generations, write_index
 from rlhf_core.errors import ArtifactError, ConfigError, RewardError
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.stage import Decision
+from rlhf_core.stage.decision import Decision
+from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Completion, Generation, GenerationsRef, Message, Prompt, RewardModelRef
 from stages.score import ScoreConfig, reward_metrics
 from tests.stages.recording import SHAPE, Workshop, generation, make_policy, rollout

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.data.shards import write_rollouts
 from rlhf_core.data.tables import read_demonstrations, read_preferences
 from rlhf_core.errors import DataError
+from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import ActionSpan, Message, Rollout, RolloutsRef
 from stages.select import (
     BestOfN,

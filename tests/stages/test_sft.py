@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.config.loop import LoopConfig
+from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef
 from stages.sft import SFTConfig
 from tests.stages.recording import Workshop, make_policy

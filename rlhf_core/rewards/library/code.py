@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 from rlhf_core.errors import ConfigError, DataError, explain
 from rlhf_core.rewards.library.labels import against_labels
-from rlhf_core.rewards.sandbox import (
+from rlhf_core.rewards.sandbox.fusion import SandboxFusion
+from rlhf_core.rewards.sandbox.local import (
     Assertions,
     InputOutput,
     Limits,
@@ -23,7 +24,6 @@ from rlhf_core.rewards.sandbox import (
     run_program,
     run_tests,
 )
-from rlhf_core.rewards.sandbox_fusion import SandboxFusion
 
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 

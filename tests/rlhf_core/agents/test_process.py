@@ -12,12 +12,12 @@ from rlhf_core.agents.process import Environments, Event
 from rlhf_core.agents.worker import Reply
 from rlhf_core.config.agents import EnvironmentAgent, ProgramAgent
 from rlhf_core.errors import ConfigError
-from rlhf_core.fingerprint import hash_file
-from rlhf_core.processes import is_running
-from rlhf_core.user_code import user_code_digest
+from rlhf_core.processes.identity import is_running
+from rlhf_core.store.fingerprint import hash_file
+from rlhf_core.user_code.dependencies import user_code_digest
 from tests.rlhf_core.agents.scripted import WORLDS, chat_folder
 from tests.rlhf_core.agents.test_episodes import numbered, played
-from tests.rlhf_core.agents.test_leash import assert_gone
+from tests.rlhf_core.processes.test_parent_death_guard import assert_gone
 
 QUICK = {"step_timeout_s": 0.5, "retries": 0}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlhf_core.evaluation.lineage import lineage
-from rlhf_core.records import KeyRecord
+from rlhf_core.store.records import KeyRecord
 from rlhf_core.types import ArtifactRef, DemonstrationsRef, PolicyRef, PreparedDataRef
 
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhf_core.batches import collate, unpack
 from rlhf_core.config.engines import HFSamplerConfig, LoraConfig, SamplingConfig
 from rlhf_core.errors import ConfigError, SamplingError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.architecture import check_longest, length_limit, read_config
+from rlhf_core.models.batches import collate, unpack
 from rlhf_core.models.forward import check_rows, token_logprobs
 from rlhf_core.models.loading import load_model
 from rlhf_core.sampling.hf_sampler import HFSampler

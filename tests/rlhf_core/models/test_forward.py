@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhf_core.batches import collate, unpack
 from rlhf_core.config.engines import InitModel
 from rlhf_core.errors import ConfigError
 from rlhf_core.models import forward
+from rlhf_core.models.batches import collate, unpack
 from rlhf_core.models.forward import check_head, sequence_scores, token_logprobs, token_values
 from rlhf_core.models.heads import ValueModel
 from rlhf_core.types import TokenSample

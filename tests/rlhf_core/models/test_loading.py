@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_core.batches import collate
 from rlhf_core.config.engines import LoraConfig, PretrainedModel
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import ModelSpec
+from rlhf_core.models.batches import collate
 from rlhf_core.models.forward import sequence_scores, token_logprobs
 from rlhf_core.models.heads import initial_head
 from rlhf_core.models.loading import load_model, load_tokenizer, materialise

@@ -1,4 +1,4 @@
-"""The load-balancing loss against slow loops; whole models are in tests/rlhf_core/training/test_router_objective.py."""
+"""The load-balancing loss against slow loops; whole models are in tests/rlhf_core/training/objectives/test_router.py."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhf_core.batches import TokenBatch, collate
 from rlhf_core.errors import ConfigError
+from rlhf_core.models.batches import TokenBatch, collate
 from rlhf_core.models.routing import Routing, check_routers, note_routing, routing_arguments, watching
 from rlhf_core.types import TokenSample
 

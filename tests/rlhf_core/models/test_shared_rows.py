@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_core.batches import TokenBatch, collate
 from rlhf_core.config.engines import InitModel
 from rlhf_core.models import forward, shared_rows
+from rlhf_core.models.batches import TokenBatch, collate
 from rlhf_core.models.forward import hidden_states, token_logprobs
 from rlhf_core.types import TokenSample
 from tests.tolerances import of_model

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from rlhf_core.losses.reward import EnsembleReduction
+from rlhf_core.algorithms.reward import EnsembleReduction
 from rlhf_core.rewards.ensemble import score_with_ensemble
 from rlhf_core.types import Completion, Generation, Message, Prompt
 

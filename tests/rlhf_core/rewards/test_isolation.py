@@ -11,7 +11,7 @@ import pytest
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards.isolation import IsolatedReward
 from rlhf_core.rewards.outcomes import BatchFailed
-from rlhf_core.rewards.sandbox import find_isolation
+from rlhf_core.rewards.sandbox.local import find_isolation
 from rlhf_core.rewards.worker import Settings
 from rlhf_core.types import Completion, Generation, Message, Prompt
 
@@ -175,7 +175,7 @@ def test_a_function_that_does_not_exist_is_refused_before_any_batch() -> None:
 
 
 SECRETIVE = """
-from rlhf_core.rewards.sandbox import Limits, run_program
+from rlhf_core.rewards.sandbox.local import Limits, run_program
 
 def secretive(completions, key, **kwargs):
     if "raise" in str(completions[0]):

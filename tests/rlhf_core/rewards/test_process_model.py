@@ -12,9 +12,9 @@ from typing import cast
 
 import pytest
 
+from rlhf_core.algorithms.process_reward import StepReduction
 from rlhf_core.errors import ArtifactError, ConfigError
 from rlhf_core.interfaces import Trainer
-from rlhf_core.losses.process_reward import StepReduction
 from rlhf_core.rewards.process_model import (
     ProcessContract,
     judged,

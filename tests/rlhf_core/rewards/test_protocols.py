@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.callables import load_callable
 from rlhf_core.config.rewards import FunctionProtocol
 from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.outcomes import Outcome
 from rlhf_core.rewards.protocols import adapt, prompt_text
 from rlhf_core.types import ActionSpan, Completion, Generation, Message, Prompt
+from rlhf_core.user_code.loading import load_callable
 
 
 def generation(text: str, label: str = "4", *, asked: str = "2+2?") -> Generation:

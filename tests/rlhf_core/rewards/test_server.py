@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from rlhf_core.errors import RewardError
-from rlhf_core.http_body import BodyLimits
+from rlhf_core.http.body import BodyLimits
 from rlhf_core.rewards.outcomes import Outcome
 from rlhf_core.rewards.remote import RemoteReward
 from rlhf_core.rewards.server import Query, ServerLimits, create_app, read_request

@@ -11,7 +11,7 @@ from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
 from rlhf_core.config.rewards import EpisodeReward, RewardsConfig
 from rlhf_core.data.shards import read_generations
 from rlhf_core.rollouts.answers import episode_metrics
-from rlhf_core.stage import Decision
+from rlhf_core.stage.decision import Decision
 from rlhf_core.types import ActionSpan, Completion
 from stages.generate import GenerateConfig
 from stages.ppo import PPOConfig

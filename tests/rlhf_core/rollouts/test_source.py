@@ -15,9 +15,9 @@ from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.data.rollout_log import RolloutLog
 from rlhf_core.errors import DataError, RewardError, SamplerLostError
-from rlhf_core.failures import Counts
 from rlhf_core.interfaces import Metrics
 from rlhf_core.rollouts.source import RolloutSource, staleness
+from rlhf_core.store.failures import Counts
 from rlhf_core.types import ActionSpan, Completion, Generation, Rollout, SamplingRequest
 from tests.rlhf_core.rollouts.fake_engines import PROMPTS, FakeChat, FakeSampler, FakeScorer, FakeTrainer
 

@@ -15,7 +15,7 @@ from rlhf_core.interfaces import ModelSpec, Trainer, Weights
 from rlhf_core.runtime.handles import RaySampler, RayTrainer
 from rlhf_core.runtime.local_runtime import LocalRuntime
 from rlhf_core.runtime.ray_runtime import RayRuntime
-from rlhf_core.training.objectives import SftObjective
+from rlhf_core.training.objectives.base import SftObjective
 from rlhf_core.types import SamplingRequest, TokenSample
 
 pytestmark = pytest.mark.engine

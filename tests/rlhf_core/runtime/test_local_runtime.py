@@ -8,7 +8,7 @@ from rlhf_core.config.engines import HFSamplerConfig, OptimizerConfig, RuntimeCo
 from rlhf_core.errors import SamplingError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.runtime.local_runtime import LocalRuntime
-from rlhf_core.training.objectives import SftObjective
+from rlhf_core.training.objectives.base import SftObjective
 from rlhf_core.types import SamplingRequest, TokenSample
 
 CONFIG = RuntimeConfig(type="local", trainer=TrainerConfig(engine="torch"), sampler=HFSamplerConfig())

@@ -25,7 +25,7 @@ from rlhf_core.errors import SamplingError, TrainingError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.initialise import initialise_llama
 from rlhf_core.runtime.ray_runtime import RayRuntime
-from rlhf_core.training.objectives import SftObjective
+from rlhf_core.training.objectives.base import SftObjective
 from rlhf_core.types import SamplingRequest, TokenSample
 
 pytestmark = pytest.mark.engine

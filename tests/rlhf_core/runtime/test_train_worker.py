@@ -10,9 +10,9 @@ import torch
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import ConfigError, TrainingError
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.processes import network
+from rlhf_core.processes.identity import network
 from rlhf_core.runtime.train_worker import MeetingPoint, TrainWorker
-from rlhf_core.training.objectives import SftObjective
+from rlhf_core.training.objectives.base import SftObjective
 from rlhf_core.types import TokenSample
 
 SAMPLE = TokenSample((10, 11, 12), (0, 1, 1))

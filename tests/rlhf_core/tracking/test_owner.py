@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from rlhf_core.leases import is_gone
+from rlhf_core.store.leases import is_gone
 from rlhf_core.tracking import owner
 
 

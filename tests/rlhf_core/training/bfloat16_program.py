@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from rlhf_core.checkpoint_parts import wait_for_parts
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.config.policy import ClipLoss, CorrectionConfig
 from rlhf_core.interfaces import ModelSpec
+from rlhf_core.store.checkpoint_parts import wait_for_parts
 from rlhf_core.training.distributed import rank_and_world
-from rlhf_core.training.objectives import PolicyObjective, SftObjective
+from rlhf_core.training.objectives.base import PolicyObjective, SftObjective
 from rlhf_core.training.trainer import LocalTrainer
 from rlhf_core.types import PolicySample, TokenSample
 from tests.rounding import round_by_batch_if_asked

@@ -25,8 +25,8 @@ from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.export import weights_digest
 from rlhf_core.models.lora import merged_state_dict
 from rlhf_core.training.distributed import rank_and_world
-from rlhf_core.training.engines import Engine, open_engine
-from rlhf_core.training.objectives import SftObjective, ValueObjective
+from rlhf_core.training.engines.base import Engine, open_engine
+from rlhf_core.training.objectives.base import SftObjective, ValueObjective
 from rlhf_core.training.state import save_engine_settings
 from rlhf_core.training.trainer import LocalTrainer
 from rlhf_core.types import TokenSample, ValueSample

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhf_core.artifacts import ArtifactStore
 from rlhf_core.config.loop import LoopConfig
 from rlhf_core.data.tables import write_demonstrations
+from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.training.fit import batch_at, total_steps
 from rlhf_core.types import DemonstrationsRef, PolicyRef
 from stages.sft import SFTConfig

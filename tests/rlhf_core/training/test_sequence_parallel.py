@@ -20,8 +20,8 @@ from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.initialise import initialise_llama
 from rlhf_core.models.loading import load_model
 from rlhf_core.training.distributed import LAUNCHER
-from rlhf_core.training.objectives import PolicyObjective, SftObjective, ValueObjective
-from rlhf_core.training.preference_objectives import PairObjective
+from rlhf_core.training.objectives.base import PolicyObjective, SftObjective, ValueObjective
+from rlhf_core.training.objectives.preference import PairObjective
 from rlhf_core.training.sequence_parallel import spread
 from tests.rlhf_core.training.conftest import TINY
 from tests.rlhf_core.training.ranks import load, run_ranks

@@ -10,8 +10,8 @@ import pytest
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.training import teaching
-from rlhf_core.training.distillation_objective import DistillationObjective
-from rlhf_core.training.objectives import SftObjective
+from rlhf_core.training.objectives.base import SftObjective
+from rlhf_core.training.objectives.distillation import DistillationObjective
 from rlhf_core.training.teaching import TaughtTrainer
 from rlhf_core.training.trainer import LocalTrainer
 from rlhf_core.types import TokenSample

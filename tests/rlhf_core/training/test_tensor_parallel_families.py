@@ -12,8 +12,8 @@ import torch
 from rlhf_core.config.engines import TrainerConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.training.deepspeed_tensor_parallel import PROVEN, check_partition
-from rlhf_core.training.objectives import SftObjective
+from rlhf_core.training.engines.tensor_parallel import PROVEN, check_partition
+from rlhf_core.training.objectives.base import SftObjective
 from rlhf_core.types import TokenSample
 from tests.rlhf_core.training.ranks import load, run_ranks
 from tests.tolerances import assert_same_movement, roundings

@@ -11,23 +11,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhf_core.checkpoint_parts import wait_for_parts
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig, TrainerConfig
 from rlhf_core.config.policy import ClipLoss, CorrectionConfig
 from rlhf_core.config.preference import HingeLoss
 from rlhf_core.errors import ArtifactError, TrainingError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.export import weights_digest
+from rlhf_core.store.checkpoint_parts import wait_for_parts
 from rlhf_core.training.batching import reduce
-from rlhf_core.training.engines import open_engine
-from rlhf_core.training.objectives import (
-    BradleyTerryObjective,
-    PolicyObjective,
-    SftObjective,
-    ValueObjective,
-)
-from rlhf_core.training.preference_objectives import PairObjective
-from rlhf_core.training.torch_engine import TorchEngine
+from rlhf_core.training.engines.base import open_engine
+from rlhf_core.training.engines.torch_engine import TorchEngine
+from rlhf_core.training.objectives.base import BradleyTerryObjective, PolicyObjective, SftObjective, ValueObjective
+from rlhf_core.training.objectives.preference import PairObjective
 from rlhf_core.training.trainer import LocalTrainer
 from rlhf_core.types import PolicySample, PreferenceSample, RewardPair, TokenSample, ValueSample
 from tests.rlhf_core.training.conftest import TINY

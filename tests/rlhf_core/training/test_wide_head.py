@@ -20,8 +20,8 @@ from rlhf_core.config.policy import ClipLoss, CorrectionConfig
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.forward import CHUNK_ELEMENTS
 from rlhf_core.training.batching import reduce
-from rlhf_core.training.distillation_objective import DistillationObjective
-from rlhf_core.training.objectives import PolicyObjective, SftObjective
+from rlhf_core.training.objectives.base import PolicyObjective, SftObjective
+from rlhf_core.training.objectives.distillation import DistillationObjective
 from rlhf_core.types import DistillationSample, PolicySample, TokenSample, TopLogprobs
 from tests.rlhf_core.training.ranks import load, run_ranks
 from tests.tolerances import assert_same_movement, roundings

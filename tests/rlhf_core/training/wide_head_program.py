@@ -62,7 +62,7 @@ def made(case: Case) -> dict[str, Any]:
 
 def partition_everything() -> None:
     """Leave no parameter whole on every rank: DeepSpeed would keep those of less than 100,000 elements."""
-    from rlhf_core.training import deepspeed_engine
+    from rlhf_core.training.engines import deepspeed_engine
 
     usual = deepspeed_engine.deepspeed_config
 

@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.rewards.library.code import code_reward, read_program, read_tests
-from rlhf_core.rewards.sandbox import find_isolation
+from rlhf_core.rewards.sandbox.local import find_isolation
 
 
 @pytest.fixture(autouse=True)

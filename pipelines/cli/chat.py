@@ -1,0 +1,43 @@
+"""`rlhf chat`: talk to a policy in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+
+from rich.console import Console
+
+from pipelines.execution.inputs import find_artifact
+from rlhf_core.config.engines import HFSamplerConfig, RuntimeConfig, SamplingConfig
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.types import Message, PolicyRef, SamplingRequest
+
+
+def talk(options: argparse.Namespace, store: ArtifactStore, console: Console) -> None:
+    """Answer `--once TEXT`, or one line after the other until an empty one."""
+    from rlhf_core.data.chat import ChatTemplate
+    from rlhf_core.runtime.factory import open_runtime
+
+    policy = store.path(find_artifact(store, PolicyRef, options.policy))
+    chat = ChatTemplate.load(policy)
+    sampling = SamplingConfig(temperature=options.temperature, max_tokens=options.max_tokens)
+    # A person types one line at a time: plain transformers answers before vLLM would have started.
+    runtime = open_runtime(RuntimeConfig(type="local", sampler=HFSamplerConfig()))
+    history: list[Message] = []
+    try:
+        with runtime.sampler(policy) as sampler:
+            while True:
+                text = options.once or console.input("[bold]> [/bold]").strip()
+                if not text:
+                    return
+                history.append(Message("user", text))
+                request = SamplingRequest(chat.prompt_ids(tuple(history)), secrets.randbelow(2**31))
+                answer = sampler.generate([request], sampling)[0].text
+                console.print(answer, markup=False, highlight=False)
+                history.append(Message("assistant", answer))
+                if options.once:
+                    return
+    except EOFError:
+        return
+    finally:
+        runtime.close()

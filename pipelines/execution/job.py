@@ -1,0 +1,109 @@
+"""What runs inside a Ray job: one stage, as the flow would run it. `python -m pipelines.execution.job FOLDER`.
+
+The job holds the lease of the stage's key and commits; nobody needs to wait for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from pipelines.execution.job_report import SPEC, JobOutcome, Reporter, failure, write_outcome
+from pipelines.execution.job_spec import JobSpec, read_spec
+from pipelines.execution.lazy_runtime import DeferredRuntime
+from pipelines.execution.run import PipelineRun, RunOptions, Tracker, open_tracker
+from pipelines.services.home import Home
+from rlhf_core.errors import ConfigError, explain
+from rlhf_core.stage import stopping
+from rlhf_core.stage.decision import target_of
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.tracking.memory import MemoryTracker
+
+logger = logging.getLogger(__name__)
+
+OUR_LOGGERS = ("pipelines", "stages", "rlhf_core")
+EXIT = {"done": 0, "failed": 1, "stopped": 130}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the stage whose spec lies in the folder, and leave there how it ended."""
+    (folder,) = map(Path, arguments)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        outcome = run_job(read_spec(folder / SPEC), Reporter(folder))
+    except KeyboardInterrupt:
+        outcome = JobOutcome("stopped")
+    except Exception as error:
+        logger.exception("the stage failed")
+        outcome = failure(error)
+    write_outcome(folder, outcome)
+    return EXIT[outcome.status]
+
+
+def run_job(job: JobSpec, reporter: Reporter) -> JobOutcome:
+    """Run the stage and return that it is done; raises what the stage raises."""
+    _keep_log(reporter)
+    store = ArtifactStore(job.store)
+    _check_key(store, job)
+    runtime = DeferredRuntime(job.config.runtime)
+    with _tracker(job) as tracker:
+        run = PipelineRun(
+            job.config,
+            RunOptions(
+                force=(job.stage.label,) if job.force else (), strict_code=job.strict_code, strict_env=job.strict_env
+            ),
+            store,
+            runtime,
+            tracker,
+            reporter,
+            planned=[],
+            links={"ray.submission_id": job.job_id},
+        )
+        try:
+            with stopping.on_signals():
+                outcome = run.stage(job.stage, lambda *_: None)
+        finally:
+            runtime.close()
+    return JobOutcome("done", outcome.decision, outcome.samples)
+
+
+@contextmanager
+def _tracker(job: JobSpec) -> Iterator[Tracker]:
+    """Yield a tracker of the pipeline run that the submitter opened, and leave that run open."""
+    if not job.tracking:
+        yield MemoryTracker()
+        return
+    tracker = open_tracker(job.config, Home.here().make(), join=job.tracking)
+    try:
+        yield tracker
+    finally:
+        tracker.leave()
+
+
+def _check_key(store: ArtifactStore, job: JobSpec) -> None:
+    key = target_of(store, job.stage, strict_code=job.strict_code, strict_env=job.strict_env).key
+    if key != job.key:
+        rule = f"here it is {key[:12]}: the cluster sees another version of our code, or of the files that it names"
+        raise ConfigError(
+            explain(f"{job.stage.label}.key", job.key[:12], rule, "share one checkout and one data folder")
+        )
+
+
+def _keep_log(reporter: Reporter) -> None:
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for name in OUR_LOGGERS:
+        logging.getLogger(name).setLevel(logging.INFO)
+        logging.getLogger(name).addHandler(reporter)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

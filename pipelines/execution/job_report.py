@@ -1,0 +1,176 @@
+"""What a job tells whoever waits for it, through files in a folder that both see: its progress, and how it ended.
+
+The files are replaced whole, so a reader sees old or new. They outlive the job, the flow and the cluster.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pipelines.execution.listener import Listener
+from rlhf_core.errors import RlhfError
+from rlhf_core.secrets.redaction import without_secrets
+from rlhf_core.stage.decision import Decision
+from rlhf_core.store.layout import read_json, write_json
+
+logger = logging.getLogger(__name__)
+
+SPEC = "spec.json"
+TOLD = "told.json"
+OUTCOME = "outcome.json"
+WRITE_EVERY_S = 0.5
+WARNINGS_KEPT = 50
+
+
+@dataclass(frozen=True, slots=True)
+class JobOutcome:
+    """How a job ended. `samples` belong to a stage that is `done`; class and text of the error to one that `failed`."""
+
+    status: Literal["done", "failed", "stopped"]
+    decision: Decision | None = None
+    samples: list[dict[str, str]] = field(default_factory=list)
+    error_class: str = ""
+    error: str = ""
+
+
+def write_outcome(folder: Path, outcome: JobOutcome) -> None:
+    """Write down how the job ended: the last thing that it does."""
+    write_json(folder / OUTCOME, asdict(outcome))
+
+
+def read_outcome(folder: Path) -> JobOutcome | None:
+    """Return how the job ended; None if it has not, or was killed before it could say so."""
+    table = read_json(folder / OUTCOME)
+    if table is None:
+        return None
+    decision = table["decision"]
+    return JobOutcome(**(table | {"decision": None if decision is None else Decision(**decision)}))
+
+
+class Reporter(logging.Handler):
+    """The `Listener` of a job, and the handler of its log that passes warnings on."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(logging.WARNING)
+        self._path = folder / TOLD
+        self._told = _nothing_told()
+        self._changing = threading.Lock()
+        self._due: threading.Timer | None = None
+
+    def planned(self, label: str, decision: Decision) -> None:
+        return None
+
+    def started(self, label: str, decision: Decision) -> None:
+        with self._changing:
+            self._told["decisions"].append(asdict(decision))
+        self._write()
+
+    def progress(self, label: str, done: int, total: int, message: str) -> None:
+        with self._changing:
+            self._told["progress"] = [done, total, message]
+            self._write_soon()
+
+    def metrics(self, label: str, step: int, values: Mapping[str, float]) -> None:
+        with self._changing:
+            self._told["metrics"].update(values)
+            self._told["step"] = step
+            self._write_soon()
+
+    def finished(self, label: str, decision: Decision, metrics: Mapping[str, float], seconds: float) -> None:
+        self._write()
+
+    def failed(self, label: str, error: BaseException) -> None:
+        self._write()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name != __name__ and len(self._told["warnings"]) < WARNINGS_KEPT:
+            self._told["warnings"].append(record.getMessage())
+
+    def _write_soon(self) -> None:
+        """Have it written within `WRITE_EVERY_S`, also if nothing more comes: the next step may take minutes."""
+        if self._due is None:
+            self._due = threading.Timer(WRITE_EVERY_S, self._write)
+            self._due.daemon = True
+            self._due.start()
+
+    def _write(self) -> None:
+        try:
+            with self._changing:
+                self._due = None
+                write_json(self._path, self._told, durable=False)
+        except OSError as error:  # a full disk costs the person the progress, not the stage its work
+            logger.warning("%s: %s; progress is not shown", self._path, error)
+
+
+class Watcher:
+    """Reads what a job tells and passes on what is new."""
+
+    def __init__(
+        self,
+        folder: Path,
+        label: str,
+        listener: Listener,
+        show_progress: Callable[[int, int, str], None],
+        *,
+        decision: Decision,
+    ) -> None:
+        self.decision = decision
+        """What the person has been told: the newest decision of the job, or our own to ATTACH."""
+        self._folder = folder
+        self._label = label
+        self._listener = listener
+        self._show_progress = show_progress
+        self._seen = _nothing_told()
+
+    def look(self) -> JobOutcome | None:
+        """Pass on what the job has told since the last look; return its outcome once there is one."""
+        outcome = read_outcome(self._folder)  # first: what was told before the end is not lost
+        told = read_json(self._folder / TOLD)
+        if told is not None and told != self._seen:
+            self._pass_on(told)
+            self._seen = told
+        return outcome
+
+    def _pass_on(self, told: dict[str, Any]) -> None:
+        seen = self._seen
+        for table in told["decisions"][len(seen["decisions"]) :]:
+            self._decided(Decision(**table))
+        for text in told["warnings"][len(seen["warnings"]) :]:
+            logger.warning("%s: %s", self._label, text)
+        if told["metrics"] != seen["metrics"]:
+            self._listener.metrics(self._label, told["step"], told["metrics"])
+        if told["progress"] not in (None, seen["progress"]):
+            done, total, message = told["progress"]
+            self._listener.progress(self._label, done, total, message)
+            self._show_progress(done, total, message)
+
+    def _decided(self, decision: Decision) -> None:
+        if self.decision.action != "ATTACH" and decision != self.decision:
+            self.decision = decision
+            self._listener.started(self._label, decision)
+
+
+def failure(error: Exception) -> JobOutcome:
+    """Return the outcome of a job that ended with `error`."""
+    return JobOutcome("failed", error_class=type(error).__name__, error=without_secrets(str(error)))
+
+
+def raised_again(outcome: JobOutcome, *, label: str, where: str) -> RlhfError:
+    """Return the error of a failed job: ours with its own class and text, others named; `where` is its log."""
+    kinds = {kind.__name__: kind for kind in _family(RlhfError)}
+    if outcome.error_class in kinds:
+        return kinds[outcome.error_class](outcome.error)
+    return RlhfError(f"{label}: {outcome.error_class}: {outcome.error}; its log says where: {where}")
+
+
+def _nothing_told() -> dict[str, Any]:
+    return {"decisions": [], "progress": None, "metrics": {}, "step": 0, "warnings": []}
+
+
+def _family(kind: type[RlhfError]) -> list[type[RlhfError]]:
+    return [kind, *(one for child in kind.__subclasses__() for one in _family(child))]

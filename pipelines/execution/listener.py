@@ -1,0 +1,87 @@
+"""What a person may watch while a pipeline runs. The display, a log and a test each listen in their own way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlhf_core.interfaces import StageTracker
+from rlhf_core.stage.decision import Decision
+
+TABLE_ROWS = 20
+CELL_CHARACTERS = 300
+
+
+class Listener(Protocol):
+    """Told about every stage, by label, in the order of events."""
+
+    def planned(self, label: str, decision: Decision) -> None: ...
+
+    def started(self, label: str, decision: Decision) -> None: ...
+
+    def progress(self, label: str, done: int, total: int, message: str) -> None: ...
+
+    def metrics(self, label: str, step: int, values: Mapping[str, float]) -> None: ...
+
+    def finished(self, label: str, decision: Decision, metrics: Mapping[str, float], seconds: float) -> None: ...
+
+    def failed(self, label: str, error: BaseException) -> None: ...
+
+
+class ShownTracker:
+    """A stage's tracker that also tells the listener its metrics and keeps its newest table for the stage's card."""
+
+    def __init__(self, inner: StageTracker, label: str, listener: Listener) -> None:
+        self._inner = inner
+        self._label = label
+        self._listener = listener
+        self.samples: list[dict[str, str]] = []
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self._inner.metrics(step, values)
+        self._listener.metrics(self._label, step, values)
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        self._inner.table(name, columns, rows)
+        self.samples = [
+            {column: str(cell)[:CELL_CHARACTERS] for column, cell in zip(columns, row, strict=True)}
+            for row in rows[:TABLE_ROWS]
+        ]
+
+    def file(self, path: Path, folder: str) -> None:
+        self._inner.file(path, folder)
+
+    def dataset(self, name: str, digest: str, context: str) -> None:
+        self._inner.dataset(name, digest, context)
+
+    def model(self, name: str, digest: str, uri: str) -> None:
+        self._inner.model(name, digest, uri)
+
+    def input_model(self, digest: str) -> None:
+        self._inner.input_model(digest)
+
+    def register(self, name: str, digest: str, *, aliases: Sequence[str], tags: Mapping[str, str]) -> str:
+        return self._inner.register(name, digest, aliases=aliases, tags=tags)
+
+
+class Silent:
+    """Listens and says nothing: for runs that only Prefect's pages show."""
+
+    def planned(self, label: str, decision: Decision) -> None:
+        return None
+
+    def started(self, label: str, decision: Decision) -> None:
+        return None
+
+    def progress(self, label: str, done: int, total: int, message: str) -> None:
+        return None
+
+    def metrics(self, label: str, step: int, values: Mapping[str, float]) -> None:
+        return None
+
+    def finished(self, label: str, decision: Decision, metrics: Mapping[str, float], seconds: float) -> None:
+        return None
+
+    def failed(self, label: str, error: BaseException) -> None:
+        return None

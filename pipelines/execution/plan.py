@@ -1,0 +1,133 @@
+"""What a pipeline would do, without doing it: the same function over the same stages, with a runner that only decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from pipelines.execution.profile import PipelineConfig
+from pipelines.flows.full import lifecycle
+from pipelines.flows.graph import Stages
+from rlhf_core.errors import ConfigError
+from rlhf_core.stage.decision import Decision, decide
+from rlhf_core.stage.key import StageSpec
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.index import remembered_code
+from rlhf_core.types import (
+    ArtifactRef,
+    DemonstrationsRef,
+    PolicyRef,
+    PreferencesRef,
+    PreparedDataRef,
+    PromptsRef,
+    StepsRef,
+)
+
+R = TypeVar("R", bound=ArtifactRef)
+Pipeline = Callable[[PipelineConfig, Stages], object]
+
+PENDING = "pending://"
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """One node of the pipeline: what it is and what would happen to it now."""
+
+    label: str
+    spec: StageSpec
+    decision: Decision
+
+
+class ReachedUntil(BaseException):
+    """Ends a pipeline after the stage that the person named; not an error."""
+
+
+def plan(
+    config: PipelineConfig,
+    store: ArtifactStore,
+    *,
+    pipeline: Pipeline = lifecycle,
+    until: str = "",
+    force: Collection[str] = (),
+    strict_code: bool = False,
+    strict_env: bool = False,
+) -> list[PlannedStage]:
+    """Return the decision for every stage in order. A stage after one that will run is RUN, unless its content recurs."""
+    planner = Planner(store, until=until, force=frozenset(force), strict_code=strict_code, strict_env=strict_env)
+    with remembered_code(store.layout), suppress(ReachedUntil):
+        pipeline(config, Stages(planner, seed=config.seed, runtime=config.runtime))
+    check_labels(planner.stages, {"--until": [until] if until else [], "--force": force})
+    return planner.stages
+
+
+def engines_needed(stages: list[PlannedStage]) -> set[str]:
+    """Return which engines (`trainer`, `sampler`) the stages that will not be hits lease."""
+    named = {engine for stage in stages if stage.decision.action != "HIT" for engine in stage.spec.engines}
+    return named & {"trainer", "sampler"}
+
+
+def check_labels(stages: list[PlannedStage], named: Mapping[str, Collection[str]]) -> None:
+    """Raise ConfigError for a stage that the person named and the pipeline does not have."""
+    labels = [stage.label for stage in stages]
+    for option, wanted in named.items():
+        for label in wanted:
+            if label not in labels:
+                raise ConfigError(f"{option} {label!r}: no such stage; this pipeline has {', '.join(labels)}")
+
+
+@dataclass
+class Planner:
+    """A `RunStage` that decides, notes the decision and returns the artifact of a hit or a placeholder."""
+
+    store: ArtifactStore
+    until: str = ""
+    force: frozenset[str] = frozenset()
+    strict_code: bool = False
+    strict_env: bool = False
+    stages: list[PlannedStage] = field(default_factory=list)
+
+    def __call__(self, spec: StageSpec, kind: type[R]) -> R:
+        decision = self._decide(spec)
+        self.stages.append(PlannedStage(spec.label, spec, decision))
+        if spec.label == self.until:
+            raise ReachedUntil
+        if decision.action == "HIT":
+            record = self.store.record(decision.key)
+            if record is not None:
+                return expect(record.handle, kind, spec.label)
+        return placeholder(spec.label, kind)
+
+    def _decide(self, spec: StageSpec) -> Decision:
+        for ref in spec.refs():
+            if ref.uri.startswith(PENDING):
+                upstream = ref.uri.removeprefix(PENDING)
+                # Its content may turn out the same as before; then this stage is a hit after all.
+                return Decision("RUN", f"after {upstream}", "", None)
+        return decide(
+            self.store, spec, force=spec.label in self.force, strict_code=self.strict_code, strict_env=self.strict_env
+        )
+
+
+def expect(ref: ArtifactRef, kind: type[R], label: str) -> R:
+    """Return `ref` as the kind that the pipeline awaits from a stage."""
+    if not isinstance(ref, kind):
+        raise TypeError(f"{label}: returned {type(ref).__name__}, not {kind.__name__}")
+    return ref
+
+
+def placeholder(label: str, kind: type[R]) -> R:
+    """Return a handle that stands for what the stage `label` will make."""
+    uri = PENDING + label
+    if kind is PreparedDataRef:
+        parts = {
+            "demonstrations": DemonstrationsRef(uri=uri, digest=uri),
+            "preferences": PreferencesRef(uri=uri, digest=uri),
+            "prompts": PromptsRef(uri=uri, digest=uri),
+            "eval_prompts": PromptsRef(uri=uri, digest=uri),
+            "base": PolicyRef(uri=uri, digest=uri),
+            "steps": StepsRef(uri=uri, digest=uri),
+        }
+        return kind(uri=uri, digest=uri, **parts)
+    return kind(uri=uri, digest=uri)

@@ -1,0 +1,403 @@
+"""The configuration of a pipeline run, and how a TOML profile becomes one.
+
+A section that a profile leaves out switches that part of the pipeline off. A profile may start from another one,
+`extends = "full.toml"` (a path from there) or `"tiny/full"` (a shipped one); tables are merged, everything else is
+replaced, `"none"` takes a section away.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from rlhf_core.config.base import OPERATIONAL, Config
+from rlhf_core.config.engines import RuntimeConfig
+from rlhf_core.encodable import encodable
+from rlhf_core.errors import ConfigError
+from rlhf_core.secrets.redaction import hidden
+from stages.condition import ConditionConfig
+from stages.distill import DistillConfig
+from stages.dpo import DPOConfig
+from stages.evaluate import EvaluateConfig
+from stages.generate import GenerateConfig
+from stages.import_reward_model import ImportRewardModelConfig
+from stages.ppo import PPOConfig
+from stages.prepare_data import PrepareDataConfig
+from stages.process_reward_model import ProcessRewardModelConfig
+from stages.publish import PublishConfig
+from stages.reward_model import RewardModelConfig
+from stages.score import ScoreConfig
+from stages.select import SelectConfig
+from stages.sft import SFTConfig
+
+Start = Literal["base", "sft", "rejection_sampling", "dpo", "iterative_dpo"]
+_LONGEST_SHOWN = 500
+"""Characters of a value in an error."""
+POLICY_SECTIONS = ("sft", "rejection_sampling", "conditional_sft", "dpo", "iterative_dpo", "ppo", "distill")
+
+
+# ---------------------------------------------------------------- sections
+
+
+class RejectionSamplingConfig(Config):
+    """Sample, score, keep the best, imitate it: generate -> score -> select -> sft."""
+
+    generate: GenerateConfig
+    score: ScoreConfig
+    select: SelectConfig
+    sft: SFTConfig
+
+
+class ConditionalSFTConfig(Config):
+    """Sample, score, tell how good each answer is, imitate all: generate -> score -> condition -> sft."""
+
+    generate: GenerateConfig
+    score: ScoreConfig
+    condition: ConditionConfig = ConditionConfig()
+    sft: SFTConfig
+
+
+class OfflineDPOConfig(DPOConfig):
+    """Preference optimisation on the prepared pairs, and the policy that it starts from, which is also its reference."""
+
+    start_from: Annotated[Literal["base", "sft", "rejection_sampling"], OPERATIONAL] = "sft"
+    """Not part of the key: the digest of the policy is."""
+
+
+class IterativeDPOConfig(Config):
+    """Rounds of generate -> score -> select (pairs) -> dpo, each from the policy of the round before."""
+
+    rounds: int = Field(2, ge=1)
+    start_from: Literal["base", "sft", "rejection_sampling"] = "sft"
+    reference: Literal["initial", "previous"] = "initial"
+    """`initial` holds every round near the first policy; `previous` lets the reference follow."""
+    generate: GenerateConfig
+    score: ScoreConfig
+    select: SelectConfig
+    dpo: DPOConfig
+
+
+class PolicyOptimisationConfig(PPOConfig):
+    """Policy optimisation and the policy that it starts from, which is also its reference."""
+
+    start_from: Annotated[Start, OPERATIONAL] = "sft"
+    """Not part of the key: the digest of the policy is."""
+
+
+class DistillationConfig(DistillConfig):
+    """Distillation, its student and its teacher; on-policy it uses the prompts, else the demonstrations."""
+
+    start_from: Annotated[Start, OPERATIONAL] = "base"
+    """The student. Not part of the key: the digest of the policy is; so for the teacher."""
+    teacher: Annotated[Literal["sft", "rejection_sampling", "dpo", "iterative_dpo", "ppo"], OPERATIONAL] = "ppo"
+
+
+class EvaluationConfig(Config):
+    """Every policy answers the held-out prompts; one report compares them."""
+
+    generate: GenerateConfig
+    """A policy in `evaluate.best_of` answers each prompt that often."""
+    evaluate: EvaluateConfig = EvaluateConfig()
+
+
+class PipelineConfig(Config):
+    """Everything about a run of the pipeline."""
+
+    name: str = "rlhf"
+    """Name of the run, and of the experiment in MLflow."""
+    seed: int = Field(17, ge=0)
+    store: Annotated[str, OPERATIONAL] = ""
+    """Folder of the artifact store; empty: `store` in the state folder (`.rlhf`, or `RLHF_HOME`)."""
+    runtime: RuntimeConfig = RuntimeConfig()
+    prepare_data: PrepareDataConfig
+    import_reward_model: ImportRewardModelConfig | None = None
+    """A reward model from outside, in place of one that is trained."""
+    sft: SFTConfig | None = None
+    reward_model: RewardModelConfig | None = None
+    process_reward_model: ProcessRewardModelConfig | None = None
+    rejection_sampling: RejectionSamplingConfig | None = None
+    conditional_sft: ConditionalSFTConfig | None = None
+    dpo: OfflineDPOConfig | None = None
+    iterative_dpo: IterativeDPOConfig | None = None
+    ppo: PolicyOptimisationConfig | None = None
+    distill: DistillationConfig | None = None
+    evaluate: EvaluationConfig | None = None
+    publish: PublishConfig | None = None
+
+    @model_validator(mode="after")
+    def _starts_exist(self) -> PipelineConfig:
+        if self.import_reward_model is not None and self.reward_model is not None:
+            raise ValueError(
+                "import_reward_model = {...}: is the reward model of the run in place of [reward_model]; take one of them out"
+            )
+        starts = {"dpo": self.dpo, "iterative_dpo": self.iterative_dpo, "ppo": self.ppo, "distill": self.distill}
+        for section, config in starts.items():
+            if config is None or config.start_from == "base":
+                continue
+            if getattr(self, config.start_from) is None:
+                raise ValueError(
+                    f"{section}.start_from = {config.start_from!r}: the profile has no [{config.start_from}]; "
+                    "add that section or start from 'base'"
+                )
+        if self.distill is not None and self.distill.teacher not in self.policies():
+            raise ValueError(
+                f"distill.teacher = {self.distill.teacher!r}: the profile has no [{self.distill.teacher}]; "
+                "add that section or name another policy"
+            )
+        if self.distill is not None and self.distill.teacher == self.distill.start_from:
+            raise ValueError(
+                f"distill.teacher = {self.distill.teacher!r}: is also where the student starts; name another policy"
+            )
+        if self.evaluate is not None:
+            reference = self.evaluate.evaluate.reference
+            if reference not in self.policies():
+                raise ValueError(
+                    f"evaluate.evaluate.reference = {reference!r}: this profile makes {', '.join(self.policies())}; "
+                    "name one of them"
+                )
+        if self.publish is not None and self.evaluate is None:
+            raise ValueError("publish = {...}: its gate reads the report of [evaluate]; add that section")
+        if self.publish is not None and self.publish.policy not in ("", *self.policies()):
+            raise ValueError(
+                f"publish.policy = {self.publish.policy!r}: this profile makes {', '.join(self.policies())}; "
+                "name one of them"
+            )
+        return self
+
+    def policies(self) -> list[str]:
+        """Return the names of the policies that this pipeline makes and evaluates, in order."""
+        return ["base", *(name for name in POLICY_SECTIONS if getattr(self, name) is not None)]
+
+
+# ---------------------------------------------------------------- loading
+
+
+def load_profile(profile: str | Path, overrides: Sequence[str] = ()) -> PipelineConfig:
+    """Return the configuration of a profile, by path or shipped name, with `dotted.key=value` overrides.
+
+    >>> load_profile("tiny/full", ["ppo.kl_coef=0.1"]).ppo.kl_coef
+    0.1
+    """
+    path = find_profile(profile)
+    tree = _read_tree(path, seen=())
+    for override in overrides:
+        _apply(tree, override)
+    return parse(tree, origin=str(profile))
+
+
+def parse(tree: Mapping[str, Any], *, origin: str) -> PipelineConfig:
+    """Return the configuration of a parsed profile; errors name the dotted key, the rule and the remedy."""
+    try:
+        return PipelineConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(_first_error(error, tree, origin)) from None
+
+
+def with_overrides(config: PipelineConfig, overrides: Sequence[str]) -> PipelineConfig:
+    """Return `config` with `dotted.key=value` changes; ConfigError as from a profile."""
+    if not overrides:
+        return config
+    tree = config.model_dump(mode="json", exclude_none=True)
+    for override in overrides:
+        _apply(tree, override)
+    return parse(tree, origin=config.name)
+
+
+def find_profile(profile: str | Path) -> Path:
+    """Return the file of a profile: a path, or the name of a shipped one such as `tiny/full`."""
+    name = str(profile)
+    shipped = shipped_profiles()
+    candidates = [Path(name), Path(f"{name}.toml"), shipped / name, shipped / f"{name}.toml"]
+    for candidate in candidates:
+        if _is_file(candidate):
+            return candidate
+    names = profile_names()
+    near = difflib.get_close_matches(name.removesuffix(".toml"), names, n=1, cutoff=0.4)
+    remedy = f"did you mean {near[0]}?" if near else f"shipped are {', '.join(names)}"
+    raise ConfigError(f"profile = {name!r}: no such file or shipped profile; {remedy}")
+
+
+def shipped_profiles() -> Path:
+    """Return the folder of the profiles: inside the installed package, or at the root of a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "profiles"
+    return inside if inside.is_dir() else package.parent / "profiles"
+
+
+def profile_names() -> list[str]:
+    """Return the names of the shipped profiles, such as `tiny/full`."""
+    root = shipped_profiles()
+    return sorted(str(path.relative_to(root).with_suffix("")) for path in root.rglob("*.toml"))
+
+
+def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    path = Path(os.path.realpath(path))
+    if path in seen:
+        raise ConfigError(
+            f"extends = {path.name!r}: {' -> '.join(p.name for p in (*seen, path))} is a circle; break it"
+        )
+    try:
+        tree = _parse_toml(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        rule = f"no such file seen from {seen[-1]}, and no shipped profile"
+        raise ConfigError(f"extends = {str(path)!r}: {rule}; shipped are {', '.join(profile_names())}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}; a profile is a TOML file in UTF-8") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}; strings are quoted, tables are [in.brackets]") from None
+    if "extends" not in tree:
+        return tree
+    named = tree.pop("extends")
+    if not isinstance(named, str) or "\0" in named:
+        remedy = f"give the path of a profile, or a shipped one: {', '.join(profile_names())}"
+        raise ConfigError(f"extends = {_shown('extends', named)}: must be the name of a file; {remedy}")
+    beside, shipped = path.parent / named, shipped_profiles() / f"{named}.toml"
+    base = _read_tree(shipped if not _is_file(beside) and _is_file(shipped) else beside, (*seen, path))
+    return _merge(base, tree)
+
+
+def _parse_toml(text: str) -> dict[str, Any]:
+    """Return the tree of a TOML text; ValueError says what is wrong with it, also where its reader gives up."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("brackets too deep") from None
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name too long for the disk
+        return False
+
+
+def _merge(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in changes.items():
+        if value == "none":
+            merged.pop(key, None)
+        elif (
+            isinstance(value, Mapping)
+            and isinstance(merged.get(key), Mapping)
+            and not _of_another_type(merged[key], value)
+        ):
+            merged[key] = _merge(merged[key], value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _of_another_type(table: Mapping[str, Any], changes: Mapping[str, Any]) -> bool:
+    """Return whether `changes` choose another `type`: the options of the one before are not its own."""
+    return "type" in changes and "type" in table and changes["type"] != table["type"]
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    key, text = key.strip(), text.strip()
+    if not separator or not key:
+        raise ConfigError(f"--set {_shown('', override)}: must read key=value; for example --set ppo.kl_coef=0.1")
+    if encodable(override) != override:
+        raise ConfigError(f"--set {_shown('', override)}: must be text that UTF-8 can hold; write it anew")
+    value = _value(key, text)
+    *sections, last = key.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(
+                f"{key} = {_shown(key, value)}: {section} is a value and has no keys; remove what follows it"
+            )
+    if value == "none":
+        tree.pop(last, None)
+    else:
+        tree[last] = value
+
+
+def _value(key: str, text: str) -> Any:
+    """Return what `--set` gives a key: a value of TOML, and what is none as the text that it is."""
+    try:
+        tree = _parse_toml(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    except ValueError as error:
+        raise ConfigError(f"--set {key} = {text[:40]!r} ...: cannot be read: {error}; give a shorter value") from None
+    return tree["value"] if len(tree) == 1 else text
+
+
+# ---------------------------------------------------------------- errors
+
+
+def _first_error(error: ValidationError, tree: Mapping[str, Any], origin: str) -> str:
+    unknown = [one for one in error.errors() if one["type"] == "extra_forbidden"]
+    first = (unknown or error.errors())[0]
+    location, given = first["loc"], first["input"]
+    if first["type"] == "value_error" and isinstance(given, Mapping) and location and location[-1] == given.get("type"):
+        location = location[:-1]  # the rule is of a whole table, and this the tag of its union
+    keys = _real_keys(location, tree)
+    dotted = ".".join(keys)
+    if first["type"] == "extra_forbidden":
+        near = _nearest(keys)
+        remedy = f"did you mean {near}?" if near else "remove it"
+        return f"{dotted} = {_shown(keys[-1], first['input'])}: unknown key; {remedy}"
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error":
+        return f"{dotted}.{message}" if dotted else message
+    if first["type"] == "missing":
+        return f"{dotted}: missing, and it has no default; add it to {origin}"
+    rule = message.replace("Input should be", "must be")
+    value = first["input"]
+    shown = _shown(keys[-1] if keys else "", value) if not isinstance(value, (Mapping, list)) else "{...}"
+    return f"{dotted} = {shown}: {rule[0].lower()}{rule[1:]}; change it in {origin} or with --set {dotted}=..."
+
+
+def _shown(key: str, value: Any) -> str:
+    try:
+        text = repr(hidden(key, value))
+    except RecursionError:  # tables in tables, as many as a dotted key may name
+        return "{...}"
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]} ..."
+
+
+def _real_keys(location: Sequence[int | str], tree: Any) -> list[str]:
+    """Return the keys of `location` that stand in the file: pydantic adds the tag of the union that it chose."""
+    keys = []
+    for position, key in enumerate(location):
+        if isinstance(tree, Mapping) and key in tree:
+            tree = tree[key]
+        elif isinstance(tree, (list, tuple)) and isinstance(key, int):
+            tree = tree[key] if key < len(tree) else None
+        elif position < len(location) - 1 or not isinstance(tree, Mapping):
+            continue
+        keys.append(str(key))
+    return keys
+
+
+def _nearest(keys: Sequence[str]) -> str:
+    known = sorted(set(_dotted_names(PipelineConfig)))
+    parent = [name for name in known if name.split(".")[:-1] == list(keys[:-1])]
+    last = {name.split(".")[-1]: name for name in parent}
+    near = difflib.get_close_matches(keys[-1], last, n=1, cutoff=0.6)
+    if near:
+        return last[near[0]]
+    anywhere = difflib.get_close_matches(".".join(keys), known, n=1, cutoff=0.6)
+    return anywhere[0] if anywhere else ""
+
+
+def _dotted_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        for inner in _models_in(field.annotation):
+            yield from _dotted_names(inner, f"{prefix}{name}.")
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)

@@ -1,0 +1,104 @@
+"""`rlhf resume`: run again what did not come to its end. What was done is not done again."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Literal
+from uuid import UUID
+
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowFilter, FlowRunFilter
+from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.sorting import FlowRunSort
+from prefect.states import Scheduled
+
+from pipelines.services.flow_runs import FLOW_NAME, ours, reconcile
+from rlhf_core.errors import RlhfError, nearest
+
+LOOKED_AT = 50
+"""So many of the newest runs are offered by name."""
+
+
+class ResumeError(RlhfError, ValueError):
+    """A run that cannot be resumed as asked; says what can be done."""
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """What comes of the wish to resume a run.
+
+    `nothing`: there is nothing to do, and `said` says why. `scheduled`: `rlhf up` runs it again. `foreground`: it was
+    run by `rlhf run`, with `options`, and is to be run so again.
+    """
+
+    kind: Literal["nothing", "scheduled", "foreground"]
+    said: str
+    options: argparse.Namespace | None = None
+
+
+def resume(wanted: str, *, served: bool) -> Resumption:
+    """Resume the flow run of this name or id; "" means the newest that did not complete.
+
+    `served` says whether the deployments are up. Prefect's client must point at the server.
+    """
+    reconcile()
+    with get_client(sync_client=True) as client:
+        flow_run = _find(client, wanted)
+        if flow_run is None:
+            return Resumption("nothing", "nothing is left to resume: no run failed, crashed or was cancelled")
+        state = flow_run.state
+        named = f"{flow_run.name} ({flow_run.id})"
+        if state is None or not state.is_final():
+            return Resumption("nothing", f"{named} is {'unknown' if state is None else state.name}: {_wait(flow_run)}")
+        if state.is_completed():
+            return Resumption("nothing", f"{named} has completed: nothing is left to resume")
+        why = f"{named} was {state.name}" + (f" ({state.message})" if state.message else "")
+        if flow_run.deployment_id is None:
+            return Resumption("foreground", why, _options(flow_run))
+        if not served:
+            raise ResumeError(
+                f"resume = {wanted or flow_run.name!r}: it was served by a deployment; rlhf up, then again"
+            )
+        client.set_flow_run_state(flow_run.id, Scheduled(message="resumed by rlhf resume"), force=True)
+        return Resumption("scheduled", f"{why}; it runs again in the deployments and goes on where it was")
+
+
+def _find(client: SyncPrefectClient, wanted: str) -> FlowRun | None:
+    """Return the run of our flow that is meant; on a shared server other flows and state folders have theirs."""
+    flow = FlowFilter(name={"any_": [FLOW_NAME]})
+    found = client.read_flow_runs(flow_filter=flow, sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=LOOKED_AT)
+    newest = ours(found)
+    if not wanted:
+        unfinished = (run for run in newest if run.state and run.state.is_final() and not run.state.is_completed())
+        return next(unfinished, None)
+    try:
+        chosen = FlowRunFilter(id={"any_": [UUID(wanted)]})
+    except ValueError:
+        chosen = FlowRunFilter(name={"any_": [wanted]})
+    found = client.read_flow_runs(
+        flow_filter=flow, flow_run_filter=chosen, sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=LOOKED_AT
+    )
+    found = ours(found)
+    if not found:
+        names = sorted({run.name for run in newest})
+        raise ResumeError(f"resume = {wanted!r}: no flow run has this name or id; {nearest(wanted, names)}")
+    return found[0]
+
+
+def _wait(flow_run: FlowRun) -> str:
+    assert flow_run.state is not None
+    if flow_run.state.is_paused():
+        return "it waits for a person, in Prefect's page"
+    return "it will start by itself" if flow_run.state.is_scheduled() else "its process is at work"
+
+
+def _options(flow_run: FlowRun) -> argparse.Namespace:
+    """Return the options of the `rlhf run` that a flow run was."""
+    stored = {"strict_code": False, "strict_env": False, **flow_run.parameters}
+    try:
+        names = ("profile", "overrides", "until", "force", "strict_code", "strict_env")
+        options = {name: stored[name] for name in names}
+    except KeyError as error:
+        raise ResumeError(f"resume = {flow_run.name!r}: no run of rlhf (its parameters have no {error})") from None
+    return argparse.Namespace(**options)

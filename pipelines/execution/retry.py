@@ -1,0 +1,72 @@
+"""Trying a stage again whose workers were lost: from where it got to, in the same run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+from rlhf_core.errors import WorkerLostError, explain
+from rlhf_core.store import attempts
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.checkpoints import Checkpoints
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+PAUSE_S = 5.0
+"""Between tries that get no further, longer after each."""
+
+Reached = tuple[int, int]
+"""Step of the newest checkpoint, -1 without one, and the number of files (shards) beside the checkpoints."""
+
+
+def reached(store: ArtifactStore, key: str) -> Reached:
+    """Return how far the attempts at `key` have got; what compares greater is further."""
+    folder = store.layout.attempt(key)
+    checkpoint = Checkpoints(attempts.checkpoints(folder)).latest()
+    entries = [attempts.latest_work(folder) / name for name in attempts.unfinished_work(folder)]
+    files = sum(1 if entry.is_file() else sum(path.is_file() for path in entry.rglob("*")) for entry in entries)
+    return (-1 if checkpoint is None else checkpoint.step, files)
+
+
+def trying_again(
+    attempt: Callable[[], T], *, label: str, retries: int, where: Callable[[], Reached], sleep: Callable[[float], None]
+) -> T:
+    """Return what `attempt` returns; after a WorkerLostError it is called again, and goes on from its last checkpoint.
+
+    A try that got further than those before it starts the count of `retries` anew. When they are used up, the error
+    is raised, of the same class, with what the tries had in common. Any other error is raised at once.
+    """
+    best, failures = where(), 0
+    while True:
+        try:
+            return attempt()
+        except WorkerLostError as error:
+            now = where()
+            if now > best:
+                best, failures = now, 0
+            failures += 1
+            if failures > retries:
+                raise type(error)(_given_up(label, failures, error)) from error
+            what = str(error).partition("; ")[0]  # without the remedy, which is for a person
+            logger.warning("%s: %s; going on from %s (%d of %d)", label, what, _place(now), failures, retries)
+            sleep(PAUSE_S * (failures - 1))
+
+
+def _place(at: Reached) -> str:
+    step, files = at
+    if step >= 0:
+        return f"the checkpoint of step {step}"
+    return f"the {files} files that are finished" if files else "its beginning"
+
+
+def _given_up(label: str, failures: int, error: WorkerLostError) -> str:
+    if failures == 1:
+        return f"{label}: {error}"
+    remedy = (
+        "mend the cause and run again, it goes on from there; if memory ran out: lower runtime.trainer.micro_batch "
+        "or runtime.sampler.kv_cache_gib"
+    )
+    return explain(label, f"lost its workers {failures} times without getting further", str(error), remedy)

@@ -1,0 +1,116 @@
+"""What Prefect's pages show about a stage: its card, its sample table and its progress."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from uuid import UUID
+
+from prefect.artifacts import (
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+from pipelines.execution.run import StageOutcome
+from rlhf_core.stage.decision import Decision
+from rlhf_core.stage.key import StageInput, StageSpec
+from rlhf_core.types import ArtifactRef
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_EVERY_S = 2.0
+AWAY_S = 60.0
+
+
+def artifact_key(*parts: str) -> str:
+    """Return a key that Prefect accepts: lower-case letters, digits and dashes.
+
+    >>> artifact_key("stage", "iterative_dpo/round_1/dpo")
+    'stage-iterative-dpo-round-1-dpo'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", "-".join(parts).lower()).strip("-")
+
+
+def show_stage(spec: StageSpec, outcome: StageOutcome) -> None:
+    """Attach the card of a stage to its task run: decision and reason, key, inputs, metrics, and where to look on."""
+    decision = outcome.decision
+    lines = [
+        f"# {spec.label}",
+        f"**{decision.action}**: {decision.reason}",
+        "",
+        f"key `{decision.key}`" + ("" if decision.action == "HIT" else f", {outcome.seconds:.1f} s"),
+        "",
+        f"made `{type(outcome.ref).__name__}` `{outcome.ref.digest}`",
+    ]
+    lines += [f"- from {name}: {_shown(value)}" for name, value in spec.inputs.items()]
+    if outcome.tracking_url:
+        lines += ["", f"[MLflow run]({outcome.tracking_url})"]
+    if outcome.metrics:
+        lines += ["", "| metric | value |", "|---|---|"]
+        lines += [f"| {name} | {value:.6g} |" for name, value in sorted(outcome.metrics.items())]
+    _quietly(create_markdown_artifact, key=artifact_key("stage", spec.label), markdown="\n".join(lines))
+
+
+def show_samples(label: str, rows: list[dict[str, str]]) -> None:
+    """Attach the newest sample table of a stage."""
+    if rows:
+        _quietly(create_table_artifact, key=artifact_key("samples", label), table=rows)
+
+
+def show_plan(rows: list[tuple[str, Decision]]) -> None:
+    """Attach the plan to the flow run: Prefect draws no node before it runs."""
+    lines = ["| stage | decision | why |", "|---|---|---|"]
+    lines += [f"| {label} | {decision.action} | {decision.reason.replace('|', ' ')} |" for label, decision in rows]
+    _quietly(create_markdown_artifact, key="plan", markdown="\n".join(lines))
+
+
+class ProgressCard:
+    """A progress bar on the task run; updated at most every two seconds."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._id: UUID | None = None
+        self._last = 0.0
+
+    def show(self, done: int, total: int, message: str) -> None:
+        now = time.monotonic()
+        if total <= 0 or (now - self._last < PROGRESS_EVERY_S and done < total):
+            return
+        self._last = now
+        percent = min(100.0, 100.0 * done / total)
+        if self._id is None:
+            key = artifact_key("progress", self._label)
+            self._id = _quietly(create_progress_artifact, progress=percent, key=key, description=message)
+        else:
+            _quietly(update_progress_artifact, artifact_id=self._id, progress=percent, description=message)
+
+
+class _Away:
+    """Until when a server that did not answer is not asked again."""
+
+    until = 0.0
+
+
+def _quietly(call, **arguments):  # type: ignore[no-untyped-def]  # five functions of Prefect without a common type
+    """A page that cannot be updated must neither end nor delay a stage that runs for hours."""
+    if time.monotonic() < _Away.until:
+        return None
+    try:
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
+            return call(**arguments)
+    except Exception as error:
+        _Away.until = time.monotonic() + AWAY_S
+        shown = arguments["key"] if "key" in arguments else "progress"
+        logger.warning("Prefect could not show %s, the next try is in %.0f s: %s", shown, AWAY_S, error)
+        return None
+
+
+def _shown(value: StageInput) -> str:
+    if isinstance(value, ArtifactRef):
+        return f"{type(value).__name__} `{value.digest[:12]}`"
+    named = value.items() if isinstance(value, dict) else enumerate(value)
+    return ", ".join(f"{name}: {_shown(ref)}" for name, ref in named)

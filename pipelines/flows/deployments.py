@@ -1,0 +1,184 @@
+"""What `rlhf up` serves: `rlhf-pipeline/full`, `/rlvr`, and one deployment per stage, each with a typed form.
+
+This process also sees to it, at its start and every minute, that no run is shown at work whose process is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+from prefect import Flow
+from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
+from prefect.deployments.runner import EntrypointType
+from prefect.runner import Runner
+from prefect.runner import _scheduled_run_poller as poller
+from pydantic import BaseModel
+
+from pipelines.execution.profile import PipelineConfig, load_profile
+from pipelines.flows import pipeline_flows, stage_flows
+from pipelines.services.flow_runs import home_tag, interrupt, reconcile
+from pipelines.services.home import Home
+
+logger = logging.getLogger(__name__)
+
+ONE_AT_A_TIME = ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.ENQUEUE)
+RUNS_AT_ONCE = 1
+"""Two runs would each start a Ray of their own, on the same cores and GPUs; the second waits and then finds hits."""
+POLL_S = 2.0
+PATIENT_QUESTIONS = 10_000
+"""So often the server may fail to answer in a row. Prefect's own 3 would end the runner, and with it the flows that run,
+seconds after its server went away."""
+BEAT_EVERY_S = 5.0
+RECONCILE_EVERY_S = 60.0
+OF_THE_PIPELINE = {"ppo": {"start_from"}, "distill": {"start_from", "teacher"}}
+"""Keys of a section that are inputs of the stage alone."""
+SAVE_TIMEOUT_S = 25.0
+"""So long a flow that is asked to end may take to save; then it is killed, and resumes from its last checkpoint."""
+
+
+def deployments() -> list[Any]:
+    """Return the deployments; their forms are filled from the tiny profiles, so that each runs as it is."""
+    profile = load_profile("tiny/full")
+    others = [stage_parameters(load_profile(name)) for name in ("tiny/distill", "tiny/conditional", "tiny/prm")]
+    forms = others[0] | others[1] | others[2] | stage_parameters(profile)
+    return [
+        _deploy(pipeline_flows.full, "full", {"config": _plain(profile)}),
+        _deploy(pipeline_flows.rlvr, "rlvr", {"config": _plain(load_profile("tiny/rlvr"))}),
+        # Where the model is only a person knows: the form is filled in but for that.
+        _deploy(stage_flows.import_reward_model, "import-reward-model", {"settings": forms["ppo"][1]["settings"]}),
+        *(_deploy(flow, name, parameters) for name, (flow, parameters) in forms.items()),
+    ]
+
+
+def stage_parameters(profile: PipelineConfig) -> dict[str, tuple[Flow[..., Any], dict[str, Any]]]:
+    """Return deployment name -> flow and the parameters that its form starts with."""
+    rejection, dpo, judged = profile.rejection_sampling, profile.iterative_dpo, profile.evaluate
+    conditional = profile.conditional_sft
+    settings = {"name": profile.name, "seed": profile.seed, "runtime": _plain(profile.runtime)}
+    sections: dict[str, tuple[Flow[..., Any], BaseModel | None]] = {
+        "prepare-data": (stage_flows.prepare_data, profile.prepare_data),
+        "sft": (stage_flows.sft, profile.sft),
+        "reward-model": (stage_flows.reward_model, profile.reward_model),
+        "process-reward-model": (stage_flows.process_reward_model, profile.process_reward_model),
+        "generate": (stage_flows.generate, rejection and rejection.generate),
+        "score": (stage_flows.score, rejection and rejection.score),
+        "select": (stage_flows.select, rejection and rejection.select),
+        "rejection-sampling": (stage_flows.rejection_sampling, rejection),
+        "condition": (stage_flows.condition, conditional and conditional.condition),
+        "conditional-sft": (stage_flows.conditional_sft, conditional),
+        "distill": (stage_flows.distill, profile.distill),
+        "iterative-dpo": (stage_flows.iterative_dpo, dpo),
+        "dpo": (stage_flows.dpo, dpo and dpo.dpo),
+        "ppo": (stage_flows.ppo, profile.ppo),
+        "evaluate": (stage_flows.evaluate, judged and judged.evaluate),
+        "publish": (stage_flows.publish, profile.publish),
+    }
+    parameters: dict[str, tuple[Flow[..., Any], dict[str, Any]]] = {}
+    for name, (flow, section) in sections.items():
+        if section is not None:
+            left_out = OF_THE_PIPELINE[name] if name in OF_THE_PIPELINE else None
+            config = section.model_dump(mode="json", exclude_none=True, exclude=left_out)
+            parameters[name] = (flow, {"config": config, "settings": settings})
+    return parameters
+
+
+def _deploy(flow: Flow[..., Any], name: str, parameters: dict[str, Any]) -> Any:
+    return flow.to_deployment(
+        name,
+        parameters=parameters,
+        description=flow.description,
+        concurrency_limit=ONE_AT_A_TIME,
+        entrypoint_type=EntrypointType.MODULE_PATH,
+    )
+
+
+def _plain(config: BaseModel) -> dict[str, Any]:
+    return config.model_dump(mode="json", exclude_none=True)
+
+
+class InterruptingRunner(Runner):
+    """A runner that, asked to end, first writes down that its runs are interrupted, then lets them save.
+
+    Prefect's own way kills them and leaves them Running, or calls them Cancelled.
+    """
+
+    def handle_sigterm(self, *args: Any, **kwargs: Any) -> NoReturn:
+        try:
+            for mended in interrupt():
+                logger.warning("%s", mended)
+        except Exception as error:  # the flows must be told all the same
+            logger.warning("the runs under way could not be marked as interrupted: %s", error)
+        flows_under_way = psutil.Process().children()
+        for process in flows_under_way:
+            process.send_signal(signal.SIGTERM)
+        psutil.wait_procs(flows_under_way, timeout=SAVE_TIMEOUT_S)
+        os._exit(0)
+
+
+async def _serve(runner: Runner, mark: Path) -> None:
+    poller.critical_service_loop = partial(poller.critical_service_loop, consecutive=PATIENT_QUESTIONS)
+    beating = asyncio.create_task(_beat(mark))
+    try:
+        await runner.start()
+    finally:
+        beating.cancel()
+
+
+async def _beat(mark: Path) -> None:
+    """Touch `mark` from the loop that serves, so that it grows old when that loop stands still."""
+    while True:
+        mark.touch()
+        await asyncio.sleep(BEAT_EVERY_S)
+
+
+def _keep_true(log: Path) -> None:
+    """Reconcile everything once, and again whenever Prefect turns out to have shown something that is not so."""
+    _reconcile_all(log)
+    while True:
+        time.sleep(RECONCILE_EVERY_S)
+        try:
+            mended = reconcile()
+        except Exception as error:  # the server may be away for a while
+            logger.warning("runs of dead processes could not be looked for: %s", error)
+            continue
+        for found in mended:
+            logger.warning("%s", found)
+        if mended:
+            _reconcile_all(log)
+
+
+def _reconcile_all(log: Path) -> None:
+    # In a process of its own: MLflow takes 200 MB, and is needed here once in a while only.
+    with log.open("ab") as stream:
+        subprocess.run(
+            [sys.executable, "-P", "-m", "pipelines.cli.main", "reconcile"], stdout=stream, stderr=stream, check=False
+        )
+
+
+def main(mark: Path) -> None:
+    """Serve the deployments; the file `mark` is there, and young, while they can be triggered."""
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    tag = home_tag(Home.here())
+    reconcile()
+    runner = InterruptingRunner(limit=RUNS_AT_ONCE, query_seconds=POLL_S)
+    for deployment in deployments():
+        deployment.tags = [tag]  # its runs inherit it: that they are ours is known before they start
+        runner.add_deployment(deployment)
+    log = mark.parent / "logs" / "reconcile.log"
+    threading.Thread(target=_keep_true, args=(log,), daemon=True, name="reconcile").start()
+    asyncio.run(_serve(runner, mark))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

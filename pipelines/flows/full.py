@@ -1,0 +1,249 @@
+"""The whole lifecycle, in the order of the figure: data, imitation, preference, search, optimisation, judgement.
+
+prepare_data -> sft -> reward_model -+-> rejection sampling -+
+             process_reward_model ---+-> conditional SFT ----+
+                                     +-> DPO, iterative DPO -+-> evaluate -> publish
+                                     +-> PPO ----------------+
+                            a policy -+-> distillation ------+
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from pipelines.execution.profile import (
+    ConditionalSFTConfig,
+    DistillationConfig,
+    EvaluationConfig,
+    PipelineConfig,
+    RejectionSamplingConfig,
+)
+from pipelines.flows.graph import Stages
+from pipelines.flows.iterative_dpo import iterate_dpo
+from rlhf_core.errors import ConfigError
+from rlhf_core.types import (
+    ArtifactRef,
+    DemonstrationsRef,
+    PolicyRef,
+    PreferencesRef,
+    PreparedDataRef,
+    PromptsRef,
+    ReportRef,
+    RewardModelRef,
+    RolloutsRef,
+    StepsRef,
+)
+
+R = TypeVar("R", bound=ArtifactRef)
+
+
+@dataclass
+class Made:
+    """What the lifecycle has made so far. `asked` are the prompts of policies that were taught to hear others."""
+
+    data: PreparedDataRef
+    policies: dict[str, PolicyRef]
+    reward_models: dict[str, RewardModelRef] = field(default_factory=dict)
+    asked: dict[str, PromptsRef] = field(default_factory=dict)
+
+    @property
+    def imitator(self) -> PolicyRef:
+        return self.policies["sft"] if "sft" in self.policies else self.policies["base"]
+
+
+def lifecycle(config: PipelineConfig, stages: Stages) -> dict[str, PolicyRef]:
+    """Run every stage that the profile has a section for; return the policies by name, in order of making."""
+    data = stages.prepare_data("prepare_data", config.prepare_data)
+    made = Made(data, {"base": part(data, "base", PolicyRef)})
+    if config.import_reward_model:  # first: one that cannot be used is found before anything is trained
+        made.reward_models["reward_model"] = stages.import_reward_model(
+            "import_reward_model", config.import_reward_model, policy=made.policies["base"]
+        )
+    if config.sft:
+        demonstrations = part(data, "demonstrations", DemonstrationsRef)
+        made.policies["sft"] = stages.sft(
+            "sft", config.sft, policy=made.policies["base"], demonstrations=demonstrations
+        )
+    train_reward_models(config, stages, made)
+    learn_from_own_answers(config, stages, made)
+    optimise_preferences(config, stages, made)
+    optimise_policy(config, stages, made)
+    if config.evaluate:
+        report = judge(
+            config.evaluate,
+            stages,
+            policies=made.policies,
+            prompts=part(data, "eval_prompts", PromptsRef),
+            asked=made.asked,
+            reward_models=made.reward_models,
+        )
+        if config.publish:
+            chosen = config.publish.policy or list(made.policies)[-1]
+            stages.publish("publish", config.publish, policy=made.policies[chosen], report=report)
+    return made.policies
+
+
+def train_reward_models(config: PipelineConfig, stages: Stages, made: Made) -> None:
+    """Train the judges of answers, and of steps, from the imitating policy."""
+    if config.reward_model:
+        preferences = part(made.data, "preferences", PreferencesRef)
+        made.reward_models["reward_model"] = stages.reward_model(
+            "reward_model", config.reward_model, policy=made.imitator, preferences=preferences
+        )
+    if config.process_reward_model:
+        steps = part(made.data, "steps", StepsRef)
+        made.reward_models["process_reward_model"] = stages.process_reward_model(
+            "process_reward_model", config.process_reward_model, policy=made.imitator, steps=steps
+        )
+
+
+def learn_from_own_answers(config: PipelineConfig, stages: Stages, made: Made) -> None:
+    """Imitate the best of one's own answers, or all of them with what they are worth."""
+    if config.rejection_sampling:
+        made.policies["rejection_sampling"] = sample_and_imitate(
+            config.rejection_sampling,
+            stages,
+            policy=made.imitator,
+            prompts=part(made.data, "prompts", PromptsRef),
+            reward_models=made.reward_models,
+        )
+    if config.conditional_sft:
+        made.policies["conditional_sft"], rollouts = condition_and_imitate(
+            config.conditional_sft,
+            stages,
+            policy=made.imitator,
+            prompts=part(made.data, "prompts", PromptsRef),
+            reward_models=made.reward_models,
+        )
+        if config.evaluate:
+            made.asked["conditional_sft"] = stages.condition_prompts(
+                "conditional_sft/ask",
+                config.conditional_sft.condition,
+                rollouts=rollouts,
+                prompts=part(made.data, "eval_prompts", PromptsRef),
+            )
+
+
+def optimise_preferences(config: PipelineConfig, stages: Stages, made: Made) -> None:
+    """Learn from pairs: the prepared ones, or those of one's own answers, round by round."""
+    if config.dpo:
+        start = made.policies[config.dpo.start_from]
+        preferences = part(made.data, "preferences", PreferencesRef)
+        made.policies["dpo"] = stages.dpo("dpo", config.dpo, policy=start, reference=start, preferences=preferences)
+    if config.iterative_dpo:
+        made.policies["iterative_dpo"] = iterate_dpo(
+            config.iterative_dpo,
+            stages,
+            policy=made.policies[config.iterative_dpo.start_from],
+            prompts=part(made.data, "prompts", PromptsRef),
+            reward_models=made.reward_models,
+        )
+
+
+def optimise_policy(config: PipelineConfig, stages: Stages, made: Made) -> None:
+    """Learn from rewards, and teach what was learnt to a student."""
+    if config.ppo:
+        start = made.policies[config.ppo.start_from]
+        made.policies["ppo"] = stages.ppo(
+            "ppo",
+            config.ppo,
+            policy=start,
+            reference=start,
+            prompts=part(made.data, "prompts", PromptsRef),
+            reward_models=made.reward_models,
+            demonstrations=part(made.data, "demonstrations", DemonstrationsRef) if config.ppo.ptx else None,
+        )
+    if config.distill:
+        made.policies["distill"] = distil(
+            config.distill,
+            stages,
+            policy=made.policies[config.distill.start_from],
+            teacher=made.policies[config.distill.teacher],
+            data=made.data,
+        )
+
+
+def sample_and_imitate(
+    config: RejectionSamplingConfig,
+    stages: Stages,
+    *,
+    policy: PolicyRef,
+    prompts: PromptsRef,
+    reward_models: dict[str, RewardModelRef],
+) -> PolicyRef:
+    """Rejection sampling (arXiv 2307.09288, section 3.2.3): imitate the best of n of one's own answers."""
+    generations = stages.generate("rejection_sampling/generate", config.generate, policy=policy, prompts=prompts)
+    rollouts = stages.score(
+        "rejection_sampling/score", config.score, generations=generations, reward_models=reward_models
+    )
+    best = stages.select_demonstrations("rejection_sampling/select", config.select, rollouts=rollouts)
+    return stages.sft("rejection_sampling/sft", config.sft, policy=policy, demonstrations=best)
+
+
+def condition_and_imitate(
+    config: ConditionalSFTConfig,
+    stages: Stages,
+    *,
+    policy: PolicyRef,
+    prompts: PromptsRef,
+    reward_models: dict[str, RewardModelRef],
+) -> tuple[PolicyRef, RolloutsRef]:
+    """Conditional SFT (arXiv 2308.12050): imitate one's own answers, told how good each is; and the scored answers."""
+    generations = stages.generate("conditional_sft/generate", config.generate, policy=policy, prompts=prompts)
+    rollouts = stages.score("conditional_sft/score", config.score, generations=generations, reward_models=reward_models)
+    levels = stages.condition_demonstrations("conditional_sft/condition", config.condition, rollouts=rollouts)
+    return stages.sft("conditional_sft/sft", config.sft, policy=policy, demonstrations=levels), rollouts
+
+
+def distil(
+    config: DistillationConfig, stages: Stages, *, policy: PolicyRef, teacher: PolicyRef, data: PreparedDataRef
+) -> PolicyRef:
+    """Teach the student `policy` on its own answers to the prompts, or on the demonstrations."""
+    if config.on_policy:
+        prompts = part(data, "prompts", PromptsRef)
+        return stages.distill("distill", config, policy=policy, teacher=teacher, prompts=prompts)
+    demonstrations = part(data, "demonstrations", DemonstrationsRef)
+    return stages.distill("distill", config, policy=policy, teacher=teacher, demonstrations=demonstrations)
+
+
+def judge(
+    config: EvaluationConfig,
+    stages: Stages,
+    *,
+    policies: dict[str, PolicyRef],
+    prompts: PromptsRef,
+    asked: dict[str, PromptsRef],
+    reward_models: dict[str, RewardModelRef],
+) -> ReportRef:
+    """Let every policy answer the held-out prompts, those in `asked` as it has been taught to; compare the answers."""
+    best_of = config.evaluate.best_of
+    generations = {}
+    for name, policy in policies.items():
+        samples = best_of[name] if name in best_of else config.generate.samples_per_prompt
+        generate = config.generate.model_copy(update={"samples_per_prompt": samples})
+        generations[name] = stages.generate(
+            f"evaluate/{name}/generate",
+            generate,
+            policy=policy,
+            prompts=prompts,
+            asked=asked[name] if name in asked else None,
+        )
+    return stages.evaluate(
+        "evaluate",
+        config.evaluate,
+        generations=generations,
+        reference=policies[config.evaluate.reference],
+        reward_model=reward_models["reward_model"] if "reward_model" in reward_models else None,
+    )
+
+
+def part(data: PreparedDataRef, name: str, kind: type[R]) -> R:
+    """Return one of the artifacts inside the prepared data; ConfigError if this data has none."""
+    ref = getattr(data, name)
+    if not isinstance(ref, kind):
+        raise ConfigError(
+            f"prepare_data.{name} = {ref!r}: a later stage needs {kind.__name__}; "
+            f"let prepare_data make {name}, or take the section that reads it out of the profile"
+        )
+    return ref

@@ -1,0 +1,51 @@
+"""Iterative DPO (arXiv 2312.11456, 2405.07863): answer, score, pair the best with the worst, prefer; again."""
+
+from __future__ import annotations
+
+from pipelines.execution.profile import IterativeDPOConfig
+from pipelines.flows.graph import Stages
+from rlhf_core.types import PolicyRef, PromptsRef, RewardModelRef
+
+
+def iterate_dpo(
+    config: IterativeDPOConfig,
+    stages: Stages,
+    *,
+    policy: PolicyRef,
+    prompts: PromptsRef,
+    reward_models: dict[str, RewardModelRef],
+) -> PolicyRef:
+    """Return the policy of the last round; every round's answers, pairs and policy stay in the store."""
+    reference = policy
+    for number in range(1, config.rounds + 1):
+        policy = dpo_round(
+            config,
+            stages,
+            number=number,
+            policy=policy,
+            reference=reference,
+            prompts=prompts,
+            reward_models=reward_models,
+        )
+        if config.reference == "previous":
+            reference = policy
+    return policy
+
+
+def dpo_round(
+    config: IterativeDPOConfig,
+    stages: Stages,
+    *,
+    number: int,
+    policy: PolicyRef,
+    reference: PolicyRef,
+    prompts: PromptsRef,
+    reward_models: dict[str, RewardModelRef],
+) -> PolicyRef:
+    """One round: generate -> score -> select (pairs) -> dpo. Every round salts its samples' seeds anew."""
+    label = f"iterative_dpo/round_{number}"
+    generate = config.generate.model_copy(update={"round": config.generate.round + number - 1})
+    generations = stages.generate(f"{label}/generate", generate, policy=policy, prompts=prompts)
+    rollouts = stages.score(f"{label}/score", config.score, generations=generations, reward_models=reward_models)
+    pairs = stages.select_pairs(f"{label}/select", config.select, rollouts=rollouts)
+    return stages.dpo(f"{label}/dpo", config.dpo, policy=policy, reference=reference, preferences=pairs)

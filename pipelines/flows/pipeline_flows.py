@@ -1,0 +1,60 @@
+"""The pipelines as Prefect flows with typed parameters: what the served deployments run."""
+
+from __future__ import annotations
+
+from prefect import flow
+from prefect.context import FlowRunContext
+
+from pipelines.execution.listener import Silent
+from pipelines.execution.plan import Pipeline
+from pipelines.execution.profile import PipelineConfig, with_overrides
+from pipelines.execution.run import RunOptions, open_run, open_tracker
+from pipelines.flows.full import lifecycle
+from pipelines.flows.rlvr import verifiable_rewards
+from pipelines.flows.tasks import run_in_flow
+from pipelines.services.flow_runs import FLOW_NAME, own
+from pipelines.services.home import Home
+
+
+@flow(name=FLOW_NAME, flow_run_name="{config.name}", persist_result=False)
+def full(
+    config: PipelineConfig,
+    overrides: list[str] = [],  # noqa: B006  # Prefect shows it in the form and never changes it
+    until: str = "",
+    force: list[str] = [],  # noqa: B006
+    strict_code: bool = False,
+    strict_env: bool = False,
+) -> dict[str, str]:
+    """The whole lifecycle: every section of `config` that is there, in order.
+
+    `overrides` are `dotted.key=value` changes of `config`; `until` ends after that stage; `force` runs stages anew.
+    """
+    options = RunOptions(until=until, force=tuple(force), strict_code=strict_code, strict_env=strict_env)
+    return run_served(with_overrides(config, overrides), lifecycle, options)
+
+
+@flow(name=FLOW_NAME, flow_run_name="{config.name}", persist_result=False)
+def rlvr(
+    config: PipelineConfig,
+    overrides: list[str] = [],  # noqa: B006
+    until: str = "",
+    force: list[str] = [],  # noqa: B006
+    strict_code: bool = False,
+    strict_env: bool = False,
+) -> dict[str, str]:
+    """Policy optimisation on verifiable rewards; the profile has no learned reward."""
+    options = RunOptions(until=until, force=tuple(force), strict_code=strict_code, strict_env=strict_env)
+    return run_served(with_overrides(config, overrides), verifiable_rewards, options)
+
+
+def run_served(config: PipelineConfig, pipeline: Pipeline, options: RunOptions) -> dict[str, str]:
+    """Run a pipeline in the flow that is active; return label -> digest of what it made."""
+    home = Home.here().make()
+    context = FlowRunContext.get()
+    if context is not None and context.flow_run is not None:
+        own(context.flow_run.id)  # before the plan: a run that is retried still names the process that died
+    with open_run(
+        config, pipeline, options, home=home, tracker=open_tracker(config, home), listener=Silent()
+    ) as pipeline_run:
+        results = run_in_flow(pipeline_run, pipeline)
+    return {label: ref.digest for label, ref in results.items()}

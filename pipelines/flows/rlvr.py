@@ -1,0 +1,32 @@
+"""Reinforcement learning from verifiable rewards: prepare_data -> sft -> policy optimisation -> evaluate.
+
+The lifecycle without preferences: the reward checks the answer against the prompt's label (arXiv 2411.15124), so no
+reward model is trained. The profile says which estimator is used; `grpo` is the usual one.
+"""
+
+from __future__ import annotations
+
+from pipelines.execution.profile import PipelineConfig
+from pipelines.flows.full import lifecycle
+from pipelines.flows.graph import Stages
+from rlhf_core.errors import ConfigError
+from rlhf_core.types import PolicyRef
+
+
+def verifiable_rewards(config: PipelineConfig, stages: Stages) -> dict[str, PolicyRef]:
+    """Run the lifecycle of a profile that has no learned reward; ConfigError if it has one."""
+    for section in (
+        "import_reward_model",
+        "reward_model",
+        "process_reward_model",
+        "rejection_sampling",
+        "conditional_sft",
+        "dpo",
+        "iterative_dpo",
+    ):
+        if getattr(config, section) is not None:
+            raise ConfigError(
+                f"{section} = {{...}}: the rlvr pipeline learns from verifiable rewards alone; "
+                f"take [{section}] out of the profile, or run the full pipeline"
+            )
+    return lifecycle(config, stages)

@@ -1,0 +1,100 @@
+"""Stages as Prefect tasks: the store decides, Prefect shows. A hit is a task in state Cached, with its edges.
+
+Prefect's own caching is off: it remembers return values, sees neither changed files nor changed code, and its locks
+outlive their owner.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TypeVar
+from uuid import UUID
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.context import FlowRunContext
+from prefect.events.worker import EventsWorker
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, PREFECT_UI_URL, temporary_settings
+from prefect.states import Completed
+
+from pipelines.execution.inputs import parts
+from pipelines.execution.plan import Pipeline, expect
+from pipelines.execution.run import PipelineRun, run_stages
+from pipelines.flows.cards import ProgressCard, show_plan, show_samples, show_stage
+from pipelines.services.flow_runs import own, reconcile
+from pipelines.services.servers import wait_for
+from rlhf_core.secrets.redaction import shown
+from rlhf_core.stage.key import StageSpec
+from rlhf_core.stage.stopping import on_signals, time_limit
+from rlhf_core.types import ArtifactRef
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R", bound=ArtifactRef)
+
+
+def run_in_flow(run: PipelineRun, pipeline: Pipeline) -> dict[str, ArtifactRef]:
+    """Run the pipeline inside the flow that is active, each stage as a task; return the artifacts by label."""
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        raise RuntimeError("run_in_flow: no flow is active; call it inside a flow")
+    own(context.flow_run.id)  # first: a run that is retried still names the process that died
+    reconcile()
+    show_plan([(stage.label, stage.decision) for stage in run.planned])
+    with time_limit(run.config.runtime.time_limit_s), on_signals():
+        return run_stages(run, pipeline, TaskRunner(run), tags=_links(context.flow_run))
+
+
+def settle(flow_run_id: UUID, tasks: int, *, patience_s: float = 10.0) -> None:
+    """Wait until the server has written down the end of `tasks` tasks: it does so a little later, from events."""
+
+    def all_written() -> bool:
+        task_runs = client.read_task_runs(flow_run_filter=flow_run)
+        return sum(task_run.state is not None and task_run.state.is_final() for task_run in task_runs) >= tasks
+
+    EventsWorker.drain_all(timeout=patience_s)
+    flow_run = FlowRunFilter(id={"any_": [flow_run_id]})
+    try:
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), get_client(sync_client=True) as client:
+            wait_for(all_written, patience_s)
+    except Exception as error:
+        # The run has ended, well or not, and its result must not hang on what the page shows.
+        logger.warning("Prefect may show tasks of this run as running: %s", error)
+
+
+class TaskRunner:
+    """A `RunStage` that runs a stage as a task of the active flow."""
+
+    def __init__(self, run: PipelineRun) -> None:
+        self._run = run
+        self._made: dict[str, State[bool]] = {}
+        """Uri of an artifact -> the task that made it or found it."""
+
+    def __call__(self, spec: StageSpec, kind: type[R]) -> R:
+        run, refs = self._run, []
+
+        # Handles go past Prefect, and what a stage waits for draws the edges: as arguments and results they would draw
+        # false ones, since Prefect goes by the identity of every value in them, down to the digests of parents.
+        @task(name=spec.label, task_run_name=spec.label, cache_policy=NO_CACHE, persist_result=False)
+        def stage() -> State[bool]:
+            outcome = run.stage(spec, ProgressCard(spec.label).show)
+            refs.append(outcome.ref)
+            show_stage(spec, outcome)
+            show_samples(spec.label, outcome.samples)
+            name = "Cached" if outcome.decision.action == "HIT" else "Completed"
+            return Completed(name=name, message=f"{outcome.decision.action}: {outcome.decision.reason}", data=True)
+
+        before = {self._made[ref.uri].id: self._made[ref.uri] for ref in spec.refs() if ref.uri in self._made}
+        state = stage(wait_for=list(before.values()), return_state=True)
+        state.result()  # raises what the stage raised
+        ref: R = expect(refs[0], kind, spec.label)
+        self._made |= dict.fromkeys([ref.uri, *(part.uri for part in parts(ref))], state)
+        return ref
+
+
+def _links(flow_run: FlowRun) -> dict[str, str]:
+    address = shown(f"{PREFECT_UI_URL.value()}/runs/flow-run/{flow_run.id}")
+    return {"prefect.flow_run_id": str(flow_run.id), "prefect.flow_run_name": flow_run.name, "prefect.url": address}

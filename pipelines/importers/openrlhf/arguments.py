@@ -1,0 +1,111 @@
+"""The words of one OpenRLHF command as flags with values, by the table of flags."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pipelines.importers.openrlhf.flags import COMMANDS, DEFAULTS, FLAGS, Flag
+from pipelines.importers.openrlhf.shell import Command
+from rlhf_core.errors import ConfigError, explain, nearest
+
+SYNTAX = {"--module", "-m", "--"}
+"""Words of a launcher that only lead to the command."""
+LAUNCHER_SWITCHES = {*SYNTAX, "--no_local_rank", "--standalone", "--no-wait", "--verbose", "--overlap", "--exclusive"}
+
+
+class Given(NamedTuple):
+    """One flag as it was written, with its words."""
+
+    flag: str
+    words: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The value as it was written; empty for a switch."""
+        return " ".join(self.words)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The flags of one command: by name as OpenRLHF reads them, and those that it does not read or reads later anew."""
+
+    module: str
+    command: str
+    given: dict[str, Given]
+    repeated: tuple[Given, ...]
+    unknown: tuple[Given, ...]
+    launcher: tuple[Given, ...]
+
+    @property
+    def dotted(self) -> bool:
+        """Whether the command speaks the dotted language of 0.10.2 and later."""
+        return any("." in given.flag for given in self.given.values())
+
+    def default(self, name: str) -> str | None:
+        """Return OpenRLHF's default, None where the flag has none that a profile needs."""
+        for group in ("ppo dotted" if self.dotted and self.command == "ppo" else "", self.command, "all"):
+            if group in DEFAULTS and name in DEFAULTS[group]:
+                return DEFAULTS[group][name]
+        return None
+
+    def spelling(self, name: str) -> str:
+        """Return the flag as it was written, or as this language spells it."""
+        if name in self.given:
+            return self.given[name].flag
+        others = [other for flag in FLAGS if flag.name == name for other in flag.others.split() if "." in other]
+        own = [other for other in others if not other.startswith("actor.") or self.command == "ppo"]
+        return f"--{own[-1] if self.dotted and own else name}"
+
+
+def read_arguments(command: Command, *, lenient: bool) -> Arguments:
+    """Return the flags of a command; ConfigError for words that OpenRLHF would refuse, unless `lenient`."""
+    name = COMMANDS[command.module]
+    known = {spelt: flag for flag in FLAGS if name in flag.commands.split() for spelt in _spellings(flag)}
+    given: dict[str, Given] = {}
+    repeated, unknown = [], []
+    for found in _split(command.words, known):
+        if found.flag in known:
+            flag = known[found.flag]
+            _check_words(flag, found)
+            repeated += [given.pop(flag.name)] if flag.name in given else []
+            given[flag.name] = found
+        elif lenient:
+            unknown.append(found)
+        else:
+            rule = f"OpenRLHF's {command.module} has no such flag"
+            raise ConfigError(
+                explain(found.flag, found.text, rule, f"{nearest(found.flag, list(known))} (or --lenient)")
+            )
+    launcher = tuple(_split(command.launcher, {}))
+    return Arguments(command.module, name, given, tuple(repeated), tuple(unknown), launcher)
+
+
+def _spellings(flag: Flag) -> list[str]:
+    return [f"--{spelt}" for spelt in (flag.name, *flag.others.split())]
+
+
+def _split(words: Sequence[str], known: dict[str, Flag]) -> list[Given]:
+    """Return each flag with the words up to the next one; a launcher's flags, which are not `known`, have at most one."""
+    found: list[Given] = []
+    for word in words:
+        flag, separator, value = word.partition("=")
+        if word in LAUNCHER_SWITCHES and not known:
+            found.append(Given(word, ()))
+        elif word.startswith("--"):
+            found.append(Given(flag, (value,) if separator else ()))
+        elif known and not found:
+            found.append(Given(word, ()))
+        elif found and (known or not (found[-1].words or found[-1].flag in LAUNCHER_SWITCHES)):
+            found[-1] = Given(found[-1].flag, (*found[-1].words, word))
+    return [one for one in found if known or one.flag not in SYNTAX]
+
+
+def _check_words(flag: Flag, given: Given) -> None:
+    if flag.kind == "switch" and given.words:
+        raise ConfigError(explain(given.flag, given.text, "is a switch and takes no value", "remove the value"))
+    if flag.kind != "switch" and not given.words:
+        raise ConfigError(explain(given.flag, "", "needs a value", "add it"))
+    if flag.kind == "value" and len(given.words) > 1:
+        raise ConfigError(explain(given.flag, given.text, "takes one value", "quote it, or remove the others"))

@@ -1,0 +1,64 @@
+"""The verb `import-openrlhf`: reads a script, writes a profile, shows the report."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from pipelines.importers.openrlhf.report import report
+from pipelines.importers.openrlhf.translate import Translation, translate
+from rlhf_core.errors import ConfigError, explain
+
+STDIN = "-"
+REPORT_WIDTH = 160
+
+
+def import_script(script: str, *, out: str, lenient: bool, console: Console) -> Translation:
+    """Write the profile of `script` to the file `out` and the report to `console`; without `out` the profile goes to
+    standard output and the report to standard error.
+
+    ConfigError for a script that is not there or has something that cannot be read, and where `out` is there already.
+    """
+    target = Path(out).expanduser() if out else Path("openrlhf.toml")
+    template = target.with_suffix(".jinja")
+    if out:
+        _refuse_to_overwrite(target)
+    name = target.stem if out or script == STDIN else Path(script).stem
+    translation = translate(_read(script), name=name, template_file=str(template), lenient=lenient)
+    if out:
+        if translation.template:
+            _refuse_to_overwrite(template)
+            template.write_text(translation.template, encoding="utf-8")
+        target.write_text(translation.profile, encoding="utf-8")
+    else:
+        sys.stdout.write(translation.profile)
+        console = Console(stderr=True) if sys.stderr.isatty() else Console(stderr=True, width=REPORT_WIDTH)
+    for part in report(translation):
+        console.print(part, highlight=False)
+    if translation.template and not out:
+        console.print(f"to do: write this into {template} (--out does it):\n{translation.template}", markup=False)
+    if out:
+        written = f"{target} and {template}" if translation.template else str(target)
+        console.print(f"wrote {written}: `rlhf plan {target}` says what it would do", highlight=False, soft_wrap=True)
+    return translation
+
+
+def _read(script: str) -> str:
+    try:
+        if script == STDIN:
+            return sys.stdin.read()
+        path = Path(script).expanduser()
+        if not path.is_file():
+            raise ConfigError(
+                explain("script", script, "is not a file", "check the path, or give - for standard input")
+            )
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(explain("script", script, f"cannot be read ({error})", "give a text in UTF-8")) from error
+
+
+def _refuse_to_overwrite(path: Path) -> None:
+    if path.exists():
+        raise ConfigError(explain("--out", str(path), "is there already", "move it, or name another file"))

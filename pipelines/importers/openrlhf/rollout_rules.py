@@ -1,0 +1,251 @@
+"""Rules of train_ppo and train_ppo_ray: what a step is made of, where it runs, and what is rewarded."""
+
+from __future__ import annotations
+
+from pipelines.importers.openrlhf import policy_rules as policy
+from pipelines.importers.openrlhf.data_rules import add_source, chat, datasets, source
+from pipelines.importers.openrlhf.draft import Sheet
+from pipelines.importers.openrlhf.sampling_rules import reward_model
+from pipelines.importers.openrlhf.training_rules import adapters, optimizer, start_from, trainer, workers
+
+_CRITIC = ("critic_learning_rate", "critic.adam.betas", "critic.adam.eps", "critic.adam.weight_decay")
+_MOST_TURNS = 64
+_CRITIC_SCHEDULE = ("critic.lr_scheduler", "critic.lr_warmup_ratio", "critic.min_lr_ratio", "critic.max_norm")
+
+
+def ppo(one: Sheet, section: str) -> None:
+    """Write policy optimisation, in the order of a step: prompts, answers, rewards, advantages, updates."""
+    workers(one)
+    placement(one)
+    trainer(one)
+    one.put("seed", one.integer("seed"), "seed")
+    datasets(
+        one, "prompts", row_format="prompt", columns={"prompt": "input_key", "label": "label_key"}, head="prompt_data"
+    )
+    chat(one)
+    start_from(one, section, ("base", "sft", "rejection_sampling", "dpo", "iterative_dpo"))
+    answer_tokens = lengths(one)
+    steps(one)
+    rewards(one)
+    policy.shaping(one, answer_tokens)
+    policy.advantage(one)
+    policy.policy_loss(one)
+    policy.correction(one)
+    policy.kl(one)
+    policy.extras(one)
+    overlap(one)
+    optimizer(one, "ppo.optimizer", head="actor")
+    value_model(one)
+    adapters(one, "ppo.lora")
+    demonstrations(one)
+    saving(one)
+    evaluation(one, answer_tokens)
+
+
+def lengths(one: Sheet) -> int:
+    """Write the limits in tokens; return the most tokens of an answer.
+
+    Up to 0.9.9 prompts and answers have a limit each, later the two together and, if it is given, the answer.
+    """
+    total_is_said = one.arguments.dotted or one.has("max_new_tokens")
+    names = ("max_len", "max_new_tokens") if total_is_said else ("prompt_max_len", "generate_max_len")
+    if not total_is_said:
+        prompt, answer = one.integer("prompt_max_len"), one.integer("generate_max_len")
+        one.ignore("max_len", "the limits of prompt and answer add up")
+    else:
+        total = one.integer("max_len") if one.text("max_len") else 2048
+        answer = one.integer("max_new_tokens") if one.text("max_new_tokens") else total // 2
+        prompt = total - answer
+        for name, part in (("prompt_max_len", "prompts"), ("generate_max_len", "answers")):
+            one.refuse(name, "is not read beside --max_new_tokens", f"the limits of {part} in the profile")
+        if not one.text("max_new_tokens"):
+            one.draft.note(
+                f"prompt and answer have {total} tokens together there; here {prompt} and {answer}: change the shares"
+            )
+    one.put("prepare_data.max_prompt_tokens", prompt, *names)
+    one.put("prepare_data.max_tokens", prompt + answer, *names)
+    one.put("runtime.sampler.max_model_len", prompt + answer, *names)
+    one.put("ppo.sampling.max_tokens", answer, names[1] if one.text(names[1]) else names[0])
+    one.put("ppo.sampling.temperature", one.number("temperature"), "temperature")
+    if one.has("top_p") and one.number("top_p") < 1:
+        one.refuse("top_p", "the ratios compare the whole distributions of sampler and trainer", "sampling.top_p = 1")
+    one.ignore("top_p", "1 takes the whole distribution")
+    return answer
+
+
+def steps(one: Sheet) -> None:
+    """Write a step: R prompts of n samples each, and optimizer steps over `train_batch_size` of the R * n rollouts."""
+    prompts, samples, batch = (
+        one.integer(name) for name in ("rollout_batch_size", "n_samples_per_prompt", "train_batch_size")
+    )
+    one.put("ppo.prompts_per_step", prompts, "rollout_batch_size")
+    one.put("ppo.samples_per_prompt", samples, "n_samples_per_prompt")
+    one.put("ppo.epochs", one.integer("max_epochs"), "max_epochs")
+    rollouts = prompts * samples
+    note = f"{prompts} * {samples} rollouts / {batch}"
+    one.put("ppo.minibatches", max(1, rollouts // batch), "train_batch_size", note=note)
+    if rollouts < batch:
+        reason = f"a step has {rollouts} rollouts, and an optimizer step takes no more"
+        one.refuse("train_batch_size", reason, f"ppo.prompts_per_step = {-(-batch // samples)}")
+    elif rollouts % batch:
+        one.draft.note(
+            f"{rollouts} rollouts are no multiple of {batch}: the {rollouts // batch} optimizer steps share them all"
+        )
+    if one.has("max_samples"):
+        per_episode = max(1, one.integer("max_samples") // prompts)
+        number = per_episode * one.integer("num_episodes")
+        note = f"episodes * prompts / {prompts}; fewer if the data has fewer prompts"
+        one.put("ppo.steps", number, "num_episodes", "max_samples", note=note)
+        return
+    one.put("ppo.steps", 100, note="a guess: episodes * prompts / prompts_per_step")
+    one.refuse(
+        "num_episodes",
+        "the script does not say how many prompts there are",
+        f"ppo.steps = episodes * prompts / {prompts}",
+    )
+    one.draft.note(f"set ppo.steps to {one.text('num_episodes')} * the number of prompts / {prompts}")
+
+
+def placement(one: Sheet) -> None:
+    """Write workers and engines; a GPU is shared by halves, by one train worker and one engine of one GPU."""
+    if one.arguments.module == "train_ppo_ray":
+        number = one.integer("actor_num_nodes") * one.integer("actor_num_gpus_per_node")
+        one.put("runtime.train_workers", number, "actor_num_nodes", "actor_num_gpus_per_node")
+    tensor_parallel = one.integer("vllm_tensor_parallel_size")
+    share = one.has("colocate_all_models") and tensor_parallel == 1
+    halves = ["colocate_all_models"] if share else []
+    one.put("runtime.gpus_per_train_worker", 0.5 if share else 1.0, *halves)
+    one.put("runtime.gpus_per_engine", 0.5 if share else float(tensor_parallel), *halves)
+    if not share:
+        reason = f"an engine of {tensor_parallel} GPUs cannot share them"
+        one.refuse("colocate_all_models", reason, "GPUs of their own, as written")
+    if one.has("vllm_num_engines") and one.integer("vllm_num_engines") == 0:
+        one.put("runtime.sampler.type", "hf", "vllm_num_engines")
+        engine_flags = (
+            "vllm_tensor_parallel_size",
+            "vllm_gpu_memory_utilization",
+            "enforce_eager",
+            "vllm_enable_sleep",
+        )
+        for name in (*engine_flags, "deepspeed_enable_sleep"):
+            one.ignore(name, "there is no engine")
+        return
+    one.put("runtime.sampler.type", "vllm")
+    if one.has("vllm_num_engines"):
+        one.put("runtime.sampler.engines", one.integer("vllm_num_engines"), "vllm_num_engines")
+    one.put("runtime.sampler.tensor_parallel", tensor_parallel, "vllm_tensor_parallel_size")
+    fraction = one.number("vllm_gpu_memory_utilization")
+    one.put("runtime.sampler.gpu_memory_fraction", fraction, "vllm_gpu_memory_utilization")
+    if share and one.has("vllm_enable_sleep"):
+        one.put("runtime.sampler.sleep", True, "vllm_enable_sleep")
+    elif share and not one.has("vllm_gpu_memory_utilization"):
+        one.put("runtime.sampler.gpu_memory_fraction", 0.4, note="no engine sleeps: the trainer needs the rest")
+    elif share and fraction > 0.5:
+        one.draft.note(f"no engine sleeps: {fraction:g} of a shared GPU may leave the trainer too little; lower it")
+    if share and one.has("deepspeed_enable_sleep"):
+        one.put("runtime.trainer.sleep", True, "deepspeed_enable_sleep")
+    one.ignore("deepspeed_enable_sleep", "a train worker with GPUs of its own need not sleep")
+    one.ignore("vllm_enable_sleep", "an engine with GPUs of its own need not sleep")
+    one.put("runtime.sampler.enforce_eager", one.has("enforce_eager"), "enforce_eager")
+
+
+def rewards(one: Sheet) -> None:
+    """Write the terms of the reward: an agent's own, a `reward_func` file or servers as they are, or the reward model."""
+    if one.text("agent_func_path").endswith(".py"):
+        agent(one)
+        return
+    one.refuse("agent_func_path", "an agent is a Python file", 'ppo.agent.file = "agent.py"')
+    url = one.text("remote_rm_url")
+    if url.endswith(".py") or url.startswith(("http://", "https://")):
+        term = "ppo.rewards.terms.remote"
+        if url.endswith(".py"):
+            one.put(f"{term}.type", "function", "remote_rm_url")
+            one.put(f"{term}.function", f"{url}:reward_func", "remote_rm_url")
+            one.put(f"{term}.batch_size", 1, note="as OpenRLHF calls it; more where the function takes lists")
+        else:
+            one.put(f"{term}.type", "remote", "remote_rm_url")
+            one.put(f"{term}.urls", [part.strip() for part in url.split(",")], "remote_rm_url")
+        one.ignore("reward_pretrain", "OpenRLHF asks the remote reward instead")
+        return
+    one.refuse("remote_rm_url", "rewards are a Python file or addresses", 'ppo.rewards.terms.remote.type = "remote"')
+    for path in one.text("reward_pretrain").split(",")[1:]:
+        one.draft.note(f"{path.strip()}: a profile has one reward model; [ppo.rewards.terms] weighs it with functions")
+    reward_model(one, "reward_pretrain", "ppo.rewards")
+
+
+def agent(one: Sheet) -> None:
+    """Write the agent, whose file is taken as it is and whose rewards are the only ones."""
+    one.put("ppo.agent.type", "openrlhf", "agent_func_path")
+    one.put("ppo.agent.file", one.text("agent_func_path"), "agent_func_path")
+    one.put("ppo.agent.max_turns", _MOST_TURNS, note="OpenRLHF counts tokens and not turns")
+    one.put("ppo.agent.max_episode_tokens", one.draft.values["runtime.sampler.max_model_len"].value, "max_len")
+    one.put("ppo.rewards.terms.episode.type", "episode", "agent_func_path")
+    for name in ("remote_rm_url", "reward_pretrain"):
+        one.ignore(name, "OpenRLHF takes the agent's rewards instead")
+
+
+def overlap(one: Sheet) -> None:
+    """Write how far sampling may run ahead of training."""
+    if one.has("async_train") and any(key.startswith("ppo.dynamic_sampling") for key in one.draft.values):
+        for name in ("async_train", "async_queue_size"):
+            one.refuse(name, "dynamic sampling draws again after a step is scored", "ppo.dynamic_sampling alone")
+    elif one.has("async_train"):
+        queue = one.integer("async_queue_size") if one.has("async_queue_size") else 1
+        corrected = one.draft.values["ppo.correction.level"].value != "off"
+        one.put("ppo.staleness", min(4, queue) if corrected else 1, "async_train", "async_queue_size")
+        if queue > 1 and not corrected:
+            one.refuse("async_queue_size", "older answers need a correction", "ppo.correction, then ppo.staleness")
+    one.ignore("async_queue_size", "sampling and training take turns without --async_train")
+    reason = "OpenRLHF changes the weights within an answer whenever they come"
+    one.refuse("partial_rollout", reason, "ppo.partial_tokens, which does so after a number of tokens")
+
+
+def value_model(one: Sheet) -> None:
+    """Write the value model's optimizer; it starts from the reward model, or the policy, on both sides."""
+    if one.text("advantage_estimator") == "gae":
+        optimizer(one, "ppo.value_optimizer", head="critic")
+        if one.text("critic_pretrain") not in ("", one.text("reward_pretrain")):
+            reason = "the value model starts from the reward model, or else from the policy"
+            one.refuse("critic_pretrain", reason, "the reward model")
+    for name in (*_CRITIC, *_CRITIC_SCHEDULE):
+        one.ignore(name, "there is no value model")
+    one.ignore("critic_pretrain", "the value model starts from the reward model, or else from the policy")
+
+
+def demonstrations(one: Sheet) -> None:
+    """Write the demonstrations of PPO-ptx (up to 0.7.0)."""
+    if one.has("pretrain_data"):
+        datasets(one, "demonstrations", row_format="auto", columns={}, head="pretrain_data")
+        one.put("ppo.ptx.coef", one.number("ptx_coef"), "ptx_coef")
+        one.put("ppo.ptx.batch_size", one.integer("train_batch_size"), "train_batch_size")
+        one.put("ppo.ptx.max_length", one.integer("max_len") if one.text("max_len") else 2048, "max_len")
+    for name in ("ptx_coef", "pretrain_split", "pretrain_data_probs"):
+        one.ignore(name, "there is no --pretrain_data")
+
+
+def saving(one: Sheet) -> None:
+    """Write how often the state is saved."""
+    if one.has("save_steps") and one.integer("save_steps") > 0:
+        one.put("ppo.checkpoint_every", one.integer("save_steps"), "save_steps")
+    one.ignore("save_steps", "every stage saves; `checkpoint_every` says how often")
+    one.ignore("logging_steps", "every step is tracked")
+
+
+def evaluation(one: Sheet, answer_tokens: int) -> None:
+    """Write the judgement of the policy; here it is a stage after training."""
+    one.ignore("eval_steps", "[evaluate] judges the policy after training")
+    if not one.has("eval_dataset"):
+        for name in ("eval_split", "eval_temperature", "eval_n_samples_per_prompt"):
+            one.ignore(name, "there is no --eval_dataset")
+        return
+    for path in one.text("eval_dataset").split(","):
+        fields = source(one, path.strip(), row_format="prompt", columns={"prompt": "input_key", "label": "label_key"})
+        fields["split"] = one.text("eval_split")
+        add_source(one, fields, "eval_prompts", f"{one.flag('eval_dataset')} {path}")
+    one.says("eval_dataset", "a source for the eval_prompts")
+    one.says("eval_split", "split of the source for the eval_prompts")
+    key = "evaluate.generate"
+    one.put(f"{key}.samples_per_prompt", one.integer("eval_n_samples_per_prompt"), "eval_n_samples_per_prompt")
+    one.put(f"{key}.sampling.temperature", one.number("eval_temperature"), "eval_temperature")
+    one.put(f"{key}.sampling.max_tokens", answer_tokens, note="ppo.sampling.max_tokens")
+    one.put("evaluate.evaluate.reference", one.draft.values["ppo.start_from"].value)

@@ -1,0 +1,106 @@
+"""A script of OpenRLHF commands to a checked profile and what became of every flag."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pipelines.execution.profile import parse
+from pipelines.importers.openrlhf.arguments import read_arguments
+from pipelines.importers.openrlhf.draft import Draft, Outcome, Sheet
+from pipelines.importers.openrlhf.flags import COMMANDS, OTHER_COMMANDS
+from pipelines.importers.openrlhf.offline_rules import dpo, kto, reward_model, sft
+from pipelines.importers.openrlhf.rollout_rules import ppo
+from pipelines.importers.openrlhf.sampling_rules import generate, score, sections
+from pipelines.importers.openrlhf.shell import read_commands
+from pipelines.importers.openrlhf.toml import render
+from pipelines.importers.openrlhf.treatments import IGNORED, MISSING
+from rlhf_core.errors import ConfigError
+
+_RULES: dict[str, Callable[[Sheet, str], None]] = {
+    "sft": sft,
+    "rm": reward_model,
+    "dpo": dpo,
+    "kto": kto,
+    "ppo": ppo,
+}
+_ROUNDS = "TRAINING_ITERS"
+"""The variable that OpenRLHF's own script of iterative DPO counts to."""
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A profile that `load_profile` accepts, and the account of the script."""
+
+    profile: str
+    outcomes: tuple[Outcome, ...]
+    notes: tuple[str, ...]
+    """What a person has to know or to do before the first run."""
+    template: str
+    """Content of the chat template's file, empty where the profile needs none."""
+
+
+def translate(script: str, *, name: str, template_file: str, lenient: bool = False) -> Translation:
+    """Return the profile of a script and what became of each of its flags.
+
+    ConfigError for a script without a command that is read, an unknown flag (unless `lenient`), and settings that no
+    profile may have.
+    """
+    commands, variables = read_commands(script)
+    draft = Draft(template_file=template_file)
+    for command in commands:
+        if command.module not in COMMANDS:
+            instead = OTHER_COMMANDS.get(command.module, "nothing here is like it")
+            draft.note(f"{command.module} is not read: {instead}")
+    read = [read_arguments(command, lenient=lenient) for command in commands if command.module in COMMANDS]
+    if not read:
+        seen = "; ".join(draft.notes) or "no call of openrlhf.cli was found"
+        raise ConfigError(f"script: {seen}; known are {', '.join(COMMANDS)}")
+    for arguments, section in zip(read, sections(read), strict=True):
+        one = Sheet(arguments, draft)
+        _translate(one, section)
+        one.close()
+        if one.has("save_path"):
+            made = "dpo" if arguments.command == "kto" else section
+            draft.made[one.arguments.given["save_path"].text] = made
+        _unread(one)
+    if "iterative_dpo.dpo.loss.type" in draft.values and variables.get(_ROUNDS, "").isdigit():
+        one.put("iterative_dpo.rounds", int(variables[_ROUNDS]), note=f"{_ROUNDS} of the script")
+    profile = render(draft, name=name)
+    parse(tomllib.loads(profile), origin="the translated profile")
+    return Translation(profile, tuple(draft.outcomes), tuple(draft.notes), draft.template)
+
+
+def _translate(one: Sheet, section: str) -> None:
+    """Apply the rules of a command, then the tables of flags that need none."""
+    command = one.arguments.command
+    if command == "infer":
+        scores = one.text("eval_task") == "rm"
+        (score if scores else generate)(one, section)
+    else:
+        _RULES[command](one, section)
+    for name in one.arguments.given:
+        if name in IGNORED:
+            one.ignore(name, IGNORED[name])
+        if name in MISSING:
+            missing = MISSING[name]
+            if missing.off and _is(one.text(name), missing.off):
+                one.ignore(name, f"{missing.off} switches it off")
+            else:
+                one.refuse(name, missing.reason, missing.nearest)
+
+
+def _unread(one: Sheet) -> None:
+    """Account for what is no flag of the command, or not the last word on it."""
+    for given in one.arguments.repeated:
+        one.extra(given, "ignored", "is given again later, and the last one counts")
+    for given in one.arguments.unknown:
+        one.extra(given, "not translatable", f"OpenRLHF's {one.arguments.module} has no such flag")
+
+
+def _is(text: str, off: str) -> bool:
+    try:
+        return float(text) == float(off)
+    except ValueError:
+        return text == off

@@ -1,0 +1,187 @@
+"""Flow runs whose process is gone without a word (kill -9, power cut) get their true state: Crashed,
+or Cancelled if that was asked for. Either can be run again and resumes.
+
+Prefect marks such runs only when its runner outlives them, and never their tasks. We write the owner of a run on it,
+and look whether that process is still there. Runs that wait for a person are never touched, nor those of processes
+that live or that this machine cannot see, nor those of others: a server may be shared. Ours are runs of our flow that this
+state folder started, which says a label, or that its deployments are to start, which says a tag; on a server of our own
+also those that name no state folder, as earlier versions left them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from uuid import UUID
+
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowFilter, FlowRunFilter, TaskRunFilter
+from prefect.client.schemas.objects import DeploymentStatus, FlowRun, State, TaskRun
+from prefect.states import Cancelled, Completed, Crashed
+
+from pipelines.services.home import Home
+from pipelines.services.servers import shares_prefect
+from rlhf_core.store.leases import is_gone
+from rlhf_core.tracking import owner
+
+FLOW_NAME = "rlhf-pipeline"
+HOME_LABEL = "rlhf.home"
+HOME_TAG = "rlhf-home-"
+RUN_COUNT = "owner.run_count"
+"""Label: the how-manieth start of the run its owner belongs to. A retry keeps the labels of the process that died."""
+SETTLED_AFTER = timedelta(seconds=60)
+"""The ends of tasks reach the server a little after that of their flow."""
+STARTED_AFTER = timedelta(minutes=5)
+"""A process that was to start a run and has not done so by then never will."""
+
+_FLOW = FlowFilter(name={"any_": [FLOW_NAME]})
+
+
+@dataclass(frozen=True)
+class Mended:
+    """A run that got its true state, and why."""
+
+    place: str
+    """`Prefect` or `MLflow`."""
+    name: str
+    id: str
+    state: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.place} {self.name} ({self.id}) -> {self.state}: {self.reason}"
+
+
+def own(flow_run_id: UUID) -> None:
+    """Write on a flow run that this process runs it, for the state folder that it works in."""
+    with get_client(sync_client=True) as client:
+        count = client.read_flow_run(flow_run_id).run_count
+        labels = {RUN_COUNT: str(count), HOME_LABEL: Home.here().identity}
+        client.update_flow_run_labels(flow_run_id, owner.tags() | labels)
+
+
+def home_tag(home: Home) -> str:
+    """Return the tag of the deployments that a state folder serves, which their runs inherit."""
+    return f"{HOME_TAG}{home.identity}"
+
+
+def ours(flow_runs: Iterable[FlowRun]) -> list[FlowRun]:
+    """Return the runs of our flow that were started from this state folder, or are to be started by its deployments.
+
+    Runs of earlier versions say nothing of a state folder: ours on a server of our own, and left alone on a shared one.
+    """
+    home = Home.here()
+    alone = not shares_prefect(home)
+    return [one for one in flow_runs if _home_of(one) == home.identity or (alone and not _home_of(one))]
+
+
+def _home_of(flow_run: FlowRun) -> str:
+    """Return the identity of the state folder that a run belongs to, or an empty text."""
+    if HOME_LABEL in flow_run.labels:
+        return str(flow_run.labels[HOME_LABEL])
+    return next((tag.removeprefix(HOME_TAG) for tag in flow_run.tags if tag.startswith(HOME_TAG)), "")
+
+
+def reconcile() -> list[Mended]:
+    """Give our runs of dead processes of this machine, and tasks of runs that have ended, their true state."""
+    with get_client(sync_client=True) as client:
+        active = FlowRunFilter(state={"type": {"any_": ["RUNNING", "CANCELLING", "PENDING"]}})
+        mended = []
+        for flow_run in _ours(client, active):
+            reason = _why_gone(flow_run)
+            if reason:
+                mended.append(_end(client, flow_run, f"{reason}; run it again and it resumes"))
+        return mended + _end_tasks_left_behind(client)
+
+
+def interrupt() -> list[Mended]:
+    """Mark the runs that we serve and that are under way as interrupted: their processes are about to be stopped."""
+    with get_client(sync_client=True) as client:
+        active = FlowRunFilter(
+            state={"type": {"any_": ["RUNNING", "CANCELLING", "PENDING"]}}, deployment_id={"is_null_": False}
+        )
+        message = "interrupted by rlhf down; run it again and it resumes"
+        return [_end(client, flow_run, message) for flow_run in _ours(client, active)]
+
+
+def served_elsewhere() -> str:
+    """Return what says that others serve deployments of our flow on this server, or an empty text.
+
+    Prefect has one deployment of a name: ours would take the place of theirs, and run what was meant for them. One of a
+    state folder that has not asked for work in the last minute counts as left behind.
+    """
+    tag = home_tag(Home.here())
+    with get_client(sync_client=True) as client:
+        for found in client.read_deployments(flow_filter=_FLOW):
+            if tag in found.tags:
+                continue
+            if found.work_pool_name or found.status == DeploymentStatus.READY:
+                by = f"the work pool {found.work_pool_name}" if found.work_pool_name else "another state folder"
+                return f"deployment {FLOW_NAME}/{found.name}: is served by {by} on this Prefect server"
+    return ""
+
+
+def _ours(client: SyncPrefectClient, wanted: FlowRunFilter) -> list[FlowRun]:
+    return ours(client.read_flow_runs(flow_run_filter=wanted, flow_filter=_FLOW))
+
+
+def _why_gone(flow_run: FlowRun) -> str:
+    """Return why nobody works on the run any more, or an empty text."""
+    if flow_run.state is None:
+        return ""
+    if flow_run.state.is_pending():
+        late = flow_run.deployment_id is not None and _age(flow_run.state) > STARTED_AFTER
+        return "the process that was to start it is gone" if late else ""
+    labels = {name: str(value) for name, value in flow_run.labels.items()}
+    process = owner.from_tags(labels)
+    if process is None or not is_gone(process):
+        return ""
+    of_this_start = RUN_COUNT not in labels or labels[RUN_COUNT] == str(flow_run.run_count)
+    if not of_this_start and _age(flow_run.state) < STARTED_AFTER:
+        return ""  # it was started again just now, and its new process will write itself down
+    return f"its {process} ended without a word"
+
+
+def _end(client: SyncPrefectClient, flow_run: FlowRun, message: str) -> Mended:
+    cancelling = flow_run.state is not None and flow_run.state.is_cancelling()
+    state: State = Cancelled(message=message) if cancelling else Crashed(message=message)
+    client.set_flow_run_state(flow_run.id, state, force=True)
+    for task_run in _active_tasks(client, flow_run.id):
+        client.set_task_run_state(task_run.id, Crashed(message="its flow run ended"), force=True)
+    return Mended("Prefect", flow_run.name, str(flow_run.id), str(state.name), message)
+
+
+def _active_tasks(client: SyncPrefectClient, *flow_runs: UUID) -> list[TaskRun]:
+    active = TaskRunFilter(state={"type": {"any_": ["RUNNING", "PENDING"]}, "name": None})
+    within = FlowRunFilter(id={"any_": list(flow_runs)}) if flow_runs else None
+    return client.read_task_runs(task_run_filter=active, flow_run_filter=within, flow_filter=_FLOW)
+
+
+def _end_tasks_left_behind(client: SyncPrefectClient) -> list[Mended]:
+    """End the tasks that Prefect still shows at work although their flow run has ended some time ago."""
+    task_runs = [task_run for task_run in _active_tasks(client) if task_run.flow_run_id is not None]
+    flow_runs = _read_ours(client, [task_run.flow_run_id for task_run in task_runs])
+    mended = []
+    for task_run in task_runs:
+        flow_run = flow_runs[task_run.flow_run_id] if task_run.flow_run_id in flow_runs else None
+        if flow_run is None or flow_run.state is None or not flow_run.state.is_final():
+            continue
+        if _age(flow_run.state) > SETTLED_AFTER:
+            reason = f"its flow run {flow_run.name} is {flow_run.state.name}, and nothing was heard of its own end"
+            done = flow_run.state.is_completed()
+            state: State = Completed(message=reason) if done else Crashed(message=reason)
+            client.set_task_run_state(task_run.id, state, force=True)
+            mended.append(Mended("Prefect", f"task {task_run.name}", str(task_run.id), str(state.name), reason))
+    return mended
+
+
+def _read_ours(client: SyncPrefectClient, ids: Sequence[UUID | None]) -> dict[UUID | None, FlowRun]:
+    if not ids:
+        return {}
+    wanted = FlowRunFilter(id={"any_": list(set(ids))})
+    return {flow_run.id: flow_run for flow_run in _ours(client, wanted)}
+
+
+def _age(state: State) -> timedelta:
+    return datetime.now(UTC) - state.timestamp

@@ -1,0 +1,186 @@
+"""The state folder of one project on one machine, and the environment that its services share."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipelines.services import user_settings
+from rlhf_core.errors import ConfigError, explain
+
+LOOPBACK = "127.0.0.1"
+_OWNER_ONLY = 0o600
+ID_TRIES, ID_WAIT_S = 50, 0.1
+"""How often, and at what distance, the identity is read while another process may still be writing it."""
+
+
+@dataclass(frozen=True)
+class Home:
+    """Paths below the state folder.
+
+    >>> Home(Path("/tmp/x")).store
+    PosixPath('/tmp/x/store')
+    """
+
+    root: Path
+
+    @classmethod
+    def here(cls) -> Home:
+        """Return the state folder: `RLHF_HOME`, or `.rlhf` in the current folder."""
+        return cls(Path(os.environ["RLHF_HOME"] if "RLHF_HOME" in os.environ else ".rlhf").resolve())
+
+    @property
+    def store(self) -> Path:
+        return self.root / "store"
+
+    @property
+    def prefect(self) -> Path:
+        return self.root / "prefect"
+
+    @property
+    def mlflow_uri(self) -> str:
+        """Address of MLflow's database, for a client without a server."""
+        return f"sqlite:///{self.root / 'mlflow.db'}"
+
+    @property
+    def mlflow_artifacts(self) -> Path:
+        return self.root / "mlartifacts"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def services(self) -> Path:
+        """What `rlhf up` left for others to find: process ids and addresses."""
+        return self.root / "services.json"
+
+    @property
+    def identity(self) -> str:
+        """Return what tells this state folder from others on the same Prefect server; made when it is first asked for."""
+        return _first_said(self.root / "home.id", lambda: uuid.uuid4().hex[:12])
+
+    @property
+    def prefect_auth(self) -> Path:
+        """File of the auth string of our Prefect server, which none but its owner can read."""
+        return self.root / "prefect_auth"
+
+    @property
+    def prefect_auth_string(self) -> str:
+        """Return what our Prefect server asks of every request; made when it is first asked for."""
+        return _first_said(self.prefect_auth, lambda: f"rlhf:{secrets.token_urlsafe(32)}")
+
+    def make(self) -> Home:
+        for folder in (self.store, self.prefect, self.mlflow_artifacts, self.logs):
+            folder.mkdir(parents=True, exist_ok=True)
+        return self
+
+
+def _first_said(path: Path, make: Callable[[], str]) -> str:
+    """Return the text of a small file that the first process to ask for it has made; no other user can read it."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write_first(path, make())
+    for _ in range(ID_TRIES):
+        said = path.read_text().strip()
+        if said:
+            return said
+        time.sleep(ID_WAIT_S)  # without hard links its maker creates the file first, and then writes it
+    raise ConfigError(explain("file", str(path), "is empty: its writer was killed", "remove it; it is made anew"))
+
+
+def _write_first(path: Path, text: str) -> None:
+    """Write a small file unless another process has: the first of several says it, and the others read it."""
+    part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")  # process ids repeat between machines and containers
+    part.touch(mode=_OWNER_ONLY)
+    part.write_text(text)
+    try:
+        os.link(part, path)  # it is there as a whole, or not at all
+    except FileExistsError:
+        pass
+    except OSError:  # exFAT, many FUSE and network file systems have no hard links
+        try:
+            with open(path, "x", opener=lambda name, flags: os.open(name, flags, _OWNER_ONLY)) as made:
+                made.write(text)
+        except FileExistsError:
+            pass
+    finally:
+        part.unlink()
+
+
+def quiet_environment(home: Home) -> dict[str, str]:
+    """Return the settings of every process: state under `home`, nothing reported to anyone.
+
+    PREFECT_HOME alone does not move results and the memo store (Prefect 3.7), so each is named. A database that the user
+    set for Prefect's servers stays, and so does the profile.
+    """
+    past = [os.environ[name] for name in ("no_proxy", "NO_PROXY") if os.environ.get(name)][:1]
+    direct = ",".join([*past, LOOPBACK, "localhost"])
+    own = {"PREFECT_HOME": str(home.prefect)}
+    if not user_settings.has_prefect_database():
+        own["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = f"sqlite+aiosqlite:///{home.prefect / 'prefect.db'}"
+    return user_settings.marked(own) | {
+        "PREFECT_PROFILES_PATH": str(user_settings.profiles_path()),
+        "no_proxy": direct,
+        "NO_PROXY": direct,
+        "RLHF_HOME": str(home.root),
+        "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(home.prefect / "storage"),
+        "PREFECT_SERVER_MEMO_STORE_PATH": str(home.prefect / "memo.toml"),
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+        "PREFECT_SERVER_EPHEMERAL_ENABLED": "false",
+        "PREFECT__SERVER_FINAL": "1",
+        "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+        "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
+        "DO_NOT_TRACK": "1",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        "MLFLOW_ENABLE_AI_GATEWAY": "false",
+        "MLFLOW_MODEL_CATALOG_URI": "",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TQDM_DISABLE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
+
+
+def _without_our_auth(home: Home) -> dict[str, str]:
+    """Return what keeps the auth string of our own server, if a shell was given it, from a server of the user's."""
+    given = os.environ.get(user_settings.AUTH)
+    ours = bool(given) and home.prefect_auth.exists() and given == home.prefect_auth_string
+    return {user_settings.AUTH: "", "PREFECT_SERVER_API_AUTH_STRING": ""} if ours else {}
+
+
+def client_environment(home: Home, *, prefect_port: int = 0, prefect_api: str = "") -> dict[str, str]:
+    """Return the settings of a process that talks to our Prefect server on `prefect_port`, or to the user's own."""
+    quiet = quiet_environment(home)
+    if prefect_api:
+        api = {user_settings.API_URL: prefect_api} | _without_our_auth(home)
+    else:
+        auth = home.prefect_auth_string
+        ours = {
+            user_settings.API_URL: f"http://{LOOPBACK}:{prefect_port}/api",
+            user_settings.AUTH: auth,
+            "PREFECT_SERVER_API_AUTH_STRING": auth,
+        }
+        api = user_settings.marked(json.loads(quiet[user_settings.OWN]) | ours)
+    return (
+        quiet
+        | api
+        | {
+            # With five retries of the client a server may be away for a minute, or hang for three, and be started again.
+            "PREFECT_API_REQUEST_TIMEOUT": "20",
+            # Prefect's pages keep every log line; the terminal belongs to our own display.
+            "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+            "PREFECT_INTERNAL_LOGGING_LEVEL": "CRITICAL",
+            "PREFECT_LOGGING_EXTRA_LOGGERS": "rlhf_core,stages,pipelines",
+            "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
+        }
+    )

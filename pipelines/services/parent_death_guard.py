@@ -1,0 +1,63 @@
+"""Runs a command that lives no longer than whoever started it: `python -m pipelines.services.parent_death_guard PATIENCE COMMAND...`.
+
+The starter holds the other end of standard input. When the starter ends, however it ends, that end closes and the
+command is stopped with all its children: asked to, and after PATIENCE seconds killed. So a killed `rlhf run` or `rlhf up` leaves nothing behind. Should the leash
+itself be killed, the kernel kills the command.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_PR_SET_PDEATHSIG = 1
+
+
+def leash(command: list[str], patience_s: float) -> int:
+    """Run `command` until it ends or standard input closes; return its status, 128 + the signal that ended it."""
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent)
+
+    def stop(*_: object) -> None:
+        threading.Thread(target=_stop, args=(child, patience_s), daemon=True).start()
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    threading.Thread(target=_stop_when_orphaned, args=(child, patience_s), daemon=True).start()
+    status = child.wait()
+    _signal_group(child, signal.SIGKILL)
+    return status if status >= 0 else 128 - status
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _stop_when_orphaned(child: subprocess.Popen[bytes], patience_s: float) -> None:
+    while os.read(0, 4096):
+        continue
+    _stop(child, patience_s)
+
+
+def _stop(child: subprocess.Popen[bytes], patience_s: float) -> None:
+    _signal_group(child, signal.SIGTERM)
+    try:
+        child.wait(patience_s)
+    except subprocess.TimeoutExpired:
+        _signal_group(child, signal.SIGKILL)
+
+
+def _signal_group(child: subprocess.Popen[bytes], number: int) -> None:
+    try:
+        os.killpg(child.pid, number)
+    except ProcessLookupError:
+        return
+
+
+if __name__ == "__main__":
+    sys.exit(leash(sys.argv[2:], float(sys.argv[1])))

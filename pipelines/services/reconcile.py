@@ -1,0 +1,87 @@
+"""`rlhf reconcile`: whatever a kill left standing as if it were at work gets its true state."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pipelines.execution.registry import tracking_uri
+from pipelines.services import user_settings
+from pipelines.services.home import Home, client_environment
+from pipelines.services.servers import ServiceError, connect_user_prefect, private_server, running, user_prefect
+from pipelines.services.watchdog import healthy
+from rlhf_core.store import leases
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.layout import sweep_temporaries
+from rlhf_core.store.recovery import tidy
+
+
+def mend(home: Home, stores: list[ArtifactStore]) -> Iterator[str]:
+    """Yield a line for everything that was set to its true state: in `stores`, in MLflow and in Prefect."""
+    for store in stores:
+        yield from mend_store(store)
+    yield from mend_mlflow(home)
+    if was_used(home):
+        with some_prefect(home):
+            from pipelines.services.flow_runs import reconcile
+
+            yield from map(str, reconcile())
+
+
+def mend_store(store: ArtifactStore) -> Iterator[str]:
+    """Remove leases whose owner is gone, and note that the attempts of such owners have ended."""
+    for key, gone in leases.sweep(store.layout.leases):
+        yield f"lease {key[:12]} of {gone} -> removed: its owner is gone"
+    for folder in sorted(store.layout.attempts.glob("*")):
+        ended = tidy(store, folder.name)
+        if ended is not None:
+            label, attempt = ended
+            yield f"attempt {attempt.number} at {label} ({folder.name[:12]}) -> {attempt.status}: {attempt.failure}"
+    for path in sweep_temporaries(store.root):
+        yield f"file {path.relative_to(store.root)} -> removed: its writer was killed"
+
+
+def mend_mlflow(home: Home) -> Iterator[str]:
+    """End the RUNNING runs of dead processes of this machine in all experiments."""
+    uri = tracking_uri(home)
+    if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists():
+        return
+    from rlhf_core.tracking.mlflow import reconcile_all
+
+    for run in reconcile_all(uri):
+        yield f"MLflow {run.experiment}/{run.name} ({run.run_id}) -> KILLED: its {run.owner} ended without a word"
+
+
+def was_used(home: Home) -> bool:
+    """Return whether Prefect may know runs of this state folder: nothing is started, or asked, to find that it has none."""
+    if not home.root.exists():
+        return False
+    theirs = user_prefect(home) or user_settings.has_prefect_database()
+    return bool(theirs) or running(home) is not None or (home.prefect / "prefect.db").exists()
+
+
+@contextmanager
+def some_prefect(home: Home) -> Iterator[bool]:
+    """Point Prefect's client at the user's own server, at that of `rlhf up`, or at one that lives as long as this block.
+
+    Gives whether `rlhf up` serves deployments there. ServiceError if a server that is to be there does not answer.
+    """
+    services = running(home)
+    theirs = user_prefect(home) or (services.prefect_api if services is not None else "")
+    if theirs:
+        connect_user_prefect(home, theirs)
+        yield services is not None and services.prefect_api == theirs
+        return
+    if services is not None:
+        if not healthy(services.health["prefect"]):
+            rule = "does not answer; if it hangs it is started again within a minute or two"
+            raise ServiceError(f"{services.prefect_url}: {rule}; read {home.logs}")
+        os.environ.update(services.environment(home))
+        yield True
+        return
+    with private_server(home) as server:
+        os.environ.update(client_environment(home, prefect_port=server.port))
+        server.wait()
+        yield False

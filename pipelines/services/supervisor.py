@@ -1,0 +1,137 @@
+"""Keeps the services of `rlhf up` alive: `python -m pipelines.services.supervisor STATE_FOLDER`.
+
+A service that dies is started again within seconds, one that hangs within about a minute (see `pipelines.services.watchdog`).
+When the supervisor itself is killed its services end with it, and the next `rlhf up` starts anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from pipelines.services import user_settings
+from pipelines.services.home import Home
+from pipelines.services.servers import (
+    MLFLOW_PORT,
+    PREFECT_PORT,
+    SAFE_PATH,
+    SERVER_TIMEOUT_S,
+    Services,
+    await_end_of_last,
+    await_health,
+    claim_port,
+    mlflow_command,
+    prefect_command,
+    running,
+    user_prefect,
+)
+from pipelines.services.watchdog import Child, healthy, keep_alive
+from rlhf_core.tracking import owner
+
+logger = logging.getLogger("rlhf.supervisor")
+
+DEPLOYED_MARK = "deployments.ready"
+"""A file that the deployments touch as long as they are well."""
+BEAT_LATE_S = 15.0
+DEPLOYMENTS_PATIENCE_S = 32.0
+"""Flows that run are asked to save and end."""
+
+
+def supervise(home: Home) -> None:
+    """Start the services, note their addresses, restart what dies or hangs, stop all on SIGTERM or Ctrl-C."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    if running(home) is not None:
+        logger.error("services of %s are already running", home.root)
+        return
+    home.make()
+    await_end_of_last(home)
+    services = _planned(home)
+    services.write(home)
+    mark = home.root / DEPLOYED_MARK
+    mark.unlink(missing_ok=True)
+    servers, deployments = _children(home, services, mark)
+    keepers: list[threading.Thread] = []
+    try:
+        _start(servers, services, deployments, mark, stop)
+        if not stop.is_set():
+            replace(services, ready=True).write(home)
+            logger.warning("ready: Prefect %s, MLflow %s", services.prefect_url, services.mlflow_url)
+        keepers = [threading.Thread(target=keep_alive, args=(child, stop)) for child in (*servers, deployments)]
+        for keeper in keepers:
+            keeper.start()
+        stop.wait()
+    finally:
+        stop.set()
+        for keeper in keepers:
+            keeper.join()
+        for child in [deployments, *servers]:  # the deployments first: they write down what they interrupt
+            child.stop()
+        mark.unlink(missing_ok=True)
+        home.services.unlink(missing_ok=True)
+
+
+def _planned(home: Home) -> Services:
+    """Return the services that are to be there; a server of the user's own takes no port."""
+    prefect_api, mlflow_uri = user_prefect(home), user_settings.remote_tracking_uri()
+    return Services(
+        owner.tags(),
+        0 if prefect_api else claim_port(PREFECT_PORT),
+        0 if mlflow_uri else claim_port(MLFLOW_PORT),
+        ready=False,
+        prefect_api=prefect_api,
+        mlflow_uri=mlflow_uri,
+    )
+
+
+def _children(home: Home, services: Services, mark: Path) -> tuple[list[Child], Child]:
+    environment = os.environ | services.environment(home) | SAFE_PATH
+    commands = {
+        "prefect": prefect_command(services.prefect_port),
+        "mlflow": mlflow_command(home, services.mlflow_port),
+    }
+    servers = [
+        Child(name, commands[name], environment, lambda url=url: healthy(url), home.logs / f"{name}.log")  # type: ignore[misc]
+        for name, url in services.health.items()
+    ]
+    command = [sys.executable, "-P", "-m", "pipelines.flows.deployments", str(mark)]
+    log = home.logs / "deployments.log"
+    deployments = Child("deployments", command, environment, lambda: _beats(mark), log, DEPLOYMENTS_PATIENCE_S)
+    return servers, deployments
+
+
+def _beats(mark: Path) -> bool:
+    try:
+        return time.time() - mark.stat().st_mtime < BEAT_LATE_S
+    except FileNotFoundError:
+        return False
+
+
+def _start(servers: list[Child], services: Services, deployments: Child, mark: Path, stop: threading.Event) -> None:
+    for child in servers:
+        child.start()
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(_await, servers, services.health.values()))
+    deployments.start()
+    deadline = time.monotonic() + SERVER_TIMEOUT_S
+    while not mark.exists() and not stop.wait(0.1):
+        if deployments.dead() or time.monotonic() > deadline:
+            raise RuntimeError(f"the deployments were not served; read {deployments.log}")
+
+
+def _await(child: Child, health: str) -> None:
+    assert child.process is not None
+    await_health(health, child.process, SERVER_TIMEOUT_S, child.log)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    supervise(Home(Path(sys.argv[1])))

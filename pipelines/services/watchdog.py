@@ -1,0 +1,175 @@
+"""A service that is watched: it lives no longer than its starter, and is started again when it dies or hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import logging
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import psutil
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 2.0
+"""How soon a death is noticed."""
+ASK_EVERY_S = 10.0
+ANSWER_TIMEOUT_S = 5.0
+MISSED_ANSWERS = 4
+"""So many questions in a row without an answer, and a service hangs: 40 to 60 s after it stopped answering."""
+START_TIMEOUT_S = 180.0
+LONGEST_PAUSE_S = 60.0
+STOP_PATIENCE_S = 8.0
+KILL_AFTER_S = 4.0
+"""A leash that has not ended its command so long after it should have is killed itself."""
+
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Our services are on this machine: a proxy of the network does not reach them."""
+
+
+@dataclass
+class Child:
+    """A service: how to start it, how to ask whether it is well, where it writes, and its process."""
+
+    name: str
+    command: list[str]
+    environment: Mapping[str, str]
+    well: Callable[[], bool]
+    log: Path
+    patience_s: float = STOP_PATIENCE_S
+    """How long it may take to end when it is asked to."""
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self.log.open("ab") as log:
+            self.process = start_leashed(self.command, self.environment, log, patience_s=self.patience_s)
+
+    def dead(self) -> bool:
+        return self.process is not None and self.process.poll() is not None
+
+    def stop(self) -> None:
+        if self.process is not None:
+            stop_process(self.process, patience_s=self.patience_s + KILL_AFTER_S)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            kill_family(self.process.pid)
+            stop_process(self.process, patience_s=KILL_AFTER_S)
+
+
+def keep_alive(child: Child, stop: threading.Event) -> None:
+    """Start `child` again whenever it has ended or hangs, until `stop` is set; it was started, and well, before.
+
+    One that ends before it was well again is started after ever longer pauses.
+    """
+    pause_s, answered = LOOK_EVERY_S, True
+    while (ailment := _ailment(child, stop, answered=answered)) is not None:
+        answered, trouble = ailment
+        pause_s = LOOK_EVERY_S if answered else min(2 * pause_s, LONGEST_PAUSE_S)
+        logger.warning("%s %s; started again", child.name, trouble)
+        child.kill()
+        if not answered and stop.wait(pause_s):
+            return
+        child.start()
+        answered = False
+
+
+def _ailment(child: Child, stop: threading.Event, *, answered: bool) -> tuple[bool, str] | None:
+    """Return whether the child was well since its start, and what is wrong with it now; None once `stop` is set."""
+    missed = 0
+    began = asked = time.monotonic()
+    while not stop.wait(LOOK_EVERY_S):
+        if child.dead():
+            assert child.process is not None
+            return answered, f"ended with status {child.process.returncode}"
+        if answered and time.monotonic() - asked < ASK_EVERY_S:
+            continue
+        asked = time.monotonic()
+        if child.well():
+            answered, missed = True, 0
+        elif answered or asked - began > START_TIMEOUT_S:
+            missed += 1
+        if missed >= MISSED_ANSWERS:
+            return answered, f"did not answer {missed} times in a row"
+    return None
+
+
+# ---------------------------------------------------------------- processes
+
+
+def start_leashed(
+    command: list[str], environment: Mapping[str, str], log: BinaryIO, *, patience_s: float
+) -> subprocess.Popen[bytes]:
+    """Start a command that ends with this process; Ctrl-C reaches only us, so that it hears how things end."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "pipelines.services.parent_death_guard", str(patience_s), *command],
+        env=dict(environment),
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
+
+
+def stop_process(process: subprocess.Popen[bytes], *, patience_s: float) -> None:
+    """End a child: asked first, killed with all that it started when it does not listen."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            kill_family(process.pid)
+            process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
+
+
+def kill_family(pid: int) -> None:
+    """Kill a process and everything below it, whether it runs or was stopped."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(pid)
+        for process in [*parent.children(recursive=True), parent]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+# ---------------------------------------------------------------- health
+
+
+def healthy(url: str) -> bool:
+    """Return whether `url` answers with success within a few seconds."""
+    try:
+        with _DIRECT.open(url, timeout=ANSWER_TIMEOUT_S) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, http.client.HTTPException, OSError):
+        return False
+
+
+def answers(url: str) -> bool:
+    """Return whether a server elsewhere says anything at all, be it that it wants a password; proxies are used."""
+    try:
+        with urllib.request.urlopen(url, timeout=ANSWER_TIMEOUT_S):
+            return True
+    except urllib.error.HTTPError:
+        return True
+    except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError):
+        return False
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float) -> bool:
+    """Return whether `condition` came true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True

@@ -1,0 +1,149 @@
+"""Programs run by a SandboxFusion server (github.com/bytedance/SandboxFusion) in place of this machine's sandbox.
+
+    POST /run_code {"code": "print(1)", "language": "python", "stdin": "", "run_timeout": 5.0, "memory_limit_MB": 512}
+    -> {"status": "Success", "message": "", "run_result": {"status": "Finished", "return_code": 0, "stdout": "1\\n", ...}}
+
+`Failed` is the program's doing; `SandboxError`, another answer or none is the server's, and no result.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Mapping
+from typing import Any, Self
+
+import httpx
+
+from rlhf_core.encodable import encodable
+from rlhf_core.errors import ConfigError, RewardError, explain
+from rlhf_core.rewards.sandbox.local import HALF_PAIR, Execution, Limits
+from rlhf_core.secrets.redaction import shown, without_secrets
+
+QUEUE_S = 30.0
+"""For the way to the server and for its queue, beyond the program's own time."""
+CONNECT_S = 5.0
+TRIES = 3
+FIRST_PAUSE_S = 0.25
+KEPT_BYTES = 2**20
+"""What the server keeps of each stream; it drops the rest without a word."""
+LARGEST_ANSWER = 64 * 2**20
+KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+"""Status of a process that somebody ended, as its parent and as a shell say it: there it is the limit on memory."""
+REFUSED_FOR_GOOD = (401, 403, 404, 405, 422)
+
+
+class SandboxFusion:
+    """Runs Python programs as `run_program` does, on the server at `url`. Use it in a `with` block.
+
+    It is asked up to three times, not again when it took too long. RewardError when it gives no result, ConfigError when
+    the address is none, or is refused.
+
+    >>> with SandboxFusion("http://sandbox:8080", {}) as run:                     # doctest: +SKIP
+    ...     run("print(input())", "4", limits=Limits()).stdout
+    """
+
+    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
+        if not url.startswith(("http://", "https://")):
+            rule = "must begin with http:// or https://"
+            raise ConfigError(explain("sandbox_url", shown(url), rule, "give the address of the server"))
+        self._url = f"{url.rstrip('/').removesuffix('/run_code')}/run_code"
+        self._client = httpx.Client(headers=dict(headers))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+    def __call__(self, program: str, stdin: str, *, limits: Limits) -> Execution:
+        """Return how the program ended; a limit that it hit is its own failure."""
+        if encodable(program) != program:
+            return HALF_PAIR
+        asked = {
+            "code": program,
+            "language": "python",
+            "stdin": encodable(stdin),
+            "run_timeout": limits.timeout_s,
+            "memory_limit_MB": limits.memory_mb,
+        }
+        problem = ""
+        for attempt in range(TRIES):
+            if attempt:
+                time.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
+            try:
+                return _execution(self._ask(asked, limits.timeout_s + QUEUE_S), limits)
+            except _NoResult as none:
+                problem = str(none)
+                if none.final:
+                    break
+        raise RewardError(explain("sandbox_url", shown(self._url), problem, "see the server's log, or start it"))
+
+    def _ask(self, asked: Mapping[str, Any], timeout_s: float) -> Any:
+        deadline, answer = time.monotonic() + timeout_s, b""
+        timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
+        try:
+            with self._client.stream("POST", self._url, json=asked, timeout=timeout) as response:
+                for piece in response.iter_bytes():
+                    answer += piece
+                    if len(answer) > LARGEST_ANSWER or time.monotonic() > deadline:
+                        raise _NoResult("answers too slowly, or too much", final=True)
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.RemoteProtocolError) as error:
+            raise _NoResult(f"cannot be asked: {error!r}") from None
+        except httpx.TimeoutException:
+            raise _NoResult(f"took longer than {timeout_s:g} s", final=True) from None
+        except httpx.HTTPError as error:
+            raise _NoResult(f"cannot be asked: {error!r}") from None
+        if response.status_code == 200:
+            return _read(answer)
+        said = _shortened(answer)
+        if response.status_code in REFUSED_FOR_GOOD:
+            rule = f"answered status {response.status_code}: {said}"
+            remedy = "give the address of a SandboxFusion server, and sandbox_headers if it asks for a key"
+            raise ConfigError(explain("sandbox_url", shown(self._url), rule, remedy))
+        raise _NoResult(f"answered status {response.status_code}: {said}")
+
+
+class _NoResult(Exception):
+    """The server did not say how the program ended. `final`: it would not, if it was asked again."""
+
+    def __init__(self, reason: str, *, final: bool = False) -> None:
+        super().__init__(reason)
+        self.final = final
+
+
+def _read(answer: bytes) -> Any:
+    try:
+        return json.loads(answer)
+    except (ValueError, RecursionError):
+        raise _NoResult(f"answered what is no JSON: {_shortened(answer)!r}") from None
+
+
+def _shortened(answer: bytes) -> str:
+    return without_secrets(answer.decode(errors="replace"))[:200]
+
+
+def _execution(answer: Any, limits: Limits) -> Execution:
+    """Return what the server's answer says of the program; _NoResult if it says nothing of it."""
+    match answer:
+        case {"status": "Success" | "Failed", "run_result": {"status": "TimeLimitExceeded"} as ran}:
+            return Execution("timeout", -signal.SIGKILL, _text(ran, "stdout"), _text(ran, "stderr"))
+        case {"status": "Success" | "Failed", "run_result": {"status": "Finished", "return_code": int(status)} as ran}:
+            stdout, stderr = _text(ran, "stdout"), _text(ran, "stderr")
+            most = min(limits.output_kb * 1024, KEPT_BYTES - 1)
+            if max(len(stdout.encode(errors="replace")), len(stderr.encode(errors="replace"))) > most:
+                return Execution("output", status, stdout, stderr)
+            if status == 0:
+                return Execution("finished", 0, stdout, stderr)
+            out_of_memory = status in KILLED or stderr.rstrip().rpartition("\n")[2].startswith("MemoryError")
+            return Execution("memory" if out_of_memory else "error", status, stdout, stderr)
+        case {"status": "SandboxError"}:
+            raise _NoResult(f"failed itself: {without_secrets(str(answer.get('message')))[:200]}")
+    raise _NoResult(f"answered no result of a run: {without_secrets(str(answer))[:200]}")
+
+
+def _text(ran: Mapping[str, Any], name: str) -> str:
+    """Return what a stream holds, which is null or left out where nothing was written."""
+    text = ran.get(name)
+    return text if isinstance(text, str) else ""

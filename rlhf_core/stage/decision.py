@@ -1,0 +1,314 @@
+"""What to do with a stage, and why: take the result that is there, wait for it, go on with it, or run."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator
+
+from rlhf_core.secrets.redaction import hidden
+from rlhf_core.stage.key import StageSpec, code_policy, key_payload, payload_key, user_functions
+from rlhf_core.store import attempts
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.checkpoints import Checkpoints
+from rlhf_core.store.damage import findings
+from rlhf_core.store.failures import failure_settings, misfit, noted
+from rlhf_core.store.fingerprint import canonical_json, module_digests
+from rlhf_core.store.layout import read_json, write_json
+from rlhf_core.store.leases import living_owner
+from rlhf_core.store.records import KeyRecord, other_versions, versions
+from rlhf_core.store.typed_json import Stored, read_stored
+
+Action = Literal["HIT", "ATTACH", "RESUME", "RUN", "BLOCKED"]
+
+_SHOWN = 4
+_CODE = re.compile(r"@([0-9a-f]{8})[0-9a-f]{56}$")
+_MISSING = "nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What happens to a stage and why. `step` is the checkpoint's step of a RESUME.
+
+    >>> Decision("RUN", "ppo.kl_coef: 0.05 -> 0.1", "3f2a", None).action
+    'RUN'
+    """
+
+    action: Action
+    reason: str
+    key: str
+    step: int | None
+
+
+def _is_payload(payload: dict[str, Any]) -> dict[str, Any]:
+    parts = [name for name in ("config", "inputs", "engines", "callables") if not isinstance(payload.get(name), dict)]
+    if parts:
+        raise ValueError(f"has no table {parts[0]}")
+    canonical_json(payload)  # ConfigError, which is a ValueError, for what no payload holds
+    return payload
+
+
+class _Note(Stored):
+    """What the stage with a label was when it was last decided on."""
+
+    key: str
+    payload: Annotated[dict[str, Any], AfterValidator(_is_payload)]
+    code: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The key that a spec means now, the payload that it is the hash of, and the digests of its code's modules.
+
+    `functions` are the digests of the users' functions by which the key was made. `why` says what is wrong with an earlier take, where the payload names a later one.
+    """
+
+    key: str
+    payload: dict[str, Any]
+    code: dict[str, str]
+    functions: dict[str, str]
+    why: str = ""
+
+
+def decide(
+    store: ArtifactStore,
+    spec: StageSpec,
+    *,
+    force: bool = False,
+    strict_code: bool = False,
+    strict_env: bool = False,
+) -> Decision:
+    """Return what `execute` would do with the stage now, without doing it."""
+    target = target_of(store, spec, strict_code=strict_code, strict_env=strict_env)
+    if not force:
+        record = store.record(target.key)
+        if record is not None:
+            return hit(target, record)
+        owner = living_owner(store.layout.leases, target.key)
+        if owner is not None:
+            return Decision("ATTACH", f"{owner} is computing it", target.key, None)
+    return decide_work(store, spec, target, force=force)
+
+
+def target_of(store: ArtifactStore, spec: StageSpec, *, strict_code: bool, strict_env: bool = False) -> Target:
+    """Return the key that the spec means.
+
+    With `strict_code` a stage whose code normally only warns gets its code into the key, with `strict_env` any stage
+    the versions of what computes; a result that was made without these options, but by exactly this code and by these
+    versions, still counts. Where answers failed under other settings, it is that of another take.
+    """
+    functions = user_functions(spec)
+    payload = key_payload(spec, functions=functions)
+    code = module_digests(spec.module)
+    target = fitting_take(store, spec, Target(payload_key(payload), payload, code, functions))
+    adds_code = strict_code and code_policy(spec) != "strict"
+    if not adds_code and not strict_env:
+        return target
+    record = store.record(target.key)
+    same_code = record is not None and (not adds_code or (record.code == code and not record.earlier_code))
+    if record is not None and same_code and not (strict_env and other_versions(record.environment)):
+        return target
+    payload = key_payload(spec, strict_code=strict_code, functions=functions)
+    if strict_env:
+        payload |= {"environment": versions()}
+    return fitting_take(store, spec, Target(payload_key(payload), payload, code, functions))
+
+
+def fitting_take(store: ArtifactStore, spec: StageSpec, target: Target) -> Target:
+    """Return `target`, or the first take after it in which no answer has failed but under the settings of `spec`.
+
+    So no result, finished or not, is lost to settings that are tried out, and each is found again under its own.
+    """
+    take, free = target, None
+    while True:
+        why, there = unfit(store, spec, take.key), _is_there(store, take.key)
+        if there and not why:
+            return take
+        if not there:
+            free = free or take
+        payload = target.payload | {"take": take.payload.get("take", 1) + 1}
+        after = Target(payload_key(payload), payload, target.code, target.functions, why)
+        if free is not None and not _is_there(store, after.key):
+            return free  # an earlier take may be gone, and a later one not
+        take = after
+
+
+def _is_there(store: ArtifactStore, key: str) -> bool:
+    """Return whether a key has a result, or work that is not finished."""
+    past = attempts.history(store.layout.attempt(key))
+    return store.layout.key(key).exists() or (bool(past) and past[-1].status != "committed")
+
+
+def unfit(store: ArtifactStore, spec: StageSpec, key: str) -> str:
+    """Return what failed under other settings than those of `spec` in what is there of `key`, "" if nothing did."""
+    settings = failure_settings(spec.config)
+    if not settings:
+        return ""
+    record = store.record(key)
+    failures = noted(attempts.latest_work(store.layout.attempt(key))) if record is None else record.failures
+    return misfit(failures, settings, label=spec.label)
+
+
+def hit(target: Target, record: KeyRecord) -> Decision:
+    """Return the HIT on a record, saying loudly if answers failed in it, or if code or versions have changed."""
+    reason = f"made {record.started[:16].replace('T', ' ')} UTC in {record.seconds:.1f} s"
+    for path, failed in record.failures.items():
+        reason += f"; {failed.share()} ({path})"
+    changed = changed_modules(record.code, target.code)
+    if changed:
+        reason += f"; code changed since ({', '.join(changed)})"
+    others = other_versions(record.environment)
+    if others:
+        more = f" and {len(others) - 2} more" if len(others) > 2 else ""
+        reason += f"; other versions now ({', '.join(others[:2])}{more})"
+    return Decision("HIT", reason, target.key, None)
+
+
+def decide_work(store: ArtifactStore, spec: StageSpec, target: Target, *, force: bool) -> Decision:
+    """Return RESUME or RUN for a key that has no usable record and no living owner."""
+    if force:
+        return Decision("RUN", "forced", target.key, None)
+    folder = store.layout.attempt(target.key)
+    past = attempts.history(folder)
+    misled = _misled(store, spec, past[-1]) if past else ""
+    if misled:
+        return Decision("RUN", f"attempt {past[-1].number} may have read {misled}", target.key, None)
+    number = past[-1].number if past else 0
+    changed = changed_modules(past[-1].code, target.code) if past and past[-1].code else []
+    said = f"; its code has changed since ({', '.join(changed)}): --force starts over" if changed else ""
+    checkpoint = Checkpoints(attempts.checkpoints(folder)).latest()
+    if checkpoint is not None:
+        return Decision("RESUME", f"from step {checkpoint.step} of attempt {number}{said}", target.key, checkpoint.step)
+    work = attempts.unfinished_work(folder)
+    if work:
+        return Decision("RESUME", f"from what attempt {number} left in {', '.join(work[:3])}{said}", target.key, None)
+    why = target.why if target.why and not past else _why_run(store, spec, target, past)
+    return Decision("RUN", why, target.key, None)
+
+
+def starts_over(store: ArtifactStore, spec: StageSpec, key: str, *, force: bool) -> bool:
+    """Return whether an attempt at `key` has nothing to do with earlier ones.
+
+    It was asked for, those had ended, or they read what has since been found damaged.
+    """
+    past = attempts.history(store.layout.attempt(key))
+    return force or (bool(past) and (past[-1].status == "committed" or bool(_misled(store, spec, past[-1]))))
+
+
+def remember(store: ArtifactStore, spec: StageSpec, target: Target) -> None:
+    """Note what the stage with this label is now, so that the next decision can say what changed."""
+    path = store.layout.label(spec.label)
+    table = {"label": spec.label, "key": target.key, "payload": target.payload, "code": target.code}
+    if read_json(path) != json.loads(json.dumps(table)):
+        write_json(path, table, durable=False)
+
+
+def changed_modules(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    """Return the names of the modules that were changed, added or removed."""
+    return sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+
+
+# ---------------------------------------------------------------- why a stage runs
+
+
+def _why_run(store: ArtifactStore, spec: StageSpec, target: Target, past: list[attempts.Attempt]) -> str:
+    if past and past[-1].status == "committed":
+        return _lost(store, target.key)
+    if past:
+        failure = f" ({past[-1].failure})" if past[-1].failure else ""
+        return f"attempt {past[-1].number} left no checkpoint{failure}"
+    path = store.layout.label(spec.label)
+    last = read_stored(path, _Note)
+    if last is None:
+        return "the note of what it was last cannot be read" if path.exists() else "first run"
+    if last.key == target.key:
+        return _lost(store, target.key)
+    made = store.record(last.key) if "environment" in target.payload else None
+    then = {} if made is None else {"environment": made.environment}
+    changes = list(differences(spec.label, then | last.payload, target.payload, last.code, target.code))
+    more = f" and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
+    return (
+        ", ".join(changes[:_SHOWN]) + more if changes else "what it was made with is not known, or no longer asked for"
+    )
+
+
+def _misled(store: ArtifactStore, spec: StageSpec, attempt: attempts.Attempt) -> str:
+    """Return what an unfinished attempt may have read that has been found damaged since, or an empty text."""
+    if attempt.status == "committed":
+        return ""
+    found = findings(store.layout, (ref.uri for ref in spec.refs()), known=attempt.known_damage)
+    return next(map(str, found), "")
+
+
+def _lost(store: ArtifactStore, key: str) -> str:
+    damage = store.damage(key)
+    return f"its artifact cannot be used: {damage}" if damage else "its artifact is gone"
+
+
+def differences(
+    label: str,
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    old_code: Mapping[str, str],
+    new_code: Mapping[str, str],
+) -> Iterator[str]:
+    """Yield one phrase for each thing that differs between two key payloads of the stage called `label`."""
+    for name in ("stage", "version", "seed", "schema"):
+        if old.get(name) != new[name]:
+            yield f"{name}: {_shown(old.get(name))} -> {_shown(new[name])}"
+    for path, before, after in _changes(label, old["config"], new["config"]):
+        # What earlier versions have kept may hold secrets in clear.
+        yield f"{path}: {_shown(hidden(path, before))} -> {_shown(hidden(path, after))}"
+    for path, before, after in _changes("input", old["inputs"], new["inputs"]):
+        yield f"{path.replace('.', ' ', 1)} changed: {_short(before)} -> {_short(after)}"
+    for path, before, after in _changes("engines", old["engines"], new["engines"]):
+        yield f"{path}: {_shown(before)} -> {_shown(after)}"
+    for name in sorted(old["callables"].keys() | new["callables"].keys()):
+        if old["callables"].get(name) != new["callables"].get(name):
+            yield f"{name} changed: {_short(old['callables'].get(name))} -> {_short(new['callables'].get(name))}"
+    if old.get("take", 1) != new.get("take", 1):
+        yield f"take: {old.get('take', 1)} -> {new.get('take', 1)}"
+    if "environment" in new:
+        yield from other_versions(old.get("environment", {}), new["environment"])
+    if old.get("code") != new.get("code"):
+        modules = changed_modules(old_code, new_code)
+        yield f"code changed ({', '.join(modules)})" if modules else "code counts in the key now, or no longer"
+
+
+def _changes(path: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (dotted path, old value, new value) for every leaf that differs."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for name in [*new, *(name for name in old if name not in new)]:
+            yield from _changes(f"{path}.{name}", old.get(name, _ABSENT), new.get(name, _ABSENT))
+    elif isinstance(old, (list, tuple)) and isinstance(new, (list, tuple)) and len(old) == len(new):
+        for index, (before, after) in enumerate(zip(old, new, strict=True)):
+            yield from _changes(f"{path}[{index}]", before, after)
+    elif old is _ABSENT or new is _ABSENT or canonical_json(old) != canonical_json(new):
+        yield path, old, new
+
+
+class _Absent:
+    def __str__(self) -> str:
+        return _MISSING
+
+
+_ABSENT = _Absent()
+
+
+def _shown(value: Any) -> str:
+    text = str(value) if isinstance(value, (str, _Absent)) else json.dumps(value, sort_keys=True)
+    text = _CODE.sub(r"@\1", text)
+    return (text if text else '""') if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _short(value: Any) -> str:
+    """Return the first digits of a digest, and of several the first digits of each."""
+    if isinstance(value, str):
+        return value[:8]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return ",".join(_short(item) for item in value) if isinstance(value, (list, tuple)) else _MISSING

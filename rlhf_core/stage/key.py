@@ -1,0 +1,137 @@
+"""The key of a stage: one sha256 over everything that decides what the stage makes, and nothing else."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal, TypeAlias
+
+from rlhf_core.config.base import Config, keyed
+from rlhf_core.errors import ConfigError, explain
+from rlhf_core.store.fingerprint import canonical_json, code_digest, sha256_text
+from rlhf_core.types import ArtifactRef
+from rlhf_core.user_code.dependencies import user_code_digest
+
+KEY_SCHEMA = 1
+
+StageInput: TypeAlias = ArtifactRef | tuple[ArtifactRef, ...] | dict[str, ArtifactRef]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSpec:
+    """A stage that is ready to be decided on and run: its inputs exist.
+
+    `name` and `module` say what it is (`ppo`, `stages.ppo`), `label` what it is called in the pipeline
+    (`rejection_sampling/generate`); the label does not enter the key, so two places can share one result. `inputs`
+    become keyword arguments of the stage's `run`. `engines` holds the part of the runtime's configuration that changes
+    results, {} for a stage without engines. `callables` are the functions of users, `module:function` or
+    `file.py:function`; their code enters the key with all of the user's own modules that it reaches.
+    """
+
+    name: str
+    module: str
+    config: Config
+    inputs: dict[str, StageInput]
+    seed: int
+    label: str
+    engines: dict[str, Any]
+    callables: tuple[str, ...] = ()
+
+    def refs(self) -> Iterator[ArtifactRef]:
+        """Yield all input handles, in the order of their names."""
+        for _, value in sorted(self.inputs.items()):
+            if isinstance(value, ArtifactRef):
+                yield value
+            elif isinstance(value, tuple):
+                yield from value
+            else:
+                yield from (ref for _, ref in sorted(value.items()))
+
+
+def user_functions(spec: StageSpec) -> dict[str, str]:
+    """Return the digest of each of the users' functions, with all of their own modules that it reaches."""
+    return {name: user_code_digest(name) for name in spec.callables}
+
+
+def key_payload(
+    spec: StageSpec, *, strict_code: bool = False, functions: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Return the table whose canonical JSON is hashed to the key; `functions` are their digests if they are known.
+
+    The digest of the stage's code is in it if the stage module says `CODE = "strict"`, or if `strict_code` asks for it.
+    """
+    module = stage_module(spec)
+    config, unnamed = _with_code(keyed(spec.config), user_functions(spec) if functions is None else functions)
+    payload: dict[str, Any] = {
+        "schema": KEY_SCHEMA,
+        "stage": spec.name,
+        "version": module.VERSION,
+        "config": config,
+        "inputs": {name: _digests(name, value) for name, value in spec.inputs.items()},
+        "seed": spec.seed,
+        "engines": spec.engines,
+        "callables": unnamed,
+    }
+    if strict_code or module.CODE == "strict":
+        payload["code"] = code_digest(spec.module)
+    return payload
+
+
+def stage_key(spec: StageSpec, *, strict_code: bool = False) -> str:
+    """Return the key of the stage: 64 hexadecimal digits."""
+    return payload_key(key_payload(spec, strict_code=strict_code))
+
+
+def payload_key(payload: Mapping[str, Any]) -> str:
+    """Return the key of a payload."""
+    return sha256_text(canonical_json(payload))
+
+
+def stage_module(spec: StageSpec) -> ModuleType:
+    """Return the imported module of the stage; ConfigError if it is not one."""
+    module = importlib.import_module(spec.module)
+    missing = [name for name in ("VERSION", "CODE", "run") if not hasattr(module, name)]
+    if missing:
+        raise ConfigError(explain("module", spec.module, f"has no {', '.join(missing)}", "see ARCHITECTURE: a stage"))
+    if module.CODE not in ("strict", "warn"):
+        raise ConfigError(explain(f"{spec.module}.CODE", module.CODE, "must be 'strict' or 'warn'", "mend the module"))
+    return module
+
+
+def code_policy(spec: StageSpec) -> Literal["strict", "warn"]:
+    """Return whether a change of the stage's code makes a new key (`strict`) or is only pointed out (`warn`)."""
+    policy: Literal["strict", "warn"] = stage_module(spec).CODE
+    return policy
+
+
+def _with_code(config: dict[str, Any], digests: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the configuration with functions named by their code, and the digests of those that it does not name.
+
+    `my/file.py:reward` becomes `reward@<digest>`, so that the same file under another path is the same function.
+    """
+    named: set[str] = set()
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: replaced(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [replaced(item) for item in value]
+        if isinstance(value, str) and value in digests:
+            named.add(value)
+            return f"{value.rpartition(':')[2]}@{digests[value]}"
+        return value
+
+    config = replaced(config)
+    return config, {spec: digest for spec, digest in digests.items() if spec not in named}
+
+
+def _digests(name: str, value: StageInput) -> Any:
+    if isinstance(value, ArtifactRef):
+        return value.digest
+    if isinstance(value, tuple) and all(isinstance(ref, ArtifactRef) for ref in value):
+        return [ref.digest for ref in value]
+    if isinstance(value, dict) and all(isinstance(ref, ArtifactRef) for ref in value.values()):
+        return {label: ref.digest for label, ref in value.items()}
+    raise ConfigError(explain(f"inputs.{name}", value, "must be a handle, a tuple or a table of handles", "pass those"))

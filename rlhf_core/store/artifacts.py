@@ -1,0 +1,372 @@
+"""The artifact store: immutable folders addressed by their content, and key records that say which stage made them.
+
+A folder without a manifest is not an artifact, and an object without a key record does not exist yet: the record,
+written last and in one step, is the only commit point. So a crash at any instant leaves either no result or a whole one.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import Field
+
+from rlhf_core.errors import ArtifactError, explain
+from rlhf_core.store import leases, maintenance
+from rlhf_core.store.damage import findings, quarantine_object
+from rlhf_core.store.fingerprint import FileEntry, hash_files, hash_tree, list_files, sha256_text, tree_digest
+from rlhf_core.store.index import Unreadable
+from rlhf_core.store.layout import (
+    MANIFEST,
+    StoreLayout,
+    check_schema,
+    fsync_path,
+    fsync_tree,
+    make_folder,
+    make_read_only,
+    mark_schema,
+    move,
+    naming_disk_errors,
+    remove_tree,
+    write_json,
+)
+from rlhf_core.store.leases import Lease, Owner
+from rlhf_core.store.maintenance import Damage, GcReport
+from rlhf_core.store.records import KeyRecord, Provenance, parse_record
+from rlhf_core.store.typed_json import Stored, read_stored
+from rlhf_core.types import ArtifactRef
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R", bound=ArtifactRef)
+_STORE = "store://"
+_FILE = "file://"
+
+
+class _DamageNote(Stored):
+    problem: str
+
+
+class _LabelNote(Stored):
+    key: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class _RememberedFile(Stored):
+    size: int
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    status: dict[str, int] = {}
+    """What `_identity` said of it; older versions noted nothing."""
+
+
+class _Memory(Stored):
+    files: dict[str, _RememberedFile]
+
+
+class ArtifactStore:
+    """A store in the local folder `root`, shared by all processes that see that folder.
+
+    Opening it writes nothing: the folder is made by `create`, or by the first lease or commit. ArtifactError if a newer
+    version laid it out.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = Path(root).absolute()
+        self.layout = StoreLayout(self.root)
+        check_schema(self.root)
+
+    def create(self) -> None:
+        """Make the folder, marked with the schema that this version writes; it may be there already."""
+        mark_schema(self.root)
+
+    # ------------------------------------------------------------ reading
+
+    def path(self, ref: ArtifactRef) -> Path:
+        """Return the folder of a handle; ArtifactError if it is gone."""
+        folder = self.folder(ref.uri)
+        if not folder.is_dir():
+            remedy = "run the pipeline again to make it, or bring the folder back"
+            raise ArtifactError(explain(f"{type(ref).__name__}.uri", ref.uri, f"is not in {self.root}", remedy))
+        return folder
+
+    def folder(self, uri: str) -> Path:
+        """Return where the folder of an artifact's uri lies, or lay."""
+        if uri.startswith(_FILE):
+            return Path(uri.removeprefix(_FILE))
+        if not uri.startswith(_STORE):
+            raise ArtifactError(explain("uri", uri, "must begin with store:// or file://", "give another handle"))
+        digest, _, inside = uri.removeprefix(_STORE).partition("/")
+        return self.layout.object(digest) / inside
+
+    def record(self, key: str) -> KeyRecord | None:
+        """Return the record of a key whose object is there with all files at their right sizes; None otherwise.
+
+        Damage is named in a warning, and record and object are put into quarantine, so that the stage is made again. So
+        is the record of what may have been made from damaged inputs.
+        """
+        path = self.layout.key(key)
+        if not path.exists():
+            return None
+        record, damage = self._check(key)
+        if damage:
+            time.sleep(0.05)  # another process may be putting a sound object in the place of a damaged one
+            record, damage = self._check(key)
+        if record is not None and not damage:
+            return record if self._is_trusted(record) else None
+        logger.warning("store: the artifact of key %s is damaged: %s; put into quarantine", key[:12], damage)
+        maintenance.set_aside_record(self.layout, key, damage)
+        if record is not None:
+            quarantine_object(self.layout, object_digest(record.handle), damage)
+        return None
+
+    def damage(self, key: str) -> str:
+        """Return why the last artifact of `key` was put into quarantine, or an empty text if it was not."""
+        noted = read_stored(self.layout.damage(key), _DamageNote)
+        return "" if noted is None else noted.problem
+
+    def known_damage(self, refs: Iterable[ArtifactRef]) -> tuple[str, ...]:
+        """Return the ids of all that was ever found damaged of these inputs; see `rlhf_core.store.damage`."""
+        return tuple(finding.id for finding in findings(self.layout, (ref.uri for ref in refs)))
+
+    def check_inputs(self, refs: Iterable[ArtifactRef]) -> None:
+        """Raise ArtifactError for an input that is not what its digest says; files that nobody wrote to are not hashed.
+
+        A damaged object goes into quarantine. What is gone altogether is left to whoever reads it.
+        """
+        for ref in refs:
+            if self.is_external(ref):
+                self._check_external(ref)
+                continue
+            digest = object_digest(ref)
+            folder = self.layout.object(digest)
+            problem = maintenance.object_damage(folder, deep=False) if folder.exists() else ""
+            if problem:
+                quarantine_object(self.layout, digest, problem)
+                rule = f"is damaged ({problem}) and was put into quarantine"
+                raise ArtifactError(explain(f"{type(ref).__name__}.uri", ref.uri, rule, "run again: it is made again"))
+
+    def records(self) -> list[KeyRecord]:
+        """Return all readable key records, oldest first; their objects are not looked at."""
+        records, unreadable = self.scan()
+        for found in unreadable:
+            logger.warning("store: %s", found)
+        return records
+
+    def scan(self) -> tuple[list[KeyRecord], list[Unreadable]]:
+        """Return the key records, oldest first, and the files in their place that this version cannot read."""
+        records, unreadable = [], []
+        for path in sorted(self.layout.keys.glob("*/*.json")):
+            record, problem = parse_record(path)
+            if record is not None:
+                records.append(record)
+            elif problem:
+                unreadable.append(Unreadable(path, problem))
+        return sorted(records, key=lambda record: (record.started, record.key)), unreadable
+
+    def used(self, key: str) -> None:
+        """Note that a run has just used the record of `key`, so that `gc` keeps it."""
+        try:
+            os.utime(self.layout.key(key))
+        except OSError as error:
+            logger.warning("store: the use of key %s could not be noted: %s", key[:12], error)
+
+    def external(self, kind: type[R], path: Path) -> R:
+        """Return a handle for a user's folder outside the store; files that have not changed are hashed only once."""
+        folder = Path(path).expanduser().absolute()
+        if not folder.is_dir():
+            raise ArtifactError(explain("path", str(path), "is not a folder", "mend the path"))
+        digest = tree_digest(self._hash_external(folder))
+        return kind(uri=f"{_FILE}{folder}", digest=digest)
+
+    def latest(self, label: str) -> KeyRecord | None:
+        """Return the record that the stage with this label last made or found; None if it is gone."""
+        noted = read_stored(self.layout.label(label), _LabelNote)
+        return None if noted is None else self.record(noted.key)
+
+    def is_external(self, ref: ArtifactRef) -> bool:
+        """Return whether `ref` is a user's own folder, which this store neither keeps nor removes."""
+        return ref.uri.startswith(_FILE)
+
+    # ------------------------------------------------------------ writing
+
+    def lease(self, key: str, *, on_wait: Callable[[Owner], None] | None = None) -> AbstractContextManager[Lease]:
+        """Hold the right to compute `key`; see `rlhf_core.store.leases.hold`."""
+        self.create()
+        return leases.hold(self.layout.leases, key, on_wait=on_wait)
+
+    def commit(
+        self,
+        key: str,
+        out: Path,
+        kind: type[R],
+        *,
+        children: Mapping[str, tuple[str, type[ArtifactRef]]],
+        record: Provenance,
+        parents: Sequence[str] = (),
+        lease: Lease | None = None,
+    ) -> R:
+        """Move the folder `out` into the store, write the record of `key`, and return the handle.
+
+        `children` maps a field of `kind` to a folder of `out` and the type of its handle. With a `lease` the record is
+        written only while it is still held. After this call `out` is gone.
+        """
+        with naming_disk_errors(self.root):
+            self.create()
+            files = _seal(out)
+            handle = _handle(kind, files, children, tuple(parents))
+            self._store_object(out, files, object_digest(handle))
+            if lease is not None:
+                lease.check()
+            committed = KeyRecord(key=key, handle=handle, **dict(record))
+            write_json(self.layout.key(key), committed.to_json())
+            self.layout.damage(key).unlink(missing_ok=True)
+        return handle
+
+    # ------------------------------------------------------------ upkeep
+
+    def verify(self) -> list[Damage]:
+        """Hash every object; put damaged ones and their records into quarantine and return what was found."""
+        return maintenance.verify(self.layout, *self.scan())
+
+    def pin(self, target: str, *, note: str = "") -> None:
+        """Keep an object from `gc` for good; `target` is a digest, a key or a `store://` uri."""
+        maintenance.pin(self.layout, target, note)
+
+    def unpin(self, target: str) -> None:
+        """Take a pin away; ArtifactError if there is none."""
+        maintenance.unpin(self.layout, target)
+
+    def pins(self) -> dict[str, str]:
+        """Return target -> note of all pins."""
+        return maintenance.pins(self.layout)
+
+    def gc(self, dry_run: bool, *, keep_days: float = 30.0) -> GcReport:
+        """Remove (or only list) what no pin and no record used in the last `keep_days` reaches.
+
+        While a record or a pin cannot be read nobody knows what it reaches: then records and objects all stay.
+        """
+        records, unreadable = self.scan()
+        return maintenance.collect(self.layout, records, unreadable, dry_run=dry_run, keep_days=keep_days)
+
+    # ------------------------------------------------------------ private
+
+    def _check(self, key: str) -> tuple[KeyRecord | None, str]:
+        record, problem = parse_record(self.layout.key(key))
+        if record is None:
+            return None, f"its record {problem}" if problem else "its record is gone"
+        return record, maintenance.object_damage(self.layout.object(object_digest(record.handle)), deep=False)
+
+    def _store_object(self, out: Path, files: Mapping[str, FileEntry], digest: str) -> None:
+        write_json(out / MANIFEST, {"schema": 1, "files": {path: _entry(entry) for path, entry in files.items()}})
+        target = self.layout.object(digest)
+        make_folder(target.parent)
+        try:
+            move(out, target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            self._keep_one(out, target)
+        make_read_only(target)
+        fsync_path(target.parent)
+
+    def _keep_one(self, out: Path, target: Path) -> None:
+        """The same content is there already: drop ours, unless theirs is damaged."""
+        damage = maintenance.object_damage(target, deep=True)
+        if damage:
+            logger.warning("store: object %s is damaged: %s; replaced", target.name[:12], damage)
+            quarantine_object(self.layout, target.name, damage)
+            move(out, target)
+        else:
+            os.utime(target)  # young again, so that gc leaves it alone until our record is written
+            remove_tree(out)
+
+    def _is_trusted(self, record: KeyRecord) -> bool:
+        said = maintenance.set_aside_suspect(self.layout, record)
+        if said:
+            logger.warning("store: the artifact of key %s (%s): %s", record.key[:12], record.label, said)
+        return not said
+
+    def _check_external(self, ref: ArtifactRef) -> None:
+        if self.external(type(ref), Path(ref.uri.removeprefix(_FILE))).digest != ref.digest:
+            rule = "has changed since its digest was taken"
+            raise ArtifactError(
+                explain(f"{type(ref).__name__}.uri", ref.uri, rule, "run again: it counts as it is now")
+            )
+
+    def _hash_external(self, folder: Path) -> dict[str, FileEntry]:
+        memory = self.layout.externals / f"{sha256_text(str(folder))}.json"
+        known = (read_stored(memory, _Memory) or _Memory(files={})).files
+        paths = [path for path in list_files(folder) if not any(part.startswith(".") for part in path.split("/"))]
+        stats = {path: (folder / path).stat() for path in paths}
+        now = time.time_ns()
+        same = {
+            path: FileEntry(known[path].size, known[path].sha256)
+            for path, status in stats.items()
+            if path in known and (known[path].size, known[path].status) == (status.st_size, _identity(status))
+        }
+        files = same | hash_files(folder, [path for path in paths if path not in same])
+        # A file that was written just now may change again within the resolution of its time: not remembered.
+        settled = {path: entry for path, entry in files.items() if now - _changed_ns(stats[path]) > 2_000_000_000}
+        table = {path: _entry(entry) | {"status": _identity(stats[path])} for path, entry in settled.items()}
+        remembered = {path: entry.model_dump() for path, entry in known.items()}
+        if table != remembered and self.root.is_dir():  # looking at a folder does not make a store
+            write_json(memory, {"folder": str(folder), "files": table}, durable=False)
+        return files
+
+
+def object_digest(handle: ArtifactRef) -> str:
+    """Return the digest of the object that a `store://` handle lies in."""
+    return handle.uri.removeprefix(_STORE).partition("/")[0]
+
+
+def _seal(out: Path) -> dict[str, FileEntry]:
+    """Return the hashed files of `out`, all of them on the disk."""
+    if (out / MANIFEST).exists():
+        raise ArtifactError(explain("artifact", MANIFEST, "is the store's own file", "use another name"))
+    links = [path for path in list_files(out) if (out / path).is_symlink()]
+    if links:
+        raise ArtifactError(explain("artifact", links[0], "is a link, which may break later", "copy the file"))
+    files = hash_tree(out)
+    if not files:
+        raise ArtifactError(explain("artifact", str(out), "is empty", "write the artifact into context.out"))
+    fsync_tree(out)
+    return files
+
+
+def _handle(
+    kind: type[R],
+    files: Mapping[str, FileEntry],
+    children: Mapping[str, tuple[str, type[ArtifactRef]]],
+    parents: tuple[str, ...],
+) -> R:
+    digest = tree_digest(files)
+    fields: dict[str, Any] = {"uri": f"{_STORE}{digest}", "digest": digest, "parents": parents}
+    for field, (folder, child_kind) in children.items():
+        if not any(path.startswith(f"{folder}/") for path in files):
+            raise ArtifactError(explain(f"children.{field}", folder, "holds no files", "write them, or drop the child"))
+        child_digest = tree_digest(files, under=folder)
+        fields[field] = child_kind(uri=f"{_STORE}{digest}/{folder}", digest=child_digest, parents=parents)
+    return kind(**fields)
+
+
+def _identity(status: os.stat_result) -> dict[str, int]:
+    """Return what changes when a file is replaced or written to, also by one with its size and time of modification."""
+    return {
+        "device": status.st_dev,
+        "inode": status.st_ino,
+        "modified_ns": status.st_mtime_ns,
+        "changed_ns": status.st_ctime_ns,
+    }
+
+
+def _changed_ns(status: os.stat_result) -> int:
+    return max(status.st_mtime_ns, status.st_ctime_ns)
+
+
+def _entry(entry: FileEntry) -> dict[str, Any]:
+    return {"size": entry.size, "sha256": entry.sha256}

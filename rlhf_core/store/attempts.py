@@ -1,0 +1,227 @@
+"""The attempts at a key: how often it was tried, how each try ended, and what is left to go on from.
+
+Each attempt works in a folder of its own. What an earlier one left moves into that of the next by one rename: a process that
+was taken over unawares, and goes on for a step, finds its folder gone, and cannot touch what is another's now.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from rlhf_core.store.failures import FAILURES
+from rlhf_core.store.layout import CHECKPOINTS, make_folder, read_json, remove_tree, write_json
+
+logger = logging.getLogger(__name__)
+
+HISTORY = "attempt.json"
+METRICS = "metrics.jsonl"
+_NUMBERED = re.compile(r"(work|out)-(\d{1,10})")
+
+Status = Literal["running", "failed", "interrupted", "committed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One try at a key. `status` stays `running` if the process was killed; `failure` is the error's class and text.
+
+    `code` is the digest of each module of the stage, as the attempt ran it; empty where an older version noted none.
+    `known_damage` are the ids of what had been found damaged of its inputs before it read them.
+    """
+
+    number: int
+    started: str
+    host: str
+    pid: int
+    resumed_from: int | None
+    status: Status
+    failure: str
+    seconds: float
+    code: Mapping[str, str] = field(default_factory=dict)
+    known_damage: Sequence[str] = ()
+
+
+_ATTEMPTS = TypeAdapter(list[Attempt])
+_LARGEST_NUMBER = 10**9
+"""Of an attempt: beyond it a history is damaged, and its number would be no name of a folder."""
+
+
+def history(folder: Path) -> list[Attempt]:
+    """Return the attempts noted in `folder` (attempts/<key>), oldest first."""
+    return _read(folder)[1]
+
+
+def begin(
+    folder: Path, *, label: str, resumed_from: int | None, code: Mapping[str, str], known_damage: Sequence[str]
+) -> Attempt:
+    """Note a new attempt and make its folders, an empty one for its output; the caller holds the lease, undisturbed.
+
+    The output of attempts that were killed goes; what they left to go on from is in the new attempt's work folder.
+    """
+    past = history(folder)
+    attempt = Attempt(
+        number=max([0, *(item.number for item in past[-1:]), *_works(folder), *_numbered(folder, "out")]) + 1,
+        started=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        resumed_from=resumed_from,
+        status="running",
+        failure="",
+        seconds=0.0,
+        code=dict(code),
+        known_damage=tuple(known_damage),
+    )
+    for number in _numbered(folder, "out"):
+        remove_tree(folder / f"out-{number}")
+    if _works(folder):
+        latest_work(folder).rename(work(folder, attempt))
+    make_folder(work(folder, attempt))
+    output(folder, attempt).mkdir()
+    _write(folder, label, [*past, attempt])  # last: whoever is named here has taken what there was
+    return attempt
+
+
+def end(folder: Path, attempt: Attempt, *, label: str, status: Status, failure: str, seconds: float) -> None:
+    """Note how the attempt ended and remove its output folder, if it is still there."""
+    remove_tree(output(folder, attempt))
+    past = [item for item in history(folder) if item.number != attempt.number]
+    _write(folder, label, [*past, replace(attempt, status=status, failure=failure, seconds=round(seconds, 3))])
+
+
+def abandon(folder: Path, *, committed: bool) -> tuple[str, Attempt] | None:
+    """Note that the attempt that is still noted as running was killed; return its label and it, None if there is none.
+
+    The caller holds the lease, so nobody is at work there. `committed`: its record was written before.
+    """
+    label, past = _read(folder)
+    if not past or past[-1].status != "running":
+        return None
+    failure = f"process {past[-1].pid} on {past[-1].host} ended without a word"
+    status: Status = "committed" if committed else "interrupted"
+    end(folder, past[-1], label=label, status=status, failure=failure, seconds=past[-1].seconds)
+    return label, replace(past[-1], status=status, failure=failure)
+
+
+def output(folder: Path, attempt: Attempt) -> Path:
+    """Return the folder that the attempt writes its artifact into."""
+    return folder / f"out-{attempt.number}"
+
+
+def work(folder: Path, attempt: Attempt) -> Path:
+    """Return the folder of what the attempt may want to find again: checkpoints, shards, metrics, failures, logs."""
+    return folder / f"work-{attempt.number}"
+
+
+def latest_work(folder: Path) -> Path:
+    """Return the work folder of the last attempt; it need not be there."""
+    return folder / f"work-{max(_works(folder), default=0)}"
+
+
+def checkpoints(folder: Path) -> Path:
+    """Return the folder of the last attempt's checkpoints; it need not be there."""
+    return latest_work(folder) / CHECKPOINTS
+
+
+def metrics(folder: Path) -> Path:
+    """Return the file of the metrics of all attempts that went on from one another; it need not be there."""
+    return latest_work(folder) / METRICS
+
+
+def logged_steps(folder: Path) -> dict[str, int]:
+    """Return metric name -> last step recorded by earlier attempts; a line that a kill cut short is taken off."""
+    path = metrics(folder)
+    if not path.exists():
+        return {}
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        with path.open("r+b") as stream:
+            stream.truncate(len(whole))
+    last: dict[str, int] = {}
+    for line in whole.splitlines():
+        entry = json.loads(line)
+        for name in entry["values"]:
+            last[name] = max(last.get(name, entry["step"]), entry["step"])
+    return last
+
+
+def unfinished_work(folder: Path) -> list[str]:
+    """Return the names of what a stage left beside its checkpoints (shards, tables) to go on from."""
+    return _unfinished(latest_work(folder))
+
+
+def clear(folder: Path, *, keep_metrics: bool, until: Attempt | None = None) -> None:
+    """Remove checkpoints, unfinished work and what failed in it; the history stays, the logs, and on request the metrics.
+
+    With `until` only what that attempt and earlier ones left: a later one may be another process's.
+    """
+    numbers = [number for number in _works(folder) if until is None or number <= until.number]
+    for number in numbers:
+        if number != max(numbers):  # of a process that was taken over, and wrote on
+            remove_tree(folder / f"work-{number}")
+    if numbers:
+        left = folder / f"work-{max(numbers)}"
+        names = [CHECKPOINTS, FAILURES, *_unfinished(left), *(() if keep_metrics else (METRICS,))]
+        for path in (left / name for name in names):
+            remove_tree(path)
+    for number in _numbered(folder, "out"):
+        if until is None or number <= until.number:
+            remove_tree(folder / f"out-{number}")
+
+
+def give_way(folder: Path, attempt: Attempt) -> None:
+    """Remove what an attempt wrote after another one had taken its work: nobody looks for it any more."""
+    if any(item.number > attempt.number for item in history(folder)):
+        remove_tree(work(folder, attempt))
+        remove_tree(output(folder, attempt))
+
+
+def _works(folder: Path) -> list[int]:
+    """Return the numbers of the attempts that have a work folder."""
+    return _numbered(folder, "work")
+
+
+def _numbered(folder: Path, kind: str) -> list[int]:
+    """Return the numbers of the folders `<kind>-<number>` below `folder`."""
+    found = (_NUMBERED.fullmatch(path.name) for path in folder.glob(f"{kind}-*"))
+    return [int(name[2]) for name in found if name is not None and name[1] == kind]
+
+
+def _unfinished(left: Path) -> list[str]:
+    if not left.is_dir():
+        return []
+    return sorted(path.name for path in left.iterdir() if not _is_ours(path.name) and not path.name.endswith(".log"))
+
+
+def _is_ours(name: str) -> bool:
+    return name in (METRICS, FAILURES, CHECKPOINTS) or name.startswith(".")
+
+
+def _read(folder: Path) -> tuple[str, list[Attempt]]:
+    """Return the label and the attempts of a history; of one that is damaged nothing, and it is written anew."""
+    table = read_json(folder / HISTORY)
+    if table is None:
+        return "", []
+    try:
+        past = _ATTEMPTS.validate_python(table["attempts"])
+        if isinstance(table["label"], str) and all(0 < item.number <= _LARGEST_NUMBER for item in past):
+            return table["label"], past
+    except (KeyError, ValidationError):
+        pass
+    logger.warning("%s cannot be read; counting attempts from 1", folder / HISTORY)
+    return "", []
+
+
+def _write(folder: Path, label: str, attempts: list[Attempt]) -> None:
+    table: dict[str, Any] = {"label": label, "attempts": [asdict(item) for item in attempts]}
+    write_json(folder / HISTORY, table)

@@ -1,0 +1,113 @@
+"""Parts of a checkpoint that processes write in the background, each under a note that says so.
+
+`.writing-<part>` stands in the folder before `write_part` returns. Its writer holds a lock on it, which the system
+drops if the process dies. The note goes when the part is whole and becomes `.failed-<part>`, with the reason, if not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from rlhf_core.errors import ArtifactError, explain
+from rlhf_core.store.layout import disk_full, disk_is_full
+
+logger = logging.getLogger(__name__)
+
+STALLED_SECONDS = 600.0
+_WRITING = ".writing-"
+_FAILED = ".failed-"
+_SLOWEST_POLL = 0.1
+
+
+def write_part(folder: Path, part: str, write: Callable[[], None]) -> None:
+    """Run `write` in a thread of its own; `wait_for_parts` tells how it ended. The name `part` is unique in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    note = folder / f"{_WRITING}{part}"
+    held = note.open("wb")
+    fcntl.flock(held, fcntl.LOCK_EX)
+    threading.Thread(target=_write, args=(note, held, write), name=f"checkpoint part {part}").start()
+
+
+def wait_for_parts(folder: Path, *, stalled_s: float = STALLED_SECONDS) -> None:
+    """Wait until no part below `folder` is being written.
+
+    Raises ArtifactError if a part could not be written, if its writer died, or if nothing grew for `stalled_s`.
+    """
+    size, since, pause = -1, time.monotonic(), 0.002
+    while notes := list(folder.rglob(f"{_WRITING}*")):
+        for note in notes:
+            _check_writer(note, folder)
+        grown = _bytes(folder)
+        if grown != size:
+            size, since = grown, time.monotonic()
+        elif time.monotonic() - since > stalled_s:
+            rule, remedy = f"nothing was written for {stalled_s:g} s", "see whether the disk of the store answers"
+            raise ArtifactError(explain("checkpoint.part", _name(notes[0], folder), rule, remedy))
+        time.sleep(pause)
+        pause = min(2 * pause, _SLOWEST_POLL)
+    for note in folder.rglob(f"{_FAILED}*"):
+        raise _failure(note, folder)
+
+
+def _write(note: Path, held: BinaryIO, write: Callable[[], None]) -> None:
+    # The lock goes with the file, after the note: a note without a lock is one whose writer died.
+    with held:
+        try:
+            write()
+        except BaseException as error:
+            logger.error("checkpoint part %s could not be written", note, exc_info=error)
+            _note_failure(note, held, error)
+        else:
+            note.unlink(missing_ok=True)
+
+
+def _note_failure(note: Path, held: BinaryIO, error: BaseException) -> None:
+    with contextlib.suppress(FileNotFoundError):  # the folder was given up meanwhile
+        # A full disk may have no room for a reason: the note stays empty, which means just that.
+        if not disk_is_full(error, note.parent):
+            with contextlib.suppress(OSError):
+                os.write(held.fileno(), f"{type(error).__name__}: {error}".encode()[:2000])
+        note.rename(note.with_name(_FAILED + note.name.removeprefix(_WRITING)))
+
+
+def _failure(note: Path, folder: Path) -> ArtifactError:
+    reason = note.read_text(encoding="utf-8", errors="replace")
+    if not reason:
+        return disk_full(folder.parent)
+    remedy = "look for the cause in the log of the worker; the checkpoint before this one is whole"
+    return ArtifactError(explain("checkpoint.part", _name(note, folder), f"could not be written ({reason})", remedy))
+
+
+def _check_writer(note: Path, folder: Path) -> None:
+    """Raise ArtifactError if nobody holds the lock of a note that is still there."""
+    try:
+        with note.open("rb") as stream:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if not note.exists():
+                return  # it ended between our two looks
+    except (BlockingIOError, FileNotFoundError):
+        return
+    remedy = "run again, it goes on from the checkpoint before this one"
+    raise ArtifactError(explain("checkpoint.part", _name(note, folder), "its writer died", remedy))
+
+
+def _name(note: Path, folder: Path) -> str:
+    name = note.name.removeprefix(_WRITING).removeprefix(_FAILED)
+    return (note.parent.relative_to(folder) / name).as_posix()
+
+
+def _bytes(folder: Path) -> int:
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # notes come and go
+                total += Path(parent, name).lstat().st_size
+    return total

@@ -1,0 +1,281 @@
+"""Checkpoint folders of one stage. A new one is whole and on the disk before an old one goes.
+
+Training waits for none of that: it hands over copies of its state (`checkpoint_parts`), and a thread here waits for
+those who write them, seals the folder and removes what is no longer wanted. At most one checkpoint is on its way.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import secrets
+import threading
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from rlhf_core.errors import ArtifactError, ConfigError, explain
+from rlhf_core.store.checkpoint_parts import wait_for_parts
+from rlhf_core.store.fingerprint import hash_file, list_files
+from rlhf_core.store.layout import fsync_path, fsync_tree, naming_disk_errors, remove_tree, write_json
+from rlhf_core.store.typed_json import Stored, read_stored
+
+logger = logging.getLogger(__name__)
+
+_STATE = "state.json"
+_COMPLETE = "COMPLETE"
+_SMALL_BYTES = 1 << 20
+
+
+class _Marker(Stored):
+    sizes: dict[str, int]
+    sha256: dict[str, str] = {}
+    """Older markers have none."""
+
+
+class _State(Stored):
+    step: int = Field(ge=0)
+    state: dict[str, Any]
+    metric: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A whole checkpoint: `state` is what the stage noted, the folder `path` holds what it wrote."""
+
+    step: int
+    path: Path
+    state: dict[str, Any]
+    metric: float | None
+
+
+class Checkpoints:
+    """The checkpoints in `root`: the newest `keep_last` and the `keep_best` with the largest metric stay.
+
+    `fence` raises where this process may not write here any more, because another one has taken over.
+    """
+
+    def __init__(
+        self, root: Path, *, keep_last: int = 1, keep_best: int = 0, fence: Callable[[], None] = lambda: None
+    ) -> None:
+        if keep_last < 1:
+            raise ConfigError(explain("keep_last", keep_last, "must be >= 1", "keep at least the newest checkpoint"))
+        if keep_best < 0:
+            raise ConfigError(explain("keep_best", keep_best, "must be >= 0", "use 0 to keep none for its metric"))
+        self.root = Path(root)
+        self.keep_last = keep_last
+        self.keep_best = keep_best
+        self._fence = fence
+        self._sealing = _Sealing()
+
+    def keeping(self, *, best: int) -> Checkpoints:
+        """Return the same checkpoints, of which `best` stay for their metric; one on its way is on its way in both."""
+        other = Checkpoints(self.root, keep_last=self.keep_last, keep_best=best, fence=self._fence)
+        other._sealing = self._sealing
+        return other
+
+    def latest(self) -> Checkpoint | None:
+        """Return the newest whole checkpoint; unreadable ones are skipped with a warning. Reads no large file."""
+        self.settle()
+        for folder in sorted(self._folders(), reverse=True):
+            checkpoint = _read(folder)
+            if checkpoint is not None:
+                return checkpoint
+        return None
+
+    def to_resume(self) -> Checkpoint | None:
+        """Return the newest whole checkpoint whose every byte is as it was written; the others are skipped likewise."""
+        self.settle()
+        for folder in sorted(self._folders(), reverse=True):
+            checkpoint = _read(folder)
+            if checkpoint is not None and not _warned(folder, _damage(folder)):
+                return checkpoint
+        return None
+
+    def best(self) -> Checkpoint | None:
+        """Return the whole checkpoint with the largest metric (the newest of equals); None if none has a metric."""
+        self.settle()
+        ranked = _by_metric(self._readable())
+        return ranked[0] if ranked else None
+
+    @contextmanager
+    def saving(self, step: int, state: Mapping[str, Any], *, metric: float | None = None) -> Iterator[Path]:
+        """Yield an empty folder to write into; soon after a clean exit it becomes the checkpoint of `step`.
+
+        What was begun with `write_part` in the folder goes on meanwhile. Waits first for the checkpoint before.
+        `state` must be JSON-able. Larger metrics are better. An exception, also one that `settle` or the next call
+        raises because something could not be written, leaves the older checkpoints as they were.
+        """
+        self.settle()
+        self._fence()
+        if not self.root.is_dir():
+            self.root.mkdir()  # not those above it: in a folder that another attempt has taken there is nothing to save
+            fsync_path(self.root.parent)
+        for stale in self.root.glob(".saving-*"):
+            remove_tree(stale)
+        folder = self.root / f".saving-{step:010d}-{secrets.token_hex(4)}"
+        try:
+            with naming_disk_errors(self.root):
+                folder.mkdir()
+                yield folder
+                noted = _plain(step, state, metric)
+        except BaseException:
+            _give_up(folder)
+            raise
+        self._sealing.begin(lambda: self._finish(folder, step, noted))
+
+    def settle(self) -> None:
+        """Wait until no checkpoint is on its way. Raises, once, what kept the last one from becoming whole."""
+        self._sealing.settle()
+
+    def settle_after(self, error: BaseException) -> None:
+        """Wait likewise when `error` ends the stage; a failure is added to its notes, it is not what matters most."""
+        try:
+            self._sealing.settle()
+        except Exception as failure:
+            logger.error("%s: the last checkpoint could not be written: %s", self.root, failure)
+            error.add_note(f"the last checkpoint could not be written: {failure}")
+
+    def _finish(self, folder: Path, step: int, noted: dict[str, Any]) -> None:
+        try:
+            with naming_disk_errors(self.root):
+                wait_for_parts(folder)
+                _seal(folder, noted)
+                self._fence()
+                folder.rename(self.root / f"step-{step:010d}-{time.time_ns():020d}")
+                fsync_path(self.root)
+        except BaseException:
+            _give_up(folder)
+            raise
+        self._evict()
+
+    def _folders(self) -> list[Path]:
+        return [path for path in self.root.glob("step-*") if path.is_dir()]
+
+    def _readable(self) -> list[Checkpoint]:
+        found = [_read(folder) for folder in sorted(self._folders(), reverse=True)]
+        return [checkpoint for checkpoint in found if checkpoint is not None]
+
+    def _evict(self) -> None:
+        newest_first = self._readable()
+        keep = {checkpoint.path for checkpoint in newest_first[: self.keep_last]}
+        keep |= {checkpoint.path for checkpoint in _by_metric(newest_first)[: self.keep_best]}
+        for folder in self._folders():
+            if folder not in keep:
+                remove_tree(folder)
+
+
+def _by_metric(newest_first: list[Checkpoint]) -> list[Checkpoint]:
+    measured = [item for item in newest_first if item.metric is not None and not math.isnan(item.metric)]
+    return sorted(measured, key=lambda item: -float(item.metric or 0.0))
+
+
+class _Sealing:
+    """The thread that seals a checkpoint, and what it died of."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def begin(self, work: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                work()
+            except BaseException as failure:
+                self._failure = failure
+
+        self._thread = threading.Thread(target=run, name="sealing a checkpoint")
+        self._thread.start()
+
+    def settle(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+
+def _plain(step: int, state: Mapping[str, Any], metric: float | None) -> dict[str, Any]:
+    """Return what goes into the file of the state: a copy, for the stage goes on and may change its own."""
+    try:
+        noted: dict[str, Any] = json.loads(json.dumps({"step": step, "metric": metric, "state": dict(state)}))
+    except TypeError as error:
+        remedy = "write tensors and random states into the folder"
+        raise ArtifactError(
+            explain("checkpoint.state", sorted(state), f"is not JSON-able ({error})", remedy)
+        ) from error
+    return noted
+
+
+def _seal(folder: Path, noted: dict[str, Any]) -> None:
+    write_json(folder / _STATE, noted)
+    sizes = {path: (folder / path).stat().st_size for path in list_files(folder)}
+    # Hashing all would cost as much as writing all; what is large are archives that carry checksums of their own.
+    digests = {path: hash_file(folder / path) for path, size in sizes.items() if not _is_archive(path, size)}
+    fsync_tree(folder)
+    write_json(folder / _COMPLETE, {"sizes": sizes, "sha256": digests})
+
+
+def _give_up(folder: Path) -> None:
+    # What cannot be removed now is removed before the next one is saved; what led here must not be hidden by it.
+    with suppress(ArtifactError, OSError):
+        wait_for_parts(folder)
+    with suppress(OSError):
+        remove_tree(folder)
+
+
+def _read(folder: Path) -> Checkpoint | None:
+    if _warned(folder, _problem(folder)):
+        return None
+    noted = read_stored(folder / _STATE, _State)
+    return None if noted is None else Checkpoint(step=noted.step, path=folder, state=noted.state, metric=noted.metric)
+
+
+def _warned(folder: Path, problem: str) -> bool:
+    if problem:
+        logger.warning("checkpoint %s is skipped: %s", folder, problem)
+    return bool(problem)
+
+
+def _problem(folder: Path) -> str:
+    marker = read_stored(folder / _COMPLETE, _Marker)
+    if marker is None:
+        return f"it has no {_COMPLETE} marker that can be read"
+    for path, size in marker.sizes.items():
+        file = folder / path
+        if not file.is_file():
+            return f"{path} is missing"
+        if file.stat().st_size != size:
+            return f"{path} has {file.stat().st_size} bytes, not {size}"
+    for path, digest in marker.sha256.items():
+        if path not in marker.sizes or hash_file(folder / path) != digest:
+            return f"{path} is not what was written"
+    return f"{_STATE} cannot be read" if read_stored(folder / _STATE, _State) is None else ""
+
+
+def _is_archive(path: str, size: int) -> bool:
+    return path.endswith(".pt") and size > _SMALL_BYTES
+
+
+def _damage(folder: Path) -> str:
+    """Return which of the large files is not what was written, by the checksums that torch puts into its archives."""
+    for path in list_files(folder):
+        file = folder / path
+        if not _is_archive(path, file.stat().st_size):
+            continue
+        try:
+            with zipfile.ZipFile(file) as archive:
+                bad = archive.testzip()
+        except (zipfile.BadZipFile, RuntimeError, EOFError, ValueError, OSError) as error:  # damaged tables of contents
+            bad = str(error)
+        if bad is not None:
+            return f"{path} is not what was written ({bad})"
+    return ""

@@ -1,0 +1,315 @@
+"""Digests of values, files, folders and code. Everything that enters the key of a stage is made here."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.machinery
+import importlib.util
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.errors import ArtifactError, ConfigError, explain
+
+OUR_PACKAGES = ("stages", "rlhf_core")
+PLUMBING = ("rlhf_core.errors", "rlhf_core.secrets", "rlhf_core.stage", "rlhf_core.store")
+"""Modules and packages that carry artifacts and never compute what is in them: a change there re-makes nothing."""
+
+_FEW_BYTES = 1 << 20
+"""Less than this is hashed sooner than threads are started."""
+_HASH_THREADS = min(16, max(2, os.cpu_count() or 2))
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """What a folder's listing says of one file: its `size` in bytes and the `sha256` of its content.
+
+    >>> FileEntry(size=0, sha256=sha256_text("")).sha256[:8]
+    'e3b0c442'
+    """
+
+    size: int
+    sha256: str
+
+
+# ---------------------------------------------------------------- values
+
+
+def canonical_json(value: Any) -> str:
+    """Return the one JSON text of `value`: keys sorted, no spaces, floats by `repr`; tuples read as lists.
+
+    Raises ConfigError, naming the place in `value`, for what has no stable text: callables, sets, paths, objects,
+    NaN and infinity.
+
+    >>> canonical_json({"b": (1, 2.5), "a": None})
+    '{"a":null,"b":[1,2.5]}'
+    """
+    return json.dumps(_plain(value, ""), sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def sha256_text(text: str) -> str:
+    """Return the sha256 of `text` in UTF-8 as 64 hexadecimal digits."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _plain(value: Any, where: str) -> Any:
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float:
+        if math.isfinite(value):
+            return value
+        raise ConfigError(explain(where or "value", value, "must be finite in a key", "give a finite number"))
+    if isinstance(value, Mapping):
+        return {_name(key, where): _plain(item, f"{where}.{key}" if where else str(key)) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    raise ConfigError(
+        explain(
+            where or "value",
+            value,
+            f"a {type(value).__name__} has no stable text, so it cannot enter a key",
+            "use numbers, text, lists and tables",
+        )
+    )
+
+
+def _name(key: Any, where: str) -> str:
+    if type(key) is str:
+        return key
+    raise ConfigError(explain(where or "value", key, "names in a key must be text", "write the name as text"))
+
+
+# ---------------------------------------------------------------- files
+
+
+def hash_file(path: Path) -> str:
+    """Return the sha256 of the file's content as 64 hexadecimal digits."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def list_files(folder: Path) -> tuple[str, ...]:
+    """Return the posix paths, relative to `folder`, of all files below it, sorted; empty folders do not count.
+
+    Links are followed. Raises ArtifactError for a link to a folder that holds it: its files would have no end.
+    """
+    found = []
+    above = {os.fspath(folder): frozenset({folder.resolve()})}
+    for parent, inside, names in os.walk(folder, followlinks=True):
+        found += [Path(parent, name).relative_to(folder).as_posix() for name in names]
+        holders = above.pop(parent)
+        for name in inside:
+            path = Path(parent, name)
+            place = path.resolve() if path.is_symlink() else path
+            if path.is_symlink() and any(holder.is_relative_to(place) for holder in holders):
+                rule = "is a link to a folder that holds it"
+                raise ArtifactError(explain("folder", str(path), rule, "remove the link"))
+            above[os.path.join(parent, name)] = holders | {place} if path.is_symlink() else holders  # noqa: PTH118  # as os.walk
+    return tuple(sorted(found))
+
+
+def hash_tree(folder: Path) -> dict[str, FileEntry]:
+    """Return relative posix path -> size and sha256 for every file below `folder`; files are hashed in threads."""
+    return hash_files(folder, list_files(folder))
+
+
+def hash_files(folder: Path, paths: Iterable[str]) -> dict[str, FileEntry]:
+    """Return path -> size and sha256 for the given relative `paths` below `folder`."""
+
+    def entry(path: str) -> FileEntry:
+        return FileEntry(size=(folder / path).stat().st_size, sha256=hash_file(folder / path))
+
+    ordered = sorted(paths)
+    if sum((folder / path).stat().st_size for path in ordered) < _FEW_BYTES:
+        return {path: entry(path) for path in ordered}
+    with ThreadPoolExecutor(_HASH_THREADS) as pool:
+        return dict(zip(ordered, pool.map(entry, ordered), strict=True))
+
+
+def tree_digest(files: Mapping[str, FileEntry], under: str = "") -> str:
+    """Return the sha256 over names and contents of the files below the folder `under`, whose own name does not count.
+
+    A folder inside an object has the same digest as the same folder alone, so a stage that reads only that folder is
+    not run again when its neighbours change.
+    """
+    prefix = f"{under.rstrip('/')}/" if under else ""
+    inside = {path[len(prefix) :]: entry.sha256 for path, entry in files.items() if path.startswith(prefix)}
+    return sha256_text(canonical_json(inside))
+
+
+# ---------------------------------------------------------------- code
+
+
+def code_digest(module_name: str, packages: tuple[str, ...] = OUR_PACKAGES) -> str:
+    """Return one digest of the code of `module_name` and of all modules of `packages` that it imports, transitively."""
+    return sha256_text(canonical_json(module_digests(module_name, packages)))
+
+
+def module_digests(module_name: str, packages: tuple[str, ...] = OUR_PACKAGES) -> dict[str, str]:
+    """Return module name -> digest of its syntax tree, for `module_name` and every module of `packages` it reaches.
+
+    Imports inside functions count. Comments and docstrings do not, nor do the modules of `PLUMBING`.
+    Nothing is imported.
+    """
+    found: dict[str, str] = {}
+    modules = _Modules()
+    waiting = [module_name]
+    while waiting:
+        name = waiting.pop()
+        if name in found or (name != module_name and _is_plumbing(name)):
+            continue
+        path = modules.file(name)
+        if path is None:
+            if name == module_name:
+                raise ConfigError(explain("module", name, "has no source file", "name a Python module on the path"))
+            continue
+        digest, imports = _parsed(path, name)
+        found[name] = digest
+        waiting.extend(target for target in imports if target.split(".")[0] in packages)
+    return dict(sorted(found.items()))
+
+
+def _is_plumbing(module: str) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in PLUMBING)
+
+
+class _Modules:
+    """Finds the source files of modules without importing them or their packages; a folder is listed once."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, frozenset[str]] = {}
+        self._tops: dict[str, tuple[str, list[str]]] = {}
+
+    def file(self, name: str) -> str | None:
+        """Return the path of the module's source; None for what is not a module."""
+        top, *rest = name.split(".")
+        if top not in self._tops:
+            self._tops[top] = _top_level(top)
+        file, folders = self._tops[top]
+        for part in rest:
+            file, folders = self._inside(part, folders)
+        return file if file.endswith(".py") else None
+
+    def _inside(self, part: str, folders: list[str]) -> tuple[str, list[str]]:
+        """Return the file of the module `part` in one of the folders, and the folders that its own modules lie in."""
+        spaces = []
+        for folder in folders:
+            names, path = self._listed(folder), os.path.join(folder, part)  # noqa: PTH118  # thousands of times
+            if part in names and "__init__.py" in self._listed(path):
+                return f"{path}/__init__.py", [path]
+            for suffix in (*importlib.machinery.EXTENSION_SUFFIXES, ".py"):
+                if part + suffix in names:
+                    return path + suffix, []
+            if part in names:
+                spaces.append(path)
+        return "", spaces
+
+    def _listed(self, folder: str) -> frozenset[str]:
+        if folder not in self._names:
+            try:
+                self._names[folder] = frozenset(os.listdir(folder))  # noqa: PTH208
+            except OSError:
+                self._names[folder] = frozenset()
+        return self._names[folder]
+
+
+def _top_level(name: str) -> tuple[str, list[str]]:
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        spec = None
+    return ("", []) if spec is None else (spec.origin or "", list(spec.submodule_search_locations or ()))
+
+
+PARSED: dict[str, list[Any]] = {}
+"""Name and path of a module -> what its file was when it was parsed, the digest of its code, and what it imports.
+
+`rlhf_core.store.index` keeps it between processes, since parsing our modules takes longer than all else in a plan.
+"""
+
+
+def _parsed(path: str, name: str) -> tuple[str, list[str]]:
+    """Return digest and imported names of one module, parsed if its file is not the one that we know."""
+    status = Path(path).stat()
+    identity = [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+    known = PARSED.get(f"{name} {path}")
+    if known is None or known[0] != identity:
+        tree = parse_source(Path(path).read_bytes(), path)
+        package = name if Path(path).name == "__init__.py" else name.rpartition(".")[0]
+        known = [identity, sha256_text(_syntax(tree)), sorted(imported_names(tree, package))]
+        PARSED[f"{name} {path}"] = known
+    return known[1], known[2]
+
+
+def parse_source(source: bytes, path: str) -> ast.Module:
+    try:
+        return ast.parse(source, filename=path)
+    except SystemError:  # CPython 3.11 counts the depth of all threads' parsing in one place; alone it is right
+        return parse_source(source, path)
+    except SyntaxError as error:
+        raise ConfigError(explain("module", path, f"is not valid Python ({error})", "mend the file")) from error
+
+
+def _syntax(node: ast.AST) -> str:
+    """Return a text of the tree without positions, comments, docstrings and empty fields.
+
+    Written out here because the text of `ast.dump` changes between Python versions.
+    """
+    parts = [type(node).__name__]
+    for field, value in ast.iter_fields(node):
+        if field in ("type_comment", "kind", "ctx") or value is None or value == []:
+            continue
+        if isinstance(value, ast.AST):
+            parts.append(f"{field}={_syntax(value)}")
+        elif isinstance(value, list):
+            items = (_syntax(item) if isinstance(item, ast.AST) else repr(item) for item in value if not _is_text(item))
+            parts.append(f"{field}=[{','.join(items)}]")
+        else:
+            parts.append(f"{field}={value!r}")
+    return f"({' '.join(parts)})"
+
+
+def _is_text(node: Any) -> bool:
+    """Say whether a statement is a lone string: a docstring of a module, class, function or attribute."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def imported_names(tree: ast.Module, package: str) -> set[str]:
+    """Return every module name that the tree may import, with the packages that hold them."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parents, base] if base else parents)
+            names.add(base)
+            names.update(f"{base}.{alias.name}" for alias in node.names)
+    parts = [name.split(".") for name in names]
+    return {".".join(part[:depth]) for part in parts for depth in range(1, len(part) + 1)}
+
+
+def functions_of(tree: ast.Module) -> list[str]:
+    return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+
+
+def top_level_names(tree: ast.Module) -> set[str]:
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names.update(alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Assign):
+            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+    return names

@@ -1,0 +1,228 @@
+"""A list of all artifacts that is quick to read: derived from key records and manifests, and never the truth.
+
+Each entry holds what its file was when it was read: inode, size and time of modification. Records and manifests are
+replaced and never written to, so an entry whose file is the same still holds; all others are read anew. The files of
+the index may be missing, damaged or of another version: then everything is read anew, in silence. They are written in
+one step, and of two processes that write at once the last one wins, with entries that are as good.
+
+This module imports nothing that takes long: `rlhf runs` and `rlhf store ls` live from it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.store import fingerprint
+from rlhf_core.store.fingerprint import sha256_text
+from rlhf_core.store.layout import MANIFEST, StoreLayout, read_json, write_text
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+RECORDS, OBJECTS, CODE = "records.json", "objects.json", "code.json"
+SETTLED_NS = 2_000_000_000
+"""A source file that was written more recently may change again within the resolution of its time: not remembered."""
+
+Status = list[int]
+"""Inode, size in bytes, time of modification in nanoseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a list shows of a key record. `digest` is that of the artifact, `object` the folder that it lies in."""
+
+    key: str
+    label: str
+    kind: str
+    digest: str
+    object: str
+    started: str
+    seconds: float
+    attempts: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A file in the place of a record or of a pin that this version cannot read."""
+
+    path: Path
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.problem}"
+
+
+def rows(layout: StoreLayout) -> tuple[list[Row], list[Unreadable]]:
+    """Return what the key records say, oldest first, and the files in their place that this version cannot read."""
+    known = _load(layout, RECORDS)
+    entries: dict[str, list[Any]] = {}
+    unreadable: list[Unreadable] = []
+    for key, path, status in _record_files(layout):
+        entry = known.get(key)
+        if entry is None or entry[0] != status:
+            fields = _read_record(Path(path), unreadable)
+            if fields is None:
+                continue
+            entry = [status, fields]
+        entries[key] = entry
+    if entries != known:
+        _save(layout, RECORDS, entries)
+    found = [Row(key, *entry[1]) for key, entry in entries.items()]
+    unreadable.sort(key=lambda one: one.path)
+    return sorted(found, key=lambda row: (row.started, row.key)), unreadable
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """An object as it lies there: its size in bytes, None if it is gone, and what is wrong with it."""
+
+    bytes: int | None
+    damage: str
+
+
+def states(layout: StoreLayout, digests: set[str]) -> dict[str, State]:
+    """Return size and damage of the objects; the manifests are read from the index, their files are looked at."""
+    known = _load(layout, OBJECTS)
+    entries: dict[str, list[Any]] = {}
+    found = {}
+    for digest in digests:
+        folder = layout.object(digest)
+        entry = _manifest(folder, known.get(digest))
+        if entry is not None:
+            entries[digest] = entry
+        found[digest] = _state(folder, entry)
+    if entries != known:
+        _save(layout, OBJECTS, entries)
+    return found
+
+
+@contextmanager
+def remembered_code(layout: StoreLayout) -> Iterator[None]:
+    """Spare this process the parsing of our own modules that an earlier one has parsed; keep what it parses itself."""
+    known = _load(layout, CODE)
+    fingerprint.PARSED.update({name: entry for name, entry in known.items() if name not in fingerprint.PARSED})
+    yield
+    now = time.time_ns()
+    entries = {name: entry for name, entry in fingerprint.PARSED.items() if now - max(entry[0][3:]) > SETTLED_NS}
+    if entries != known:
+        _save(layout, CODE, entries)
+
+
+# ---------------------------------------------------------------- records
+
+
+def _record_files(layout: StoreLayout) -> list[tuple[str, str, Status]]:
+    """Return key, path and status of every file in the place of a record."""
+    found = []
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(layout.keys) as folders:
+        for folder in folders:
+            with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder.path) as files:
+                for file in files:
+                    if file.name.endswith(".json") and not file.name.startswith("."):
+                        with suppress(FileNotFoundError):  # put into quarantine just now
+                            found.append((file.name.removesuffix(".json"), file.path, _status(file.stat())))
+    return found
+
+
+def _read_record(path: Path, unreadable: list[Unreadable]) -> list[Any] | None:
+    from rlhf_core.store.records import parse_record  # takes long to import, and is not needed while the index is whole
+
+    record, problem = parse_record(path)
+    if record is None:
+        if problem:
+            unreadable.append(Unreadable(path, problem))
+        return None
+    handle = record.handle
+    kind = type(handle).__name__.removesuffix("Ref")
+    place = handle.uri.removeprefix("store://").partition("/")[0]
+    metrics = dict(record.metrics)
+    return [record.label, kind, handle.digest, place, record.started, record.seconds, record.attempts, metrics]
+
+
+# ---------------------------------------------------------------- objects
+
+
+def _manifest(folder: Path, entry: list[Any] | None) -> list[Any] | None:
+    """Return status and table path -> size of the object's manifest, as known or read anew; None without one."""
+    try:
+        status = _status((folder / MANIFEST).stat())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if entry is not None and entry[0] == status:
+        return entry
+    with suppress(KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        table = read_json(folder / MANIFEST) or {}
+        return [status, {path: int(item["size"]) for path, item in table["files"].items()}]
+    return None
+
+
+def _state(folder: Path, entry: list[Any] | None) -> State:
+    if entry is None or not _as_listed(f"{folder}{os.sep}", entry[1], checked=entry[0][2]):
+        from rlhf_core.store.layout import folder_bytes
+        from rlhf_core.store.maintenance import object_damage
+
+        size = folder_bytes(folder) if folder.is_dir() else None
+        return State(size, object_damage(folder, deep=False))
+    return State(entry[0][1] + sum(entry[1].values()), "")
+
+
+def _as_listed(folder: str, files: Mapping[str, int], *, checked: int) -> bool:
+    """Return whether all files are there with their sizes and nobody wrote to one since the manifest was `checked`."""
+    try:
+        for path, size in files.items():
+            status = os.stat(folder + path)  # noqa: PTH116  # ten thousand times
+            if status.st_size != size or status.st_mtime_ns > checked:
+                return False
+    except (OSError, ValueError):  # ValueError: a name that none can have
+        return False
+    return True
+
+
+# ---------------------------------------------------------------- the files of the index
+
+
+def _load(layout: StoreLayout, name: str) -> dict[str, list[Any]]:
+    """Return the entries; none if the file is missing, damaged or of another version."""
+    with suppress(OSError, ValueError):
+        heading, _, content = (layout.index / name).read_text(encoding="utf-8").partition("\n")
+        if heading == _heading(content):
+            entries: dict[str, list[Any]] = json.loads(content)
+            return entries
+    return {}
+
+
+def _save(layout: StoreLayout, name: str, entries: Mapping[str, list[Any]]) -> None:
+    if not layout.root.is_dir():  # looking at a store does not make one
+        return
+    content = json.dumps(entries)
+    try:
+        write_text(layout.index / name, f"{_heading(content)}\n{content}", durable=False)
+    except OSError as error:  # a store that is full, or not ours to write to
+        logger.debug("store: the index was not written: %s", error)
+
+
+def _heading(content: str) -> str:
+    """Return the first line of a file of the index: which code wrote it, and the digest of the rest."""
+    return f"{VERSION} {_maker()} {sha256_text(content)}"
+
+
+@lru_cache(maxsize=1)
+def _maker() -> str:
+    """Return what changes with the code that derives the entries, and with the Python that runs it."""
+    sources = (Path(__file__), Path(fingerprint.__file__))
+    return sha256_text(sys.version + "".join(path.read_text(encoding="utf-8") for path in sources))[:16]
+
+
+def _status(status: os.stat_result) -> Status:
+    return [status.st_ino, status.st_size, status.st_mtime_ns]

@@ -1,0 +1,328 @@
+"""Where things lie in a store, and how they are written so that a crash at any instant leaves old or new, never half."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.errors import ArtifactError, explain
+from rlhf_core.processes.identity import here, is_running
+from rlhf_core.store.fingerprint import list_files, sha256_text
+
+SCHEMA = 1
+"""The way in which this version lays out a store and writes its files."""
+MARKER = "store.json"
+MANIFEST = "manifest.json"
+CHECKPOINTS = "ckpt"
+"""Name of the folder of checkpoints in the folder of a key's attempts."""
+_TEMPORARY = re.compile(r"-(\d+)-[0-9a-f]{6}$")
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+_HARDLY_ANY_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLayout:
+    """The paths of a store.
+
+    >>> StoreLayout(Path("/s")).object("ab" + "0" * 62).parent.as_posix()
+    '/s/objects/ab'
+    """
+
+    root: Path
+
+    def object(self, digest: str) -> Path:
+        """Return the folder of an immutable object."""
+        return self.objects / digest[:2] / digest
+
+    def key(self, key: str) -> Path:
+        """Return the file of a key record: an object belongs to a stage only once this file is there."""
+        return self.keys / key[:2] / f"{key}.json"
+
+    def attempt(self, key: str) -> Path:
+        """Return the folder of the attempts at a key: checkpoints, unfinished output, metrics."""
+        return self.attempts / key
+
+    def label(self, label: str) -> Path:
+        """Return the file that says what the stage with this label last was."""
+        return self.root / "roots" / "labels" / f"{sha256_text(label)}.json"
+
+    @property
+    def objects(self) -> Path:
+        return self.root / "objects"
+
+    @property
+    def keys(self) -> Path:
+        return self.root / "keys"
+
+    @property
+    def attempts(self) -> Path:
+        return self.root / "attempts"
+
+    @property
+    def leases(self) -> Path:
+        return self.root / "leases"
+
+    @property
+    def pins(self) -> Path:
+        return self.root / "roots" / "pins"
+
+    @property
+    def externals(self) -> Path:
+        return self.root / "roots" / "external"
+
+    @property
+    def index(self) -> Path:
+        """Return the folder of what is derived from the rest of the store, and may be thrown away at any time."""
+        return self.root / "index"
+
+    @property
+    def quarantine(self) -> Path:
+        return self.root / "quarantine"
+
+    def damaged(self, digest: str) -> Path:
+        """Return the folder with a note for each time that the object was found damaged; they stay for good."""
+        return self.root / "roots" / "damaged" / digest
+
+    def damage(self, key: str) -> Path:
+        """Return the file that says why the artifact of a key was put into quarantine."""
+        return self.quarantine / "why" / f"{key}.json"
+
+
+# ---------------------------------------------------------------- which version wrote it
+
+
+def check_schema(root: Path) -> None:
+    """Raise ArtifactError if a newer version laid out the store in `root`; a store without a marker is of schema 1."""
+    marker = root / MARKER
+    stored = read_json(marker)
+    schema = 1 if stored is None and not marker.exists() else (stored or {}).get("schema")
+    if not isinstance(schema, int):
+        remedy = f"delete {marker} if this version wrote the store: it is written anew"
+        raise ArtifactError(f"store = {root}: its {MARKER} cannot be read; {remedy}")
+    if schema > SCHEMA:
+        rule = f"was written by a newer version (schema {schema}, this one knows {SCHEMA})"
+        raise ArtifactError(f"store = {root}: {rule}; upgrade, or choose another folder with RLHF_HOME or `store`")
+
+
+def mark_schema(root: Path) -> None:
+    """Make the folder of a store and write down which schema it has, if that is not done yet."""
+    if not (root / MARKER).exists():
+        write_json(root / MARKER, {"schema": SCHEMA})
+
+
+# ---------------------------------------------------------------- durable writes
+
+
+def write_json(path: Path, value: Mapping[str, Any], *, durable: bool = True) -> None:
+    """Replace the file by the JSON of `value` in one step; `durable` waits until it is on the disk."""
+    write_text(path, json.dumps(value, indent=1, sort_keys=True), durable=durable)
+
+
+def write_text(path: Path, text: str, *, durable: bool) -> None:
+    """Replace the file by `text` in one step; `durable` waits until it is on the disk."""
+    make_folder(path.parent)
+    temporary = path.with_name(f".{path.name}.{_place()}-{os.getpid()}-{secrets.token_hex(3)}")
+    try:
+        with temporary.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            if durable:
+                stream.flush()
+                os.fsync(stream.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        fsync_path(path.parent)
+
+
+def sweep_temporaries(root: Path) -> list[Path]:
+    """Remove, below `root`, what processes of this machine left when they were killed inside `write_json`."""
+    swept = []
+    for path in root.rglob(f".*.{_place()}-*"):
+        found = _TEMPORARY.search(path.name)
+        if found is not None and not is_running(int(found[1])):
+            remove_tree(path)
+            swept.append(path)
+    return swept
+
+
+def _place() -> str:
+    return sha256_text(" ".join(here()))[:8]
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, each of them noted on the disk; it may be there already."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    fsync_path(folder.parent)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return the table in a JSON file; None if the file is not there or does not hold one.
+
+    Other errors of reading (a network drive that is away, no permission) say nothing about the content and are raised.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):  # the last for brackets too deep
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def fsync_path(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_tree(folder: Path) -> None:
+    """Wait until every file and every folder below `folder`, and `folder` itself, is on the disk."""
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(fsync_path, [folder / path for path in list_files(folder)]))
+    for parent, _, _ in os.walk(folder):
+        fsync_path(Path(parent))
+
+
+# ---------------------------------------------------------------- permissions and removal
+
+
+def make_read_only(folder: Path) -> None:
+    """Take the write permission from a folder and from all that is in it."""
+    for parent, _, names in os.walk(folder, topdown=False):
+        for path in (*(Path(parent, name) for name in names), Path(parent)):
+            path.chmod(stat.S_IMODE(path.stat().st_mode) & ~0o222)
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder, read-only or not; it may be gone already."""
+    if not folder.is_dir():
+        folder.unlink(missing_ok=True)
+        return
+    for parent, _, _ in os.walk(folder):
+        _allow_writing(Path(parent))
+    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def move(path: Path, target: Path) -> None:
+    """Rename a file or a folder, or copy it where `target` is on another disk, so that `target` is whole or not there.
+
+    As `Path.rename`, it does not replace a folder that holds something.
+    """
+    try:
+        path.rename(target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        _copy_over(path, target)
+
+
+def _copy_over(path: Path, target: Path) -> None:
+    # Named as the temporaries of `write_json`: what a kill leaves is swept like them.
+    temporary = target.with_name(f".{target.name}.{_place()}-{os.getpid()}-{secrets.token_hex(3)}")
+    try:
+        if path.is_dir():
+            shutil.copytree(path, temporary)
+            fsync_tree(temporary)
+        else:
+            shutil.copy2(path, temporary)
+            fsync_path(temporary)
+        temporary.rename(target)
+    except BaseException:
+        remove_tree(temporary)
+        raise
+    remove_tree(path)
+
+
+def move_aside(path: Path, quarantine: Path) -> Path | None:
+    """Move a damaged file or folder into `quarantine` under a new name; None if somebody did so before."""
+    quarantine.mkdir(parents=True, exist_ok=True)
+    target = quarantine / f"{path.stem}.{secrets.token_hex(4)}{path.suffix}"
+    try:
+        if path.is_dir():
+            _allow_writing(path)
+        move(path, target)
+    except FileNotFoundError:
+        return None
+    os.utime(target)
+    return target
+
+
+def folder_bytes(folder: Path) -> int:
+    """Return the number of bytes in the files below `folder`."""
+    return sum((folder / path).lstat().st_size for path in list_files(folder))
+
+
+def _allow_writing(folder: Path) -> None:
+    # A folder without write permission cannot be emptied, nor moved by anyone but root.
+    folder.chmod(stat.S_IMODE(folder.stat().st_mode) | 0o700)
+
+
+# ---------------------------------------------------------------- a disk that is full, or not ours to write to
+
+
+@contextmanager
+def naming_disk_errors(root: Path) -> Iterator[None]:
+    """Turn the error of a disk that is full or cannot be written to into an ArtifactError that says what to do.
+
+    Only an error at a path below `root` says that the store cannot be written; a full disk is looked for itself.
+    """
+    try:
+        yield
+    except ArtifactError:
+        raise
+    except Exception as error:
+        if disk_is_full(error, root):
+            raise disk_full(root) from error
+        if isinstance(error, OSError) and error.errno in _FORBIDDEN and _is_below(error.filename, root):
+            raise not_writable(root, error) from error
+        raise
+
+
+def not_writable(root: Path, error: OSError) -> ArtifactError:
+    """Return the error for a store that this user, or this mount, may not write to."""
+    rule = f"cannot be written to ({error.strerror}: {error.filename})"
+    remedy = "give yourself the permission, or choose another folder: set `store` in the profile, or RLHF_HOME"
+    return ArtifactError(explain("store", str(root), rule, remedy))
+
+
+def _is_below(name: object, root: Path) -> bool:
+    return isinstance(name, (str, os.PathLike)) and Path(name).absolute().is_relative_to(root)
+
+
+def disk_full(root: Path) -> ArtifactError:
+    """Return the error for a full disk."""
+    remedy = (
+        "free space, or move it: set `store` in the profile, or RLHF_HOME; nothing was lost, the same command resumes"
+    )
+    return ArtifactError(explain("store", str(root), "the disk is full", remedy))
+
+
+def disk_is_full(error: BaseException, root: Path) -> bool:
+    """Say whether `error` came from a full disk: libraries often hide the number of the error, so we look twice."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if (isinstance(cause, OSError) and cause.errno in _FULL) or "No space left on device" in str(cause):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    space = os.statvfs(root)
+    return space.f_bavail * space.f_frsize < _HARDLY_ANY_BYTES

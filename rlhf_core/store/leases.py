@@ -1,0 +1,316 @@
+"""Leases: who computes a key right now. One process computes, the others wait for its result.
+
+A lease is a small file with its owner's host, boot, process and a secret token. A thread renews it. It is lost when, on
+this machine, the owner's process is gone, or when the file was not renewed for too long; then the next one takes it over. Clocks jump, and those of two
+hosts differ: too long is by the clock of the disk, and who wants the lease watches it, too, for longer than a living owner
+needs to renew it. A process that was taken over unawares learns it at `Lease.check`: before each step, each checkpoint
+and the record.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import secrets
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from rlhf_core.errors import ArtifactError, explain
+from rlhf_core.processes.identity import here, process_stat, process_state
+from rlhf_core.store.layout import read_json, write_json
+
+logger = logging.getLogger(__name__)
+
+TTL_SECONDS = 120.0
+HEARTBEAT_SECONDS = 20.0
+POLL_SECONDS = 0.25
+WATCH_SECONDS = 2.25 * HEARTBEAT_SECONDS
+"""For how long a lease is seen to be silent, by the clock that never jumps, before it is taken from an owner who may live."""
+LOCK_SLOW_SECONDS = 10.0
+"""After so long a wait for another process's change of a lease we say what we wait for."""
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("host", "boot_id", "pid_namespace", "token"), str),
+    **dict.fromkeys(("pid", "pid_started"), int),
+    "expires": (int, float),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Who holds a lease. `pid_started` is the process's start time in clock ticks after boot, so that a process
+    number that was given to another process is not mistaken for the owner. `expires` is seconds of the owner's wall clock, for
+    people: it is never compared with another clock."""
+
+    host: str
+    boot_id: str
+    pid_namespace: str
+    pid: int
+    pid_started: int
+    token: str
+    expires: float
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A lease that this process holds. `waited` says whether another one held it first."""
+
+    folder: Path
+    key: str
+    owner: Owner
+    waited: bool
+
+    def may_be_ours(self) -> bool:
+        """Return whether nobody has taken the lease over, as far as can be told: a disk may not answer for a moment."""
+        try:
+            holder = _read(self.folder, self.key)
+        except OSError as error:
+            logger.warning("lease %s could not be read: %s", self.key[:12], error)
+            return True
+        return holder is not None and holder.token == self.owner.token
+
+    def check(self) -> None:
+        """Raise ArtifactError if somebody else has taken the lease over: the fence before whatever is written.
+
+        OSError if that cannot be told.
+        """
+        holder = _read(self.folder, self.key)
+        if holder is None or holder.token != self.owner.token:
+            taker = "nobody" if holder is None else str(holder)
+            raise ArtifactError(
+                explain(f"lease {self.key[:12]}", taker, "took over while this process was not heard of", "run again")
+            )
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Let nobody take the lease over inside the block. Raises as `check` does, before it.
+
+        For a few quick changes that must not be mixed with another's: all who want a lease wait meanwhile.
+        """
+        with _alone(self.folder):
+            self.check()
+            yield
+
+
+@contextmanager
+def hold(folder: Path, key: str, *, on_wait: Callable[[Owner], None] | None = None) -> Iterator[Lease]:
+    """Hold the lease of `key`, waiting for a living owner to let go of it; `on_wait` is told once whom we wait for."""
+    lease = _acquire(folder, key, on_wait)
+    stop = threading.Event()
+    heart = threading.Thread(target=_beat, args=(lease, stop), name=f"lease-{key[:8]}", daemon=True)
+    heart.start()
+    try:
+        yield lease
+    finally:
+        stop.set()
+        heart.join()
+        _release(lease)
+
+
+def living_owner(folder: Path, key: str) -> Owner | None:
+    """Return who computes `key` right now; None if nobody does."""
+    owner = _read(folder, key)
+    return None if owner is None or _has_lost(folder, key, owner) else owner
+
+
+def sweep(folder: Path) -> list[tuple[str, Owner]]:
+    """Remove the leases whose owner is gone; return their keys and owners.
+
+    Those of silent owners, who may be on another machine, stay for the next one to want them, who has the time to watch.
+    """
+    if not folder.is_dir():
+        return []
+    swept = []
+    with _alone(folder):
+        for path in sorted(folder.glob("*.json")):
+            owner = _read(folder, path.stem)
+            if owner is not None and is_gone(owner):
+                path.unlink(missing_ok=True)
+                swept.append((path.stem, owner))
+    return swept
+
+
+def is_gone(owner: Owner) -> bool:
+    """Say whether the owner's process has ended, as far as this machine can tell: of another machine's it knows nothing."""
+    return _is_local(owner) and process_state(owner.pid, owner.pid_started) == "gone"
+
+
+def _is_local(owner: Owner) -> bool:
+    return (owner.host, owner.boot_id, owner.pid_namespace) == here()
+
+
+def _has_lost(folder: Path, key: str, owner: Owner) -> bool:
+    """Say whether the owner will not come back to its lease.
+
+    On our own machine the process itself is asked, so a suspended laptop or a long call into a library does not cost
+    a living owner its lease. A stopped process, and one of another machine, has lost it when it is silent.
+    """
+    if _is_local(owner):
+        state = process_state(owner.pid, owner.pid_started)
+        if state != "stopped":
+            return state == "gone"
+    return _is_silent(lease_file(folder, key))
+
+
+def _is_silent(path: Path) -> bool:
+    """Say whether the lease in `path` was not renewed for `TTL_SECONDS`, by the clock of the disk that it lies on.
+
+    Both times are the file system's, this lease's and that of a file made now: no two hosts' clocks are compared.
+    """
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".now-") as probe:
+            probe.write(b"now")
+            probe.flush()
+            os.fsync(probe.fileno())
+            return Path(probe.name).stat().st_mtime - path.stat().st_mtime > TTL_SECONDS
+    except OSError as error:
+        logger.warning("lease %s: its age could not be told: %s", path.stem[:12], error)
+        return False
+
+
+# ---------------------------------------------------------------- the file
+
+
+def _acquire(folder: Path, key: str, on_wait: Callable[[Owner], None] | None) -> Lease:
+    ours = ourselves()
+    waited = False
+    watch = _Watch(lease_file(folder, key))
+    while True:
+        with _alone(folder):
+            holder = _read(folder, key)
+            if holder is None or is_gone(holder) or (_has_lost(folder, key, holder) and watch.is_over()):
+                if holder is not None:
+                    logger.warning("lease %s: %s is gone; taking over", key[:12], holder)
+                ours = replace(ours, expires=time.time() + TTL_SECONDS)
+                _write(folder, key, ours)
+                return Lease(folder, key, ours, waited)
+        if not waited:
+            waited = True
+            logger.info("lease %s: waiting for %s, which computes it", key[:12], holder)
+            if on_wait is not None:
+                on_wait(holder)
+        time.sleep(POLL_SECONDS)
+
+
+class _Watch:
+    """How long a lease has been seen unchanged, by a clock that nobody sets."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen: tuple[int, int] | None = None
+        self._looked = time.monotonic()
+        self._watched = 0.0
+
+    def is_over(self) -> bool:
+        """Look at the file, and say whether it has been seen the same for `WATCH_SECONDS`.
+
+        A long time between two looks counts as one heartbeat: what held us up (a machine that stood still, a stopped
+        process) may have held up the owner, too.
+        """
+        now = time.monotonic()
+        since, self._looked = now - self._looked, now
+        try:
+            status = self._path.stat()
+        except FileNotFoundError:  # let go of just now
+            return True
+        seen = (status.st_ino, status.st_mtime_ns)  # each renewal is a new file
+        self._watched = self._watched + min(since, HEARTBEAT_SECONDS) if seen == self._seen else 0.0
+        self._seen = seen
+        return self._watched >= WATCH_SECONDS
+
+
+def _beat(lease: Lease, stop: threading.Event) -> None:
+    while not stop.wait(HEARTBEAT_SECONDS):
+        try:
+            with _alone(lease.folder):
+                holder = _read(lease.folder, lease.key)
+                if holder is None or holder.token != lease.owner.token:
+                    logger.error("lease %s was taken over by %s", lease.key[:12], holder)
+                    return
+                _write(lease.folder, lease.key, replace(holder, expires=time.time() + TTL_SECONDS))
+        except (OSError, ArtifactError) as error:
+            logger.warning("lease %s could not be renewed: %s", lease.key[:12], error)
+
+
+def _release(lease: Lease) -> None:
+    with _alone(lease.folder):
+        holder = _read(lease.folder, lease.key)
+        if holder is not None and holder.token == lease.owner.token:
+            lease_file(lease.folder, lease.key).unlink(missing_ok=True)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Let one process or thread at a time change leases; the kernel frees the lock of a process that dies."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            _lock(descriptor, folder)
+        except OSError as error:
+            rule = f"the disk has no file locks ({error.strerror}), without which two runs could compute one key"
+            remedy = "choose a folder on another disk: set `store` in the profile, or RLHF_HOME"
+            raise ArtifactError(explain("store", str(folder.parent), rule, remedy)) from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    with suppress(BlockingIOError):
+        return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    what = "%s: still waiting for a process that changes leases; if it is stopped (Ctrl-Z), let it go on or end it"
+    warning = threading.Timer(LOCK_SLOW_SECONDS, logger.warning, (what, folder))
+    warning.daemon = True
+    warning.start()
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    finally:
+        warning.cancel()
+
+
+def lease_file(folder: Path, key: str) -> Path:
+    """Return the file of the lease of `key`."""
+    return folder / f"{key}.json"
+
+
+def _read(folder: Path, key: str) -> Owner | None:
+    stored = read_json(lease_file(folder, key))
+    try:
+        owner = None if stored is None else Owner(**stored)
+    except TypeError:
+        return None
+    if owner is None or not all(isinstance(getattr(owner, name), kind) for name, kind in _KINDS.items()):
+        return None  # not a lease: whoever wants the key writes a new one over it
+    return owner
+
+
+def _write(folder: Path, key: str, owner: Owner) -> None:
+    # Not waited for on the disk: after a power cut the owner is gone anyway.
+    write_json(lease_file(folder, key), asdict(owner), durable=False)
+
+
+# ---------------------------------------------------------------- processes
+
+
+def ourselves() -> Owner:
+    """Return this process as an owner, with a token of its own."""
+    host, boot_id, pid_namespace = here()
+    started = process_stat(os.getpid())
+    return Owner(
+        host=host,
+        boot_id=boot_id,
+        pid_namespace=pid_namespace,
+        pid=os.getpid(),
+        pid_started=-1 if started is None else started[1],
+        token=secrets.token_hex(16),
+        expires=0.0,
+    )

@@ -1,0 +1,333 @@
+"""Upkeep of a store: check objects against their manifests, pin what must stay, remove what nothing reaches."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_core.encodable import encodable
+from rlhf_core.errors import ArtifactError, explain
+from rlhf_core.store.attempts import checkpoints
+from rlhf_core.store.damage import last_good, quarantine_object, suspicion
+from rlhf_core.store.fingerprint import FileEntry, hash_files, list_files, sha256_text, tree_digest
+from rlhf_core.store.index import Unreadable
+from rlhf_core.store.layout import MANIFEST, StoreLayout, folder_bytes, move_aside, read_json, remove_tree, write_json
+from rlhf_core.store.leases import living_owner
+from rlhf_core.store.records import KeyRecord
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_NAME = 255
+"""Characters of the name of a file, on any file system."""
+GRACE_SECONDS = 3600.0
+"""An object this young may belong to a commit whose record is not written yet."""
+
+KEEP_DAYS_WHILE_RUNNING = 7.0
+"""What was used this recently stays while a stage runs: it may be an input of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """An object that is not what its manifest says, a record whose object is gone, or (without a digest) a record that
+    cannot be read; all of them are in quarantine now."""
+
+    digest: str
+    problem: str
+    labels: tuple[str, ...]
+    suspects: tuple[str, ...] = ()
+    """Labels of the results that were made from the object after it was last known to be whole."""
+
+    def __str__(self) -> str:
+        whose = f" ({', '.join(self.labels)})" if self.labels else ""
+        made = f"; made from it since its last good check: {', '.join(self.suspects)}" if self.suspects else ""
+        return f"object {self.digest[:12]}{whose}: {self.problem}{made}" if self.digest else f"record: {self.problem}"
+
+
+@dataclass(frozen=True, slots=True)
+class GcItem:
+    """Something that nothing reaches: `kind` is `object`, `record`, `attempt` or `quarantine`."""
+
+    kind: str
+    path: Path
+    bytes: int
+    label: str
+
+    def __str__(self) -> str:
+        return f"{self.kind:<10} {self.bytes / 2**20:8.1f} MiB  {self.path}" + (f"  ({self.label})" * bool(self.label))
+
+
+@dataclass(frozen=True, slots=True)
+class GcReport:
+    """What `gc` removed, or would remove in a dry run. `held_back` by what cannot be read, it left records and objects
+    alone."""
+
+    items: tuple[GcItem, ...]
+    dry_run: bool
+    held_back: tuple[Unreadable, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        return sum(item.bytes for item in self.items)
+
+
+# ---------------------------------------------------------------- verify
+
+
+def object_damage(folder: Path, *, deep: bool) -> str:
+    """Return what is wrong with an object, or an empty text.
+
+    `deep` hashes the files; otherwise sizes are compared, and only files that were written to since the last good check
+    are hashed.
+    """
+    manifest = read_json(folder / MANIFEST)
+    if manifest is None:
+        return f"{folder} is gone" if not folder.exists() else f"{folder} has no readable {MANIFEST}"
+    try:
+        files = {path: FileEntry(int(item["size"]), str(item["sha256"])) for path, item in manifest["files"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        return f"{folder} has no readable {MANIFEST}"
+    if not all(map(_is_inside, files)):
+        return f"{folder} has no readable {MANIFEST}"
+    written = []
+    try:
+        checked = (folder / MANIFEST).stat().st_mtime_ns
+        for path, entry in files.items():
+            status = (folder / path).stat()
+            if status.st_size != entry.size:
+                return f"{path} has {status.st_size} bytes, not {entry.size}"
+            if status.st_mtime_ns > checked:
+                written.append(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return f"{path} is missing"
+    return _content_damage(folder, files) if deep else _changed_content(folder, files, written)
+
+
+def _is_inside(name: str) -> bool:
+    """Return whether a name in a manifest can be that of a file of its object."""
+    parts = name.split("/")
+    return (
+        "\0" not in name
+        and name == encodable(name)
+        and not {"", ".", ".."} & set(parts)
+        and max(map(len, parts)) <= _LONGEST_NAME
+    )
+
+
+def _changed_content(folder: Path, files: Mapping[str, FileEntry], paths: Sequence[str]) -> str:
+    found = hash_files(folder, paths) if paths else {}
+    changed = [path for path, entry in found.items() if files[path] != entry]
+    return f"{changed[0]} has changed content" if changed else ""
+
+
+def _content_damage(folder: Path, files: Mapping[str, FileEntry]) -> str:
+    changed = _changed_content(folder, files, list(files))
+    if changed:
+        return changed
+    extra = sorted(set(list_files(folder)) - set(files) - {MANIFEST})
+    if extra:
+        return f"{extra[0]} does not belong to it"
+    return "" if tree_digest(files) == folder.name else f"{MANIFEST} does not match the digest"
+
+
+def verify(layout: StoreLayout, records: Sequence[KeyRecord], unreadable: Sequence[Unreadable]) -> list[Damage]:
+    """Hash all objects; move damaged ones, the records that lead to them and unreadable records into quarantine.
+
+    The records of what was made from a damaged object go there as well, unless that was before its last good check.
+    """
+    users: dict[str, list[KeyRecord]] = {}
+    readers: dict[str, list[KeyRecord]] = {}
+    for record in records:
+        users.setdefault(_object_of(record.handle.uri), []).append(record)
+        for digest in {_object_of(uri) for uri in record.inputs}:
+            readers.setdefault(digest, []).append(record)
+    digests = {path.name for path in layout.objects.glob("*/*")} | set(users)
+    damages = []
+    for found in unreadable:
+        logger.warning("store: %s; put into quarantine", found)
+        set_aside_record(layout, found.path.stem, f"its record {found.problem}")
+        damages.append(Damage("", str(found), ()))
+    for digest in sorted(digests):
+        problem = _hashed(layout.object(digest))
+        if not problem:
+            continue
+        affected = users.get(digest, [])
+        for record in affected:
+            set_aside_record(layout, record.key, problem)
+        quarantine_object(layout, digest, problem)
+        labels = tuple(sorted({record.label for record in affected}))
+        logger.warning("store: object %s (%s): %s; put into quarantine", digest[:12], ", ".join(labels), problem)
+        suspects = {reader.label for reader in readers.get(digest, []) if set_aside_suspect(layout, reader)}
+        damages.append(Damage(digest, problem, labels, tuple(sorted(suspects))))
+    return damages
+
+
+def _hashed(folder: Path) -> str:
+    """Return what is wrong with an object; one that is whole was so when we began to hash it, which is noted."""
+    began = time.time()
+    problem = object_damage(folder, deep=True)
+    if not problem and last_good(folder) < began:
+        with suppress(OSError):  # a store of somebody else's: it stays as old as its last check there
+            os.utime(folder / MANIFEST, (began, began))
+    return problem
+
+
+def set_aside_suspect(layout: StoreLayout, record: KeyRecord) -> str:
+    """Move the record into quarantine if its stage may have read damaged inputs; return why, or an empty text."""
+    said = suspicion(layout, record.inputs, known=record.known_damage, started=record.started, seconds=record.seconds)
+    if said:
+        set_aside_record(layout, record.key, said)
+    return said
+
+
+def set_aside_record(layout: StoreLayout, key: str, problem: str) -> None:
+    """Move the record of `key` into quarantine and note why, so that the next decision can say it."""
+    if move_aside(layout.key(key), layout.quarantine) is not None:
+        write_json(layout.damage(key), {"key": key, "problem": problem}, durable=False)
+
+
+# ---------------------------------------------------------------- pins
+
+
+def pin(layout: StoreLayout, target: str, note: str) -> None:
+    """Keep what `target` (a digest, a key or a uri) names."""
+    name = _object_of(target)
+    if not (layout.object(name).is_dir() or layout.key(name).is_file()):
+        raise ArtifactError(explain("pin", target, "names no object and no key of this store", "see `rlhf store ls`"))
+    write_json(_pin_path(layout, name), {"target": name, "note": note})
+
+
+def unpin(layout: StoreLayout, target: str) -> None:
+    """Take a pin away."""
+    path = _pin_path(layout, _object_of(target))
+    if not path.exists():
+        raise ArtifactError(explain("unpin", target, "is not pinned", f"pinned are {sorted(pins(layout))}"))
+    path.unlink()
+
+
+def pins(layout: StoreLayout) -> dict[str, str]:
+    """Return target -> note."""
+    return _pins(layout)[0]
+
+
+def _pins(layout: StoreLayout) -> tuple[dict[str, str], list[Unreadable]]:
+    found: dict[str, str] = {}
+    unreadable = []
+    for path in sorted(layout.pins.glob("*.json")):
+        table = read_json(path)
+        if table is not None and {"target", "note"} <= table.keys():
+            found[str(table["target"])] = str(table["note"])
+        elif path.exists():
+            unreadable.append(Unreadable(path, "is not a pin"))
+    return found, unreadable
+
+
+def _pin_path(layout: StoreLayout, name: str) -> Path:
+    return layout.pins / f"{sha256_text(name)}.json"
+
+
+# ---------------------------------------------------------------- garbage collection
+
+
+def collect(
+    layout: StoreLayout,
+    records: Sequence[KeyRecord],
+    unreadable: Sequence[Unreadable],
+    *,
+    dry_run: bool,
+    keep_days: float,
+) -> GcReport:
+    """Mark what pins and recently used records reach, through their inputs; remove the rest.
+
+    A record goes before its object, so a record never leads to nothing. Young objects and attempts of living owners
+    stay; so do all records and objects while a record or a pin is unreadable.
+    """
+    if any(living_owner(layout.leases, path.stem) for path in layout.leases.glob("*.json")):
+        keep_days = max(keep_days, KEEP_DAYS_WHILE_RUNNING)
+    horizon = time.time() - keep_days * 86400
+    held_back = (*unreadable, *_pins(layout)[1])
+    items = [] if held_back else _unreached(layout, records, horizon)
+    items.extend(_dead_attempts(layout, records, horizon))
+    for path in sorted(layout.quarantine.glob("*")):
+        if _modified(path) < horizon:
+            items.append(GcItem("quarantine", path, folder_bytes(path), ""))
+    if not dry_run:
+        for item in items:
+            remove_tree(item.path)
+    return GcReport(tuple(items), dry_run, held_back)
+
+
+def _unreached(layout: StoreLayout, records: Sequence[KeyRecord], horizon: float) -> list[GcItem]:
+    live = _reached(layout, records, horizon)
+    items = [
+        GcItem("record", layout.key(record.key), 0, record.label)
+        for record in records
+        if record.key not in live.keys and _modified(layout.key(record.key)) < horizon
+    ]
+    labels = {_object_of(record.handle.uri): record.label for record in records}
+    young = time.time() - GRACE_SECONDS
+    for path in sorted(layout.objects.glob("*/*")):
+        if path.name not in live.objects and _modified(path) < young:
+            items.append(GcItem("object", path, folder_bytes(path), labels.get(path.name, "")))
+    return items
+
+
+@dataclass(frozen=True, slots=True)
+class _Reached:
+    keys: frozenset[str]
+    objects: frozenset[str]
+
+
+def _reached(layout: StoreLayout, records: Sequence[KeyRecord], horizon: float) -> _Reached:
+    pinned = set(pins(layout))
+    makers: dict[str, list[KeyRecord]] = {}
+    for record in records:
+        makers.setdefault(_object_of(record.handle.uri), []).append(record)
+    objects = set(pinned)
+    keys: set[str] = set()
+    waiting = [
+        record
+        for record in records
+        if record.key in pinned
+        or _object_of(record.handle.uri) in pinned
+        or _modified(layout.key(record.key)) >= horizon
+    ]
+    while waiting:
+        record = waiting.pop()
+        if record.key in keys:
+            continue
+        keys.add(record.key)
+        for digest in (_object_of(record.handle.uri), *map(_object_of, record.inputs)):
+            objects.add(digest)
+            waiting.extend(makers.get(digest, []))
+    return _Reached(frozenset(keys), frozenset(objects))
+
+
+def _dead_attempts(layout: StoreLayout, records: Iterable[KeyRecord], horizon: float) -> list[GcItem]:
+    labels = {record.key: record.label for record in records}
+    items = []
+    for folder in sorted(layout.attempts.glob("*")):
+        if living_owner(layout.leases, folder.name) is not None:
+            continue
+        label = labels.get(folder.name, "")
+        newest = max([_modified(path) for path in folder.rglob("*")], default=_modified(folder))
+        if newest < horizon:
+            items.append(GcItem("attempt", folder, folder_bytes(folder), label))
+        elif label and checkpoints(folder).is_dir():  # its result is there: nobody will go on from these
+            items.append(GcItem("attempt", checkpoints(folder), folder_bytes(checkpoints(folder)), label))
+    return items
+
+
+def _object_of(uri: str) -> str:
+    return uri.removeprefix("store://").partition("/")[0]
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return time.time()  # gone or going: somebody else is at work there

@@ -1,0 +1,191 @@
+"""The key record: what a finished stage made, from what, with which code, and how long it took."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import re
+import subprocess
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError, field_serializer, field_validator
+
+from rlhf_core import types
+from rlhf_core.errors import ArtifactError, explain
+from rlhf_core.store.failures import Failed
+from rlhf_core.store.layout import read_json
+from rlhf_core.types import ArtifactRef
+
+_URI = re.compile(r"store://[0-9a-f]{64}(/(?!\.\.?(/|$))[^/]+)*|file:///.*", re.DOTALL)
+"""An object of a store, or a folder inside one, or a user's own folder."""
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "jinja2",
+    "vllm",
+    "deepspeed",
+    "ray",
+    "peft",
+    "datasets",
+    "numpy",
+    "pyarrow",
+    "pydantic",
+    "prefect",
+    "mlflow",
+)
+_ONLY_SHOW = ("prefect", "mlflow")
+"""Packages of which no version changes a result."""
+
+
+class Provenance(BaseModel):
+    """What is known about a run of a stage beside the artifact that it made; none of it decides the key but `payload`."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    label: str
+    stage: str
+    payload: dict[str, Any]
+    """The whole value that was hashed to the key."""
+    inputs: tuple[str, ...]
+    """The uris that the inputs were read from."""
+    code: dict[str, str]
+    """Module name -> digest of its syntax tree, for the stage and all of ours that it imports."""
+    earlier_code: dict[str, str] = {}
+    """Of the attempts that the last one went on from: module name -> digest, where it was another than in `code`."""
+    failures: dict[str, Failed] = {}
+    """Where in the configuration answers failed, how many, and under which settings; {} where none did."""
+    metrics: dict[str, float]
+    engines: dict[str, str]
+    environment: dict[str, str]
+    started: str
+    """UTC, ISO 8601."""
+    seconds: float
+    """Working time of all attempts that ended by themselves."""
+    tracking: dict[str, str]
+    attempts: int
+    resumed_from: int | None
+    """Step of the checkpoint that the last attempt went on from."""
+    known_damage: tuple[str, ...] = ()
+    """What had been found damaged of the inputs, and made again, before the attempts read them (`rlhf_core.store.damage`)."""
+
+
+class KeyRecord(Provenance):
+    """The commit record of a key, as `keys/<aa>/<key>.json` holds it."""
+
+    key: str
+    handle: ArtifactRef
+
+    @field_validator("handle", mode="before")
+    @classmethod
+    def _restore_handle(cls, value: Any) -> Any:
+        return value if isinstance(value, ArtifactRef) else restore_handle(value)
+
+    @field_serializer("handle")
+    def _store_handle(self, handle: ArtifactRef) -> dict[str, Any]:
+        return stored_handle(handle)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the record's file holds."""
+        return self.model_dump(mode="python")
+
+
+def stored_handle(handle: ArtifactRef) -> dict[str, Any]:
+    """Return a handle as a JSON table with the name of its type, from which `restore_handle` makes it again."""
+    fields: dict[str, Any] = json.loads(handle.model_dump_json())
+    return {"type": type(handle).__name__, "fields": fields}
+
+
+def restore_handle(stored: Mapping[str, Any]) -> ArtifactRef:
+    """Return the handle that `stored_handle` wrote down, with its own type."""
+    kind = getattr(types, str(stored["type"]), None)
+    if not (isinstance(kind, type) and issubclass(kind, ArtifactRef)):
+        raise ArtifactError(
+            explain(
+                "handle.type", stored["type"], "is not a handle of rlhf_core.types", "use the version that wrote it"
+            )
+        )
+    return kind.model_validate(stored["fields"])
+
+
+def parse_record(path: Path) -> tuple[KeyRecord | None, str]:
+    """Return the record in a file, or what is wrong with the file; neither if the file is gone."""
+    stored = read_json(path)
+    if stored is None:
+        return None, "holds no JSON table" if path.exists() else ""
+    try:
+        record = KeyRecord.model_validate(stored)
+    except ArtifactError as error:
+        return None, str(error)
+    except ValidationError as error:
+        first = error.errors()[0]
+        return None, f"has no valid {'.'.join(map(str, first['loc']))}: {first['msg']}"
+    except (KeyError, TypeError) as error:
+        return None, f"holds a handle without {error}"
+    if record.key != path.stem:
+        return None, f"is the record of another key, {record.key[:12]}"
+    bad = next((uri for uri in _uris(record.handle) if not _URI.fullmatch(uri)), None)
+    return (record, "") if bad is None else (None, f"has no valid handle.uri: {bad!r} names no object")
+
+
+def _uris(handle: ArtifactRef) -> Iterator[str]:
+    yield handle.uri
+    for name in type(handle).model_fields:
+        child = getattr(handle, name)
+        if isinstance(child, ArtifactRef):
+            yield from _uris(child)
+
+
+@lru_cache(maxsize=1)
+def environment() -> dict[str, str]:
+    """Return versions of Python and of the libraries, the platform and the git commit: provenance."""
+    shown = {package: version for package in _ONLY_SHOW if (version := _version(package))}
+    return versions() | shown | {"platform": platform.platform()} | _git()
+
+
+@lru_cache(maxsize=1)
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the libraries that compute; in a key only where `--strict-env` asks for it."""
+    computing = (package for package in _PACKAGES if package not in _ONLY_SHOW)
+    found = {package: version for package in computing if (version := _version(package))}
+    return {"python": platform.python_version()} | found
+
+
+def other_versions(then: Mapping[str, str], now: Mapping[str, str] | None = None) -> list[str]:
+    """Return a phrase for each version in `then` that is another one now; what `then` does not name was not there.
+
+    >>> other_versions({"torch": "2.8", "peft": "0.17", "platform": "Linux"}, {"torch": "2.9", "numpy": "2.0"})
+    ['torch: 2.8 -> 2.9', 'peft: 0.17 -> not installed']
+    """
+    found = versions() if now is None else now
+    counted = (name for name in then if name == "python" or (name in _PACKAGES and name not in _ONLY_SHOW))
+    return [
+        f"{name}: {then[name]} -> {found.get(name, 'not installed')}"
+        for name in counted
+        if found.get(name) != then[name]
+    ]
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _git() -> dict[str, str]:
+    here = Path(__file__).resolve().parent
+    try:
+        sha = _git_output(here, "rev-parse", "HEAD")
+        dirty = bool(_git_output(here, "status", "--porcelain", "--untracked-files=no"))
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return {"git_sha": sha, "git_dirty": "yes" if dirty else "no"}
+
+
+def _git_output(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()

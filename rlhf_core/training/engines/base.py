@@ -1,0 +1,137 @@
+"""What the trainer asks of an engine: forward, backward, step, and a state that can be saved.
+
+An engine owns one model on this rank and, unless the model is frozen, its optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
+from rlhf_core.errors import ConfigError, explain
+from rlhf_core.interfaces import ModelSpec
+from rlhf_core.models.kernels import check_kernels, use_liger
+from rlhf_core.models.loading import load_model
+from rlhf_core.models.routing import check_routers
+from rlhf_core.training.distributed import local_device, rank_and_world
+from rlhf_core.training.sequence_parallel import spread
+
+T = TypeVar("T")
+
+
+class Engine(Protocol):
+    """One rank's model and optimizer. Gradients of several `backward` calls add up until `step`."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The bare model, for reading; pass what computes with it to `forward`."""
+        ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    def forward(self, compute: Callable[[nn.Module], T]) -> T:
+        """Return `compute(model)`; under ZeRO the weights are there only inside."""
+        ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of `loss`, a partial sum over global denominators, so that ranks are summed, not averaged."""
+        ...
+
+    def step(self, learning_rate: float) -> float:
+        """Clip, update, clear the gradient; return its norm before clipping, infinite if it was not finite and nothing
+        was updated."""
+        ...
+
+    def passes(self, wanted: int) -> int:
+        """Return how many forward passes this rank must make when it has work for `wanted` (collective under ZeRO)."""
+        ...
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Inside, `module` holds whole weights on every rank; read them, do not change them."""
+        ...
+
+    def snapshot(self, folder: Path) -> dict[Path, Any]:
+        """Return what this rank has to write for a checkpoint in `folder`, by file: copies, which training leaves alone.
+
+        Every rank calls it with the same folder.
+        """
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Restore a written `snapshot`, bit for bit, and forget any gradient."""
+        ...
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield what this rank keeps between steps: weights, gradients and optimizer states."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the model and the optimizer; the process stays usable."""
+        ...
+
+
+def open_engine(spec: ModelSpec, optimizer: OptimizerConfig | None, config: TrainerConfig) -> Engine:
+    """Return the engine of `config` for the model of `spec`, frozen if there is no optimizer.
+
+    A frozen model that fits (ZeRO below stage 3) needs nothing of DeepSpeed and is served by the plain engine.
+    Raises ConfigError where the plain engine is asked to train on several ranks.
+    """
+    rank, world = rank_and_world()
+    device = local_device()
+    if config.zero_stage == 3 and spec.lora is not None and spec.lora.quantise:
+        rule, remedy = "ZeRO 3 cannot partition weights of 4 bits", "use zero_stage <= 2, or leave it empty"
+        raise ConfigError(explain("lora.quantise", spec.lora.quantise, rule, remedy))
+    if optimizer is not None and optimizer.ema_decay > 0 and config.zero_stage == 3:
+        rule = "under ZeRO 3 no rank has the whole weights to average"
+        raise ConfigError(explain("optimizer.ema_decay", optimizer.ema_decay, rule, "use zero_stage <= 2, or 0 here"))
+    if config.tensor_parallel > 1 and optimizer is not None:
+        for name, used in (("lora", spec.lora is not None), ("optimizer.ema_decay", optimizer.ema_decay > 0)):
+            if used:
+                rule = "does not go with runtime.trainer.tensor_parallel, whose ranks hold parts of the weights"
+                raise ConfigError(explain(name, "set", rule, "leave one of them out"))
+    if config.engine == "deepspeed" and (optimizer is not None or config.zero_stage == 3):
+        from rlhf_core.training.engines.deepspeed_engine import DeepSpeedEngine
+
+        module = _load(spec, config, dtype=config.dtype, trained=optimizer is not None, device=device)
+        return DeepSpeedEngine(module, optimizer, config, device=device)
+    if optimizer is not None and world > 1:
+        rule = f"trains in one process, but there are {world} train workers"
+        raise ConfigError(explain("runtime.trainer.engine", "torch", rule, "use deepspeed, or one worker"))
+    from rlhf_core.training.engines.torch_engine import TorchEngine
+
+    if config.engine == "deepspeed":
+        # Beside models that DeepSpeed trains, which compute in bfloat16 weights; there is a float32 copy for updates.
+        module = _load(spec, config, dtype=config.dtype, trained=False, device=device)
+        return TorchEngine(module, None, device=device, rank=rank, compute_dtype=None)
+    # Updates of 1e-6 vanish in bfloat16 weights: a trained model keeps float32 ones and computes under autocast. So does
+    # a frozen one, though it needs no such weights: what is not a matrix product is float32 then, and would not be.
+    module = _load(spec, config, dtype="float32", trained=optimizer is not None, device=device)
+    return TorchEngine(module, optimizer, device=device, rank=rank, compute_dtype=getattr(torch, config.dtype))
+
+
+def _load(spec: ModelSpec, config: TrainerConfig, *, dtype: str, trained: bool, device: torch.device) -> nn.Module:
+    check_kernels(config.attention, liger=config.liger, device=device.type)
+    module = load_model(
+        spec,
+        dtype=dtype,
+        attention=config.attention,
+        gradient_checkpointing=config.gradient_checkpointing and trained,
+        device=str(device),
+    )
+    if config.liger:
+        use_liger(module)
+    if trained and config.router_aux_coef > 0:
+        check_routers(module)
+    if config.sequence_parallel > 1:
+        spread(module, config.sequence_parallel)
+    return module if trained else module.requires_grad_(False)

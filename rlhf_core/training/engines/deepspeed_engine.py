@@ -1,0 +1,337 @@
+"""The DeepSpeed engine: ZeRO stages 0 to 3, on one rank or several.
+
+Gradient accumulation is ours (`managed_gradient_accumulation: false`): DeepSpeed scales no loss by a number of
+micro-batches and reduces in `step`. It averages gradients over ranks, but losses are partial sums over global
+denominators, so each is multiplied by the number of ranks first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import logging
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_core.algorithms.output import LossOutput
+from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
+from rlhf_core.errors import ConfigError, explain
+from rlhf_core.training.adamw import ClippedAdamW, adamw, parameter_groups
+from rlhf_core.training.distributed import join, largest, rank_and_world
+from rlhf_core.training.engines.offload import module_tensors, optimizer_tensors
+from rlhf_core.training.engines.tensor_parallel import check_partition, partition_settings, sum_head_norms, whole_layers
+from rlhf_core.training.engines.universal import load_universal
+from rlhf_core.training.state import (
+    copied,
+    engine_settings,
+    load_training_state,
+    refuse_engine_settings,
+    save_engine_settings,
+    training_state,
+)
+
+T = TypeVar("T")
+STATE_FILE = "training_state.pt"
+ZERO_FOLDER = "zero"
+ZERO_TAG = "state"
+
+
+class DeepSpeedEngine:
+    """Trains `module` with DeepSpeed; without an optimizer (ZeRO stage 3 only) it serves the partitioned weights.
+
+    In bfloat16, stage 0 runs as stage 1: only there does DeepSpeed accumulate gradients in float32.
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizer: OptimizerConfig | None, config: TrainerConfig, *, device: torch.device
+    ) -> None:
+        self.module = module
+        self.device = device
+        self.rank, self._world = rank_and_world()
+        self._stage = max(config.zero_stage, 1) if config.dtype == "bfloat16" else config.zero_stage
+        # Ranks that share their rows all have the gradient of the same loss.
+        self._parallel = config.tensor_parallel
+        self._weight = self._world / (config.sequence_parallel * self._parallel)
+        self._trained = optimizer is not None
+        settings = deepspeed_config(optimizer, config, stage=self._stage)
+        carrier: Any = _Carrier(module)
+        if self._parallel > 1:
+            check_partition(module, self._parallel, self._world)
+            settings["tensor_parallel"] = partition_settings(self._parallel)
+            carrier.config = module.config  # the number of heads is read there
+        with _quiet():
+            deepspeed = _import_deepspeed(device)
+            if device.type == "cpu":
+                _build_collectives()
+            join()
+            if self._stage == 3:
+                _gather_heads_as_one(module)
+            self._engine: Any = deepspeed.initialize(
+                model=carrier,
+                optimizer=None if optimizer is None else self._client_optimizer(optimizer, config),
+                config=settings,
+                dist_init_required=False,
+            )[0]
+        if self._parallel > 1:
+            # It compares the arguments of the first forward pass on all ranks, and ours is a function.
+            self._engine.first_dataloader_check.remove()
+            sum_head_norms(module, deepspeed.utils.groups.get_tensor_model_parallel_group())
+
+    def forward(self, compute: Callable[[nn.Module], T]) -> T:
+        """Return `compute(module)`, run through DeepSpeed's own forward so that its hooks see the model and the loss."""
+        visible, result = self._engine(compute)
+        if isinstance(result, LossOutput):
+            # ZeRO stage 3 hands back other tensors than it was given: the loss to differentiate is the visible one.
+            return replace(result, loss=visible)  # type: ignore[return-value]
+        return result
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of `loss`; ranks are summed, but for those that share their rows."""
+        self._engine.backward(loss * self._weight)
+
+    def step(self, learning_rate: float) -> float:
+        """Reduce, clip, update, clear the gradient; return its norm before clipping, infinite if it was skipped."""
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._engine.step()
+        return float(self._engine.get_global_grad_norm()) if self._engine.was_step_applied() else math.inf
+
+    def passes(self, wanted: int) -> int:
+        """Return the largest `wanted` of all ranks: ZeRO reduces in every pass (2, 3) or needs every gradient (1)."""
+        return wanted if self._world == 1 else largest(wanted)
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, `module` holds whole weights on every rank."""
+        import deepspeed
+
+        parameters = list(self.module.parameters())
+        whole = deepspeed.zero.GatheredParameters(parameters, modifier_rank=None, enabled=self._stage == 3)
+        layers = whole_layers(self.module) if self._parallel > 1 else contextlib.nullcontext()
+        with whole, layers, _own_storage(parameters):
+            yield
+
+    def snapshot(self, folder: Path) -> dict[Path, Any]:
+        """Return copies of trained weights and optimizer: one file at stage 0 (all ranks are alike), DeepSpeed's above."""
+        if not self._trained:
+            return {}
+        if self.rank == 0:
+            save_engine_settings(folder, self._settings())
+        if self._stage == 0:
+            whole = self.rank == 0
+            return {folder / STATE_FILE: training_state(self.module, self._engine.optimizer)} if whole else {}
+        states: dict[Path, Any] = {}
+        with _quiet(), _taking(self._engine, states):
+            self._engine.save_checkpoint(str(folder / ZERO_FOLDER), tag=ZERO_TAG, exclude_frozen_parameters=True)
+        return states
+
+    def load(self, folder: Path) -> None:
+        """Restore a written `snapshot`, also of another number of ranks.
+
+        Raises TrainingError if it is of another ZeRO stage or, with tensor parallelism, of another number of ranks.
+        """
+        if not self._trained:
+            return
+        written = engine_settings(folder)
+        split = "tensor_parallel" in self._settings() | written
+        if written["zero_stage"] != self._stage or (split and written != self._settings()):
+            raise refuse_engine_settings(written, self._settings())
+        if self._stage == 0:
+            load_training_state(folder / STATE_FILE, self.module, self._engine.optimizer)
+            self._engine.zero_grad()
+            return
+        with _quiet(), _weights_only():
+            if written == self._settings():
+                self._engine.load_checkpoint(str(folder / ZERO_FOLDER), tag=ZERO_TAG, load_module_strict=False)
+            else:
+                load_universal(self._engine, folder / ZERO_FOLDER, tag=ZERO_TAG, rank=self.rank)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield weights, or this rank's parts of them, gradients and, of a trained model, the optimizer's states."""
+        yield from module_tensors(self.module)
+        if self._stage == 3:
+            yield from (parameter.ds_tensor.data for parameter in self.module.parameters())
+        if self._trained:
+            yield from optimizer_tensors(self._engine.basic_optimizer)
+            if self._stage == 3:
+                yield self._engine.optimizer.grad_partitions_flat_buffer  # kept from step to step
+
+    def close(self) -> None:
+        """Let go of the model and the optimizer; the process group stays for the next engine."""
+        self._engine.destroy()
+        self._engine = None
+        self.module = nn.Module()
+
+    def _settings(self) -> dict[str, int]:
+        settings = {"zero_stage": self._stage, "workers": self._world}
+        return settings | ({"tensor_parallel": self._parallel} if self._parallel > 1 else {})
+
+    def _client_optimizer(self, optimizer: OptimizerConfig, config: TrainerConfig) -> torch.optim.AdamW:
+        fused = self.device.type == "cuda" and not config.offload_optimizer
+        if self._stage > 0:
+            return adamw(self.module, optimizer, fused=fused)
+        groups = parameter_groups(self.module, weight_decay=optimizer.weight_decay)
+        return ClippedAdamW(groups, optimizer, fused=fused)
+
+
+def deepspeed_config(optimizer: OptimizerConfig | None, config: TrainerConfig, *, stage: int) -> dict[str, Any]:
+    """Return DeepSpeed's own configuration. Raises ConfigError for offloading at stage 0, where nothing is partitioned."""
+    zero: dict[str, Any] = {"stage": stage}
+    if config.offload_optimizer:
+        if stage == 0:
+            key, remedy = "runtime.trainer.offload_optimizer", "set zero_stage to 1, 2 or 3"
+            raise ConfigError(explain(key, True, "ZeRO stage 0 keeps the optimizer on its device", remedy))
+        zero["offload_optimizer"] = {"device": "cpu"}
+    settings: dict[str, Any] = {
+        # Batch sizes are ours; DeepSpeed wants numbers that agree with each other.
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": None,
+        # Stage 0 in float32 has no check for a non-finite gradient: there the optimizer clips and checks.
+        "gradient_clipping": 0.0 if stage == 0 or optimizer is None else optimizer.max_grad_norm,
+    }
+    if config.dtype == "bfloat16":
+        settings["bf16"] = {"enabled": True}
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    return settings
+
+
+class _Carrier(nn.Module):
+    """Gives DeepSpeed one module whose forward pass is whatever the objective computes with the model.
+
+    The loss is returned on its own as well: DeepSpeed looks for tensors in tuples and not in dataclasses.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, compute: Callable[[nn.Module], Any]) -> tuple[Tensor | None, Any]:
+        result = compute(self.model)
+        return (result.loss if isinstance(result, LossOutput) else None), result
+
+
+def _gather_heads_as_one(module: nn.Module) -> None:
+    """Let ZeRO 3 gather an LM head that has layers of its own (adapters) where it is called, not where they are.
+
+    It computes its tokens in pieces, of which each rank has another number (see `rlhf_core.models.head_pass`).
+    """
+    from deepspeed.utils import set_z3_leaf_module
+
+    head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+    if head is not None and list(head.children()):
+        set_z3_leaf_module(head, True)
+
+
+def _import_deepspeed(device: torch.device) -> Any:
+    # Found by probing otherwise; the launcher's variable is required even where no launcher is.
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
+    import deepspeed
+
+    return deepspeed
+
+
+@cache
+def _build_collectives() -> None:
+    """Compile DeepSpeed's collectives for CPUs, once on a machine, whoever was killed in the middle of it before.
+
+    torch guards the compiler by a file that a killed process leaves behind, and whoever comes later waits for it for ever.
+    """
+    from deepspeed.comm.torch import build_shm_op
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / ".one-at-a-time").open("w") as ours:
+        fcntl.flock(ours, fcntl.LOCK_EX)
+        remove_stale_locks(root)
+        build_shm_op()
+
+
+def remove_stale_locks(root: Path) -> list[Path]:
+    """Remove the files `lock` below `root` that no living process has open; return them. torch's builders keep theirs open."""
+    found = list(root.rglob("lock"))
+    if not found:
+        return []
+    opened = set()
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
+            opened.add(link.readlink())
+    stale = [path for path in found if path.resolve() not in opened]
+    for path in stale:
+        path.unlink(missing_ok=True)
+    return stale
+
+
+@contextmanager
+def _taking(engine: Any, states: dict[Path, Any]) -> Iterator[None]:
+    """Make DeepSpeed's `engine` hand copies of what it would write to `states`, by file."""
+    writer = engine.checkpoint_engine
+
+    def take(state_dict: Any, path: str) -> None:
+        states[Path(path)] = copied(state_dict)
+
+    writer.save = take
+    try:
+        yield
+    finally:
+        del writer.save
+
+
+@contextmanager
+def _own_storage(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Take parameters out of the flat buffers that ZeRO keeps them in: safetensors refuses to write parts of a buffer."""
+    shared = [p for p in parameters if p.untyped_storage().nbytes() > p.numel() * p.element_size()]
+    views = [parameter.data for parameter in shared]
+    for parameter in shared:
+        parameter.data = parameter.data.clone()
+    try:
+        yield
+    finally:
+        for parameter, view in zip(shared, views, strict=True):
+            parameter.data = view
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep DeepSpeed's start-up messages (prints, and a logger of its own on stdout) out of the log; errors stay."""
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+
+
+@contextmanager
+def _weights_only() -> Iterator[None]:
+    """Make DeepSpeed's `torch.load` refuse to run code from a checkpoint; its three plain value types are let through."""
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+            yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before

@@ -1,0 +1,299 @@
+"""What a model is trained for: a pure loss with its scalars, its denominators and the forward pass that it needs.
+
+Objectives are small frozen values that travel to the workers. `denominators` counts over a whole optimizer step, in
+plain Python; `compute` is one micro-batch's share of the loss and of the metrics of that step.
+
+Legend: N samples, B rows, L positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, assert_never
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_core.algorithms.correction import fraction_corrected, importance_weights
+from rlhf_core.algorithms.custom import custom_policy_loss
+from rlhf_core.algorithms.kl import k2, k3
+from rlhf_core.algorithms.output import LossOutput
+from rlhf_core.algorithms.policy import cispo_loss, clipped_policy_loss, gspo_loss
+from rlhf_core.algorithms.reward import bradley_terry_loss
+from rlhf_core.algorithms.supervised import sft_loss
+from rlhf_core.algorithms.token_math import bounded, masked_sum
+from rlhf_core.algorithms.value import clipped_value_loss
+from rlhf_core.config.policy import CISPOLoss, ClipLoss, CorrectionConfig, CustomPolicyLoss, GSPOLoss, PolicyLoss
+from rlhf_core.errors import DataError, explain
+from rlhf_core.models.batches import TokenBatch, collate
+from rlhf_core.models.forward import sequence_scores, token_logprobs, token_values
+from rlhf_core.types import DistillationSample, PolicySample, RewardPair, TokenSample, ValueSample
+from rlhf_core.user_code.dependencies import UserFunction
+
+
+class TrainingObjective(Protocol):
+    """What the trainer asks of an objective."""
+
+    def denominators(self, samples: Sequence[Any]) -> dict[str, float]:
+        """Return the counts that the losses of all micro-batches on all ranks are divided by."""
+        ...
+
+    def compute(
+        self,
+        model: nn.Module,
+        samples: Sequence[Any],
+        denominators: Mapping[str, float],
+        *,
+        pad_id: int,
+        device: torch.device,
+    ) -> LossOutput:
+        """Return the share of `samples`, one micro-batch, in the loss of the step. The metric `loss` is always there."""
+        ...
+
+
+@dataclass(frozen=True)
+class SftObjective:
+    """Imitate the masked tokens of `TokenSample`s; the mean over the step's tokens, in nats per token.
+
+    `pack_to` lets samples share rows of that length without seeing each other; None gives each a row of its own.
+    `dft` weights each token by its own probability (arXiv 2508.05629).
+    """
+
+    pack_to: int | None
+    dft: bool = False
+
+    def denominators(self, samples: Sequence[TokenSample]) -> dict[str, float]:
+        """Return the masked tokens."""
+        return {"tokens": count_tokens(samples)}
+
+    def compute(
+        self,
+        model: nn.Module,
+        samples: Sequence[TokenSample],
+        denominators: Mapping[str, float],
+        *,
+        pad_id: int,
+        device: torch.device,
+    ) -> LossOutput:
+        """Return the share of `samples` in the loss; metrics `loss`, `nll`."""
+        batch = collate(samples, pad_id=pad_id, pack_to=self.pack_to).to(device)
+        logprobs_BL, _ = token_logprobs(model, batch, temperature=1.0, with_entropy=False)
+        output = sft_loss(logprobs_BL, batch.loss_mask_BL, tokens=denominators["tokens"], dft=self.dft)
+        return total(output.loss, output.metrics)
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """`coef` times another objective; its metrics are unscaled, but for `loss`."""
+
+    objective: TrainingObjective
+    coef: float
+
+    def denominators(self, samples: Sequence[Any]) -> dict[str, float]:
+        """Return those of the objective."""
+        return self.objective.denominators(samples)
+
+    def compute(
+        self,
+        model: nn.Module,
+        samples: Sequence[Any],
+        denominators: Mapping[str, float],
+        *,
+        pad_id: int,
+        device: torch.device,
+    ) -> LossOutput:
+        """Return the scaled share of `samples`."""
+        output = self.objective.compute(model, samples, denominators, pad_id=pad_id, device=device)
+        return total(self.coef * output.loss, output.metrics)
+
+
+@dataclass(frozen=True)
+class BradleyTerryObjective:
+    """Score the chosen conversation of each `RewardPair` above the rejected one; both go forward together."""
+
+    centering_coef: float
+
+    def denominators(self, samples: Sequence[RewardPair]) -> dict[str, float]:
+        """Return the pairs."""
+        return {"pairs": float(len(samples))}
+
+    def compute(
+        self,
+        model: nn.Module,
+        samples: Sequence[RewardPair],
+        denominators: Mapping[str, float],
+        *,
+        pad_id: int,
+        device: torch.device,
+    ) -> LossOutput:
+        """Return the share of `samples` in the loss; metrics `loss`, `accuracy`, `margin`."""
+        sequences = [pair.chosen_ids for pair in samples] + [pair.rejected_ids for pair in samples]
+        scores_N = sequence_scores(model, collate(unmasked(sequences), pad_id=pad_id).to(device))
+        chosen_B, rejected_B = scores_N.split(len(samples))
+        margin_B = torch.tensor([pair.margin for pair in samples], dtype=torch.float32, device=device)
+        return bradley_terry_loss(
+            chosen_B, rejected_B, margin=margin_B, center_coef=self.centering_coef, pairs=denominators["pairs"]
+        )
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    """A policy gradient on `PolicySample`s (clip, GSPO, CISPO), corrected for the sampler's own probabilities.
+
+    `kl_coef` adds a KL penalty to the reference to the loss (k2: its gradient is the reverse KL's, arXiv 2510.01555);
+    0 leaves it out, as when the reward carries the penalty. `entropy_coef` adds an entropy bonus; entropy is measured
+    either way. `max_length` is the constant divisor of the aggregation `constant`.
+    """
+
+    loss: PolicyLoss
+    max_length: int
+    temperature: float
+    kl_coef: float
+    entropy_coef: float
+    correction: CorrectionConfig
+    function: UserFunction | None = None
+    """The user's function, for a loss of type custom."""
+
+    def denominators(self, samples: Sequence[PolicySample]) -> dict[str, float]:
+        """Return the masked tokens and the sequences."""
+        return {"tokens": count_tokens(samples), "sequences": float(len(samples))}
+
+    def compute(
+        self,
+        model: nn.Module,
+        samples: Sequence[PolicySample],
+        denominators: Mapping[str, float],
+        *,
+        pad_id: int,
+        device: torch.device,
+    ) -> LossOutput:
+        """Return the share of `samples` in the loss.
+
+        Metrics: `loss`, those of `clipped_policy_loss`, `entropy`, `correction_fraction`; `ref_kl` (k3) where the samples
+        have the reference's log-probs, and `kl_loss` if used. DataError for a penalty without them.
+        """
+        batch = collate(samples, pad_id=pad_id).to(device)
+        logprobs_BL, entropy_BL = token_logprobs(
+            model, batch, temperature=self.temperature, with_entropy=True, entropy_gradient=self.entropy_coef != 0
+        )
+        assert entropy_BL is not None
+        old_BL, mask_BL, tokens = batch.fields["old_logprobs"], batch.loss_mask_BL, denominators["tokens"]
+        weights_BL = importance_weights(old_BL, batch.fields["rollout_logprobs"], mask_BL, **self._correction())
+        policy = self._policy_loss(logprobs_BL, weights_BL, batch, denominators)
+        entropy = masked_sum(entropy_BL, mask_BL) / tokens
+        metrics = policy.metrics | {"entropy": entropy}
+        metrics["correction_fraction"] = self._fraction_corrected(batch) / tokens
+        if "ref_logprobs" in batch.fields:
+            metrics["ref_kl"] = masked_sum(k3(logprobs_BL, batch.fields["ref_logprobs"]), mask_BL) / tokens
+        elif self.kl_coef != 0:
+            rule = "the samples have no log-probs of the reference"
+            raise DataError(explain("kl_coef", self.kl_coef, rule, "measure them, or set it to 0"))
+        # Left out rather than added with coefficient 0: 0 times infinity would poison the gradient.
+        loss = policy.loss
+        if self.entropy_coef != 0:
+            loss = loss - self.entropy_coef * entropy
+        if self.kl_coef != 0:
+            metrics["kl_loss"] = self._kl(logprobs_BL, weights_BL, batch) / tokens
+            loss = loss + self.kl_coef * metrics["kl_loss"]
+        return total(loss, metrics)
+
+    def _policy_loss(
+        self, logprobs_BL: Tensor, weights_BL: Tensor, batch: TokenBatch, denominators: Mapping[str, float]
+    ) -> LossOutput:
+        loss = self.loss
+        four = (logprobs_BL, batch.fields["old_logprobs"], batch.fields["advantages"], batch.loss_mask_BL)
+        counts: Any = {
+            "weights": weights_BL,
+            "num_tokens": denominators["tokens"],
+            "sequences": denominators["sequences"],
+            "max_length": self.max_length,
+        }
+        match loss:
+            case ClipLoss():
+                counts |= {"clip_low": loss.clip_low, "dual_clip": loss.dual_clip or None}
+                return clipped_policy_loss(*four, clip_high=loss.clip_high, aggregation=loss.aggregation, **counts)
+            case GSPOLoss():
+                return gspo_loss(*four, clip_low=loss.clip_low, clip_high=loss.clip_high, **counts)
+            case CISPOLoss():
+                return cispo_loss(*four, clip_high=loss.clip_high, aggregation=loss.aggregation, **counts)
+            case CustomPolicyLoss():
+                assert self.function is not None
+                function = self.function.load(key="loss.function")
+                counts |= {"arguments": loss.arguments, "aggregation": loss.aggregation}
+                return custom_policy_loss(function, *four, **counts)
+            case _:
+                assert_never(loss)
+
+    def _kl(self, logprobs_BL: Tensor, weights_BL: Tensor, batch: TokenBatch) -> Tensor:
+        """Return the sum of k2 over masked tokens, each weighted by pi / mu (detached, truncated at the cap).
+
+        The tokens were drawn from mu: without the weight the penalty's gradient is off after the first update.
+        """
+        ratio_BL = bounded(logprobs_BL.detach() - batch.fields["old_logprobs"]).exp()
+        corrected_BL = (weights_BL * ratio_BL).clamp(max=self.correction.cap)
+        return masked_sum(corrected_BL * k2(logprobs_BL, batch.fields["ref_logprobs"]), batch.loss_mask_BL)
+
+    def _fraction_corrected(self, batch: TokenBatch) -> Tensor:
+        """Return how many tokens of this micro-batch the correction truncated or dropped."""
+        count = (batch.loss_mask_BL != 0).sum()
+        if self.correction.level == "off" or count == 0:
+            return torch.zeros((), device=count.device)
+        old_BL, rollout_BL = batch.fields["old_logprobs"], batch.fields["rollout_logprobs"]
+        return fraction_corrected(old_BL, rollout_BL, batch.loss_mask_BL, **self._correction()) * count
+
+    def _correction(self) -> Any:
+        return self.correction.model_dump(exclude={"pi_old"})
+
+
+@dataclass(frozen=True)
+class ValueObjective:
+    """Fit the values of `ValueSample`s to their returns; `clip` None is the plain squared error."""
+
+    clip: float | None
+
+    def denominators(self, samples: Sequence[ValueSample]) -> dict[str, float]:
+        """Return the masked tokens."""
+        return {"tokens": count_tokens(samples)}
+
+    def compute(
+        self,
+        model: nn.Module,
+        samples: Sequence[ValueSample],
+        denominators: Mapping[str, float],
+        *,
+        pad_id: int,
+        device: torch.device,
+    ) -> LossOutput:
+        """Return the share of `samples` in the loss; metrics `loss` and those of `clipped_value_loss`."""
+        batch = collate(samples, pad_id=pad_id).to(device)
+        output = clipped_value_loss(
+            token_values(model, batch),
+            batch.fields["old_values"],
+            batch.fields["returns"],
+            batch.loss_mask_BL,
+            clip=self.clip,
+            num_tokens=denominators["tokens"],
+        )
+        return total(output.loss, output.metrics)
+
+
+def unmasked(sequences: Sequence[tuple[int, ...]]) -> list[TokenSample]:
+    """Return samples of `sequences` with an empty loss mask: what is scored and not trained on token by token."""
+    return [TokenSample(ids, (0,) * len(ids)) for ids in sequences]
+
+
+def count_tokens(
+    samples: Sequence[TokenSample] | Sequence[PolicySample] | Sequence[ValueSample] | Sequence[DistillationSample],
+) -> float:
+    """Return the masked tokens. DataError if there are none: an average over nothing."""
+    tokens = sum(sum(sample.loss_mask) for sample in samples)
+    if tokens == 0:
+        rule = "an optimizer step needs a token to train on"
+        raise DataError(explain("loss_mask", f"0 tokens in {len(samples)} samples", rule, "drop the empty samples"))
+    return float(tokens)
+
+
+def total(loss: Tensor, metrics: Mapping[str, Tensor]) -> LossOutput:
+    """Return `loss`, which is also the metric of that name, with its other metrics."""
+    return LossOutput(loss, {name: value.detach() for name, value in {**metrics, "loss": loss}.items()})

@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from pipelines.cli.main import main
+from pipelines.execution.plan import PlannedStage
+from pipelines.execution.profile import load_profile
+from rlhf_core.stage.decision import Decision, decide
+from rlhf_core.stage.run import execute
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.layout import remove_tree
+from tests.pipelines.mini import write_mini
+from tests.rlhf_core.toy_stage import NoEngines, RecordingTracker, ToyConfig, toy_spec
+
+HEAVY = ("torch", "transformers", "vllm", "ray", "deepspeed", "prefect", "mlflow")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
+    return tmp_path
+
+
+def cli(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pipelines.cli.main", *arguments],
+        env=os.environ | {"RLHF_HOME": str(home), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (
+            ["plan", "tiny/full", "--set", "ppo.kl_coeff=1"],
+            "ppo.kl_coeff = 1: unknown key; did you mean ppo.kl_coef?\n",
+        ),
+        (["plan", "tiny/nothing_like_it_at_all"], "profile = 'tiny/nothing_like_it_at_all': no such file"),
+        (["explain", "sfft"], "explain 'sfft': no such stage; this pipeline has prepare_data, sft"),
+        (["chat", "ppo", "--once", "hello"], "input = 'ppo': no PolicyRef has this label"),
+    ],
+)
+def test_what_is_refused_takes_one_line_and_status_2(
+    here: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], line: str
+) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(line) and error.count("\n") == 1
+
+
+def test_plan_prints_a_line_per_stage(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(write_mini(here)), "--until", "sft"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[1:]] == [["prepare_data", "RUN"], ["sft", "RUN"]]
+
+
+def test_explain_prints_the_whole_key(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "prepare_data", "--profile", str(write_mini(here))]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("prepare_data: RUN: first run\n")
+    assert '"stage": "prepare_data"' in out and '"seed": 17' in out
+
+
+def test_explain_names_what_the_key_cannot_see(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "mine.py").write_text("def reward(x): return open('[b]answers[/b].json')\n")
+    decision = Decision("RUN", "first run", "k" * 64, None)
+    stage = PlannedStage("ppo", toy_spec(callables=("mine.py:reward",)), decision)
+    monkeypatch.chdir(here)
+    monkeypatch.setattr("pipelines.cli.verbs._plan", lambda options: [stage])
+    assert main(["explain", "ppo", "--profile", str(write_mini(here))]) == 0
+    assert (
+        "not in the key: mine.py reads files (open, line 1); what counts: DEPENDS_ON there" in capsys.readouterr().out
+    )
+
+
+def test_looking_at_a_store_that_is_not_there_says_what_to_do_and_makes_nothing(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looks = [["store", "ls"], ["store", "verify"], ["store", "gc"], ["runs"], ["reconcile"], ["resume"]]
+    assert [main(look) for look in looks] == [0] * len(looks)
+    out = capsys.readouterr().out
+    assert out.count("home/store is not there yet: `rlhf run tiny/full` fills it") == 4
+    assert "nothing to mend" in out and "nothing was run yet" in out
+    assert main(["plan", str(write_mini(here))]) == 0
+    assert not (here / "home").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["store", "ls"], ["store", "verify"], ["store", "gc"], ["runs"], ["reconcile"], ["chat", "sft"], ["plan", "tiny/full"],
+     ["explain", "sft"], ["run", "tiny/full"]],
+)  # fmt: skip
+def test_a_store_of_a_newer_version_is_refused_by_every_verb(
+    here: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipelines.cli.run_command._server", lambda home: nullcontext())
+    store = here / "home" / "store"
+    store.mkdir(parents=True)
+    (store / "store.json").write_text('{"schema": 2}')
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(
+        f"store = {store}: was written by a newer version (schema 2, this one knows 1); upgrade, or"
+    )
+    assert [path.name for path in store.iterdir()] == ["store.json"]
+
+
+def test_a_damaged_store_is_listed_with_its_damage_and_planned_with_the_reason(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_profile(write_mini(here))
+    store = ArtifactStore(here / "home" / "store")
+    specs = [toy_spec(ToyConfig(kl_coef=rate), label=label, seed=config.seed) for label, rate in RATES.items()]
+    for spec in specs:
+        execute(store, spec, runtime=NoEngines(), tracker=RecordingTracker(), progress=lambda *_: None)
+    records = {record.label: record for record in store.records()}
+    short = store.path(records["short"].handle) / "total.txt"
+    short.chmod(0o644)
+    short.write_text("")
+    remove_tree(store.path(records["gone"].handle))
+    store.layout.key(records["torn"].key).write_text("{")
+
+    assert main(["store", "ls"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    said = {line.split()[2]: line for line in lines if len(line.split()) > 2}
+    assert "damaged" not in said["sound"]
+    assert "damaged: total.txt has 0 bytes" in said["short"] and "damaged: its object is gone" in said["gone"]
+    assert any(line.startswith("not readable: ") and line.endswith("holds no JSON table") for line in lines)
+    assert main(["runs"]) == 0
+    assert "sound" in capsys.readouterr().out
+    assert main(["store", "gc", "--keep-days", "0"]) == 0
+    assert "`rlhf store verify` first" in capsys.readouterr().out
+
+    reasons = {spec.label: decide(store, spec) for spec in specs}
+    assert {label: found.action for label, found in reasons.items()} == dict.fromkeys(RATES, "RUN") | {"sound": "HIT"}
+    assert "total.txt has 0 bytes" in reasons["short"].reason and "holds no JSON table" in reasons["torn"].reason
+    assert main(["store", "verify"]) == 0
+
+
+RATES = {"sound": 0.1, "short": 0.2, "gone": 0.3, "torn": 0.4}
+
+
+def test_the_store_of_a_profile_or_a_folder_can_be_looked_at(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = write_mini(here)
+    profile.write_text(f'store = "{here}/own"\n' + profile.read_text())
+    for which in (["--profile", str(profile)], ["--store", f"{here}/own"]):
+        assert main(["runs", *which]) == main(["store", "ls", *which]) == 0
+        assert capsys.readouterr().out.count(f"{here}/own is not there yet") == 2
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        "import pipelines.cli.main",
+        "import pipelines.flows.full, pipelines.execution.plan, pipelines.execution.run, pipelines.cli.verbs",
+    ],
+)
+def test_no_engine_is_imported_before_it_is_needed(verb: str) -> None:
+    code = f"{verb}; import sys; print([name for name in {HEAVY} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_whole_run_its_repetition_and_a_changed_rate(tmp_path: Path) -> None:
+    profile, home = str(write_mini(tmp_path)), tmp_path / "home"
+
+    first = cli(home, "run", profile)
+    assert first.returncode == 0, first.stderr
+    assert decisions(first.stdout) == {
+        "prepare_data": "RUN",
+        "sft": "RUN",
+        "ppo": "RUN",
+        "evaluate/base/generate": "RUN",
+        "evaluate/sft/generate": "RUN",
+        "evaluate/ppo/generate": "RUN",
+        "evaluate": "RUN",
+    }
+    assert re.search(r"^ppo +-?\d+\.\d\d \[-?\d+\.\d\d, -?\d+\.\d\d\]", first.stdout, re.M)
+    assert "rlhf up" in first.stdout.splitlines()[-1]
+
+    second = cli(home, "run", profile)
+    assert set(decisions(second.stdout).values()) == {"HIT"}
+
+    changed = cli(home, "run", profile, "--set", "ppo.optimizer.learning_rate=0.001")
+    assert changed.returncode == 0, changed.stderr
+    after = decisions(changed.stdout)
+    assert [label for label, action in after.items() if action != "HIT"] == ["ppo", "evaluate/ppo/generate", "evaluate"]
+    assert "ppo: RUN: ppo.optimizer.learning_rate:" in changed.stdout
+
+    talk = cli(home, "chat", "ppo", "--once", "hello", "--max-tokens", "4")
+    assert talk.returncode == 0, talk.stderr
+
+
+def decisions(text: str) -> dict[str, str]:
+    return dict(re.findall(r"^(\S+): (HIT|RUN|RESUME|ATTACH): ", text, re.M))

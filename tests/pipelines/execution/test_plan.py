@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipelines.execution.plan import engines_needed, plan
+from pipelines.execution.profile import load_profile, profile_names
+from pipelines.flows.graph import Stages
+from rlhf_core.errors import ConfigError
+from rlhf_core.stage.run import execute
+from rlhf_core.store.artifacts import ArtifactStore
+from tests.pipelines.mini import two_toys, write_mini
+from tests.rlhf_core.toy_stage import NoEngines, RecordingTracker
+
+
+def make_first(store: ArtifactStore, seed: int) -> None:
+    from rlhf_core.types import PolicyRef
+    from tests.rlhf_core.toy_stage import ToyConfig, toy_spec
+
+    spec = toy_spec(ToyConfig(), label="first", seed=seed)
+    handle, _ = execute(store, spec, runtime=NoEngines(), tracker=RecordingTracker(), progress=lambda *_: None)
+    assert isinstance(handle, PolicyRef)
+
+
+def test_an_empty_store_plans_every_stage_of_the_tiny_pipeline_in_order(tmp_path: Path) -> None:
+    stages = plan(load_profile("tiny/full"), ArtifactStore(tmp_path))
+    labels = [stage.label for stage in stages]
+    assert labels[:4] == ["prepare_data", "sft", "reward_model", "rejection_sampling/generate"]
+    assert labels[-2:] == ["evaluate", "publish"]
+    assert {stage.decision.action for stage in stages} == {"RUN"}
+    assert stages[0].decision.reason == "first run"
+    assert stages[1].decision.reason == "after prepare_data"
+    assert engines_needed(stages) == {"trainer", "sampler"}
+
+
+def test_the_rlvr_pipeline_has_no_reward_model(tmp_path: Path) -> None:
+    labels = [stage.label for stage in plan(load_profile("tiny/rlvr"), ArtifactStore(tmp_path))]
+    assert labels == [
+        "prepare_data",
+        "sft",
+        "ppo",
+        "evaluate/base/generate",
+        "evaluate/sft/generate",
+        "evaluate/ppo/generate",
+        "evaluate",
+    ]
+
+
+def test_planning_writes_nothing_into_the_store(tmp_path: Path) -> None:
+    plan(load_profile("tiny/full"), ArtifactStore(tmp_path / "store"))
+    assert [path for path in (tmp_path / "store").rglob("*") if path.is_file()] == []
+
+
+def test_until_ends_the_plan_after_that_stage(tmp_path: Path) -> None:
+    stages = plan(load_profile("tiny/full"), ArtifactStore(tmp_path), until="sft")
+    assert [stage.label for stage in stages] == ["prepare_data", "sft"]
+
+
+@pytest.mark.parametrize("option", ["until", "force"])
+def test_a_stage_that_the_pipeline_does_not_have_is_refused(tmp_path: Path, option: str) -> None:
+    arguments = {"until": "sfft"} if option == "until" else {"force": ["sfft"]}
+    with pytest.raises(ConfigError, match=rf"--{option} 'sfft': no such stage; this pipeline has prepare_data, sft"):
+        plan(load_profile("tiny/full"), ArtifactStore(tmp_path), **arguments)
+
+
+def test_a_stage_that_is_there_is_a_hit_and_the_next_one_is_decided_on_its_content(tmp_path: Path) -> None:
+    config, store = load_profile(write_mini(tmp_path)), ArtifactStore(tmp_path / "store")
+    make_first(store, config.seed)
+    first, second = plan(config, store, pipeline=two_toys)
+    assert (first.decision.action, second.decision.action) == ("HIT", "RUN")
+    assert second.decision.reason == "first run" and len(second.decision.key) == 64
+    assert engines_needed([first, second]) == set()
+
+
+def test_a_forced_stage_runs_and_leaves_those_after_it_open(tmp_path: Path) -> None:
+    config, store = load_profile(write_mini(tmp_path)), ArtifactStore(tmp_path / "store")
+    make_first(store, config.seed)
+    first, second = plan(config, store, pipeline=two_toys, force=["first"])
+    assert first.decision.reason == "forced"
+    assert (second.decision.reason, second.decision.key) == ("after first", "")
+
+
+def test_the_planner_is_the_only_difference_between_a_plan_and_a_run(tmp_path: Path) -> None:
+    seen = []
+
+    def pipeline(config: object, stages: Stages) -> None:
+        seen.append(type(stages.run_stage).__name__)
+
+    plan(load_profile(write_mini(tmp_path)), ArtifactStore(tmp_path / "store"), pipeline=pipeline)
+    assert seen == ["Planner"]
+
+
+@pytest.mark.parametrize("profile", profile_names())
+def test_every_shipped_profile_plans_with_a_model_and_data_in_place(profile: str, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    config = load_profile(profile)
+    overrides = []
+    if config.prepare_data.model.type == "pretrained":
+        overrides += [f"prepare_data.model.path={tmp_path / 'model'}", "prepare_data.model.gguf_file="]
+    if config.prepare_data.data.type == "files":
+        source = f"{{name='mine', path='{tmp_path / 'rows.jsonl'}', use={{prompts=1.0}}}}"
+        overrides.append(f"prepare_data.data.sources=[{source}]")
+    planned = plan(load_profile(profile, overrides), ArtifactStore(tmp_path / "store"))
+    assert planned[0].label == "prepare_data"
+    assert {stage.decision.action for stage in planned} == {"RUN"}
+    sections = {stage.label.split("/")[0] for stage in planned}
+    assert sections == config.model_fields_set - {"name", "seed", "runtime"}

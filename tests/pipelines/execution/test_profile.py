@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipelines.execution.profile import find_profile, load_profile, parse, profile_names, with_overrides
+from rlhf_core.errors import ConfigError
+from tests.pipelines.mini import write_mini
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_every_shipped_profile_loads(name: str) -> None:
+    assert load_profile(name).name
+
+
+def test_the_tiny_profiles_are_shipped() -> None:
+    assert {"tiny/full", "tiny/rlvr"} <= set(profile_names())
+
+
+def test_an_override_changes_one_value_and_keeps_its_type() -> None:
+    config = load_profile("tiny/full", ["ppo.kl_coef=0.125", "name=night run", "ppo.advantage.whiten=false"])
+    assert config.ppo is not None
+    assert (config.ppo.kl_coef, config.name, config.ppo.advantage.model_dump()["whiten"]) == (0.125, "night run", False)
+
+
+def test_an_override_of_none_takes_a_section_away() -> None:
+    assert load_profile("tiny/full", ["ppo=none", "publish=none"]).ppo is None
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("ppo.kl_coeff=0.1", "ppo.kl_coeff = 0.1: unknown key; did you mean ppo.kl_coef?"),
+        ("sft.loop.epoch=2", "sft.loop.epoch = 2: unknown key; did you mean sft.loop.epochs?"),
+        ("pppo.steps=2", "pppo = {'steps': 2}: unknown key; did you mean ppo?"),
+        (
+            "runtime.sampler.kv_cash_gib=2",
+            "runtime.sampler.kv_cash_gib = 2: unknown key; did you mean runtime.sampler.kv_cache_gib?",
+        ),
+    ],
+)
+def test_a_misspelt_key_is_refused_with_the_nearest_one(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_profile("tiny/full", [override])
+    assert str(caught.value) == message
+
+
+def test_a_bad_value_names_key_value_rule_and_remedy() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_profile("tiny/full", ["ppo.kl_coef=-1"])
+    assert str(caught.value) == (
+        "ppo.kl_coef = -1: must be greater than or equal to 0; change it in tiny/full or with --set ppo.kl_coef=..."
+    )
+
+
+def test_a_bare_name_chooses_a_loss_with_its_defaults() -> None:
+    short = load_profile("tiny/full", ["ppo.loss=gspo", "iterative_dpo.dpo.loss=ipo"])
+    long = load_profile("tiny/full", ["ppo.loss.type=gspo", 'iterative_dpo.dpo.loss={type = "ipo"}'])
+    assert short == long
+    with pytest.raises(ConfigError, match=r"ppo\.loss"):
+        load_profile("tiny/full", ["ppo.loss=gpso"])
+
+
+def test_another_type_does_not_inherit_the_options_of_the_one_before(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text(
+        '[prepare_data]\n[dpo]\nstart_from = "base"\nloss = {type = "dpo", beta = 0.3}\n'
+    )
+    child = tmp_path / "child.toml"
+    child.write_text('extends = "base.toml"\n[dpo.loss]\ntype = "simpo"\n')
+    config = load_profile(child)
+    assert config.dpo is not None
+    assert config.dpo.loss.model_dump() == {"type": "simpo", "beta": 2.0, "gamma": 1.0}
+
+
+def test_a_student_does_not_start_from_its_teacher() -> None:
+    with pytest.raises(ConfigError, match=r"distill\.teacher = 'sft': is also where the student starts"):
+        load_profile("tiny/distill", ["distill.start_from=sft"])
+
+
+def test_a_rule_between_fields_keeps_its_dotted_key() -> None:
+    with pytest.raises(ConfigError, match=r"^iterative_dpo\.dpo\.nll_coef = 0\.5: orpo has the chosen answer's loss"):
+        load_profile("tiny/full", ['iterative_dpo.dpo.loss={type="orpo"}', "iterative_dpo.dpo.nll_coef=0.5"])
+
+
+def test_a_start_that_the_profile_does_not_make_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"ppo\.start_from = 'rejection_sampling': the profile has no"):
+        load_profile(write_mini(tmp_path), ["ppo.start_from=rejection_sampling"])
+
+
+def test_a_reference_that_is_not_evaluated_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"evaluate\.evaluate\.reference = 'iterative_dpo': this profile makes base, sft, ppo"
+    ):
+        load_profile(write_mini(tmp_path), ["evaluate.evaluate.reference=iterative_dpo"])
+
+
+def test_an_unknown_profile_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(ConfigError, match=r"'tiny/ful': no such file or shipped profile; did you mean tiny/full\?"):
+        find_profile("tiny/ful")
+
+
+def test_extends_merges_tables_and_replaces_the_rest(tmp_path: Path) -> None:
+    write_mini(tmp_path)
+    child = tmp_path / "child.toml"
+    child.write_text('extends = "mini.toml"\nname = "child"\nevaluate = "none"\n[ppo]\nsteps = 3\n')
+    config = load_profile(child)
+    assert config.ppo is not None
+    assert (config.name, config.ppo.steps, config.ppo.prompts_per_step, config.evaluate) == ("child", 3, 4, None)
+
+
+def test_a_profile_may_extend_a_shipped_one_from_anywhere(tmp_path: Path) -> None:
+    child = tmp_path / "mine.toml"
+    child.write_text('extends = "tiny/rlvr"\nname = "mine"\n[ppo]\nsteps = 3\n')
+    config = load_profile(child)
+    assert config.ppo and config.ppo.steps == 3 and config.ppo.samples_per_prompt == 8
+    child.write_text('extends = "tiny/rlvx"\n')
+    with pytest.raises(
+        ConfigError, match=r"tiny/rlvx': no such file .* and no shipped profile; shipped are .*tiny/rlvr"
+    ):
+        load_profile(child)
+
+
+def test_a_circle_of_extends_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text('extends = "b.toml"')
+    (tmp_path / "b.toml").write_text('extends = "a.toml"')
+    with pytest.raises(ConfigError, match=r"a\.toml -> b\.toml -> a\.toml is a circle"):
+        load_profile(tmp_path / "a.toml")
+
+
+def test_broken_toml_names_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "broken.toml"
+    path.write_text("name = tiny\n")
+    with pytest.raises(ConfigError, match=r"broken\.toml: not valid TOML: .*line 1"):
+        load_profile(path)
+
+
+def test_overrides_of_a_configuration_are_checked_like_a_profile(tmp_path: Path) -> None:
+    config = load_profile(write_mini(tmp_path))
+    assert with_overrides(config, ["seed=5"]).seed == 5
+    with pytest.raises(ConfigError, match="did you mean seed"):
+        with_overrides(config, ["sed=5"])
+
+
+def test_a_dump_of_a_configuration_parses_to_the_same_configuration() -> None:
+    config = load_profile("tiny/full")
+    assert parse(config.model_dump(mode="json", exclude_none=True), origin="dump") == config
+
+
+def test_a_teacher_that_the_profile_does_not_make_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"distill\.teacher = 'ppo': the profile has no \[ppo\]; add that section"):
+        load_profile("tiny/distill", ["distill.teacher=ppo"])
+
+
+@pytest.mark.parametrize(
+    ("content", "rule"),
+    [
+        (b'name = "caf\xe9"', "cannot be read: 'utf-8' codec"),
+        (b"seed = " + b"9" * 5000, "not valid TOML: Exceeds the limit"),
+        (b"seed = " + b"[" * 5000, "not valid TOML: brackets too deep"),
+        (b"extends = 5", "extends = 5: must be the name of a file; give the path of a profile"),
+        (b'extends = ["tiny/full"]', r"extends = \['tiny/full'\]: must be the name of a file"),
+        (b'extends = "a\\u0000b"', "must be the name of a file"),
+        (b'extends = "."', "cannot be read: .*Is a directory"),
+        (b'extends = "' + b"x" * 5000 + b'"', "cannot be read: .*File name too long"),
+    ],
+)
+def test_a_profile_that_cannot_be_read_says_why(content: bytes, rule: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=rule):
+        load_profile(path)
+
+
+@pytest.mark.parametrize(
+    ("override", "rule"),
+    [
+        ("seed=" + "9" * 5000, r"--set seed = '9+' \.\.\.: cannot be read: Exceeds the limit"),
+        ("seed=" + "[" * 5000, "cannot be read: brackets too deep"),
+        ("a." * 3000 + "b=1", r"a = \{\.\.\.\}: unknown key"),
+        ("name=half \ud83d", "must be text that UTF-8 can hold"),
+    ],
+)
+def test_an_override_that_cannot_be_read_says_why(override: str, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        load_profile("tiny/full", [override])
+
+
+def test_an_override_of_several_lines_is_text_and_changes_nothing_else() -> None:
+    assert load_profile("tiny/full", ['name="one"\nseed=2']).name == '"one"\nseed=2'
+
+
+def test_a_name_too_long_for_the_disk_is_no_profile() -> None:
+    with pytest.raises(ConfigError, match="no such file or shipped profile"):
+        find_profile("x" * 5000)

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipelines.execution import registry as module
+from pipelines.execution.registry import registry
+from pipelines.flows.graph import Stages
+from pipelines.services.home import Home
+from rlhf_core.config.engines import RuntimeConfig
+from rlhf_core.stage.decision import decide, remember, target_of
+from rlhf_core.stage.key import StageSpec
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.fingerprint import canonical_json
+from rlhf_core.types import ArtifactRef, PolicyRef, PublishedRef, ReportRef
+from stages.publish import PublishConfig
+from tests.rlhf_core.made_records import provenance
+
+
+def publish() -> StageSpec:
+    specs: list[StageSpec] = []
+
+    def kept(spec: StageSpec, kind: type[ArtifactRef]) -> Any:
+        specs.append(spec)
+
+    policy, report = PolicyRef(uri="store://p", digest="p"), ReportRef(uri="store://r", digest="r")
+    Stages(kept, seed=17, runtime=RuntimeConfig()).publish("publish", PublishConfig(), policy=policy, report=report)
+    return specs[0]
+
+
+def test_a_policy_that_was_published_to_another_registry_is_published_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ArtifactStore(tmp_path / "store")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hunter2@one.example:5000/?token=abc")
+    spec = publish()
+    target = target_of(store, spec, strict_code=False)
+    assert "hunter2" not in canonical_json(target.payload) and "abc" not in canonical_json(target.payload)
+    out = store.root / "out"
+    out.mkdir(parents=True)
+    (out / "gate.json").write_text("{}")
+    record = provenance(label="publish", stage="publish", payload=target.payload, code=target.code, metrics={})
+    store.commit(target.key, out, PublishedRef, children={}, record=record)
+    remember(store, spec, target)
+    assert decide(store, publish()).action == "HIT"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://you:other@one.example:5000")
+    assert decide(store, publish()).action == "HIT", "another user of the same registry"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hunter2@two.example:5000")
+    decision = decide(store, publish())
+    assert decision.action == "RUN"
+    assert decision.reason == "engines.registry: http://one.example:5000 -> http://two.example:5000"
+
+
+def test_a_registry_of_its_own_and_our_server_with_its_database(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.delenv("MLFLOW_REGISTRY_URI", raising=False)
+    alone = registry(home)
+    assert alone == "of the state folder"
+    ours = SimpleNamespace(
+        ready=True, tracking_uri="http://127.0.0.1:9", mlflow_url="http://127.0.0.1:9", mlflow_uri=""
+    )
+    monkeypatch.setattr(module, "running", lambda _: ours)
+    assert registry(home) == alone, "`rlhf up` serves the database that a run without it writes to"
+    monkeypatch.setenv("MLFLOW_REGISTRY_URI", "https://a:b@models.example")
+    assert registry(home) == "https://models.example"
+    monkeypatch.setenv("MLFLOW_REGISTRY_URI", "postgresql://a:b/c?d@e@models.example/db?password=x")
+    assert registry(home) == "postgresql://models.example/db"

@@ -1,0 +1,141 @@
+"""Which run `rlhf resume` means and what comes of it, under a real Prefect server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines.services.home import Home
+
+pytestmark = pytest.mark.slow
+
+PARAMETERS = {
+    "profile": "tiny/full",
+    "overrides": ["seed=3"],
+    "until": "sft",
+    "force": [],
+    "strict_code": True,
+    "strict_env": False,
+}
+
+
+def foreground(
+    client: Any,
+    name: str,
+    state: Any,
+    parameters: dict[str, Any] | None = None,
+    home: Home | None = None,
+    *,
+    labeled: bool = True,
+) -> Any:
+    from prefect import flow
+
+    @flow(name="rlhf-pipeline", validate_parameters=False)
+    def body(
+        profile: str, overrides: list[str], until: str, force: list[str], strict_code: bool, strict_env: bool
+    ) -> None:
+        return None
+
+    chosen = PARAMETERS if parameters is None else parameters
+    run = client.create_flow_run(body, name=name, parameters=chosen, state=state).id
+    if labeled:
+        client.update_flow_run_labels(run, {"rlhf.home": (home or Home.here()).identity})
+    return run
+
+
+def test_a_run_of_a_terminal_is_run_again_with_its_own_options_by_name_or_id(client: Any) -> None:
+    from prefect.states import Crashed, Failed
+
+    from pipelines.execution.resume import resume
+
+    foreground(client, "nightly", Failed())
+    newest = foreground(client, "nightly", Crashed(message="killed"))
+    for wanted in ("nightly", str(newest), ""):
+        found = resume(wanted, served=False)
+        assert found.kind == "foreground" and found.options is not None
+        assert vars(found.options) == PARAMETERS
+        assert found.said == f"nightly ({newest}) was Crashed (killed)"
+
+
+def test_there_is_nothing_to_resume_of_what_completed_runs_or_waits(client: Any) -> None:
+    from prefect.states import Completed, Paused, Running
+
+    from pipelines.execution.resume import resume
+
+    said = {}
+    for state in (Completed(), Running(), Paused()):
+        run = foreground(client, f"a-{state.name}-run", state)
+        found = resume(str(run), served=True)
+        assert found.kind == "nothing" and found.options is None
+        said[state.name] = found.said
+    assert said["Completed"].endswith("has completed: nothing is left to resume")
+    assert said["Running"].endswith("is Running: its process is at work")
+    assert said["Paused"].endswith("is Paused: it waits for a person, in Prefect's page")
+
+
+def test_a_name_that_no_run_has_is_refused_with_the_one_that_was_meant(client: Any) -> None:
+    from prefect.states import Completed
+
+    from pipelines.execution.resume import ResumeError, resume
+
+    foreground(client, "weekly-sweep", Completed())
+    with pytest.raises(ResumeError, match="no flow run has this name or id; did you mean weekly-sweep"):
+        resume("wekly-sweep", served=True)
+
+
+def test_a_run_of_another_program_is_refused(client: Any) -> None:
+    from prefect.states import Failed
+
+    from pipelines.execution.resume import ResumeError, resume
+
+    run = foreground(client, "strange", Failed(), {"profile": "x"})
+    with pytest.raises(ResumeError, match="no run of rlhf"):
+        resume(str(run), served=True)
+
+
+def test_a_served_run_is_scheduled_again_and_needs_the_deployments(client: Any) -> None:
+    from prefect import flow
+    from prefect.states import Crashed
+
+    from pipelines.execution.resume import ResumeError, resume
+    from pipelines.services.flow_runs import home_tag
+
+    @flow(name="rlhf-pipeline")
+    def body() -> None:
+        return None
+
+    deployment = client.create_deployment(client.create_flow(body), name="full", tags=[home_tag(Home.here())])
+    run = client.create_flow_run_from_deployment(deployment).id
+    client.set_flow_run_state(run, Crashed(), force=True)
+    with pytest.raises(ResumeError, match="served by a deployment; rlhf up, then again"):
+        resume(str(run), served=False)
+    assert resume(str(run), served=True).kind == "scheduled"
+    assert client.read_flow_run(run).state.is_scheduled()
+
+
+def test_a_run_of_another_state_folder_on_the_same_server_is_not_ours_to_resume(client: Any, tmp_path: Path) -> None:
+    from prefect.states import Failed
+
+    from pipelines.execution.resume import ResumeError, resume
+
+    ours = foreground(client, "ours", Failed())
+    theirs = foreground(client, "theirs", Failed(), home=Home(tmp_path))
+    assert str(ours) in resume("", served=False).said
+    for wanted in ("theirs", str(theirs)):
+        with pytest.raises(ResumeError, match="no flow run has this name or id"):
+            resume(wanted, served=False)
+
+
+def test_a_run_of_an_earlier_version_is_resumed_on_our_own_server(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from prefect.states import Failed
+
+    from pipelines.execution.resume import ResumeError, resume
+
+    run = foreground(client, "earlier", Failed(), labeled=False)
+    found = resume("earlier", served=False)
+    assert found.kind == "foreground" and str(run) in found.said
+    monkeypatch.delenv("RLHF_OWN_SETTINGS")  # now its address is one that the user set
+    with pytest.raises(ResumeError, match="no flow run has this name or id"):
+        resume("earlier", served=False)

@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import multiprocessing
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines.execution.plan import Pipeline, plan
+from pipelines.execution.profile import PipelineConfig, load_profile
+from pipelines.execution.registry import tracking_uri
+from pipelines.execution.run import PipelineRun, RunOptions, open_run, run_stages, store_of
+from pipelines.flows.graph import RunStage, Stages
+from pipelines.services.home import Home
+from rlhf_core.errors import ConfigError
+from rlhf_core.stage.key import StageSpec, stage_key
+from rlhf_core.stage.run import execute
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.leases import living_owner
+from rlhf_core.tracking.memory import MemoryStageTracker, MemoryTracker
+from rlhf_core.types import ArtifactRef, PolicyRef
+from tests.pipelines.listening import Notes
+from tests.pipelines.mini import two_toys, write_mini
+from tests.rlhf_core.toy_stage import NoEngines, ToyConfig, toy_spec
+
+FORK = multiprocessing.get_context("fork")
+
+
+def directly(run: PipelineRun) -> RunStage:
+    def run_stage(spec: StageSpec, kind: type[ArtifactRef]) -> ArtifactRef:
+        return run.stage(spec, lambda *_: None).ref
+
+    return run_stage  # type: ignore[return-value]
+
+
+def run_once(
+    tmp_path: Path, home: Home, pipeline: Pipeline = two_toys, options: RunOptions = RunOptions()
+) -> tuple[dict[str, ArtifactRef], Notes, MemoryTracker]:
+    notes, tracker = Notes(), MemoryTracker()
+    config = load_profile(write_mini(tmp_path))
+    with open_run(config, pipeline, options, home=home, tracker=tracker, listener=notes) as run:
+        results = run_stages(run, pipeline, directly(run), tags={"from": "test"})
+    return results, notes, tracker
+
+
+def test_the_second_run_is_all_hits_with_the_same_artifacts(tmp_path: Path, home: Home) -> None:
+    first, notes, tracker = run_once(tmp_path, home)
+    assert notes.of("started") == [("first", "RUN"), ("second", "RUN")]
+    assert [stage.status for stage in tracker.stages.values()] == ["FINISHED", "FINISHED"]
+    again, notes, tracker = run_once(tmp_path, home)
+    assert again == first
+    assert notes.of("planned") == notes.of("started") == [("first", "HIT"), ("second", "HIT")]
+    assert tracker.stages == {} and tracker.status == "FINISHED"
+    assert tracker.tags["stage.first"].endswith("(cached)")
+
+
+def test_the_tracker_is_told_of_the_model_that_a_stage_made(tmp_path: Path, home: Home) -> None:
+    results, _, tracker = run_once(tmp_path, home)
+    made = [stage.models for stage in tracker.stages.values()]
+    assert made == [[(label, ref.digest, ref.uri)] for label, ref in results.items()]
+
+
+def test_after_a_hit_the_next_decision_compares_with_what_was_hit(tmp_path: Path, home: Home) -> None:
+    def toy(rate: float) -> Pipeline:
+        return lambda config, stages: stages.run_stage(toy_spec(ToyConfig(kl_coef=rate), label="toy"), PolicyRef)
+
+    for rate in (0.1, 0.2, 0.1):
+        _, notes, _ = run_once(tmp_path, home, toy(rate))
+    assert notes.of("started") == [("toy", "HIT")]
+    config = load_profile(write_mini(tmp_path))
+    (planned,) = plan(config, store_of(config, home), pipeline=toy(0.3))
+    assert planned.decision.reason == "toy.kl_coef: 0.1 -> 0.3"
+
+
+def test_an_unreachable_ray_is_noticed_before_the_first_stage(
+    tmp_path: Path, home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pipeline(config: PipelineConfig, stages: Stages) -> None:
+        for label, engines in (("first", {}), ("second", {"trainer": {}})):
+            stages.run_stage(toy_spec(ToyConfig(), label=label, engines=engines), PolicyRef)
+
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    config = load_profile(write_mini(tmp_path), ["runtime.type=ray"])
+    notes = Notes()
+    with (
+        pytest.raises(ConfigError, match="no Ray head answers; start one with"),
+        open_run(config, pipeline, RunOptions(), home=home, tracker=MemoryTracker(), listener=notes),
+    ):
+        pass
+    assert notes.of("started") == [] and store_of(config, home).records() == []
+
+
+def test_a_stage_that_is_forced_gets_a_tracking_run_of_its_own(tmp_path: Path, home: Home) -> None:
+    class Opened(MemoryTracker):
+        fresh: list[tuple[str, bool]] = []
+
+        def stage(self, label: str, **rest: Any) -> MemoryStageTracker:
+            self.fresh.append((label, rest["fresh"]))
+            return super().stage(label, **rest)
+
+    for force in ((), ("second",)):
+        config, tracker = load_profile(write_mini(tmp_path)), Opened()
+        with open_run(config, two_toys, RunOptions(force=force), home=home, tracker=tracker, listener=Notes()) as run:
+            run_stages(run, two_toys, directly(run), tags={})
+    assert Opened.fresh == [("first", False), ("second", False), ("second", True)]
+
+
+def test_who_attaches_opens_no_tracking_run_and_takes_the_result(tmp_path: Path, home: Home) -> None:
+    config, notes, tracker = load_profile(write_mini(tmp_path)), Notes(), MemoryTracker()
+    store = store_of(config, home)
+    spec = toy_spec(ToyConfig(), label="shared")
+    other = FORK.Process(target=_hold_then_make, args=(store.root, spec))
+    other.start()
+    while living_owner(store.layout.leases, stage_key(spec)) is None:
+        time.sleep(0.02)
+    pipeline: Pipeline = lambda config, stages: stages.run_stage(spec, PolicyRef)  # noqa: E731
+    with open_run(config, pipeline, RunOptions(), home=home, tracker=tracker, listener=notes) as run:
+        outcome = run.stage(spec, lambda *_: None)
+    other.join()
+    assert [action for _, action in notes.of("started")] == ["ATTACH", "HIT"]
+    assert outcome.decision.action == "HIT" and tracker.stages == {}
+
+
+def _hold_then_make(root: Path, spec: StageSpec) -> None:
+    config = ToyConfig(seconds_a_step=0.3)  # operational: the same key
+    execute(
+        ArtifactStore(root),
+        replace(spec, config=config),
+        runtime=NoEngines(),
+        tracker=MemoryStageTracker(),
+        progress=lambda *_: None,
+    )
+
+
+def test_the_listener_hears_progress_metrics_and_the_final_numbers(tmp_path: Path, home: Home) -> None:
+    _, notes, _ = run_once(tmp_path, home)
+    assert notes.of("progress")[:3] == [("first", 1, 3), ("first", 2, 3), ("first", 3, 3)]
+    assert notes.of("metrics")[:3] == [("first", 1), ("first", 2), ("first", 3)]
+    assert notes.of("finished")[0] == ("first", "RUN", {"total": 1.5})
+
+
+def test_until_ends_the_run_after_that_stage_as_a_success(tmp_path: Path, home: Home) -> None:
+    results, _, tracker = run_once(tmp_path, home, options=RunOptions(until="first"))
+    assert list(results) == ["first"] and tracker.status == "FINISHED"
+
+
+def test_a_forced_stage_runs_again_and_the_next_is_a_hit_because_the_content_is_the_same(
+    tmp_path: Path, home: Home
+) -> None:
+    run_once(tmp_path, home)
+    _, notes, _ = run_once(tmp_path, home, options=RunOptions(force=("first",)))
+    assert notes.of("started") == [("first", "RUN"), ("second", "HIT")]
+
+
+def failing(config: PipelineConfig, stages: Stages) -> None:
+    stages.run_stage(toy_spec(ToyConfig(trouble="raise:2"), label="broken"), PolicyRef)
+
+
+def test_a_failed_stage_is_failed_everywhere_and_the_next_run_resumes_it(tmp_path: Path, home: Home) -> None:
+    with pytest.raises(ValueError, match="step 2 went wrong"):
+        run_once(tmp_path, home, failing)
+
+    def mended(config: PipelineConfig, stages: Stages) -> None:
+        stages.run_stage(toy_spec(ToyConfig(), label="broken"), PolicyRef)
+
+    _, notes, _ = run_once(tmp_path, home, mended)
+    assert notes.of("started") == [("broken", "RESUME")]
+
+
+@pytest.mark.parametrize(("error", "status"), [(ValueError, "FAILED"), (KeyboardInterrupt, "KILLED")])
+def test_the_tracker_gets_the_true_status(tmp_path: Path, home: Home, error: type[BaseException], status: str) -> None:
+    notes, tracker = Notes(), MemoryTracker()
+
+    def interrupted(done: int, total: int, message: str) -> None:
+        raise error
+
+    with (
+        pytest.raises(error),
+        open_run(
+            load_profile(write_mini(tmp_path)), two_toys, RunOptions(), home=home, tracker=tracker, listener=notes
+        ) as run,
+    ):
+        run_stages(run, two_toys, lambda spec, kind: run.stage(spec, interrupted).ref, tags={})  # type: ignore[arg-type,return-value]
+    assert [stage.status for stage in tracker.stages.values()] == [status]
+    assert tracker.status == status
+    assert notes.of("failed") == [("first", error.__name__)]
+
+
+def test_the_store_is_the_profiles_or_the_state_folders(tmp_path: Path, home: Home) -> None:
+    config = load_profile(write_mini(tmp_path))
+    assert store_of(config, home).root == home.store
+    elsewhere = load_profile(write_mini(tmp_path), [f"store={tmp_path}/elsewhere"])
+    assert store_of(elsewhere, home).root == tmp_path / "elsewhere"
+
+
+def test_tracking_goes_to_the_users_server_before_the_local_database(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert tracking_uri(home) == f"sqlite:///{home.root}/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    assert tracking_uri(home) == "http://127.0.0.1:9"

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import pytest
+
+from pipelines.flows import cards
+from pipelines.flows.cards import artifact_key
+
+
+@pytest.mark.parametrize(
+    ("parts", "key"),
+    [
+        (("stage", "iterative_dpo/round_1/dpo"), "stage-iterative-dpo-round-1-dpo"),
+        (("samples", "PPO"), "samples-ppo"),
+    ],
+)
+def test_keys_hold_only_what_prefect_accepts(parts: tuple[str, ...], key: str) -> None:
+    assert artifact_key(*parts) == key
+
+
+def test_a_server_that_is_away_is_asked_once_and_not_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def away(**arguments: object) -> None:
+        asked.append("again")
+        raise ConnectionError("nobody there")
+
+    monkeypatch.setattr(cards, "create_progress_artifact", away)
+    monkeypatch.setattr(cards, "PROGRESS_EVERY_S", 0.0)
+    monkeypatch.setattr(cards._Away, "until", 0.0)
+    card = cards.ProgressCard("sft")
+    for step in range(5):
+        card.show(step, 10, "loss 1.0")
+    assert asked == ["again"]

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import asyncio
+import io
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from jsonschema import ValidationError, validate
+from rich.console import Console
+
+from pipelines.execution.profile import load_profile
+from pipelines.flows import deployments
+from pipelines.flows.deployments import stage_parameters
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def forms() -> dict[str, tuple[dict, dict]]:
+    found = {}
+    for name, (flow, parameters) in stage_parameters(load_profile("tiny/full")).items():
+        schema = flow.parameters.model_dump_for_openapi()
+        found[name] = (schema, parameters)
+    return found
+
+
+def test_there_is_a_deployment_for_every_stage(forms: dict) -> None:
+    assert set(forms) == {
+        "prepare-data", "sft", "reward-model", "generate", "score", "select", "rejection-sampling", "iterative-dpo",
+        "dpo", "ppo", "evaluate", "publish",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("profile", "names"),
+    [
+        ("tiny/conditional", {"condition", "conditional-sft"}),
+        ("tiny/distill", {"distill"}),
+        ("tiny/prm", {"process-reward-model"}),
+    ],
+)
+def test_the_stages_of_other_profiles_have_forms_too(profile: str, names: set[str]) -> None:
+    found = stage_parameters(load_profile(profile))
+    assert names <= set(found)
+    for name in names:
+        flow, parameters = found[name]
+        assert validate(parameters, flow.parameters.model_dump_for_openapi()) is None
+
+
+def test_every_deployment_is_served_once() -> None:
+    served = [deployment.name for deployment in deployments.deployments()]
+    assert len(served) == len(set(served))
+    assert {"full", "rlvr", "distill", "condition", "conditional-sft", "ppo"} <= set(served)
+
+
+def declared() -> dict[str, dict[str, Any]]:
+    """The deployments of prefect.yaml by name, as Prefect's own loader reads them."""
+    from prefect.cli.deploy._config import _load_deploy_configs_and_actions
+
+    said = io.StringIO()
+    found, actions = _load_deploy_configs_and_actions(CHECKOUT / "prefect.yaml", console=Console(file=said))
+    assert said.getvalue() == "", "Prefect skips a file that it finds fault with, and says so"
+    assert [list(step) for step in actions["pull"]] == [["prefect.deployments.steps.set_working_directory"]]
+    names = [one["name"] for one in found]
+    assert len(names) == len(set(names))
+    return {one["name"]: one for one in found}
+
+
+def without_texts(schema: Any) -> Any:
+    """Return a form without its descriptions."""
+    if isinstance(schema, dict):
+        return {key: without_texts(value) for key, value in schema.items() if key != "description"}
+    return [without_texts(one) for one in schema] if isinstance(schema, list) else schema
+
+
+def test_prefect_yaml_declares_the_deployments_that_are_served_with_the_same_flows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))  # Prefect puts a file's folder first, and ours has a `profile.py`
+    from prefect.flows import load_flow_from_entrypoint
+
+    wanted = {one.name: one for one in deployments.deployments()}
+    found = declared()
+    assert set(found) == set(wanted)
+    for name, one in found.items():
+        file, _, function = one["entrypoint"].partition(":")
+        assert f"{file.removesuffix('.py').replace('/', '.')}.{function}" == wanted[name].entrypoint
+        assert one.get("parameters", {}) == {}, "they come with `--params`"
+    for name in ("full", "process-reward-model"):  # one of each file, since a file is run anew for each
+        flow = load_flow_from_entrypoint(str(CHECKOUT / found[name]["entrypoint"]))
+        assert flow.name == wanted[name].flow_name
+        form = flow.parameters.model_dump_for_openapi()
+        served = wanted[name]._parameter_openapi_schema.model_dump_for_openapi()
+        # Pydantic finds the texts of fields in modules that were imported by name, and Prefect imports this one by path.
+        assert without_texts(form) == without_texts(served)
+        assert validate(wanted[name].parameters, form) is None
+
+
+def test_prefect_yaml_has_no_key_that_prefect_would_pass_over() -> None:
+    """Prefect ignores keys that it does not know, so a misspelt limit would be none."""
+    from prefect.cli.deploy._models import ConcurrencyLimitSpec, DeploymentConfig, PrefectYamlModel, WorkPoolConfig
+
+    known = {field.alias or name for name, field in PrefectYamlModel.model_fields.items()}
+    text = yaml.safe_load((CHECKOUT / "prefect.yaml").read_text())
+    assert set(text) - {"definitions"} <= known  # `definitions` holds YAML's own anchors
+    for one in text["deployments"]:
+        assert set(one) <= set(DeploymentConfig.model_fields)
+        assert set(one["work_pool"]) <= set(WorkPoolConfig.model_fields)
+        assert set(one.get("concurrency_limit", {})) <= set(ConcurrencyLimitSpec.model_fields)
+
+
+def test_every_form_accepts_what_it_is_filled_with(forms: dict) -> None:
+    for schema, parameters in forms.values():
+        assert validate(parameters, schema) is None
+
+
+def test_a_misspelt_key_is_refused_by_the_form(forms: dict) -> None:
+    schema, parameters = forms["sft"]
+    with pytest.raises(ValidationError, match="max_lenght"):
+        validate(parameters | {"config": parameters["config"] | {"max_lenght": 3}}, schema)
+
+
+def test_a_stage_run_alone_asks_for_the_same_seed_as_in_the_pipeline(forms: dict) -> None:
+    assert forms["sft"][1]["settings"]["seed"] == load_profile("tiny/full").seed
+
+
+def test_a_runner_that_is_asked_to_end_marks_its_runs_before_it_tells_its_flows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events: list[str] = []
+
+    class Flow:
+        def send_signal(self, number: int) -> None:
+            events.append(f"signal {number}")
+
+    monkeypatch.setattr(deployments, "interrupt", lambda: events.append("marked") or [])
+    monkeypatch.setattr(deployments.psutil, "Process", lambda: SimpleNamespace(children=lambda: [Flow()]))
+    monkeypatch.setattr(deployments.psutil, "wait_procs", lambda flows, timeout: events.append(f"waited {timeout:.0f}"))
+    monkeypatch.setattr(deployments.os, "_exit", lambda status: events.append(f"exit {status}"))
+    deployments.InterruptingRunner.handle_sigterm(SimpleNamespace())
+    assert events == ["marked", "signal 15", "waited 25", "exit 0"]
+
+
+def test_the_mark_stays_young_only_while_the_loop_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = tmp_path / "ready"
+    monkeypatch.setattr(deployments, "BEAT_EVERY_S", 0.01)
+    runner = SimpleNamespace(start=lambda: asyncio.sleep(0.1))
+    asyncio.run(deployments._serve(runner, mark))
+    first = mark.stat().st_mtime_ns
+    asyncio.run(deployments._serve(runner, mark))
+    assert mark.stat().st_mtime_ns > first
+
+
+def test_a_server_that_is_away_for_a_while_does_not_end_the_runner(tmp_path: Path) -> None:
+    """The loop through which Prefect's runner asks for work goes on after more than its own three failures."""
+    from prefect.runner import _scheduled_run_poller as poller
+
+    asked: list[int] = []
+
+    async def ask() -> None:
+        asked.append(1)
+        if len(asked) == 10:
+            raise KeyboardInterrupt  # enough seen
+        raise httpx.ConnectError("away")
+
+    async def start() -> None:
+        await poller.critical_service_loop(workload=ask, interval=0.001, run_once=False, jitter_range=0.3)
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(deployments._serve(SimpleNamespace(start=start), tmp_path / "ready"))
+    assert len(asked) == 10

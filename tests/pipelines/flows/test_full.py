@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipelines.execution.plan import PlannedStage, plan
+from pipelines.execution.profile import load_profile
+from pipelines.flows.full import part
+from rlhf_core.errors import ConfigError
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.types import PreferencesRef, PreparedDataRef, ProcessRewardModelRef, PromptsRef
+
+
+def planned(tmp_path: Path, *overrides: str) -> dict[str, PlannedStage]:
+    return {stage.label: stage for stage in plan(load_profile("tiny/full", overrides), ArtifactStore(tmp_path))}
+
+
+def made_by(stage: PlannedStage, name: str) -> str:
+    value = stage.spec.inputs[name]
+    assert not isinstance(value, (dict, tuple))
+    return value.uri.removeprefix("pending://")
+
+
+def test_policies_start_from_what_the_profile_says(tmp_path: Path) -> None:
+    stages = planned(tmp_path, "ppo.start_from=iterative_dpo", "iterative_dpo.start_from=rejection_sampling")
+    assert made_by(stages["iterative_dpo/round_1/dpo"], "policy") == "rejection_sampling/sft"
+    assert made_by(stages["ppo"], "policy") == "iterative_dpo/round_2/dpo"
+    assert made_by(stages["ppo"], "reference") == "iterative_dpo/round_2/dpo"
+
+
+def test_every_policy_answers_the_held_out_prompts_and_the_best_of_n_policy_n_times(tmp_path: Path) -> None:
+    stages = planned(tmp_path)
+    counts = {
+        label.split("/")[1]: stage.spec.config.model_dump()["samples_per_prompt"]
+        for label, stage in stages.items()
+        if label.startswith("evaluate/")
+    }
+    assert list(counts) == ["base", "sft", "rejection_sampling", "iterative_dpo", "ppo"]
+    assert counts["sft"] == 8
+
+
+def test_a_section_that_is_missing_is_skipped(tmp_path: Path) -> None:
+    changes = ("rejection_sampling=none", "iterative_dpo=none", "ppo.start_from=sft", "evaluate.evaluate.parents=none")
+    labels = planned(tmp_path, *changes)
+    assert not any(label.startswith(("rejection_sampling", "iterative_dpo")) for label in labels)
+    assert set(labels["evaluate"].spec.inputs["generations"]) == {"base", "sft", "ppo"}
+
+
+def test_the_policy_that_the_profile_names_is_published(tmp_path: Path) -> None:
+    assert made_by(planned(tmp_path, "publish.policy=sft")["publish"], "policy") == "sft"
+
+
+def test_prepared_data_without_the_part_that_a_stage_needs_is_refused() -> None:
+    data = PreparedDataRef(uri="store://x", digest="x", prompts=PromptsRef(uri="store://x/prompts", digest="y"))
+    assert part(data, "prompts", PromptsRef).digest == "y"
+    with pytest.raises(ConfigError, match=r"prepare_data\.preferences = None: a later stage needs PreferencesRef"):
+        part(data, "preferences", PreferencesRef)
+
+
+def test_conditional_sft_imitates_all_answers_and_is_evaluated_on_what_it_was_taught_to_hear(tmp_path: Path) -> None:
+    config = load_profile("tiny/conditional")
+    stages = {stage.label: stage for stage in plan(config, ArtifactStore(tmp_path))}
+    assert made_by(stages["conditional_sft/sft"], "policy") == "sft"
+    assert made_by(stages["conditional_sft/sft"], "demonstrations") == "conditional_sft/condition"
+    assert made_by(stages["conditional_sft/ask"], "rollouts") == "conditional_sft/score"
+    ours, theirs = (stages[f"evaluate/{name}/generate"] for name in ("conditional_sft", "sft"))
+    assert made_by(ours, "asked") == "conditional_sft/ask"
+    assert "asked" not in theirs.spec.inputs
+    assert made_by(ours, "prompts") == made_by(theirs, "prompts") == "prepare_data"
+
+
+def test_nothing_is_asked_where_nothing_is_evaluated(tmp_path: Path) -> None:
+    config = load_profile("tiny/conditional", ["evaluate=none"])
+    labels = [stage.label for stage in plan(config, ArtifactStore(tmp_path))]
+    assert labels[-2:] == ["conditional_sft/condition", "conditional_sft/sft"]
+
+
+@pytest.mark.parametrize("on_policy", [False, True])
+def test_the_student_reads_prompts_on_policy_and_demonstrations_off_it(tmp_path: Path, on_policy: bool) -> None:
+    changes = ["distill.on_policy=true", "distill.kl_weight=1"] if on_policy else []
+    stages = {stage.label: stage for stage in plan(load_profile("tiny/distill", changes), ArtifactStore(tmp_path))}
+    inputs = stages["distill"].spec.inputs
+    assert set(inputs) == {"policy", "teacher", "prompts" if on_policy else "demonstrations"}
+    assert (made_by(stages["distill"], "policy"), made_by(stages["distill"], "teacher")) == ("prepare_data", "sft")
+    assert set(stages["evaluate"].spec.inputs["generations"]) == {"base", "sft", "distill"}
+
+
+def test_a_process_reward_model_is_offered_to_later_stages_and_not_to_the_report(tmp_path: Path) -> None:
+    stages = {stage.label: stage for stage in plan(load_profile("tiny/prm"), ArtifactStore(tmp_path))}
+    assert made_by(stages["process_reward_model"], "policy") == "sft"
+    assert made_by(stages["process_reward_model"], "steps") == "prepare_data"
+    offered = stages["rejection_sampling/score"].spec.inputs["reward_models"]
+    assert isinstance(offered, dict)
+    assert {name: type(ref) for name, ref in offered.items()} == {"process_reward_model": ProcessRewardModelRef}
+    assert "reward_model" not in stages["evaluate"].spec.inputs
+
+
+def test_a_judge_that_no_section_trains_is_missed_before_anything_is_computed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^ppo\.rewards\.terms\.judge\.model = 'other'"):
+        planned(tmp_path, 'ppo.rewards.terms={judge={type="reward_model", model="other"}}')

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from pipelines.execution.plan import plan
+from pipelines.execution.profile import load_profile
+from pipelines.flows.graph import ENGINES, Stages, agent_digests, reward_functions
+from rlhf_core.config.engines import RuntimeConfig
+from rlhf_core.config.preference import ORPOLoss, SimPOLoss
+from rlhf_core.errors import ConfigError
+from rlhf_core.stage.key import StageSpec
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.types import ArtifactRef, PolicyRef, PreferencesRef, PromptsRef, RewardModelRef
+from stages.dpo import DPOConfig
+from stages.ppo import PPOConfig
+from tests.pipelines.mini import write_mini
+
+R = TypeVar("R", bound=ArtifactRef)
+
+
+def test_every_stage_module_is_in_the_table_of_engines() -> None:
+    root = Path(__file__).parents[2] / "stages"
+    assert {path.stem for path in root.glob("[a-z]*.py")} == set(ENGINES)
+
+
+def test_engines_enter_the_spec_of_the_stages_that_lease_them(tmp_path: Path) -> None:
+    stages = {stage.label: stage.spec for stage in plan(load_profile("tiny/full"), ArtifactStore(tmp_path))}
+    assert set(stages["ppo"].engines) == {"trainer", "sampler"}
+    assert set(stages["evaluate/sft/generate"].engines) == {"sampler"}
+    assert stages["prepare_data"].engines == {}
+
+
+def test_a_reference_that_nothing_asks_is_in_no_key() -> None:
+    def inputs(config: PPOConfig | DPOConfig, reference: str) -> dict[str, Any]:
+        specs: list[StageSpec] = []
+
+        def kept(spec: StageSpec, kind: type[ArtifactRef]) -> Any:
+            specs.append(spec)
+
+        stages = Stages(kept, seed=17, runtime=RuntimeConfig())
+        policy, other = handle(PolicyRef, "policy"), handle(PolicyRef, reference)
+        if isinstance(config, PPOConfig):
+            prompts, judges = handle(PromptsRef, "prompts"), {"reward_model": handle(RewardModelRef, "judge")}
+            stages.ppo("ppo", config, policy=policy, reference=other, prompts=prompts, reward_models=judges)
+        else:
+            pairs = handle(PreferencesRef, "pairs")
+            stages.dpo("dpo", config, policy=policy, reference=other, preferences=pairs)
+        return specs[0].inputs
+
+    free = [PPOConfig(kl_coef=0.0), DPOConfig(loss=SimPOLoss()), DPOConfig(loss=ORPOLoss())]
+    assert [inputs(config, "one") == inputs(config, "other") for config in free] == [True] * 3
+    assert [inputs(config, "one") == inputs(config, "other") for config in (PPOConfig(), DPOConfig())] == [False] * 2
+
+
+def handle(kind: type[R], name: str) -> R:
+    return kind(uri=f"store://{name}", digest=name)
+
+
+def test_the_number_of_workers_is_no_part_of_a_spec_and_the_precision_is(tmp_path: Path) -> None:
+    def trainer(*overrides: str) -> object:
+        stages = plan(load_profile("tiny/full", overrides), ArtifactStore(tmp_path), until="sft")
+        return stages[-1].spec.engines["trainer"]
+
+    assert trainer() == trainer("runtime.train_workers=2", "runtime.trainer.micro_batch=3")
+    assert trainer() != trainer("runtime.trainer.dtype=bfloat16")
+
+
+def test_episodes_that_may_outgrow_the_sampler_are_refused_in_the_plan(tmp_path: Path) -> None:
+    agent = 'ppo.agent={type = "program", command = ["true"], max_episode_tokens = %d}'
+    with pytest.raises(ConfigError, match=r"ppo\.agent\.max_episode_tokens = 257: the sampler takes 256 tokens; lower"):
+        plan(load_profile("tiny/full", [agent % 257]), ArtifactStore(tmp_path))
+    assert plan(load_profile("tiny/full", [agent % 256]), ArtifactStore(tmp_path))
+
+
+def test_the_functions_of_users_are_found_wherever_they_stand() -> None:
+    config = PPOConfig.model_validate(
+        {
+            "rewards": {
+                "terms": {"a": {"type": "function", "function": "m:f"}, "b": {"type": "function", "function": "n.py:g"}}
+            }
+        }
+    )
+    assert reward_functions(config, "ppo") == {
+        "ppo.rewards.terms.a.function": "m:f",
+        "ppo.rewards.terms.b.function": "n.py:g",
+    }
+
+
+def test_the_environment_and_the_tools_of_an_agent_are_among_them() -> None:
+    config = PPOConfig.model_validate({"agent": {"type": "tools", "tools": ["m:add", "n.py:sub"]}})
+    assert list(reward_functions(config, "ppo").values()) == ["m:add", "n.py:sub"]
+    environment = {"type": "environment", "environment": "worlds.py:Echo"}
+    assert reward_functions(PPOConfig.model_validate({"agent": environment}), "ppo") == {
+        "ppo.agent.worlds.py:Echo": "worlds.py:Echo"
+    }
+
+
+def test_the_gold_reward_of_an_evaluation_is_one_of_them(tmp_path: Path) -> None:
+    config = load_profile(write_mini(tmp_path))
+    assert config.evaluate is not None
+    assert reward_functions(config.evaluate.evaluate, "evaluate") == {
+        "evaluate.gold": "rlhf_core.data.worlds.support:gold_reward"
+    }
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (
+            "rlhf_core.rewards.verifiable:finl_number",
+            "rlhf_core.rewards.verifiable has no finl_number; did you mean final_number?",
+        ),
+        ("my/reward.py:score", "my/reward.py is not there; mend the module name or the path"),
+    ],
+)
+def test_a_missing_reward_function_is_noticed_before_the_first_stage(
+    tmp_path: Path, function: str, message: str
+) -> None:
+    config = load_profile("tiny/rlvr", [f"ppo.rewards.terms.correct.function={function}"])
+    with pytest.raises(
+        ConfigError, match=rf"^ppo.rewards.terms.correct.function = '{function}': {re.escape(message)}$"
+    ):
+        plan(config, ArtifactStore(tmp_path))
+
+
+def test_the_files_of_an_agent_program_belong_to_a_stages_key(tmp_path: Path) -> None:
+    script = tmp_path / "agent.py"
+    config = PPOConfig.model_validate({"agent": {"type": "program", "command": ["python", str(script), "--fast"]}})
+    with pytest.raises(ConfigError, match="there is no such file"):
+        agent_digests(config, "ppo")
+    digests = []
+    for text in ("one", "two"):
+        script.write_text(text)
+        digests.append(agent_digests(config, "ppo")[str(script)])
+    assert digests[0] != digests[1] and agent_digests(PPOConfig(), "ppo") == {}
+
+
+def test_the_modules_of_a_verifiers_environment_decide_what_it_does(tmp_path: Path) -> None:
+    agent = {"type": "verifiers", "python": "python", "environment": "digits", "folders": [str(tmp_path)]}
+    config = PPOConfig.model_validate({"agent": agent})
+    module = tmp_path / "digits" / "rules.py"
+    module.parent.mkdir()
+    digests = []
+    for text in ("one", "two"):
+        module.write_text(text)
+        digests.append(agent_digests(config, "ppo")[str(module)])
+    assert digests[0] != digests[1]

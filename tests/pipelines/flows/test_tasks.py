@@ -1,0 +1,122 @@
+"""Stages as Prefect tasks, under a real Prefect server."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines.execution.listener import Silent
+from pipelines.execution.profile import PipelineConfig, load_profile
+from pipelines.execution.run import RunOptions, open_run
+from pipelines.flows.graph import Stages
+from pipelines.services.home import Home
+from pipelines.services.own_pages import basic
+from rlhf_core.tracking.memory import MemoryTracker
+from rlhf_core.types import PolicyRef, PreparedDataRef
+from tests.pipelines.listening import Notes
+from tests.pipelines.mini import two_toys, write_mini
+from tests.rlhf_core.toy_stage import ToyConfig, toy_spec
+
+pytestmark = pytest.mark.slow
+
+
+def diamond(config: PipelineConfig, stages: Stages) -> None:
+    """data -> left, right (of its part) -> both; plus a stage that reads nothing."""
+    data = stages.run_stage(toy_spec(ToyConfig(trouble="children"), label="data"), PreparedDataRef)
+    assert data.base is not None
+    left = toy_spec(ToyConfig(kl_coef=0.1), label="left", inputs={"policy": data})
+    first = stages.run_stage(left, PolicyRef)
+    stages.run_stage(toy_spec(ToyConfig(kl_coef=0.2), label="right", inputs={"policy": first}), PolicyRef)
+    stages.run_stage(toy_spec(ToyConfig(kl_coef=0.3), label="alone"), PolicyRef)
+
+
+def run_flow(tmp_path: Path, home: Home) -> str:
+    from prefect import flow
+    from prefect.context import FlowRunContext
+
+    from pipelines.flows.tasks import run_in_flow, settle
+
+    ids = []
+
+    @flow(name="test-pipeline")
+    def body() -> None:
+        context = FlowRunContext.get()
+        assert context is not None and context.flow_run is not None
+        ids.append(context.flow_run.id)
+        with open_run(
+            load_profile(write_mini(tmp_path)),
+            diamond,
+            RunOptions(),
+            home=home,
+            tracker=MemoryTracker(),
+            listener=Notes(),
+        ) as run:
+            run_in_flow(run, diamond)
+
+    body()
+    settle(ids[0], 4)
+    return str(ids[0])
+
+
+def api(path: str, body: dict[str, Any] | None = None) -> Any:
+    url = os.environ["PREFECT_API_URL"] + path
+    data = None if body is None else json.dumps(body).encode()
+    headers = {
+        "content-type": "application/json",
+        "authorization": f"Basic {basic(os.environ['PREFECT_API_AUTH_STRING'])}",
+    }
+    request = urllib.request.Request(url, data, headers)
+    with urllib.request.urlopen(request, timeout=30) as response:
+        return json.load(response)
+
+
+def test_prefect_shows_the_edges_the_hits_the_plan_and_a_card_per_stage(tmp_path: Path, prefect_home: Home) -> None:
+    home = Home(tmp_path / "home").make()
+    ran, cached = run_flow(tmp_path, home), run_flow(tmp_path, home)
+
+    graph = api(f"/flow_runs/{ran}/graph-v2")
+    labels = {node_id: node["label"] for node_id, node in graph["nodes"]}
+    edges = {node["label"]: [labels[parent["id"]] for parent in node["parents"]] for _, node in graph["nodes"]}
+    assert edges == {"data": [], "left": ["data"], "right": ["left"], "alone": []}
+    assert "stage-left" in {artifact["key"] for _, node in graph["nodes"] for artifact in node["artifacts"]}
+    assert [artifact["key"] for artifact in graph["artifacts"]] == ["plan"]
+
+    for flow_run, name in ((ran, "Completed"), (cached, "Cached")):
+        tasks = api("/task_runs/filter", {"flow_runs": {"id": {"any_": [flow_run]}}})
+        assert {task["state"]["name"] for task in tasks} == {name}
+        assert len(tasks) == 4
+
+
+def test_a_run_that_is_retried_is_not_taken_for_that_of_the_dead_process(prefect_home: Home, tmp_path: Path) -> None:
+    from prefect import flow
+    from prefect.client.orchestration import get_client
+    from prefect.context import FlowRunContext
+
+    from pipelines.flows.tasks import run_in_flow
+    from rlhf_core.tracking import owner
+
+    ids = []
+
+    @flow(name="test-retried", validate_parameters=False, persist_result=False)
+    def body() -> None:
+        context = FlowRunContext.get()
+        assert context is not None and context.flow_run is not None
+        ids.append(context.flow_run.id)
+        with get_client(sync_client=True) as client:  # what the attempt that was killed had left
+            client.update_flow_run_labels(ids[0], owner.tags() | {"owner.pid": "1", "owner.pid_started": "1"})
+        config, home = load_profile(write_mini(tmp_path)), Home(tmp_path / "home").make()
+        with open_run(
+            config, two_toys, RunOptions(), home=home, tracker=MemoryTracker(), listener=Silent()
+        ) as pipeline_run:
+            run_in_flow(pipeline_run, two_toys)
+
+    body()
+    with get_client(sync_client=True) as client:
+        assert client.read_flow_run(ids[0]).state.name == "Completed"
+        history = client.read_flow_run_states(ids[0])
+    assert "Crashed" not in [state.name for state in history]

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import io
+import tomllib
+from pathlib import Path
+
+import pytest
+from jinja2 import Environment
+from rich.console import Console
+
+from pipelines.cli.main import main
+from pipelines.execution.profile import load_profile
+from pipelines.importers.openrlhf.importing import import_script
+from pipelines.importers.openrlhf.translate import translate
+from rlhf_core.errors import ConfigError
+
+SFT = "deepspeed --num_gpus 2 --module openrlhf.cli.train_sft --pretrain models/base --dataset d.jsonl --output_key a"
+
+
+def test_a_profile_is_written_and_every_flag_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script, out = tmp_path / "train.sh", tmp_path / "mine.toml"
+    script.write_text(f"{SFT} --apply_chat_template --learning_rate 3e-6 --use_wandb me --zpg 8")
+    assert main(["import-openrlhf", str(script), "--out", str(out)]) == 0
+    config = load_profile(out)
+    assert config.name == "mine" and config.sft and config.sft.optimizer.learning_rate == 3e-6
+    assert "learning_rate = 3e-06  # --learning_rate 3e-6" in out.read_text()
+    assert "warmup_fraction = 0.03  # default of --lr_warmup_ratio" in out.read_text()
+    shown = capsys.readouterr().out
+    for text in (
+        "Translated (",
+        "Does not matter here (",
+        "Not translatable (1)",
+        "--use_wandb me",
+        "--zpg 8",
+        "to do: ",
+    ):
+        assert text in shown
+    assert not (tmp_path / "mine.jinja").exists()
+
+
+def test_without_a_file_the_profile_alone_goes_to_standard_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(SFT))
+    assert main(["import-openrlhf", "-"]) == 0
+    captured = capsys.readouterr()
+    assert tomllib.loads(captured.out)["prepare_data"]["chat_template"] == "openrlhf.jinja"
+    assert "Translated (" in captured.err and "write this into openrlhf.jinja" in captured.err
+
+
+def test_text_without_a_chat_template_gets_one_that_writes_the_same(tmp_path: Path) -> None:
+    script, out = tmp_path / "train.sh", tmp_path / "mine.toml"
+    script.write_text(SFT + " --input_template $'Q: {}\\nA: '")
+    assert main(["import-openrlhf", str(script), "--out", str(out)]) == 0
+    assert load_profile(out).prepare_data.chat_template == str(tmp_path / "mine.jinja")
+    template = Environment().from_string((tmp_path / "mine.jinja").read_text())
+    turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    assert template.render(messages=turns, eos_token="</s>") == "Q: 2+2?\nA: 4</s>"
+
+
+def test_openrlhfs_own_template_is_the_default_of_sft_alone() -> None:
+    dpo = "deepspeed --module openrlhf.cli.train_dpo --pretrain m --dataset d.jsonl"
+    templates = [translate(text, name="x", template_file="x.jinja").template for text in (SFT, dpo)]
+    turns = [{"role": "user", "content": "Hi"}]
+    rendered = [Environment().from_string(one).render(messages=turns, eos_token="") for one in templates]
+    assert rendered == ["User: Hi\nAssistant: ", "Hi"]
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (
+            f"{SFT} --learning_rat 1",
+            "--learning_rat = '1': OpenRLHF's train_sft has no such flag; did you mean --learning_rate?",
+        ),
+        (f"{SFT} --beta 0.1", "--beta = '0.1': OpenRLHF's train_sft has no such flag"),
+        (f"{SFT} --bf16 true", "--bf16 = 'true': is a switch"),
+        (f"{SFT} --seed 1 2", "--seed = '1 2': takes one value"),
+        (f"{SFT} --seed", "--seed = '': needs a value"),
+        (f"{SFT} --max_epochs two", "--max_epochs = 'two': must be a number"),
+        (f"{SFT} --max_epochs $N", "--max_epochs = '$N': must be a number; assign the variable"),
+        (f"{SFT} --zero_stage 4", "runtime.trainer.zero_stage = 4"),
+        (f"{SFT} --adam_betas 0.9", "--adam_betas = '0.9': takes two numbers"),
+        (f"{SFT} --dataset_probs a,b", "--dataset_probs = 'a,b': must be a number"),
+        (SFT.replace("--dataset d.jsonl", ""), "--dataset = '': train_sft needs it"),
+        (SFT.replace("--pretrain models/base", ""), "--pretrain = '': train_sft needs it"),
+        ("ls", "script: no call of openrlhf.cli was found"),
+        ("python -m openrlhf.cli.train_kd --kd_coef 0.4", "script: train_kd is not read: [distill]"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_name(
+    script: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(script)
+    assert main(["import-openrlhf", str(path), "--out", str(tmp_path / "out.toml")]) == 2
+    assert capsys.readouterr().err.startswith(message)
+    assert not (tmp_path / "out.toml").exists()
+
+
+def test_a_lenient_reader_lists_unknown_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(f"{SFT} --my_own 1 2 --seed 3")
+    assert main(["import-openrlhf", str(path), "--out", str(tmp_path / "out.toml"), "--lenient"]) == 0
+    assert load_profile(tmp_path / "out.toml").seed == 3
+    assert "--my_own 1 2" in capsys.readouterr().out
+
+
+def test_a_flag_that_is_given_twice_counts_the_second_time() -> None:
+    translation = translate(f"{SFT} --seed 1 --seed 2", name="x", template_file="x.jinja")
+    assert "seed = 2" in translation.profile
+    assert sorted((one.text, one.fate) for one in translation.outcomes if one.flag == "--seed") == [
+        ("1", "ignored"),
+        ("2", "translated"),
+    ]
+
+
+def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.sh").write_text(SFT)
+    (tmp_path / "out.toml").write_text("mine")
+    assert main(["import-openrlhf", str(tmp_path / "train.sh"), "--out", str(tmp_path / "out.toml")]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert (tmp_path / "out.toml").read_text() == "mine"
+
+
+def test_the_example_of_the_documents_gives_what_they_say() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "openrlhf.md").read_text()
+    script, _, rest = page.partition("```text\n")[2].partition("```")
+    shown = rest.partition("```toml\n")[2].partition("```")[0]
+    profile = translate(script, name="x", template_file="x.jinja").profile
+    assert set(shown.splitlines()) <= set(profile.splitlines())
+
+
+def test_a_script_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_bytes(b"echo caf\xe9")
+    with pytest.raises(ConfigError, match=r"train\.sh.*cannot be read .*give a text in UTF-8"):
+        import_script(str(script), out="", lenient=False, console=Console())
+    with pytest.raises(ConfigError, match=r"cannot be read .*File name too long"):
+        import_script("x" * 5000, out="", lenient=False, console=Console())
+
+
+@pytest.mark.parametrize("number", ["1e999", "nan", "0.5"])
+def test_what_is_no_whole_number_is_refused(number: str) -> None:
+    with pytest.raises(ConfigError, match=f"--train_batch_size = '{number}': must be a whole number"):
+        translate(f"{SFT} --apply_chat_template --train_batch_size {number}", name="x", template_file="x")
+
+
+def test_control_characters_of_a_script_stay_out_of_the_profile() -> None:
+    script = SFT.replace("d.jsonl", "d\x1b\x7f.jsonl") + " --apply_chat_template"
+    made = translate(script, name="x", template_file="x")
+    [source] = tomllib.loads(made.profile)["prepare_data"]["data"]["sources"]
+    assert source["path"] == "d\x1b\x7f.jsonl"
+    assert not {"\x1b", "\x7f"} & set(made.profile)

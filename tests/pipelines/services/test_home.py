@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from pipelines.services import home as module
+from pipelines.services.home import Home, client_environment, quiet_environment
+from rlhf_core.errors import ConfigError
+
+
+def test_the_state_folder_is_here_unless_the_environment_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RLHF_HOME", raising=False)
+    assert Home.here().root == tmp_path / ".rlhf"
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "elsewhere"))
+    assert Home.here().store == tmp_path / "elsewhere" / "store"
+
+
+def test_nothing_is_kept_outside_the_state_folder_and_nothing_is_reported(tmp_path: Path) -> None:
+    environment = quiet_environment(Home(tmp_path))
+    for name in ("PREFECT_HOME", "PREFECT_RESULTS_LOCAL_STORAGE_PATH", "PREFECT_SERVER_MEMO_STORE_PATH"):
+        assert Path(environment[name]).is_relative_to(tmp_path)
+    assert str(tmp_path) in environment["PREFECT_SERVER_DATABASE_CONNECTION_URL"]
+    assert environment["PREFECT_SERVER_ANALYTICS_ENABLED"] == "false"
+    assert (environment["DO_NOT_TRACK"], environment["MLFLOW_DISABLE_TELEMETRY"]) == ("1", "true")
+
+
+def test_clients_talk_to_this_machine(tmp_path: Path) -> None:
+    environment = client_environment(Home(tmp_path), prefect_port=4321)
+    assert environment["PREFECT_API_URL"] == "http://127.0.0.1:4321/api"
+
+
+def without_hard_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")  # what exFAT answers
+
+    monkeypatch.setattr(os, "link", link)
+
+
+@pytest.mark.parametrize("hard_links", [True, False])
+def test_processes_that_ask_at_once_agree_on_the_identity_of_a_state_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hard_links: bool
+) -> None:
+    if not hard_links:
+        without_hard_links(monkeypatch)
+    home, start, said = Home(tmp_path / "home"), threading.Barrier(8), []
+
+    def ask() -> None:
+        start.wait()
+        said.append(home.identity)
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(said) == 8 and set(said) == {home.identity} and len(home.identity) == 12
+    assert [path.name for path in home.root.iterdir()] == ["home.id"]
+
+
+def test_an_identity_that_is_being_written_is_waited_for_and_one_that_never_comes_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "home.id"
+    path.touch()
+    writer = threading.Timer(0.3, lambda: path.write_text("0123456789ab"))
+    writer.start()
+    assert Home(tmp_path).identity == "0123456789ab"
+    path.write_text("")
+    monkeypatch.setattr(module, "ID_WAIT_S", 0.0)
+    with pytest.raises(ConfigError, match=r"home\.id': is empty: its writer was killed; remove it"):
+        _ = Home(tmp_path).identity

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rlhf_core.store.leases import is_gone
+from rlhf_core.tracking import owner
+
+TELL = """
+import pathlib, sys, time
+from rlhf_core.tracking import owner
+import json
+pathlib.Path(sys.argv[1]).write_text(json.dumps(owner.tags()))
+time.sleep(600)
+"""
+
+
+def start(command: list[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "pipelines.services.parent_death_guard", "8", *command], stdin=subprocess.PIPE
+    )
+
+
+def test_it_returns_the_status_of_its_command() -> None:
+    assert start([sys.executable, "-c", "raise SystemExit(7)"]).wait(30) == 7
+
+
+def test_the_command_ends_when_its_starter_is_gone(tmp_path: Path) -> None:
+    import json
+
+    told = tmp_path / "told"
+    leash = start([sys.executable, "-c", TELL, str(told)])
+    deadline = time.monotonic() + 30
+    while not (told.exists() and told.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process = owner.from_tags(json.loads(told.read_text()))
+    assert process is not None and not is_gone(process)
+    assert leash.stdin is not None
+    leash.stdin.close()  # what the kernel does when the starter is killed
+    leash.wait(30)
+    assert is_gone(process)
+
+
+def test_a_command_that_ignores_the_request_is_ended_when_it_is_terminated() -> None:
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+    leash = subprocess.Popen(
+        [sys.executable, "-m", "pipelines.services.parent_death_guard", "1", sys.executable, "-c", stubborn],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert leash.stdout is not None
+    leash.stdout.readline()
+    leash.terminate()
+    assert leash.wait(30) != 0

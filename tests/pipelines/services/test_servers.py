@@ -1,0 +1,319 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines.cli.main import main
+from pipelines.services import servers
+from pipelines.services.home import Home
+from pipelines.services.own_pages import basic
+from rlhf_core.tracking import owner
+
+
+def test_a_taken_port_is_passed_over() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert servers.claim_port(port) > port
+
+
+def test_a_port_is_given_once_although_nobody_listens_on_it_yet() -> None:
+    first = servers.claim_port(43210)
+    assert servers.is_free(first)
+    assert servers.claim_port(first) > first
+
+
+def test_services_that_do_not_answer_are_not_well(
+    home: Home, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers.Services(owner.tags(), 1, 2, ready=True).write(home)
+    monkeypatch.setenv("RLHF_HOME", str(home.root))
+    assert main(["status"]) == 1
+    assert capsys.readouterr().out.count("does not answer") == 2
+
+
+def test_services_of_a_dead_supervisor_are_not_running(home: Home) -> None:
+    assert servers.running(home) is None
+    alive = servers.Services(owner.tags(), 4200, 5000, ready=True)
+    alive.write(home)
+    assert servers.running(home) == alive
+    servers.Services(owner.tags() | {"owner.pid_started": "1"}, 4200, 5000, ready=True).write(home)
+    assert servers.running(home) is None
+
+
+def test_a_server_that_ends_at_once_is_reported_with_its_log(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    process.wait()
+    with pytest.raises(servers.ServiceError, match=r"ended with status 3; read .*server\.log"):
+        servers.await_health("http://127.0.0.1:9/", process, 5.0, tmp_path / "server.log")
+
+
+def test_a_new_supervisor_waits_until_the_services_of_a_killed_one_are_gone(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers.await_end_of_last(home)  # nothing was up before: no wait
+    with socket.socket() as still_there:
+        still_there.bind(("127.0.0.1", 0))
+        still_there.listen()
+        port = still_there.getsockname()[1]
+        servers.Services(owner.tags() | {"owner.pid_started": "1"}, port, 1, ready=True).write(home)
+        closing = threading.Timer(0.5, still_there.close)
+        closing.start()
+        servers.await_end_of_last(home)
+        assert not closing.is_alive()
+    monkeypatch.setattr(servers, "LAST_TIMEOUT_S", 0.2)
+    with socket.socket() as stays:
+        stays.bind(("127.0.0.1", 0))
+        stays.listen()
+        servers.Services(owner.tags(), stays.getsockname()[1], 1, ready=True).write(home)
+        servers.await_end_of_last(home)  # a stranger's: we take another port in the end
+
+
+def test_the_address_that_up_printed_is_not_the_users_own(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as port_of_ours:
+        port_of_ours.bind(("127.0.0.1", 0))
+        port = port_of_ours.getsockname()[1]
+        for host in ("127.0.0.1", "localhost"):
+            monkeypatch.setenv("PREFECT_API_URL", f"http://{host}:{port}/api")
+            assert servers.user_prefect(home) == f"http://{host}:{port}/api"
+            servers.Services(owner.tags(), port, 2, ready=True).write(home)
+            assert servers.user_prefect(home) == ""
+            home.services.unlink()  # as `rlhf down` leaves it; the export stays in the shell
+            port_of_ours.close()
+            assert servers.user_prefect(home) == ""
+            (home.root / "prefect_address").unlink()
+            assert servers.user_prefect(home) == f"http://{host}:{port}/api"
+    with socket.socket() as anothers:
+        anothers.bind(("127.0.0.1", 0))
+        anothers.listen()
+        address = f"http://127.0.0.1:{anothers.getsockname()[1]}/api"
+        (home.root / "prefect_address").write_text(address)
+        monkeypatch.setenv("PREFECT_API_URL", address)
+        assert servers.user_prefect(home) == address, "somebody else has started a server there since"
+
+
+def test_servers_of_the_user_take_the_place_of_ours_and_secrets_are_not_printed(home: Home) -> None:
+    found = servers.Services(
+        owner.tags(), 0, 0, ready=True, prefect_api="http://me:hunter2@p:4200/api", mlflow_uri="https://me:hunter2@m"
+    )
+    found.write(home)
+    assert home.services.stat().st_mode & 0o777 == 0o600
+    assert servers.running(home) == found and found.health == {} and found.well()
+    assert (found.prefect_url, found.mlflow_url) == ("http://***@p:4200", "https://***@m")
+    assert found.environment(home)["PREFECT_API_URL"] == "http://me:hunter2@p:4200/api"
+    assert found.tracking_uri == "https://me:hunter2@m"
+    assert not (home.root / "prefect_address").exists()
+
+
+def cli(home: Home, *arguments: str, folder: Path | None = None, **changes: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "pipelines.cli.main", *arguments],
+        cwd=folder,
+        env=os.environ | {"RLHF_HOME": str(home.root)} | changes,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("verb", ["up", "resume", "reconcile"])
+def test_a_server_of_the_users_that_does_not_answer_is_one_error(home: Home, verb: str) -> None:
+    # In a process of its own: Prefect sets up the log of the process that imports it first with such settings.
+    done = cli(home, verb, PREFECT_API_URL="http://me:hunter2@127.0.0.1:9/api", RLHF_OWN_SETTINGS="")
+    assert done.returncode == 2
+    assert done.stderr.startswith("PREFECT_API_URL = http://***@127.0.0.1:9/api: does not answer (ConnectError")
+    assert done.stderr.count("\n") == 1 and "hunter2" not in done.stderr + done.stdout
+    assert servers.running(home) is None and not (home.prefect / "prefect.db").exists()
+
+
+def test_a_tracking_server_that_does_not_answer_is_one_error(
+    home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RLHF_HOME", str(home.root))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hunter2@127.0.0.1:9")
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    assert main(["up"]) == 2
+    assert capsys.readouterr().err.startswith("MLFLOW_TRACKING_URI = http://***@127.0.0.1:9: does not answer; start it")
+
+
+class Replaced(Exception):
+    """Stands for the supervisor that takes the place of this process."""
+
+
+def environment_of_up(home: Home, monkeypatch: pytest.MonkeyPatch, *, new_auth: bool = False) -> dict[str, str]:
+    given: dict[str, str] = {}
+
+    def execve(_: str, command: list[str], environment: dict[str, str]) -> None:
+        assert "hunter2" not in " ".join(command)
+        given.update(environment)
+        raise Replaced
+
+    monkeypatch.setattr(os, "execve", execve)
+    with pytest.raises(Replaced):
+        servers.up(home, foreground=True, new_auth=new_auth)
+    return given
+
+
+def test_the_auth_string_stays_until_a_new_one_is_asked_for_while_nothing_runs(
+    home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    first = home.prefect_auth_string
+    environment_of_up(home, monkeypatch)
+    assert home.prefect_auth_string == first
+    environment_of_up(home, monkeypatch, new_auth=True)
+    second = home.prefect_auth_string
+    assert second != first and home.prefect_auth.stat().st_mode & 0o077 == 0
+    monkeypatch.setenv("RLHF_HOME", str(home.root))
+    monkeypatch.setattr(servers, "running", lambda home: servers.Services({}, 4200, 5000, ready=True))
+    assert main(["up", "--new-auth"]) == 2
+    assert capsys.readouterr().err == "--new-auth: the servers run with the present auth string; rlhf down first\n"
+    assert home.prefect_auth_string == second
+
+
+@pytest.mark.parametrize("uri", ["postgresql://me:hunter2@db:5432/mlflow", "sqlite:///mine.db", "mlruns"])
+def test_a_tracking_database_of_the_users_is_what_our_mlflow_server_shows_and_no_password_is_on_its_command_line(
+    home: Home, monkeypatch: pytest.MonkeyPatch, uri: str
+) -> None:
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setenv("MLFLOW_BACKEND_STORE_URI", "sqlite:///stale.db")
+    command = servers.mlflow_command(home, 5000)
+    assert "--backend-store-uri" not in command and "hunter2" not in " ".join(command)
+    assert environment_of_up(home, monkeypatch)["MLFLOW_BACKEND_STORE_URI"] == uri
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    command = servers.mlflow_command(home, 5000)
+    assert command[command.index("--backend-store-uri") + 1] == home.mlflow_uri
+
+
+def test_the_installed_mlflow_server_takes_its_store_from_the_environment(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import mlflow.cli
+    import mlflow.server
+    import mlflow.server.handlers
+    from click.testing import CliRunner
+
+    stores: list[str] = []
+    monkeypatch.setattr(mlflow.server.handlers, "initialize_backend_stores", lambda *_, **__: None)
+    monkeypatch.setattr(mlflow.server, "_run_server", lambda **given: stores.append(given["file_store_path"]))
+    theirs = "postgresql://me:hunter2@db:5432/mlflow"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", theirs)
+    command = servers.mlflow_command(home, 5000)
+    done = CliRunner().invoke(mlflow.cli.cli, command[command.index("server") :], env=servers.mlflow_environment())
+    assert (done.exit_code, stores) == (0, [theirs]), done.output
+    assert "hunter2" not in done.output, "it goes to the log"
+
+
+@pytest.mark.slow
+def test_up_serves_both_pages_and_the_deployments_restarts_what_dies_and_down_leaves_nothing(
+    home: Home, tmp_path: Path
+) -> None:
+    trap = tmp_path / "somebody's folder"
+    for name in ("pipelines", "prefect", "mlflow", "uvicorn", "psutil"):
+        (trap / name).mkdir(parents=True)
+        (trap / name / "__init__.py").write_text(
+            f"open({str(trap / 'ran')!r}, 'a').write({name!r})\nraise SystemExit(9)"
+        )
+    try:
+        up = cli(home, "up", folder=trap)
+        assert up.returncode == 0, up.stderr
+        assert not (trap / "ran").exists(), "what lies in the working folder is not part of the program"
+        found = servers.running(home)
+        assert found is not None and found.ready
+        assert found.prefect_url in up.stdout and found.mlflow_url in up.stdout
+        assert servers.healthy(f"{found.prefect_url}/api/health") and servers.healthy(f"{found.mlflow_url}/health")
+        assert "answers" in cli(home, "status").stdout
+        for page in (up.stdout, cli(home, "status").stdout, (home.logs / "supervisor.log").read_text()):
+            assert home.prefect_auth_string not in page and "/sign-in" not in page, (
+                "it is not a terminal: a log keeps it"
+            )
+
+        deployments = _post(f"{found.prefect_url}/api/deployments/filter", home.prefect_auth_string)
+        assert {"full", "rlvr", "sft", "reward-model", "iterative-dpo", "ppo", "evaluate"} <= {
+            deployment["name"] for deployment in deployments
+        }
+
+        group = _children(found.pid)
+        assert len(group) == 3
+        os.kill(group[0], signal.SIGTERM)
+        assert servers.wait_for(lambda: len(set(_children(found.pid)) - {group[0]}) == 3, 60)
+    finally:
+        down = cli(home, "down")
+    assert not (trap / "ran").exists()
+    assert down.stdout.strip() == "stopped"
+    assert servers.running(home) is None
+    assert servers.wait_for(lambda: _processes_of(home) == [], 20)
+    assert cli(home, "status").returncode == 1
+
+
+@pytest.mark.slow
+def test_with_a_server_of_the_users_up_serves_there_and_starts_none_of_ours(home: Home, prefect_home: Home) -> None:
+    theirs = {"PREFECT_API_URL": os.environ["PREFECT_API_URL"], "RLHF_OWN_SETTINGS": ""}
+    try:
+        up = cli(home, "up", **theirs)
+        assert up.returncode == 0, up.stderr
+        found = servers.running(home)
+        assert found is not None and found.ready and found.prefect_api == theirs["PREFECT_API_URL"]
+        assert f"Prefect          {found.prefect_url}\n" in up.stdout and "PREFECT_API_URL=" not in up.stdout
+        assert len(_children(found.pid)) == 2, "MLflow and the deployments"
+        tag = f"rlhf-home-{home.identity}"
+        found_there = _post(f"{theirs['PREFECT_API_URL']}/deployments/filter", prefect_home.prefect_auth_string)
+        served = {one["name"] for one in found_there if tag in one["tags"]}
+        assert {"full", "rlvr", "sft", "process-reward-model", "publish"} <= served
+        status = cli(home, "status", **theirs)
+        assert status.returncode == 0 and status.stdout.count("answers") == 2
+        other = Home(home.root.parent / "other").make()
+        refused = cli(other, "up", **theirs)
+        assert refused.returncode == 2 and "is served by another state folder on this Prefect server" in refused.stderr
+    finally:
+        down = cli(home, "down", **theirs)
+    assert down.stdout.strip() == "stopped"
+    assert servers.wait_for(lambda: _processes_of(home) == [], 20)
+    assert servers.healthy(theirs["PREFECT_API_URL"] + "/health"), "it is not ours to stop"
+    assert not (home.prefect / "prefect.db").exists()
+
+
+def _post(url: str, auth: str) -> list[dict[str, Any]]:
+    import urllib.request
+
+    headers = {"content-type": "application/json", "authorization": f"Basic {basic(auth)}"}
+    request = urllib.request.Request(url, b"{}", headers)
+    with urllib.request.urlopen(request, timeout=30) as response:
+        return list(json.load(response))
+
+
+def _children(pid: int) -> list[int]:
+    import psutil
+
+    living = []
+    for child in psutil.Process(pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may end between the listing and the look
+            if child.status() != psutil.STATUS_ZOMBIE:
+                living.append(child.pid)
+    return living
+
+
+def _processes_of(home: Home) -> list[str]:
+    import psutil
+
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("RLHF_HOME") == str(home.root):
+                found.append(" ".join(process.cmdline()))
+        except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+    return found

@@ -1,0 +1,282 @@
+"""What every loss has in common: shares over global denominators add up, and what must not matter does not.
+
+One table of losses, each on six rows of seeded numbers; the formulas themselves are in the modules' own tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_core.algorithms import preference
+from rlhf_core.algorithms.distillation import distillation_loss, topk_distillation_loss
+from rlhf_core.algorithms.output import LossOutput
+from rlhf_core.algorithms.policy import cispo_loss, clipped_policy_loss, gspo_loss
+from rlhf_core.algorithms.process_reward import step_loss
+from rlhf_core.algorithms.reward import bradley_terry_loss
+from rlhf_core.algorithms.supervised import sft_loss
+from rlhf_core.algorithms.value import clipped_value_loss
+
+B, L, V, K = 6, 5, 7, 3
+generator = torch.Generator().manual_seed(7)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss and its arguments: `rows` have B rows each, `counts` are of the whole step, `trained` have a gradient."""
+
+    loss: Callable[..., LossOutput]
+    rows: dict[str, Tensor]
+    counts: dict[str, float]
+    trained: tuple[str, ...]
+    exact_gradient: bool = field(default=True)
+    """False where the loss stops a gradient: a finite difference would see through it."""
+    splits: bool = field(default=True)
+    """False where the loss is defined on the batch and not on its rows."""
+
+
+MASK_BL = torch.rand(B, L, generator=generator) > 0.4
+MASK_BL[3] = False  # a row without a trained token
+TOKENS = {"num_tokens": float(MASK_BL.sum())}
+POLICY_ROWS = {
+    "logprobs": 0.3 * normal(B, L) - 1,
+    "old_logprobs": 0.3 * normal(B, L) - 1,
+    "advantages": normal(B, L),
+    "loss_mask": MASK_BL,
+    "weights": normal(B, L).abs(),
+}
+CLIPS = {"clip_low": 0.2, "clip_high": 0.28}
+DUAL: dict[str, Any] = CLIPS | {"dual_clip": 1.4}
+PAIR_ROWS = {
+    name: 3 * normal(B) - 9
+    for name in ("chosen_logprobs", "rejected_logprobs", "ref_chosen_logprobs", "ref_rejected_logprobs")
+}
+LENGTHS = {"chosen_lengths": torch.arange(3, B + 3), "rejected_lengths": torch.arange(B + 4, 4, -1)}
+FREE_ROWS = {"chosen_logprobs": PAIR_ROWS["chosen_logprobs"], "rejected_logprobs": PAIR_ROWS["rejected_logprobs"]}
+PAIRS = {"pairs": float(B)}
+BOTH = ("chosen_logprobs", "rejected_logprobs")
+DESIRABLE_B = torch.tensor([True, False, True, True, False, True])
+TEACHER_IDS_TK = torch.stack([torch.randperm(V, generator=generator)[:K] for _ in range(B)])
+
+
+def policy(loss: Callable[..., LossOutput], *, exact_gradient: bool = True, **scalars: Any) -> Case:
+    return Case(partial(loss, **scalars), POLICY_ROWS, TOKENS | {"sequences": float(B)}, ("logprobs",), exact_gradient)
+
+
+def pair(loss: Callable[..., LossOutput], *, splits: bool = True, **scalars: Any) -> Case:
+    return Case(partial(loss, **scalars), PAIR_ROWS, PAIRS, BOTH, splits=splits)
+
+
+def distillation(loss: Callable[..., LossOutput], **scalars: Any) -> Case:
+    rows = {"logits_TV": normal(B, V), "teacher_logits_TV": normal(B, V)}
+    return Case(partial(loss, temperature=1.7, **scalars), rows, {"tokens": float(B)}, ("logits_TV",))
+
+
+def topk(kind: str) -> Case:
+    teacher_TK = normal(B, V).log_softmax(dim=1).gather(1, TEACHER_IDS_TK)
+    rows = {"logits_TV": normal(B, V), "teacher_logprobs_TK": teacher_TK, "teacher_ids_TK": TEACHER_IDS_TK}
+    return Case(partial(topk_distillation_loss, kind=kind), rows, {"tokens": float(B)}, ("logits_TV",))
+
+
+SFT_ROWS = {"logprobs_BL": normal(B, L) - 2, "loss_mask_BL": MASK_BL}
+SFT_TOKENS = {"tokens": TOKENS["num_tokens"]}
+VALUE_ROWS = {name: normal(B, L) for name in ("values", "old_values", "returns")} | {"loss_mask": MASK_BL}
+KTO_ROWS = {"logprobs": 3 * normal(B) - 9, "ref_logprobs": 3 * normal(B) - 9, "desirable": DESIRABLE_B}
+KTO: dict[str, Any] = {"kl": 0.4, "beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.3}
+SCORE_ROWS = {"chosen_scores": normal(B), "rejected_scores": normal(B), "margin": normal(B).abs()}
+STEP_ROWS = {"logits_S": normal(B), "labels_S": torch.tensor([0.0, 1.0, 0.25, 1.0, 0.75, 0.0])}
+
+CASES: dict[str, Case] = {
+    "sft": Case(sft_loss, SFT_ROWS, SFT_TOKENS, ("logprobs_BL",)),
+    "dft": Case(partial(sft_loss, dft=True), SFT_ROWS, SFT_TOKENS, ("logprobs_BL",), exact_gradient=False),
+    "value": Case(partial(clipped_value_loss, clip=0.2), VALUE_ROWS, TOKENS, ("values",)),
+    "value without a clip": Case(partial(clipped_value_loss, clip=None), VALUE_ROWS, TOKENS, ("values",)),
+    "ppo, token_mean": policy(clipped_policy_loss, **DUAL),
+    "ppo, seq_mean_token_mean": policy(clipped_policy_loss, aggregation="seq_mean_token_mean", **DUAL),
+    "ppo, constant": policy(clipped_policy_loss, aggregation="constant", max_length=9.0, **DUAL),
+    "gspo": policy(gspo_loss, clip_low=0.03, clip_high=0.04),
+    "gspo, token_mean": policy(gspo_loss, clip_low=0.1, clip_high=0.1, dual_clip=1.1, aggregation="token_mean"),
+    "cispo": policy(cispo_loss, exact_gradient=False, clip_high=0.2),
+    "cispo, seq_mean_token_mean": policy(cispo_loss, exact_gradient=False, aggregation="seq_mean_token_mean", **CLIPS),
+    "bradley_terry": Case(
+        partial(bradley_terry_loss, center_coef=0.01), SCORE_ROWS, PAIRS, ("chosen_scores", "rejected_scores")
+    ),
+    "step": Case(step_loss, STEP_ROWS, {"steps": float(B)}, ("logits_S",)),
+    "dpo": pair(preference.dpo_loss, beta=0.1, label_smoothing=0.1),
+    "robust_dpo": pair(preference.robust_dpo_loss, beta=0.1, label_smoothing=0.1),
+    "ipo of sums": pair(preference.ipo_loss, beta=0.1, length_average=False),
+    "ipo": Case(partial(preference.ipo_loss, beta=0.1, length_average=True), PAIR_ROWS | LENGTHS, PAIRS, BOTH),
+    "hinge": pair(preference.hinge_loss, beta=0.3),
+    "apo_zero": pair(preference.apo_zero_loss, beta=0.1),
+    "apo_down": pair(preference.apo_down_loss, beta=0.1),
+    "sppo": pair(preference.sppo_loss, beta=0.1),
+    "nca": pair(preference.nca_loss, beta=0.1),
+    "exo": pair(preference.exo_loss, beta=0.1, label_smoothing=1e-3),
+    "discopop": pair(preference.discopop_loss, beta=0.1),
+    "aot": pair(preference.aot_loss, beta=0.1, label_smoothing=0.1, splits=False),
+    "aot, unpaired": pair(preference.aot_loss, beta=0.1, paired=False, splits=False),
+    "simpo": Case(partial(preference.simpo_loss, beta=2.0, gamma=0.5), FREE_ROWS | LENGTHS, PAIRS, BOTH),
+    "orpo": Case(
+        partial(preference.orpo_loss, lambda_=0.7),
+        FREE_ROWS | LENGTHS,
+        PAIRS | {"tokens": float(LENGTHS["chosen_lengths"].sum())},
+        BOTH,
+    ),
+    "kto": Case(
+        partial(preference.kto_loss, **KTO), KTO_ROWS, {"rows": float(B), "desirable_rows": 4.0}, ("logprobs",)
+    ),
+    "forward": distillation(distillation_loss, kind="forward"),
+    "reverse": distillation(distillation_loss, kind="reverse"),
+    "jsd": distillation(distillation_loss, kind="jsd", jsd_beta=0.3),
+    "top-k forward": topk("forward"),
+    "top-k reverse": topk("reverse"),
+    "top-k jsd": topk("jsd"),
+}
+
+MASKED = [name for name, case in CASES.items() if any("mask" in key for key in case.rows)]
+
+
+def fp32(rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.float() if x.is_floating_point() else x for name, x in rows.items()}
+
+
+def step(
+    case: Case, rows: dict[str, Tensor], parts: list[Tensor], counts: dict[str, float]
+) -> tuple[float, dict[str, float], dict[str, Tensor]]:
+    """Loss, metrics and gradients of one optimizer step cut into those rows."""
+    rows = {name: x.clone().requires_grad_(name in case.trained) for name, x in rows.items()}
+    total, metrics = 0.0, dict[str, float]()
+    for part in parts:
+        output = case.loss(**{name: x[part] for name, x in rows.items()}, **counts)
+        output.loss.backward()
+        total += output.loss.item()
+        for name, value in output.metrics.items():
+            assert not value.requires_grad and value.dim() == 0
+            combine = max if name.endswith("_max") else lambda a, b: a + b
+            metrics[name] = combine(metrics[name], value.item()) if name in metrics else value.item()
+    gradients = {}
+    for name in case.trained:
+        gradient = rows[name].grad
+        assert gradient is not None
+        gradients[name] = gradient
+    return total, metrics, gradients
+
+
+def assert_close(
+    one: tuple[float, dict[str, float], dict[str, Tensor]], other: tuple[float, dict[str, float], dict[str, Tensor]]
+) -> None:
+    assert one[0] == pytest.approx(other[0], rel=1e-6, abs=1e-7)
+    assert one[1] == pytest.approx(other[1], rel=1e-6, abs=1e-6)
+    for name, gradient in other[2].items():
+        assert gradient.norm() > 0
+        assert (one[2][name] - gradient).norm() <= 1e-6 * gradient.norm()
+
+
+WHOLE = [torch.arange(B)]
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.splits])
+def test_loss_metrics_and_gradient_do_not_depend_on_the_micro_batch(name: str, micro_batch: int) -> None:
+    case = CASES[name]
+    rows = fp32(case.rows)
+    parts = list(torch.arange(B).split(micro_batch))
+    assert_close(step(case, rows, parts, case.counts), step(case, rows, WHOLE, case.counts))
+
+
+@pytest.mark.parametrize("name", ["aot", "aot, unpaired"])
+def test_aot_depends_on_the_rows_that_it_sees_together(name: str) -> None:
+    case = CASES[name]
+    whole, cut = (step(case, case.rows, parts, case.counts)[0] for parts in (WHOLE, list(torch.arange(B).split(2))))
+    assert abs(whole - cut) > 1e-4
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_without_counts_the_call_is_the_whole_step(name: str) -> None:
+    case = CASES[name]
+    rows = fp32(case.rows)
+    assert_close(step(case, rows, WHOLE, {}), step(case, rows, WHOLE, case.counts))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_order_of_the_rows_does_not_matter(name: str) -> None:
+    case = CASES[name]
+    rows = fp32(case.rows)
+    order = torch.tensor([4, 2, 0, 5, 3, 1])
+    assert_close(step(case, rows, [order], case.counts), step(case, rows, WHOLE, case.counts))
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -float("inf"), 1e30])
+@pytest.mark.parametrize("name", MASKED)
+def test_what_stands_outside_the_mask_reaches_neither_loss_nor_metrics_nor_gradient(name: str, garbage: float) -> None:
+    case = CASES[name]
+    clean = fp32(case.rows)
+    dirty = {key: x if "mask" in key else torch.where(MASK_BL, x, garbage) for key, x in clean.items()}
+    loss, metrics, gradients = step(case, dirty, WHOLE, case.counts)
+    expected_loss, expected_metrics, expected_gradients = step(case, clean, WHOLE, case.counts)
+    assert (loss, metrics) == (expected_loss, expected_metrics)
+    for key, gradient in gradients.items():
+        assert torch.equal(gradient, expected_gradients[key])
+        assert bool((gradient[~MASK_BL] == 0).all())
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_a_mask_may_be_of_any_type(name: str) -> None:
+    case = CASES[name]
+    losses = set()
+    for dtype in (torch.bool, torch.int64, torch.float32):
+        rows = {key: x.to(dtype) if "mask" in key else x for key, x in case.rows.items()}
+        losses.add(step(case, rows, WHOLE, {})[0])
+    assert len(losses) == 1
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_an_empty_mask_gives_zero_and_not_nan(name: str) -> None:
+    case = CASES[name]
+    rows = {key: torch.zeros_like(x) if "mask" in key else x for key, x in case.rows.items()}
+    loss, metrics, gradients = step(case, rows, WHOLE, {})
+    assert loss == 0.0 and set(metrics.values()) == {0.0}
+    assert all(bool((gradient == 0).all()) for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.exact_gradient])
+def test_the_gradient_is_that_of_finite_differences(name: str) -> None:
+    case = CASES[name]
+    fixed = {key: x for key, x in case.rows.items() if key not in case.trained}
+
+    def loss(*trained: Tensor) -> Tensor:
+        return case.loss(**dict(zip(case.trained, trained, strict=True)), **fixed, **case.counts).loss
+
+    inputs = tuple(case.rows[key].clone().requires_grad_(True) for key in case.trained)
+    assert torch.autograd.gradcheck(loss, inputs, eps=1e-6, atol=1e-7, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_single_precision_agrees_with_double(name: str) -> None:
+    case = CASES[name]
+    double = step(case, case.rows, WHOLE, case.counts)
+    single = step(case, fp32(case.rows), WHOLE, case.counts)
+    assert single[0] == pytest.approx(double[0], rel=1e-6, abs=1e-7)
+    assert single[1] == pytest.approx(double[1], rel=1e-6, abs=1e-6)
+    for key, gradient in double[2].items():
+        assert (single[2][key] - gradient).norm() <= 2e-6 * gradient.norm()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_references_teachers_and_labels_are_not_trained(name: str) -> None:
+    case = CASES[name]
+    fixed = [key for key, x in case.rows.items() if key not in case.trained and x.is_floating_point()]
+    fixed = [key for key in fixed if key == "weights" or "teacher" in key]
+    rows = {key: x.clone().requires_grad_(key in (*fixed, *case.trained)) for key, x in case.rows.items()}
+    case.loss(**rows, **case.counts).loss.backward()
+    assert all(rows[key].grad is None for key in fixed)

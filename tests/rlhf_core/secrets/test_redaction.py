@@ -1,0 +1,225 @@
+"""What a secret looks like, and what is left of a text without it."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pydantic
+import pytest
+import requests
+
+from rlhf_core.errors import RewardError
+from rlhf_core.secrets.redaction import (
+    ErrorWithoutSecrets,
+    hidden,
+    hide_in,
+    is_secret_name,
+    know,
+    shown,
+    without_secrets,
+)
+
+
+@pytest.mark.parametrize(
+    "key", ["token", "hub.hf_token", "aws.secret", "db_password", "openai_api_key", "x.credentials"]
+)
+def test_the_value_of_a_secret_is_hidden(key: str) -> None:
+    assert hidden(key, "hunter2") == "***"
+
+
+@pytest.mark.parametrize(("key", "value"), [("eos_token", "</s>"), ("max_tokens", "64"), ("sampling.pad_token", "<p>")])
+def test_tokens_of_a_tokenizer_are_no_secrets(key: str, value: str) -> None:
+    assert hidden(key, value) == value
+
+
+def test_a_secret_is_hidden_by_its_looks_wherever_it_stands() -> None:
+    text = "git clone https://me:hunter2@host/x with hf_abcdefghijklmnopqrstuv and sk-abcdefghijklmnop1234"
+    assert without_secrets(text) == "git clone https://***@host/x with *** and ***"
+
+
+@pytest.mark.parametrize(
+    ("url", "printed"),
+    [
+        ("http://me:hunter2@host:4200/api?key=hunter2", "http://***@host:4200/api"),
+        ("https://hunter2@host/api", "https://***@host/api"),
+        ("http://host:4200/api", "http://host:4200/api"),
+        ("http://[hunter2", "an address that cannot be read"),
+    ],
+)
+def test_an_address_is_printed_without_what_must_stay_secret(url: str, printed: str) -> None:
+    assert shown(url) == printed
+
+
+@pytest.mark.parametrize(
+    "name", ["password", "X-Api-Key", "apiKey", "OPENAI_API_KEY", "WANDB_KEY", "HFToken", "api_key_2", "db.secret", "Cookie"]
+)  # fmt: skip
+def test_a_secret_is_known_by_the_last_words_of_its_name(name: str) -> None:
+    assert is_secret_name(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["max_tokens", "stop_token", "eosToken", "tokenizer", "key", "keyword", "monkey", "token_env", "secretary"]
+)
+def test_part_of_a_word_makes_no_secret(name: str) -> None:
+    assert not is_secret_name(name)
+
+
+def test_references_are_shown_wherever_a_secret_would_be_hidden() -> None:
+    kept = {
+        "api_key": "env:KEY",
+        "headers": {"Authorization": "Bearer ${env:KEY}"},
+        "url": "https://me:${env:KEY}@host",
+    }
+    assert hidden("arguments", kept) == kept
+    assert without_secrets("asked https://me:${env:KEY}@host") == "asked https://me:${env:KEY}@host"
+
+
+def test_log_records_of_any_logger_are_without_what_is_known(caplog: pytest.LogCaptureFixture) -> None:
+    know("a-known-secret-of-logs")
+    log = logging.getLogger("a.library")
+    log.warning("%s with %d words: %s", "a-known-secret-of-logs", 3, ["a-known-secret-of-logs"])
+    try:
+        raise KeyError("a-known-secret-of-logs")
+    except KeyError:
+        log.exception("it failed")
+    assert caplog.records[0].getMessage() == "*** with 3 words: ['***']"
+    assert "KeyError: '***'" in caplog.text and "a-known-secret" not in caplog.text
+
+
+def test_errors_are_without_it_with_all_that_they_came_of() -> None:
+    know("a-known-secret-of-errors")
+    try:
+        try:
+            raise OSError("a-known-secret-of-errors")
+        except OSError as cause:
+            raise ValueError("said a-known-secret-of-errors") from cause
+    except ValueError as error:
+        hide_in(error)
+        assert str(error) == "said ***" and str(error.__cause__) == "***"
+    assert str(RewardError("our own: a-known-secret-of-errors")) == "our own: ***"
+
+
+SECRET = "a-known-secret-elsewhere"
+
+
+class OwnText(Exception):
+    """As libraries have them: the text is made of attributes."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(f"never shown: {address}", {"address": address})
+        self._place = {"address": [address]}
+
+    def __str__(self) -> str:
+        return f"cannot reach {self._place['address'][0]}"
+
+
+class NeverChanged(Exception):
+    def __str__(self) -> str:
+        return f"cannot reach {SECRET}"
+
+
+def raise_request_error() -> None:
+    requests.get(f"http://127.0.0.1:1/{SECRET}", timeout=1)
+
+
+def raise_status_error() -> None:
+    httpx.Response(401, request=httpx.Request("GET", f"http://host/{SECRET}")).raise_for_status()
+
+
+def raise_with_a_cause_of_its_own() -> None:
+    try:
+        pydantic.TypeAdapter(int).validate_python(SECRET)
+    except ValueError as error:
+        raise OwnText(SECRET) from error
+
+
+def raise_group() -> None:
+    raise ExceptionGroup(f"said {SECRET}", [OwnText(SECRET), ExceptionGroup("inside", [NeverChanged()])])
+
+
+@pytest.mark.parametrize(
+    ("fails", "kind"),
+    [
+        (lambda: Path(f"/nowhere/{SECRET}").read_text(), FileNotFoundError),
+        (lambda: compile("1 +", SECRET, "exec"), SyntaxError),
+        (lambda: __import__(SECRET), ModuleNotFoundError),
+        (lambda: subprocess.run(["false", SECRET], check=True), subprocess.CalledProcessError),
+        (raise_status_error, httpx.HTTPStatusError),
+        (raise_request_error, requests.ConnectionError),
+        (raise_with_a_cause_of_its_own, OwnText),
+        (lambda: pydantic.TypeAdapter(int).validate_python(SECRET), ErrorWithoutSecrets),
+        (lambda: {}[SECRET], KeyError),
+        (raise_group, ExceptionGroup),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_errors_that_keep_their_text_elsewhere_are_without_it_too(
+    fails: Callable[[], Any], kind: type[Exception]
+) -> None:
+    know(SECRET)
+    with pytest.raises(Exception, match=SECRET) as raised:
+        fails()
+    safe = hide_in(raised.value)
+    assert type(safe) is kind and safe.__traceback__ is not None
+    printed = all_texts(safe)
+    assert SECRET not in printed and "***" in printed
+
+
+def all_texts(error: BaseException | None) -> str:
+    if error is None:
+        return ""
+    parts = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    texts = [str(error), repr(error), *map(all_texts, (error.__cause__, error.__context__, *parts))]
+    return "\n".join(texts)
+
+
+def test_an_error_that_nobody_could_change_names_its_class_and_says_the_rest() -> None:
+    know(SECRET)
+    assert str(hide_in(NeverChanged())) == "NeverChanged: cannot reach ***"
+    interruption = KeyboardInterrupt(SECRET)
+    assert hide_in(interruption) is interruption and str(interruption) == "***"
+
+
+def test_an_error_without_secrets_stays_as_it_is() -> None:
+    know(SECRET)
+    arguments, place = ("a", ["b", {"c": 1}]), {"address": ["d"]}
+    error = OwnText("d")
+    error.args, error._place = arguments, place
+    assert hide_in(error) is error and error.args is arguments and error._place is place
+    error.__cause__ = error  # it may come of itself
+    assert hide_in(error) is error
+
+
+def test_errors_that_nobody_catches_are_printed_without_it(capsys: pytest.CaptureFixture[str]) -> None:
+    sys.excepthook, threading.excepthook = sys.__excepthook__, threading.__excepthook__
+    know(SECRET)
+    thread = threading.Thread(target=lambda: {}[SECRET], name="one")
+    thread.start()
+    thread.join()
+    try:
+        raise NeverChanged
+    except NeverChanged as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    printed = capsys.readouterr().err
+    assert "Exception in thread one" in printed and "KeyError: '***'" in printed and "cannot reach ***" in printed
+    assert SECRET not in printed.replace(f'f"cannot reach {SECRET}"', "")
+
+
+@pytest.mark.parametrize("text", ["x" * 200_000, "sk-" * 60_000, "Bearer " * 40_000, "://a:" * 40_000, "hf_" * 60_000])
+def test_a_long_text_takes_no_longer_than_its_length(text: str) -> None:
+    began = time.process_time()
+    assert without_secrets(text) == text
+    assert time.process_time() - began < 2.0  # hundredths of a second; a minute where it goes by the square
+
+
+def test_short_values_are_not_looked_for() -> None:
+    know("yes")
+    assert without_secrets("yesterday") == "yesterday"

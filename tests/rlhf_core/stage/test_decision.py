@@ -1,0 +1,414 @@
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from rlhf_core.secrets.redaction import ErrorWithoutSecrets, know
+from rlhf_core.stage import decision as deciding
+from rlhf_core.stage import run
+from rlhf_core.stage.decision import Decision, decide, differences, target_of
+from rlhf_core.stage.key import StageSpec, stage_key
+from rlhf_core.stage.run import execute
+from rlhf_core.store import records
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.attempts import history
+from rlhf_core.store.layout import remove_tree
+from rlhf_core.types import PolicyRef
+from tests.rlhf_core import toy_stage
+from tests.rlhf_core.toy_stage import Inner, NoEngines, RecordingTracker, ToyConfig, toy_spec
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ArtifactStore:
+    return ArtifactStore(tmp_path / "store")
+
+
+def _run(store: ArtifactStore, spec: StageSpec, **options: Any) -> Decision:
+    _, decision = execute(
+        store, spec, runtime=NoEngines(), tracker=RecordingTracker(), progress=lambda *_: None, **options
+    )
+    return decision
+
+
+def _fail(store: ArtifactStore, trouble: str, **changes: Any) -> None:
+    with pytest.raises(ValueError, match="went wrong"):
+        _run(store, toy_spec(ToyConfig(trouble=trouble, **changes)))
+
+
+def _said(store: ArtifactStore, spec: StageSpec, **options: Any) -> tuple[str, str]:
+    decision = decide(store, spec, **options)
+    return decision.action, decision.reason
+
+
+def test_the_first_run_says_so_and_deciding_computes_nothing(store: ArtifactStore) -> None:
+    assert _said(store, toy_spec()) == ("RUN", "first run")
+    assert not store.layout.attempts.exists()
+
+
+def test_a_run_then_hits_with_when_and_how_long(store: ArtifactStore) -> None:
+    _run(store, toy_spec())
+    decision = decide(store, toy_spec())
+    assert decision.action == "HIT" and decision.step is None
+    assert decision.reason.startswith("made 20") and decision.reason.endswith(" s")
+    assert _said(store, toy_spec(label="somewhere/else"))[0] == "HIT"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"config": ToyConfig(kl_coef=0.1)}, "toy.kl_coef: 0.05 -> 0.1"),
+        ({"config": ToyConfig(inner=Inner(rate=0.25))}, "toy.inner.rate: 0.5 -> 0.25"),
+        ({"config": ToyConfig(names=("a", "c"))}, "toy.names[1]: b -> c"),
+        ({"config": ToyConfig(names=("a",))}, 'toy.names: ["a", "b"] -> ["a"]'),
+        ({"config": ToyConfig(kl_coef=0.1, steps=4)}, "toy.kl_coef: 0.05 -> 0.1, toy.steps: 3 -> 4"),
+        ({"seed": 8}, "seed: 7 -> 8"),
+        ({"engines": {"trainer": {"dtype": "bfloat16"}}}, 'engines.trainer: nothing -> {"dtype": "bfloat16"}'),
+    ],
+)
+def test_a_run_names_the_field_that_changed(store: ArtifactStore, changes: dict[str, Any], reason: str) -> None:
+    _run(store, toy_spec())
+    assert _said(store, toy_spec(**changes)) == ("RUN", reason)
+
+
+def test_many_changes_are_counted(store: ArtifactStore) -> None:
+    _run(store, toy_spec())
+    config = ToyConfig(kl_coef=1.0, steps=1, inner=Inner(rate=1.0), names=("x", "y"))
+    assert decide(store, toy_spec(config, seed=1)).reason == (
+        "seed: 7 -> 1, toy.kl_coef: 0.05 -> 1.0, toy.steps: 3 -> 1, toy.inner.rate: 0.5 -> 1.0 and 2 more"
+    )
+
+
+def test_a_changed_input_is_named_with_both_digests(store: ArtifactStore) -> None:
+    first, second = (_policy(store, steps) for steps in (1, 2))
+    _run(store, toy_spec(inputs={"policy": first}))
+    _, reason = _said(store, toy_spec(inputs={"policy": second}))
+    assert reason == f"input policy changed: {first.digest[:8]} -> {second.digest[:8]}"
+    _, reason = _said(store, toy_spec())
+    assert reason == f"input policy changed: {first.digest[:8]} -> nothing"
+
+
+def _policy(store: ArtifactStore, steps: int) -> PolicyRef:
+    handle, _ = execute(
+        store,
+        toy_spec(ToyConfig(steps=steps), label=f"base-{steps}"),
+        runtime=NoEngines(),
+        tracker=RecordingTracker(),
+        progress=lambda *_: None,
+    )
+    assert isinstance(handle, PolicyRef)
+    return handle
+
+
+def test_a_new_version_is_named(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    _run(store, toy_spec())
+    monkeypatch.setattr(toy_stage, "VERSION", 2)
+    assert _said(store, toy_spec()) == ("RUN", "version: 1 -> 2")
+
+
+def test_the_comparison_is_with_what_the_stage_last_was_even_if_that_was_a_hit(store: ArtifactStore) -> None:
+    for kl_coef in (0.05, 0.1, 0.05):
+        _run(store, toy_spec(ToyConfig(kl_coef=kl_coef)))
+    assert decide(store, toy_spec(ToyConfig(kl_coef=0.2))).reason == "toy.kl_coef: 0.05 -> 0.2"
+
+
+def test_force_runs_in_spite_of_a_hit(store: ArtifactStore) -> None:
+    _run(store, toy_spec())
+    assert _said(store, toy_spec(), force=True) == ("RUN", "forced")
+
+
+def test_a_failed_attempt_is_resumed_from_its_checkpoint(store: ArtifactStore) -> None:
+    _fail(store, "raise:3")
+    decision = decide(store, toy_spec())
+    assert (decision.action, decision.reason, decision.step) == ("RESUME", "from step 2 of attempt 1", 2)
+
+
+def test_an_attempt_without_a_checkpoint_says_why_it_runs_again(store: ArtifactStore) -> None:
+    _fail(store, "raise:1")
+    assert _said(store, toy_spec()) == (
+        "RUN",
+        "attempt 1 left no checkpoint (ValueError: step 1 went wrong)",
+    )
+
+
+def test_shards_of_an_earlier_attempt_are_resumed(store: ArtifactStore) -> None:
+    _fail(store, "shards")
+    assert _said(store, toy_spec()) == ("RESUME", "from what attempt 1 left in shard-1.txt, shard-2.txt, shard-3.txt")
+
+
+def test_a_lost_artifact_is_the_reason_to_run(store: ArtifactStore) -> None:
+    _run(store, toy_spec())
+    remove_tree(store.layout.objects)
+    for _ in range(2):  # the second time the record is in quarantine already
+        action, reason = _said(store, toy_spec())
+        assert action == "RUN" and reason.startswith("its artifact cannot be used: ") and reason.endswith(" is gone")
+    _run(store, toy_spec())
+    assert _said(store, toy_spec())[0] == "HIT"
+    store.layout.key(stage_key(toy_spec())).unlink()
+    assert _said(store, toy_spec()) == ("RUN", "its artifact is gone")
+
+
+def test_a_key_under_computation_is_attached_to(store: ArtifactStore) -> None:
+    key = decide(store, toy_spec()).key
+    with store.lease(key):
+        action, reason = _said(store, toy_spec())
+    assert action == "ATTACH" and reason.startswith("process ") and reason.endswith(" is computing it")
+
+
+def test_a_hit_takes_milliseconds(store: ArtifactStore) -> None:
+    _run(store, toy_spec())
+    decide(store, toy_spec())  # parses the code once per process
+    started = time.process_time()
+    for _ in range(10):
+        assert decide(store, toy_spec()).action == "HIT"
+    assert (time.process_time() - started) / 10 < 0.05
+
+
+# ---------------------------------------------------------------- answers that failed
+
+
+def _under(timeout_s: float, trouble: str = "") -> StageSpec:
+    return toy_spec(ToyConfig(inner=Inner(timeout_s=timeout_s), trouble=trouble))
+
+
+def test_a_result_without_failures_is_a_hit_under_any_settings_of_them(store: ArtifactStore) -> None:
+    _run(store, _under(60.0))
+    assert decide(store, _under(5.0)).action == "HIT"
+
+
+def test_a_result_with_failed_answers_is_a_hit_under_their_settings_alone(store: ArtifactStore) -> None:
+    first = _run(store, _under(5.0))
+    action, reason = _said(store, _under(5.0))
+    assert action == "HIT" and reason.endswith("; 3 of 12 answers failed (inner)")
+    why = "toy.inner: 3 of 12 answers failed under timeout_s = 5.0, now 60.0"
+    assert _said(store, _under(60.0)) == ("RUN", why)
+    second = _run(store, _under(60.0))
+    assert (second.action, second.reason) == ("RUN", why)
+    # Each is found again under its own settings, and the one in which nothing failed under any other, too.
+    hits = {timeout_s: decide(store, _under(timeout_s)) for timeout_s in (5.0, 60.0, 7.0)}
+    assert [hit.action for hit in hits.values()] == ["HIT"] * 3
+    assert [hit.key for hit in hits.values()] == [first.key, second.key, second.key]
+    records = [store.record(key) for key in (first.key, second.key)]
+    assert [
+        None if record is None else {name: one.failed for name, one in record.failures.items()} for record in records
+    ] == [
+        {"inner": 3},
+        {},
+    ]
+
+
+def test_unfinished_work_with_failed_answers_is_gone_on_with_under_their_settings_alone(store: ArtifactStore) -> None:
+    with pytest.raises(ValueError, match="went wrong"):
+        _run(store, _under(5.0, "raise:3"))
+    assert _said(store, _under(5.0)) == ("RESUME", "from step 2 of attempt 1")
+    action, reason = _said(store, _under(60.0))
+    assert (action, reason) == ("RUN", "toy.inner: 3 of 12 answers failed under timeout_s = 5.0, now 60.0")
+    _run(store, _under(60.0))
+    assert _said(store, _under(60.0))[0] == "HIT"
+    assert _run(store, _under(5.0)).action == "RESUME"  # what was begun under these is not lost
+
+
+def test_unfinished_work_without_failures_is_gone_on_with_under_any_settings_of_them(store: ArtifactStore) -> None:
+    with pytest.raises(ValueError, match="went wrong"):
+        _run(store, _under(60.0, "raise:3"))
+    assert _run(store, _under(5.0)).action == "RESUME"
+    record = store.record(stage_key(_under(5.0)))
+    assert record is not None and record.failures["inner"].model_dump() == {
+        "failed": 1,  # of the third step, the only one of the second attempt
+        "answers": 12,
+        "settings": {"timeout_s": 5.0},
+    }
+    assert decide(store, _under(60.0)).action == "RUN"
+
+
+def test_a_result_is_found_although_the_one_before_it_is_gone(store: ArtifactStore) -> None:
+    first, second = (_run(store, _under(timeout_s)) for timeout_s in (5.0, 60.0))
+    store.layout.key(first.key).unlink()  # as `gc` takes what nobody has used
+    assert [decide(store, _under(timeout_s)).key for timeout_s in (60.0, 5.0)] == [second.key] * 2
+    assert decide(store, _under(60.0)).action == "HIT"
+    store.layout.key(second.key).unlink()
+    assert decide(store, _under(60.0)).key == first.key
+
+
+def test_force_replaces_the_take_of_its_own_settings(store: ArtifactStore) -> None:
+    first, second = (_run(store, _under(timeout_s)) for timeout_s in (5.0, 60.0))
+    assert _run(store, _under(60.0), force=True).key == second.key
+    assert decide(store, _under(5.0)).key == first.key
+
+
+def test_who_waited_for_answers_that_failed_under_other_settings_asks_again(store: ArtifactStore) -> None:
+    slow = ToyConfig(inner=Inner(timeout_s=5.0), seconds_a_step=0.7)  # the first failure is noted after these seconds
+    other = threading.Thread(target=_run, args=(store, toy_spec(slow)))
+    held = store.layout.attempt(stage_key(toy_spec(slow)))
+    other.start()
+    while not (held / "attempt.json").exists():
+        time.sleep(0.01)
+    seen: list[Decision] = []
+    _run(store, toy_spec(label="second"), on_decision=seen.append)
+    other.join()
+    assert [decision.action for decision in seen] == ["ATTACH", "RUN"]
+    assert seen[1].reason == "second.inner: 3 of 12 answers failed under timeout_s = 5.0, now 60.0"
+    assert decide(store, toy_spec()).key == seen[1].key
+
+
+def test_who_asks_again_asks_with_the_same_options(store: ArtifactStore) -> None:
+    slow = toy_spec(ToyConfig(inner=Inner(timeout_s=5.0), seconds_a_step=0.7))
+    held = store.layout.attempt(target_of(store, slow, strict_code=False, strict_env=True).key)
+    other = threading.Thread(target=_run, args=(store, slow), kwargs={"strict_env": True})
+    other.start()
+    while not (held / "attempt.json").exists():
+        time.sleep(0.01)
+    again = _run(store, toy_spec(label="second"), strict_env=True)
+    other.join()
+    record = store.record(again.key)
+    assert record is not None and record.payload["environment"] == records.versions()
+
+
+# ---------------------------------------------------------------- code
+
+
+@pytest.fixture
+def stage_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stage module `drifting` that a test may edit."""
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "drifting.py"
+    file.write_text("from tests.rlhf_core.toy_stage import run\nVERSION = 1\nCODE = 'warn'\n")
+    importlib.invalidate_caches()
+    monkeypatch.delitem(sys.modules, "drifting", raising=False)
+    return file
+
+
+def test_a_hit_names_the_modules_whose_code_has_changed(store: ArtifactStore, stage_file: Path) -> None:
+    spec = toy_spec(module="drifting")
+    _run(store, spec)
+    assert "code changed" not in decide(store, spec).reason
+    with stage_file.open("a") as stream:
+        stream.write("EXTRA = 2\n")
+    action, reason = _said(store, spec)
+    assert action == "HIT" and reason.endswith("; code changed since (drifting)")
+
+
+def test_strict_code_takes_a_result_of_this_very_code_and_runs_for_any_other(
+    store: ArtifactStore, stage_file: Path
+) -> None:
+    spec = toy_spec(module="drifting")
+    _run(store, spec)
+    assert decide(store, spec, strict_code=True).action == "HIT"
+    with stage_file.open("a") as stream:
+        stream.write("EXTRA = 2\n")
+    assert _said(store, spec, strict_code=True) == ("RUN", "code changed (drifting)")
+    assert _run(store, spec, strict_code=True).action == "RUN"
+    assert decide(store, spec, strict_code=True).action == "HIT"
+    assert decide(store, spec).action == "HIT"
+
+
+def test_a_strict_stage_runs_when_its_code_changes(store: ArtifactStore, stage_file: Path) -> None:
+    stage_file.write_text(stage_file.read_text().replace("'warn'", "'strict'"))
+    spec = toy_spec(module="drifting")
+    _run(store, spec)
+    assert decide(store, spec).action == "HIT"
+    with stage_file.open("a") as stream:
+        stream.write("EXTRA = 2\n")
+    assert _said(store, spec) == ("RUN", "code changed (drifting)")
+
+
+def test_a_resume_says_that_the_code_has_changed_and_the_record_names_both(
+    store: ArtifactStore, stage_file: Path
+) -> None:
+    before = stage_file.read_text()
+    spec = toy_spec(module="drifting")
+    with pytest.raises(ValueError, match="went wrong"):
+        _run(store, toy_spec(ToyConfig(trouble="raise:2"), module="drifting"))
+    assert _said(store, spec) == ("RESUME", "from step 1 of attempt 1")
+    with stage_file.open("a") as stream:
+        stream.write("EXTRA = 2\n")
+    said = "from step 1 of attempt 1; its code has changed since (drifting): --force starts over"
+    assert _said(store, spec) == ("RESUME", said)
+    _run(store, spec)
+    record = store.record(stage_key(spec))
+    assert record is not None and list(record.earlier_code) == ["drifting"]
+    assert record.earlier_code["drifting"] != record.code["drifting"]
+    stage_file.write_text(before)
+    _run(store, spec, force=True)  # a new beginning owes nothing to the attempts before
+    record = store.record(stage_key(spec))
+    assert record is not None and record.earlier_code == {}
+
+
+def test_why_a_stage_runs_shows_no_secret_that_an_earlier_version_kept() -> None:
+    same = {"stage": "score", "version": 1, "seed": 1, "schema": 1, "inputs": {}, "engines": {}, "callables": {}}
+    old = same | {"config": {"arguments": {"api_key": "hunter2"}, "at": "https://me:hunter2@host/x"}}
+    new = same | {"config": {"arguments": {"api_key": "env:KEY"}, "at": "https://me:${env:KEY}@host/x"}}
+    assert list(differences("score", old, new, {}, {})) == [
+        "score.arguments.api_key: *** -> env:KEY",
+        "score.at: https://***@host/x -> https://me:${env:KEY}@host/x",
+    ]
+
+
+def test_a_failure_is_noted_without_secrets_whatever_raised_it(store: ArtifactStore) -> None:
+    know("step 1 went wrong")  # as if that were a secret
+    with pytest.raises(ValueError, match=r"^\*\*\*$"):
+        _run(store, toy_spec(ToyConfig(trouble="raise:1")))
+    (attempt,) = history(store.layout.attempt(stage_key(toy_spec(ToyConfig(trouble="raise:1")))))
+    assert attempt.failure == "ValueError: ***"
+
+
+def test_an_error_whose_text_cannot_be_changed_is_raised_and_noted_as_another(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        TypeAdapter(int).validate_python("a-secret-of-a-value")
+
+    spec = toy_spec()
+    key = stage_key(spec)
+    monkeypatch.setattr(toy_stage, "run", fails)
+    know("a-secret-of-a-value")
+    with pytest.raises(ErrorWithoutSecrets, match=r"^ValidationError: 1 validation error for int\n") as raised:
+        _run(store, spec)
+    (attempt,) = history(store.layout.attempt(key))
+    printed = "".join(traceback.format_exception(raised.value))
+    assert "input_value='***'" in attempt.failure and "input_value='***'" in printed
+    assert "a-secret-of-a-value'" not in attempt.failure + printed.replace('validate_python("a-secret-of-a-value")', "")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"key": None}, {"payload": []}, {"payload": {}}, {"code": "x"}, {"payload": {"config": 1}}, {"payload": None}],
+)
+def test_a_note_with_values_of_other_types_says_nothing_of_what_changed(
+    store: ArtifactStore, changes: dict[str, Any]
+) -> None:
+    _run(store, toy_spec())
+    path = store.layout.label(toy_spec().label)
+    table = json.loads(path.read_text())
+    nan = {"payload": table["payload"] | {"config": {"kl_coef": float("nan")}}}
+    for damage in (changes, nan):
+        path.write_text(json.dumps(table | damage))
+        assert _said(store, toy_spec(seed=8)) == ("RUN", "the note of what it was last cannot be read")
+
+
+def test_other_versions_are_said_and_count_where_they_are_asked_to(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = toy_spec()
+    _run(store, spec)
+    assert "versions" not in decide(store, spec).reason and decide(store, spec, strict_env=True).action == "HIT"
+    numpy = records.versions()["numpy"]
+    other = records.versions() | {"numpy": "0.1"}
+    for module in (records, deciding):
+        monkeypatch.setattr(module, "versions", lambda: other)
+    monkeypatch.setattr(records, "environment", lambda: other)
+    monkeypatch.setattr(run, "environment", lambda: other)
+    action, reason = _said(store, spec)
+    assert action == "HIT" and reason.endswith(f"; other versions now (numpy: {numpy} -> 0.1)")
+    assert _said(store, spec, strict_env=True) == ("RUN", f"numpy: {numpy} -> 0.1")
+    assert _run(store, spec, strict_env=True).action == "RUN"
+    assert decide(store, spec, strict_env=True).action == "HIT"
+    assert decide(store, spec).action == "HIT"

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from rlhf_core.stage import stopping
+from rlhf_core.stage.stopping import StageStopped, on_signals, reason, time_limit
+
+
+@pytest.fixture
+def passed_on() -> Iterator[list[int]]:
+    """What the handlers outside were given."""
+    given: list[int] = []
+    before = {n: signal.signal(n, lambda number, _: given.append(number)) for n in (signal.SIGTERM, signal.SIGINT)}
+    yield given
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_asks_and_reaches_whoever_handled_it_before_once_the_stage_has_saved(
+    passed_on: list[int], number: signal.Signals
+) -> None:
+    with pytest.raises(StageStopped), on_signals():
+        assert reason() == ""
+        os.kill(os.getpid(), number)
+        assert reason() == f"{number.name} arrived"
+        assert passed_on == []
+        raise StageStopped(reason())
+    assert passed_on == [number]
+    assert reason() == ""
+
+
+def test_the_second_signal_is_handled_at_once(passed_on: list[int]) -> None:
+    with on_signals():
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert passed_on == [signal.SIGTERM]
+
+
+def test_a_stage_that_comes_to_no_end_is_interrupted_after_a_while(
+    passed_on: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stopping, "GRACE_S", 0.05)
+    with on_signals():
+        os.kill(os.getpid(), signal.SIGTERM)
+        deadline = time.monotonic() + 5
+        while not passed_on and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert passed_on == [signal.SIGTERM]
+
+
+def test_a_body_that_ends_in_time_is_not_interrupted_later(
+    passed_on: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stopping, "GRACE_S", 0.05)
+    with on_signals():
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.2)
+    assert passed_on == []
+
+
+def test_the_time_limit_counts_from_the_start_of_the_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(stopping.ALLOCATION_START, str(time.time() - 100))
+    with time_limit(200):
+        assert reason() == ""
+    with time_limit(99):
+        assert reason() == "the time limit is reached"
+    assert reason() == ""
+
+
+def test_without_an_allocation_the_time_limit_counts_from_now_and_0_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(stopping.ALLOCATION_START, raising=False)
+    with time_limit(60):
+        assert reason() == ""
+    with time_limit(0.01):
+        time.sleep(0.02)
+        assert reason() == "the time limit is reached"
+    with time_limit(0):
+        assert reason() == ""
+
+
+def test_an_alarm_that_somebody_else_set_on_the_signal_does_not_end_the_process_before_it_has_saved(
+    passed_on: list[int],
+) -> None:
+    with on_signals():
+        signal.alarm(60)  # as Ray's handler does, with 3 s
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.alarm(0) == 0

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.errors import ArtifactError
+from rlhf_core.stage.decision import Decision, decide
+from rlhf_core.stage.key import StageSpec, stage_key
+from rlhf_core.stage.run import execute
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.attempts import history
+from rlhf_core.store.damage import CLOCKS_APART_S, findings, last_good, suspicion
+from rlhf_core.types import PolicyRef
+from tests.rlhf_core.toy_stage import NoEngines, RecordingTracker, ToyConfig, toy_spec
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ArtifactStore:
+    return ArtifactStore(tmp_path / "store")
+
+
+def _make(store: ArtifactStore, spec: StageSpec) -> tuple[PolicyRef, Decision]:
+    tracker = RecordingTracker()
+    ref, decision = execute(store, spec, runtime=NoEngines(), tracker=tracker, progress=lambda *_: None)
+    assert isinstance(ref, PolicyRef)
+    return ref, decision
+
+
+def _child(parent: PolicyRef, **config: object) -> StageSpec:
+    return toy_spec(ToyConfig.model_validate(config), inputs={"policy": parent}, label="child")
+
+
+def _decay(store: ArtifactStore, ref: PolicyRef) -> None:
+    """Change a byte as a disk does: neither the size nor the times of the file tell."""
+    path = store.path(ref) / "total.txt"
+    before, content = path.stat(), path.read_bytes()
+    path.chmod(0o644)
+    path.write_bytes(b"9" + content[1:])
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    path.chmod(0o444)
+
+
+def _edit(store: ArtifactStore, ref: PolicyRef) -> None:
+    """Change a byte as a program does, which leaves the time at which it wrote."""
+    path = store.path(ref) / "total.txt"
+    path.chmod(0o644)
+    path.write_bytes(b"9" + path.read_bytes()[1:])
+
+
+def test_what_was_made_from_damaged_weights_is_made_again_once_they_are_repaired(store: ArtifactStore) -> None:
+    parent, _ = _make(store, toy_spec(label="parent"))
+    right = (store.path(parent) / "total.txt").read_text()
+    _decay(store, parent)
+    wrong, _ = _make(store, _child(parent))
+    grandchild = toy_spec(inputs={"policy": wrong}, label="grandchild")
+    _make(store, grandchild)
+
+    (damage,) = store.verify()
+    assert (damage.labels, damage.suspects) == (("parent",), ("child",))
+    assert "made from it since its last good check: child" in str(damage)
+    repaired, _ = _make(store, toy_spec(label="parent"))
+    assert repaired == parent and (store.path(repaired) / "total.txt").read_text() == right
+
+    decision = decide(store, _child(parent))
+    assert decision.action == "RUN"
+    assert f"made from object {parent.digest[:12]}, which was found damaged (total.txt has changed" in decision.reason
+    made, _ = _make(store, _child(parent))
+    assert (store.path(made) / "total.txt").read_text().endswith(right) and made != wrong
+    assert decide(store, _child(parent)).action == "HIT"
+    assert decide(store, toy_spec(inputs={"policy": made}, label="grandchild")).action == "RUN"
+
+
+def test_a_result_that_was_finished_before_the_last_good_check_stays_a_hit(store: ArtifactStore) -> None:
+    parent, _ = _make(store, toy_spec(label="parent"))
+    _make(store, _child(parent))
+    manifest = store.path(parent) / "manifest.json"
+    assert store.verify() == [] and last_good(store.path(parent)) == pytest.approx(time.time(), abs=60)
+    later = time.time() + 2 * CLOCKS_APART_S
+    os.utime(manifest, (later, later))  # a good check that came later than clocks may differ
+    _decay(store, parent)
+    (damage,) = store.verify()
+    assert damage.suspects == ()
+    _make(store, toy_spec(label="parent"))
+    assert decide(store, _child(parent)).action == "HIT"
+
+
+def test_the_record_of_one_who_committed_while_the_damage_was_being_found_is_no_hit(store: ArtifactStore) -> None:
+    parent, _ = _make(store, toy_spec(label="parent"))
+    _make(store, _child(parent))
+    record = store.layout.key(stage_key(_child(parent)))
+    content = record.read_bytes()
+    _decay(store, parent)
+    store.verify()
+    record.write_bytes(content)  # as if it were written just now, by another process
+    decision = decide(store, _child(parent))
+    assert decision.action == "RUN" and "found damaged" in decision.reason
+
+
+def test_a_write_into_an_object_is_noticed_before_the_next_stage_reads_it(store: ArtifactStore) -> None:
+    parent, _ = _make(store, toy_spec(label="parent"))
+    _edit(store, parent)
+    with pytest.raises(ArtifactError, match=r"total\.txt has changed content.* run again: it is made again"):
+        _make(store, _child(parent))
+    assert decide(store, toy_spec(label="parent")).action == "RUN"
+    assert history(store.layout.attempt(stage_key(_child(parent)))) == []
+
+
+def test_a_write_into_an_object_is_noticed_by_the_hit(store: ArtifactStore) -> None:
+    parent, _ = _make(store, toy_spec(label="parent"))
+    _edit(store, parent)
+    decision = decide(store, toy_spec(label="parent"))
+    assert decision.action == "RUN" and decision.reason.endswith("total.txt has changed content")
+    assert [found.object for found in findings(store.layout, [parent.uri])] == [parent.digest]
+
+
+def test_a_touched_file_with_the_right_content_is_no_damage(store: ArtifactStore) -> None:
+    parent, _ = _make(store, toy_spec(label="parent"))
+    later = time.time() + 60
+    os.utime(store.path(parent) / "total.txt", (later, later))
+    assert decide(store, toy_spec(label="parent")).action == "HIT"
+
+
+def test_a_stage_whose_input_is_damaged_while_it_runs_does_not_commit(store: ArtifactStore, tmp_path: Path) -> None:
+    parent, _ = _make(store, toy_spec(label="parent"))
+    spec = _child(parent, trouble=f"wait:{tmp_path / 'go'}")
+
+    class Damaging(RecordingTracker):
+        def metrics(self, step: int, values: object) -> None:
+            if step == 2:
+                _edit(store, parent)
+                (tmp_path / "go").touch()
+
+    (tmp_path / "go").touch()
+    with pytest.raises(ArtifactError, match=r"is damaged .* run again"):
+        execute(store, spec, runtime=NoEngines(), tracker=Damaging(), progress=lambda *_: None)
+    assert store.record(stage_key(spec)) is None
+
+
+def test_checkpoints_of_an_attempt_that_read_damaged_inputs_are_not_gone_on_from(store: ArtifactStore) -> None:
+    parent, _ = _make(store, toy_spec(label="parent"))
+    _decay(store, parent)
+    with pytest.raises(ValueError, match="went wrong"):
+        _make(store, _child(parent, trouble="raise:3"))
+    assert decide(store, _child(parent)).action == "RESUME"
+    store.verify()
+    _make(store, toy_spec(label="parent"))
+    decision = decide(store, _child(parent))
+    assert decision.action == "RUN"
+    assert decision.reason.startswith(f"attempt 1 may have read object {parent.digest[:12]}, which was found damaged")
+    made, _ = _make(store, _child(parent))
+    record = store.record(stage_key(_child(parent)))
+    assert record is not None and record.handle == made and record.resumed_from is None
+
+
+def test_a_note_that_cannot_be_read_makes_everything_suspect_that_did_not_know_it(store: ArtifactStore) -> None:
+    note = store.layout.damaged("a" * 64) / "1234.json"
+    note.parent.mkdir(parents=True)
+    note.write_text("{")
+    arguments = {"started": "2020-01-01T00:00:00.000+00:00", "seconds": 1.0}
+    said = suspicion(store.layout, [f"store://{'a' * 64}/base"], known=(), **arguments)
+    assert (
+        said
+        == f"made from object {'a' * 12}, which was found damaged (its note cannot be read); last good: nobody knows"
+    )
+    assert suspicion(store.layout, [f"store://{'a' * 64}"], known=("1234",), **arguments) == ""
+
+
+def test_a_users_folder_that_changed_since_its_digest_was_taken_is_not_read(
+    store: ArtifactStore, tmp_path: Path
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "total.txt").write_text("1")
+    mine = store.external(PolicyRef, tmp_path / "mine")
+    (tmp_path / "mine" / "total.txt").write_text("2")
+    with pytest.raises(ArtifactError, match="has changed since its digest was taken; run again"):
+        _make(store, _child(mine))

@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf_core.errors import ArtifactError, ConfigError
+from rlhf_core.store.fingerprint import (
+    FileEntry,
+    canonical_json,
+    code_digest,
+    hash_file,
+    hash_tree,
+    list_files,
+    module_digests,
+    sha256_text,
+    tree_digest,
+)
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+def test_canonical_json_has_one_text_for_one_value() -> None:
+    assert canonical_json({"b": [1, 2.5, None], "a": {"y": True, "x": "é"}}) == (
+        '{"a":{"x":"\\u00e9","y":true},"b":[1,2.5,null]}'
+    )
+    assert canonical_json((0.1, 1e-5)) == "[0.1,1e-05]"
+
+
+@given(st.dictionaries(st.text(), JSON, max_size=6), st.randoms())
+def test_the_order_of_names_does_not_matter(value: dict[str, object], random) -> None:  # type: ignore[no-untyped-def]
+    names = list(value)
+    random.shuffle(names)
+    assert canonical_json({name: value[name] for name in names}) == canonical_json(value)
+
+
+@pytest.mark.parametrize(
+    ("bad", "place"),
+    [
+        ({"a": {"b": [1, len]}}, "a.b[1]"),
+        ({"a": {1, 2}}, "a"),
+        ({"a": float("nan")}, "a"),
+        ({"a": [float("inf")]}, "a[0]"),
+        ({"a": object()}, "a"),
+        ({"a": Path("/x")}, "a"),
+        ({"a": {3: 4}}, "a"),
+        (b"x", "value"),
+    ],
+)
+def test_a_value_without_a_stable_text_is_refused_with_its_place(bad: object, place: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        canonical_json(bad)
+    assert str(caught.value).startswith(f"{place} = ")
+
+
+def test_a_file_has_the_sha256_that_sha256sum_prints(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    assert hash_file(tmp_path / "a") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert hash_file(tmp_path / "a") == sha256_text("abc")
+
+
+def test_a_tree_lists_every_file_with_size_and_hash(tmp_path: Path) -> None:
+    (tmp_path / "sub" / "deep").mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "top.txt").write_text("abc")
+    (tmp_path / "sub" / "deep" / "x").write_text("")
+    assert hash_tree(tmp_path) == {
+        "sub/deep/x": FileEntry(0, sha256_text("")),
+        "top.txt": FileEntry(3, sha256_text("abc")),
+    }
+
+
+def test_a_folder_inside_a_tree_has_the_digest_of_that_folder_alone(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "w").write_text("1")
+    (tmp_path / "base2").mkdir()
+    (tmp_path / "base2" / "w").write_text("2")
+    whole = hash_tree(tmp_path)
+    assert tree_digest(whole, under="base") == tree_digest(hash_tree(tmp_path / "base"))
+    assert tree_digest(whole, under="base") != tree_digest(whole, under="base2")
+    # by hand: the digest of {"w": sha256("1")}
+    expected = hashlib.sha256(f'{{"w":"{sha256_text("1")}"}}'.encode()).hexdigest()
+    assert tree_digest(whole, under="base") == expected
+
+
+def test_links_are_followed_but_for_those_without_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "w").write_text("1")
+    (tmp_path / "model" / "shards").symlink_to(tmp_path / "blobs")
+    (tmp_path / "model" / "again").symlink_to(tmp_path / "blobs")
+    assert list_files(tmp_path / "model") == ("again/w", "shards/w")
+    monkeypatch.chdir(tmp_path)
+    assert list_files(Path()) == ("blobs/w", "model/again/w", "model/shards/w")
+    for name in ("up", "up2"):  # two of them would be followed 2 ** 40 times
+        (tmp_path / "model" / name).symlink_to(tmp_path)
+    with pytest.raises(ArtifactError, match="is a link to a folder that holds it"):
+        list_files(tmp_path / "model")
+
+
+def test_links_that_lead_to_each_other_are_refused(tmp_path: Path) -> None:
+    for name, other in (("a", "b"), ("b", "a")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "to").symlink_to(tmp_path / other)
+    with pytest.raises(ArtifactError, match="is a link to a folder that holds it"):
+        list_files(tmp_path / "a")
+
+
+def test_a_model_of_270_mb_is_hashed_in_two_seconds(tmp_path: Path) -> None:
+    block = os.urandom(1 << 20)
+    with (tmp_path / "model.safetensors").open("wb") as stream:
+        for _ in range(270):
+            stream.write(block)
+    started = time.process_time()
+    hash_tree(tmp_path)
+    assert time.process_time() - started < 2.0  # processor time: the machine may be busy with other tests
+
+
+# ---------------------------------------------------------------- code
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package `toys` whose `main` imports `direct` at the top and `late` inside a function."""
+    folder = tmp_path / "toys"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "__init__.py").write_text("")
+    (folder / "sub" / "__init__.py").write_text("")
+    (folder / "main.py").write_text(
+        '"""Doc."""\nimport os\nfrom toys.direct import f\n\ndef g(x):\n    from .sub import late\n    return late.h(f(x))\n'
+    )
+    (folder / "direct.py").write_text("def f(x):\n    return x + 1\n")
+    (folder / "sub" / "late.py").write_text("def h(x):\n    return x * 2\n")
+    (folder / "unused.py").write_text("y = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    return folder
+
+
+def test_code_covers_all_our_modules_that_are_imported_even_inside_functions(package: Path) -> None:
+    found = module_digests("toys.main", ("toys",))
+    assert sorted(found) == ["toys", "toys.direct", "toys.main", "toys.sub", "toys.sub.late"]
+    assert not [name for name in sys.modules if name.startswith("toys")], "digesting must not import"
+
+
+def test_code_of_a_late_import_changes_the_digest_and_is_named(package: Path) -> None:
+    before, whole = module_digests("toys.main", ("toys",)), code_digest("toys.main", ("toys",))
+    (package / "sub" / "late.py").write_text("def h(x):\n    return x * 3\n")
+    after = module_digests("toys.main", ("toys",))
+    assert [name for name in before if before[name] != after[name]] == ["toys.sub.late"]
+    assert code_digest("toys.main", ("toys",)) != whole
+
+
+def test_comments_and_docstrings_do_not_change_the_digest_and_decorators_do(package: Path) -> None:
+    before = code_digest("toys.main", ("toys",))
+    (package / "direct.py").write_text(
+        '"""New text."""\nimport functools\n'.replace("import functools\n", "")
+        + '\n# a comment\n\ndef f(x):\n    """What it does."""\n    return (x +\n        1)\n'
+    )
+    (package / "unused.py").write_text("y = 2\n")
+    assert code_digest("toys.main", ("toys",)) == before
+    (package / "direct.py").write_text("@staticmethod\ndef f(x):\n    return x + 1\n")
+    assert code_digest("toys.main", ("toys",)) != before
+    (package / "direct.py").write_text("def f(x):\n    return x + 1.0\n")
+    assert code_digest("toys.main", ("toys",)) != before
+
+
+def test_the_store_itself_is_not_part_of_a_stages_code() -> None:
+    found = module_digests("tests.rlhf_core.toy_stage")
+    assert "rlhf_core.config.base" in found and "rlhf_core.types" in found
+    assert "rlhf_core.stage.run" not in found and "rlhf_core.store.artifacts" not in found

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.store import fingerprint, index
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.fingerprint import module_digests, sha256_text
+from rlhf_core.store.index import CODE, OBJECTS, RECORDS, remembered_code, rows, states
+from rlhf_core.store.layout import remove_tree
+from rlhf_core.types import PolicyRef
+from tests.rlhf_core.made_records import provenance
+
+PROVENANCE = provenance(label="sft", stage="sft", attempts=2)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ArtifactStore:
+    store = ArtifactStore(tmp_path / "store")
+    for content in ("one", "two"):
+        _commit(store, content)
+    return store
+
+
+def _commit(store: ArtifactStore, content: str, **changes: object) -> PolicyRef:
+    out = store.root / "out"
+    (out / "base").mkdir(parents=True)
+    (out / "base" / "a.txt").write_text(content)
+    record = PROVENANCE.model_copy(update=changes)
+    return store.commit(sha256_text(content), out, PolicyRef, children={}, record=record)
+
+
+def _labels(store: ArtifactStore) -> list[str]:
+    return [row.label for row in rows(store.layout)[0]]
+
+
+def _never(*_: object) -> None:
+    raise AssertionError("a record was read although the index knows it")
+
+
+def test_a_list_says_what_the_records_say(store: ArtifactStore) -> None:
+    for _ in range(2):  # from the records, then from the index
+        found, unreadable = rows(store.layout)
+        assert unreadable == []
+        for row, record in zip(found, store.records(), strict=True):
+            assert (row.key, row.label, row.kind, row.digest) == (record.key, "sft", "Policy", record.handle.digest)
+            assert (row.object, row.started, row.seconds) == (record.handle.digest, record.started, 1.0)
+            assert (row.attempts, row.metrics) == (2, {"loss": 0.5})
+
+
+def test_what_is_known_is_not_read_again_and_what_is_new_changed_or_gone_is_noticed(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _labels(store) == ["sft", "sft"]
+    with monkeypatch.context() as patch:
+        patch.setattr(index, "_read_record", _never)
+        assert _labels(store) == ["sft", "sft"]
+    _commit(store, "three", label="ppo", started="2031-01-01T00:00:00.000+00:00")
+    assert _labels(store) == ["sft", "sft", "ppo"]
+    _commit(store, "one", label="dpo", started="2032-01-01T00:00:00.000+00:00")
+    assert _labels(store) == ["sft", "ppo", "dpo"]
+    store.layout.key(sha256_text("two")).unlink()
+    assert _labels(store) == ["ppo", "dpo"]
+    path = store.layout.key(sha256_text("three"))
+    path.write_text(path.read_text().replace('"ppo"', '"sft"'))  # in its place, with the same size
+    assert _labels(store) == ["sft", "dpo"]
+
+
+@pytest.mark.parametrize("harm", ["missing", "empty", "cut", "another version", "changed"])
+def test_an_index_that_is_missing_or_damaged_is_made_anew(store: ArtifactStore, harm: str) -> None:
+    digests = {row.object for row in rows(store.layout)[0]}
+    right = states(store.layout, digests)
+    for name in (RECORDS, OBJECTS):
+        path = store.layout.index / name
+        text = path.read_text()
+        harmed = {"empty": "", "cut": text[:-20], "another version": f"9{text}", "changed": text.replace("1", "2")}
+        if harm == "missing":
+            path.unlink()
+        else:
+            path.write_text(harmed[harm])
+    assert [row.seconds for row in rows(store.layout)[0]] == [1.0, 1.0]
+    assert states(store.layout, digests) == right
+    assert (store.layout.index / RECORDS).read_text().startswith("1 ")
+
+
+def test_unreadable_records_are_named_each_time(store: ArtifactStore) -> None:
+    path = store.layout.key(sha256_text("two"))
+    path.write_text("{")
+    for _ in range(2):
+        found, unreadable = rows(store.layout)
+        assert len(found) == 1 and [str(one) for one in unreadable] == [f"{path} holds no JSON table"]
+
+
+def test_damage_is_seen_although_the_manifest_is_known(store: ArtifactStore) -> None:
+    digests = {row.object for row in rows(store.layout)[0]}
+    one = store.layout.object(next(iter(sorted(digests))))
+    sound = states(store.layout, digests)
+    assert {state.damage for state in sound.values()} == {""} and (sound[one.name].bytes or 0) > 3
+    file = one / "base" / "a.txt"
+    file.chmod(0o644)
+    content = file.read_text()
+    file.write_text("six")
+    assert states(store.layout, digests)[one.name].damage == "base/a.txt has changed content"
+    file.write_text("a longer text")
+    assert states(store.layout, digests)[one.name].damage == "base/a.txt has 13 bytes, not 3"
+    file.write_text(content)
+    assert states(store.layout, digests)[one.name].damage == ""
+    remove_tree(one)
+    gone = states(store.layout, digests)[one.name]
+    assert gone.bytes is None and gone.damage.endswith("is gone")
+
+
+def test_a_store_that_cannot_be_written_is_listed_all_the_same(tmp_path: Path) -> None:
+    layout = ArtifactStore(tmp_path / "none").layout
+    assert rows(layout) == ([], []) and not layout.root.exists()
+
+
+def test_code_that_was_parsed_by_another_process_is_not_parsed_again(
+    store: ArtifactStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(fingerprint, "PARSED", {})
+    file = tmp_path / "kept_code.py"
+    file.write_text("A = 1\n")
+    with remembered_code(store.layout):
+        first = module_digests("kept_code", ("kept_code",))
+    assert not (store.layout.index / CODE).exists(), "written just now, it may change within the resolution of its time"
+    monkeypatch.setattr(index, "SETTLED_NS", -1)
+    with remembered_code(store.layout):
+        pass
+    monkeypatch.setattr(fingerprint, "PARSED", {})
+    with monkeypatch.context() as patch, remembered_code(store.layout):
+        patch.setattr(fingerprint, "parse_source", _never)
+        assert module_digests("kept_code", ("kept_code",)) == first
+    before = file.stat()
+    file.write_text("A = 2\n")
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with remembered_code(store.layout):
+        assert module_digests("kept_code", ("kept_code",)) != first, "the time of change of the file cannot be set back"
+
+
+def test_a_list_imports_nothing_that_takes_long(store: ArtifactStore) -> None:
+    rows(store.layout)
+    slow = ["pydantic", "torch", "prefect", "mlflow", "ray", "rlhf_core.store.records"]
+    code = (
+        "import sys; from pipelines.cli.main import main; main(['runs', '--store', sys.argv[1]]); "
+        f"print([name for name in {slow} if name in sys.modules])"
+    )
+    command = [sys.executable, "-c", code, str(store.root)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(said) == 4 and said[-1] == "[]"

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.errors import ArtifactError
+from rlhf_core.store.layout import (
+    StoreLayout,
+    _place,
+    disk_is_full,
+    folder_bytes,
+    make_folder,
+    make_read_only,
+    move,
+    move_aside,
+    naming_disk_errors,
+    read_json,
+    remove_tree,
+    sweep_temporaries,
+    write_json,
+)
+
+
+def test_a_file_is_replaced_whole_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / "x.json"
+    write_json(path, {"n": 1})
+    write_json(path, {"n": 2}, durable=False)
+    assert read_json(path) == {"n": 2}
+    assert [item.name for item in path.parent.iterdir()] == ["x.json"]
+
+
+def test_a_value_that_cannot_be_written_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    write_json(path, {"n": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"n": object()})
+    assert read_json(path) == {"n": 1}
+    assert [item.name for item in tmp_path.iterdir()] == ["x.json"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '"text"', '{"n": ' + "[" * 100_000])
+def test_what_is_not_a_json_table_reads_as_none(tmp_path: Path, content: str) -> None:
+    (tmp_path / "x.json").write_text(content)
+    assert read_json(tmp_path / "x.json") is None
+    assert read_json(tmp_path / "missing.json") is None
+
+
+def test_an_error_of_reading_says_nothing_about_the_content(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError):
+        read_json(tmp_path)
+
+
+def test_a_read_only_folder_can_be_removed_and_moved(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name / "sub").mkdir(parents=True)
+        (tmp_path / name / "sub" / "f").write_text("abc")
+        make_read_only(tmp_path / name)
+    assert (tmp_path / "one" / "sub" / "f").stat().st_mode & 0o777 == 0o444
+    assert (tmp_path / "one").stat().st_mode & 0o222 == 0
+    assert folder_bytes(tmp_path / "one") == 3
+    remove_tree(tmp_path / "one")
+    moved = move_aside(tmp_path / "two", tmp_path / "quarantine")
+    assert not (tmp_path / "one").exists() and not (tmp_path / "two").exists()
+    assert moved is not None and (moved / "sub" / "f").read_text() == "abc"
+    assert move_aside(tmp_path / "two", tmp_path / "quarantine") is None
+    remove_tree(tmp_path / "one")
+
+
+def test_folders_are_made_with_those_above_them(tmp_path: Path) -> None:
+    make_folder(tmp_path / "a" / "b" / "c")
+    make_folder(tmp_path / "a" / "b" / "c")
+    assert (tmp_path / "a" / "b" / "c").is_dir()
+
+
+def test_a_full_disk_is_named_whoever_reports_it(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError) as caught, naming_disk_errors(tmp_path):
+        Path("/dev/full").write_text("x")
+    text = str(caught.value)
+    assert text.startswith(f"store = {str(tmp_path)!r}: the disk is full; free space, or ")
+    assert text.endswith("nothing was lost, the same command resumes")
+    assert disk_is_full(RuntimeError("write failed: No space left on device (os error 28)"), tmp_path)
+    hidden = RuntimeError("save failed")
+    hidden.__cause__ = OSError(errno.EDQUOT, "quota")
+    assert disk_is_full(hidden, tmp_path)
+    assert not disk_is_full(OSError(errno.EACCES, "no"), tmp_path)
+
+
+def test_other_errors_pass_a_disk_check_unchanged(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), naming_disk_errors(tmp_path):
+        1 / 0  # noqa: B018
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.EPERM])
+def test_a_store_that_cannot_be_written_to_is_named(tmp_path: Path, number: int) -> None:
+    said = r"cannot be written to .*; give yourself the permission"
+    with pytest.raises(ArtifactError, match=said), naming_disk_errors(tmp_path):
+        raise OSError(number, os.strerror(number), str(tmp_path / "keys" / "x.json"))
+    with pytest.raises(OSError, match="elsewhere"), naming_disk_errors(tmp_path):
+        raise OSError(number, os.strerror(number), "/elsewhere/x.json")
+
+
+@pytest.fixture
+def other_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rename between two folders fails as between two disks."""
+    rename = Path.rename
+
+    def across(self: Path, target: Path) -> Path:
+        if self.parent != Path(target).parent:
+            raise OSError(errno.EXDEV, "Invalid cross-device link", str(self))
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", across)
+
+
+def test_what_is_moved_to_another_disk_is_whole_or_not_there(
+    tmp_path: Path, other_disk: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out" / "sub").mkdir(parents=True)
+    (tmp_path / "out" / "sub" / "f").write_text("abc")
+    (tmp_path / "objects").mkdir()
+    target = tmp_path / "objects" / "new"
+    with monkeypatch.context() as patch:
+        patch.setattr("rlhf_core.store.layout.fsync_tree", lambda folder: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            move(tmp_path / "out", target)
+    assert list((tmp_path / "objects").iterdir()) == [] and (tmp_path / "out" / "sub" / "f").exists()
+    move(tmp_path / "out", target)
+    assert (target / "sub" / "f").read_text() == "abc" and not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    with pytest.raises(OSError, match="not empty"):
+        move(tmp_path / "out", target)
+    aside = move_aside(target, tmp_path / "quarantine")
+    assert aside is not None and (aside / "sub" / "f").read_text() == "abc" and not target.exists()
+
+
+def test_what_a_kill_left_of_a_move_is_swept(tmp_path: Path) -> None:
+    gone = 2**22 + 1  # above the largest process number
+    left = tmp_path / f".object.{_place()}-{gone}-abcdef"
+    left.mkdir()
+    (left / "f").write_text("half")
+    assert sweep_temporaries(tmp_path) == [left] and not left.exists()
+
+
+def test_the_same_label_has_the_same_file_and_any_text_is_allowed(tmp_path: Path) -> None:
+    layout = StoreLayout(tmp_path)
+    assert layout.label("rejection_sampling/generate") == layout.label("rejection_sampling/generate")
+    assert layout.label("a/b").parent == layout.label("../../c").parent == tmp_path / "roots" / "labels"
+    assert layout.key("ab12") == tmp_path / "keys" / "ab" / "ab12.json"

@@ -1,0 +1,241 @@
+"""DeepSpeed for real, in processes of its own: alone against the plain engine, and two ranks against one."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
+from rlhf_core.errors import ConfigError
+from rlhf_core.training.batching import reduce
+from rlhf_core.training.engines.deepspeed_engine import deepspeed_config
+from tests.rlhf_core.training.conftest import TINY
+from tests.tolerances import assert_same_updates, near, of_training
+
+PROGRAM = Path(__file__).with_name("deepspeed_program.py")
+ROOT = Path(__file__).parents[3]
+STAGES = ("zero0", "zero1", "zero2")
+SAVED = (*STAGES, "zero3")
+STEPS = 5
+RATES = [1e-3 * (step + 1) for step in range(STEPS)]
+"""Those of the program."""
+SAME = of_training(TINY, steps=STEPS)
+"""1.4e-4. One rank adds the gradients of its micro-batches, two those of their shards: the same terms in another order."""
+LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
+
+
+def start(policy: Path, out: Path, engines: tuple[str, ...], launcher: dict[str, str]) -> subprocess.Popen[str]:
+    inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    environment = inherited | {"OMP_NUM_THREADS": threads, "PYTHONPATH": str(ROOT)} | launcher
+    command = [sys.executable, str(PROGRAM), str(policy), str(out), *engines]
+    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    try:
+        out, errors = process.communicate(timeout=400)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors[-4000:]
+    return out + errors
+
+
+@pytest.fixture(scope="session")
+def runs(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the program saw alone and on each of two ranks; all three processes run at once, they mostly import."""
+    out = tmp_path_factory.mktemp("deepspeed")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [start(policy_folder, out, SAVED, shared | {"RANK": str(rank)}) for rank in range(2)]
+    processes.append(start(policy_folder, out, ("torch", *SAVED), {}))
+    try:
+        said = [finish(process) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    made = {name: json.loads((out / f"{name}.json").read_text()) for name in ("rank0_of_1", "rank0_of_2", "rank1_of_2")}
+    return {**made, "said": said, "out": out}
+
+
+@pytest.fixture
+def alone(runs: dict[str, Any]) -> dict[str, Any]:
+    made: dict[str, Any] = runs["rank0_of_1"]
+    return made
+
+
+@pytest.fixture
+def two_ranks(runs: dict[str, Any]) -> list[dict[str, Any]]:
+    return [runs["rank0_of_2"], runs["rank1_of_2"]]
+
+
+def losses(history: list[Any]) -> list[float]:
+    return [made["shard"]["loss"] for step in history for made in step]
+
+
+def norms(history: list[Any]) -> list[float]:
+    return [made["update"]["grad_norm"] for step in history for made in step]
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_zero_0_is_the_plain_engine_to_the_bit(alone: dict[str, Any]) -> None:
+    assert alone["zero0"]["history"] == alone["torch"]["history"]
+    assert alone["zero0"]["digests"] == alone["torch"]["digests"]
+    assert alone["zero0"]["logprobs"] == alone["torch"]["logprobs"]
+    assert len(losses(alone["zero0"]["history"])) == 10
+    assert losses(alone["zero0"]["history"])[0] > 5.0
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_zero_1_follows_the_plain_engine(alone: dict[str, Any]) -> None:
+    plain, partitioned = alone["torch"], alone["zero1"]
+    assert losses(partitioned["history"]) == near(losses(plain["history"]), SAME)
+    assert norms(partitioned["history"]) == near(norms(plain["history"]), SAME)
+    for one, other in zip(partitioned["weights"], plain["weights"], strict=True):
+        assert_same_updates(one, other, shape=TINY, rates=RATES)
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_ranks_are_one_rank(stage: str, alone: dict[str, Any], two_ranks: list[dict[str, Any]]) -> None:
+    """The second rank has no sample in the last step."""
+    one, (left, right) = alone[stage], (rank[stage] for rank in two_ranks)
+    for whole, first, second in zip(one["history"], left["history"], right["history"], strict=True):
+        for a, b, c in zip(whole, first, second, strict=True):
+            assert reduce([b["shard"], c["shard"]]) == near(a["shard"], SAME)
+            assert b["update"] == c["update"]
+            assert b["update"] == near(a["update"], SAME)
+    assert left["digests"] == right["digests"]
+    for a, b in zip(one["weights"], left["weights"], strict=True):
+        assert_same_updates(a, b, shape=TINY, rates=RATES)
+    assert right["history"][4][0]["shard"] == {}
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", SAVED)
+def test_training_resumes_bitwise_on_one_and_two_ranks(
+    stage: str, alone: dict[str, Any], two_ranks: list[dict[str, Any]]
+) -> None:
+    for made in (alone[stage], *(rank[stage] for rank in two_ranks)):
+        assert made["resumed_history"] == made["history"][2:]
+        assert made["resumed_digests"] == made["digests"]
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ("torch", *SAVED))
+def test_what_sleeps_gives_all_its_memory_back_and_goes_on_bitwise(
+    stage: str, alone: dict[str, Any], two_ranks: list[dict[str, Any]]
+) -> None:
+    """The resumed run sleeps before every step, the first one never."""
+    ranks = [alone] if stage == "torch" else [alone, *two_ranks]
+    for made in (rank[stage] for rank in ranks):
+        assert made["resumed_history"] == made["history"][2:] and made["resumed_digests"] == made["digests"]
+        assert made["left_over"] == [0, 0, 0]
+        assert made["moved"][0] == made["moved"][1] == made["moved"][2]
+    # Bytes a parameter, at least: on CPU what was loaded, weights and a moment, may be of a file that is mapped. ZeRO 1 and 2
+    # have a second copy of the weights, ZeRO 3 gradients as well.
+    bytes_of = {"torch": 4, "zero0": 4, "zero1": 8, "zero2": 8, "zero3": 12}
+    assert min(alone[stage]["moved"][0]) >= alone[stage]["parameters"] * bytes_of[stage]
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_loss_that_one_rank_alone_sees_as_not_a_number_is_skipped_by_all(
+    stage: str, alone: dict[str, Any], two_ranks: list[dict[str, Any]]
+) -> None:
+    for made in (alone[stage], *(rank[stage] for rank in two_ranks)):
+        assert made["skipped"] == [1.0]
+        assert made["digest_after_skip"] == made["digests"][1]
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_rank_0_alone_hands_out_the_weights(stage: str, alone: dict[str, Any], two_ranks: list[dict[str, Any]]) -> None:
+    left, right = (rank[stage] for rank in two_ranks)
+    for made in (alone[stage], left):
+        assert made["handed_out"] == made["digests"]
+    assert right["weights"] == [[], []]
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_checkpoint_of_another_zero_stage_is_refused(
+    stage: str, alone: dict[str, Any], two_ranks: list[dict[str, Any]]
+) -> None:
+    for made, workers in ((alone[stage], 1), *((rank[stage], 2) for rank in two_ranks)):
+        own = {"zero_stage": int(stage[-1]), "workers": workers}
+        start = f"checkpoint = {{'zero_stage': 3, 'workers': 8}}: this run has {own}; resume with those numbers"
+        assert made["refusal"].startswith(start)
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", SAVED)
+def test_training_goes_on_with_another_number_of_ranks(
+    stage: str, alone: dict[str, Any], two_ranks: list[dict[str, Any]]
+) -> None:
+    """Two steps on one rank and three on two are five on one, and the other way round."""
+    left, right = (rank[stage]["others"] for rank in two_ranks)
+    for whole, first, second in zip(alone[stage]["history"][2:], left["history"], right["history"], strict=True):
+        for a, b, c in zip(whole, first, second, strict=True):
+            assert reduce([b["shard"], c["shard"]]) == near(a["shard"], SAME)
+            assert b["update"] == c["update"]
+    assert left["digests"] == right["digests"]
+    merged = alone[stage]["others"]
+    for whole, again in zip(alone[stage]["history"][2:], merged["history"], strict=True):
+        for a, b in zip(whole, again, strict=True):
+            assert b["shard"] == near(a["shard"], SAME)
+    for made in (left, merged):
+        for a, b in zip(alone[stage]["weights"], made["weights"], strict=True):
+            assert_same_updates(a, b, shape=TINY, rates=RATES)
+        assert made["left"] == []
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_every_stage_exports_the_same_files(runs: dict[str, Any]) -> None:
+    out: Path = runs["out"]
+    names = sorted(file.name for file in (out / "torch_of_1" / "exported").iterdir())
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(names)
+    plain = (out / "torch_of_1" / "exported" / "model.safetensors").read_bytes()
+    assert (out / "zero0_of_1" / "exported" / "model.safetensors").read_bytes() == plain
+    assert sorted(file.name for file in (out / "zero1_of_1" / "exported").iterdir()) == names
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_deepspeed_says_nothing_when_all_is_well(runs: dict[str, Any]) -> None:
+    assert [line for said in runs["said"] for line in said.splitlines() if "deepspeed" in line.lower()] == []
+
+
+def test_clipping_is_left_to_the_optimizer_where_deepspeed_would_not_check_the_norm() -> None:
+    optimizer = OptimizerConfig(max_grad_norm=0.5)
+    assert deepspeed_config(optimizer, TrainerConfig(), stage=0)["gradient_clipping"] == 0.0
+    assert deepspeed_config(optimizer, TrainerConfig(), stage=1)["gradient_clipping"] == 0.5
+
+
+def test_offloading_needs_a_partitioned_optimizer() -> None:
+    config = TrainerConfig(offload_optimizer=True)
+    with pytest.raises(ConfigError, match="offload_optimizer = True: ZeRO stage 0 keeps the optimizer on its device"):
+        deepspeed_config(OptimizerConfig(), config, stage=0)
+    assert deepspeed_config(OptimizerConfig(), config, stage=2)["zero_optimization"] == {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu"},
+    }
