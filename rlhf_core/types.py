@@ -363,3 +363,17 @@ def derive_seed(*parts: int | str) -> int:
     """
     digest = hashlib.sha256(json.dumps(parts, separators=(",", ":")).encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
+
+
+# ---------------------------------------------------------------- text
+
+
+def encodable(text: str) -> str:
+    """Return `text` with a question mark for each half of a surrogate pair: no tokenizer takes one, and no file.
+
+    JSON may hold halves, so policies, users' programs and servers may send them.
+
+    >>> encodable("caf\u00e9 \\ud83d")
+    'caf\u00e9 ?'
+    """
+    return text.encode(errors="replace").decode()

@@ -17,9 +17,8 @@ from rlhf_core.agents.programs import Answer, Engine, EpisodeCut
 from rlhf_core.agents.tools import parse_calls
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.pieces import encode
-from rlhf_core.encodable import encodable
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.types import Message
+from rlhf_core.types import Message, encodable
 
 
 class RequestRefused(ValueError):

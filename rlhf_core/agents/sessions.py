@@ -24,7 +24,7 @@ from rlhf_core.config.agents import (
     ToolsAgent,
     VerifiersAgent,
 )
-from rlhf_core.encodable import encodable
+from rlhf_core.types import encodable
 from rlhf_core.user_code.loading import load_callable
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.agents.environment import StepResult
-from rlhf_core.encodable import encodable
 from rlhf_core.errors import ConfigError, explain, nearest
 from rlhf_core.secrets.redaction import without_secrets
+from rlhf_core.types import encodable
 from rlhf_core.user_code.loading import load_callables
 
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)

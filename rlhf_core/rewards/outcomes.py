@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rlhf_core.config.rewards import OnFailure
-from rlhf_core.encodable import encodable
 from rlhf_core.errors import RewardError, explain
 from rlhf_core.secrets.redaction import without_secrets
-from rlhf_core.types import Generation
+from rlhf_core.types import Generation, encodable
 
 LARGEST_REWARD = 1e6
 """Beyond it a reward is taken for a bug: it would swamp every other sample of its batch."""

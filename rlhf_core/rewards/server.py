@@ -24,10 +24,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from rlhf_core.encodable import encodable
 from rlhf_core.errors import RlhfError
 from rlhf_core.http.body import BodyLimits, BodyRefused, read_body
 from rlhf_core.rewards.outcomes import Logs, Outcome
+from rlhf_core.types import encodable
 
 logger = logging.getLogger(__name__)
 

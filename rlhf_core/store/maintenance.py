@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_core.encodable import encodable
 from rlhf_core.errors import ArtifactError, explain
 from rlhf_core.store.attempts import checkpoints
 from rlhf_core.store.damage import last_good, quarantine_object, suspicion
@@ -19,6 +18,7 @@ from rlhf_core.store.index import Unreadable
 from rlhf_core.store.layout import MANIFEST, StoreLayout, folder_bytes, move_aside, read_json, remove_tree, write_json
 from rlhf_core.store.leases import living_owner
 from rlhf_core.store.records import KeyRecord
+from rlhf_core.types import encodable
 
 logger = logging.getLogger(__name__)
 

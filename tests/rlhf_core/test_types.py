@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from pydantic import ValidationError
 
-from rlhf_core.types import Completion, PolicyRef, PolicySample, PreparedDataRef, TokenSample, ValueSample, derive_seed
+from rlhf_core.types import (
+    Completion,
+    PolicyRef,
+    PolicySample,
+    PreparedDataRef,
+    TokenSample,
+    ValueSample,
+    derive_seed,
+    encodable,
+)
 
 
 def test_a_completion_needs_one_logprob_per_token() -> None:
@@ -44,3 +55,9 @@ def test_a_seed_is_the_same_for_the_same_parts_and_another_for_any_other() -> No
     assert len(seeds) == 64
     assert derive_seed(1, "12") != derive_seed(11, "2")
     assert all(0 <= seed < 2**31 for seed in seeds)
+
+
+def test_halves_of_surrogate_pairs_become_question_marks_and_the_rest_stays() -> None:
+    assert encodable(json.loads('"a\\ud83d\\u00e9"')) == "a?\u00e9"
+    assert encodable("\U0001f600 whole") == "\U0001f600 whole"
+    assert encodable("") == ""

@@ -16,10 +16,10 @@ from typing import Any, Self
 
 import httpx
 
-from rlhf_core.encodable import encodable
 from rlhf_core.errors import ConfigError, RewardError, explain
 from rlhf_core.rewards.sandbox.local import HALF_PAIR, Execution, Limits
 from rlhf_core.secrets.redaction import shown, without_secrets
+from rlhf_core.types import encodable
 
 QUEUE_S = 30.0
 """For the way to the server and for its queue, beyond the program's own time."""

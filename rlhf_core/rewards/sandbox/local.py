@@ -25,9 +25,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from rlhf_core.encodable import encodable
 from rlhf_core.errors import ConfigError, RewardError, explain
 from rlhf_core.rewards.sandbox.outside_judge import judged_outside
+from rlhf_core.types import encodable
 
 GRACE_S = 10.0
 """For starting and ending a sandbox, beyond the program's own time."""
