@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 
 from rlhf_core.config.base import Config
+from rlhf_core.stage.context import StageContext
 from rlhf_core.stage.key import StageSpec
-from rlhf_core.stage.run import StageContext
 from rlhf_core.types import PolicyRef
 
 NAME = "busy"

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipelines.execution.profile import load_profile
 from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import Stages
+from pipelines.flows.profile import load_profile
 from rlhf_core.stage.decision import target_of
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.store.artifacts import ArtifactStore

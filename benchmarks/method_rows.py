@@ -12,7 +12,10 @@ from typing import Any
 from benchmarks.faults.small import directly
 from pipelines.execution.lazy_runtime import DeferredRuntime
 from pipelines.execution.listener import Silent
-from pipelines.execution.profile import (
+from pipelines.execution.run import PipelineRun, RunOptions
+from pipelines.flows.full import condition_and_imitate, judge, part, sample_and_imitate
+from pipelines.flows.graph import Stages
+from pipelines.flows.profile import (
     ConditionalSFTConfig,
     DistillationConfig,
     EvaluationConfig,
@@ -21,9 +24,6 @@ from pipelines.execution.profile import (
     PolicyOptimisationConfig,
     load_profile,
 )
-from pipelines.execution.run import PipelineRun, RunOptions
-from pipelines.flows.full import condition_and_imitate, judge, part, sample_and_imitate
-from pipelines.flows.graph import Stages
 from rlhf_core.config.policy import GROUP_ADVANTAGES, PPOConfig
 from rlhf_core.data.tables import read_preferences, write_preferences
 from rlhf_core.stage.key import StageSpec

@@ -28,7 +28,7 @@ from statistics import fmean
 
 from benchmarks.method_rows import Bench, first_pairs, learn, make_start, methods
 from benchmarks.method_steps import STEPPED, judge_of_steps
-from pipelines.execution.profile import PipelineConfig, load_profile
+from pipelines.flows.profile import PipelineConfig, load_profile
 
 HEADS = ("gold - sft, mean over seeds", "each seed", "KL to sft", "seconds")
 OF_STEPS = {

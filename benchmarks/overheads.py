@@ -26,9 +26,9 @@ from statistics import median
 
 from benchmarks.busy_stage import BusyConfig, busy_spec, work
 from pipelines.execution.listener import Silent
-from pipelines.execution.profile import PipelineConfig, load_profile
 from pipelines.execution.run import RunOptions, open_run, open_tracker
 from pipelines.flows.graph import Stages
+from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.services.home import Home, client_environment
 from pipelines.services.servers import private_server
 from rlhf_core.store.artifacts import ArtifactStore
@@ -88,7 +88,7 @@ def _bare(config: BusyConfig, stages: int) -> None:
 def _in_flow(home: Home, config: BusyConfig, stages: int, seed: int) -> None:
     from prefect import flow
 
-    from pipelines.flows.tasks import run_in_flow
+    from pipelines.prefect_flows.tasks import run_in_flow
 
     def chain(_: PipelineConfig, graph: Stages) -> None:
         for number in range(stages):

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.throughput import make_policy
-from pipelines.execution.profile import load_profile
+from pipelines.flows.profile import load_profile
 from rlhf_core.config.engines import OptimizerConfig, SamplingConfig, VllmSamplerConfig
 from rlhf_core.config.policy import PPOConfig, RLOOAdvantage
 from rlhf_core.config.rewards import FunctionReward, RewardsConfig

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from pipelines.execution.profile import load_profile
+from pipelines.flows.profile import load_profile
 from rlhf_core.config.engines import InitModel, OptimizerConfig, SamplingConfig
 from rlhf_core.interfaces import ModelSpec, Runtime
 from rlhf_core.models.initialise import initialise_llama, train_tokenizer

@@ -377,3 +377,11 @@ def encodable(text: str) -> str:
     'caf\u00e9 ?'
     """
     return text.encode(errors="replace").decode()
+
+
+def plain_text(text: str) -> str:
+    """Return `text` as a `str`: a class of the user's, such as an enum of roles, cannot be loaded by the parent.
+
+    Halves of surrogate pairs are replaced, see `encodable`. TypeError if it is no text.
+    """
+    return encodable(str.__str__(text))

@@ -17,7 +17,7 @@ from pydantic import Field, field_validator
 from rlhf_core.config.base import Config
 from rlhf_core.data.holdout import held_out
 from rlhf_core.errors import DataError, explain
-from rlhf_core.stage.run import StageContext
+from rlhf_core.stage.context import StageContext
 from rlhf_core.types import DemonstrationsRef, Message, Prompt, PromptsRef, Rollout, RolloutsRef
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from rlhf_core.config.preference import (
 )
 from rlhf_core.errors import DataError, explain
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.stage.run import StageContext
+from rlhf_core.stage.context import StageContext
 from rlhf_core.store.layout import write_json
 from rlhf_core.types import AnswerSample, PolicyRef, PreferenceSample, PreferencesRef, TokenSample
 

@@ -24,7 +24,7 @@ from rlhf_core.config.base import OPERATIONAL, Config
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.errors import DataError, explain
 from rlhf_core.interfaces import Metrics, Sampler
-from rlhf_core.stage.run import StageContext
+from rlhf_core.stage.context import StageContext
 from rlhf_core.types import (
     Generation,
     GenerationsRef,

@@ -17,7 +17,7 @@ from pydantic import Field
 from rlhf_core.config.base import OPERATIONAL, Config
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.stage.run import StageContext
+from rlhf_core.stage.context import StageContext
 from rlhf_core.types import Message, PolicyRef, RewardModelRef
 
 if TYPE_CHECKING:

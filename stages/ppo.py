@@ -20,7 +20,7 @@ from rlhf_core.config.policy import PPOConfig
 from rlhf_core.data.order import rows_at, shuffled
 from rlhf_core.errors import ConfigError, DataError, explain
 from rlhf_core.interfaces import Metrics, ModelSpec, Sampler, Trainer
-from rlhf_core.stage.run import StageContext
+from rlhf_core.stage.context import StageContext
 from rlhf_core.types import (
     DemonstrationsRef,
     PolicyRef,

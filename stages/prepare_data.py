@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rlhf_core.data.chat import ChatTemplate
     from rlhf_core.data.tables import Tables
     from rlhf_core.data.validation import DropReport, Origin
-    from rlhf_core.stage.run import StageContext
+    from rlhf_core.stage.context import StageContext
 
 NAME = "prepare_data"
 VERSION = 2

@@ -18,7 +18,7 @@ from rlhf_core.config.engines import OptimizerConfig, refuse_average
 from rlhf_core.config.loop import LoopConfig
 from rlhf_core.errors import DataError, explain
 from rlhf_core.interfaces import ModelSpec, Trainer
-from rlhf_core.stage.run import StageContext
+from rlhf_core.stage.context import StageContext
 from rlhf_core.types import PolicyRef, ProcessRewardModelRef, StepSample, StepsRef, TokenSample
 
 if TYPE_CHECKING:

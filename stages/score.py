@@ -16,7 +16,7 @@ from rlhf_core.config.base import Config
 from rlhf_core.config.rewards import RewardsConfig
 from rlhf_core.errors import DataError, RewardError, explain
 from rlhf_core.interfaces import Metrics
-from rlhf_core.stage.run import StageContext
+from rlhf_core.stage.context import StageContext
 from rlhf_core.types import Generation, GenerationsRef, RewardModelRef, Rollout, RolloutsRef
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from rlhf_core.config.base import Config
 from rlhf_core.data.holdout import held_out
 from rlhf_core.errors import DataError, explain
 from rlhf_core.interfaces import Metrics
-from rlhf_core.stage.run import StageContext
+from rlhf_core.stage.context import StageContext
 from rlhf_core.types import DemonstrationsRef, PreferencesRef, Rollout, RolloutsRef, derive_seed
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from rlhf_core.config.base import Config
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig
 from rlhf_core.config.loop import LoopConfig
 from rlhf_core.interfaces import Metrics, ModelSpec
-from rlhf_core.stage.run import StageContext
+from rlhf_core.stage.context import StageContext
 from rlhf_core.types import DemonstrationsRef, PolicyRef
 
 NAME = "sft"

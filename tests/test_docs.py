@@ -18,7 +18,7 @@ import pytest
 import rlhf_core.config
 import stages
 from pipelines.cli.main import _parser, main
-from pipelines.execution.profile import load_profile
+from pipelines.flows.profile import load_profile
 from rlhf_core.config.base import Config, FailureSetting, Operational
 from rlhf_core.errors import RlhfError
 from rlhf_core.stage.key import key_payload
@@ -55,7 +55,7 @@ def test_a_documented_command_is_accepted(command: str) -> None:
             targets = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
             assert words[1] in targets
         case "prefect":
-            from pipelines.flows.deployments import stage_parameters
+            from pipelines.prefect_flows.deployments import stage_parameters
 
             served = {"full", "rlvr", *stage_parameters(load_profile("tiny/full"))}
             assert words[:3] == ["prefect", "deployment", "run"]

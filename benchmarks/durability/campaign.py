@@ -29,7 +29,7 @@ from benchmarks.durability.pipeline import (
     run_pipeline,
     write_imports,
 )
-from pipelines.execution.profile import load_profile
+from pipelines.flows.profile import load_profile
 
 KILLS_PER_PIPELINE = (2, 6)
 

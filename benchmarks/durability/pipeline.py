@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.execution.listener import Silent
-from pipelines.execution.profile import PipelineConfig, load_profile
 from pipelines.execution.run import PipelineRun, RunOptions, Tracker, open_run, open_tracker, run_stages
 from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import RunStage
+from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.services.home import Home, quiet_environment
 from rlhf_core.stage.decision import Decision
 from rlhf_core.stage.key import StageSpec

@@ -14,7 +14,7 @@ from benchmarks.durability import checks, processes
 from benchmarks.durability.checks import StageResult
 from benchmarks.durability.lives import Kill, Life
 from benchmarks.processes import kill_family
-from pipelines.execution.profile import find_profile
+from pipelines.flows.profile import find_profile
 
 KILLS_PER_PIPELINE = 3
 LIMIT_S = 1800.0

@@ -52,7 +52,7 @@ HANG_S = 75.0
 
 PREFECT = "pipelines.services.own_pages"
 MLFLOW = "mlflow"
-DEPLOYMENTS = "pipelines.flows.deployments"
+DEPLOYMENTS = "pipelines.prefect_flows.deployments"
 NAMES = {PREFECT: "prefect", MLFLOW: "mlflow", DEPLOYMENTS: "deployments"}
 """A word of a service's command -> what the supervisor calls it."""
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from benchmarks.faults.fault import Outcome
 from pipelines.execution.lazy_runtime import DeferredRuntime
 from pipelines.execution.listener import Silent
-from pipelines.execution.profile import PipelineConfig, load_profile
 from pipelines.execution.run import PipelineRun, RunOptions, run_stages
 from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import RunStage
+from pipelines.flows.profile import PipelineConfig, load_profile
 from rlhf_core.errors import RlhfError
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.store.artifacts import ArtifactStore

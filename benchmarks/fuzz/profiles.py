@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.fuzz.campaign import Wrong
 from benchmarks.fuzz.mutations import changed, damaged, odd, written
 from pipelines.execution.plan import plan
-from pipelines.execution.profile import PipelineConfig, load_profile, parse, profile_names, shipped_profiles
+from pipelines.flows.profile import PipelineConfig, load_profile, parse, profile_names, shipped_profiles
 from rlhf_core.store.artifacts import ArtifactStore
 
 PLANNED = 0.05

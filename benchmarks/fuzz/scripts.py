@@ -12,7 +12,7 @@ from rich.console import Console
 
 from benchmarks.fuzz.campaign import Wrong
 from benchmarks.fuzz.mutations import ODD_TEXTS, damaged, written
-from pipelines.execution.profile import load_profile
+from pipelines.flows.profile import load_profile
 from pipelines.importers.openrlhf.flags import COMMANDS
 from pipelines.importers.openrlhf.importing import import_script
 

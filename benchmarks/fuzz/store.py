@@ -18,9 +18,9 @@ from benchmarks.fuzz.campaign import Wrong
 from benchmarks.fuzz.mutations import changed, damaged, odd, written
 from pipelines.cli import main as cli
 from pipelines.execution.plan import ReachedUntil, placeholder
-from pipelines.execution.profile import load_profile
 from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import Stages
+from pipelines.flows.profile import load_profile
 from pipelines.services.reconcile import mend_store
 from rlhf_core.errors import RlhfError
 from rlhf_core.stage.decision import Target as KeyTarget

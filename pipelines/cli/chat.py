@@ -7,7 +7,7 @@ import secrets
 
 from rich.console import Console
 
-from pipelines.execution.inputs import find_artifact
+from pipelines.flows.inputs import find_artifact
 from rlhf_core.config.engines import HFSamplerConfig, RuntimeConfig, SamplingConfig
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Message, PolicyRef, SamplingRequest

@@ -18,8 +18,8 @@ from pipelines.cli.display import LiveDisplay, PlainDisplay, open_display, resul
 from pipelines.execution.all_cached import is_watched, take_hits
 from pipelines.execution.listener import Listener
 from pipelines.execution.plan import plan
-from pipelines.execution.profile import PipelineConfig, load_profile
 from pipelines.execution.run import PipelineRun, RunOptions, import_tracker, open_run, open_tracker, store_of
+from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.services.home import Home, client_environment
 from pipelines.services.servers import (
     SERVER_TIMEOUT_S,
@@ -112,7 +112,7 @@ def _run_flow(
     from prefect.context import FlowRunContext
 
     from pipelines.flows.full import lifecycle
-    from pipelines.flows.tasks import run_in_flow, settle
+    from pipelines.prefect_flows.tasks import run_in_flow, settle
     from pipelines.services.flow_runs import FLOW_NAME
 
     @flow(name=FLOW_NAME, flow_run_name=config.name, validate_parameters=False, persist_result=False)

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from pipelines.execution.inputs import find_artifact
+from pipelines.flows.inputs import find_artifact
 from rlhf_core.config.engines import HFSamplerConfig, RuntimeConfig
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.rewards.server import Score, ServerLimits, create_app

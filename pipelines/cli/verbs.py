@@ -85,9 +85,9 @@ def plan(options: argparse.Namespace) -> None:
 def explain(options: argparse.Namespace) -> None:
     """Print the decision for one stage with its whole key and its record."""
     from pipelines.execution.plan import PENDING, check_labels
-    from pipelines.execution.profile import load_profile
     from pipelines.execution.run import store_of
     from pipelines.execution.versions import version_lines
+    from pipelines.flows.profile import load_profile
     from rlhf_core.stage.decision import target_of
     from rlhf_core.user_code.dependencies import DECLARATION, unseen_reads
 
@@ -207,16 +207,16 @@ def _store_folder(options: argparse.Namespace) -> Path:
         return Path(options.store).expanduser()
     if not options.profile:
         return Home.here().store
-    from pipelines.execution.profile import load_profile
     from pipelines.execution.run import store_of
+    from pipelines.flows.profile import load_profile
 
     return store_of(load_profile(options.profile), Home.here()).root
 
 
 def _plan(options: argparse.Namespace):  # type: ignore[no-untyped-def]  # PlannedStage is imported late
     from pipelines.execution.plan import plan as make_plan
-    from pipelines.execution.profile import load_profile
     from pipelines.execution.run import store_of
+    from pipelines.flows.profile import load_profile
 
     config = load_profile(options.profile, options.overrides)
     return make_plan(

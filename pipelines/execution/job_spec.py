@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipelines.execution.profile import PipelineConfig
+from pipelines.flows.profile import PipelineConfig
 from rlhf_core.config.base import Config
 from rlhf_core.errors import ArtifactError, explain
 from rlhf_core.stage.key import StageInput, StageSpec

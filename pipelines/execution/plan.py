@@ -7,9 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from pipelines.execution.profile import PipelineConfig
 from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import Stages
+from pipelines.flows.profile import PipelineConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.stage.decision import Decision, decide
 from rlhf_core.stage.key import StageSpec

@@ -14,11 +14,11 @@ from typing import Any, Literal, Protocol, TypeVar
 from pipelines.execution.lazy_runtime import DeferredRuntime
 from pipelines.execution.listener import Listener, ShownTracker
 from pipelines.execution.plan import Pipeline, PlannedStage, ReachedUntil, engines_needed, plan
-from pipelines.execution.profile import PipelineConfig
-from pipelines.execution.registry import tracking_place, tracking_uri
 from pipelines.execution.retry import reached, trying_again
 from pipelines.flows.graph import RunStage, Stages
+from pipelines.flows.profile import PipelineConfig
 from pipelines.services.home import Home
+from pipelines.services.registry import tracking_place, tracking_uri
 from rlhf_core.interfaces import StageTracker
 from rlhf_core.runtime.cluster import check_address, named_address
 from rlhf_core.secrets import references

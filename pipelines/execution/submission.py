@@ -17,11 +17,11 @@ from pathlib import Path
 
 from pipelines.execution.job_report import SPEC, JobOutcome, Watcher, raised_again, read_outcome
 from pipelines.execution.job_spec import JobSpec, write_spec
-from pipelines.execution.profile import PipelineConfig
-from pipelines.execution.registry import REGISTRY, tracking_uri
 from pipelines.execution.retry import reached, trying_again
 from pipelines.execution.run import PipelineRun, Progress, StageOutcome
+from pipelines.flows.profile import PipelineConfig
 from pipelines.services.home import Home, quiet_environment
+from pipelines.services.registry import REGISTRY, tracking_uri
 from pipelines.services.user_settings import OWN
 from rlhf_core.errors import ArtifactError, ConfigError, TrainingError, WorkerLostError, explain
 from rlhf_core.runtime.cluster import threads_per_worker, worker_environment

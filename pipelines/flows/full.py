@@ -12,15 +12,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from pipelines.execution.profile import (
+from pipelines.flows.graph import Stages
+from pipelines.flows.iterative_dpo import iterate_dpo
+from pipelines.flows.profile import (
     ConditionalSFTConfig,
     DistillationConfig,
     EvaluationConfig,
     PipelineConfig,
     RejectionSamplingConfig,
 )
-from pipelines.flows.graph import Stages
-from pipelines.flows.iterative_dpo import iterate_dpo
 from rlhf_core.errors import ConfigError
 from rlhf_core.types import (
     ArtifactRef,

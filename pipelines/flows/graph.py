@@ -10,8 +10,8 @@ from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel
 
-from pipelines.execution.registry import registry
 from pipelines.services.home import Home
+from pipelines.services.registry import registry
 from rlhf_core.config.agents import AgentConfig, EpisodeLimits
 from rlhf_core.config.base import Config, keyed
 from rlhf_core.config.engines import RuntimeConfig

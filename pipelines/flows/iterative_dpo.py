@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pipelines.execution.profile import IterativeDPOConfig
 from pipelines.flows.graph import Stages
+from pipelines.flows.profile import IterativeDPOConfig
 from rlhf_core.types import PolicyRef, PromptsRef, RewardModelRef
 
 

@@ -6,9 +6,9 @@ reward model is trained. The profile says which estimator is used; `grpo` is the
 
 from __future__ import annotations
 
-from pipelines.execution.profile import PipelineConfig
 from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import Stages
+from pipelines.flows.profile import PipelineConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.types import PolicyRef
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipelines.execution.registry import tracking_uri
 from pipelines.services import user_settings
 from pipelines.services.home import Home, client_environment
+from pipelines.services.registry import tracking_uri
 from pipelines.services.servers import ServiceError, connect_user_prefect, private_server, running, user_prefect
 from pipelines.services.watchdog import healthy
 from rlhf_core.store import leases

@@ -102,7 +102,7 @@ def _children(home: Home, services: Services, mark: Path) -> tuple[list[Child], 
         Child(name, commands[name], environment, lambda url=url: healthy(url), home.logs / f"{name}.log")  # type: ignore[misc]
         for name, url in services.health.items()
     ]
-    command = [sys.executable, "-P", "-m", "pipelines.flows.deployments", str(mark)]
+    command = [sys.executable, "-P", "-m", "pipelines.prefect_flows.deployments", str(mark)]
     log = home.logs / "deployments.log"
     deployments = Child("deployments", command, environment, lambda: _beats(mark), log, DEPLOYMENTS_PATIENCE_S)
     return servers, deployments

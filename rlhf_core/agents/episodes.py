@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from rlhf_core.agents.games import AnyGame, EpisodeFailed, Game, ProgramGame, Rules, prompt_columns
 from rlhf_core.agents.process import Environments, Event
-from rlhf_core.agents.sessions import plain_text
+from rlhf_core.types import plain_text
 from rlhf_core.agents.transcript import Played
 from rlhf_core.config.agents import EpisodeLimits
 from rlhf_core.config.engines import SamplingConfig

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 
 from rlhf_core.agents.games import rewarded
 from rlhf_core.agents.programs import Engine, EpisodeCut, Program, ProgramResult
-from rlhf_core.agents.sessions import plain_text
+from rlhf_core.types import plain_text
 from rlhf_core.config.agents import OpenRLHFAgent
 from rlhf_core.data.pieces import encode, following
 from rlhf_core.errors import ConfigError, explain

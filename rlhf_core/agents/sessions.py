@@ -24,7 +24,7 @@ from rlhf_core.config.agents import (
     ToolsAgent,
     VerifiersAgent,
 )
-from rlhf_core.types import encodable
+from rlhf_core.types import plain_text
 from rlhf_core.user_code.loading import load_callable
 
 
@@ -135,11 +135,3 @@ def checked_step(result: Any) -> StepResult:
         observation = [{key: plain_text(turn[key]) for key in ("role", "content")} for turn in observation]
     extras = {plain_text(str(name)): float(value) for name, value in result.extras.items()}
     return StepResult(observation, float(result.reward), bool(result.done), extras)
-
-
-def plain_text(text: str) -> str:
-    """Return `text` as a `str`: a class of the user's, such as an enum of roles, cannot be loaded by the parent.
-
-    It is `encodable`. TypeError if it is no text.
-    """
-    return encodable(str.__str__(text))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.stage.run import StageContext
+from rlhf_core.stage.context import StageContext
 from rlhf_core.types import Generation, PolicyRef, TokenSample
 
 KL_BATCH = 256

@@ -19,7 +19,7 @@ from rlhf_core.rewards.composition import compose, in_group
 from rlhf_core.rewards.outcomes import Logs, Outcome, Reward, as_outcome, merged_logs, screened
 from rlhf_core.rewards.shaping import RunningNormaliser, clipped, linear_weight, soft_overlong
 from rlhf_core.rewards.terms import check_reward_models, open_terms
-from rlhf_core.stage.run import StageContext
+from rlhf_core.stage.context import StageContext
 from rlhf_core.store.failures import Counts
 from rlhf_core.types import Generation, RewardModelRef, Rollout
 

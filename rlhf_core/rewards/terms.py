@@ -33,7 +33,7 @@ from rlhf_core.rewards.isolation import IsolatedReward
 from rlhf_core.rewards.model import Contract, score_with_reward_model, verify_contract
 from rlhf_core.rewards.outcomes import Outcome, Reward
 from rlhf_core.rewards.worker import Settings
-from rlhf_core.stage.run import StageContext
+from rlhf_core.stage.context import StageContext
 from rlhf_core.store.fingerprint import canonical_json, sha256_text
 from rlhf_core.types import Generation, ProcessRewardModelRef, RewardModelRef
 from rlhf_core.user_code.dependencies import user_code_digest

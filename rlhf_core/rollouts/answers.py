@@ -18,7 +18,7 @@ from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.interfaces import Metrics, Sampler
-from rlhf_core.stage.run import StageContext
+from rlhf_core.stage.context import StageContext
 from rlhf_core.types import Completion, Generation, Prompt, SamplingRequest, derive_seed
 
 

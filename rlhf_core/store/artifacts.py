@@ -38,6 +38,7 @@ from rlhf_core.store.layout import (
 )
 from rlhf_core.store.leases import Lease, Owner
 from rlhf_core.store.maintenance import Damage, GcReport
+from rlhf_core.store.object_check import object_damage
 from rlhf_core.store.records import KeyRecord, Provenance, parse_record
 from rlhf_core.store.typed_json import Stored, read_stored
 from rlhf_core.types import ArtifactRef
@@ -144,7 +145,7 @@ class ArtifactStore:
                 continue
             digest = object_digest(ref)
             folder = self.layout.object(digest)
-            problem = maintenance.object_damage(folder, deep=False) if folder.exists() else ""
+            problem = object_damage(folder, deep=False) if folder.exists() else ""
             if problem:
                 quarantine_object(self.layout, digest, problem)
                 rule = f"is damaged ({problem}) and was put into quarantine"
@@ -259,7 +260,7 @@ class ArtifactStore:
         record, problem = parse_record(self.layout.key(key))
         if record is None:
             return None, f"its record {problem}" if problem else "its record is gone"
-        return record, maintenance.object_damage(self.layout.object(object_digest(record.handle)), deep=False)
+        return record, object_damage(self.layout.object(object_digest(record.handle)), deep=False)
 
     def _store_object(self, out: Path, files: Mapping[str, FileEntry], digest: str) -> None:
         write_json(out / MANIFEST, {"schema": 1, "files": {path: _entry(entry) for path, entry in files.items()}})
@@ -276,7 +277,7 @@ class ArtifactStore:
 
     def _keep_one(self, out: Path, target: Path) -> None:
         """The same content is there already: drop ours, unless theirs is damaged."""
-        damage = maintenance.object_damage(target, deep=True)
+        damage = object_damage(target, deep=True)
         if damage:
             logger.warning("store: object %s is damaged: %s; replaced", target.name[:12], damage)
             quarantine_object(self.layout, target.name, damage)

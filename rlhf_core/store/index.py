@@ -170,7 +170,7 @@ def _manifest(folder: Path, entry: list[Any] | None) -> list[Any] | None:
 def _state(folder: Path, entry: list[Any] | None) -> State:
     if entry is None or not _as_listed(f"{folder}{os.sep}", entry[1], checked=entry[0][2]):
         from rlhf_core.store.layout import folder_bytes
-        from rlhf_core.store.maintenance import object_damage
+        from rlhf_core.store.object_check import object_damage
 
         size = folder_bytes(folder) if folder.is_dir() else None
         return State(size, object_damage(folder, deep=False))

@@ -16,7 +16,7 @@ from rlhf_core.config.loop import LoopConfig
 from rlhf_core.data.order import shuffled
 from rlhf_core.errors import ConfigError, TrainingError, explain
 from rlhf_core.interfaces import Metrics, Objective, Trainer
-from rlhf_core.stage.run import StageContext
+from rlhf_core.stage.context import StageContext
 from rlhf_core.store.checkpoints import Checkpoints
 from rlhf_core.training.schedule import scheduled_rate
 from rlhf_core.training.skipped import count_skipped

@@ -13,8 +13,8 @@ import pytest
 from benchmarks.method_rows import Start, methods, policy_sections, preference_sections
 from benchmarks.method_steps import STEPPED
 from benchmarks.methods import Result, keep, print_tables, read
-from pipelines.execution.profile import load_profile
 from pipelines.flows.graph import Stages
+from pipelines.flows.profile import load_profile
 from rlhf_core.config.custom import CustomFunction
 from rlhf_core.config.policy import Advantage, PolicyLoss
 from rlhf_core.config.preference import PreferenceLoss

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pipelines.execution.listener import Silent
-from pipelines.execution.profile import PipelineConfig, load_profile
 from pipelines.execution.run import PipelineRun, RunOptions, open_run, open_tracker, run_stages
 from pipelines.flows.graph import RunStage, Stages
+from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.services.home import Home
 from rlhf_core.stage import stopping
 from rlhf_core.stage.decision import Decision

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipelines.execution.profile import PipelineConfig
 from pipelines.flows.graph import Stages
+from pipelines.flows.profile import PipelineConfig
 from rlhf_core.types import PolicyRef
 from tests.rlhf_core.toy_stage import ToyConfig, toy_spec
 

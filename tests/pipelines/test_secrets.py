@@ -18,18 +18,18 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.execution.plan import plan
-from pipelines.execution.profile import PipelineConfig, load_profile
 from pipelines.execution.run import RunOptions, open_run, run_stages, store_of
-from pipelines.flows import pipeline_flows
 from pipelines.flows.full import lifecycle
+from pipelines.flows.profile import PipelineConfig, load_profile
+from pipelines.prefect_flows import pipelines
 from pipelines.services.home import Home
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards import remote
 from rlhf_core.tracking.memory import MemoryTracker
 from tests.pipelines.execution.test_run import directly
-from tests.pipelines.flows.test_tasks import api
 from tests.pipelines.listening import Notes
 from tests.pipelines.mini import MINI
+from tests.pipelines.prefect_flows.test_tasks import api
 
 SECRETS = {
     "FUNCTION_SECRET": "of-the-function/7c1f",
@@ -273,9 +273,9 @@ def test_prefect_keeps_the_references_of_a_flow_runs_parameters(
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     given: list[PipelineConfig] = []
-    monkeypatch.setattr(pipeline_flows, "run_served", lambda config, *rest: given.append(config))
+    monkeypatch.setattr(pipelines, "run_served", lambda config, *rest: given.append(config))
     profile = load_profile(write_profile(tmp_path / "mine", "127.0.0.1:1"))
-    pipeline_flows.full(profile.model_dump(mode="json", exclude_none=True))
+    pipelines.full(profile.model_dump(mode="json", exclude_none=True))
     (run_of_flow,) = [one for one in api("/flow_runs/filter", {"limit": 50}) if one["name"] == "mini"]
     stored = run_of_flow["parameters"]["config"]["rejection_sampling"]
     assert stored["score"]["rewards"]["terms"]["mine"]["arguments"]["api_key"] == "env:FUNCTION_SECRET"

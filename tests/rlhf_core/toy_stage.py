@@ -12,8 +12,8 @@ from typing import Annotated, Any
 from rlhf_core.config.base import FAILURES, OPERATIONAL, Config
 from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.interfaces import ModelSpec, Role, Sampler, Trainer
+from rlhf_core.stage.context import StageContext
 from rlhf_core.stage.key import StageSpec
-from rlhf_core.stage.run import StageContext
 from rlhf_core.types import ArtifactRef, DemonstrationsRef, PolicyRef, PreparedDataRef
 
 NAME = "toy"

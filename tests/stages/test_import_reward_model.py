@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipelines.execution.plan import plan
-from pipelines.execution.profile import load_profile
+from pipelines.flows.profile import load_profile
 from pipelines.importers.openrlhf.translate import translate
 from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.external import PROBES

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from pipelines.execution.profile import PipelineConfig
+from pipelines.flows.profile import PipelineConfig
 from pipelines.importers.openrlhf.draft import Draft, Source
 
 _SOURCES = "prepare_data.data"

@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipelines.execution.profile import parse
+from pipelines.flows.profile import parse
 from pipelines.importers.openrlhf.arguments import read_arguments
 from pipelines.importers.openrlhf.draft import Draft, Outcome, Sheet
 from pipelines.importers.openrlhf.flags import COMMANDS, OTHER_COMMANDS

@@ -11,7 +11,7 @@ import pytest
 
 from pipelines.cli.main import main
 from pipelines.execution.plan import PlannedStage
-from pipelines.execution.profile import load_profile
+from pipelines.flows.profile import load_profile
 from rlhf_core.stage.decision import Decision, decide
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore

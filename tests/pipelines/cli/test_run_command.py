@@ -37,8 +37,8 @@ def losing_prefect(monkeypatch: pytest.MonkeyPatch, *, before_the_body: bool) ->
     context = SimpleNamespace(get=lambda: SimpleNamespace(flow_run=SimpleNamespace(id="1")))
     monkeypatch.setattr("prefect.flow", flow)
     monkeypatch.setattr("prefect.context.FlowRunContext", context)
-    monkeypatch.setattr("pipelines.flows.tasks.run_in_flow", lambda *_: done.append("ran"))
-    monkeypatch.setattr("pipelines.flows.tasks.settle", lambda *_: done.append("settled"))
+    monkeypatch.setattr("pipelines.prefect_flows.tasks.run_in_flow", lambda *_: done.append("ran"))
+    monkeypatch.setattr("pipelines.prefect_flows.tasks.settle", lambda *_: done.append("settled"))
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
     return done
 

@@ -6,8 +6,8 @@ import pytest
 
 from pipelines.execution.all_cached import is_watched, take_hits
 from pipelines.execution.plan import PlannedStage, plan
-from pipelines.execution.profile import load_profile
 from pipelines.execution.run import store_of
+from pipelines.flows.profile import load_profile
 from pipelines.services.home import Home
 from rlhf_core.store.artifacts import ArtifactStore
 from tests.pipelines.execution.test_run import run_once

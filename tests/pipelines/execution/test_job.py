@@ -11,7 +11,7 @@ import pytest
 from pipelines.execution.job import main
 from pipelines.execution.job_report import SPEC, TOLD, JobOutcome, read_outcome
 from pipelines.execution.job_spec import JobSpec, write_spec
-from pipelines.execution.profile import load_profile
+from pipelines.flows.profile import load_profile
 from pipelines.services.home import Home
 from rlhf_core.stage import stopping
 from rlhf_core.stage.key import StageSpec, stage_key

@@ -7,7 +7,7 @@ import pytest
 
 from pipelines.execution.job_spec import JobSpec, read_spec, restore_stage, stored_stage, write_spec
 from pipelines.execution.plan import plan
-from pipelines.execution.profile import load_profile
+from pipelines.flows.profile import load_profile
 from rlhf_core.errors import ArtifactError
 from rlhf_core.stage.key import key_payload
 from rlhf_core.store.artifacts import ArtifactStore

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from pipelines.execution.plan import engines_needed, plan
-from pipelines.execution.profile import load_profile, profile_names
 from pipelines.flows.graph import Stages
+from pipelines.flows.profile import load_profile, profile_names
 from rlhf_core.errors import ConfigError
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore

@@ -9,10 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipelines.execution.profile import load_profile
 from pipelines.execution.retry import Reached, reached, trying_again
 from pipelines.execution.run import RunOptions, open_run, run_stages
 from pipelines.flows.full import lifecycle
+from pipelines.flows.profile import load_profile
 from pipelines.services.home import Home
 from rlhf_core.errors import ConfigError, TrainerLostError, TrainingError, WorkerLostError
 from rlhf_core.stage.key import StageSpec

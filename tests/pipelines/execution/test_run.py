@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from pipelines.execution.plan import Pipeline, plan
-from pipelines.execution.profile import PipelineConfig, load_profile
-from pipelines.execution.registry import tracking_uri
 from pipelines.execution.run import PipelineRun, RunOptions, open_run, run_stages, store_of
 from pipelines.flows.graph import RunStage, Stages
+from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.services.home import Home
+from pipelines.services.registry import tracking_uri
 from rlhf_core.errors import ConfigError
 from rlhf_core.stage.key import StageSpec, stage_key
 from rlhf_core.stage.run import execute

@@ -12,8 +12,8 @@ import pytest
 from pipelines.execution import retry, submission
 from pipelines.execution.job_report import OUTCOME, SPEC
 from pipelines.execution.lazy_runtime import DeferredRuntime
-from pipelines.execution.profile import load_profile
 from pipelines.execution.run import PipelineRun, RunOptions, StageOutcome, open_run, store_of
+from pipelines.flows.profile import load_profile
 from pipelines.services.home import Home
 from rlhf_core.errors import ConfigError, RlhfError, TrainingError, WorkerLostError
 from rlhf_core.stage import stopping

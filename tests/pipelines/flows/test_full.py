@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from pipelines.execution.plan import PlannedStage, plan
-from pipelines.execution.profile import load_profile
 from pipelines.flows.full import part
+from pipelines.flows.profile import load_profile
 from rlhf_core.errors import ConfigError
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PreferencesRef, PreparedDataRef, ProcessRewardModelRef, PromptsRef

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 import pytest
 
 from pipelines.execution.plan import plan
-from pipelines.execution.profile import load_profile
 from pipelines.flows.graph import ENGINES, Stages, agent_digests, reward_functions
+from pipelines.flows.profile import load_profile
 from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.config.preference import ORPOLoss, SimPOLoss
 from rlhf_core.errors import ConfigError

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipelines.execution.plan import plan
-from pipelines.execution.profile import load_profile
+from pipelines.flows.profile import load_profile
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.store.artifacts import ArtifactStore
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipelines.execution.plan import plan
-from pipelines.execution.profile import load_profile
+from pipelines.flows.profile import load_profile
 from pipelines.flows.rlvr import verifiable_rewards
 from rlhf_core.errors import ConfigError
 from rlhf_core.store.artifacts import ArtifactStore

@@ -9,7 +9,7 @@ from jinja2 import Environment
 from rich.console import Console
 
 from pipelines.cli.main import main
-from pipelines.execution.profile import load_profile
+from pipelines.flows.profile import load_profile
 from pipelines.importers.openrlhf.importing import import_script
 from pipelines.importers.openrlhf.translate import translate
 from rlhf_core.errors import ConfigError

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import tomllib
 
-from pipelines.execution.profile import PipelineConfig, parse
+from pipelines.flows.profile import PipelineConfig, parse
 from pipelines.importers.openrlhf.translate import Translation, translate
 
 TRAIN = "--train_batch_size 32 --zero_stage 3 --bf16 --apply_chat_template"

@@ -20,10 +20,10 @@ from prefect.events.worker import EventsWorker
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, PREFECT_UI_URL, temporary_settings
 from prefect.states import Completed
 
-from pipelines.execution.inputs import parts
 from pipelines.execution.plan import Pipeline, expect
 from pipelines.execution.run import PipelineRun, run_stages
-from pipelines.flows.cards import ProgressCard, show_plan, show_samples, show_stage
+from pipelines.flows.inputs import parts
+from pipelines.prefect_flows.cards import ProgressCard, show_plan, show_samples, show_stage
 from pipelines.services.flow_runs import own, reconcile
 from pipelines.services.servers import wait_for
 from rlhf_core.secrets.redaction import shown

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipelines.flows import cards
-from pipelines.flows.cards import artifact_key
+from pipelines.prefect_flows import cards
+from pipelines.prefect_flows.cards import artifact_key
 
 
 @pytest.mark.parametrize(

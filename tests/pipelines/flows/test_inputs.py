@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.execution.inputs import find_artifact
+from pipelines.flows.inputs import find_artifact
 from rlhf_core.errors import ArtifactError
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore

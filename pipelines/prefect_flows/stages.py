@@ -11,18 +11,13 @@ from typing import Any, TypeVar
 from prefect import flow
 from pydantic import Field
 
-from pipelines.execution.inputs import find_artifact
-from pipelines.execution.profile import (
-    ConditionalSFTConfig,
-    IterativeDPOConfig,
-    PipelineConfig,
-    RejectionSamplingConfig,
-)
 from pipelines.execution.run import RunOptions, store_of
 from pipelines.flows.full import condition_and_imitate, sample_and_imitate
 from pipelines.flows.graph import Stages
+from pipelines.flows.inputs import find_artifact
 from pipelines.flows.iterative_dpo import iterate_dpo
-from pipelines.flows.pipeline_flows import run_served
+from pipelines.flows.profile import ConditionalSFTConfig, IterativeDPOConfig, PipelineConfig, RejectionSamplingConfig
+from pipelines.prefect_flows.pipelines import run_served
 from pipelines.services.flow_runs import FLOW_NAME
 from pipelines.services.home import Home
 from rlhf_core.config.base import Config

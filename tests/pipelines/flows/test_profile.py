@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.execution.profile import find_profile, load_profile, parse, profile_names, with_overrides
+from pipelines.flows.profile import find_profile, load_profile, parse, profile_names, with_overrides
 from rlhf_core.errors import ConfigError
 from tests.pipelines.mini import write_mini
 

@@ -13,9 +13,9 @@ import yaml
 from jsonschema import ValidationError, validate
 from rich.console import Console
 
-from pipelines.execution.profile import load_profile
-from pipelines.flows import deployments
-from pipelines.flows.deployments import stage_parameters
+from pipelines.flows.profile import load_profile
+from pipelines.prefect_flows import deployments
+from pipelines.prefect_flows.deployments import stage_parameters
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 

@@ -7,11 +7,11 @@ from prefect.context import FlowRunContext
 
 from pipelines.execution.listener import Silent
 from pipelines.execution.plan import Pipeline
-from pipelines.execution.profile import PipelineConfig, with_overrides
 from pipelines.execution.run import RunOptions, open_run, open_tracker
 from pipelines.flows.full import lifecycle
+from pipelines.flows.profile import PipelineConfig, with_overrides
 from pipelines.flows.rlvr import verifiable_rewards
-from pipelines.flows.tasks import run_in_flow
+from pipelines.prefect_flows.tasks import run_in_flow
 from pipelines.services.flow_runs import FLOW_NAME, own
 from pipelines.services.home import Home
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from pipelines.execution.listener import Silent
-from pipelines.execution.profile import PipelineConfig, load_profile
 from pipelines.execution.run import RunOptions, open_run
 from pipelines.flows.graph import Stages
+from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.services.home import Home
 from pipelines.services.own_pages import basic
 from rlhf_core.tracking.memory import MemoryTracker
@@ -39,7 +39,7 @@ def run_flow(tmp_path: Path, home: Home) -> str:
     from prefect import flow
     from prefect.context import FlowRunContext
 
-    from pipelines.flows.tasks import run_in_flow, settle
+    from pipelines.prefect_flows.tasks import run_in_flow, settle
 
     ids = []
 
@@ -97,7 +97,7 @@ def test_a_run_that_is_retried_is_not_taken_for_that_of_the_dead_process(prefect
     from prefect.client.orchestration import get_client
     from prefect.context import FlowRunContext
 
-    from pipelines.flows.tasks import run_in_flow
+    from pipelines.prefect_flows.tasks import run_in_flow
     from rlhf_core.tracking import owner
 
     ids = []

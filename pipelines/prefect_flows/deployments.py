@@ -25,8 +25,8 @@ from prefect.runner import Runner
 from prefect.runner import _scheduled_run_poller as poller
 from pydantic import BaseModel
 
-from pipelines.execution.profile import PipelineConfig, load_profile
-from pipelines.flows import pipeline_flows, stage_flows
+from pipelines.flows.profile import PipelineConfig, load_profile
+from pipelines.prefect_flows import pipelines, stages
 from pipelines.services.flow_runs import home_tag, interrupt, reconcile
 from pipelines.services.home import Home
 
@@ -53,10 +53,10 @@ def deployments() -> list[Any]:
     others = [stage_parameters(load_profile(name)) for name in ("tiny/distill", "tiny/conditional", "tiny/prm")]
     forms = others[0] | others[1] | others[2] | stage_parameters(profile)
     return [
-        _deploy(pipeline_flows.full, "full", {"config": _plain(profile)}),
-        _deploy(pipeline_flows.rlvr, "rlvr", {"config": _plain(load_profile("tiny/rlvr"))}),
+        _deploy(pipelines.full, "full", {"config": _plain(profile)}),
+        _deploy(pipelines.rlvr, "rlvr", {"config": _plain(load_profile("tiny/rlvr"))}),
         # Where the model is only a person knows: the form is filled in but for that.
-        _deploy(stage_flows.import_reward_model, "import-reward-model", {"settings": forms["ppo"][1]["settings"]}),
+        _deploy(stages.import_reward_model, "import-reward-model", {"settings": forms["ppo"][1]["settings"]}),
         *(_deploy(flow, name, parameters) for name, (flow, parameters) in forms.items()),
     ]
 
@@ -67,22 +67,22 @@ def stage_parameters(profile: PipelineConfig) -> dict[str, tuple[Flow[..., Any],
     conditional = profile.conditional_sft
     settings = {"name": profile.name, "seed": profile.seed, "runtime": _plain(profile.runtime)}
     sections: dict[str, tuple[Flow[..., Any], BaseModel | None]] = {
-        "prepare-data": (stage_flows.prepare_data, profile.prepare_data),
-        "sft": (stage_flows.sft, profile.sft),
-        "reward-model": (stage_flows.reward_model, profile.reward_model),
-        "process-reward-model": (stage_flows.process_reward_model, profile.process_reward_model),
-        "generate": (stage_flows.generate, rejection and rejection.generate),
-        "score": (stage_flows.score, rejection and rejection.score),
-        "select": (stage_flows.select, rejection and rejection.select),
-        "rejection-sampling": (stage_flows.rejection_sampling, rejection),
-        "condition": (stage_flows.condition, conditional and conditional.condition),
-        "conditional-sft": (stage_flows.conditional_sft, conditional),
-        "distill": (stage_flows.distill, profile.distill),
-        "iterative-dpo": (stage_flows.iterative_dpo, dpo),
-        "dpo": (stage_flows.dpo, dpo and dpo.dpo),
-        "ppo": (stage_flows.ppo, profile.ppo),
-        "evaluate": (stage_flows.evaluate, judged and judged.evaluate),
-        "publish": (stage_flows.publish, profile.publish),
+        "prepare-data": (stages.prepare_data, profile.prepare_data),
+        "sft": (stages.sft, profile.sft),
+        "reward-model": (stages.reward_model, profile.reward_model),
+        "process-reward-model": (stages.process_reward_model, profile.process_reward_model),
+        "generate": (stages.generate, rejection and rejection.generate),
+        "score": (stages.score, rejection and rejection.score),
+        "select": (stages.select, rejection and rejection.select),
+        "rejection-sampling": (stages.rejection_sampling, rejection),
+        "condition": (stages.condition, conditional and conditional.condition),
+        "conditional-sft": (stages.conditional_sft, conditional),
+        "distill": (stages.distill, profile.distill),
+        "iterative-dpo": (stages.iterative_dpo, dpo),
+        "dpo": (stages.dpo, dpo and dpo.dpo),
+        "ppo": (stages.ppo, profile.ppo),
+        "evaluate": (stages.evaluate, judged and judged.evaluate),
+        "publish": (stages.publish, profile.publish),
     }
     parameters: dict[str, tuple[Flow[..., Any], dict[str, Any]]] = {}
     for name, (flow, section) in sections.items():

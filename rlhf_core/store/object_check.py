@@ -1,0 +1,69 @@
+"""Check an object of the store against its manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rlhf_core.store.fingerprint import FileEntry, hash_files, list_files, sha256_text, tree_digest
+from rlhf_core.store.layout import MANIFEST, read_json
+from rlhf_core.types import encodable
+
+_LONGEST_NAME = 255
+"""Characters of the name of a file, on any file system."""
+
+
+def object_damage(folder: Path, *, deep: bool) -> str:
+    """Return what is wrong with an object, or an empty text.
+
+    `deep` hashes the files; otherwise sizes are compared, and only files that were written to since the last good check
+    are hashed.
+    """
+    manifest = read_json(folder / MANIFEST)
+    if manifest is None:
+        return f"{folder} is gone" if not folder.exists() else f"{folder} has no readable {MANIFEST}"
+    try:
+        files = {path: FileEntry(int(item["size"]), str(item["sha256"])) for path, item in manifest["files"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        return f"{folder} has no readable {MANIFEST}"
+    if not all(map(_is_inside, files)):
+        return f"{folder} has no readable {MANIFEST}"
+    written = []
+    try:
+        checked = (folder / MANIFEST).stat().st_mtime_ns
+        for path, entry in files.items():
+            status = (folder / path).stat()
+            if status.st_size != entry.size:
+                return f"{path} has {status.st_size} bytes, not {entry.size}"
+            if status.st_mtime_ns > checked:
+                written.append(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return f"{path} is missing"
+    return _content_damage(folder, files) if deep else _changed_content(folder, files, written)
+
+
+def _is_inside(name: str) -> bool:
+    """Return whether a name in a manifest can be that of a file of its object."""
+    parts = name.split("/")
+    return (
+        "\0" not in name
+        and name == encodable(name)
+        and not {"", ".", ".."} & set(parts)
+        and max(map(len, parts)) <= _LONGEST_NAME
+    )
+
+
+def _changed_content(folder: Path, files: Mapping[str, FileEntry], paths: Sequence[str]) -> str:
+    found = hash_files(folder, paths) if paths else {}
+    changed = [path for path, entry in found.items() if files[path] != entry]
+    return f"{changed[0]} has changed content" if changed else ""
+
+
+def _content_damage(folder: Path, files: Mapping[str, FileEntry]) -> str:
+    changed = _changed_content(folder, files, list(files))
+    if changed:
+        return changed
+    extra = sorted(set(list_files(folder)) - set(files) - {MANIFEST})
+    if extra:
+        return f"{extra[0]} does not belong to it"
+    return "" if tree_digest(files) == folder.name else f"{MANIFEST} does not match the digest"
