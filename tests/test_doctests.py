@@ -22,7 +22,7 @@ SKIPPED = {
     "rlhf_core.agents.process": (1, "processes of environments and a policy's tokenizer"),
     "rlhf_core.agents.programs": (1, "an event loop and a policy that samples"),
     "rlhf_core.config.base": (1, "an annotation, shown as it stands in a class"),
-    "rlhf_core.secrets.references": (1, "an annotation, shown as it stands in a class"),
+    "rlhf_core.config.secrets": (1, "an annotation, shown as it stands in a class"),
     "rlhf_core.data.chat": (1, "a policy's tokenizer"),
     "rlhf_core.data.steps": (1, "a policy's tokenizer"),
     "rlhf_core.rewards.sandbox.fusion": (1, "a server of SandboxFusion"),

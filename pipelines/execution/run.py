@@ -19,9 +19,9 @@ from pipelines.flows.graph import RunStage, Stages
 from pipelines.flows.profile import PipelineConfig
 from pipelines.services.home import Home
 from pipelines.services.registry import tracking_place, tracking_uri
+from rlhf_core.config import secrets
 from rlhf_core.interfaces import StageTracker
 from rlhf_core.runtime.cluster import check_address, named_address
-from rlhf_core.secrets import references
 from rlhf_core.secrets.redaction import hide_in
 from rlhf_core.stage import stopping
 from rlhf_core.stage.decision import Decision, starts_over, target_of
@@ -167,7 +167,7 @@ class PipelineRun:
     def _execute(self, spec: StageSpec, show_progress: Progress) -> StageOutcome:
         began = time.monotonic()
         if "sampler" in spec.engines:
-            references.check(self.config.runtime.sampler, "runtime.sampler")
+            secrets.check(self.config.runtime.sampler, "runtime.sampler")
         key = target_of(self.store, spec, strict_code=self.options.strict_code, strict_env=self.options.strict_env).key
         inner = self.tracker.stage(
             spec.label,
@@ -276,7 +276,7 @@ def open_run(
             if stage.decision.action in ("RUN", "RESUME"):
                 check_secrets(stage.spec)
     if "sampler" in needed:
-        references.check(config.runtime.sampler, "runtime.sampler")
+        secrets.check(config.runtime.sampler, "runtime.sampler")
     if needed and config.runtime.type == "ray":
         check_address(named_address())  # now, and not when the first stage needs an engine
     if needed:

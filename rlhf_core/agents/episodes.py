@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 
 from rlhf_core.agents.games import AnyGame, EpisodeFailed, Game, ProgramGame, Rules, prompt_columns
 from rlhf_core.agents.process import Environments, Event
-from rlhf_core.types import plain_text
 from rlhf_core.agents.transcript import Played
 from rlhf_core.config.agents import EpisodeLimits
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.interfaces import Sampler
-from rlhf_core.types import Completion, Prompt, SamplingRequest
+from rlhf_core.types import Completion, Prompt, SamplingRequest, plain_text
 
 LOOK_EVERY_S = 0.2
 """How often a wait looks for processes that hang."""

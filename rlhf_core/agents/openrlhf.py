@@ -24,10 +24,10 @@ from typing import Any, TypeAlias
 
 from rlhf_core.agents.games import rewarded
 from rlhf_core.agents.programs import Engine, EpisodeCut, Program, ProgramResult
-from rlhf_core.types import plain_text
 from rlhf_core.config.agents import OpenRLHFAgent
 from rlhf_core.data.pieces import encode, following
 from rlhf_core.errors import ConfigError, explain
+from rlhf_core.types import plain_text
 from rlhf_core.user_code.loading import load_file
 
 MODULES = ("openrlhf", "openrlhf.utils", "openrlhf.utils.agent", "openrlhf.utils.logging_utils")

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validato
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from rlhf_core.secrets.references import holding, refuse_plain
+from rlhf_core.config.secrets import holding, refuse_plain
 
 
 class Operational:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from rlhf_core.config.base import OPERATIONAL, Config
-from rlhf_core.secrets.references import HOLDS_SECRETS
+from rlhf_core.config.secrets import HOLDS_SECRETS
 
 DType = Literal["float32", "bfloat16"]
 Url = Annotated[str, Field(pattern=r"^https?://[^/?#]+$")]

@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from rlhf_core.config.base import FAILURES, OPERATIONAL, Config
+from rlhf_core.config.secrets import HOLDS_SECRETS
 from rlhf_core.secrets.redaction import hidden
-from rlhf_core.secrets.references import HOLDS_SECRETS
 
 # ---------------------------------------------------------------- terms
 

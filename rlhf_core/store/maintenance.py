@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +13,12 @@ from pathlib import Path
 from rlhf_core.errors import ArtifactError, explain
 from rlhf_core.store.attempts import checkpoints
 from rlhf_core.store.damage import last_good, quarantine_object, suspicion
-from rlhf_core.store.fingerprint import FileEntry, hash_files, list_files, sha256_text, tree_digest
+from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.index import Unreadable
 from rlhf_core.store.layout import MANIFEST, StoreLayout, folder_bytes, move_aside, read_json, remove_tree, write_json
 from rlhf_core.store.leases import living_owner
 from rlhf_core.store.object_check import object_damage
 from rlhf_core.store.records import KeyRecord
-from rlhf_core.types import encodable
 
 logger = logging.getLogger(__name__)
 

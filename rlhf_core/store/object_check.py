@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rlhf_core.store.fingerprint import FileEntry, hash_files, list_files, sha256_text, tree_digest
+from rlhf_core.store.fingerprint import FileEntry, hash_files, list_files, tree_digest
 from rlhf_core.store.layout import MANIFEST, read_json
 from rlhf_core.types import encodable
 

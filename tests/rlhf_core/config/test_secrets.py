@@ -13,9 +13,9 @@ from rlhf_core.config.agents import EnvironmentAgent, NemoGymAgent, OpenEnvAgent
 from rlhf_core.config.base import Config, keyed
 from rlhf_core.config.engines import VllmServerSamplerConfig
 from rlhf_core.config.rewards import FunctionReward, JudgeReward, RemoteReward, RewardsConfig
+from rlhf_core.config.secrets import check, resolved, with_secrets
 from rlhf_core.errors import ConfigError
 from rlhf_core.secrets.redaction import without_secrets
-from rlhf_core.secrets.references import check, resolved, with_secrets
 from rlhf_core.store.fingerprint import canonical_json
 
 TEMPLATE = "Rate {completion}"
