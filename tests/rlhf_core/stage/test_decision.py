@@ -13,8 +13,8 @@ import pytest
 from pydantic import TypeAdapter
 
 from rlhf_core.secrets.redaction import ErrorWithoutSecrets, know
+from rlhf_core.stage import context
 from rlhf_core.stage import decision as deciding
-from rlhf_core.stage import run
 from rlhf_core.stage.decision import Decision, decide, differences, target_of
 from rlhf_core.stage.key import StageSpec, stage_key
 from rlhf_core.stage.run import execute
@@ -405,7 +405,7 @@ def test_other_versions_are_said_and_count_where_they_are_asked_to(
     for module in (records, deciding):
         monkeypatch.setattr(module, "versions", lambda: other)
     monkeypatch.setattr(records, "environment", lambda: other)
-    monkeypatch.setattr(run, "environment", lambda: other)
+    monkeypatch.setattr(context, "environment", lambda: other)
     action, reason = _said(store, spec)
     assert action == "HIT" and reason.endswith(f"; other versions now (numpy: {numpy} -> 0.1)")
     assert _said(store, spec, strict_env=True) == ("RUN", f"numpy: {numpy} -> 0.1")
