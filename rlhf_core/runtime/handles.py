@@ -11,10 +11,10 @@ from typing import Any
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.errors import RlhfError, SamplingError, explain
 from rlhf_core.interfaces import Metrics, Objective, Weights
-from rlhf_core.runtime.calls import WorkerGroup
-from rlhf_core.runtime.turns import Turns
+from rlhf_core.runtime.gpu_sharing import GpuSharing
 from rlhf_core.runtime.weight_sync import DeviceWeights, Transfer
 from rlhf_core.runtime.weights import StoredWeights
+from rlhf_core.runtime.worker_group import WorkerGroup
 from rlhf_core.types import Completion, SamplingRequest, TokenSample, TopLogprobs
 
 
@@ -32,10 +32,10 @@ class RayTrainer:
         *,
         transfer: Transfer,
         ranks_per_share: int = 1,
-        turns: Turns | None = None,
+        sharing: GpuSharing | None = None,
     ) -> None:
         self._workers = workers
-        self._turns = turns or Turns()
+        self._sharing = sharing or GpuSharing()
         self._transfer = transfer
         self._role = role
         self._lease = lease
@@ -94,7 +94,7 @@ class RayTrainer:
         self._call("export", folder)
 
     def _call(self, method: str, *arguments: Any) -> list[Any]:
-        with self._turns.training():
+        with self._sharing.training():
             return self._workers.call(self._role, method, self._lease, *arguments)
 
     def _shares(self, samples: Sequence[Any]) -> list[list[int]]:
@@ -104,7 +104,7 @@ class RayTrainer:
 
     def _call_shares(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         repeated = [each for each in arguments for _ in range(self._ranks_per_share)]
-        with self._turns.training():
+        with self._sharing.training():
             return self._workers.call_each(self._role, method, repeated)[:: self._ranks_per_share]
 
     def _reduced(self, method: str, samples: Sequence[Any], objective: Objective) -> Metrics:
@@ -132,10 +132,10 @@ class RaySampler:
     """One policy on all engines; engine e gets a run of consecutive requests."""
 
     def __init__(
-        self, workers: WorkerGroup, *, transfer: Transfer, tensor_parallel: int, turns: Turns | None = None
+        self, workers: WorkerGroup, *, transfer: Transfer, tensor_parallel: int, sharing: GpuSharing | None = None
     ) -> None:
         self._workers = workers
-        self._turns = turns or Turns()
+        self._sharing = sharing or GpuSharing()
         self._transfer = transfer
         self._tensor_parallel = tensor_parallel
         self._sampled: dict[int, int] = {}
@@ -147,7 +147,7 @@ class RaySampler:
         engines = len(self._workers.actors)
         bounds = [len(requests) * index // engines for index in range(engines + 1)]
         parts = [(list(requests[start:end]), sampling) for start, end in itertools.pairwise(bounds)]
-        with self._turns.sampling():
+        with self._sharing.sampling():
             results = self._workers.call_each("policy", "generate", parts)
         return [completion for part in results for completion in part]
 
@@ -162,7 +162,7 @@ class RaySampler:
             load[engine] += 1
             self._sampled[number] = engine
             parts[engine].append((number, request))
-        with self._turns.sampling():
+        with self._sharing.sampling():
             results = self._workers.call_each("policy", "advance", [(part, sampling) for part in parts])
         finished = [one for result in results for one in result]
         for number, _ in finished:
@@ -174,10 +174,10 @@ class RaySampler:
         self._sampled.clear()
         match weights.payload:
             case StoredWeights():
-                with self._turns.sampling():
+                with self._sharing.sampling():
                     self._workers.call("policy", "load_weights", weights, version)
             case DeviceWeights(trainers, ticket):
-                with self._turns.sampling():
+                with self._sharing.sampling():
                     self._receive(trainers, ticket)
                     self._workers.call("policy", "adopt", version)
             case other:

@@ -45,7 +45,7 @@ class PartOfStep:
         return self.objective.compute(model, samples, denominators, pad_id=pad_id, device=device)
 
 
-class TaughtTrainer:
+class DistillationTrainer:
     """The student's `Trainer`, which takes `TokenSample`s and trains on what `teacher` says of their masked tokens.
 
     The teacher is asked for its `k` likeliest tokens (0: all of the `vocabulary`) when a sample is used, and what it
