@@ -11,14 +11,14 @@ from rlhf_core.runtime.worker_group import WorkerGroup
 Workers = Callable[[], WorkerGroup | None]
 
 
-class Turns:
+class GpuSharing:
     """Lets trainers and engines use one GPU in turn, one side at a time.
 
     Training puts the workers of `engines()` to sleep, sampling wakes them. Before sampling, the workers of `trainers()` free
     the memory that they do not use; with `offload` they also move their models to host memory until they train again.
     Without `engines` and `trainers` nothing sleeps, and training and sampling may overlap.
 
-    >>> with Turns().training(): pass
+    >>> with GpuSharing().training(): pass
     """
 
     def __init__(

@@ -21,15 +21,16 @@ import logging
 import shutil
 import threading
 import uuid
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_core.config.engines import SamplingConfig, VllmServerSamplerConfig
 from rlhf_core.config.secrets import bearer, resolved
 from rlhf_core.errors import SamplerLostError, SamplingError, explain
-from rlhf_core.interfaces import Weights
+from rlhf_core.interfaces import SamplerEngine, Transfer, Weights
 from rlhf_core.sampling.policy_folder import PolicyFolder, architecture
+from rlhf_core.sampling.received_weights import tensors_of
 from rlhf_core.sampling.vllm_server import Server, ServerFailed, generate_body, open_client
 from rlhf_core.types import Completion, SamplingRequest
 
@@ -110,12 +111,10 @@ class VllmServerSampler:
         """Write `weights` (payload: name -> CPU tensor) to the folder and let every server load and check them."""
         from safetensors.torch import save_file
 
-        if not isinstance(weights.payload, Mapping):
-            kind = type(weights.payload).__name__
-            raise SamplingError(explain("weights.payload", kind, "must map names to tensors", "resolve it first"))
+        sent = tensors_of(weights)
         folder = self._next_folder()
         folder.mkdir(parents=True)
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.payload.items()}
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in sent.items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         self._load(folder, weights.digest)
         self.version = version
@@ -138,6 +137,10 @@ class VllmServerSampler:
         self._load(folder, weights_digest(read_tensors(policy)))
         self._policy = PolicyFolder.read(policy, max_model_len=self.config.max_model_len)
         self.version = 0
+
+    def versions(self) -> dict[str, str]:
+        """Return the versions of vLLM that the servers report."""
+        return {"vllm": self.served_version}
 
     def close(self) -> None:
         """Drop what is being sampled, and remove the folder. The servers go on with the weights that they have."""
@@ -248,6 +251,16 @@ class VllmServerSampler:
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return self._start(work).result()
+
+
+def open_sampler(
+    policy: Path, config: VllmServerSamplerConfig, *, threads: int, transfer: Transfer
+) -> VllmServerSampler:
+    """Return a sampler of `policy` on the servers of `config`, which have threads of their own."""
+    return VllmServerSampler(policy, config)
+
+
+ENGINE = SamplerEngine[VllmServerSamplerConfig](open=open_sampler)
 
 
 async def _others_ended() -> None:

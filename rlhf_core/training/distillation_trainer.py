@@ -1,24 +1,27 @@
-"""A student beside its teacher: a `Trainer` whose samples get the teacher's distributions on the way, piece by piece."""
+"""Train a student on a teacher's distributions, which are computed piece by piece while the student trains."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
 from rlhf_core.algorithms.output import LossOutput
-from rlhf_core.interfaces import Metrics, Trainer, Weights
+from rlhf_core.interfaces import Metrics, Trainer
 from rlhf_core.training.batching import reduce
 from rlhf_core.training.objectives.base import TrainingObjective
 from rlhf_core.training.objectives.router import step_counts
-from rlhf_core.types import DistillationSample, TokenSample, TopLogprobs
+from rlhf_core.types import DistillationSample, TokenSample
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 PIECE_ELEMENTS = 2**25
-"""Log-probs of the teacher held at once: 128 MiB, and as much again for the ids."""
+"""Most log-probs of the teacher held at once: 128 MiB in float32, and as much again for the token ids."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +48,24 @@ class PartOfStep:
         return self.objective.compute(model, samples, denominators, pad_id=pad_id, device=device)
 
 
-class DistillationTrainer:
-    """The student's `Trainer`, which takes `TokenSample`s and trains on what `teacher` says of their masked tokens.
+def _of_student(
+    method: Callable[Concatenate[Trainer, P], T],
+) -> Callable[Concatenate[DistillationTrainer, P], T]:
+    """Return a method that calls `method` of the student."""
 
-    The teacher is asked for its `k` likeliest tokens (0: all of the `vocabulary`) when a sample is used, and what it
-    says is forgotten after it, so a step or an evaluation of any size holds `PIECE_ELEMENTS` of it.
+    @functools.wraps(method)
+    def call(self: DistillationTrainer, *arguments: P.args, **keywords: P.kwargs) -> T:
+        result: T = getattr(self._student, method.__name__)(*arguments, **keywords)
+        return result
+
+    return call
+
+
+class DistillationTrainer:
+    """The student's `Trainer`: it takes `TokenSample`s and trains on the distributions of `teacher` at their masked tokens.
+
+    The teacher computes its `k` likeliest tokens (0: all of the `vocabulary`) when a sample is used. The distributions are
+    dropped after use, so that a step or an evaluation of any size holds at most `PIECE_ELEMENTS` log-probs.
     """
 
     def __init__(self, student: Trainer, teacher: Trainer, *, k: int, temperature: float, vocabulary: int) -> None:
@@ -62,16 +78,18 @@ class DistillationTrainer:
     def forward_backward(self, samples: Sequence[Any], objective: Any) -> Metrics:
         """Accumulate the gradient over all `samples` of the step; return the metrics."""
         part = PartOfStep(objective, step_counts(objective, samples))
-        return reduce([self._student.forward_backward(self._taught(piece), part) for piece in self._pieces(samples)])
+        return reduce(
+            [self._student.forward_backward(self._with_teacher(piece), part) for piece in self._pieces(samples)]
+        )
 
     def loss(self, samples: Sequence[Any], objective: Any) -> Metrics:
         """Return the metrics without gradients."""
         part = PartOfStep(objective, step_counts(objective, samples))
-        return reduce([self._student.loss(self._taught(piece), part) for piece in self._pieces(samples)])
+        return reduce([self._student.loss(self._with_teacher(piece), part) for piece in self._pieces(samples)])
 
-    def _taught(self, samples: Sequence[TokenSample]) -> list[DistillationSample]:
-        told = self._teacher.top_logprobs(samples, k=self._k, temperature=self._temperature)
-        return [DistillationSample(one.token_ids, one.loss_mask, top) for one, top in zip(samples, told, strict=True)]
+    def _with_teacher(self, samples: Sequence[TokenSample]) -> list[DistillationSample]:
+        tops = self._teacher.top_logprobs(samples, k=self._k, temperature=self._temperature)
+        return [DistillationSample(one.token_ids, one.loss_mask, top) for one, top in zip(samples, tops, strict=True)]
 
     def _pieces(self, samples: Sequence[TokenSample]) -> Iterator[list[TokenSample]]:
         """Yield consecutive samples of at most `PIECE_ELEMENTS` log-probs, or a single one of more."""
@@ -88,32 +106,13 @@ class DistillationTrainer:
 
     # ------------------------------------------------------------ the student's own
 
-    def optim_step(self, *, learning_rate: float) -> Metrics:
-        return self._student.optim_step(learning_rate=learning_rate)
-
-    def logprobs(self, samples: Sequence[TokenSample], *, temperature: float) -> list[tuple[float, ...]]:
-        return self._student.logprobs(samples, temperature=temperature)
-
-    def top_logprobs(self, samples: Sequence[TokenSample], *, k: int, temperature: float) -> list[TopLogprobs]:
-        return self._student.top_logprobs(samples, k=k, temperature=temperature)
-
-    def values(self, samples: Sequence[TokenSample]) -> list[tuple[float, ...]]:
-        return self._student.values(samples)
-
-    def scores(self, sequences: Sequence[tuple[int, ...]]) -> list[float]:
-        return self._student.scores(sequences)
-
-    def step_scores(self, samples: Sequence[TokenSample]) -> list[tuple[float, ...]]:
-        return self._student.step_scores(samples)
-
-    def weights(self) -> Weights:
-        return self._student.weights()
-
-    def save(self, folder: Path) -> None:
-        self._student.save(folder)
-
-    def load(self, folder: Path) -> None:
-        self._student.load(folder)
-
-    def export(self, folder: Path) -> None:
-        self._student.export(folder)
+    optim_step = _of_student(Trainer.optim_step)
+    logprobs = _of_student(Trainer.logprobs)
+    top_logprobs = _of_student(Trainer.top_logprobs)
+    values = _of_student(Trainer.values)
+    scores = _of_student(Trainer.scores)
+    step_scores = _of_student(Trainer.step_scores)
+    weights = _of_student(Trainer.weights)
+    save = _of_student(Trainer.save)
+    load = _of_student(Trainer.load)
+    export = _of_student(Trainer.export)

@@ -24,11 +24,11 @@ class Workers:
         self._name = name
         self._log = log
 
-    def call(self, role: str, method: str, *arguments: Any) -> list[Any]:
+    def call(self, role: str, method: str, *arguments: Any, **keywords: Any) -> list[Any]:
         self._log.append(f"{self._name} {method}" + (f" {arguments[0]}" if method == "rest" else ""))
         return [(1, "digest")]
 
-    def call_each(self, role: str, method: str, arguments: list[Any]) -> list[Any]:
+    def call_each(self, role: str, method: str, arguments: list[Any], **keywords: Any) -> list[Any]:
         self._log.append(f"{self._name} {method}")
         return [[(0.0,)]] if method == "logprobs" else [[]]
 
