@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlhf_core.config.engines import HFSamplerConfig, SamplingConfig
 from rlhf_core.errors import SamplingError, explain
-from rlhf_core.interfaces import ModelSpec, SamplerEngine, Transfer, Weights
+from rlhf_core.interfaces import EngineSampler, ModelSpec, SamplerEngine, Transfer, Weights
 from rlhf_core.models.architecture import caps_attention, length_limit, read_config
 from rlhf_core.models.loading import load_model, load_tokenizer
 from rlhf_core.sampling.received_weights import received_tensors
@@ -148,7 +148,7 @@ class HFSampler:
         )
 
 
-def open_sampler(policy: Path, config: HFSamplerConfig, *, threads: int, transfer: Transfer) -> HFSampler:
+def open_sampler(policy: Path, config: HFSamplerConfig, *, threads: int, transfer: Transfer) -> EngineSampler:
     """Return a sampler of `policy` on as many threads as torch was given, with weights through host memory."""
     return HFSampler(policy, config)
 

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 from rlhf_core.config.engines import SamplingConfig, VllmServerSamplerConfig
 from rlhf_core.config.secrets import bearer, resolved
 from rlhf_core.errors import SamplerLostError, SamplingError, explain
-from rlhf_core.interfaces import SamplerEngine, Transfer, Weights
+from rlhf_core.interfaces import EngineSampler, SamplerEngine, Transfer, Weights
 from rlhf_core.sampling.policy_folder import PolicyFolder, architecture
 from rlhf_core.sampling.received_weights import tensors_of
 from rlhf_core.sampling.vllm_server import Server, ServerFailed, generate_body, open_client
@@ -253,9 +253,7 @@ class VllmServerSampler:
         return self._start(work).result()
 
 
-def open_sampler(
-    policy: Path, config: VllmServerSamplerConfig, *, threads: int, transfer: Transfer
-) -> VllmServerSampler:
+def open_sampler(policy: Path, config: VllmServerSamplerConfig, *, threads: int, transfer: Transfer) -> EngineSampler:
     """Return a sampler of `policy` on the servers of `config`, which have threads of their own."""
     return VllmServerSampler(policy, config)
 
