@@ -105,9 +105,9 @@ def run(
     from rlhf_core.data.chat import ChatTemplate
     from rlhf_core.models.architecture import check_longest
     from rlhf_core.models.vocabulary import shared_vocabulary
+    from rlhf_core.training.distillation_trainer import DistillationTrainer
     from rlhf_core.training.fit import fit
     from rlhf_core.training.objectives.distillation import DistillationObjective
-    from rlhf_core.training.distillation_trainer import DistillationTrainer
 
     divergence = config.divergence
     vocabulary = shared_vocabulary(context.path(policy), context.path(teacher))

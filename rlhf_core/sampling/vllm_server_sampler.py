@@ -21,7 +21,7 @@ import logging
 import shutil
 import threading
 import uuid
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -72,7 +72,7 @@ class VllmServerSampler:
         self._slots = asyncio.Semaphore(most)
         self._servers = [Server(url, self._client) for url in urls]
         try:
-            self.served_version = "; ".join(sorted(set(self._of_all("check", config))))
+            self.served_version = "; ".join(sorted(set(self._of_all("check", lambda server: server.check(config)))))
             self.load_policy(policy)
         except BaseException:
             self.close()
@@ -164,24 +164,22 @@ class VllmServerSampler:
         )
         for server in self._servers:
             server.stale = True
-        self._of_all("load", str(folder), digest, self._label)
+        self._of_all("load", lambda server: server.load(str(folder), digest, self._label))
         for old in self._folder.iterdir():
             if old != folder:
                 shutil.rmtree(old)
 
-    def _of_all(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of every server within the deadline; return what those answer that can be reached."""
-        return self._run(self._all(method, *arguments))
+    def _of_all(self, verb: str, call: Callable[[Server], Awaitable[T]]) -> list[T]:
+        """Await `call` of every server within the deadline; return the results of those that can be reached."""
+        return self._run(self._all(verb, call))
 
-    async def _all(self, method: str, *arguments: Any) -> list[Any]:
-        async def called(server: Server) -> Any:
+    async def _all(self, verb: str, call: Callable[[Server], Awaitable[T]]) -> list[T]:
+        async def called(server: Server) -> T:
             try:
                 async with asyncio.timeout(self.config.load_timeout_s):
-                    return await getattr(server, method)(*arguments)
+                    return await call(server)
             except TimeoutError:
-                raise ServerFailed(
-                    server.url, f"took longer than {self.config.load_timeout_s:g} s to {method}"
-                ) from None
+                raise ServerFailed(server.url, f"took longer than {self.config.load_timeout_s:g} s to {verb}") from None
 
         results = await asyncio.gather(*map(called, self._servers), return_exceptions=True)
         lost = [result for result in results if isinstance(result, ServerFailed)]
@@ -190,7 +188,7 @@ class VllmServerSampler:
                 raise result
         if len(lost) == len(results):
             raise SamplerLostError(
-                explain(KEY, list(self.config.urls), _told(lost), "start the servers, and run again")
+                explain(KEY, list(self.config.urls), _reasons(lost), "start the servers, and run again")
             )
         for failure in lost:
             logger.warning("%s: left out until the next weights: %s", KEY, failure)
@@ -224,7 +222,7 @@ class VllmServerSampler:
                 finally:
                     server.in_flight -= 1
         remedy = "look for the cause in the servers' logs, and run again"
-        raise SamplerLostError(explain(f"request (seed {request.seed})", "unanswered", _told(failed), remedy))
+        raise SamplerLostError(explain(f"request (seed {request.seed})", "unanswered", _reasons(failed), remedy))
 
     def _next_server(self, asked: set[str]) -> Server | None:
         """Return the server with the fewest requests among those that have not failed, as far as there are any."""
@@ -266,5 +264,5 @@ async def _others_ended() -> None:
     await asyncio.gather(*others, return_exceptions=True)
 
 
-def _told(failures: Sequence[ServerFailed]) -> str:
+def _reasons(failures: Sequence[ServerFailed]) -> str:
     return "; ".join(dict.fromkeys(map(str, failures))) or "no server has the weights"
