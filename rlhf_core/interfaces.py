@@ -62,9 +62,20 @@ class Weights:
 
 
 class Objective(Protocol):
-    """A loss with its scalars, as `rlhf_core.training.objectives.base` defines them (picklable, frozen)."""
+    """A loss with its scalars: `TrainingObjective` of `rlhf_core.training.objectives.base`, seen without torch.
 
-    def denominators(self, samples: Sequence[Any]) -> Metrics: ...
+    Picklable and frozen, because it travels to every rank.
+    """
+
+    def denominators(self, samples: Sequence[Any]) -> Metrics:
+        """Return the counts that the losses of all micro-batches on all ranks are divided by."""
+        ...
+
+    def compute(
+        self, model: Any, samples: Sequence[Any], denominators: Mapping[str, float], *, pad_id: int, device: Any
+    ) -> Any:
+        """Return the `LossOutput` of `samples`, one micro-batch, for a `torch.nn.Module` on a `torch.device`."""
+        ...
 
 
 class Trainer(Protocol):
@@ -235,7 +246,7 @@ class DeviceSampler(EngineSampler, Protocol):
         """Take back what `sleep` freed. Must come before any other call to a sampler that sleeps."""
         ...
 
-    def transfer(self, verb: TransferVerb, info: Any) -> None:
+    def transfer(self, verb: TransferVerb, info: object) -> None:
         """Take one step of vLLM's weight transfer; `info` is vLLM's own message for "init" and "update"."""
         ...
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
 
 from rlhf_core.config.engines import OptimizerConfig, RuntimeConfig
 from rlhf_core.errors import SamplingError, explain
@@ -34,7 +33,7 @@ class LocalRuntime:
 
         self._served.update(trainer_versions(self._config.trainer))
         with contextlib.closing(LocalTrainer(model, optimizer, self._config.trainer)) as trainer:
-            yield cast(Trainer, trainer)
+            yield trainer
 
     @contextlib.contextmanager
     def sampler(self, policy: Path) -> Iterator[Sampler]:

@@ -111,7 +111,7 @@ class SampleWorker:
 
     # ------------------------------------------------------------ device transfer, called by the trainer's rank 0
 
-    def transfer(self, verb: TransferVerb, info: Any) -> None:
+    def transfer(self, verb: TransferVerb, info: object) -> None:
         """Take one step of vLLM's weight transfer."""
         self._on_device().transfer(verb, info)
 

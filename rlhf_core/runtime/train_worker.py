@@ -132,7 +132,7 @@ class TrainWorker:
         self._check_meeting_point()
         if self._gpus_per_worker > 0:
             check_gpus("runtime.gpus_per_train_worker", self._gpus_per_worker, self.gpus())
-        self._trainers[lease] = cast(RankTrainer, LocalTrainer(model, optimizer, self._config))
+        self._trainers[lease] = LocalTrainer(model, optimizer, self._config)
         return self.versions()
 
     def _check_meeting_point(self) -> None:

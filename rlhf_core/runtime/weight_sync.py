@@ -14,13 +14,14 @@ from typing import Any
 
 from rlhf_core.interfaces import Probes, Transfer, TransferVerb
 from rlhf_core.runtime.cluster import free_port
+from rlhf_core.runtime.worker_group import WorkerGroup
 
 
 @dataclass(frozen=True)
 class DeviceWeights:
-    """Payload of `Weights` that wait in the trainer's rank 0 to be sent. `trainers` is its `WorkerGroup`."""
+    """Payload of `Weights` that wait in rank 0 of `trainers` to be sent; only the newest `ticket` can be."""
 
-    trainers: Any
+    trainers: WorkerGroup
     ticket: int
 
 

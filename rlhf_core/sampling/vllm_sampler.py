@@ -190,7 +190,7 @@ class VllmSampler:
 
     # ------------------------------------------------------------ device transfer
 
-    def transfer(self, verb: TransferVerb, info: Any) -> None:
+    def transfer(self, verb: TransferVerb, info: object) -> None:
         """Take one step of vLLM's weight transfer (`rlhf_core.runtime.weight_sync` drives it from the trainer)."""
         if verb == "init":
             self._llm.init_weight_transfer_engine({"init_info": info})
