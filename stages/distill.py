@@ -105,9 +105,9 @@ def run(
     from rlhf_core.data.chat import ChatTemplate
     from rlhf_core.models.architecture import check_longest
     from rlhf_core.models.vocabulary import shared_vocabulary
+    from rlhf_core.training.distillation_trainer import DistillationTrainer
     from rlhf_core.training.fit import fit
     from rlhf_core.training.objectives.distillation import DistillationObjective
-    from rlhf_core.training.teaching import TaughtTrainer
 
     divergence = config.divergence
     vocabulary = shared_vocabulary(context.path(policy), context.path(teacher))
@@ -134,7 +134,7 @@ def run(
         if config.on_policy:
             sampler = leases.enter_context(context.runtime.sampler(context.path(policy)))
             look_ahead = answering(sampler, chat, config.sampling, objective, seed=context.seed)
-        student = TaughtTrainer(
+        student = DistillationTrainer(
             leases.enter_context(context.runtime.trainer("policy", student_spec, config.optimizer)),
             leases.enter_context(context.runtime.trainer("teacher", teacher_spec, None)),
             k=divergence.top_k,

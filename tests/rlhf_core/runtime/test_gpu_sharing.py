@@ -5,9 +5,9 @@ from typing import Any
 
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.interfaces import Weights
+from rlhf_core.runtime.gpu_sharing import GpuSharing
 from rlhf_core.runtime.handles import RaySampler, RayTrainer
 from rlhf_core.runtime.sample_worker import SampleWorker
-from rlhf_core.runtime.turns import Turns
 from rlhf_core.runtime.weights import StoredWeights
 from rlhf_core.types import SamplingRequest, TokenSample
 
@@ -24,11 +24,11 @@ class Workers:
         self._name = name
         self._log = log
 
-    def call(self, role: str, method: str, *arguments: Any) -> list[Any]:
+    def call(self, role: str, method: str, *arguments: Any, **keywords: Any) -> list[Any]:
         self._log.append(f"{self._name} {method}" + (f" {arguments[0]}" if method == "rest" else ""))
         return [(1, "digest")]
 
-    def call_each(self, role: str, method: str, arguments: list[Any]) -> list[Any]:
+    def call_each(self, role: str, method: str, arguments: list[Any], **keywords: Any) -> list[Any]:
         self._log.append(f"{self._name} {method}")
         return [[(0.0,)]] if method == "logprobs" else [[]]
 
@@ -41,9 +41,9 @@ def handles(log: list[str], *, sleeps: bool, trainers: bool = False) -> tuple[Ra
     train: Any = Workers("trainer", log)
     sample: Any = Workers("engine", log)
     engines = (lambda: sample) if sleeps else None
-    turns = Turns(engines, (lambda: train) if trainers else None, offload=True)
-    trainer = RayTrainer(train, "policy", "policy-1", transfer="ipc", turns=turns)
-    return trainer, RaySampler(sample, transfer="ipc", tensor_parallel=1, turns=turns)
+    sharing = GpuSharing(engines, (lambda: train) if trainers else None, offload=True)
+    trainer = RayTrainer(train, "policy", "policy-1", transfer="ipc", sharing=sharing)
+    return trainer, RaySampler(sample, transfer="ipc", tensor_parallel=1, sharing=sharing)
 
 
 def step(trainer: RayTrainer, sampler: RaySampler) -> None:
@@ -88,9 +88,9 @@ def test_a_trainer_that_only_hands_unused_memory_over_is_not_woken() -> None:
     log: list[str] = []
     train: Any = Workers("trainer", log)
     engines: Any = Workers("engine", log)
-    turns = Turns(lambda: engines, lambda: train)
+    sharing = GpuSharing(lambda: engines, lambda: train)
     for _ in range(2):
-        for turn in (turns.sampling, turns.sampling, turns.training):
+        for turn in (sharing.sampling, sharing.sampling, sharing.training):
             with turn():
                 pass
     assert log == ["trainer rest False", "engine sleep", "trainer rest False", "engine wake", "engine sleep"]
@@ -100,14 +100,14 @@ def test_workers_that_replaced_sleeping_ones_are_awake_and_are_put_to_sleep_in_t
     log: list[str] = []
     trainers: list[Any] = [Workers("trainer", log)]
     engines: list[Any] = [Workers("engine", log)]
-    turns = Turns(lambda: engines[-1], lambda: trainers[-1], offload=True)
-    with turns.sampling():
+    sharing = GpuSharing(lambda: engines[-1], lambda: trainers[-1], offload=True)
+    with sharing.sampling():
         pass
     trainers.append(Workers("new trainer", log))
-    with turns.training():
+    with sharing.training():
         pass
     engines.append(Workers("new engine", log))
-    with turns.training():
+    with sharing.training():
         pass
     assert log == ["trainer rest True", "engine sleep", "new engine sleep"]
 
@@ -131,7 +131,7 @@ def test_engines_that_are_gone_or_not_there_yet_are_not_put_to_sleep() -> None:
     gone: Any = Workers("engine", log)
     gone.broken = True
     for engines in (None, gone):
-        with Turns(lambda engines=engines: engines).training():  # type: ignore[misc]
+        with GpuSharing(lambda engines=engines: engines).training():  # type: ignore[misc]
             pass
     assert log == []
     SampleWorker.sleep(SampleWorker(None, 1))  # type: ignore[arg-type]  # a worker that has opened nothing
@@ -141,17 +141,17 @@ def test_training_waits_until_the_sampling_is_over() -> None:
     order: list[str] = []
     log: list[str] = []
     workers: Any = Workers("engine", log)
-    turns = Turns(lambda: workers)
+    sharing = GpuSharing(lambda: workers)
     sampling = threading.Event()
 
     def train() -> None:
         sampling.wait(10)
-        with turns.training():
+        with sharing.training():
             order.append("trained")
 
     thread = threading.Thread(target=train)
     thread.start()
-    with turns.sampling():
+    with sharing.sampling():
         sampling.set()
         thread.join(0.2)
         order.append("sampled")

@@ -17,8 +17,8 @@ from rlhf_core.errors import (
     TrainingError,
     WorkerLostError,
 )
-from rlhf_core.runtime.calls import WorkerGroup
 from rlhf_core.runtime.cluster import connect
+from rlhf_core.runtime.worker_group import WorkerGroup
 
 pytestmark = pytest.mark.engine
 

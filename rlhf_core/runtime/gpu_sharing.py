@@ -1,4 +1,4 @@
-"""Who has a GPU that a trainer and an engine share: the one sleeps while the other works, as far as each may."""
+"""Share one GPU between trainers and sampling engines: one side frees its memory while the other works."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-from rlhf_core.runtime.calls import WorkerGroup
+from rlhf_core.runtime.worker_group import WorkerGroup
 
 Workers = Callable[[], WorkerGroup | None]
 
 
-class Turns:
-    """Puts the engines of `engines()` to sleep before training and wakes them before sampling; one of both at a time.
+class GpuSharing:
+    """Lets trainers and engines use one GPU in turn, one side at a time.
 
-    `trainers()` hand their unused memory over before sampling and, with `offload`, all the rest of it too, until they
-    train again. Without `engines` and `trainers` nobody sleeps, and both may happen at once.
+    Training puts the workers of `engines()` to sleep, sampling wakes them. Before sampling, the workers of `trainers()` free
+    the memory that they do not use; with `offload` they also move their models to host memory until they train again.
+    Without `engines` and `trainers` nothing sleeps, and training and sampling may overlap.
 
-    >>> with Turns().training(): pass
+    >>> with GpuSharing().training(): pass
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class Turns:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """Have the GPU without what the engines can give back."""
+        """Hold the GPU for training, while the engines sleep."""
         if self._engines is None and self._trainers is None:
             yield
             return
@@ -48,16 +49,16 @@ class Turns:
 
     @contextlib.contextmanager
     def sampling(self) -> Iterator[None]:
-        """Have the engines awake, without what the trainers can give back."""
+        """Hold the GPU for sampling, with the engines awake and the trainers' spare memory freed."""
         if self._engines is None and self._trainers is None:
             yield
             return
         with self._lock:
             trainers = _living(self._trainers)
             if trainers is not None and self._resting is not trainers:
-                self._resting = trainers  # before the call: half of it may be done when it fails
+                self._resting = trainers  # before the call, which may fail halfway
                 trainers.call("shared_gpu", "rest", self._offload)
-            # One that is broken too: the call says how it was lost.
+            # A broken group is called too: its error says how it was lost.
             engines = None if self._engines is None else self._engines()
             if engines is not None and self._asleep is engines:
                 engines.call("policy", "wake")

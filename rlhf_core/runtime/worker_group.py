@@ -1,4 +1,4 @@
-"""Calls into Ray workers with a deadline, and errors that say which worker, which role and what to do."""
+"""Call a group of Ray workers with a deadline; errors name the worker, the role and the remedy."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ OTHERS_GRACE_S = 10.0
 
 
 class WorkerGroup:
-    """Ray actors that work as one: they are called together, and one failure of one makes all of them `broken`.
+    """A group of Ray actors that are called together; if one is lost, the whole group is `broken`.
 
-    A broken group is killed at once, so that nothing keeps computing, and is never leased again. Threads may share a
-    group: their calls are made one after the other, so that all actors see them in the same order, and a call's deadline
-    begins when it is its turn.
+    A broken group is killed at once, so that no actor keeps computing, and is never leased again. Threads may share a
+    group: their calls run one after the other, so that all actors see them in the same order. The deadline of a call
+    starts when the call starts.
 
     >>> group = WorkerGroup("trainer", actors, TrainingError, timeout_s=600.0)   # doctest: +SKIP
     >>> group.call("policy", "optim_step", ("policy-1", 1e-5))                    # doctest: +SKIP
@@ -44,7 +44,7 @@ class WorkerGroup:
         log_folder: str,
         ray_lost: Callable[[], str],
     ) -> None:
-        """`ray_lost` says what of Ray itself is gone, "" while all is well."""
+        """`ray_lost` returns what part of Ray itself was lost, "" while all of it is up."""
         self.kind = kind
         self.actors = list(actors)
         self._killed = False
@@ -60,19 +60,20 @@ class WorkerGroup:
         """Whether the workers are gone: killed, or lost with Ray."""
         return self._killed or bool(self._ray_lost())
 
-    def call(self, role: str, method: str, *arguments: Any) -> list[Any]:
-        """Call `method(*arguments)` on every actor; return the results in rank order."""
-        return self.call_each(role, method, [arguments] * len(self.actors))
+    def call(self, role: str, method: str, *arguments: Any, **keywords: Any) -> list[Any]:
+        """Call `method(*arguments, **keywords)` on every actor; return the results in rank order."""
+        return self.call_each(role, method, [arguments] * len(self.actors), **keywords)
 
-    def call_each(self, role: str, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call `method` on actor i with `arguments[i]`; return the results in rank order.
+    def call_each(self, role: str, method: str, arguments: Sequence[tuple[Any, ...]], **keywords: Any) -> list[Any]:
+        """Call `method(*arguments[i], **keywords)` on actor i; return the results in rank order.
 
         Raises the worker's own error if it is one of this library's, TrainerLostError or SamplerLostError if a worker
         died or missed the deadline, else TrainingError or SamplingError.
         """
         with self._turn:
             self._check_alive(role, method)
-            refs = [getattr(actor, method).remote(*args) for actor, args in zip(self.actors, arguments, strict=True)]
+            pairs = zip(self.actors, arguments, strict=True)
+            refs = [getattr(actor, method).remote(*args, **keywords) for actor, args in pairs]
             return self._gather(role, method, refs)
 
     def call_first(self, role: str, method: str, *arguments: Any) -> Any:
