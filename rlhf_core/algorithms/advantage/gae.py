@@ -52,6 +52,7 @@ def gae(
     next_value_B = torch.zeros_like(rewards_BL[:, 0])
     next_advantage_B = torch.zeros_like(next_value_B)
     for t in reversed(range(rewards_BL.shape[1])):
+        # arXiv 1506.02438 eq. 16: delta_t = r_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma lambda A_{t+1}
         delta_B = rewards_BL[:, t] + gamma * next_value_B - values_BL[:, t]
         advantage_B = delta_B + gamma * gae_lambda * next_advantage_B
         next_value_B = torch.where(action_BL[:, t], values_BL[:, t], next_value_B)

@@ -36,4 +36,5 @@ def group_normalized(rewards_PG: Tensor, *, eps: float) -> Tensor:
     """
     group_size(rewards_PG, "group_normalized")
     advantages_PG = group_centered(rewards_PG)
+    # arXiv 2402.03300, section 4.1.2: (r - mean) / std
     return advantages_PG / (advantages_PG.std(dim=1, keepdim=True) + eps)

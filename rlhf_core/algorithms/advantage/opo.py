@@ -1,4 +1,4 @@
-"""On-policy optimization with the optimal baseline: the mean weighted by length.
+"""OPO: on-policy RL with the optimal baseline, the mean weighted by length.
 
 Formula: r - b, b = sum(l r) / sum(l) over the group, l the lengths.
 Reference: arXiv 2505.23585.
@@ -37,4 +37,5 @@ def opo(rewards_PG: Tensor, lengths_PG: Tensor) -> Tensor:
         rule = "the baseline is a mean weighted by length"
         raise DataError(explain("lengths", 0, rule, "drop prompts whose completions are all empty"))
     offset_PG = rewards_PG - rewards_PG[:, :1]
+    # arXiv 2505.23585: r - sum(l r) / sum(l)
     return offset_PG - (lengths_PG * offset_PG).sum(dim=1, keepdim=True) / tokens_P1

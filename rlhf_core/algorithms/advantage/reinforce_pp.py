@@ -40,6 +40,7 @@ def discounted_returns(rewards: Tensor, loss_mask: Tensor, *, gamma: float) -> T
     returns_BL = torch.zeros_like(rewards_BL)
     next_return_B = torch.zeros_like(rewards_BL[:, 0])
     for t in reversed(range(rewards_BL.shape[1])):
+        # arXiv 2501.03262: G_t = r_t + gamma G_{t+1}
         return_B = rewards_BL[:, t] + gamma * next_return_B
         next_return_B = torch.where(action_BL[:, t], return_B, next_return_B)
         returns_BL[:, t] = return_B

@@ -30,4 +30,5 @@ def leave_one_out(rewards_PG: Tensor) -> Tensor:
     That is G / (G - 1) times the distance to the mean of the whole group.
     """
     group = group_size(rewards_PG, "leave_one_out")
+    # arXiv 2402.14740: r_i - mean of the others = G / (G - 1) * (r_i - mean of all)
     return group_centered(rewards_PG) * (group / (group - 1))

@@ -53,6 +53,7 @@ def cispo_loss(
     """
     log_ratio_BL = masked(logprobs - old_logprobs, loss_mask)
     ratio_BL = bounded(log_ratio_BL).exp().detach()
+    # arXiv 2506.13585 eq. 5: the clipped ratio; eq. 4: it times A log pi
     weight_BL = ratio_BL.clamp(None if clip_low is None else 1 - clip_low, 1 + clip_high)
     return policy_output(
         weight_BL * masked(advantages, loss_mask) * masked(logprobs, loss_mask),

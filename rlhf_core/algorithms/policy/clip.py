@@ -85,9 +85,11 @@ def clipped_objective(
     """Return the pessimistic objective of each token, and whether a clip removed its gradient."""
     clipped_ratio_BL = ratio_BL.clamp(1 - clip_low, 1 + clip_high)
     plain_BL, clipped_BL = ratio_BL * advantages_BL, clipped_ratio_BL * advantages_BL
+    # arXiv 1707.06347 eq. 7: min(rho A, clip(rho) A)
     objective_BL = torch.minimum(plain_BL, clipped_BL)
     was_clipped_BL = clipped_BL < plain_BL
     if dual_clip is not None:
+        # arXiv 1912.09729: max(min(rho A, clip(rho) A), c A) where A < 0
         floor_BL = dual_clip * advantages_BL
         below_BL = (advantages_BL < 0) & (objective_BL < floor_BL)
         objective_BL = torch.where(below_BL, floor_BL, objective_BL)

@@ -53,7 +53,7 @@ def gspo_loss(
     """
     log_ratio_BL = masked(logprobs - old_logprobs, loss_mask)
     length_B1 = (loss_mask != 0).sum(dim=-1, keepdim=True).clamp(min=1)
-    # Bounded after the mean: a clamp per token would bend the ratio of the row.
+    # arXiv 2507.18071 eq. 7: s = exp(mean of log rho). Bounded after the mean: a clamp per token would bend the ratio of the row.
     ratio_BL = bounded(log_ratio_BL.sum(dim=-1, keepdim=True) / length_B1).exp().expand_as(log_ratio_BL)
     objective_BL, was_clipped_BL = clipped_objective(
         ratio_BL, masked(advantages, loss_mask), clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip

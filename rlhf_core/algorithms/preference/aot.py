@@ -63,6 +63,7 @@ def aot_loss(
         above_B, below_B = chosen_logprobs - rejected_logprobs, ref_chosen_logprobs - ref_rejected_logprobs
     else:
         above_B, below_B = chosen_logprobs - ref_chosen_logprobs, rejected_logprobs - ref_rejected_logprobs
+    # arXiv 2406.05882: the differences of equal ranks
     logit_B = beta * (above_B.sort().values - below_B.sort().values)
     loss_B = smoothed_logistic(logit_B, label_smoothing=label_smoothing)
     rewards = (beta * (chosen_logprobs - ref_chosen_logprobs), beta * (rejected_logprobs - ref_rejected_logprobs))

@@ -40,5 +40,6 @@ def apo_down_loss(
     """
     reward_chosen_B = beta * (chosen_logprobs - ref_chosen_logprobs)
     reward_rejected_B = beta * (rejected_logprobs - ref_rejected_logprobs)
+    # arXiv 2408.06266 eq. 8: sigmoid(beta a) + 1 - sigmoid(beta h)
     loss_B = torch.sigmoid(reward_chosen_B) + torch.sigmoid(reward_rejected_B - reward_chosen_B)
     return pair_output(loss_B, reward_chosen_B, reward_rejected_B, chosen_logprobs, rejected_logprobs, pairs=pairs)

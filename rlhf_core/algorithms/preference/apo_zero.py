@@ -40,6 +40,6 @@ def apo_zero_loss(
     """
     reward_chosen_B = beta * (chosen_logprobs - ref_chosen_logprobs)
     reward_rejected_B = beta * (rejected_logprobs - ref_rejected_logprobs)
-    # sigmoid(-x) for 1 - sigmoid(x), which cancels where x is large.
+    # arXiv 2408.06266 eq. 7: 1 - sigmoid(beta a) + sigmoid(beta b); sigmoid(-x) for 1 - sigmoid(x), which cancels where x is large.
     loss_B = torch.sigmoid(-reward_chosen_B) + torch.sigmoid(reward_rejected_B)
     return pair_output(loss_B, reward_chosen_B, reward_rejected_B, chosen_logprobs, rejected_logprobs, pairs=pairs)

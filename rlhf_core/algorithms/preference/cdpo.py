@@ -1,6 +1,6 @@
 """Conservative DPO: DPO with label smoothing.
 
-Formula: -(1-e) log sigmoid(beta h) - e log sigmoid(-beta h), e = `label_smoothing`.
+Formula: -(1-e) log sigmoid(beta h) - e log sigmoid(-beta h), e = label_smoothing.
 Reference: Mitchell, "A note on DPO with noisy preferences", 2023.
 """
 

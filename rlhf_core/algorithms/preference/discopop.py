@@ -52,6 +52,7 @@ def discopop_loss(
     reward_chosen_B = beta * (chosen_logprobs - ref_chosen_logprobs)
     reward_rejected_B = beta * (rejected_logprobs - ref_rejected_logprobs)
     logit_B = reward_chosen_B - reward_rejected_B
+    # arXiv 2406.08414 eq. 5: -(1-m) log sigmoid(beta h) + m exp(-beta h), m = sigmoid(beta h / tau)
     exponential_B = torch.sigmoid(logit_B / tau) * bounded(-logit_B).exp()
     loss_B = exponential_B - torch.sigmoid(-logit_B / tau) * torch.nn.functional.logsigmoid(logit_B)
     return pair_output(loss_B, reward_chosen_B, reward_rejected_B, chosen_logprobs, rejected_logprobs, pairs=pairs)

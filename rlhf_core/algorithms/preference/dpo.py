@@ -42,6 +42,7 @@ def dpo_loss(
     """
     reward_chosen_B = beta * (chosen_logprobs - ref_chosen_logprobs)
     reward_rejected_B = beta * (rejected_logprobs - ref_rejected_logprobs)
+    # arXiv 2305.18290 eq. 7, with smoothed labels: -(1-e) log sigmoid(beta h) - e log sigmoid(-beta h)
     loss_B = smoothed_logistic(reward_chosen_B - reward_rejected_B, label_smoothing=label_smoothing)
     return pair_output(loss_B, reward_chosen_B, reward_rejected_B, chosen_logprobs, rejected_logprobs, pairs=pairs)
 

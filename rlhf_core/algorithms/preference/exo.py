@@ -1,6 +1,6 @@
 """Efficient exact optimization on pairs: the reverse KL, where DPO has the forward one.
 
-Formula: KL((sig(beta h), sig(-beta h)) || (1 - e, e)), e = `label_smoothing`.
+Formula: KL((sig(beta h), sig(-beta h)) || (1 - e, e)), e = label_smoothing.
 Reference: arXiv 2402.00856 eq. 16.
 """
 
@@ -54,6 +54,7 @@ def exo_loss(
     reward_rejected_B = beta * (rejected_logprobs - ref_rejected_logprobs)
     logit_B = reward_chosen_B - reward_rejected_B
     logsigmoid = torch.nn.functional.logsigmoid
+    # arXiv 2402.00856 eq. 16: KL((sig(beta h), sig(-beta h)) || (1 - e, e)), its two terms
     won_B = torch.sigmoid(logit_B) * (logsigmoid(logit_B) - math.log1p(-label_smoothing))
     lost_B = torch.sigmoid(-logit_B) * (logsigmoid(-logit_B) - math.log(label_smoothing))
     rewards = (reward_chosen_B, reward_rejected_B)

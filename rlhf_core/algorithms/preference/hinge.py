@@ -37,5 +37,6 @@ def hinge_loss(
     """Return sum of max(0, 1 - beta h) over `pairs`: the hinge of RSO, arXiv 2309.06657 (SLiC, 2305.10425)."""
     reward_chosen_B = beta * (chosen_logprobs - ref_chosen_logprobs)
     reward_rejected_B = beta * (rejected_logprobs - ref_rejected_logprobs)
+    # arXiv 2305.10425: max(0, 1 - beta h)
     loss_B = torch.relu(1 - (reward_chosen_B - reward_rejected_B))
     return pair_output(loss_B, reward_chosen_B, reward_rejected_B, chosen_logprobs, rejected_logprobs, pairs=pairs)

@@ -55,6 +55,7 @@ def ipo_loss(
             raise ConfigError(explain("length_average", True, rule, "give both, or set length_average = false"))
         ratio_chosen_B = ratio_chosen_B / chosen_lengths
         ratio_rejected_B = ratio_rejected_B / rejected_lengths
+    # arXiv 2310.12036 eq. 17: (h - 1/(2 beta))^2
     loss_B = (ratio_chosen_B - ratio_rejected_B - 1 / (2 * beta)).square()
     rewards = (beta * ratio_chosen_B, beta * ratio_rejected_B)
     return pair_output(loss_B, *rewards, chosen_logprobs, rejected_logprobs, pairs=pairs)

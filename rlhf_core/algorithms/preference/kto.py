@@ -77,6 +77,7 @@ def kto_loss(
     ratio_B = logprobs - ref_logprobs
     point = torch.as_tensor(kl, dtype=ratio_B.dtype, device=ratio_B.device).detach()
     desirable_B = desirable != 0
+    # arXiv 2402.01306 eq. 8: w (1 - sigmoid(+-beta (log-ratio - z)))
     value_B = torch.sigmoid(torch.where(desirable_B, beta * (ratio_B - point), beta * (point - ratio_B)))
     good_B = desirable_B.to(ratio_B.dtype)
     weight_B = desirable_weight * good_B + undesirable_weight * (1 - good_B)

@@ -42,5 +42,6 @@ def nca_loss(
     reward_rejected_B = beta * (rejected_logprobs - ref_rejected_logprobs)
     logsigmoid = torch.nn.functional.logsigmoid
     noise_B = logsigmoid(-reward_chosen_B) + logsigmoid(-reward_rejected_B)
+    # arXiv 2402.05369: -log sig(beta a) - log sig(-beta a) / 2 - log sig(-beta b) / 2
     loss_B = -logsigmoid(reward_chosen_B) - noise_B / 2
     return pair_output(loss_B, reward_chosen_B, reward_rejected_B, chosen_logprobs, rejected_logprobs, pairs=pairs)

@@ -62,6 +62,7 @@ def orpo_loss(
         pairs=pairs,
     )
     nll = -chosen_logprobs.sum() / (chosen_lengths.sum() if tokens is None else tokens)
+    # arXiv 2403.07691 eq. 6, with eq. 7 in `ratio`: NLL(chosen) - lambda log sigmoid(log odds_c - log odds_r)
     loss = nll + lambda_ * ratio.loss
     metrics = ratio.metrics | {
         "loss": loss,

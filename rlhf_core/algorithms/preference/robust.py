@@ -1,6 +1,6 @@
 """Robust DPO: unbiased where labels are flipped.
 
-Formula: [-(1-e) log sigmoid(beta h) + e log sigmoid(-beta h)] / (1 - 2e), e = `label_smoothing`.
+Formula: [-(1-e) log sigmoid(beta h) + e log sigmoid(-beta h)] / (1 - 2e), e = label_smoothing.
 Reference: arXiv 2403.00409.
 """
 
@@ -53,5 +53,6 @@ def robust_dpo_loss(
     logit_B = reward_chosen_B - reward_rejected_B
     likely_B = -(1 - label_smoothing) * torch.nn.functional.logsigmoid(logit_B)
     flipped_B = label_smoothing * torch.nn.functional.logsigmoid(-logit_B)
+    # arXiv 2403.00409: [-(1-e) log sigmoid(beta h) + e log sigmoid(-beta h)] / (1 - 2e)
     loss_B = (likely_B + flipped_B) / (1 - 2 * label_smoothing)
     return pair_output(loss_B, reward_chosen_B, reward_rejected_B, chosen_logprobs, rejected_logprobs, pairs=pairs)

@@ -46,5 +46,6 @@ def simpo_loss(
     """
     reward_chosen_B = beta * chosen_logprobs / chosen_lengths
     reward_rejected_B = beta * rejected_logprobs / rejected_lengths
+    # arXiv 2405.14734 eq. 6: -log sigmoid(beta (logp_c / len_c - logp_r / len_r) - gamma)
     loss_B = -torch.nn.functional.logsigmoid(reward_chosen_B - reward_rejected_B - gamma)
     return pair_output(loss_B, reward_chosen_B, reward_rejected_B, chosen_logprobs, rejected_logprobs, pairs=pairs)

@@ -41,6 +41,7 @@ def sppo_loss(
     ratio_chosen_B = chosen_logprobs - ref_chosen_logprobs
     ratio_rejected_B = rejected_logprobs - ref_rejected_logprobs
     target = 1 / (2 * beta)
+    # arXiv 2405.00675 eq. 4.7: (a - 1/(2 beta))^2 + (b + 1/(2 beta))^2
     loss_B = (ratio_chosen_B - target).square() + (ratio_rejected_B + target).square()
     rewards = (beta * ratio_chosen_B, beta * ratio_rejected_B)
     return pair_output(loss_B, *rewards, chosen_logprobs, rejected_logprobs, pairs=pairs)
