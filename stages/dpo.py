@@ -17,19 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, model_validator
 
+from rlhf_core.algorithms.preference.aot import AOTLoss
+from rlhf_core.algorithms.preference.dpo import DPOLoss
+from rlhf_core.algorithms.preference.ipo import IPOLoss
+from rlhf_core.algorithms.preference.kto import KTOLoss
+from rlhf_core.algorithms.preference.orpo import ORPOLoss
+from rlhf_core.algorithms.preference.simpo import SimPOLoss
 from rlhf_core.config.base import Config
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig
 from rlhf_core.config.loop import LoopConfig
-from rlhf_core.config.preference import (
-    AOTLoss,
-    DPOLoss,
-    IPOLoss,
-    KTOLoss,
-    ORPOLoss,
-    PreferenceLoss,
-    SimPOLoss,
-    uses_reference,
-)
+from rlhf_core.config.preference import PreferenceLoss, uses_reference
 from rlhf_core.errors import DataError, explain
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.stage.context import StageContext

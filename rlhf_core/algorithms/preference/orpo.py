@@ -1,38 +1,37 @@
-"""Preference losses without a reference model, from summed log-probabilities and lengths of both answers of a pair."""
+"""ORPO: likelihood of the chosen answer and its odds against the rejected one, without a reference.
 
-# Shape legend: B pairs of a batch. Tensors are [B]; lengths count the masked tokens of each answer.
+Formula: NLL(chosen) + lambda * mean of -log sigmoid(log odds_c - log odds_r), odds = p / (1 - p).
+Reference: arXiv 2403.07691 eq. 6 and 7.
+"""
+
+# Shape legend: B pairs of a batch. Tensors are [B]; log-probs are sums over the answer.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-from torch.nn.functional import logsigmoid
+from typing import Literal
 
+from pydantic import Field
+
+from rlhf_core.algorithms.lazy_torch import Tensor, torch
 from rlhf_core.algorithms.output import LossOutput
-from rlhf_core.algorithms.pair_output import pair_output
+from rlhf_core.algorithms.preference.base import PairBatch, ReferenceFreeMethod, pair_output
 
 CERTAIN = -1e-6
 """The mean log-prob above which an answer's odds are taken as constant: at 0 they are infinite."""
 
 
-def simpo_loss(
-    chosen_logprobs: Tensor,
-    rejected_logprobs: Tensor,
-    *,
-    chosen_lengths: Tensor,
-    rejected_lengths: Tensor,
-    beta: float,
-    gamma: float,
-    pairs: float | None = None,
-) -> LossOutput:
-    """Return sum of -log sigmoid(beta (logp_c / len_c - logp_r / len_r) - gamma) over `pairs`.
+class ORPOLoss(ReferenceFreeMethod):
+    """Reference-free: likelihood of the chosen answer and its odds against the rejected one: arXiv 2403.07691."""
 
-    arXiv 2405.14734 eq. 6. `pairs` counts the whole optimizer step; None says that this call is the step.
-    """
-    reward_chosen_B = beta * chosen_logprobs / chosen_lengths
-    reward_rejected_B = beta * rejected_logprobs / rejected_lengths
-    loss_B = -logsigmoid(reward_chosen_B - reward_rejected_B - gamma)
-    return pair_output(loss_B, reward_chosen_B, reward_rejected_B, chosen_logprobs, rejected_logprobs, pairs=pairs)
+    type: Literal["orpo"] = "orpo"
+    odds_weight: float = Field(0.1, gt=0)
+    """lambda of the paper."""
+
+    def loss(self, pairs: PairBatch) -> LossOutput:
+        """Return `orpo_loss` of the pairs."""
+        return orpo_loss(
+            *pairs.policy_logprobs, **pairs.lengths, lambda_=self.odds_weight, pairs=pairs.pairs, tokens=pairs.tokens
+        )
 
 
 def orpo_loss(
@@ -55,7 +54,7 @@ def orpo_loss(
     mean_chosen_B, mean_rejected_B = chosen_logprobs / chosen_lengths, rejected_logprobs / rejected_lengths
     log_odds_ratio_B = _log_odds(mean_chosen_B) - _log_odds(mean_rejected_B)
     ratio = pair_output(
-        -logsigmoid(log_odds_ratio_B),
+        -torch.nn.functional.logsigmoid(log_odds_ratio_B),
         lambda_ * mean_chosen_B,
         lambda_ * mean_rejected_B,
         chosen_logprobs,
@@ -63,6 +62,7 @@ def orpo_loss(
         pairs=pairs,
     )
     nll = -chosen_logprobs.sum() / (chosen_lengths.sum() if tokens is None else tokens)
+    # arXiv 2403.07691 eq. 6, with eq. 7 in `ratio`: NLL(chosen) - lambda log sigmoid(log odds_c - log odds_r)
     loss = nll + lambda_ * ratio.loss
     metrics = ratio.metrics | {
         "loss": loss,

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_core.algorithms.reference_free import orpo_loss, simpo_loss
+from rlhf_core.algorithms.preference.orpo import orpo_loss
+from rlhf_core.algorithms.preference.simpo import simpo_loss
 
 LENGTHS: dict[str, Any] = {"chosen_lengths": torch.tensor([4]), "rejected_lengths": torch.tensor([6])}
 

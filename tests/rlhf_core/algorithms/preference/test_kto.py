@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_core.algorithms.unpaired import kto_kl, kto_loss
+from rlhf_core.algorithms.preference.kto import kto_kl, kto_loss
 
 ROWS = (torch.tensor([-10.0, -21.0]), torch.tensor([-12.0, -20.0]), torch.tensor([True, False]))  # log-ratios 2, -1
 SCALARS: dict[str, Any] = {"kl": 0.5, "beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.5}

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from rlhf_core.algorithms.output import LossOutput
-from rlhf_core.algorithms.policy import aggregate, cispo_loss, clipped_policy_loss, gspo_loss
+from rlhf_core.algorithms.policy.base import aggregate
+from rlhf_core.algorithms.policy.cispo import cispo_loss
+from rlhf_core.algorithms.policy.clip import clipped_policy_loss
+from rlhf_core.algorithms.policy.gspo import gspo_loss
 from rlhf_core.errors import ConfigError
 
 DEFAULTS: dict[str, Any] = {

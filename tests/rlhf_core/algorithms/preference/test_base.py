@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhf_core.algorithms.pair_output import pair_output
+from rlhf_core.algorithms.preference.base import pair_output
 
 COLUMNS = (
     torch.tensor([1.0, 3.0], requires_grad=True),

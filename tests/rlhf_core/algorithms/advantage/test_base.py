@@ -5,16 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhf_core.algorithms.advantages import (
-    discounted_returns,
-    gae,
-    group_centered,
-    group_normalized,
-    leave_one_out,
-    opo,
-    whiten,
-    zero_variance_groups,
-)
+from rlhf_core.algorithms.advantage.base import group_centered, whiten, zero_variance_groups
+from rlhf_core.algorithms.advantage.gae import gae
+from rlhf_core.algorithms.advantage.grpo import group_normalized
+from rlhf_core.algorithms.advantage.opo import opo
+from rlhf_core.algorithms.advantage.reinforce_pp import discounted_returns
+from rlhf_core.algorithms.advantage.rloo import leave_one_out
 from rlhf_core.errors import ConfigError, DataError
 
 

@@ -1,13 +1,58 @@
-"""Preference optimisation from single answers, each labelled desirable or not."""
+"""Kahneman-Tversky optimization: single answers, each labelled desirable or not.
+
+Formula: w (1 - sigmoid(+-beta (log-ratio - z))), + for desirable answers, z the mean KL of the step.
+Reference: arXiv 2402.01306 eq. 8.
+"""
 
 # Shape legend: B rows of a batch. Tensors are [B]; log-probs are sums over the answer.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import ClassVar, Literal
 
+from pydantic import Field
+
+from rlhf_core.algorithms.lazy_torch import Tensor, torch
 from rlhf_core.algorithms.output import LossOutput
+from rlhf_core.algorithms.preference.base import PairBatch, ReferencedMethod
+from rlhf_core.errors import ConfigError, explain
+
+
+class KTOLoss(ReferencedMethod):
+    """Each answer on its own, desirable or not, against the mean KL of the step: arXiv 2402.01306."""
+
+    type: Literal["kto"] = "kto"
+    desirable_weight: float = Field(1.0, gt=0)
+    undesirable_weight: float = Field(1.0, gt=0)
+
+    looks_ahead: ClassVar[bool] = True
+
+    def loss(self, pairs: PairBatch) -> LossOutput:
+        """Raise ConfigError: the loss is on single answers, `answer_loss`."""
+        raise ConfigError(explain("dpo.loss.type", self.type, "judges single answers", "use KTOObjective"))
+
+    def answer_loss(
+        self,
+        logprobs: Tensor,
+        ref_logprobs: Tensor,
+        desirable: Tensor,
+        *,
+        kl: float,
+        rows: float,
+        desirable_rows: float,
+    ) -> LossOutput:
+        """Return `kto_loss` of the answers."""
+        return kto_loss(
+            logprobs,
+            ref_logprobs,
+            desirable,
+            kl=kl,
+            beta=self.beta,
+            desirable_weight=self.desirable_weight,
+            undesirable_weight=self.undesirable_weight,
+            rows=rows,
+            desirable_rows=desirable_rows,
+        )
 
 
 def kto_loss(
@@ -32,6 +77,7 @@ def kto_loss(
     ratio_B = logprobs - ref_logprobs
     point = torch.as_tensor(kl, dtype=ratio_B.dtype, device=ratio_B.device).detach()
     desirable_B = desirable != 0
+    # arXiv 2402.01306 eq. 8: w (1 - sigmoid(+-beta (log-ratio - z)))
     value_B = torch.sigmoid(torch.where(desirable_B, beta * (ratio_B - point), beta * (point - ratio_B)))
     good_B = desirable_B.to(ratio_B.dtype)
     weight_B = desirable_weight * good_B + undesirable_weight * (1 - good_B)
