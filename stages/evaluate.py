@@ -33,9 +33,6 @@ from rlhf_core.store import attempts
 from rlhf_core.types import Generation, GenerationsRef, PolicyRef, ReportRef, RewardModelRef
 from stages.config.evaluate import EvaluateConfig
 
-TRAINING = ("sft", "reward_model", "process_reward_model", "dpo", "ppo", "distill")
-"""Stages whose training curves are shown."""
-
 
 def run(
     config: EvaluateConfig,
@@ -223,10 +220,12 @@ def headline(report: Mapping[str, Any]) -> dict[str, float]:
 def ancestry(
     generations: Mapping[str, GenerationsRef], context: StageContext
 ) -> tuple[list[dict[str, Any]], dict[str, Path]]:
-    """Return the stages that led to the answers, and label -> metrics.jsonl of those that train, where it is still there."""
-    nodes = lineage(context.store.records(), [ref.digest for ref in generations.values()])
+    """Return the stages that led to the answers, and label -> metrics.jsonl of those that made a model, where it is still there."""
+    records = context.store.records()
+    nodes = lineage(records, [ref.digest for ref in generations.values()])
+    models = {record.key for record in records if isinstance(record.handle, (PolicyRef, RewardModelRef))}
     files = {
-        node.label: attempts.metrics(context.store.layout.attempt(node.key)) for node in nodes if node.stage in TRAINING
+        node.label: attempts.metrics(context.store.layout.attempt(node.key)) for node in nodes if node.key in models
     }
     trained = {label: path for label, path in files.items() if path.exists()}
     return [node.plain() for node in nodes], trained
