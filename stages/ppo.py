@@ -41,11 +41,7 @@ if TYPE_CHECKING:
     from rlhf_core.rollouts.source import RolloutSource
     from rlhf_core.training.experience import Experience
 
-NAME = "ppo"
-VERSION = 5
-CODE = "warn"
-
-__all__ = ["CODE", "NAME", "VERSION", "PPOConfig", "run"]
+__all__ = ["PPOConfig", "run"]
 
 
 @dataclass(frozen=True)
