@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from benchmarks.durability import checks, instants, lives, processes
 from benchmarks.durability.checks import StageResult
@@ -125,27 +125,40 @@ def _in_user(source: random.Random, stages: Mapping[str, int]) -> Instant:
 
 def wrong_decisions(setup: Setup, peace: Peace, what: Edit) -> list[str]:
     """Return the stages that were done before the edit and made again, and those that went on from before it."""
-    events = read_events(setup.events)
+    touched = touched_by_result(peace.results, peace.edited) if what == "result" else set()
+    return wrong_actions(read_events(setup.events), touched)
+
+
+def wrong_actions(events: Sequence[Mapping[str, Any]], touched: Collection[str]) -> list[str]:
+    """Return the stages that were done before the event `edited` and made again, and those that went on from before it.
+
+    Those that are `touched` by the edit must begin anew.
+    """
     at = next((index for index, event in enumerate(events) if event["event"] == "edited"), len(events))
     done = {event["label"] for event in events[:at] if event["event"] == "finished"}
     first: dict[str, str] = {}
     for event in events[at:]:
         if event["event"] == "started":
             first.setdefault(event["label"], event["action"])
-    touched = _touched(peace.results, peace.edited) if what == "result" else set()
-    again = [
-        f"{label}: {first[label]} after the edit" for label in (done - touched) & first.keys() if first[label] != "HIT"
-    ]
-    mixed = [f"{label}: {first[label]} after the edit" for label in touched & first.keys() if first[label] != "RUN"]
-    return sorted(again + mixed)
+    again = done - set(touched)
+    return sorted(
+        f"{label}: {action} after the edit"
+        for label, action in first.items()
+        if (label in again and action != "HIT") or (label in touched and action != "RUN")
+    )
 
 
-def _touched(results: Mapping[str, StageResult], edited: Mapping[str, StageResult]) -> set[str]:
+def touched_by_result(results: Mapping[str, StageResult], edited: Mapping[str, StageResult]) -> set[str]:
+    """Return the labels of stages whose key is another after the edit."""
     return {label for label, one in results.items() if edited[label].key != one.key}
 
 
 def _examine(life: Life, setup: Setup, peace: Peace, what: Edit, began: float) -> None:
     """Compare with the right twin; what is unfinished of the file before the edit stays, for whoever brings it back."""
-    old = set() if what == "comment" else {peace.results[label].key for label in _touched(peace.results, peace.edited)}
+    old = (
+        set()
+        if what == "comment"
+        else {peace.results[label].key for label in touched_by_result(peace.results, peace.edited)}
+    )
     twin = peace.results if what == "comment" else peace.edited
     lives.examine(life, setup, twin, began, unfinished=old)
