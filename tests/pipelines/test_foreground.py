@@ -73,7 +73,9 @@ def test_a_run_is_recorded_on_the_users_own_server_and_none_is_started(
 ) -> None:
     theirs = os.environ["PREFECT_API_URL"]
     # Whoever watches the server starts it again when it does not answer for a minute, as under heavy load it may not.
-    assert wait_for(lambda: healthy(f"{theirs}/health"), 180), (prefect_home.logs / "prefect_run.log").read_text()[-2000:]
+    assert wait_for(lambda: healthy(f"{theirs}/health"), 180), (prefect_home.logs / "prefect_run.log").read_text()[
+        -2000:
+    ]
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.delenv("RLHF_OWN_SETTINGS")  # so it is the user's
     monkeypatch.setattr(foreground, "private_server", lambda home: pytest.fail("a server of our own"))

@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from rich.console import Console
+
+from benchmarks.durability import clocks, command, edits, processes, real_runs, takeovers
+from benchmarks.durability.clocks import Skew
+from benchmarks.durability.pipeline import REWARD
+from benchmarks.durability.real_runs import Run
+from benchmarks.processes import family, kill_family, stop_family, wake_family
+from pipelines.cli import EXIT_REFUSED
+from pipelines.display import PlainDisplay
+from pipelines.profile import load_profile
+from rlhf_core import leases
+from rlhf_core.errors import ArtifactError
+from rlhf_core.stage import Decision
+from rlhf_core.stage_decision import Action
+
+STARTING = """
+import subprocess, sys, time
+while True:
+    child = subprocess.Popen([sys.executable, "-c", "import time; print('x', end='', flush=True); time.sleep(0.05)"])
+    child.wait()
+"""
+
+
+def test_a_family_is_stopped_with_what_it_was_just_starting_and_goes_on_when_it_is_woken(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    with said.open("w") as output:
+        parent = subprocess.Popen([sys.executable, "-c", STARTING], stdout=output)
+    try:
+        assert wait(lambda: said.stat().st_size >= 3)
+        stop_family(parent.pid)
+        standing, before = family(parent.pid), said.stat().st_size
+        assert all(one.status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE) for one in standing)
+        time.sleep(0.3)
+        assert family(parent.pid) == standing and said.stat().st_size == before
+        wake_family(parent.pid)
+        assert wait(lambda: said.stat().st_size >= before + 2)
+    finally:
+        kill_family(parent.pid)
+        parent.wait()
+
+
+def wait(condition: Callable[[], bool], *, seconds: float = 30.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_the_command_believes_in_another_machine_and_another_time(tmp_path: Path) -> None:
+    wall, file, believed = time.time(), tmp_path / "said", Skew(4000.0, 1000.0, elsewhere=True)
+    module, argument = command.command(believed)
+    assert module == "benchmarks.durability.command"
+
+    def run() -> None:
+        status = command.main([argument, "runs", "--store", str(tmp_path / "store")])
+        file.write_text(
+            json.dumps([status, time.time() - wall, leases.here(), leases.TTL_SECONDS, leases.WATCH_SECONDS])
+        )  # type: ignore[attr-defined]
+
+    assert processes.run(run, tmp_path / "log").how == "completed", (tmp_path / "log").read_text()
+    status, ahead, machine, *times = json.loads(file.read_text())
+    assert status == 0 and 4000.0 <= ahead < 4300.0 and tuple(machine) == takeovers.ELSEWHERE
+    assert times == [command.TTL_S, command.WATCH_S]
+
+
+def test_who_believes_in_the_right_time_has_it(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+
+    def run() -> None:
+        clock = time.time
+        clocks.apply(Skew(0.0, 0.0, elsewhere=False))
+        assert time.time is clock
+
+    assert processes.run(run, log).how == "completed", log.read_text()
+
+
+def test_the_profile_of_a_state_folder_uses_the_reward_file_there(tmp_path: Path) -> None:
+    home = real_runs.new_home(tmp_path / "home")
+    config = load_profile(home / real_runs.PROFILE)
+    assert config.ppo is not None
+    assert config.ppo.rewards.terms.keys() == {"reward_model", "brief"}
+    assert config.ppo.rewards.terms["brief"].model_dump()["function"] == f"{home / REWARD.name}:brief"
+    before = (home / REWARD.name).read_text()
+    edits.edit(home / REWARD.name, "result")
+    assert (home / REWARD.name).read_text() != before == REWARD.read_text()
+
+
+def decision(action: Action) -> Decision:
+    return Decision(action, "because", "0123456789ab", None)
+
+
+@pytest.fixture
+def said(tmp_path: Path) -> Path:
+    """What the display of the command says of a run that is in its second stage."""
+    output = io.StringIO()
+    display = PlainDisplay(Console(file=output, width=60))
+    display.started("prepare_data", decision("HIT"))
+    display.finished("prepare_data", decision("HIT"), {}, 0.0)
+    display.started("sft", decision("RUN"))
+    display.progress("sft", 1, 3, "loss 1.0")
+    display.finished("sft", decision("RUN"), {}, 2.5)
+    display.started("iterative_dpo/round_1/dpo", decision("ATTACH"))
+    file = tmp_path / "output-0.log"
+    file.write_text(output.getvalue())
+    return file
+
+
+def test_what_a_run_did_is_read_from_what_it_says(said: Path) -> None:
+    found = real_runs.events(said)
+    assert [(event["label"], event.get("action")) for event in found] == [
+        ("prepare_data", "HIT"),
+        ("prepare_data", None),
+        ("sft", "RUN"),
+        ("sft", None),
+        ("iterative_dpo/round_1/dpo", "ATTACH"),
+    ]
+    assert real_runs.stage(said) == "iterative_dpo/round_1/dpo"
+    assert real_runs.seconds_of("sft", said) == 2.5
+
+
+def test_what_is_made_again_after_an_edit_is_named(said: Path) -> None:
+    real_runs.note_edit(said.parent)
+    (said.parent / "output-2.log").write_text("prepare_data: RUN: because\nsft: HIT: because\nppo: RESUME: because\n")
+    found = real_runs.events(*real_runs.logs(said.parent))
+    assert edits.wrong_actions(found, {"ppo"}) == ["ppo: RESUME after the edit", "prepare_data: RUN after the edit"]
+
+
+def ended(log: Path, status: int) -> Run:
+    process = subprocess.Popen([sys.executable, "-c", f"raise SystemExit({status})"])
+    process.wait()
+    return Run(process, log)
+
+
+def test_the_sentence_of_a_run_that_was_taken_over_is_told_from_other_ends(tmp_path: Path, said: Path) -> None:
+    output = io.StringIO()
+    taken = f"lease 0123: process 7 on here: {takeovers.SENTENCE}; run again"
+    PlainDisplay(Console(file=output, width=60)).failed("sft", ArtifactError(taken))
+    said.write_text(f"{output.getvalue()}{taken}\n\n")
+    completed = ended(said, 0)
+    assert takeovers.wrong_words(["failed", "completed"], ended(said, EXIT_REFUSED).words(), completed.words()) == []
+    (wrong,) = takeovers.wrong_words(["failed", "completed"], ended(said, 1).words(), "")
+    assert wrong.startswith("the woken run failed: Error: ")
+    assert takeovers.wrong_words(["completed", "failed"], "", ended(said, EXIT_REFUSED).words()) != []
+
+
+def test_a_run_works_once_it_computes_a_stage_itself(said: Path) -> None:
+    assert ended(said, 0).works()
+    said.write_text("sft: HIT: because\nppo: ATTACH: because\n")
+    assert not ended(said, 0).works()
+
+
+def test_a_run_that_is_late_is_killed(tmp_path: Path) -> None:
+    run = Run(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]), tmp_path / "log")
+    assert real_runs.finish(run, kill_after_s=0.05, alone=True) == "killed"
+    late = replace(run, process=subprocess.Popen([sys.executable, "-c", "pass"]))
+    assert real_runs.finish(late, kill_after_s=60.0) == "completed"
