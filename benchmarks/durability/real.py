@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from benchmarks.durability import checks, edits, lives, real_others, real_runs
+from benchmarks.durability import checks, lives, real_others, real_runs
 from benchmarks.durability.lives import Life
 from benchmarks.durability.pipeline import Setup
 from benchmarks.durability.real_runs import RealPeace
@@ -22,8 +22,7 @@ def campaign(folder: Path, *, kills: int, seed: int, others: float, takeovers_in
     twin = real_runs.new_home(folder / "twin")
     seconds = real_runs.in_peace(twin)
     print(f"with real engines, in peace: {seconds:.0f} s", flush=True)
-    user_seconds = real_runs.seconds_of(edits.USER, real_runs.logs(twin)[0])
-    peace = RealPeace(folder, seed, seconds, user_seconds, checks.results(twin))
+    peace = RealPeace(folder, seed, seconds, real_runs.seconds(*real_runs.logs(twin)), checks.results(twin))
     done: list[Life] = []
     while (left := kills - sum(_hits(life) for life in done)) > 0:
         life = _one(peace, len(done), others, most=left, takeovers_in_mlflow=takeovers_in_mlflow)
@@ -58,8 +57,8 @@ def _live(peace: RealPeace, number: int, *, most: int) -> Life:
     life, began = Life(f"real pipeline {number}", mlflow=True), time.monotonic()
     home = real_runs.new_home(peace.folder / f"life-{number:03d}")
     for _ in range(planned):
-        after = source.uniform(0.0, min(1.0, 2 / (planned + 1))) * peace.seconds
-        how = real_runs.killed(life, real_runs.start(home), source, after_s=after)
+        moment = peace.moment(source, reach=min(1.0, 2 / (planned + 1)))
+        how = real_runs.killed(life, real_runs.start(home), moment, alone=source.random() < 0.5)
         if how != "killed":
             break
     else:

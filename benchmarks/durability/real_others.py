@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from pathlib import Path
 
 from benchmarks.durability import clocks, edits, lives, processes, real_runs, takeovers
@@ -11,7 +10,7 @@ from benchmarks.durability.clocks import Skew
 from benchmarks.durability.edits import Edit
 from benchmarks.durability.lives import Kill, Life
 from benchmarks.durability.pipeline import REWARD, Setup
-from benchmarks.durability.real_runs import RealPeace, Run
+from benchmarks.durability.real_runs import RealPeace
 from benchmarks.processes import kill_family, stop_family, wake_family
 
 KIND = "a run with wrong clocks"
@@ -30,17 +29,16 @@ def taken_over(peace: RealPeace, number: int, *, tracked: bool) -> Life:
     source = peace.draws("takeover", number)
     life, began = Life(f"real takeover {number}", mlflow=True), time.monotonic()
     home = real_runs.new_home(peace.folder / f"takeover-{number:03d}")
-    after, elsewhere = source.uniform(0.0, 0.95) * peace.seconds, source.random() < 0.5
+    moment, elsewhere = peace.moment(source, reach=0.95), source.random() < 0.5
     pause = source.choice((source.uniform(0.0, 2.0), source.uniform(0.0, 0.6 * peace.seconds)))
     first = real_runs.start(home, Skew(0.0, 0.0, elsewhere))
     try:
-        real_runs.wait_until(lambda: False, first, after)
-        stopped = first.process.poll() is None
+        stopped = real_runs.reach(first, moment)
         if stopped:
             stop_family(first.process.pid)
             kind = f"{takeovers.KIND}, as if on another machine" if elsewhere else takeovers.KIND
-            life.others.append(Kill(kind, real_runs.stage(first.log), f"after {after:.0f} s", 0.0))
-            print(f"{life.name}: stopped after {after:.0f} s in {life.others[-1].stage}", flush=True)
+            life.others.append(Kill(kind, real_runs.stage(first.log), str(moment), 0.0))
+            print(f"{life.name}: {kind}: {moment}", flush=True)
         second = real_runs.start(home, Skew(0.0, 0.0, False))
         if stopped:
             real_runs.wait_until(second.works, second, TAKEN_WITHIN_S)
@@ -65,10 +63,10 @@ def skewed(peace: RealPeace, number: int) -> Life:
     source = peace.draws("skew", number)
     life, began = Life(f"real wrong clocks {number}", mlflow=True), time.monotonic()
     home = real_runs.new_home(peace.folder / f"skew-{number:03d}")
-    after, elsewhere = source.uniform(0.0, 0.95) * peace.seconds, source.random() < 0.5
+    moment, elsewhere = peace.moment(source, reach=0.95), source.random() < 0.5
     skews = [clocks.draw(source, elsewhere and first, patient=True) for first in (True, False)]
     kind = f"{KIND}, as if on another machine" if elsewhere else KIND
-    how = real_runs.killed(life, real_runs.start(home, skews[0]), source, after_s=after, kind=kind)
+    how = real_runs.killed(life, real_runs.start(home, skews[0]), moment, alone=source.random() < 0.5, kind=kind)
     if how in ("killed", "completed"):
         life.others.append(Kill(f"wrong clocks: {clocks.shown(skews)}", "", "", 0.0))
         how = complete(life, home, skews[1])
@@ -94,11 +92,10 @@ def edited_between(peace: RealPeace, number: int, *, what: Edit) -> Life:
     planned = source.randint(1, MOST_KILLS)
     edit_after = source.randrange(planned)
     for attempt in range(planned):
-        run, after = real_runs.start(home), source.uniform(0.0, 2 / (planned + 1)) * peace.seconds
+        moment = peace.moment(source, reach=2 / (planned + 1))
         if attempt == edit_after and source.random() < IN_USER:
-            real_runs.wait_until(partial(_uses_the_file, run), run, real_runs.LIMIT_S)
-            after = source.uniform(0.0, peace.user_seconds)
-        how = real_runs.killed(life, run, source, after_s=after)
+            moment = peace.moment_in(edits.USER, source)
+        real_runs.killed(life, real_runs.start(home), moment, alone=source.random() < 0.5)
         if attempt == edit_after:
             at = real_runs.stage(real_runs.logs(home)[-1])
             life.others.append(Kill(f"reward file edited after a kill: {what}", at, "", 0.0))
@@ -111,10 +108,6 @@ def edited_between(peace: RealPeace, number: int, *, what: Edit) -> Life:
     old = {peace.results[label].key for label in touched}
     lives.examine(life, Setup(home, mlflow=True), twin, began, unfinished=old)
     return life
-
-
-def _uses_the_file(run: Run) -> bool:
-    return real_runs.stage(run.log) == edits.USER
 
 
 def complete(life: Life, home: Path, believed: Skew | None = None) -> processes.End:

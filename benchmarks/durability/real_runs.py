@@ -6,6 +6,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -83,16 +84,27 @@ sampling = {{max_tokens = 16}}
 
 
 @dataclass(frozen=True)
+class Moment:
+    """So many seconds after the stage `label` has begun; if there is none, after the run was started."""
+
+    label: str
+    after_s: float
+
+    def __str__(self) -> str:
+        return f"{self.after_s:.1f} s after {self.label or 'the start'}"
+
+
+@dataclass(frozen=True)
 class RealPeace:
     """What the run in peace gave, in which folder all lives are, and the seed of what is done to them.
 
-    `user_seconds` is how long the stage took that uses the reward file.
+    `stages` are the seconds that each stage took.
     """
 
     folder: Path
     seed: int
     seconds: float
-    user_seconds: float
+    stages: Mapping[str, float]
     results: Mapping[str, StageResult]
 
     @cached_property
@@ -106,6 +118,17 @@ class RealPeace:
     def draws(self, kind: str, number: int) -> random.Random:
         """Return the source of all that is drawn for one life."""
         return random.Random(f"{self.seed}/real/{kind}/{number}")
+
+    def moment(self, source: random.Random, *, reach: float) -> Moment:
+        """Return a moment in the first `reach` of a run; half of them in a drawn stage, however short it is."""
+        if source.random() < 0.5:
+            return Moment("", source.uniform(0.0, reach) * self.seconds)
+        labels = list(self.stages)
+        return self.moment_in(labels[int(source.uniform(0.0, reach) * len(labels))], source)
+
+    def moment_in(self, label: str, source: random.Random) -> Moment:
+        """Return a moment while a stage runs."""
+        return Moment(label, source.random() * self.stages[label])
 
 
 @dataclass(frozen=True)
@@ -152,18 +175,17 @@ def start(home: Path, believed: Skew | None = None, *, verb: str = "run") -> Run
     return Run(process, log)
 
 
-def finish(run: Run, *, kill_after_s: float | None = None, alone: bool = False) -> processes.End:
-    """Wait for a run, killing its family after `kill_after_s`, or its own process alone; return how it ended."""
+def finish(run: Run) -> processes.End:
+    """Wait for a run; return how it ended. One that hangs is killed with its family."""
     try:
-        run.process.wait(timeout=LIMIT_S if kill_after_s is None else kill_after_s)
+        status = run.process.wait(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
-        if alone:
-            run.process.kill()
-        else:
-            kill_family(run.process.pid)
+        kill_family(run.process.pid)
         run.process.wait()
-        return "hung" if kill_after_s is None else "killed"
-    return "completed" if run.process.returncode == 0 else "failed"
+        return "hung"
+    if status == -signal.SIGKILL:
+        return "killed"
+    return "completed" if status == 0 else "failed"
 
 
 def in_peace(home: Path) -> float:
@@ -181,15 +203,27 @@ def wait_until(condition: Callable[[], bool], run: Run, seconds: float) -> None:
         time.sleep(0.1)
 
 
-def killed(life: Life, run: Run, source: random.Random, *, after_s: float, kind: str = "") -> processes.End:
-    """Kill a run after so many seconds, its family or its own process alone; note it in `life`, and what lingers."""
-    alone = source.random() < 0.5
-    how = finish(run, kill_after_s=after_s, alone=alone)
+def reach(run: Run, moment: Moment) -> bool:
+    """Wait for a moment of a run; return whether it lives then."""
+    if moment.label:
+        wait_until(lambda: moment.label in (event["label"] for event in events(run.log)), run, LIMIT_S)
+    wait_until(lambda: False, run, moment.after_s)
+    return run.process.poll() is None
+
+
+def killed(life: Life, run: Run, moment: Moment, *, alone: bool, kind: str = "") -> processes.End:
+    """Kill a run at a moment, its family or its own process alone; note it in `life`, and what lingers."""
+    if reach(run, moment):
+        if alone:
+            run.process.kill()
+        else:
+            kill_family(run.process.pid)
+    how = finish(run)
     lingered = note_survivors(life)
     if how == "killed":
         kind = kind or ("the process of the command alone" if alone else "the whole family at once")
-        life.kills.append(Kill(kind, stage(run.log), f"after {after_s:.0f} s", lingered))
-        print(f"{life.name}: killed {kind} after {after_s:.0f} s, all gone {lingered:.1f} s later", flush=True)
+        life.kills.append(Kill(kind, stage(run.log), str(moment), lingered))
+        print(f"{life.name}: killed {kind}, {moment}, all gone {lingered:.1f} s later", flush=True)
     return how
 
 
@@ -218,7 +252,7 @@ def events(*files: Path) -> list[dict[str, Any]]:
         if done := _DONE.match(line):
             found.append({"event": "finished", "label": done[1]})
         if line == EDITED:
-            found.append({"event": "edited"})
+            found.append({"event": "edited", "label": ""})
     return found
 
 
@@ -227,9 +261,10 @@ def note_edit(home: Path) -> None:
     (home / f"output-{len(logs(home))}.log").write_text(f"{EDITED}\n")
 
 
-def seconds_of(label: str, log: Path) -> float:
-    """Return how long a stage took, as the run says."""
-    return next(float(done[1]) for line in log.read_text().splitlines() if (done := _took(label).match(line)))
+def seconds(log: Path) -> dict[str, float]:
+    """Return how long each stage took that the run computed, by its own account."""
+    done = (_TOOK.match(line) for line in log.read_text().splitlines())
+    return {found[1]: float(found[2]) for found in done if found}
 
 
 def stage(log: Path) -> str:
@@ -240,11 +275,8 @@ def stage(log: Path) -> str:
     return at
 
 
-def _took(label: str) -> re.Pattern[str]:
-    return re.compile(rf"{re.escape(label)}: done in ([0-9.]+) s")
-
-
 _STARTED = re.compile(r"(\S+): (HIT|RUN|RESUME|ATTACH): ")
+_TOOK = re.compile(r"(\S+): done in ([0-9.]+) s")
 _DONE = re.compile(r"(\S+): (?:done in |HIT: )")
 _FAILED = re.compile(r"\S+: FAILED: (\w+)$")
 

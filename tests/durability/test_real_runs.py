@@ -16,7 +16,7 @@ from rich.console import Console
 from benchmarks.durability import clocks, command, edits, processes, real_runs, takeovers
 from benchmarks.durability.clocks import Skew
 from benchmarks.durability.pipeline import REWARD
-from benchmarks.durability.real_runs import Run
+from benchmarks.durability.real_runs import Moment, RealPeace, Run
 from benchmarks.processes import family, kill_family, stop_family, wake_family
 from pipelines.cli import EXIT_REFUSED
 from pipelines.display import PlainDisplay
@@ -130,7 +130,7 @@ def test_what_a_run_did_is_read_from_what_it_says(said: Path) -> None:
         ("iterative_dpo/round_1/dpo", "ATTACH"),
     ]
     assert real_runs.stage(said) == "iterative_dpo/round_1/dpo"
-    assert real_runs.seconds_of("sft", said) == 2.5
+    assert real_runs.seconds(said) == {"sft": 2.5}
 
 
 def test_what_is_made_again_after_an_edit_is_named(said: Path) -> None:
@@ -164,8 +164,19 @@ def test_a_run_works_once_it_computes_a_stage_itself(said: Path) -> None:
     assert not ended(said, 0).works()
 
 
-def test_a_run_that_is_late_is_killed(tmp_path: Path) -> None:
-    run = Run(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]), tmp_path / "log")
-    assert real_runs.finish(run, kill_after_s=0.05, alone=True) == "killed"
-    late = replace(run, process=subprocess.Popen([sys.executable, "-c", "pass"]))
-    assert real_runs.finish(late, kill_after_s=60.0) == "completed"
+def test_a_moment_comes_once_its_stage_has_begun_or_not_if_the_run_ends_before(said: Path) -> None:
+    long = Run(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]), said)
+    assert real_runs.reach(long, Moment("sft", 0.05))
+    long.process.kill()
+    assert real_runs.finish(long) == "killed"
+    short = replace(long, process=subprocess.Popen([sys.executable, "-c", "pass"]))
+    assert not real_runs.reach(short, Moment("publish", 60.0))
+    assert real_runs.finish(short) == "completed"
+
+
+def test_moments_are_in_the_part_of_a_run_that_is_asked_for(tmp_path: Path) -> None:
+    peace = RealPeace(tmp_path, 1, 100.0, {"sft": 10.0, "ppo": 20.0, "publish": 0.5}, {})
+    drawn = [peace.moment(peace.draws("test", number), reach=0.6) for number in range(200)]
+    assert {moment.label for moment in drawn} == {"", "sft", "ppo"}
+    assert max(moment.after_s for moment in drawn if not moment.label) <= 60.0
+    assert max(moment.after_s for moment in drawn if moment.label == "sft") <= 10.0
