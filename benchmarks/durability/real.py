@@ -24,7 +24,7 @@ def campaign(folder: Path, *, kills: int, seed: int, others: float, takeovers_in
     print(f"with real engines, in peace: {seconds:.0f} s", flush=True)
     peace = RealPeace(folder, seed, seconds, real_runs.seconds(*real_runs.logs(twin)), checks.results(twin))
     done: list[Life] = []
-    while (left := kills - sum(_hits(life) for life in done)) > 0:
+    while (left := kills - sum(hits(life) for life in done)) > 0:
         life = _one(peace, len(done), others, most=left, takeovers_in_mlflow=takeovers_in_mlflow)
         state = "; ".join([*life.problems, *(f"left over: {name}" for name in life.leftovers)]) or "as the twin"
         print(f"{life.name}: {life.seconds:.0f} s, {', '.join([*life.ends, state])}", flush=True)
@@ -32,7 +32,8 @@ def campaign(folder: Path, *, kills: int, seed: int, others: float, takeovers_in
     return done
 
 
-def _hits(life: Life) -> int:
+def hits(life: Life) -> int:
+    """Return how many kills and stops have hit a pipeline."""
     return len(life.kills) + sum(other.kind.startswith("stopped") for other in life.others)
 
 

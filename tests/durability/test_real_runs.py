@@ -13,8 +13,9 @@ import psutil
 import pytest
 from rich.console import Console
 
-from benchmarks.durability import clocks, command, edits, processes, real_runs, takeovers
+from benchmarks.durability import clocks, command, edits, processes, real, real_runs, report, takeovers
 from benchmarks.durability.clocks import Skew
+from benchmarks.durability.lives import Kill, Life
 from benchmarks.durability.pipeline import REWARD
 from benchmarks.durability.real_runs import Moment, RealPeace, Run
 from benchmarks.processes import family, kill_family, stop_family, wake_family
@@ -180,3 +181,23 @@ def test_moments_are_in_the_part_of_a_run_that_is_asked_for(tmp_path: Path) -> N
     assert {moment.label for moment in drawn} == {"", "sft", "ppo"}
     assert max(moment.after_s for moment in drawn if not moment.label) <= 60.0
     assert max(moment.after_s for moment in drawn if moment.label == "sft") <= 10.0
+
+
+def test_what_was_done_to_real_runs_apart_from_kills_is_reported() -> None:
+    stopped, edited = (
+        Kill(takeovers.KIND, "ppo", "", 0.0),
+        Kill("reward file edited after a kill: result", "sft", "", 0.0),
+    )
+    lives = [
+        Life("a", mlflow=True, others=[stopped], ends=["the woken run completed"]),
+        Life("b", mlflow=True, others=[edited], kills=[Kill("the whole family at once", "sft", "", 1.0)]),
+    ]
+    text = report.markdown(report.Campaign("command", [], lives, [], stages=19, peace_s=1.0, seconds=2.0))
+    for row in (
+        f"| {takeovers.KIND} | 1 |",
+        f"| {edited.kind} | 1 |",
+        "| the woken run completed | 1 |",
+        "| ppo | 1 |",
+    ):
+        assert row in text
+    assert [real.hits(life) for life in lives] == [1, 1]
