@@ -6,7 +6,6 @@ import os
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -183,8 +182,6 @@ def finish(run: Run) -> processes.End:
         kill_family(run.process.pid)
         run.process.wait()
         return "hung"
-    if status == -signal.SIGKILL:
-        return "killed"
     return "completed" if status == 0 else "failed"
 
 
@@ -213,18 +210,24 @@ def reach(run: Run, moment: Moment) -> bool:
 
 def killed(life: Life, run: Run, moment: Moment, *, alone: bool, kind: str = "") -> processes.End:
     """Kill a run at a moment, its family or its own process alone; note it in `life`, and what lingers."""
-    if reach(run, moment):
-        if alone:
-            run.process.kill()
-        else:
-            kill_family(run.process.pid)
-    how = finish(run)
+    lives = reach(run, moment)
+    if lives:
+        _kill(run, alone=alone)
+    how: processes.End = "killed" if lives else finish(run)
     lingered = note_survivors(life)
-    if how == "killed":
+    if lives:
         kind = kind or ("the process of the command alone" if alone else "the whole family at once")
         life.kills.append(Kill(kind, stage(run.log), str(moment), lingered))
         print(f"{life.name}: killed {kind}, {moment}, all gone {lingered:.1f} s later", flush=True)
     return how
+
+
+def _kill(run: Run, *, alone: bool) -> None:
+    if alone:
+        run.process.kill()
+    else:
+        kill_family(run.process.pid)  # which may take the status that tells of the kill
+    run.process.wait()
 
 
 def note_survivors(life: Life) -> float:

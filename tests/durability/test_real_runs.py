@@ -169,10 +169,36 @@ def test_a_moment_comes_once_its_stage_has_begun_or_not_if_the_run_ends_before(s
     long = Run(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]), said)
     assert real_runs.reach(long, Moment("sft", 0.05))
     long.process.kill()
-    assert real_runs.finish(long) == "killed"
+    assert real_runs.finish(long) == "failed"
     short = replace(long, process=subprocess.Popen([sys.executable, "-c", "pass"]))
     assert not real_runs.reach(short, Moment("publish", 60.0))
     assert real_runs.finish(short) == "completed"
+
+
+KILLED = """
+import json, subprocess, sys
+from pathlib import Path
+from benchmarks.durability import processes, real_runs
+from benchmarks.durability.lives import Life
+from benchmarks.durability.real_runs import Moment, Run
+
+processes.adopt_orphans()
+life = Life("a life", mlflow=True)
+for alone, seconds, label in ((False, 60, "sft"), (True, 60, "sft"), (False, 0, "publish")):
+    program = f"import time; time.sleep({seconds})"
+    run = Run(subprocess.Popen([sys.executable, "-c", program]), Path(sys.argv[1]))
+    life.ends.append(real_runs.killed(life, run, Moment(label, 0.05), alone=alone))
+print(json.dumps([life.ends, [(kill.kind, kill.stage) for kill in life.kills]]))
+"""
+
+
+def test_a_run_that_lives_at_its_moment_is_killed_and_noted(said: Path) -> None:
+    # In a process of its own: all its children are waited for.
+    done = subprocess.run([sys.executable, "-c", KILLED, str(said)], capture_output=True, text=True, check=True)
+    ends, kills = json.loads(done.stdout.splitlines()[-1])
+    assert ends == ["killed", "killed", "completed"]
+    at = "iterative_dpo/round_1/dpo"
+    assert kills == [["the whole family at once", at], ["the process of the command alone", at]]
 
 
 def test_moments_are_in_the_part_of_a_run_that_is_asked_for(tmp_path: Path) -> None:
