@@ -19,6 +19,7 @@ from benchmarks.durability.pipeline import LOG, EventLog, Setup, read_events
 Edit = Literal["comment", "result"]
 USER = "ppo"
 """The stage that uses the reward file."""
+PUBLISH = "publish"
 KILLS = (1, 3)
 CHANGED = "has changed since the stage began"
 
@@ -96,6 +97,14 @@ def edited_while_running(folder: Path, peace: Peace, number: int, seed: int) -> 
         life.problems.append(f"the run after the edit {ended.how}; read {setup.home / LOG}")
     _examine(life, setup, peace, "result", began)
     return life
+
+
+def published_again(twin: Mapping[str, StageResult], home: Path) -> Mapping[str, StageResult]:
+    """Return the twin with what `publish` gave in `home`, where the pipeline was complete before an edit.
+
+    Each published policy has the number of its version in MLflow in its card, and the twin's is the first.
+    """
+    return {**twin, **{label: one for label, one in checks.results(home).items() if label == PUBLISH}}
 
 
 def mixtures(home: Path, peace: Peace) -> list[str]:

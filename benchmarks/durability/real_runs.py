@@ -108,8 +108,11 @@ class RealPeace:
 
     @cached_property
     def edited(self) -> Mapping[str, StageResult]:
-        """The results with the edited reward file: the twin goes on with it, when they are first asked for."""
-        twin = self.folder / "twin"
+        """The results with the edited reward file, of a run in peace when they are first asked for.
+
+        It has a state folder of its own: where a policy was published before, the next one is version 2.
+        """
+        twin = new_home(self.folder / "edited")
         edits.edit(twin / REWARD.name, "result")
         in_peace(twin)
         return checks.results(twin)
