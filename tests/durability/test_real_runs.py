@@ -28,10 +28,9 @@ from rlhf_core.stage import Decision
 from rlhf_core.stage_decision import Action
 
 STARTING = """
-import subprocess, sys, time
-while True:
-    child = subprocess.Popen([sys.executable, "-c", "import time; print('x', end='', flush=True); time.sleep(0.05)"])
-    child.wait()
+import subprocess, sys
+program = "while True: subprocess.run([sys.executable, '-c', 'print(1, end=str())'])"
+subprocess.run([sys.executable, "-c", f"import subprocess, sys{chr(10)}{program}"])
 """
 
 
