@@ -22,9 +22,9 @@ from rlhf_core.interfaces import Metrics, ModelSpec, Sampler, Trainer
 from rlhf_core.models.architecture import check_longest
 from rlhf_core.models.vocabulary import shared_vocabulary
 from rlhf_core.stage.context import StageContext
+from rlhf_core.training.distillation_trainer import DistillationTrainer
 from rlhf_core.training.fit import LookAhead, fit
 from rlhf_core.training.objectives.distillation import DistillationObjective
-from rlhf_core.training.teaching import TaughtTrainer
 from rlhf_core.types import (
     ArtifactRef,
     DemonstrationsRef,
@@ -81,7 +81,7 @@ def run(
         if config.on_policy:
             sampler = leases.enter_context(context.runtime.sampler(context.path(policy)))
             look_ahead = answering(sampler, chat, config.sampling, objective, seed=context.seed)
-        student = TaughtTrainer(
+        student = DistillationTrainer(
             leases.enter_context(context.runtime.trainer("policy", student_spec, config.optimizer)),
             leases.enter_context(context.runtime.trainer("teacher", teacher_spec, None)),
             k=divergence.top_k,

@@ -15,11 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.config.preference import (
-    AOTLoss,
-    KTOLoss,
-    uses_reference,
-)
+from rlhf_core.algorithms.preference.aot import AOTLoss
+from rlhf_core.algorithms.preference.kto import KTOLoss
+from rlhf_core.config.preference import uses_reference
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.tables import Feedback, Preference, read_feedback, read_preferences
 from rlhf_core.errors import DataError, explain

@@ -4,7 +4,7 @@ PPO (arXiv 1707.06347, as used in 2203.02155) with a value model, or REINFORCE++
 the clipped loss, GSPO's or CISPO's. One step, top to bottom:
   rollouts     y ~ mu(. | x), a sampler that holds the policy's weights, or those of `staleness` steps before
   rewards      reward models and functions
-  advantages   `rlhf_core.algorithms.advantages`, then the KL to the reference off every token (`kl_in = "reward"`)
+  advantages   `rlhf_core.algorithms.advantage`, then the KL to the reference off every token (`kl_in = "reward"`)
   update       E[min(rho A, clip(rho) A)], rho = pi / pi_old, weighted by truncated pi_old / mu
 """
 

@@ -27,7 +27,7 @@ SKIPPED = {
     "rlhf_core.data.steps": (1, "a policy's tokenizer"),
     "rlhf_core.rewards.sandbox.fusion": (1, "a server of SandboxFusion"),
     "rlhf_core.rollouts.source": (1, "a policy that samples"),
-    "rlhf_core.runtime.calls": (2, "workers of Ray"),
+    "rlhf_core.runtime.worker_group": (2, "workers of Ray"),
     "rlhf_core.runtime.liveness": (1, "a cluster of Ray"),
     "rlhf_core.runtime.local_runtime": (1, "the engine torch"),
     "rlhf_core.runtime.ray_runtime": (2, "a cluster of Ray"),

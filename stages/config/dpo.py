@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
+from rlhf_core.algorithms.preference.aot import AOTLoss
+from rlhf_core.algorithms.preference.dpo import DPOLoss
+from rlhf_core.algorithms.preference.ipo import IPOLoss
+from rlhf_core.algorithms.preference.kto import KTOLoss
+from rlhf_core.algorithms.preference.orpo import ORPOLoss
+from rlhf_core.algorithms.preference.simpo import SimPOLoss
 from rlhf_core.config.base import Config
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig
 from rlhf_core.config.loop import LoopConfig
-from rlhf_core.config.preference import (
-    AOTLoss,
-    DPOLoss,
-    IPOLoss,
-    KTOLoss,
-    ORPOLoss,
-    PreferenceLoss,
-    SimPOLoss,
-)
+from rlhf_core.config.preference import PreferenceLoss
 
 
 class DPOConfig(Config):
