@@ -7,7 +7,35 @@ from statistics import fmean
 
 from rlhf_core.config.policy import DynamicSampling
 from rlhf_core.errors import RewardError, explain
-from rlhf_core.types import Rollout
+from rlhf_core.types import Generation, Rollout
+
+
+class DynamicScoring:
+    """Scores the answers of a step, and samples further rounds of it until enough groups carry a gradient."""
+
+    def __init__(
+        self,
+        score: Callable[[Sequence[Generation]], list[Rollout]],
+        sample_round: Callable[[int, int], list[Generation]],
+        config: DynamicSampling,
+        *,
+        groups: int,
+        group_size: int,
+    ) -> None:
+        """`sample_round(step, number)` returns the answers of a further round, `number` from 1 on."""
+        self._score = score
+        self._sample_round = sample_round
+        self._config = config
+        self._groups = groups
+        self._group_size = group_size
+
+    def __call__(self, step: int, generations: Sequence[Generation]) -> list[Rollout]:
+        """Return `groups` whole groups; `generations` is the first round."""
+
+        def draw(number: int) -> list[Rollout]:
+            return self._score(self._sample_round(step, number) if number else generations)
+
+        return sampled_until_decided(draw, self._config, groups=self._groups, group_size=self._group_size)
 
 
 def sampled_until_decided(
