@@ -113,7 +113,7 @@ def trace_step() -> CallTrace:
         policy = store.external(PolicyRef, make_policy(folder / "policy"))
         write_prompts(folder / "prompts", [Prompt("q", (Message("user", "What is 12 + 30?"),), "42", "toy")])
         prompts = store.external(PromptsRef, folder / "prompts")
-        inputs = {"policy": policy, "reference": policy, "prompts": prompts, "reward_models": {}}
+        inputs: dict[str, Any] = {"policy": policy, "reference": policy, "prompts": prompts, "reward_models": {}}
         runtime = RuntimeConfig(type="local", trainer=TrainerConfig(engine="torch"), sampler=HFSamplerConfig())
         spec = StageSpec(
             name="ppo", module="stages.ppo", config=config, inputs=inputs, seed=17, label="ppo", engines={}

@@ -172,9 +172,9 @@ def gold_rewards(
         return dict.fromkeys(rows, ())
     from rlhf_core.rewards.isolation import IsolatedReward
     from rlhf_core.rewards.outcomes import checked
-    from rlhf_core.rewards.worker import Settings
+    from rlhf_core.rewards.worker import WorkerSettings
 
-    settings = Settings(code=dict(context.functions))
+    settings = WorkerSettings(code=dict(context.functions))
     with IsolatedReward("gold", config.gold, timeout_s=config.gold_timeout_s, settings=settings) as reward:
         return {name: tuple(checked("gold", reward(items), items)) for name, items in rows.items()}
 

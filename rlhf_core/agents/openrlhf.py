@@ -22,8 +22,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
-from rlhf_core.agents.games import rewarded
-from rlhf_core.agents.programs import Engine, EpisodeCut, Program, ProgramResult
+from rlhf_core.agents.drivers import rewarded
+from rlhf_core.agents.programs import EpisodeCut, Program, ProgramEngine, ProgramResult
 from rlhf_core.config.agents import OpenRLHFAgent
 from rlhf_core.data.pieces import encode, following
 from rlhf_core.errors import ConfigError, explain
@@ -279,7 +279,7 @@ class RequestOutput:
 class LLMEngine:
     """What an executor samples with, in place of OpenRLHF's vLLM engine."""
 
-    def __init__(self, engine: Engine, tokenizer: Any, allowed: SamplingParams) -> None:
+    def __init__(self, engine: ProgramEngine, tokenizer: Any, allowed: SamplingParams) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._allowed = allowed
@@ -310,14 +310,14 @@ class LLMEngine:
 
 
 @dataclass
-class Seat:
+class EpisodeSlot:
     """What an executor of the constructor with five arguments reaches of the episode that it plays."""
 
     engine: LLMEngine
     episode: Mapping[str, Any] | None = None
 
 
-SEAT: ContextVar[Seat] = ContextVar("SEAT")
+EPISODE_SLOT: ContextVar[EpisodeSlot] = ContextVar("EPISODE_SLOT")
 
 
 class SharedEngine:
@@ -333,7 +333,7 @@ class SharedEngine:
         if isinstance(prompt, Mapping):
             prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
         ids = list(encode(self._tokenizer, prompt)) if isinstance(prompt, str) else prompt
-        yield await _seat("llm_engine").engine.generate(ids, sampling_params)
+        yield await _slot("llm_engine").engine.generate(ids, sampling_params)
 
 
 class SharedQueue:
@@ -345,7 +345,7 @@ class SharedQueue:
 
     def put_nowait(self, episode: Mapping[str, Any]) -> None:
         """Take the result of the episode that is being played."""
-        _seat("result_queue").episode = episode
+        _slot("result_queue").episode = episode
 
 
 Play: TypeAlias = Callable[[str, str, SamplingParams, LLMEngine], Coroutine[Any, Any, Mapping[str, Any]]]
@@ -373,7 +373,7 @@ def open_executor(config: OpenRLHFAgent, *, tokenizer: str) -> Program:
         rule = "defines neither a class AgentExecutor nor a function `async def step(observation, action, label, **kwargs)`"
         raise ConfigError(explain("agent.file", config.file, rule, "name the file of --agent_func_path"))
 
-    async def program(prompt: Mapping[str, Any], seed: int, engine: Engine) -> ProgramResult:
+    async def program(prompt: Mapping[str, Any], seed: int, engine: ProgramEngine) -> ProgramResult:
         sampling = prompt["sampling"]
         llm_engine = LLMEngine(engine, loaded, SamplingParams(**sampling))
         result = await play(prompt["text"], prompt["label"], SamplingParams(**sampling), llm_engine)
@@ -396,12 +396,12 @@ def _executor_play(config: OpenRLHFAgent, kind: type[AgentExecutorBase], tokeniz
         async def play_early(
             prompt: str, label: str, params: SamplingParams, llm_engine: LLMEngine
         ) -> Mapping[str, Any]:
-            seat = Seat(llm_engine)
-            SEAT.set(seat)  # of this episode's task and those that it starts
+            slot = EpisodeSlot(llm_engine)
+            EPISODE_SLOT.set(slot)  # of this episode's task and those that it starts
             await executor.execute(prompt, label, params)
-            if seat.episode is None:
+            if slot.episode is None:
                 raise RuntimeError("execute ended and put no episode on result_queue")
-            return seat.episode
+            return slot.episode
 
         return play_early
     images = {"images": None} if "images" in inspect.signature(executor.execute).parameters else {}
@@ -459,9 +459,9 @@ def _binds(kind: Any, **arguments: Any) -> bool:
     return True
 
 
-def _seat(asked: str) -> Seat:
+def _slot(asked: str) -> EpisodeSlot:
     try:
-        return SEAT.get()
+        return EPISODE_SLOT.get()
     except LookupError:
         raise RuntimeError(f"{asked} was used outside of execute, where no episode is being played") from None
 

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.agents import verifiers_runner
+from rlhf_core.agents.drivers import EpisodeFailed, label_columns
 from rlhf_core.agents.endpoint import MODEL, Endpoint
-from rlhf_core.agents.games import EpisodeFailed, label_columns
-from rlhf_core.agents.programs import Engine, Program, ProgramResult
+from rlhf_core.agents.programs import Program, ProgramEngine, ProgramResult
 from rlhf_core.config.agents import VerifiersAgent
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import ConfigError, explain
@@ -180,7 +180,7 @@ def open_verifiers(config: VerifiersAgent, *, tokenizer: str) -> Program:
     runner = Runner(config)
     endpoint = Endpoint(ChatTemplate.load(Path(tokenizer)), request_timeout_s=config.request_timeout_s)
 
-    async def program(prompt: Mapping[str, Any], seed: int, engine: Engine) -> ProgramResult:
+    async def program(prompt: Mapping[str, Any], seed: int, engine: ProgramEngine) -> ProgramResult:
         async with endpoint.session(engine) as session:
             request = {
                 "base_url": session.base_url,
@@ -195,10 +195,10 @@ def open_verifiers(config: VerifiersAgent, *, tokenizer: str) -> Program:
             except RunnerEnded:
                 raise
             except EpisodeFailed:
-                if session.captured.cut and not config.needs_reward:  # it has no answer to the end of its tokens
+                if session.conversation.cut and not config.needs_reward:  # it has no answer to the end of its tokens
                     return ProgramResult((), truncated=True)
                 raise
-            return result_of(said, cut=session.captured.cut)
+            return result_of(said, cut=session.conversation.cut)
 
     return program
 

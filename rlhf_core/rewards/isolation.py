@@ -20,8 +20,8 @@ from rlhf_core.config.rewards import Compares
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.processes.child import kill_group
 from rlhf_core.rewards.batches import cut
-from rlhf_core.rewards.outcomes import BatchFailed, Outcome, check_length, joined_scores, merged_logs
-from rlhf_core.rewards.worker import Settings
+from rlhf_core.rewards.outcomes import BatchFailed, RewardOutcome, check_length, joined_scores, merged_logs
+from rlhf_core.rewards.worker import WorkerSettings
 from rlhf_core.types import Generation
 from rlhf_core.user_code.loading import search_path
 
@@ -50,7 +50,7 @@ class IsolatedReward:
         function: str,
         *,
         timeout_s: float,
-        settings: Settings = Settings(),
+        settings: WorkerSettings = WorkerSettings(),
         batch_size: int = 0,
         compares: Compares = "nothing",
     ) -> None:
@@ -66,10 +66,10 @@ class IsolatedReward:
         """Return one value per generation, None where the reward does not apply."""
         return list(self.outcome(generations).values)
 
-    def outcome(self, generations: Sequence[Generation]) -> Outcome:
+    def outcome(self, generations: Sequence[Generation]) -> RewardOutcome:
         """Return the values with what the function logged."""
         if not generations:
-            return Outcome(())
+            return RewardOutcome(())
         if self._process.poll() is not None:
             self._process, self.is_async = self._start()
         size = self._batch_size or len(generations)
@@ -107,13 +107,13 @@ class IsolatedReward:
         remedy = "mend the function, or raise timeout_s"
         return BatchFailed(explain(f"rewards.{self._name}", ids, problem, remedy), reason=reason)
 
-    def _joined(self, outcomes: Sequence[Outcome], batches: Sequence[Sequence[Generation]]) -> Outcome:
+    def _joined(self, outcomes: Sequence[RewardOutcome], batches: Sequence[Sequence[Generation]]) -> RewardOutcome:
         """Return the outcomes of the batches as one; BatchFailed if one has not a value for each generation."""
         for outcome, batch in zip(outcomes, batches, strict=True):
             check_length(self._name, outcome, batch)
         values = tuple(value for outcome in outcomes for value in outcome.values)
         logs = merged_logs([outcome.logs for outcome in outcomes])
-        return Outcome(values, logs=logs, scores=joined_scores(outcomes))
+        return RewardOutcome(values, logs=logs, scores=joined_scores(outcomes))
 
     def _start(self) -> tuple[subprocess.Popen[bytes], bool]:
         """Return a new process that is ready, and whether its function is async."""

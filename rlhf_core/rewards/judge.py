@@ -14,7 +14,7 @@ from rlhf_core.config.rewards import JsonVerdict, JudgeReward, PatternVerdict
 from rlhf_core.config.secrets import bearer, resolved
 from rlhf_core.errors import RewardError, explain
 from rlhf_core.rewards.batches import FIRST_PAUSE_S, LONGEST_PAUSE_S
-from rlhf_core.rewards.outcomes import Outcome, shortened
+from rlhf_core.rewards.outcomes import RewardOutcome, shortened
 from rlhf_core.rewards.protocols import prompt_text
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.types import Generation
@@ -39,7 +39,7 @@ class Judge:
         self._address = str(resolved(config.url, f"rewards.{name}.url")).rstrip("/")
         self._client = httpx.Client(headers=bearer(f"rewards.{name}.token_env", config.token_env), limits=limits)
 
-    def outcome(self, generations: Sequence[Generation]) -> Outcome:
+    def outcome(self, generations: Sequence[Generation]) -> RewardOutcome:
         """Return the score of each generation."""
         verdicts = [self._verdict(generation) for generation in generations]
         failures = {at: verdict for at, verdict in enumerate(verdicts) if isinstance(verdict, str)}
@@ -48,7 +48,7 @@ class Judge:
             key = f"rewards.{self._name}[prompt {generations[at].prompt.id}]"
             raise RewardError(explain(key, reason, "the judge gave no score", "mend the template, or the server"))
         values = tuple(None if isinstance(verdict, str) else verdict for verdict in verdicts)
-        return Outcome(values, failures)
+        return RewardOutcome(values, failures)
 
     def close(self) -> None:
         """Close the connections."""

@@ -83,7 +83,7 @@ def score_with_reward_model(
 ) -> list[float]:
     """Return one score per generation of its prompt and completion tokens as sampled, read at the last token.
 
-    Nothing is decoded and tokenised again, and no end token is added to an answer that was cut off. Beyond
+    Nothing is decoded and tokenized again, and no end token is added to an answer that was cut off. Beyond
     `max_length` tokens the sequence is cut, as it was in training. ConfigError when `chat`, the reward model's own
     template, reads prompts or tokens in another way than the policy (`check_rendering`).
     """

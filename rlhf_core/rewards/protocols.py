@@ -34,7 +34,7 @@ from typing import Any, Literal
 
 from rlhf_core.config.rewards import FunctionProtocol
 from rlhf_core.errors import ConfigError, explain
-from rlhf_core.rewards.outcomes import Logs, Outcome, merged_logs, read_scores
+from rlhf_core.rewards.outcomes import Logs, RewardOutcome, merged_logs, read_scores
 from rlhf_core.types import Generation, Message
 
 Protocol = Literal["generations", "columns", "openrlhf", "trl", "trl_text"]
@@ -59,7 +59,7 @@ class Adapted:
             getattr(self.function, "__call__", None)  # noqa: B004 - an object whose call is async
         )
 
-    def outcomes(self, batches: Sequence[Sequence[Generation]], runner: asyncio.Runner) -> list[Outcome]:
+    def outcomes(self, batches: Sequence[Sequence[Generation]], runner: asyncio.Runner) -> list[RewardOutcome]:
         """Return the outcome of each batch; whatever the function raises goes through.
 
         The batches of an async function are under way together. Any other is called outside of the loop, so that it may
@@ -68,19 +68,19 @@ class Adapted:
         if not self.is_async:
             return [self._outcome(batch, runner) for batch in batches]
 
-        async def all_of_them() -> list[Outcome]:
+        async def all_of_them() -> list[RewardOutcome]:
             return list(await asyncio.gather(*(self._awaited(batch) for batch in batches)))
 
         return runner.run(all_of_them())
 
-    def _outcome(self, generations: Sequence[Generation], runner: asyncio.Runner) -> Outcome:
+    def _outcome(self, generations: Sequence[Generation], runner: asyncio.Runner) -> RewardOutcome:
         logged = _Logged()
         answer = self._call(generations, logged)
         if inspect.iscoroutine(answer):  # of a function that is not async itself, a partial or a lambda around one
             answer = runner.run(answer)
         return read_answer(answer, len(generations), also=logged.logs())
 
-    async def _awaited(self, generations: Sequence[Generation]) -> Outcome:
+    async def _awaited(self, generations: Sequence[Generation]) -> RewardOutcome:
         logged = _Logged()
         answer = await self._call(generations, logged)
         return read_answer(answer, len(generations), also=logged.logs())
@@ -181,7 +181,7 @@ def columns_of(generations: Sequence[Generation]) -> dict[str, list[Any]]:
     }
 
 
-def read_answer(answer: Any, count: int, *, also: Logs) -> Outcome:
+def read_answer(answer: Any, count: int, *, also: Logs) -> RewardOutcome:
     """Return what a function returned as an outcome of plain floats; ValueError or TypeError if it holds no numbers."""
     logs = [also]
     scores: tuple[float | None, ...] = ()
@@ -193,7 +193,7 @@ def read_answer(answer: Any, count: int, *, also: Logs) -> Outcome:
         if "rewards" not in answer:
             raise ValueError(f"the table returned has no 'rewards', it has {sorted(answer)}")
         answer = answer["rewards"]
-    return Outcome(tuple(_number(value) for value in _listed(answer)), logs=merged_logs(logs), scores=scores)
+    return RewardOutcome(tuple(_number(value) for value in _listed(answer)), logs=merged_logs(logs), scores=scores)
 
 
 # ---------------------------------------------------------------- private

@@ -26,7 +26,7 @@ from starlette.routing import Route
 
 from rlhf_core.errors import RlhfError
 from rlhf_core.http.body import BodyLimits, BodyRefused, read_body
-from rlhf_core.rewards.outcomes import Logs, Outcome
+from rlhf_core.rewards.outcomes import Logs, RewardOutcome
 from rlhf_core.types import encodable
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Query:
         return self.text.removeprefix(self.prompt)
 
 
-Score = Callable[[Sequence[Query]], Outcome]
+Score = Callable[[Sequence[Query]], RewardOutcome]
 """Scores a batch; blocks, and is called by one thread at a time."""
 
 
@@ -123,7 +123,7 @@ class _Waiting:
     """A request that waits for its rewards."""
 
     queries: list[Query]
-    rewards: asyncio.Future[Outcome] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    rewards: asyncio.Future[RewardOutcome] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class _Service:
@@ -250,7 +250,7 @@ class _Service:
         for one in requests:
             end = start + len(one.queries)
             if not one.rewards.done():
-                one.rewards.set_result(Outcome(outcome.values[start:end], logs=_as_logs(outcome.logs)))
+                one.rewards.set_result(RewardOutcome(outcome.values[start:end], logs=_as_logs(outcome.logs)))
             start = end
 
 

@@ -26,7 +26,7 @@ from rlhf_core.user_code.dependencies import check_functions
 from rlhf_core.user_code.loading import load_callable
 
 
-class Settings(BaseModel):
+class WorkerSettings(BaseModel):
     """What the child must know beside the function's name; JSON on its command line."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
@@ -39,7 +39,7 @@ class Settings(BaseModel):
     """Most memory of the process; 0 sets no limit."""
 
 
-def main(function: str, settings: Settings) -> None:
+def main(function: str, settings: WorkerSettings) -> None:
     """Serve the reward function until the input ends."""
     start_guard()
     answers, requests = take_standard_streams()
@@ -86,4 +86,4 @@ def _send(answers: BinaryIO, kind: str, value: Any) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Settings.model_validate_json(sys.argv[2] if len(sys.argv) > 2 else "{}"))
+    main(sys.argv[1], WorkerSettings.model_validate_json(sys.argv[2] if len(sys.argv) > 2 else "{}"))

@@ -95,7 +95,7 @@ class Assertions:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SandboxVerdict:
     """The share of tests that passed; `outcome` and `detail` are those of the first that did not."""
 
     outcome: Outcome
@@ -131,21 +131,21 @@ def run_program(program: str, stdin: str = "", *, limits: Limits, allow_network:
 
 def run_tests(
     program: str, tests: Sequence[InputOutput | Assertions], *, limits: Limits, run: RunProgram = run_program
-) -> Verdict:
+) -> SandboxVerdict:
     """Return the share of `tests` that `program` passes; after one that hits a limit the rest count as failed.
 
     `run` is who runs them: this machine's sandbox, or a server (`fusion`).
     """
-    passed, first_failure = 0, Verdict("passed", 1.0, "")
+    passed, first_failure = 0, SandboxVerdict("passed", 1.0, "")
     for test in tests:
         outcome, detail = _run_test(program, test, limits=limits, run=run)
         if outcome == "passed":
             passed += 1
         elif first_failure.outcome == "passed":
-            first_failure = Verdict(outcome, 0.0, detail)
+            first_failure = SandboxVerdict(outcome, 0.0, detail)
         if outcome in ("timeout", "memory", "output"):
             break
-    return Verdict(first_failure.outcome, passed / len(tests), first_failure.detail)
+    return SandboxVerdict(first_failure.outcome, passed / len(tests), first_failure.detail)
 
 
 @lru_cache(maxsize=2)
