@@ -1,4 +1,4 @@
-"""The policy behind an OpenAI-compatible endpoint, for agents that know only such a server.
+"""Serve the policy at an OpenAI-compatible endpoint, for agents that only speak that protocol.
 
 It serves `/session/<id>/v1/chat/completions`, `.../completions` and `.../models` on 127.0.0.1, so that a base URL alone says
 whose episode a request belongs to; the API key is the run's. How tokens are drawn is the stage's configuration: what a client
@@ -74,7 +74,7 @@ class Asked(BaseModel):
 
     @property
     def most_tokens(self) -> int:
-        """The client's bound of the turn, 0 for none."""
+        """Return the client's limit of the turn in tokens, 0 for none."""
         return self.max_completion_tokens or self.max_tokens or 0
 
 

@@ -121,7 +121,7 @@ class _EpisodePool:
 
     @property
     def live(self) -> bool:
-        """Whether any episode is still running."""
+        """Return whether any episode is still running."""
         return bool(self._by_ticket)
 
     def add(self, episode: Episode) -> _Slot:
@@ -135,7 +135,7 @@ class _EpisodePool:
         return [slot for _, slot in sorted(self._by_ticket.items()) if slot.request is not None]
 
     def waiting_for_environments(self) -> bool:
-        """Whether an environment has yet to answer."""
+        """Return whether any environment has not answered yet."""
         return any(slot.request is None and not slot.sampling for slot in self._by_ticket.values())
 
     def receive(self, timeout_s: float) -> bool:

@@ -1,4 +1,4 @@
-"""Environments behind a NeMo Gym resources server, by its wire: we are the agent, the server has the tools and verifies.
+"""Use a NeMo Gym resources server by its protocol: we are the agent, the server has the tools and the verifier.
 
 An episode is `POST /seed_session` (its cookie names the session), `POST /<tool>` for each call that the policy makes, and
 `POST /verify` with the whole conversation in the form of OpenAI's Responses. Each of the policy's items carries its tokens and
@@ -57,7 +57,7 @@ def open_resources(config: NemoGymAgent, *, tokenizer: str) -> Program:
 
 
 async def play(client: httpx.AsyncClient, task: Mapping[str, Any], conversation: Conversation) -> ProgramResult:
-    """Play a task; `client` keeps the session's cookie."""
+    """Run a task; `client` keeps the session's cookie."""
     params = task["responses_create_params"]
     messages: list[dict[str, Any]] = [dict(message) for message in params["input"]]
     tools = [chat_tool(tool) for tool in params.get("tools", ())]

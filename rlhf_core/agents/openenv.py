@@ -1,4 +1,4 @@
-"""Environments behind an OpenEnv server, by its wire: an episode is a session on `/ws`, the rest is asked over HTTP.
+"""Use environments of an OpenEnv server by its protocol: an episode is a session on `/ws`, the rest is HTTP.
 
 The policy's turn becomes a field of an action, and a field of the observation becomes the next user turn; which fields, the
 server's own schemas say. An action that the server finds invalid is the policy's doing: it is told, and the episode goes on.
@@ -137,7 +137,7 @@ class InvalidAction(Exception):
 
 
 def open_server(config: OpenEnvAgent) -> Callable[[], OpenEnvEpisode]:
-    """Probe the server; return what makes an episode. ConfigError if it does not speak the protocol or is of another version."""
+    """Probe the server; return a factory of episodes. ConfigError if it does not speak the protocol or is of another version."""
     with httpx.Client(base_url=config.url, headers=authorization(config), timeout=PROBE_TIMEOUT_S) as client:
         health = asked(client, "/health")
         if health.get("status") != "healthy":

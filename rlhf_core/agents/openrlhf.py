@@ -1,4 +1,4 @@
-"""Runs OpenRLHF agent files (`--train.agent_func_path`) unchanged.
+"""Run OpenRLHF agent files (`--train.agent_func_path`) unchanged.
 
 Such a file defines `AgentExecutor`, on top of the base classes of `openrlhf.utils.agent`, or (0.8.0 to 0.8.6) a function
 `step`. Where OpenRLHF is not installed a module of that name with these classes is put in its place, which does for the
@@ -85,7 +85,7 @@ class AgentExecutorBase:
         return [output async for output in self.llm_engine.generate(request, sampling_params, "episode")][-1]
 
     async def execute(self, prompt: str, label: str, sampling_params: Any) -> Any:
-        """Play an instance of the constructor's class and put the episode on the queue."""
+        """Run an instance of the constructor's class and put the episode on the queue."""
         if self.agent_instance_cls is None:
             raise NotImplementedError(f"{type(self).__name__} defines no execute and has no AgentInstanceBase to play")
         episode = await play_instance(
@@ -383,7 +383,7 @@ def open_executor(config: OpenRLHFAgent, *, tokenizer: str) -> Program:
 
 
 def _executor_play(config: OpenRLHFAgent, kind: type[AgentExecutorBase], tokenizer: Any) -> Play:
-    """Construct the executor and return how it plays an episode, with the arguments of its version."""
+    """Return the function that runs an episode of the executor, with the arguments of its version."""
     early = _is_early(kind)
     given = (config.max_turns, config.max_episode_tokens, SharedEngine(tokenizer), tokenizer, SharedQueue())
     try:
@@ -489,7 +489,7 @@ def as_result(result: Mapping[str, Any]) -> ProgramResult:
 
 
 def is_number(value: Any) -> bool:
-    """Say whether `value` is one number, also as a tensor of one element."""
+    """Return whether `value` is one number, also as a tensor of one element."""
     return isinstance(value, (int, float)) or (hasattr(value, "numel") and value.numel() == 1)
 
 

@@ -1,7 +1,7 @@
-"""Agent programs as they are: a command per episode that talks to the policy as if it were OpenAI's server.
+"""Run a command per episode, which calls the policy as it would call OpenAI's server.
 
 The command gets `OPENAI_BASE_URL` and `OPENAI_API_KEY`, and the prompt as a line of JSON on its standard input. Its exit
-status says whether the episode could be played; its last line of output may say what was earned.
+status says whether the episode succeeded; its last line of output may hold the reward.
 """
 
 from __future__ import annotations

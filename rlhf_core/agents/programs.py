@@ -1,4 +1,4 @@
-"""Agent programs: code that drives an episode itself and asks for turns, in the child process of `process`.
+"""Run agent programs: code that drives an episode itself and requests turns, in the child process of `process`.
 
 A program is `async (prompt, seed, engine) -> ProgramResult`. What it gets from `engine.generate` is sampled by the driver
 and kept there, so its tokens cannot be changed on the way: the result only says which turns count and what they earned.

@@ -37,7 +37,7 @@ class Sessions:
 
     @property
     def programs(self) -> bool:
-        """Whether the sessions run programs, and not environments."""
+        """Return whether the sessions run programs, and not environments."""
         return isinstance(self.open(), ProgramSession)
 
 

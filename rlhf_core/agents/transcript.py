@@ -1,4 +1,4 @@
-"""The tokens of an episode, exactly as they were sampled: the policy's turns are never tokenized again."""
+"""Keep the tokens of an episode exactly as they were sampled: the policy's turns are never tokenized again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Transcript:
     """
 
     def __init__(self, prompt_ids: tuple[int, ...], *, seed: int, limit: int) -> None:
-        """`limit` bounds the tokens of prompt, turns and text together."""
+        """Start with the prompt; `limit` bounds the tokens of prompt, turns and text together."""
         self.prompt_ids = prompt_ids
         self._seed = seed
         self._limit = limit
@@ -39,12 +39,12 @@ class Transcript:
 
     @property
     def room(self) -> int:
-        """Tokens that still fit."""
+        """Return how many tokens still fit."""
         return self._limit - len(self.prompt_ids) - len(self._token_ids)
 
     @property
     def turns(self) -> int:
-        """Turns that were sampled."""
+        """Return how many turns were sampled."""
         return len(self._spans)
 
     def request(self, max_tokens: int) -> SamplingRequest:

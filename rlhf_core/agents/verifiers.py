@@ -1,4 +1,4 @@
-"""Environments of `verifiers`: they run in an interpreter of their own and take the policy from our endpoint.
+"""Use environments of `verifiers`, which run in another interpreter and call the policy at our endpoint.
 
 One process of `verifiers_runner` plays all episodes of a process of ours. It is started anew if it ends; the episodes that it
 was playing have failed.

@@ -1,6 +1,6 @@
-"""The child process of `rlhf_core.agents.process`: `python -m rlhf_core.agents.worker BEACON`.
+"""Run episodes in the child process of `rlhf_core.agents.process`: `python -m rlhf_core.agents.worker BEACON`.
 
-Plays many episodes on one event loop. Reads pickled calls from standard input and answers each with a pickled message;
+Many episodes share one event loop. Reads pickled calls from standard input and answers each with a pickled message;
 `BEACON` is the descriptor of a file that holds the ticket of the episode whose code is running.
 """
 

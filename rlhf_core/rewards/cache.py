@@ -1,4 +1,4 @@
-"""Results of a reward by the content of what was scored, so that the same answer is not paid for twice.
+"""Cache the values of a reward by the content of what was scored, so that no answer is paid for twice.
 
 A file is kept beside the shards or checkpoints of an attempt: a stage that goes on after a kill reads it again.
 """

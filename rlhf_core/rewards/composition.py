@@ -1,4 +1,4 @@
-"""Several rewards of one generation to a single number; the parts are kept beside it.
+"""Combine several rewards of one generation to a single number.
 
 A term that does not apply to a generation has None there. It adds nothing to a sum, and as a gate it is open.
 """

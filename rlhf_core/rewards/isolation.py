@@ -1,4 +1,4 @@
-"""A reward function in a process of its own: it may hang, crash or print without harm to the run.
+"""Call a reward function in its own process, where it may hang, crash or print without harm to the run.
 
 A process and not a thread: a regular expression that backtracks for ever holds the interpreter lock, and no thread of
 the same process would live to see its deadline.

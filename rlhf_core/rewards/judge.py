@@ -1,4 +1,4 @@
-"""A generative judge: a language model is shown each answer and says a score, over an OpenAI-compatible endpoint."""
+"""Score answers with a language model as the judge, at an OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _last_match(text: str, pattern: str) -> str | None:
 
 
 def _last_field(text: str, field: str) -> Any:
-    """The field of the last JSON object in `text` that has it."""
+    """Return the field of the last JSON object in `text` that has it."""
     decoder = json.JSONDecoder()
     for start in reversed([match.start() for match in re.finditer(r"\{", text)]):
         try:

@@ -1,4 +1,4 @@
-"""The outcome of a reward for a batch of generations: values, failures, scores and logs."""
+"""Define the outcome of a reward for a batch of generations: values, failures, scores and logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reward functions as people write them, made one: from generations to an outcome.
+"""Adapt reward functions of several signatures to one: from generations to an outcome.
 
 | protocol | told by | called as |
 |---|---|---|
@@ -54,7 +54,7 @@ class Adapted:
 
     @property
     def is_async(self) -> bool:
-        """Whether its batches may be gathered on one loop."""
+        """Return whether its batches may be gathered on one loop."""
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
             getattr(self.function, "__call__", None)  # noqa: B004 - an object whose call is async
         )
@@ -243,7 +243,7 @@ def _label_fields(label: str) -> dict[str, Any]:
 
 
 def _log(name: str, value: Any, count: int) -> Logs:
-    """Sum and count of a number, which stands for all `count` rows, or of a list; what is no finite number is left out,
+    """Return sum and count of a number, which stands for all `count` rows, or of a list; what is no finite number is left out,
     and a column of text, which is for the tables of others."""
     listed = _listed(value)
     if any(isinstance(one, str) for one in listed):
@@ -255,13 +255,13 @@ def _log(name: str, value: Any, count: int) -> Logs:
 
 
 def _listed(value: Any) -> list[Any]:
-    """A tensor, an array, a list or a lone number as a list."""
+    """Return a tensor, an array, a list or a single number as a list."""
     plain = value.tolist() if hasattr(value, "tolist") else value
     return list(plain) if isinstance(plain, (list, tuple)) else [plain]
 
 
 def _number(value: Any) -> float | None:
-    """A number, also where it is alone in a list or a tensor."""
+    """Return a number, also where it is alone in a list or a tensor."""
     if value is None:
         return None
     if isinstance(value, (list, tuple)) and len(value) == 1:

@@ -224,7 +224,7 @@ class _Rotation:
 
 
 def _number(value: Any) -> float | None:
-    """A number, also alone in a list, as OpenRLHF's server answers for some models."""
+    """Return a number, also alone in a list, as OpenRLHF's server answers for some models."""
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if value is None:
@@ -235,7 +235,7 @@ def _number(value: Any) -> float | None:
 
 
 def _means(logs: Mapping[str, Any], count: int) -> Logs:
-    """Sum and count of each; a lone number stands for all `count` answers, and what is no number is left out."""
+    """Return name -> (sum, count); a single number stands for all `count` answers, other values are left out."""
     found: dict[str, tuple[float, int]] = {}
     for name, value in logs.items():
         listed = value if isinstance(value, list) else [value] * count

@@ -1,4 +1,4 @@
-"""What `rlhf serve-reward` scores with: a reward function in its process, or a trained reward model."""
+"""Score for `rlhf serve-reward`: with a reward function in its process, or a trained reward model."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _generation(number: int, query: Query) -> Generation:
 
 
 def _checked(outcome: RewardOutcome, count: int) -> RewardOutcome:
-    """JSON has no NaN, and a client could not tell whose value is missing."""
+    """Raise RewardError unless there are `count` finite values: JSON has no NaN."""
     if len(outcome.values) != count:
         raise RewardError(explain("rewards", len(outcome.values), f"for {count} answers", "mend the reward"))
     for position, value in enumerate(outcome.values):

@@ -1,4 +1,4 @@
-"""A reward over HTTP, on OpenRLHF's contract: `/get_reward` (and `/`), `/health`, `/metrics`.
+"""Serve a reward over HTTP, on OpenRLHF's contract: `/get_reward` (and `/`), `/health`, `/metrics`.
 
 Requests that come within `max_wait_s` of each other are scored as one batch, one batch at a time, in a thread of its
 own, so that health and metrics answer while it works. If a batch fails, each of its requests is scored alone: what one
@@ -44,7 +44,7 @@ class Query:
 
     @property
     def answer(self) -> str:
-        """The text after the prompt.
+        """Return the text after the prompt.
 
         >>> Query("2+2? 4", "2+2? ", "4").answer
         '4'
@@ -259,7 +259,7 @@ def _as_logs(logs: Logs) -> Logs:
 
 
 def _as_text(value: Any) -> str:
-    """A label as text: OpenRLHF sends what the data hold, which may be a number or a table."""
+    """Return a label as text: OpenRLHF sends what the data hold, which may be a number or a table."""
     if value is None:
         return ""
     return value if isinstance(value, str) else json.dumps(value)

@@ -1,4 +1,4 @@
-"""Shaping of a composed reward: running normalization, clip, and the penalty for overlong answers."""
+"""Shape a composed reward: running normalization, clip, and the penalty for overlong answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The child process of `rlhf_core.rewards.isolation`: `python -m rlhf_core.rewards.worker module:function [settings]`.
+"""Run a reward function in the child process of `rlhf_core.rewards.isolation`: `python -m rlhf_core.rewards.worker module:function [settings]`.
 
 Reads pickled lists of batches from standard input and answers each with a pickled (kind, value) pair: the outcomes of
 the batches. It lives no longer than whoever holds the other end of its input, however that one ends and whatever the
@@ -72,7 +72,7 @@ def _answer(reward: Adapted, batches: Any, runner: asyncio.Runner) -> tuple[str,
 
 
 def _limit_memory(limit: int) -> None:
-    """Let allocations beyond `limit` raise MemoryError: before the machine runs out, and the run with it.
+    """Set a limit beyond which allocations raise MemoryError, before the machine runs out of memory.
 
     What is mapped and never written (libraries, reserved address space) does not count.
     """

@@ -1,4 +1,4 @@
-"""Sampling ahead: one thread loads weights and samples for later steps while the caller trains.
+"""Sample ahead: one thread loads weights and samples for later steps while the caller trains.
 
 Step s trains on what the weights of step max(0, s - staleness) sampled. This is a fixed schedule: which weights answer
 which prompts with which seeds does not depend on timing, so a resumed run has the same bytes, with overlap too.
@@ -53,7 +53,7 @@ class AheadSampler:
 
     @property
     def ahead(self) -> int:
-        """How many steps are requested and not taken yet."""
+        """Return how many steps are requested and not taken yet."""
         return len(self._drawn)
 
     def load_weights(self, weights: Callable[[], Weights], *, version: int) -> None:

@@ -32,7 +32,7 @@ class StepSampler(Protocol):
 
     @property
     def ahead(self) -> int:
-        """How many later steps are being sampled."""
+        """Return how many later steps are being sampled."""
         ...
 
     def load_weights(self, weights: Callable[[], Weights], *, version: int) -> None:
@@ -67,7 +67,7 @@ class OnPolicySampler:
 
     @property
     def ahead(self) -> int:
-        """How many later steps are being sampled: none."""
+        """Return 0: no later step is sampled."""
         return 0
 
     def load_weights(self, weights: Callable[[], Weights], *, version: int) -> None:

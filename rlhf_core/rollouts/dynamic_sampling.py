@@ -1,4 +1,4 @@
-"""Dynamic sampling: prompts whose answers all earn the same are replaced (DAPO, arXiv 2503.14476, section 3.2)."""
+"""Replace prompts whose answers all have the same reward: dynamic sampling (DAPO, arXiv 2503.14476, section 3.2)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DynamicScoring:
         groups: int,
         group_size: int,
     ) -> None:
-        """`sample_round(step, number)` returns the answers of a further round, `number` from 1 on."""
+        """Take `sample_round(step, number)`, which returns the answers of further round `number` = 1, 2, ..."""
         self._score = score
         self._sample_round = sample_round
         self._config = config

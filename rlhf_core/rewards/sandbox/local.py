@@ -1,4 +1,4 @@
-"""Python programs that nobody vouches for, run with limits, without network and without leaving anything behind.
+"""Run untrusted Python programs with limits, without network, and clean up after them.
 
 Each run is a process tree of its own (see `launcher`): own network, process and mount namespaces, nobody's
 rights where we are root, nothing of this machine's files but the interpreter and its libraries, an empty folder in
@@ -274,7 +274,7 @@ def _work_folder() -> Iterator[Path]:
 
 
 def _interpreters() -> list[str]:
-    """Our own interpreter (not the virtual environment's), then the system's: ours may lie where nobody can read it."""
+    """Return our own interpreter (not the virtual environment's), then the system's: ours may lie where nobody can read it."""
     own = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
     candidates = [own, Path("/usr/local/bin/python3"), Path("/usr/bin/python3")]
     return list(dict.fromkeys(str(path.resolve()) for path in candidates if path.exists()))
