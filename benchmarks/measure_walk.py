@@ -21,11 +21,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("rlhf_core", "stages", "pipelines")
 STEPS, TRACED = 3, 2
-NO_FUNCTIONS = ("<module>", "<genexpr>", "<lambda>")
+NO_FUNCTIONS = ("<module>", "<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>")
 
 
 class CallTrace:
-    """The calls of functions of this repository, as (file, function), while `recording` is set.
+    """The calls of functions of this repository, as (file, function), while `record(True)` holds.
 
     >>> trace = CallTrace()
     >>> trace.calls = [("a.py", "f"), ("a.py", "g"), ("b.py", "h"), ("a.py", "f")]
@@ -34,7 +34,7 @@ class CallTrace:
     """
 
     def __init__(self) -> None:
-        self.recording = False
+        self._recording = False
         self.calls: list[tuple[str, str]] = []
         self._names: dict[str, str] = {}
 
@@ -55,17 +55,21 @@ class CallTrace:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Observe the calls of this thread, and of threads that start inside the `with` block."""
-        threading.setprofile(self._observe)
+        """Observe the calls of this thread inside the `with` block."""
         sys.setprofile(self._observe)
         try:
             yield
         finally:
+            self.record(False)
             sys.setprofile(None)
-            threading.setprofile(None)  # type: ignore[arg-type]
+
+    def record(self, on: bool) -> None:
+        """Record from now on, also in threads that start from now on, but not in older ones such as a heartbeat."""
+        self._recording = on
+        threading.setprofile(self._observe if on else None)  # type: ignore[arg-type]
 
     def _observe(self, frame: FrameType, event: str, _: Any) -> None:
-        if not self.recording or event != "call" or frame.f_code.co_name in NO_FUNCTIONS:
+        if not self._recording or event != "call" or frame.f_code.co_name in NO_FUNCTIONS:
             return
         path = frame.f_code.co_filename
         name = self._names.get(path)
@@ -93,7 +97,7 @@ def trace_step() -> CallTrace:
     trace = CallTrace()
 
     def progress(done: int, total: int, message: str) -> None:
-        trace.recording = done + 1 == TRACED
+        trace.record(done + 1 == TRACED)
 
     config = PPOConfig(
         steps=STEPS,

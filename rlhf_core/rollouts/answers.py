@@ -18,6 +18,7 @@ from rlhf_core.config.agents import AgentConfig
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.data.order import rows_at
 from rlhf_core.data.rollout_log import POOL, Drawn, Pool, RolloutLog, read_pool, write_pool
 from rlhf_core.interfaces import Metrics, Sampler, Weights
 from rlhf_core.stage.context import StageContext
@@ -93,6 +94,39 @@ class OnPolicySampler:
     def load(self, folder: Path, step: int) -> None:
         """Read what `save` wrote."""
         self._pool = read_pool(folder / POOL)
+
+
+class WholeAnswers:
+    """Draws the prompts of a step and samples their answers whole: a `DrawAnswers` without a pool."""
+
+    def __init__(
+        self,
+        engine: Sampler,
+        chat: ChatTemplate,
+        prompts: Sequence[Prompt],
+        config: PPOConfig,
+        *,
+        seed: int,
+        environments: Environments | None,
+    ) -> None:
+        self._engine = engine
+        self._chat = chat
+        self._prompts = prompts
+        self._config = config
+        self._seed = seed
+        self._environments = environments
+
+    def __call__(self, step: int, pool: Pool) -> tuple[list[Generation], Pool]:
+        """Return the answers of `step`, and the pool as it is."""
+        return self.sample_round(step, 0), pool
+
+    def sample_round(self, step: int, number: int) -> list[Generation]:
+        """Return the answers of round `number` of `step`; each round has other prompts and seeds."""
+        seed = derive_seed(self._seed, "round", number) if number else self._seed
+        batch = rows_at(step, self._prompts, count=self._config.prompts_per_step, seed=seed)
+        return sample(
+            self._engine, self._chat, batch, self._config, step=step, seed=seed, environments=self._environments
+        )
 
 
 def open_environments(

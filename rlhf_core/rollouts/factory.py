@@ -9,7 +9,7 @@ The training loop makes the same calls for all of them:
 | setting            | part                                                                              |
 |--------------------|-----------------------------------------------------------------------------------|
 | `staleness`        | `AheadSampler` around the sampler: samples later steps while the caller trains      |
-| `partial_tokens`   | `draw_groups` in the place of `sample_round`: unfinished answers continue in a later step |
+| `partial_tokens`   | `draw_groups` in the place of `WholeAnswers`: unfinished answers continue in a later step |
 | `dynamic_sampling` | `DynamicScoring` around the rewards: replaces groups that carry no gradient         |
 """
 
@@ -21,17 +21,16 @@ from contextlib import contextmanager
 from rlhf_core.agents.process import Environments
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.data.chat import ChatTemplate
-from rlhf_core.data.order import rows_at
 from rlhf_core.data.rollout_log import Pool, RolloutLog
 from rlhf_core.interfaces import Sampler
 from rlhf_core.rewards.scoring import Scorer
 from rlhf_core.rollouts.ahead import AheadSampler
-from rlhf_core.rollouts.answers import OnPolicySampler, StepSampler, sample
+from rlhf_core.rollouts.answers import OnPolicySampler, StepSampler, WholeAnswers
 from rlhf_core.rollouts.dynamic_sampling import DynamicScoring
 from rlhf_core.rollouts.partial import draw_groups
-from rlhf_core.rollouts.scored_step import ScoreAnswers, StepScorer
+from rlhf_core.rollouts.scored_step import ScoreAnswers, StepScorer, score_once
 from rlhf_core.store.failures import Counts
-from rlhf_core.types import Generation, Prompt, derive_seed
+from rlhf_core.types import Generation, Prompt
 
 
 @contextmanager
@@ -52,26 +51,19 @@ def open_rollouts(
     Every sample has its own seed, so a restart draws the same answers. `note_failed` is called with a step and how many
     of its answers failed, before they are written to the `log`.
     """
-
-    def sample_round(step: int, number: int) -> list[Generation]:
-        salted = derive_seed(seed, "round", number) if number else seed
-        batch = rows_at(step, prompts, count=config.prompts_per_step, seed=salted)
-        return sample(engine, chat, batch, config, step=step, seed=salted, environments=environments)
-
-    def draw_whole(step: int, pool: Pool) -> tuple[list[Generation], Pool]:
-        return sample_round(step, 0), pool
+    whole = WholeAnswers(engine, chat, prompts, config, seed=seed, environments=environments)
 
     def draw_partial(step: int, pool: Pool) -> tuple[list[Generation], Pool]:
         return draw_groups(pool, engine, chat, prompts, config, seed=seed)
 
-    sampler = OnPolicySampler(engine, log, draw_partial if config.partial_tokens else draw_whole)
+    sampler = OnPolicySampler(engine, log, draw_partial if config.partial_tokens else whole)
     score = StepScorer(
         scorer,
         log,
         group_size=config.samples_per_prompt,
         keep_steps=config.checkpoint_every,
         note_failed=note_failed,
-        score_answers=_score_answers(config, scorer, sample_round),
+        score_answers=_score_answers(config, scorer, whole.sample_round),
     )
     if not config.staleness:
         yield sampler, score
@@ -86,6 +78,6 @@ def _score_answers(
     config: PPOConfig, scorer: Scorer, sample_round: Callable[[int, int], list[Generation]]
 ) -> ScoreAnswers:
     if config.dynamic_sampling is None:
-        return lambda step, generations: scorer(generations)
+        return score_once(scorer)
     groups, size = config.prompts_per_step, config.samples_per_prompt
     return DynamicScoring(scorer, sample_round, config.dynamic_sampling, groups=groups, group_size=size)

@@ -59,6 +59,15 @@ class StepScorer:
         return valid
 
 
+def score_once(scorer: Scorer) -> ScoreAnswers:
+    """Return the scoring of the answers as they are, whatever their rewards."""
+
+    def score(step: int, generations: Sequence[Generation]) -> list[Rollout]:
+        return scorer(generations)
+
+    return score
+
+
 def valid_groups(rollouts: Sequence[Rollout], *, group_size: int) -> list[Rollout]:
     """Return the groups of `group_size` consecutive rollouts in which every one is valid.
 

@@ -210,7 +210,7 @@ def test_rollouts_made_since_the_last_checkpoint_are_not_made_again(
         sampled.append(step)
         return sample(*args, step=step, **rest)
 
-    monkeypatch.setattr("rlhf_core.rollouts.factory.sample", counted)
+    monkeypatch.setattr("rlhf_core.rollouts.answers.sample", counted)
     # the normaliser's running statistics are part of what a rollout step leaves behind
     terms = {"short": FunctionReward(function="tests.stages.test_ppo:short_is_good")}
     settings = config(checkpoint_every=2, rewards=RewardsConfig(terms=terms, normalise="running"))
