@@ -141,7 +141,7 @@ class Conversation:
             added = self._template.turn_ids([Message(message.role, message.content) for message in new])
         except DataError as error:
             raise RequestRefused("template", str(error)) from error
-        # A turn may have ended with another stop token than the one after which the template goes on.
+        # The turn may have ended with a stop token other than the one that the template expects.
         return self._token_ids + (() if ended else (self._template.eos_id,)) + added
 
     async def _continue(self, prompt: str | Sequence[int], max_tokens: int) -> PolicyTurn:

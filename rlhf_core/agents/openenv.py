@@ -1,7 +1,7 @@
 """Use environments of an OpenEnv server by its protocol: an episode is a session on `/ws`, the rest is HTTP.
 
 The policy's turn becomes a field of an action, and a field of the observation becomes the next user turn; which fields, the
-server's own schemas say. An action that the server finds invalid is the policy's doing: it is told, and the episode goes on.
+server's own schemas say. An action that the server rejects is reported to the policy, and the episode continues.
 """
 
 from __future__ import annotations

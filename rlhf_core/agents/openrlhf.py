@@ -211,7 +211,7 @@ class StepFunction(AgentInstanceBase):
     """The function `step` of a file (OpenRLHF 0.8.0 to 0.8.6) as an environment.
 
     It is given the whole text so far and returns the next: as `(reward, state, done, extra)` up to 0.8.2, then in a
-    dictionary under `next_state` (0.8.3) or `next_observation`. OpenRLHF runs the file anew for each episode, and so does
+    dictionary under `next_state` (0.8.3) or `next_observation`. OpenRLHF runs the file again for each episode, and so does
     this: the file's globals are the state of one episode.
     """
 
@@ -230,7 +230,7 @@ class StepFunction(AgentInstanceBase):
             result = {"rewards": reward, "next_observation": said, "done": done}
         said = result["next_observation" if "next_observation" in result else "next_state"]
         if not said.startswith(observation + action):
-            # There its tokens would be made anew of the changed text, and trained as if the policy had sampled them.
+            # OpenRLHF would tokenize the changed text and train on it as if the policy had sampled it.
             raise ValueError("step: the next observation must begin with observation + action, as they were given")
         return {**result, "environment_feedback": said[len(observation + action) :]}
 

@@ -138,12 +138,12 @@ class Environments:
         status = child.close()
         reason = child.verdict or f"its process ended with status {status}"
         lost = [ticket for ticket, home in self._homes.items() if home is child]
-        guilty = set(child.owed) if running == NOBODY else {running}  # who runs may be over, and hang as it is closed
+        blamed = set(child.owed) if running == NOBODY else {running}  # a finished episode can hang while it closes
         self._children[self._children.index(child)] = fresh = _Child(self._given, self._inbox)
         fresh.ready()
         for ticket in lost:
             del self._homes[ticket]
-        return [Event(ticket, "lost", reason, blamed=ticket in guilty) for ticket in lost]
+        return [Event(ticket, "lost", reason, blamed=ticket in blamed) for ticket in lost]
 
     def _kill_the_hung(self) -> None:
         patience = self.config.step_timeout_s + GRACE_S

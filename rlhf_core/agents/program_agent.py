@@ -42,7 +42,7 @@ def open_program(config: ProgramAgent, *, tokenizer: str) -> Program:
             told = {name: value for name, value in prompt.items() if config.give_label or name in TOLD}
             status, output, errors = await run(config.command, environment, json.dumps(told | {"seed": seed}))
             cut = session.conversation.cut
-            # One that does not survive the end of its tokens was cut, which is enough where nothing is asked of it.
+            # A program that fails because no token is left was cut; without `needs_reward` that is a valid end.
             if status != 0 and (config.needs_reward or not cut):
                 raise EpisodeFailed(failure(config.command, status, errors))
             result = ProgramResult(**earned("" if status else output), truncated=cut)

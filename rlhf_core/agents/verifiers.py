@@ -1,6 +1,6 @@
 """Use environments of `verifiers`, which run in another interpreter and call the policy at our endpoint.
 
-One process of `verifiers_runner` plays all episodes of a process of ours. It is started anew if it ends; the episodes that it
+One process of `verifiers_runner` plays all episodes of a process of ours. It is restarted if it ends; the episodes that it
 was playing have failed.
 """
 
@@ -63,7 +63,7 @@ class Runner:
             await self._started_again(self._loop)
         try:
             reply = await self._asked(self._loop, request)
-        except asyncio.CancelledError:  # it took too long: perhaps nothing goes on there at all
+        except asyncio.CancelledError:  # it took too long: the runner may hang
             if self._ping is None or self._ping.done():
                 # A context of its own, as for a restart: it is not part of the episode that happens to be the first.
                 self._ping = self._loop.create_task(self._kill_if_hung(self._loop), context=contextvars.Context())
@@ -108,7 +108,7 @@ class Runner:
                 with contextlib.suppress(RunnerEnded):
                     await self._asked(loop, {"ping": True})
         except TimeoutError:
-            LOG.warning("%s hangs without waiting: its interpreter is started anew", self._config.environment)
+            LOG.warning("%s hangs without waiting: its interpreter is restarted", self._config.environment)
             kill_group(process)
 
     def _start(self) -> subprocess.Popen[str]:

@@ -115,7 +115,7 @@ class _Host:
             shown = without_secrets(traceback.format_exc()).splitlines()[-TRACEBACK_LINES:]
             value = "" if late else "\n".join(shown)
             if ending:
-                traceback.print_exc()  # the episode is over: nobody waits for this
+                traceback.print_exc()  # the episode is over: no call waits for this
         if not ending:
             _send(self._answers, SessionEvent(call.ticket, kind, value, time.monotonic() - started))
 

@@ -23,7 +23,7 @@ FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 FAILED_CALLS = 48
 """After so many failed calls for one batch what is left of it fails as a whole: each may have cost a deadline. Enough for
-four culprits among a thousand answers."""
+four bad answers among a thousand."""
 
 Ask = Callable[[Sequence[Generation]], RewardOutcome]
 

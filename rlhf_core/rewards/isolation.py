@@ -35,7 +35,7 @@ STATUS_TIMEOUT_S = 5.0
 class IsolatedReward:
     """A `Reward` that runs `function` in a child process and gives each call `timeout_s`.
 
-    The process starts at construction (ConfigError if the function cannot be loaded) and is started anew after a call
+    The process starts at construction (ConfigError if the function cannot be loaded) and is restarted after a call
     that it did not survive. BatchFailed names the reward, the prompts and, where the function raised, its traceback.
     Several batches of `batch_size` (0: one), cut as it `compares`, are put to an async function at a time.
 

@@ -60,7 +60,7 @@ def as_outcome(answer: RewardOutcome | Sequence[float | None]) -> RewardOutcome:
 
 
 def check_length(name: str, outcome: RewardOutcome, generations: Sequence[Generation]) -> None:
-    """Raise BatchFailed when there is not one value per generation: nobody can say whose is missing."""
+    """Raise BatchFailed unless there is one value per generation: otherwise it is unknown which one is missing."""
     if len(outcome.values) != len(generations):
         problem = f"values for {len(generations)} generations"
         message = explain(f"rewards.{name}", len(outcome.values), problem, "return one for each")

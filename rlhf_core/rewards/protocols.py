@@ -250,7 +250,7 @@ def _log(name: str, value: Any, count: int) -> Logs:
         return {}
     numbers = [_number(one) for one in (listed * count if len(listed) == 1 else listed)]
     finite = [one for one in numbers if one is not None and math.isfinite(one)]
-    # A plain name: whoever reads it in another process cannot import an enum of the function's module.
+    # A plain name: another process that reads it cannot import an enum of the function's module.
     return {str(name): (math.fsum(finite), len(finite))} if finite else {}
 
 

@@ -50,7 +50,7 @@ def plain_query(generation: Generation) -> str:
 class RemoteRewardClient:
     """A `Reward` that asks servers at `urls`: batches go to all of them at once, and from one that fails to the next.
 
-    `timeout_s` is for one try; connecting has 5 s of its own, and the last read of an answer that dribbles in may be late
+    `timeout_s` is for one try; connecting has 5 s of its own, and the last read of an answer that arrives slowly may be late
     by as much again. So a batch has an answer or fails within (retries + 1) * (2 * timeout_s + 13 s), mostly far sooner.
     BatchFailed names URL, status and prompts. `query` makes the text that is sent: for a server that scores with
     a model, prompt and answer rendered as that model reads them. Close it, or use it in a `with` block.
@@ -201,7 +201,7 @@ class _Rotation:
         self._lock = threading.Lock()
 
     def next(self, *, avoid: Collection[str]) -> str | None:
-        """Return whose turn it is; None if all are to be avoided."""
+        """Return the next URL; None if all are to be avoided."""
         with self._lock:
             urls = list(self._health)
             turn = [url for url in urls[self._turn :] + urls[: self._turn] if url not in avoid]

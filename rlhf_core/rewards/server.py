@@ -191,12 +191,12 @@ class _Service:
     # ------------------------------------------------------------ batches
 
     async def score_batches(self, thread: ThreadPoolExecutor) -> None:
-        """Score what is asked, batch by batch, until cancelled."""
+        """Score the queued requests, batch by batch, until cancelled."""
         while True:
             requests = await self._gather()
             try:
                 await self._settle(requests, thread)
-            except Exception as error:  # a fault of this server: whoever waits must hear of it, and the next be served
+            except Exception as error:  # the waiting clients get the error, and the next batch is served
                 logger.exception("a batch could not be scored")
                 for one in requests:
                     if not one.rewards.done():

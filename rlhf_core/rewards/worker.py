@@ -1,7 +1,7 @@
 """Run a reward function in the child process of `rlhf_core.rewards.isolation`: `python -m rlhf_core.rewards.worker module:function [settings]`.
 
 Reads pickled lists of batches from standard input and answers each with a pickled (kind, value) pair: the outcomes of
-the batches. It lives no longer than whoever holds the other end of its input, however that one ends and whatever the
+the batches. It ends with the process that holds the other end of its input, however that process ends and whatever the
 function does then.
 """
 

@@ -144,7 +144,7 @@ class Background:
             try:
                 made.set_result(job())
             except BaseException as error:
-                self._failure = error  # before the future is done, so that nobody sees it done and all well
+                self._failure = error  # before the future is done, so that no caller sees it done without the failure
                 made.set_exception(error)
 
         self._jobs.put(run)

@@ -151,7 +151,7 @@ def sample(
 ) -> list[Generation]:
     """Return `samples_per_prompt` completions per prompt, those of a prompt together, each from its own seed.
 
-    A prompt that stands in `prompts` again goes on counting its samples, so it gets other seeds.
+    A prompt that occurs twice in `prompts` continues to number its samples, so that they get other seeds.
     """
     chat = chat if environments is None else chat.with_tools(environments.tools)
     work: list[Episode] = []
