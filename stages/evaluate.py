@@ -27,7 +27,7 @@ from rlhf_core.interfaces import ModelSpec
 from rlhf_core.rewards.isolation import IsolatedReward
 from rlhf_core.rewards.model import Contract, score_with_reward_model, verify_contract
 from rlhf_core.rewards.outcomes import checked
-from rlhf_core.rewards.worker import Settings
+from rlhf_core.rewards.worker import WorkerSettings
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store import attempts
 from rlhf_core.types import Generation, GenerationsRef, PolicyRef, ReportRef, RewardModelRef
@@ -141,7 +141,7 @@ def gold_rewards(
     """Return the gold reward of each answer by policy; nothing when there is no gold reward."""
     if not config.gold:
         return dict.fromkeys(rows, ())
-    settings = Settings(code=dict(context.functions))
+    settings = WorkerSettings(code=dict(context.functions))
     with IsolatedReward("gold", config.gold, timeout_s=config.gold_timeout_s, settings=settings) as reward:
         return {name: tuple(checked("gold", reward(items), items)) for name, items in rows.items()}
 

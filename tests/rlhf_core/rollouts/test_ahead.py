@@ -8,8 +8,8 @@ import time
 import pytest
 
 from rlhf_core.errors import SamplerLostError, SamplingError
-from rlhf_core.rollouts import background
-from rlhf_core.rollouts.background import Background, Inline
+from rlhf_core.rollouts import ahead
+from rlhf_core.rollouts.ahead import Background
 
 
 def test_jobs_run_in_order_in_one_other_thread() -> None:
@@ -41,7 +41,7 @@ def test_a_failure_has_its_own_message_and_no_later_job_runs() -> None:
 
 
 def test_an_interrupted_stage_leaves_a_job_behind_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "INTERRUPT_PATIENCE_S", 0.1)
+    monkeypatch.setattr(ahead, "INTERRUPT_PATIENCE_S", 0.1)
     go_on = threading.Event()
     jobs = Background("sampling")
     dropped: list[int] = []
@@ -72,15 +72,8 @@ def test_closing_waits_for_the_job_that_runs() -> None:
 
 
 def test_nobody_waits_for_a_thread_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(ahead, "LOOK_EVERY_S", 0.05)
     jobs = Background("sampling")
     jobs.close(interrupted=False)
     with pytest.raises(SamplingError, match="the thread that samples ended before its work was done"):
         jobs.result(jobs.submit(lambda: 1))
-
-
-def test_inline_jobs_run_at_once_in_the_callers_thread() -> None:
-    jobs = Inline()
-    assert jobs.result(jobs.submit(threading.current_thread)) is threading.current_thread()
-    with pytest.raises(ZeroDivisionError):
-        jobs.submit(lambda: 1 / 0)

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from rlhf_core.agents.drivers import (
+    EnvironmentDriver,
+    EpisodeFailed,
+    ProgramDriver,
+    Rules,
+    label_columns,
+    prompt_columns,
+    with_added,
+)
 from rlhf_core.agents.environment import StepResult
-from rlhf_core.agents.games import EpisodeFailed, Game, ProgramGame, Rules, label_columns, prompt_columns, with_added
 from rlhf_core.agents.programs import Ask, ProgramResult
 from rlhf_core.config.agents import EnvironmentAgent
 from rlhf_core.config.engines import SamplingConfig
@@ -21,12 +29,12 @@ def said(*token_ids: int, logprob: float = -0.5) -> Completion:
     return Completion(token_ids, (logprob,) * len(token_ids), "", "stop", 4, 0)
 
 
-def game(*turns: tuple[tuple[int, ...], Completion], **limits: int) -> ProgramGame:
+def game(*turns: tuple[tuple[int, ...], Completion], **limits: int) -> ProgramDriver:
     """A program that asked for each prompt and was given each completion."""
-    made = ProgramGame((10, 11), 7, rules(**limits))
+    made = ProgramDriver((10, 11), 7, rules(**limits))
     for asked, completion in turns:
-        assert isinstance(made.heard("asks", Ask(asked)), SamplingRequest)
-        made.said(completion)
+        assert isinstance(made.on_observation("asks", Ask(asked)), SamplingRequest)
+        made.on_completion(completion)
     return made
 
 
@@ -35,8 +43,8 @@ TURNS = (((10, 11), said(20, 21)), ((10, 11, 20, 21, 30), said(22, 23)))
 
 def test_turns_that_follow_each_other_become_one_completion() -> None:
     made = game(*TURNS)
-    assert made.heard("finished", ProgramResult((0.25, 1.0), extras={"calls": 2})) is None
-    completion = made.played().completion
+    assert made.on_observation("finished", ProgramResult((0.25, 1.0), extras={"calls": 2})) is None
+    completion = made.result().completion
     assert completion.token_ids == (20, 21, 30, 22, 23) and completion.logprobs == (-0.5, -0.5, 0.0, -0.5, -0.5)
     assert completion.spans == (ActionSpan(0, 2, 4, 0.25), ActionSpan(3, 5, 4, 1.0))
     assert completion.extras == {"calls": 2.0} and completion.finish_reason == "stop"
@@ -44,23 +52,23 @@ def test_turns_that_follow_each_other_become_one_completion() -> None:
 
 def test_one_reward_for_all_stands_at_the_last_turn() -> None:
     made = game(*TURNS)
-    made.heard("finished", ProgramResult((0.75,), truncated=True))
-    completion = made.played().completion
+    made.on_observation("finished", ProgramResult((0.75,), truncated=True))
+    completion = made.result().completion
     assert [span.reward for span in completion.spans] == [0.0, 0.75] and completion.finish_reason == "length"
 
 
 def test_a_past_that_was_tokenised_again_fails_and_is_never_trained_on() -> None:
     made = game(TURNS[0], ((10, 11, 99, 30), said(22)))  # one token 99 where 20, 21 were sampled
     with pytest.raises(EpisodeFailed, match="turn 2 was asked for with another past"):
-        made.heard("finished", ProgramResult((1.0,)))
-    assert made.played("why").completion.token_ids == (20, 21)
+        made.on_observation("finished", ProgramResult((1.0,)))
+    assert made.result("why").completion.token_ids == (20, 21)
 
 
 def test_ranges_name_the_turns_that_count() -> None:
     made = game(((10, 11), said(1, 1)), *TURNS)
     tokens = (10, 11, 20, 21, 30, 22, 23)
-    made.heard("finished", ProgramResult((1.0,), token_ids=tokens, actions=((2, 4), (5, 7))))
-    assert made.played().completion.token_ids == (20, 21, 30, 22, 23)
+    made.on_observation("finished", ProgramResult((1.0,), token_ids=tokens, actions=((2, 4), (5, 7))))
+    assert made.result().completion.token_ids == (20, 21, 30, 22, 23)
 
 
 @pytest.mark.parametrize(
@@ -74,32 +82,32 @@ def test_ranges_name_the_turns_that_count() -> None:
 )
 def test_a_result_that_does_not_fit_fails(result: ProgramResult, reason: str) -> None:
     with pytest.raises(EpisodeFailed, match=reason):
-        game(*TURNS).heard("finished", result)
+        game(*TURNS).on_observation("finished", result)
 
 
 def test_a_program_without_a_turn_fails() -> None:
     with pytest.raises(EpisodeFailed, match="without a turn"):
-        game().heard("finished", ProgramResult((1.0,)))
+        game().on_observation("finished", ProgramResult((1.0,)))
 
 
 def test_what_is_past_a_limit_is_refused_and_the_rest_of_the_budget_is_granted() -> None:
-    assert game(TURNS[0], max_turns=1).heard("asks", Ask((10, 11, 20))) == (
+    assert game(TURNS[0], max_turns=1).on_observation("asks", Ask((10, 11, 20))) == (
         "answer",
         ("max_turns = 1 turns were taken",),
     )
     short = game(TURNS[0], max_episode_tokens=6)
-    assert short.heard("asks", Ask((10, 11, 20, 21, 30, 31)))[0] == "answer"  # type: ignore[index]
-    granted = short.heard("asks", Ask((10, 11, 20, 21, 30), max_tokens=5))
+    assert short.on_observation("asks", Ask((10, 11, 20, 21, 30, 31)))[0] == "answer"  # type: ignore[index]
+    granted = short.on_observation("asks", Ask((10, 11, 20, 21, 30), max_tokens=5))
     assert isinstance(granted, SamplingRequest) and granted.max_tokens == 1
 
 
 def test_a_turn_that_ended_with_another_stop_token_is_closed_by_the_template_s_own() -> None:
     shared = rules()
     one = prompt(1, "1")
-    made = Game(one, shared.chat.prompt_ids(one.messages), 7, shared)
-    made.heard("observed", None)
-    made.said(said(20, 5))  # not the template's end of turn
-    request = made.heard("stepped", StepResult("go on"))
+    made = EnvironmentDriver(one, shared.chat.prompt_ids(one.messages), 7, shared)
+    made.on_observation("observed", None)
+    made.on_completion(said(20, 5))  # not the template's end of turn
+    request = made.on_observation("stepped", StepResult("go on"))
     assert isinstance(request, SamplingRequest)
     tail = (20, 5, shared.chat.eos_id, *shared.chat.turn_ids([Message("user", "go on")]))
     assert request.prompt_ids[-len(tail) :] == tail

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from rlhf_core.agents.ownership import NOBODY, OWNER, Owner, owned
+from rlhf_core.agents.episode_rng import EPISODE_RNG, NOBODY, EpisodeRng, with_episode_rng
 
 
 async def draws(count: int) -> list[float]:
@@ -18,8 +18,8 @@ async def draws(count: int) -> list[float]:
 
 async def together(seeds: list[int], marks: list[int]) -> list[list[float]]:
     async def one(ticket: int, seed: int) -> list[float]:
-        OWNER.set(Owner(ticket, seed, marks.append))
-        return await owned(draws(4))
+        EPISODE_RNG.set(EpisodeRng(ticket, seed, marks.append))
+        return await with_episode_rng(draws(4))
 
     return await asyncio.gather(*(one(ticket, seed) for ticket, seed in enumerate(seeds)))
 
@@ -53,10 +53,10 @@ def test_errors_and_cancellations_pass_through() -> None:
 
     async def scenario() -> None:
         marks: list[int] = []
-        OWNER.set(Owner(0, 7, marks.append))
+        EPISODE_RNG.set(EpisodeRng(0, 7, marks.append))
         with pytest.raises(ValueError, match="inside"):
-            await owned(fails())
-        task = asyncio.create_task(owned(late()))
+            await with_episode_rng(fails())
+        task = asyncio.create_task(with_episode_rng(late()))
         await asyncio.sleep(0.01)
         task.cancel()
         assert await task == "cancelled inside"
@@ -66,4 +66,4 @@ def test_errors_and_cancellations_pass_through() -> None:
 
 
 def test_code_without_an_owner_just_runs() -> None:
-    assert len(asyncio.run(owned(draws(2)))) == 2
+    assert len(asyncio.run(with_episode_rng(draws(2)))) == 2

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from starlette.responses import JSONResponse
 
-from rlhf_core.agents.captured import Captured, RequestRefused, said_in, tool_use
+from rlhf_core.agents.conversation import Conversation, RequestRefused, chat_message, tool_use
 from rlhf_core.agents.programs import Answer, EpisodeCut
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.types import Message
@@ -42,10 +42,10 @@ class SpelledEngine:
 
 def conversation(
     *texts: str, cut: bool = False, template: ChatTemplate | None = None
-) -> tuple[Captured, SpelledEngine]:
+) -> tuple[Conversation, SpelledEngine]:
     template = template or chat()
     engine = SpelledEngine(template, *texts, cut=cut)
-    return Captured(template, engine), engine  # type: ignore[arg-type]
+    return Conversation(template, engine), engine  # type: ignore[arg-type]
 
 
 def finish(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -61,7 +61,7 @@ def with_tools() -> ChatTemplate:
     return template
 
 
-async def two_turns(captured: Captured, said: str, then: Sequence[dict[str, Any]]) -> None:
+async def two_turns(captured: Conversation, said: str, then: Sequence[dict[str, Any]]) -> None:
     await captured.chat([USER])
     await captured.chat([USER, {"role": "assistant", "content": said}, *then])
 
@@ -91,7 +91,7 @@ def test_what_was_sampled_stands_in_the_next_prompt_as_it_is_and_only_new_messag
     ids=["other prompt", "other answer", "nothing new", "words in its mouth", "answer left out"],
 )
 def test_another_past_is_refused(messages: list[dict[str, Any]]) -> None:
-    async def ask(captured: Captured) -> None:
+    async def ask(captured: Conversation) -> None:
         await captured.chat([USER])
         await captured.chat(messages)
 
@@ -102,7 +102,7 @@ def test_another_past_is_refused(messages: list[dict[str, Any]]) -> None:
 
 
 def test_the_same_request_again_is_the_same_turn() -> None:
-    async def ask(captured: Captured) -> list[Any]:
+    async def ask(captured: Conversation) -> list[Any]:
         together = await asyncio.gather(captured.chat([USER]), captured.chat([USER]))
         return [*together, await captured.chat([USER])]
 
@@ -112,7 +112,7 @@ def test_the_same_request_again_is_the_same_turn() -> None:
 
 
 def test_a_second_question_while_a_turn_is_sampled_is_refused() -> None:
-    async def ask(captured: Captured) -> list[Any]:
+    async def ask(captured: Conversation) -> list[Any]:
         other = [{"role": "user", "content": "Hi"}]
         return await asyncio.gather(captured.chat([USER]), captured.chat(other), return_exceptions=True)
 
@@ -140,11 +140,11 @@ def test_a_call_of_a_tool_is_read_and_its_repetition_is_known_again() -> None:
 
     async def ask() -> Any:
         turn = await captured.chat([USER], tools=[TOOL])
-        (use,) = turn.said.calls
+        (use,) = turn.message.calls
         repeated = {"function": {"name": use.name, "arguments": '{"a": 1,   "b": 2}'}}
         messages = [USER, {"role": "assistant", "content": "Well.", "tool_calls": [repeated]}]
         await captured.chat([*messages, {"role": "tool", "tool_call_id": "x", "content": "3"}], tools=[TOOL])
-        return turn.said
+        return turn.message
 
     said = finish(ask())
     assert said.content == "Well." and json.loads(said.calls[0].arguments) == {"a": 1, "b": 2}
@@ -185,7 +185,7 @@ def test_tokens_that_begin_otherwise_are_refused() -> None:
 
 
 def test_messages_and_text_do_not_mix() -> None:
-    async def ask(captured: Captured) -> None:
+    async def ask(captured: Conversation) -> None:
         await captured.chat([USER])
         await captured.continue_text("It is")
 
@@ -195,10 +195,10 @@ def test_messages_and_text_do_not_mix() -> None:
 
 def test_parts_of_text_are_one_text_and_pictures_are_refused() -> None:
     parts = [{"type": "text", "text": "What "}, {"type": "text", "text": "is 3?"}]
-    assert said_in({"role": "user", "content": parts}) == said_in(USER)
-    assert said_in({"role": "tool", "content": "half a \ud83d"}).content == "half a ?", "no tokenizer takes it"
+    assert chat_message({"role": "user", "content": parts}) == chat_message(USER)
+    assert chat_message({"role": "tool", "content": "half a \ud83d"}).content == "half a ?", "no tokenizer takes it"
     with pytest.raises(RequestRefused, match="text alone"):
-        said_in({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]})
+        chat_message({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]})
 
 
 @pytest.mark.parametrize(
@@ -213,14 +213,14 @@ def test_parts_of_text_are_one_text_and_pictures_are_refused() -> None:
 )
 def test_a_message_of_another_form_is_refused(odd: dict[str, Any]) -> None:
     with pytest.raises(RequestRefused, match="form of the chat protocol"):
-        said_in(odd)
+        chat_message(odd)
 
 
 def test_a_call_with_half_a_surrogate_pair_can_be_answered_and_repeated() -> None:
     text = '<tool_call>{"name": "a\\ud83d", "arguments": {"x": "\\ud83d"}}</tool_call>'
     captured, _ = conversation(text, "3", template=with_tools())
     turn = finish(captured.chat([USER], tools=[TOOL]))
-    (use,) = turn.said.calls
+    (use,) = turn.message.calls
     assert JSONResponse({"name": use.name, "arguments": use.arguments}).body
     assert tool_use({"name": use.name, "arguments": use.arguments}) == use
 

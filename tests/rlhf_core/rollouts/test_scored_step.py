@@ -7,7 +7,7 @@ import math
 import pytest
 
 from rlhf_core.errors import RewardError
-from rlhf_core.rollouts.validity import valid_groups
+from rlhf_core.rollouts.scored_step import valid_groups
 from rlhf_core.types import Completion, Message, Prompt, Rollout
 
 

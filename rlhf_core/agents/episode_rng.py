@@ -1,8 +1,8 @@
-"""Whose code is running in a process that plays many episodes on one event loop.
+"""Give each episode its own random numbers, in a process that runs many episodes on one event loop.
 
-Before each resumption of an episode's code its ticket is written where the parent can read it even after a crash, and the
-global generators of `random`, `numpy` and `torch` are made the episode's own. So a hang is blamed on the one that hangs,
-and what an episode draws does not depend on which others are played beside it.
+Before each resumption of an episode's code the global generators of `random`, `numpy` and `torch` get the episode's state,
+so its samples do not depend on the episodes beside it. Its ticket is written where the parent process can read it even
+after a crash, so a hang is attributed to the right episode.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ T = TypeVar("T")
 NOBODY = -1
 
 
-class Owner:
-    """An episode as the owner of running code; `mark` is told the ticket of who runs, or NOBODY."""
+class EpisodeRng:
+    """The random states of one episode.
+
+    `mark` is called with the episode's ticket when its code resumes, and with NOBODY when it is suspended.
+    """
 
     def __init__(self, ticket: int, seed: int, mark: Callable[[int], None]) -> None:
         self._ticket = ticket
@@ -29,7 +32,7 @@ class Owner:
         self._states: dict[str, Any] = {}
 
     def enter(self) -> None:
-        """Take over the process."""
+        """Load the random states of this episode."""
         self._mark(self._ticket)
         for name, (read, write, seed) in _generators().items():
             if name in self._states:
@@ -39,36 +42,36 @@ class Owner:
                 self._states[name] = read()
 
     def leave(self) -> None:
-        """Give it back."""
+        """Save them."""
         self._states = {name: read() for name, (read, _, _) in _generators().items()}
         self._mark(NOBODY)
 
 
-OWNER: ContextVar[Owner | None] = ContextVar("OWNER", default=None)
-"""Tasks that an episode's code starts inherit it; their code is owned too if it runs through `owned`."""
+EPISODE_RNG: ContextVar[EpisodeRng | None] = ContextVar("EPISODE_RNG", default=None)
+"""The episode of the current task; tasks that it starts inherit it."""
 
 
-async def owned(code: Coroutine[Any, Any, T]) -> T:
-    """Await `code` with every part of it marked as its owner's."""
-    owner = OWNER.get()
-    if owner is None:
+async def with_episode_rng(code: Coroutine[Any, Any, T]) -> T:
+    """Await `code`; each part of it between two suspensions runs with the random states of the current episode."""
+    rng = EPISODE_RNG.get()
+    if rng is None:
         return await code
-    result: T = await _resumed(code, owner)
+    result: T = await _resumed(code, rng)
     return result
 
 
 @coroutine
-def _resumed(code: Coroutine[Any, Any, Any], owner: Owner) -> Generator[Any, Any, Any]:
+def _resumed(code: Coroutine[Any, Any, Any], rng: EpisodeRng) -> Generator[Any, Any, Any]:
     value: Any = None
     error: BaseException | None = None
     while True:
-        owner.enter()
+        rng.enter()
         try:
             waits_for = code.send(value) if error is None else code.throw(error)
         except StopIteration as end:
             return end.value
         finally:
-            owner.leave()
+            rng.leave()
         try:
             value, error = (yield waits_for), None
         except BaseException as caught:  # a cancellation is the code's business

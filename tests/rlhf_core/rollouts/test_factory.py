@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -16,16 +17,25 @@ from rlhf_core.config.policy import PPOConfig
 from rlhf_core.data.rollout_log import RolloutLog
 from rlhf_core.errors import DataError, RewardError, SamplerLostError
 from rlhf_core.interfaces import Metrics
-from rlhf_core.rollouts.source import RolloutSource, staleness
+from rlhf_core.rollouts.factory import open_rollouts
+from rlhf_core.rollouts.scored_step import rollout_metrics, staleness
 from rlhf_core.store.failures import Counts
 from rlhf_core.types import ActionSpan, Completion, Generation, Rollout, SamplingRequest
 from tests.rlhf_core.rollouts.fake_engines import PROMPTS, FakeChat, FakeSampler, FakeScorer, FakeTrainer
 
 
 class Ahead:
-    """A source over fake engines, with what they were asked for."""
+    """The rollouts of steps over fake engines, with what they were asked for."""
 
-    def __init__(self, folder: Path, length: Callable[[SamplingRequest], int] = lambda request: 1, **changes: Any):
+    def __init__(
+        self,
+        folder: Path,
+        length: Callable[[SamplingRequest], int] = lambda request: 1,
+        *,
+        sampler: FakeSampler | None = None,
+        score: FakeScorer | None = None,
+        **changes: Any,
+    ):
         settings = {
             "steps": 6,
             "prompts_per_step": 2,
@@ -33,21 +43,32 @@ class Ahead:
             "sampling": SamplingConfig(max_tokens=4),
         }
         self.config = PPOConfig(**(settings | changes))
-        self.sampler = FakeSampler(length)
+        self.sampler = sampler or FakeSampler(length)
         self.policy = FakeTrainer()
-        self.score = FakeScorer()
-        log = RolloutLog(folder / "log")
-        self.source = RolloutSource(self.config, self.sampler, self.score, FakeChat(), PROMPTS, log, seed=3)
+        self.score = score or FakeScorer()
+        self._log = RolloutLog(folder / "log")
+        self._opened = ExitStack()
+
+    def __enter__(self) -> Self:
+        rollouts = open_rollouts(self.config, self.sampler, self.score, FakeChat(), PROMPTS, self._log, seed=3)
+        self.steps, self._scored = self._opened.enter_context(rollouts)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._opened.__exit__(*exception)
 
     def step(self, step: int) -> tuple[list[Rollout], Metrics]:
         self.policy.version = step
-        return self.source.rollouts(step, self.policy)
+        self.steps.load_weights(self.policy.weights, version=step)
+        drawn = self.steps.generate(step)
+        rollouts = self._scored(step, drawn)
+        return rollouts, rollout_metrics(self.config, step, drawn, rollouts, ahead=self.steps.ahead)
 
 
 @pytest.mark.parametrize("behind", [0, 1, 2, 4])
 def test_a_step_trains_on_what_the_weights_of_that_many_steps_before_sampled(tmp_path: Path, behind: int) -> None:
     ahead = Ahead(tmp_path, staleness=behind)
-    with ahead.source:
+    with ahead:
         made = [ahead.step(step) for step in range(6)]
     versions = [{one.completion.policy_version for one in rollouts} for rollouts, _ in made]
     assert versions == [{max(0, step - behind)} for step in range(6)]
@@ -63,14 +84,14 @@ def test_the_same_prompts_are_asked_with_the_same_seeds_whoever_answers(tmp_path
     asked = []
     for behind in (0, 2):
         ahead = Ahead(tmp_path / str(behind), staleness=behind)
-        with ahead.source:
+        with ahead:
             asked.append([[one.completion.seed for one in ahead.step(step)[0]] for step in range(6)])
     assert asked[0] == asked[1]
 
 
 def test_rewards_are_weighed_as_at_the_step_that_trains_on_them(tmp_path: Path) -> None:
     ahead = Ahead(tmp_path, staleness=2)
-    with ahead.source:
+    with ahead:
         for step in range(6):
             ahead.step(step)
             assert ahead.score.step == step
@@ -87,7 +108,7 @@ def test_the_next_step_is_sampled_while_this_one_trains(tmp_path: Path) -> None:
         return 1
 
     ahead.sampler._length = when_trained
-    with ahead.source:
+    with ahead:
         ahead.step(0)
         ahead.step(1)  # returns although the batch of step 2 cannot end before the training of step 1
         trained.set()
@@ -102,13 +123,13 @@ def test_what_goes_wrong_ahead_is_raised_by_the_next_step_and_by_a_checkpoint(tm
     def fail(request: SamplingRequest) -> int:
         raise SamplerLostError("sampler.policy = 'generate on worker 0': the worker died; run again")
 
-    with ahead.source:
+    with ahead:
         ahead.step(0)
-        ahead.source.save(tmp_path / "whole")  # waits, so that nothing is under way
+        ahead.steps.save(tmp_path / "whole")  # waits, so that nothing is under way
         ahead.sampler._length = fail
         ahead.step(1)
         with pytest.raises(SamplerLostError, match="the worker died"):
-            ahead.source.save(tmp_path / "checkpoint")
+            ahead.steps.save(tmp_path / "checkpoint")
         with pytest.raises(SamplerLostError, match="the worker died"):
             ahead.step(2)
 
@@ -125,16 +146,16 @@ def test_a_source_goes_on_from_a_checkpoint_as_if_nothing_had_happened(
     tmp_path: Path, changes: dict[str, int], at: int
 ) -> None:
     whole = Ahead(tmp_path / "whole", every_third_is_long, **changes)
-    with whole.source:
+    with whole:
         expected = [whole.step(step) for step in range(6)]
     killed = Ahead(tmp_path / "killed", every_third_is_long, **changes)
-    with killed.source:
+    with killed:
         made = [killed.step(step) for step in range(at)]
-        killed.source.save(tmp_path / "checkpoint")
+        killed.steps.save(tmp_path / "checkpoint")
     # without the log: the checkpoint is enough
     resumed = Ahead(tmp_path / "resumed", every_third_is_long, **changes)
-    resumed.source.load(tmp_path / "checkpoint", at)
-    with resumed.source:
+    with resumed:
+        resumed.steps.load(tmp_path / "checkpoint", at)
         made += [resumed.step(step) for step in range(at, 6)]
     assert made == expected
 
@@ -146,13 +167,13 @@ def test_steps_that_were_scored_after_the_checkpoint_are_taken_from_the_log(
     tmp_path: Path, changes: dict[str, int]
 ) -> None:
     killed = Ahead(tmp_path, every_third_is_long, **changes)
-    with killed.source:
+    with killed:
         killed.step(0)
-        killed.source.save(tmp_path / "checkpoint")
+        killed.steps.save(tmp_path / "checkpoint")
         expected = [killed.step(step) for step in range(1, 6)]
     resumed = Ahead(tmp_path, every_third_is_long, **changes)
-    resumed.source.load(tmp_path / "checkpoint", 1)
-    with resumed.source:
+    with resumed:
+        resumed.steps.load(tmp_path / "checkpoint", 1)
         assert [resumed.step(step) for step in range(1, 6)] == expected
     assert resumed.sampler.batches == []
     assert resumed.score.scored == killed.score.scored  # restored, not scored again
@@ -161,8 +182,8 @@ def test_steps_that_were_scored_after_the_checkpoint_are_taken_from_the_log(
 def test_a_checkpoint_without_the_rollouts_that_it_counts_on_is_refused(tmp_path: Path) -> None:
     ahead = Ahead(tmp_path, staleness=2)
     rule = r"rollouts of the steps 3 to 4 should wait here, there are those of \[\]; start the stage over with --force"
-    with ahead.source, pytest.raises(DataError, match=rule):
-        ahead.source.load(tmp_path / "nothing", 3)
+    with ahead, pytest.raises(DataError, match=rule):
+        ahead.steps.load(tmp_path / "nothing", 3)
 
 
 def test_staleness_is_weighed_by_tokens_over_the_segments() -> None:
@@ -180,12 +201,11 @@ def test_a_step_without_a_valid_group_is_scored_again_by_the_next_attempt(
         def __call__(self, generations: Sequence[Generation]) -> list[Rollout]:
             return [replace(one, reward=math.nan, invalid="refused") for one in super().__call__(generations)]
 
-    down = Ahead(tmp_path, **changes)
-    down.source._score = Down()
-    with down.source, pytest.raises(RewardError, match="every group of the step has an invalid rollout"):
+    down = Ahead(tmp_path, score=Down(), **changes)
+    with down, pytest.raises(RewardError, match="every group of the step has an invalid rollout"):
         down.step(0)
     again = Ahead(tmp_path, **changes)
-    with again.source:
+    with again:
         assert len(again.step(0)[0]) == 4
 
 
@@ -195,15 +215,14 @@ def test_episodes_that_all_failed_are_not_kept_in_a_checkpoint_for_ever(tmp_path
             failure = "the server is away" if len(self.batches) == 2 else ""
             return replace(super()._answer(request, most), failure=failure)
 
-    first = Ahead(tmp_path, staleness=2)
-    first.source._sampler = Away()
-    with first.source:
+    first = Ahead(tmp_path, sampler=Away(), staleness=2)
+    with first:
         first.step(0)
-        first.source.save(tmp_path / "checkpoint")
-    assert {bool(one.completion.failure) for one in first.source._drawn[1].result().generations} == {True}
+        first.steps.save(tmp_path / "checkpoint")
+    assert {bool(one.completion.failure) for one in first.steps._drawn[1].result().generations} == {True}
     again = Ahead(tmp_path, staleness=2)
-    again.source.load(tmp_path / "checkpoint", 1)
-    with again.source:
+    with again:
+        again.steps.load(tmp_path / "checkpoint", 1)
         made = [again.step(step)[0] for step in range(1, 6)]
     versions = [{one.completion.policy_version for one in rollouts} for rollouts in made]
     assert versions == [{1}, {1}, {1}, {2}, {3}], "step 2 too: its weights come after those of step 1"
@@ -222,8 +241,9 @@ def test_what_failed_is_noted_before_the_answers_are_kept(tmp_path: Path) -> Non
             return {"rewards.terms.mine": (1, 4)}
 
     config = PPOConfig(prompts_per_step=2, samples_per_prompt=2, sampling=SamplingConfig(max_tokens=4), steps=2)
-    with RolloutSource(
+    with open_rollouts(
         config, FakeSampler(lambda request: 1), Failing(), FakeChat(), PROMPTS, log, seed=3, note_failed=note
-    ) as source:
-        source.rollouts(0, FakeTrainer())
+    ) as (sampler, score):
+        sampler.load_weights(FakeTrainer().weights, version=0)
+        score(0, sampler.generate(0))
     assert noted == [(0, {"rewards.terms.mine": (1, 4)})]

@@ -1,8 +1,8 @@
-"""What a client of the chat protocol says and hears, kept as the exact tokens of one conversation.
+"""A conversation over the chat protocol, kept as its exact tokens.
 
-The client sends the whole conversation each time, as text. What it repeats is compared with what was said; only what is new
-is rendered and tokenised, so the policy's own turns are never tokenised again. A client that tells the past differently
-(it summarises, drops its thoughts, starts anew) is refused: its request has no exact tokens.
+The client sends all messages with each request, as text. Those of earlier requests are compared with the ones that were
+kept; only new ones are rendered and tokenized, so the policy's own turns are never tokenized again. A client that changes
+earlier messages (it summarizes, drops its thoughts, starts over) is refused: its request has no exact tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.agents.programs import Answer, Engine, EpisodeCut
+from rlhf_core.agents.programs import Answer, EpisodeCut, ProgramEngine
 from rlhf_core.agents.tools import parse_calls
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.pieces import encode
@@ -38,8 +38,8 @@ class ToolUse:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """A message, reduced to what is compared and rendered."""
+class ChatMessage:
+    """The parts of a message that are compared and rendered."""
 
     role: str
     content: str
@@ -47,86 +47,88 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """A turn of the policy with the tokens that it followed."""
+class PolicyTurn:
+    """A turn of the policy, and the tokens before it."""
 
     prompt_ids: tuple[int, ...]
     answer: Answer
-    said: Said
+    message: ChatMessage
 
 
-class Captured:
+class Conversation:
     """One conversation: `chat` with messages, or `continue_text` with plain text or tokens, not both.
 
     A request that repeats the last one word for word gets the same turn: clients send again after a lost connection.
     """
 
-    def __init__(self, template: ChatTemplate, engine: Engine) -> None:
+    def __init__(self, template: ChatTemplate, engine: ProgramEngine) -> None:
         self._template = template
         self._engine = engine
-        self._past: tuple[Said, ...] = ()
+        self._past: tuple[ChatMessage, ...] = ()
         self._text: str | None = None
         self._token_ids: tuple[int, ...] = ()
         self._shown: tuple[str, ...] = ()
         self._key: object = None
-        self._turn: asyncio.Task[Turn] | None = None
-        self.turns: list[Turn] = []
+        self._turn: asyncio.Task[PolicyTurn] | None = None
+        self.turns: list[PolicyTurn] = []
         self.cut = False
         """Whether the last turn was cut for its length, or one was refused because nothing was left."""
 
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = (), max_tokens: int = 0
-    ) -> Turn:
+    ) -> PolicyTurn:
         """Return the policy's next turn. RequestRefused, or EpisodeCut if none is left."""
-        asked = tuple(map(said_in, messages))
-        key = ("chat", asked, json.dumps(list(tools), sort_keys=True))
-        return await self._once(key, lambda: self._chat(asked, tools, max_tokens))
+        sent = tuple(map(chat_message, messages))
+        key = ("chat", sent, json.dumps(list(tools), sort_keys=True))
+        return await self._once(key, lambda: self._chat(sent, tools, max_tokens))
 
-    async def continue_text(self, prompt: str | Sequence[int], *, max_tokens: int = 0) -> Turn:
+    async def continue_text(self, prompt: str | Sequence[int], *, max_tokens: int = 0) -> PolicyTurn:
         """Return the policy's continuation of `prompt`, which begins with all that was said so far."""
         key = ("text", prompt if isinstance(prompt, str) else tuple(prompt))
         return await self._once(key, lambda: self._continue(prompt, max_tokens))
 
-    async def _once(self, key: object, start: Any) -> Turn:
+    async def _once(self, key: object, start: Any) -> PolicyTurn:
         if self._turn is None or key != self._key:
             if self._turn is not None and not self._turn.done():
                 raise RequestRefused("busy", "another turn of this conversation is being sampled; wait for it")
-            turn: Coroutine[Any, Any, Turn] = start()
+            turn: Coroutine[Any, Any, PolicyTurn] = start()
             self._key, self._turn = key, asyncio.ensure_future(turn)
         return await asyncio.shield(self._turn)
 
-    async def _chat(self, asked: tuple[Said, ...], tools: Sequence[Mapping[str, Any]], max_tokens: int) -> Turn:
+    async def _chat(
+        self, messages: tuple[ChatMessage, ...], tools: Sequence[Mapping[str, Any]], max_tokens: int
+    ) -> PolicyTurn:
         if self._text is not None:
             raise RequestRefused("mixed", "this conversation was begun with plain text; begin another one")
         if self._past and any(sorted_json(tool) not in self._shown for tool in tools):
             raise RequestRefused("tools", "a tool was not in the first request, and only that one shows tools")
-        prompt_ids = self._following(asked) if self._past else self._opening(asked, tools)
+        prompt_ids = self._following(messages) if self._past else self._opening(messages, tools)
         answer = await self._sampled(prompt_ids, max_tokens)
         calls = parse_calls(answer.text) if tools else []
-        said = Said("assistant", answer.text)
+        message = ChatMessage("assistant", answer.text)
         if calls and not any(call.problem for call in calls):
             outside = answer.text.partition("<tool_call>")[0].strip()
-            said = Said("assistant", outside, tuple(ToolUse(c.name, sorted_json(c.arguments)) for c in calls))
-        self._past = (*asked, said)
-        return self._kept(Turn(prompt_ids, answer, said))
+            message = ChatMessage("assistant", outside, tuple(ToolUse(c.name, sorted_json(c.arguments)) for c in calls))
+        self._past = (*messages, message)
+        return self._kept(PolicyTurn(prompt_ids, answer, message))
 
-    def _opening(self, asked: tuple[Said, ...], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        if not asked or any(said.calls for said in asked):
+    def _opening(self, messages: tuple[ChatMessage, ...], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        if not messages or any(message.calls for message in messages):
             raise RequestRefused(
                 "messages", "the first request holds no message, or calls of tools that were not sampled"
             )
         try:
             self._template = self._template.with_tools(tools)
             self._shown = tuple(map(sorted_json, tools))
-            return self._template.prompt_ids([Message(said.role, said.content) for said in asked])
+            return self._template.prompt_ids([Message(message.role, message.content) for message in messages])
         except (ConfigError, DataError) as error:
             raise RequestRefused("template", str(error)) from error
 
-    def _following(self, asked: tuple[Said, ...]) -> tuple[int, ...]:
-        new = asked[len(self._past) :]
-        if asked[: len(self._past)] != self._past or not new or any(said.role == "assistant" for said in new):
+    def _following(self, messages: tuple[ChatMessage, ...]) -> tuple[int, ...]:
+        new = messages[len(self._past) :]
+        if messages[: len(self._past)] != self._past or not new or any(message.role == "assistant" for message in new):
             differs = next(
-                (i for i, (a, b) in enumerate(zip(asked, self._past)) if a != b), min(len(asked), len(self._past))
+                (i for i, (a, b) in enumerate(zip(messages, self._past)) if a != b), min(len(messages), len(self._past))
             )
             raise RequestRefused(
                 "history",
@@ -136,13 +138,13 @@ class Captured:
         self._check_open()
         ended = bool(self._token_ids) and self._token_ids[-1] == self._template.eos_id
         try:
-            added = self._template.turn_ids([Message(said.role, said.content) for said in new])
+            added = self._template.turn_ids([Message(message.role, message.content) for message in new])
         except DataError as error:
             raise RequestRefused("template", str(error)) from error
-        # A turn may have ended with another stop token than the one after which the template goes on.
+        # The turn may have ended with a stop token other than the one that the template expects.
         return self._token_ids + (() if ended else (self._template.eos_id,)) + added
 
-    async def _continue(self, prompt: str | Sequence[int], max_tokens: int) -> Turn:
+    async def _continue(self, prompt: str | Sequence[int], max_tokens: int) -> PolicyTurn:
         if self._past:
             raise RequestRefused("mixed", "this conversation was begun with messages; begin another one")
         prompt_ids = self._text_ids(prompt) if isinstance(prompt, str) else tuple(prompt)
@@ -151,10 +153,10 @@ class Captured:
         before = prompt if isinstance(prompt, str) else self._template.decode(prompt_ids)
         answer = await self._sampled(prompt_ids, max_tokens)
         self._text = before + answer.text
-        return self._kept(Turn(prompt_ids, answer, Said("assistant", answer.text)))
+        return self._kept(PolicyTurn(prompt_ids, answer, ChatMessage("assistant", answer.text)))
 
     def _text_ids(self, prompt: str) -> tuple[int, ...]:
-        """Tokenise what `prompt` adds to what was said."""
+        """Return the tokens of `prompt`, of which only the new end is tokenized."""
         text = self._text or ""
         if not prompt.startswith(text):
             raise RequestRefused("history", "the prompt does not begin with what was said so far; send it unchanged")
@@ -177,23 +179,23 @@ class Captured:
         if self.cut:
             raise EpisodeCut("the last turn was cut for its length, so nothing can follow it")
 
-    def _kept(self, turn: Turn) -> Turn:
+    def _kept(self, turn: PolicyTurn) -> PolicyTurn:
         self._token_ids = turn.prompt_ids + turn.answer.token_ids
         self.cut = turn.answer.finish_reason == "length"
         self.turns.append(turn)
         return turn
 
 
-def said_in(message: Mapping[str, Any]) -> Said:
-    """Return what a message of the chat protocol says; RequestRefused for another form, and what no template can show."""
+def chat_message(message: Mapping[str, Any]) -> ChatMessage:
+    """Return a message of the chat protocol. RequestRefused if it has another form, or a part that no template can show."""
     try:
-        return _said_in(message)
+        return _chat_message(message)
     except (AttributeError, KeyError, TypeError) as error:
         problem = f"a message has not the form of the chat protocol ({type(error).__name__}: {error})"
         raise RequestRefused("messages", problem) from error
 
 
-def _said_in(message: Mapping[str, Any]) -> Said:
+def _chat_message(message: Mapping[str, Any]) -> ChatMessage:
     content = message.get("content")
     if isinstance(content, list):
         if any(part.get("type") not in ("text", "output_text", "input_text") for part in content):
@@ -203,7 +205,7 @@ def _said_in(message: Mapping[str, Any]) -> Said:
     if not role or not isinstance(content or "", str):
         raise RequestRefused("messages", "each message has a role and text as its content")
     calls = tuple(tool_use(call["function"]) for call in message.get("tool_calls") or ())
-    return Said("system" if role == "developer" else role, encodable(content or ""), calls)
+    return ChatMessage("system" if role == "developer" else role, encodable(content or ""), calls)
 
 
 def tool_use(function: Mapping[str, Any]) -> ToolUse:

@@ -1,7 +1,7 @@
-"""An episode as seen by the driver: what its environment says becomes requests, what the policy says becomes calls.
+"""Drive one episode: observations become sampling requests, completions become calls of the environment's session.
 
-`Game` is for environments (the driver writes the conversation), `ProgramGame` for programs (they write it, and the driver
-checks that it holds exactly what was sampled).
+`EnvironmentDriver` is for environments: the driver writes the conversation. `ProgramDriver` is for programs: they write it,
+and the driver checks that it holds exactly what was sampled.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from rlhf_core.agents.environment import StepResult
 from rlhf_core.agents.programs import Answer, Ask, ProgramResult
-from rlhf_core.agents.transcript import Played, Transcript, turn_seed
+from rlhf_core.agents.transcript import EpisodeResult, Transcript, turn_seed
 from rlhf_core.config.agents import EpisodeLimits
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.data.chat import ChatTemplate
@@ -25,7 +25,7 @@ CallOut = tuple[str, tuple[Any, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What all episodes of a call share."""
+    """The settings that all episodes of a call share."""
 
     chat: ChatTemplate
     limits: EpisodeLimits
@@ -33,7 +33,7 @@ class Rules:
 
 
 class EpisodeFailed(Exception):
-    """Why an episode cannot go on."""
+    """The reason why an episode cannot continue."""
 
 
 def rewarded(result: ProgramResult, *, needed: bool) -> ProgramResult:
@@ -43,26 +43,26 @@ def rewarded(result: ProgramResult, *, needed: bool) -> ProgramResult:
     return result
 
 
-class AnyGame(Protocol):
+class EpisodeDriver(Protocol):
     """One attempt at an episode."""
 
     finished: FinishReason | None
     """Set when the episode is over."""
 
-    def heard(self, kind: str, value: Any) -> SamplingRequest | CallOut | None:
-        """Take what the environment said; return the next request, or a call, or None when it is over. EpisodeFailed."""
+    def on_observation(self, kind: str, value: Any) -> SamplingRequest | CallOut | None:
+        """Take an event of the session; return the next request or call, or None at the end. EpisodeFailed."""
         ...
 
-    def said(self, completion: Completion) -> CallOut:
-        """Take a turn of the policy; return the call that tells it to the environment."""
+    def on_completion(self, completion: Completion) -> CallOut:
+        """Take a turn of the policy; return the call that passes it on."""
         ...
 
-    def played(self, failure: str = "") -> Played:
-        """Return the episode as far as it went."""
+    def result(self, failure: str = "") -> EpisodeResult:
+        """Return the episode up to now."""
         ...
 
 
-class Game:
+class EnvironmentDriver:
     """An episode in an environment with `reset` and `step`."""
 
     def __init__(self, prompt: Prompt, prompt_ids: tuple[int, ...], seed: int, rules: Rules) -> None:
@@ -75,22 +75,22 @@ class Game:
         self._cut = self._ended = False
         self.finished: FinishReason | None = None
 
-    def heard(self, kind: str, value: Any) -> SamplingRequest | CallOut | None:
+    def on_observation(self, kind: str, value: Any) -> SamplingRequest | CallOut | None:
         """Take `observed` (what `reset` adds to the prompt) or `stepped` (a StepResult)."""
         if kind == "observed":
             return self._begun(value)
         return self._stepped(value)
 
-    def said(self, completion: Completion) -> CallOut:
-        """Append the turn; return the step that it is."""
+    def on_completion(self, completion: Completion) -> CallOut:
+        """Append the turn; return the call of `step`."""
         self._text.add_action(completion)
         self._cut = completion.finish_reason == "length"
         self._ended = completion.token_ids[-1] == self._chat.eos_id
         return "step", (completion.text, {"turn": self._text.turns - 1, "truncated": self._cut})
 
-    def played(self, failure: str = "") -> Played:
+    def result(self, failure: str = "") -> EpisodeResult:
         """Return the episode up to its last sampled token."""
-        return self._text.played(self._chat.decode, finish_reason=self.finished or "stop", failure=failure)
+        return self._text.result(self._chat.decode, finish_reason=self.finished or "stop", failure=failure)
 
     def _begun(self, added: str | None) -> SamplingRequest:
         if added:
@@ -121,7 +121,7 @@ class Game:
         return (() if self._ended else (self._chat.eos_id,)) + self._chat.turn_ids(turns)
 
 
-class ProgramGame:
+class ProgramDriver:
     """An episode that a program drives."""
 
     def __init__(self, prompt_ids: tuple[int, ...], seed: int, rules: Rules) -> None:
@@ -135,15 +135,15 @@ class ProgramGame:
         self._text: Transcript | None = None
         self.finished: FinishReason | None = None
 
-    def heard(self, kind: str, value: Any) -> SamplingRequest | CallOut | None:
+    def on_observation(self, kind: str, value: Any) -> SamplingRequest | CallOut | None:
         """Take `asks` (an Ask) or `finished` (a ProgramResult)."""
         if kind == "finished":
             self._end(value)
             return None
         return self._ask(value)
 
-    def said(self, completion: Completion) -> CallOut:
-        """Keep the turn; return the answer that it is."""
+    def on_completion(self, completion: Completion) -> CallOut:
+        """Keep the turn; return the call of `answer`."""
         self._turns.append((self._asked, completion))
         turn = Answer(
             completion.token_ids,
@@ -154,10 +154,10 @@ class ProgramGame:
         )
         return "answer", (turn,)
 
-    def played(self, failure: str = "") -> Played:
+    def result(self, failure: str = "") -> EpisodeResult:
         """Return the episode; of one that failed, the turns that follow each other."""
         text = self._text or self._conversation(self._turns, strict=False)
-        return text.played(self._chat.decode, finish_reason=self.finished or "stop", failure=failure)
+        return text.result(self._chat.decode, finish_reason=self.finished or "stop", failure=failure)
 
     def _ask(self, ask: Ask) -> SamplingRequest | CallOut:
         room = self._limits.max_episode_tokens - len(ask.prompt_ids)
@@ -239,7 +239,7 @@ def with_added(messages: tuple[Message, ...], added: str) -> tuple[Message, ...]
 
 
 def prompt_columns(prompt: Prompt, text: str) -> Mapping[str, Any]:
-    """Return what an environment is told of the prompt; `text` is the rendered one.
+    """Return the columns of a prompt that an environment gets; `text` is the rendered prompt.
 
     >>> prompt_columns(Prompt("q", (Message("user", "Hi"),), '{"secret": 4}', "test"), "")["secret"]
     4
