@@ -6,7 +6,7 @@ TESTS ?= tests
 WORKERS ?= 2
 RLHF := $(VENV)/bin/rlhf
 
-.PHONY: demo test test-portable test-external lint format up down status install requirements smollm2 clean clean-venv
+.PHONY: demo test test-fast test-portable test-external measure docs lint format up down status install requirements smollm2 clean clean-venv
 
 demo: install            ## the whole lifecycle on this machine, then the results table
 	$(RLHF) run $(PROFILE)
@@ -27,6 +27,14 @@ lint: install            ## style, types, and who may import whom
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+
+measure: install         ## how easy the code is to read; BEFORE=v0.1.0 compares with a revision
+	$(VENV)/bin/python -m benchmarks.measure $(if $(BEFORE),--before $(BEFORE))
+
+docs: install            ## the documentation as a site, in build/site; SERVE=1 shows it at 127.0.0.1:8000
+	VENV=$(VENV) requirements/docs.sh
+	$(VENV)/bin/python -m docs.generate_reference build/docs
+	$(VENV)-docs/bin/mkdocs $(if $(SERVE),serve --dev-addr 127.0.0.1:8000,build --strict --site-dir build/site)
 
 format: install
 	$(VENV)/bin/ruff check --fix .
