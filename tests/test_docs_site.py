@@ -66,9 +66,20 @@ def test_links_of_the_reference_lead_to_tables(reference: dict[str, str]) -> Non
             assert (page or name, anchor) in anchors
 
 
-def test_a_meaning_is_a_phrase_of_its_own(reference: dict[str, str]) -> None:
-    """Forms show it alone: it begins with a capital letter, a number or code, and ends with a full stop."""
-    rows = [line.split(" | ") for text in reference.values() for line in text.splitlines() if line.startswith("| `")]
-    meanings = [row[-1].removesuffix(" |").rstrip("|").strip() for row in rows]
-    fragments = [text for text in meanings if text and not re.match(r"(?!Of the |Whether it )[A-Z0-9`\"].*\.$", text)]
+@pytest.mark.parametrize("module", ["agents", "data", "loop", "rewards"])
+def test_every_field_is_described_by_a_whole_phrase(module: str) -> None:
+    """Forms show it alone: it begins with a capital letter or code, is no "Of the intervals.", and ends with a full stop."""
+    fragments = []
+    for name, table in generate_reference.classes().items():
+        if table.__module__ != f"rlhf_core.config.{module}" or "__" in name or name in NAMES_OF_COLUMNS:
+            continue
+        properties = table.model_json_schema()["properties"] if table.model_fields else {}
+        for key, field in properties.items():
+            text = field["description"] if "description" in field else ""
+            if key != "type" and not re.fullmatch(r"(?!Of |Which |Whose )[A-Z`].*\.", text, flags=re.DOTALL):
+                fragments.append(f"{name}.{key}: {text}")
     assert fragments == []
+
+
+NAMES_OF_COLUMNS = ("Columns",)
+"""Tables whose keys are described by the docstring of the class."""
