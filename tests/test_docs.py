@@ -23,7 +23,7 @@ from rlhf_core.config.base import Config, FailureSetting, Operational
 from rlhf_core.errors import RlhfError
 from rlhf_core.stage.key import key_payload
 from rlhf_core.user_code.loading import load_callable
-from tests.rlhf_core.toy_stage import toy_spec
+from tests.support.toy_stage import toy_spec
 
 ROOT = Path(__file__).resolve().parents[1]
 GENERATED = ROOT / "docs" / "reference"

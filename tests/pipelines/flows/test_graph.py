@@ -17,7 +17,7 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import ArtifactRef, PolicyRef, PreferencesRef, PromptsRef, RewardModelRef
 from stages.dpo import DPOConfig
 from stages.ppo import PPOConfig
-from tests.pipelines.mini import write_mini
+from tests.support.small_pipeline import write_mini
 
 R = TypeVar("R", bound=ArtifactRef)
 
