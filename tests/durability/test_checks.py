@@ -20,7 +20,7 @@ from benchmarks.durability.checks import (
 )
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
-from tests.rlhf_core.toy_stage import NoEngines, RecordingTracker, toy_spec
+from tests.support.toy_stage import NoEngines, RecordingTracker, toy_spec
 
 
 def make(home: Path, *, seed: int = 7) -> dict[str, StageResult]:

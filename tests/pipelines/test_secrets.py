@@ -27,9 +27,9 @@ from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards import remote
 from rlhf_core.tracking.memory import MemoryTracker
 from tests.pipelines.execution.test_run import directly
-from tests.pipelines.listening import Notes
-from tests.pipelines.mini import MINI
 from tests.pipelines.prefect_flows.test_tasks import api
+from tests.support.listener import Notes
+from tests.support.small_pipeline import MINI
 
 SECRETS = {
     "FUNCTION_SECRET": "of-the-function/7c1f",

@@ -24,18 +24,13 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef
 from rlhf_core.user_code.dependencies import UserFunction, user_code_digest
 from stages.dpo import DPOConfig
-from tests.stages.recording import Workshop, make_policy
 from tests.stages.test_dpo import CONFIG as DPO
 from tests.stages.test_ppo import config as ppo
-from tests.stages.training import preferences, shop_and_inputs
+from tests.support.training import preferences, shop_and_inputs
+from tests.support.workshop import Workshop
 
 PAGE = Path(__file__).parents[2] / "docs" / "custom.md"
 LENGTHS: Any = {"chosen_lengths": torch.tensor([3.0, 2.0]), "rejected_lengths": torch.tensor([4.0, 1.0])}
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture

@@ -19,8 +19,7 @@ from rlhf_core.rollouts.answers import sample
 from rlhf_core.runtime.local_runtime import LocalRuntime
 from rlhf_core.types import Generation, Message, Prompt
 from stages.ppo import Models, PPOConfig, update
-from tests.stages.recording import RUNTIME, make_policy
-from tests.stages.training import (
+from tests.support.training import (
     demonstrations,
     killed_and_resumed,
     series,
@@ -28,6 +27,7 @@ from tests.stages.training import (
     stopped_and_resumed,
     untimed,
 )
+from tests.support.workshop import RUNTIME
 
 PROMPTS = [Prompt(f"p{i}", (Message("user", str(i)),), "", "test") for i in range(5)]
 
@@ -55,11 +55,6 @@ def config(**changes: Any) -> PPOConfig:
         "checkpoint_every": 1,
     }
     return PPOConfig(**(settings | changes))
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.mark.parametrize("advantage", ["gae", "reinforce++", "reinforce++-baseline", "rloo", "grpo", "dr_grpo", "opo"])

@@ -16,8 +16,8 @@ from rlhf_core.stage.decision import Decision, decide
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.layout import remove_tree
-from tests.pipelines.mini import write_mini
-from tests.rlhf_core.toy_stage import NoEngines, RecordingTracker, ToyConfig, toy_spec
+from tests.support.small_pipeline import write_mini
+from tests.support.toy_stage import NoEngines, RecordingTracker, ToyConfig, toy_spec
 
 HEAVY = ("torch", "transformers", "vllm", "ray", "deepspeed", "prefect", "mlflow")
 

@@ -24,8 +24,8 @@ from rlhf_core.rewards.remote import RemoteReward
 from rlhf_core.rewards.server import Query
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Completion, Generation, Message, Prompt
-from tests.stages.recording import Workshop
 from tests.stages.test_score import reward_model_in
+from tests.support.workshop import Workshop
 
 
 def free_port() -> int:

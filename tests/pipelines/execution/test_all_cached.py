@@ -11,8 +11,8 @@ from pipelines.flows.profile import load_profile
 from pipelines.services.home import Home
 from rlhf_core.store.artifacts import ArtifactStore
 from tests.pipelines.execution.test_run import run_once
-from tests.pipelines.listening import Notes
-from tests.pipelines.mini import two_toys, write_mini
+from tests.support.listener import Notes
+from tests.support.small_pipeline import two_toys, write_mini
 
 
 def planned_toys(tmp_path: Path, home: Home) -> tuple[list[PlannedStage], ArtifactStore]:

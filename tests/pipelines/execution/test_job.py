@@ -16,8 +16,8 @@ from pipelines.services.home import Home
 from rlhf_core.stage import stopping
 from rlhf_core.stage.key import StageSpec, stage_key
 from rlhf_core.store.artifacts import ArtifactStore
-from tests.pipelines.mini import write_mini
-from tests.rlhf_core.toy_stage import ToyConfig, toy_spec
+from tests.support.small_pipeline import write_mini
+from tests.support.toy_stage import ToyConfig, toy_spec
 
 FORK = multiprocessing.get_context("fork")
 

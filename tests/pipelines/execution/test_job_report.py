@@ -22,7 +22,7 @@ from pipelines.execution.job_report import (
 from rlhf_core.errors import RewardError, RlhfError
 from rlhf_core.stage.decision import Decision
 from rlhf_core.store.layout import write_json
-from tests.pipelines.listening import Notes
+from tests.support.listener import Notes
 
 RUN = Decision("RUN", "first run", "ab", None)
 ATTACH = Decision("ATTACH", "Ray job x is computing it", "ab", None)

@@ -11,8 +11,8 @@ from pipelines.flows.profile import load_profile
 from rlhf_core.errors import ArtifactError
 from rlhf_core.stage.key import key_payload
 from rlhf_core.store.artifacts import ArtifactStore
-from tests.pipelines.mini import write_mini
-from tests.rlhf_core.toy_stage import toy_spec
+from tests.support.small_pipeline import write_mini
+from tests.support.toy_stage import toy_spec
 
 
 @pytest.mark.parametrize("profile", ["tiny/full", "tiny/rlvr"])

@@ -22,8 +22,8 @@ from rlhf_core.store.checkpoints import Checkpoints
 from rlhf_core.store.records import KeyRecord
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import ArtifactRef
-from tests.pipelines.listening import Notes
-from tests.pipelines.mini import write_mini
+from tests.support.listener import Notes
+from tests.support.small_pipeline import write_mini
 
 NOWHERE: Reached = (-1, 0)
 

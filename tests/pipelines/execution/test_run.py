@@ -21,9 +21,9 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.leases import living_owner
 from rlhf_core.tracking.memory import MemoryStageTracker, MemoryTracker
 from rlhf_core.types import ArtifactRef, PolicyRef
-from tests.pipelines.listening import Notes
-from tests.pipelines.mini import two_toys, write_mini
-from tests.rlhf_core.toy_stage import NoEngines, ToyConfig, toy_spec
+from tests.support.listener import Notes
+from tests.support.small_pipeline import two_toys, write_mini
+from tests.support.toy_stage import NoEngines, ToyConfig, toy_spec
 
 FORK = multiprocessing.get_context("fork")
 

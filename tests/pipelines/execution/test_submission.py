@@ -21,10 +21,10 @@ from rlhf_core.stage.key import StageSpec, stage_key
 from rlhf_core.stage.run import execute
 from rlhf_core.store import attempts
 from rlhf_core.tracking.memory import MemoryStageTracker, MemoryTracker
-from tests.pipelines.forked_jobs import ForkedJobs
-from tests.pipelines.listening import Notes
-from tests.pipelines.mini import two_toys, write_mini
-from tests.rlhf_core.toy_stage import NoEngines, ToyConfig, toy_spec
+from tests.support.forked_jobs import ForkedJobs
+from tests.support.listener import Notes
+from tests.support.small_pipeline import two_toys, write_mini
+from tests.support.toy_stage import NoEngines, ToyConfig, toy_spec
 
 SLOW = ToyConfig(steps=40, seconds_a_step=0.2)
 SPEC_OF_A_TOY = toy_spec(ToyConfig(), label="a/toy")

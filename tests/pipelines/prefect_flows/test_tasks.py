@@ -18,9 +18,9 @@ from pipelines.services.home import Home
 from pipelines.services.own_pages import basic
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import PolicyRef, PreparedDataRef
-from tests.pipelines.listening import Notes
-from tests.pipelines.mini import two_toys, write_mini
-from tests.rlhf_core.toy_stage import ToyConfig, toy_spec
+from tests.support.listener import Notes
+from tests.support.small_pipeline import two_toys, write_mini
+from tests.support.toy_stage import ToyConfig, toy_spec
 
 pytestmark = pytest.mark.slow
 

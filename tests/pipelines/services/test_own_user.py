@@ -21,7 +21,7 @@ from starlette.routing import Route
 from pipelines.services import servers
 from pipelines.services.home import Home, quiet_environment
 from pipelines.services.own_user import CONNECTIONS, OwnUser, user_at
-from tests.rlhf_core.rewards.serving import serving
+from tests.support.reward_servers import serving
 
 pytestmark = pytest.mark.skipif(not CONNECTIONS[0].exists(), reason="needs Linux")
 NOBODY = 65534

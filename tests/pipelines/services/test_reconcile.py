@@ -13,7 +13,7 @@ from rlhf_core.stage.key import stage_key
 from rlhf_core.store import attempts, leases
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.mlflow import Ended
-from tests.rlhf_core.toy_stage import toy_spec
+from tests.support.toy_stage import toy_spec
 
 KILLED = """
 import os, sys

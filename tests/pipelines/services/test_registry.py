@@ -17,7 +17,7 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.fingerprint import canonical_json
 from rlhf_core.types import ArtifactRef, PolicyRef, PublishedRef, ReportRef
 from stages.publish import PublishConfig
-from tests.rlhf_core.made_records import provenance
+from tests.support.records import provenance
 
 
 def publish() -> StageSpec:

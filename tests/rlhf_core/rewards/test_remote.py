@@ -15,7 +15,7 @@ from rlhf_core.rewards import remote
 from rlhf_core.rewards.outcomes import BatchFailed
 from rlhf_core.rewards.remote import RemoteRewardClient
 from rlhf_core.types import Completion, Generation, Message, Prompt
-from tests.rlhf_core.rewards.serving import lengths, scripted
+from tests.support.reward_servers import lengths, scripted
 
 
 @pytest.fixture(autouse=True)

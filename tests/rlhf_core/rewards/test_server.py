@@ -17,8 +17,8 @@ from rlhf_core.http.body import BodyLimits
 from rlhf_core.rewards.outcomes import RewardOutcome
 from rlhf_core.rewards.remote import RemoteRewardClient
 from rlhf_core.rewards.server import Query, ServerLimits, create_app, read_request
-from tests.rlhf_core.rewards.serving import serving
 from tests.rlhf_core.rewards.test_remote import answers
+from tests.support.reward_servers import serving
 
 
 class Counting:

@@ -22,7 +22,7 @@ from rlhf_core.rewards.batches import BatchedReward
 from rlhf_core.rewards.outcomes import RewardOutcome
 from rlhf_core.rewards.terms import episode_reward, identity, open_elsewhere
 from rlhf_core.types import ActionSpan, Completion, Generation, Message, Prompt
-from tests.rlhf_core.rewards.serving import scripted
+from tests.support.reward_servers import scripted
 
 MOODS = """
 import ctypes, os, re, subprocess, sys, time

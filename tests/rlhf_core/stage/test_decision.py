@@ -23,13 +23,8 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.attempts import history
 from rlhf_core.store.layout import remove_tree
 from rlhf_core.types import PolicyRef
-from tests.rlhf_core import toy_stage
-from tests.rlhf_core.toy_stage import Inner, NoEngines, RecordingTracker, ToyConfig, toy_spec
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> ArtifactStore:
-    return ArtifactStore(tmp_path / "store")
+from tests.support import toy_stage
+from tests.support.toy_stage import Inner, NoEngines, RecordingTracker, ToyConfig, toy_spec
 
 
 def _run(store: ArtifactStore, spec: StageSpec, **options: Any) -> Decision:
@@ -280,7 +275,7 @@ def stage_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A stage module `drifting` that a test may edit."""
     monkeypatch.syspath_prepend(tmp_path)
     file = tmp_path / "drifting.py"
-    file.write_text("from tests.rlhf_core.toy_stage import run\n")
+    file.write_text("from tests.support.toy_stage import run\n")
     importlib.invalidate_caches()
     monkeypatch.delitem(sys.modules, "drifting", raising=False)
     return file

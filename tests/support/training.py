@@ -37,7 +37,7 @@ from rlhf_core.types import (
     StepsRef,
 )
 from stages.ppo import PPOConfig
-from tests.stages.recording import Workshop, make_policy
+from tests.support.workshop import Workshop, make_policy
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from benchmarks.durability.pipeline import EventLog, Setup
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
-from tests.rlhf_core.toy_stage import NoEngines, RecordingTracker
+from tests.support.toy_stage import NoEngines, RecordingTracker
 
 
 def run_toy(

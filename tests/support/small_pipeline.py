@@ -7,7 +7,7 @@ from pathlib import Path
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import PipelineConfig
 from rlhf_core.types import PolicyRef
-from tests.rlhf_core.toy_stage import ToyConfig, toy_spec
+from tests.support.toy_stage import ToyConfig, toy_spec
 
 MINI = """
 name = "mini"

@@ -16,7 +16,7 @@ from rlhf_core.stage import stopping
 from rlhf_core.stage.decision import Decision
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.types import ArtifactRef, PolicyRef
-from tests.rlhf_core.toy_stage import ToyConfig, toy_spec
+from tests.support.toy_stage import ToyConfig, toy_spec
 
 
 class Said(Silent):

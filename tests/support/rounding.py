@@ -1,4 +1,4 @@
-"""A pytest plugin, `-p tests.rounding`: how near each comparison comes to its tolerance, and unkind rounding.
+"""A pytest plugin, `-p tests.support.rounding`: how near each comparison comes to its tolerance, and unkind rounding.
 
 Which kernel a matrix product takes, and so in which order it adds, depends on the processor, the library, the number of
 threads and the shape of the batch. A test that compares two batches of different composition for equal bits may pass on
