@@ -16,21 +16,17 @@ from rich.console import Console
 
 from pipelines.cli.display import LiveDisplay, PlainDisplay, open_display, results_table
 from pipelines.execution.all_cached import is_watched, take_hits
+from pipelines.execution.executor import RunOptions
 from pipelines.execution.listener import Listener
+from pipelines.execution.opening import import_tracker, open_run, open_tracker, store_of
 from pipelines.execution.plan import plan
-from pipelines.execution.run import PipelineRun, RunOptions, import_tracker, open_run, open_tracker, store_of
+from pipelines.execution.run import PipelineRun
 from pipelines.flows.profile import PipelineConfig, load_profile
+from pipelines.services.health import ServiceError, healthy, wait_for
 from pipelines.services.home import Home, client_environment
-from pipelines.services.servers import (
-    SERVER_TIMEOUT_S,
-    PrivateServer,
-    ServiceError,
-    connect_user_prefect,
-    private_server,
-    running,
-    user_prefect,
-)
-from pipelines.services.watchdog import healthy, wait_for
+from pipelines.services.running import running
+from pipelines.services.servers import SERVER_TIMEOUT_S, PrivateServer, private_server
+from pipelines.services.user_servers import connect_user_prefect, user_prefect
 from rlhf_core.secrets.redaction import shown
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import ArtifactRef, ReportRef

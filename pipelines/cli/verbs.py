@@ -14,7 +14,7 @@ from rich.console import Console
 from pipelines.services.home import Home
 
 if TYPE_CHECKING:
-    from pipelines.services.servers import Services
+    from pipelines.services.running import Services
     from rlhf_core.store.artifacts import ArtifactStore
     from rlhf_core.store.layout import StoreLayout
 
@@ -51,12 +51,14 @@ def down(options: argparse.Namespace) -> None:
 def status(options: argparse.Namespace) -> int:
     """Say which services answer; 1 if one does not."""
     from pipelines.services import servers
+    from pipelines.services.running import running
+    from pipelines.services.user_servers import user_prefect
     from rlhf_core.secrets.redaction import shown
 
     home = Home.here()
-    found = servers.running(home)
+    found = running(home)
     if found is None:
-        theirs = servers.user_prefect(home)
+        theirs = user_prefect(home)
         where = f" (your own Prefect is at {shown(theirs).removesuffix('/api')})" if theirs else ""
         console.print(f"nothing is running{where}; `rlhf up` starts {'' if theirs else 'Prefect and '}MLflow")
         return 1
@@ -84,8 +86,8 @@ def plan(options: argparse.Namespace) -> None:
 
 def explain(options: argparse.Namespace) -> None:
     """Print the decision for one stage with its whole key and its record."""
+    from pipelines.execution.opening import store_of
     from pipelines.execution.plan import PENDING, check_labels
-    from pipelines.execution.run import store_of
     from pipelines.execution.versions import version_lines
     from pipelines.flows.profile import load_profile
     from rlhf_core.stage.decision import target_of
@@ -207,15 +209,15 @@ def _store_folder(options: argparse.Namespace) -> Path:
         return Path(options.store).expanduser()
     if not options.profile:
         return Home.here().store
-    from pipelines.execution.run import store_of
+    from pipelines.execution.opening import store_of
     from pipelines.flows.profile import load_profile
 
     return store_of(load_profile(options.profile), Home.here()).root
 
 
 def _plan(options: argparse.Namespace):  # type: ignore[no-untyped-def]  # PlannedStage is imported late
+    from pipelines.execution.opening import store_of
     from pipelines.execution.plan import plan as make_plan
-    from pipelines.execution.run import store_of
     from pipelines.flows.profile import load_profile
 
     config = load_profile(options.profile, options.overrides)

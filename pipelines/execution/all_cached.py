@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pipelines.execution.listener import Listener
 from pipelines.execution.plan import PlannedStage
 from pipelines.services.home import Home
-from pipelines.services.servers import running, user_prefect
+from pipelines.services.running import running
+from pipelines.services.user_servers import user_prefect
 from rlhf_core.stage.run import find
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import ArtifactRef

@@ -9,14 +9,18 @@ import logging
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
 
+from pipelines.execution.executor import RunContext, RunOptions
 from pipelines.execution.job_report import SPEC, JobOutcome, Reporter, failure, write_outcome
 from pipelines.execution.job_spec import JobSpec, read_spec
-from pipelines.execution.lazy_runtime import DeferredRuntime
-from pipelines.execution.run import PipelineRun, RunOptions, Tracker, open_tracker
+from pipelines.execution.lazy_runtime import LazyRuntime
+from pipelines.execution.local import LocalExecutor
+from pipelines.execution.opening import open_tracker
+from pipelines.execution.run import PipelineRun
+from pipelines.execution.tracker import Tracker
 from pipelines.services.home import Home
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.stage import stopping
@@ -50,25 +54,15 @@ def run_job(job: JobSpec, reporter: Reporter) -> JobOutcome:
     _keep_log(reporter)
     store = ArtifactStore(job.store)
     _check_key(store, job)
-    runtime = DeferredRuntime(job.config.runtime)
+    options = RunOptions(
+        force=(job.stage.label,) if job.force else (), strict_code=job.strict_code, strict_env=job.strict_env
+    )
     with _tracker(job) as tracker:
-        run = PipelineRun(
-            job.config,
-            RunOptions(
-                force=(job.stage.label,) if job.force else (), strict_code=job.strict_code, strict_env=job.strict_env
-            ),
-            store,
-            runtime,
-            tracker,
-            reporter,
-            planned=[],
-            links={"ray.submission_id": job.job_id},
-        )
-        try:
-            with stopping.on_signals():
-                outcome = run.stage(job.stage, lambda *_: None)
-        finally:
-            runtime.close()
+        links = {"ray.submission_id": job.job_id}
+        context = RunContext(job.config, options, store, tracker, reporter, links)
+        executor = LocalExecutor(context, LazyRuntime(job.config.runtime))
+        with closing(executor), stopping.on_signals():
+            outcome = PipelineRun(context, executor).stage(job.stage, lambda *_: None)
     return JobOutcome("done", outcome.decision, outcome.samples)
 
 

@@ -160,12 +160,15 @@ def failure(error: Exception) -> JobOutcome:
     return JobOutcome("failed", error_class=type(error).__name__, error=without_secrets(str(error)))
 
 
-def raised_again(outcome: JobOutcome, *, label: str, where: str) -> RlhfError:
-    """Return the error of a failed job: ours with its own class and text, others named; `where` is its log."""
+def error_of(outcome: JobOutcome, *, label: str, log: str) -> RlhfError:
+    """Return the error of a failed job: an RlhfError with its own class and text, any other with its class named.
+
+    `log` says where the job's log is.
+    """
     kinds = {kind.__name__: kind for kind in _family(RlhfError)}
     if outcome.error_class in kinds:
         return kinds[outcome.error_class](outcome.error)
-    return RlhfError(f"{label}: {outcome.error_class}: {outcome.error}; its log says where: {where}")
+    return RlhfError(f"{label}: {outcome.error_class}: {outcome.error}; its log says where: {log}")
 
 
 def _nothing_told() -> dict[str, Any]:

@@ -10,7 +10,7 @@ from rlhf_core.config.engines import OptimizerConfig, RuntimeConfig
 from rlhf_core.interfaces import ModelSpec, Role, Runtime, Sampler, Trainer
 
 
-class DeferredRuntime:
+class LazyRuntime:
     """Passes every call to the runtime of `config`, which opens when an engine is first asked for."""
 
     def __init__(self, config: RuntimeConfig) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -62,7 +62,7 @@ def plan(
     return planner.stages
 
 
-def engines_needed(stages: list[PlannedStage]) -> set[str]:
+def engines_needed(stages: Sequence[PlannedStage]) -> set[str]:
     """Return which engines (`trainer`, `sampler`) the stages that will not be hits lease."""
     named = {engine for stage in stages if stage.decision.action != "HIT" for engine in stage.spec.engines}
     return named & {"trainer", "sampler"}

@@ -31,7 +31,7 @@ def reached(store: ArtifactStore, key: str) -> Reached:
     return (-1 if checkpoint is None else checkpoint.step, files)
 
 
-def trying_again(
+def retry_lost_workers(
     attempt: Callable[[], T], *, label: str, retries: int, where: Callable[[], Reached], sleep: Callable[[float], None]
 ) -> T:
     """Return what `attempt` returns; after a WorkerLostError it is called again, and goes on from its last checkpoint.

@@ -5,9 +5,10 @@ from __future__ import annotations
 from prefect import flow
 from prefect.context import FlowRunContext
 
+from pipelines.execution.executor import RunOptions
 from pipelines.execution.listener import Silent
+from pipelines.execution.opening import open_run, open_tracker
 from pipelines.execution.plan import Pipeline
-from pipelines.execution.run import RunOptions, open_run, open_tracker
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig, with_overrides
 from pipelines.flows.rlvr import verifiable_rewards

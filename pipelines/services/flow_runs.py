@@ -21,7 +21,7 @@ from prefect.client.schemas.objects import DeploymentStatus, FlowRun, State, Tas
 from prefect.states import Cancelled, Completed, Crashed
 
 from pipelines.services.home import Home
-from pipelines.services.servers import shares_prefect
+from pipelines.services.user_servers import shares_prefect
 from rlhf_core.store.leases import is_gone
 from rlhf_core.tracking import owner
 

@@ -62,6 +62,11 @@ class Home:
         return self.root / "services.json"
 
     @property
+    def prefect_address(self) -> Path:
+        """File with the address of the Prefect server that `rlhf up` started last, whether it is still up or not."""
+        return self.root / "prefect_address"
+
+    @property
     def identity(self) -> str:
         """Return what tells this state folder from others on the same Prefect server; made when it is first asked for."""
         return _first_said(self.root / "home.id", lambda: uuid.uuid4().hex[:12])

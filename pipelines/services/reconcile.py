@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipelines.services import user_settings
+from pipelines.services.health import ServiceError, healthy
 from pipelines.services.home import Home, client_environment
 from pipelines.services.registry import tracking_uri
-from pipelines.services.servers import ServiceError, connect_user_prefect, private_server, running, user_prefect
-from pipelines.services.watchdog import healthy
+from pipelines.services.running import running
+from pipelines.services.servers import private_server
+from pipelines.services.user_servers import connect_user_prefect, user_prefect
 from rlhf_core.store import leases
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.layout import sweep_temporaries

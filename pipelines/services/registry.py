@@ -6,7 +6,7 @@ import os
 import re
 
 from pipelines.services.home import Home
-from pipelines.services.servers import running
+from pipelines.services.running import running
 
 REGISTRY = "MLFLOW_REGISTRY_URI"
 OWN = "of the state folder"

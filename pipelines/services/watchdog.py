@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import logging
 import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +20,6 @@ logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 2.0
 """How soon a death is noticed."""
 ASK_EVERY_S = 10.0
-ANSWER_TIMEOUT_S = 5.0
 MISSED_ANSWERS = 4
 """So many questions in a row without an answer, and a service hangs: 40 to 60 s after it stopped answering."""
 START_TIMEOUT_S = 180.0
@@ -31,9 +27,6 @@ LONGEST_PAUSE_S = 60.0
 STOP_PATIENCE_S = 8.0
 KILL_AFTER_S = 4.0
 """A leash that has not ended its command so long after it should have is killed itself."""
-
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Our services are on this machine: a proxy of the network does not reach them."""
 
 
 @dataclass
@@ -140,36 +133,3 @@ def kill_family(pid: int) -> None:
         for process in [*parent.children(recursive=True), parent]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-
-
-# ---------------------------------------------------------------- health
-
-
-def healthy(url: str) -> bool:
-    """Return whether `url` answers with success within a few seconds."""
-    try:
-        with _DIRECT.open(url, timeout=ANSWER_TIMEOUT_S) as response:
-            return bool(response.status == 200)
-    except (urllib.error.URLError, http.client.HTTPException, OSError):
-        return False
-
-
-def answers(url: str) -> bool:
-    """Return whether a server elsewhere says anything at all, be it that it wants a password; proxies are used."""
-    try:
-        with urllib.request.urlopen(url, timeout=ANSWER_TIMEOUT_S):
-            return True
-    except urllib.error.HTTPError:
-        return True
-    except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError):
-        return False
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Return whether `condition` came true in time."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True

@@ -12,9 +12,8 @@ import httpx
 import pytest
 
 from pipelines.cli import run_command
+from pipelines.services.health import ServiceError, healthy, wait_for
 from pipelines.services.home import Home
-from pipelines.services.servers import ServiceError
-from pipelines.services.watchdog import healthy, wait_for
 
 OPTIONS = argparse.Namespace(profile="tiny/full", overrides=[], until="", force=[], strict_code=False, strict_env=False)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from pipelines.execution.all_cached import is_watched, take_hits
+from pipelines.execution.opening import store_of
 from pipelines.execution.plan import PlannedStage, plan
-from pipelines.execution.run import store_of
 from pipelines.flows.profile import load_profile
 from pipelines.services.home import Home
 from rlhf_core.store.artifacts import ArtifactStore

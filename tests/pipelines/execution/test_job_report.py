@@ -14,8 +14,8 @@ from pipelines.execution.job_report import (
     JobOutcome,
     Reporter,
     Watcher,
+    error_of,
     failure,
-    raised_again,
     read_outcome,
     write_outcome,
 )
@@ -99,11 +99,11 @@ def test_an_outcome_comes_back_from_its_file(tmp_path: Path) -> None:
 
 
 def test_an_error_of_ours_comes_back_with_its_class_and_text() -> None:
-    error = raised_again(failure(RewardError("reward = nan: must be finite; mend it")), label="ppo", where="the log")
+    error = error_of(failure(RewardError("reward = nan: must be finite; mend it")), label="ppo", log="the log")
     assert type(error) is RewardError and str(error) == "reward = nan: must be finite; mend it"
 
 
 def test_another_error_comes_back_with_its_name_and_where_to_read_more() -> None:
-    error = raised_again(failure(KeyError("loss")), label="ppo", where="`ray job logs x`")
+    error = error_of(failure(KeyError("loss")), label="ppo", log="`ray job logs x`")
     assert type(error) is RlhfError
     assert str(error) == "ppo: KeyError: 'loss'; its log says where: `ray job logs x`"

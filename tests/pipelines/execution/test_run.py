@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from pipelines.execution.executor import RunOptions
+from pipelines.execution.opening import open_run, store_of
 from pipelines.execution.plan import Pipeline, plan
-from pipelines.execution.run import PipelineRun, RunOptions, open_run, run_stages, store_of
+from pipelines.execution.run import PipelineRun, run_stages
 from pipelines.flows.graph import RunStage, Stages
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.services.home import Home
