@@ -25,7 +25,7 @@ from pipelines.services.reconcile import mend_store
 from rlhf_core.errors import RlhfError
 from rlhf_core.stage.decision import Target as KeyTarget
 from rlhf_core.stage.decision import remember, target_of
-from rlhf_core.stage.key import StageSpec
+from rlhf_core.stage.key import StageSpec, Strictness
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.checkpoints import Checkpoints
@@ -147,7 +147,7 @@ class Builder:
     store: ArtifactStore
 
     def __call__(self, spec: StageSpec, kind: type[R]) -> R:
-        target = target_of(self.store, spec, strict_code=False)
+        target = target_of(self.store, spec, strict=Strictness())
         if spec.label in FINISHED:
             return _finish(self.store, spec, target, kind)
         if spec.label == KILLED:

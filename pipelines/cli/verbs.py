@@ -15,6 +15,7 @@ from pipelines.services.home import Home
 
 if TYPE_CHECKING:
     from pipelines.services.running import Services
+    from rlhf_core.stage.key import Strictness
     from rlhf_core.store.artifacts import ArtifactStore
     from rlhf_core.store.layout import StoreLayout
 
@@ -105,7 +106,7 @@ def explain(options: argparse.Namespace) -> None:
         return
     console.print(f"key {stage.decision.key}", highlight=False)
     store = store_of(load_profile(options.profile, options.overrides), Home.here())
-    target = target_of(store, stage.spec, strict_code=options.strict_code, strict_env=options.strict_env)
+    target = target_of(store, stage.spec, strict=_strictness(options))
     console.print_json(json.dumps(target.payload))
     record = store.record(stage.decision.key)
     for line in version_lines(store, stage.spec, record):
@@ -226,9 +227,14 @@ def _plan(options: argparse.Namespace):  # type: ignore[no-untyped-def]  # Plann
         store_of(config, Home.here()),
         until=options.until,
         force=options.force,
-        strict_code=options.strict_code,
-        strict_env=options.strict_env,
+        strict=_strictness(options),
     )
+
+
+def _strictness(options: argparse.Namespace) -> Strictness:
+    from rlhf_core.stage.key import Strictness
+
+    return Strictness(code=options.strict_code, env=options.strict_env)
 
 
 def _prefect_page(home: Home, found: Services) -> str:

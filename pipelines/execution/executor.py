@@ -11,7 +11,7 @@ from pipelines.execution.plan import PlannedStage
 from pipelines.execution.tracker import Tracker
 from pipelines.flows.profile import PipelineConfig
 from rlhf_core.stage.decision import Decision, target_of
-from rlhf_core.stage.key import StageSpec
+from rlhf_core.stage.key import StageSpec, Strictness
 from rlhf_core.stage.run import find
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import ArtifactRef
@@ -32,10 +32,7 @@ class RunOptions:
     """Label of the last stage to run; empty: all of them."""
     force: tuple[str, ...] = ()
     """Labels of the stages that run even if their result is in the store."""
-    strict_code: bool = False
-    """Every change of code counts, also in stages that normally only warn."""
-    strict_env: bool = False
-    """Other versions of Python and of the packages that compute count."""
+    strict: Strictness = Strictness()
 
     def forces(self, label: str) -> bool:
         """Return whether the stage is to run even if its result is in the store."""
@@ -56,8 +53,7 @@ class RunContext:
 
     def key_of(self, spec: StageSpec) -> str:
         """Return the key under which the store has, or will have, the result of the stage."""
-        strict = {"strict_code": self.options.strict_code, "strict_env": self.options.strict_env}
-        return target_of(self.store, spec, **strict).key
+        return target_of(self.store, spec, strict=self.options.strict).key
 
 
 @dataclass(frozen=True)
@@ -89,8 +85,7 @@ class StageExecutor(Protocol):
 
 def find_result(context: RunContext, spec: StageSpec) -> StageOutcome | None:
     """Return the outcome of a stage whose result is in the store, and report the HIT; None if it is not there."""
-    strict = {"strict_code": context.options.strict_code, "strict_env": context.options.strict_env}
-    found = find(context.store, spec, **strict)
+    found = find(context.store, spec, strict=context.options.strict)
     if found is None:
         return None
     record, decision = found

@@ -54,9 +54,7 @@ def run_job(job: JobSpec, reporter: Reporter) -> JobOutcome:
     _keep_log(reporter)
     store = ArtifactStore(job.store)
     _check_key(store, job)
-    options = RunOptions(
-        force=(job.stage.label,) if job.force else (), strict_code=job.strict_code, strict_env=job.strict_env
-    )
+    options = RunOptions(force=(job.stage.label,) if job.force else (), strict=job.strict)
     with _tracker(job) as tracker:
         links = {"ray.submission_id": job.job_id}
         context = RunContext(job.config, options, store, tracker, reporter, links)
@@ -80,7 +78,7 @@ def _tracker(job: JobSpec) -> Iterator[Tracker]:
 
 
 def _check_key(store: ArtifactStore, job: JobSpec) -> None:
-    key = target_of(store, job.stage, strict_code=job.strict_code, strict_env=job.strict_env).key
+    key = target_of(store, job.stage, strict=job.strict).key
     if key != job.key:
         rule = f"here it is {key[:12]}: the cluster sees another version of our code, or of the files that it names"
         raise ConfigError(

@@ -120,8 +120,7 @@ class LocalExecutor:
             tracker=tracker,
             progress=progress,
             force=options.forces(spec.label),
-            strict_code=options.strict_code,
-            strict_env=options.strict_env,
+            strict=options.strict,
             on_decision=lambda decision: listener.started(spec.label, decision),
             tracking=tracking,
         )

@@ -11,7 +11,7 @@ from pipelines.execution.executor import RunContext, RunOptions
 from pipelines.execution.lazy_runtime import LazyRuntime
 from pipelines.execution.listener import Listener
 from pipelines.execution.local import LocalExecutor
-from pipelines.execution.plan import Pipeline, plan
+from pipelines.execution.plan import Pipeline, PlannedStage, plan
 from pipelines.execution.ray_job import RayJobExecutor
 from pipelines.execution.run import PipelineRun
 from pipelines.execution.tracker import Tracker
@@ -28,22 +28,33 @@ def store_of(config: PipelineConfig, home: Home) -> ArtifactStore:
     return ArtifactStore(Path(config.store).expanduser() if config.store else home.store)
 
 
+def plan_run(
+    config: PipelineConfig, pipeline: Pipeline, options: RunOptions, *, store: ArtifactStore
+) -> list[PlannedStage]:
+    """Return the plan of a run with these options."""
+    return plan(config, store, pipeline=pipeline, until=options.until, force=options.force, strict=options.strict)
+
+
 @contextmanager
 def open_run(
-    config: PipelineConfig, pipeline: Pipeline, options: RunOptions, *, home: Home, tracker: Tracker, listener: Listener
+    config: PipelineConfig,
+    pipeline: Pipeline,
+    options: RunOptions,
+    *,
+    home: Home,
+    tracker: Tracker,
+    listener: Listener,
+    planned: list[PlannedStage] | None = None,
 ) -> Iterator[PipelineRun]:
-    """Plan the run and yield it, with the engines that the plan needs about to start; close them at the end."""
+    """Yield a run, with the engines that its plan needs about to start; close them at the end.
+
+    `planned` is what `plan_run` returned for this run a moment ago; None plans it here. A plan that is out of date does
+    no harm: every stage is decided on again before it runs.
+    """
     store = store_of(config, home)
     store.create()
-    planned = plan(
-        config,
-        store,
-        pipeline=pipeline,
-        until=options.until,
-        force=options.force,
-        strict_code=options.strict_code,
-        strict_env=options.strict_env,
-    )
+    if planned is None:
+        planned = plan_run(config, pipeline, options, store=store)
     for stage in planned:
         listener.planned(stage.label, stage.decision)
     executor = open_executor(RunContext(config, options, store, tracker, listener))

@@ -12,7 +12,7 @@ from pipelines.flows.graph import Stages
 from pipelines.flows.profile import PipelineConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.stage.decision import Decision, decide
-from rlhf_core.stage.key import StageSpec
+from rlhf_core.stage.key import StageSpec, Strictness
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.index import remembered_code
 from rlhf_core.types import (
@@ -51,11 +51,10 @@ def plan(
     pipeline: Pipeline = lifecycle,
     until: str = "",
     force: Collection[str] = (),
-    strict_code: bool = False,
-    strict_env: bool = False,
+    strict: Strictness = Strictness(),
 ) -> list[PlannedStage]:
     """Return the decision for every stage in order. A stage after one that will run is RUN, unless its content recurs."""
-    planner = Planner(store, until=until, force=frozenset(force), strict_code=strict_code, strict_env=strict_env)
+    planner = Planner(store, until=until, force=frozenset(force), strict=strict)
     with remembered_code(store.layout), suppress(ReachedUntil):
         pipeline(config, Stages(planner, seed=config.seed, runtime=config.runtime))
     check_labels(planner.stages, {"--until": [until] if until else [], "--force": force})
@@ -84,8 +83,7 @@ class Planner:
     store: ArtifactStore
     until: str = ""
     force: frozenset[str] = frozenset()
-    strict_code: bool = False
-    strict_env: bool = False
+    strict: Strictness = Strictness()
     stages: list[PlannedStage] = field(default_factory=list)
 
     def __call__(self, spec: StageSpec, kind: type[R]) -> R:
@@ -105,9 +103,7 @@ class Planner:
                 upstream = ref.uri.removeprefix(PENDING)
                 # Its content may turn out the same as before; then this stage is a hit after all.
                 return Decision("RUN", f"after {upstream}", "", None)
-        return decide(
-            self.store, spec, force=spec.label in self.force, strict_code=self.strict_code, strict_env=self.strict_env
-        )
+        return decide(self.store, spec, force=spec.label in self.force, strict=self.strict)
 
 
 def expect(ref: ArtifactRef, kind: type[R], label: str) -> R:

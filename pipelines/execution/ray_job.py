@@ -129,8 +129,7 @@ def _attach_or_submit(context: RunContext, spec: StageSpec, key: str, jobs: Jobs
             config=_inline(context),
             store=root,
             force=force,
-            strict_code=context.options.strict_code,
-            strict_env=context.options.strict_env,
+            strict=context.options.strict,
             tracking=context.tracker.token,
         )
         folder = jobs_folder / job.job_id
@@ -324,5 +323,5 @@ def _result(context: RunContext, ended: _Ended, seconds: float) -> StageOutcome:
 
 
 def _decide_work(context: RunContext, job: JobSpec) -> Decision:
-    target = target_of(context.store, job.stage, strict_code=job.strict_code, strict_env=job.strict_env)
+    target = target_of(context.store, job.stage, strict=job.strict)
     return decide_work(context.store, job.stage, target, force=job.force)

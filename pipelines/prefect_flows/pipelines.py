@@ -15,6 +15,7 @@ from pipelines.flows.rlvr import verifiable_rewards
 from pipelines.prefect_flows.tasks import run_in_flow
 from pipelines.services.flow_runs import FLOW_NAME, own
 from pipelines.services.home import Home
+from rlhf_core.stage.key import Strictness
 
 
 @flow(name=FLOW_NAME, flow_run_name="{config.name}", persist_result=False)
@@ -30,7 +31,7 @@ def full(
 
     `overrides` are `dotted.key=value` changes of `config`; `until` ends after that stage; `force` runs stages anew.
     """
-    options = RunOptions(until=until, force=tuple(force), strict_code=strict_code, strict_env=strict_env)
+    options = RunOptions(until=until, force=tuple(force), strict=Strictness(code=strict_code, env=strict_env))
     return run_served(with_overrides(config, overrides), lifecycle, options)
 
 
@@ -44,7 +45,7 @@ def rlvr(
     strict_env: bool = False,
 ) -> dict[str, str]:
     """Policy optimisation on verifiable rewards; the profile has no learned reward."""
-    options = RunOptions(until=until, force=tuple(force), strict_code=strict_code, strict_env=strict_env)
+    options = RunOptions(until=until, force=tuple(force), strict=Strictness(code=strict_code, env=strict_env))
     return run_served(with_overrides(config, overrides), verifiable_rewards, options)
 
 

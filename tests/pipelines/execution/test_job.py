@@ -14,7 +14,7 @@ from pipelines.execution.job_spec import JobSpec, write_spec
 from pipelines.flows.profile import load_profile
 from pipelines.services.home import Home
 from rlhf_core.stage import stopping
-from rlhf_core.stage.key import StageSpec, stage_key
+from rlhf_core.stage.key import StageSpec, Strictness, stage_key
 from rlhf_core.store.artifacts import ArtifactStore
 from tests.pipelines.mini import write_mini
 from tests.rlhf_core.toy_stage import ToyConfig, toy_spec
@@ -37,8 +37,7 @@ def job_of(folder: Path, stage: StageSpec, *, key: str) -> BaseProcess:
         config=load_profile(write_mini(folder)),
         store=folder / "store",
         force=False,
-        strict_code=False,
-        strict_env=False,
+        strict=Strictness(),
         tracking="",
     )
     write_spec(folder / SPEC, job)

@@ -9,7 +9,7 @@ import pytest
 from pipelines.services.home import Home
 from pipelines.services.reconcile import mend, mend_mlflow, mend_store
 from rlhf_core.stage.decision import decide, remember, target_of
-from rlhf_core.stage.key import stage_key
+from rlhf_core.stage.key import Strictness, stage_key
 from rlhf_core.store import attempts, leases
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.mlflow import Ended
@@ -41,7 +41,7 @@ def test_the_lease_and_the_attempt_of_a_killed_process_are_ended_and_a_living_on
     assert said[0].startswith(f"lease {key[:12]} of process ") and said[0].endswith("removed: its owner is gone")
     assert said[1].startswith(f"attempt 1 at toy ({key[:12]}) -> interrupted: process ")
     assert list(store.layout.attempt(key).glob("out-*")) == []
-    remember(store, spec, target_of(store, spec, strict_code=False))
+    remember(store, spec, target_of(store, spec, strict=Strictness()))
     reason = decide(store, spec).reason
     assert reason.startswith("attempt 1 left no checkpoint (process ") and reason.endswith("ended without a word)")
 
