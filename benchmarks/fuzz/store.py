@@ -21,7 +21,7 @@ from pipelines.execution.plan import ReachedUntil, placeholder
 from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import load_profile
-from pipelines.services.reconcile import mend_store
+from pipelines.services.reconcile import reconcile_store
 from rlhf_core.errors import RlhfError
 from rlhf_core.stage.decision import Target as KeyTarget
 from rlhf_core.stage.decision import remember, target_of
@@ -108,7 +108,7 @@ class Target:
         return [*(partial(cli._verb(one.verb), one) for one in parsed), self._reconcile, self._latest]
 
     def _reconcile(self) -> None:
-        list(mend_store(ArtifactStore(self._root)))
+        list(reconcile_store(ArtifactStore(self._root)))
 
     def _latest(self) -> None:
         """Look at what later runs look at, beside the verbs."""

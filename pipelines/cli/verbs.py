@@ -25,7 +25,7 @@ console = Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)
 
 
 def up(options: argparse.Namespace) -> None:
-    """Start the services and say where they are."""
+    """Start the services and print their addresses."""
     from pipelines.services import servers
 
     home = Home.here()
@@ -50,7 +50,7 @@ def down(options: argparse.Namespace) -> None:
 
 
 def status(options: argparse.Namespace) -> int:
-    """Say which services answer; 1 if one does not."""
+    """Print which services answer; return 1 if one does not."""
     from pipelines.services import servers
     from pipelines.services.running import running
     from pipelines.services.user_servers import user_prefect
@@ -116,18 +116,18 @@ def explain(options: argparse.Namespace) -> None:
 
 
 def reconcile(options: argparse.Namespace) -> None:
-    """Give everything that a kill left standing as if it were at work its true state, and say what and why."""
-    from pipelines.services.reconcile import mend
+    """Set the true state of everything that killed processes left as running, and print each change with its reason."""
+    from pipelines.services.reconcile import reconcile_all
 
     home, count = Home.here(), 0
-    for line in mend(home, [_place(options)]):
+    for line in reconcile_all(home, [_place(options)]):
         count += 1
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print("nothing to mend: all that is shown at work is at work" if not count else f"{count} set right")
 
 
 def resume(options: argparse.Namespace) -> None:
-    """Run again what did not come to its end."""
+    """Run an unfinished run again."""
     from pipelines.services.reconcile import some_prefect, was_used
 
     home = Home.here()
@@ -138,7 +138,7 @@ def resume(options: argparse.Namespace) -> None:
         from pipelines.execution.resume import resume as resume_flow_run
 
         found = resume_flow_run(options.run, served=served)
-    console.print(found.said, highlight=False, markup=False, soft_wrap=True)
+    console.print(found.message, highlight=False, markup=False, soft_wrap=True)
     if found.options is not None:
         run(found.options)
 
@@ -172,7 +172,7 @@ def doctor(options: argparse.Namespace) -> int:
 
 
 def import_openrlhf(options: argparse.Namespace) -> None:
-    """Translate a script of OpenRLHF commands to a profile, and say what became of every flag."""
+    """Translate a script of OpenRLHF commands to a profile, and print how every flag was translated."""
     from pipelines.importers.openrlhf.importing import import_script
 
     import_script(options.script, out=options.out, lenient=options.lenient, console=console)

@@ -1,6 +1,6 @@
-"""What runs inside a Ray job: one stage, as the flow would run it. `python -m pipelines.execution.job FOLDER`.
+"""Run one stage inside a Ray job, as the flow would run it: `python -m pipelines.execution.job FOLDER`.
 
-The job holds the lease of the stage's key and commits; nobody needs to wait for it.
+The job holds the lease of the stage's key and commits; no flow needs to wait for it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ EXIT = {"done": 0, "failed": 1, "stopped": 130}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the stage whose spec lies in the folder, and leave there how it ended."""
+    """Run the stage whose spec is in the folder, and write its outcome there."""
     (folder,) = map(Path, arguments)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run_job(job: JobSpec, reporter: Reporter) -> JobOutcome:
-    """Run the stage and return that it is done; raises what the stage raises."""
+    """Run the stage and return its outcome; raise what the stage raises."""
     _keep_log(reporter)
     store = ArtifactStore(job.store)
     _check_key(store, job)

@@ -1,4 +1,4 @@
-"""A stage as a file: what a job needs to run it as the flow would have, and nothing that must stay secret."""
+"""A stage as a JSON file: what a job needs to run it as the flow would have, and no secrets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A runtime that opens at its first use, so that a pipeline of hits starts no engine and imports none."""
+"""A runtime that opens when it is first used, so that a pipeline of hits neither imports nor starts an engine."""
 
 from __future__ import annotations
 

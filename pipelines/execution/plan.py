@@ -1,4 +1,4 @@
-"""What a pipeline would do, without doing it: the same function over the same stages, with a runner that only decides."""
+"""Plan a pipeline: the same function over the same stages as a run, with a runner that only decides."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PlannedStage:
 
 
 class ReachedUntil(BaseException):
-    """Ends a pipeline after the stage that the person named; not an error."""
+    """Raised to end a pipeline after the stage that `until` names; not an error."""
 
 
 def plan(
@@ -68,7 +68,7 @@ def engines_needed(stages: Sequence[PlannedStage]) -> set[str]:
 
 
 def check_labels(stages: list[PlannedStage], named: Mapping[str, Collection[str]]) -> None:
-    """Raise ConfigError for a stage that the person named and the pipeline does not have."""
+    """Raise ConfigError if a named stage is not one of the pipeline."""
     labels = [stage.label for stage in stages]
     for option, wanted in named.items():
         for label in wanted:
@@ -78,7 +78,7 @@ def check_labels(stages: list[PlannedStage], named: Mapping[str, Collection[str]
 
 @dataclass
 class Planner:
-    """A `RunStage` that decides, notes the decision and returns the artifact of a hit or a placeholder."""
+    """A `RunStage` that records the decision for each stage and returns the artifact of a hit or a placeholder."""
 
     store: ArtifactStore
     until: str = ""

@@ -157,7 +157,7 @@ def _next_number(store: ArtifactStore, key: str, known: list[Job]) -> int:
 
 
 def _computes(job: Job, key: str, store: Path, *, force: bool) -> bool:
-    """Say whether the job's result is what we want; who forces a stage takes only one that was forced."""
+    """Return whether the job computes the result that we want; with `force`, only a forced job does."""
     wanted = {"store.key": key, "store": str(store)} | ({"forced": "yes"} if force else {})
     return wanted.items() <= dict(job.metadata).items()
 
@@ -189,7 +189,7 @@ def _environment(context: RunContext) -> dict[str, str]:
 
 
 def _address(name: str, address: str) -> str:
-    """Return an address that a job may be told; ConfigError if it holds a password."""
+    """Return an address that may be passed to a job; ConfigError if it holds a password."""
     if without_secrets(address) != address:
         rule = "holds a password, which the job server would show to everybody"
         remedy = "give MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD to `ray start` instead"
@@ -206,7 +206,7 @@ def _jobs_folder(store: ArtifactStore, key: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """A job that is over. It has no `outcome` if it was killed between its commit and its last word."""
+    """A job that is over. It has no `outcome` if it was killed after its commit, before it wrote one."""
 
     submission: _Submission
     outcome: JobOutcome | None
@@ -214,7 +214,7 @@ class _Ended:
 
 
 def _await(context: RunContext, submission: _Submission, show_progress: Progress, jobs: Jobs) -> _Ended:
-    """Wait for the job; raise JobLost if it left neither a last word nor a result. Whoever interrupts us stops it."""
+    """Wait for the job; raise JobLost if it left neither an outcome nor a result. An interrupt stops the job."""
     job, label = submission.job, submission.job.stage.label
     if submission.attached:
         decision = Decision("ATTACH", f"Ray job {job.job_id} is computing it", job.key, None)
@@ -228,7 +228,7 @@ def _await(context: RunContext, submission: _Submission, show_progress: Progress
         if not isinstance(error, Exception):
             _stop(jobs, job.job_id)
         raise
-    outcome = watcher.look()
+    outcome = watcher.poll()
     unfinished = outcome is None or outcome.status == "stopped"
     if unfinished and (job.force or context.store.record(job.key) is None):
         _check_stopped(submission, ended, outcome)
@@ -237,11 +237,11 @@ def _await(context: RunContext, submission: _Submission, show_progress: Progress
 
 
 def _follow(jobs: Jobs, job_id: str, watcher: Watcher, *, pending_s: float) -> Job | None:
-    """Watch until the job has told its outcome or has ended; return it as Ray last described it."""
-    began = heard = time.monotonic()
+    """Watch until the job has written its outcome or has ended; return it as Ray last described it."""
+    began = answered = time.monotonic()
     due, stopped = began, False
     job: Job | None = None
-    while watcher.look() is None:
+    while watcher.poll() is None:
         if stopping.reason() and not stopped:
             stopped = True
             _stop(jobs, job_id)
@@ -251,9 +251,9 @@ def _follow(jobs: Jobs, job_id: str, watcher: Watcher, *, pending_s: float) -> J
             try:
                 job = jobs.get(job_id)
             except JobServerError as error:
-                _bear(error, job_id, silent_s=now - heard)
+                _tolerate_silence(error, job_id, silent_s=now - answered)
             else:
-                heard = now
+                answered = now
                 if job is None or not job.living:
                     return job
                 if job.state == "PENDING" and now - began > pending_s:
@@ -263,8 +263,8 @@ def _follow(jobs: Jobs, job_id: str, watcher: Watcher, *, pending_s: float) -> J
     return job
 
 
-def _bear(error: JobServerError, job_id: str, *, silent_s: float) -> None:
-    """Let a silent job server pass for a while."""
+def _tolerate_silence(error: JobServerError, job_id: str, *, silent_s: float) -> None:
+    """Raise TrainingError if the job server has not answered for `SERVER_AWAY_S`."""
     logger.debug("the job server does not answer: %s", error)
     if silent_s > SERVER_AWAY_S:
         rule = f"the job server has not answered for {silent_s:.0f} s ({error}); the job may well be at work"
@@ -316,10 +316,10 @@ def _result(context: RunContext, ended: _Ended, seconds: float) -> StageOutcome:
     run_id = record.tracking["run_id"] if "run_id" in record.tracking else ""
     if attached:  # its tracking run lies below another run of the pipeline
         context.tracker.cached(job.stage.label, run_id=run_id, key=job.key)
-    told = None if outcome is None or attached else outcome.decision
+    reported = None if outcome is None or attached else outcome.decision
     samples = [] if outcome is None else outcome.samples
     url = context.tracker.url(run_id) if run_id else ""
-    return StageOutcome(record.handle, told or ended.decision, record.metrics, seconds, samples, url)
+    return StageOutcome(record.handle, reported or ended.decision, record.metrics, seconds, samples, url)
 
 
 def _decide_work(context: RunContext, job: JobSpec) -> Decision:

@@ -1,4 +1,4 @@
-"""`rlhf resume`: run again what did not come to its end. What was done is not done again."""
+"""`rlhf resume`: run an unfinished run again. Finished stages are taken from the store."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class ResumeError(RlhfError, ValueError):
 
 @dataclass(frozen=True)
 class Resumption:
-    """What comes of the wish to resume a run.
+    """What `resume` did, and what is left to do.
 
-    `nothing`: there is nothing to do, and `said` says why. `scheduled`: `rlhf up` runs it again. `foreground`: it was
-    run by `rlhf run`, with `options`, and is to be run so again.
+    `nothing`: there is nothing to do, and `message` says why. `scheduled`: `rlhf up` runs it again. `foreground`: it was
+    run by `rlhf run`, and the caller must run it again with `options`.
     """
 
     kind: Literal["nothing", "scheduled", "foreground"]
-    said: str
+    message: str
     options: argparse.Namespace | None = None
 
 

@@ -1,4 +1,4 @@
-"""Trying a stage again whose workers were lost: from where it got to, in the same run."""
+"""Retry a stage whose workers were lost, in the same run, from its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PAUSE_S = 5.0
-"""Between tries that get no further, longer after each."""
+"""Pause between tries that make no progress; it grows with each."""
 
 Reached = tuple[int, int]
 """Step of the newest checkpoint, -1 without one, and the number of files (shards) beside the checkpoints."""

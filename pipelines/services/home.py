@@ -69,7 +69,7 @@ class Home:
     @property
     def identity(self) -> str:
         """Return what tells this state folder from others on the same Prefect server; made when it is first asked for."""
-        return _first_said(self.root / "home.id", lambda: uuid.uuid4().hex[:12])
+        return _read_or_create(self.root / "home.id", lambda: uuid.uuid4().hex[:12])
 
     @property
     def prefect_auth(self) -> Path:
@@ -79,7 +79,7 @@ class Home:
     @property
     def prefect_auth_string(self) -> str:
         """Return what our Prefect server asks of every request; made when it is first asked for."""
-        return _first_said(self.prefect_auth, lambda: f"rlhf:{secrets.token_urlsafe(32)}")
+        return _read_or_create(self.prefect_auth, lambda: f"rlhf:{secrets.token_urlsafe(32)}")
 
     def make(self) -> Home:
         for folder in (self.store, self.prefect, self.mlflow_artifacts, self.logs):
@@ -87,15 +87,15 @@ class Home:
         return self
 
 
-def _first_said(path: Path, make: Callable[[], str]) -> str:
+def _read_or_create(path: Path, make: Callable[[], str]) -> str:
     """Return the text of a small file that the first process to ask for it has made; no other user can read it."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         _write_first(path, make())
     for _ in range(ID_TRIES):
-        said = path.read_text().strip()
-        if said:
-            return said
+        text = path.read_text().strip()
+        if text:
+            return text
         time.sleep(ID_WAIT_S)  # without hard links its maker creates the file first, and then writes it
     raise ConfigError(explain("file", str(path), "is empty: its writer was killed", "remove it; it is made anew"))
 

@@ -1,4 +1,4 @@
-"""A service that is watched: it lives no longer than its starter, and is started again when it dies or hangs."""
+"""Keep a service running: restart it when it dies or hangs, and end it with the process that started it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ START_TIMEOUT_S = 180.0
 LONGEST_PAUSE_S = 60.0
 STOP_PATIENCE_S = 8.0
 KILL_AFTER_S = 4.0
-"""A leash that has not ended its command so long after it should have is killed itself."""
+"""Seconds after its patience is over until the guard of a service is killed itself."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Child:
 
     def start(self) -> None:
         with self.log.open("ab") as log:
-            self.process = start_leashed(self.command, self.environment, log, patience_s=self.patience_s)
+            self.process = start_guarded(self.command, self.environment, log, patience_s=self.patience_s)
 
     def dead(self) -> bool:
         return self.process is not None and self.process.poll() is not None
@@ -99,10 +99,10 @@ def _ailment(child: Child, stop: threading.Event, *, answered: bool) -> tuple[bo
 # ---------------------------------------------------------------- processes
 
 
-def start_leashed(
+def start_guarded(
     command: list[str], environment: Mapping[str, str], log: BinaryIO, *, patience_s: float
 ) -> subprocess.Popen[bytes]:
-    """Start a command that ends with this process; Ctrl-C reaches only us, so that it hears how things end."""
+    """Start a command that ends with this process. Ctrl-C reaches only this process, which then stops the command."""
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "pipelines.services.parent_death_guard", str(patience_s), *command],
         env=dict(environment),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipelines.execution.job import main
-from pipelines.execution.job_report import SPEC, TOLD, JobOutcome, read_outcome
+from pipelines.execution.job_report import PROGRESS, SPEC, JobOutcome, read_outcome
 from pipelines.execution.job_spec import JobSpec, write_spec
 from pipelines.flows.profile import load_profile
 from pipelines.services.home import Home
@@ -81,7 +81,7 @@ def test_a_cluster_that_sees_other_code_is_noticed_by_the_key(tmp_path: Path) ->
 def test_a_job_that_gets_sigterm_ends_as_stopped(tmp_path: Path) -> None:
     stage = toy_spec(ToyConfig(trouble=f"wait:{tmp_path / 'never'}"))
     job = job_of(tmp_path, stage, key=stage_key(stage))
-    while not (tmp_path / TOLD).exists():
+    while not (tmp_path / PROGRESS).exists():
         time.sleep(0.01)
     job.terminate()
     status, outcome = ended(job, tmp_path)

@@ -271,7 +271,7 @@ def test_what_a_job_gets_holds_no_token(
     folder = run.store.layout.attempt(stage_key(SPEC_OF_A_TOY)) / ray_job.JOBS
     sent = f"{jobs.environment}{jobs.metadata}{[path.read_text() for path in folder.rglob('*.json')]}"
     assert "hf_abc" not in sent and "RLHF_HOME" in sent
-    assert sorted(path.name for path in folder.rglob("*.json")) == [OUTCOME, SPEC, "told.json"]
+    assert sorted(path.name for path in folder.rglob("*.json")) == [OUTCOME, "progress.json", SPEC]
 
 
 def test_a_password_in_the_address_of_mlflow_is_refused_before_a_job_could_show_it(
