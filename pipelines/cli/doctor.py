@@ -1,4 +1,4 @@
-"""`rlhf doctor`: what this machine has, what is missing, and how to mend it."""
+"""`rlhf doctor`: what this machine has, what is missing, and the remedy."""
 
 from __future__ import annotations
 

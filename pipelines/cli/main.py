@@ -132,7 +132,7 @@ def _profile_options(parser: argparse.ArgumentParser, *, positional: bool = True
 
 
 def _verb(name: str) -> Callable[[argparse.Namespace], int | None]:
-    """Return the function of a verb; each lives with what it needs, so that `rlhf --help` imports none of it."""
+    """Return the function of a verb; it imports what it needs when it is called, so that `rlhf --help` is fast."""
     from pipelines.cli import verbs
 
     table: dict[str, Callable[[argparse.Namespace], int | None]] = {

@@ -134,7 +134,7 @@ def _run_flow(
 
 
 def _whereabouts(profile: str) -> str:
-    """Return a profile's name, or its whole path: `rlhf resume` may be typed in another folder."""
+    """Return the name of a shipped profile, or the absolute path of a file: `rlhf resume` may run in another folder."""
     path = Path(profile)
     return str(path.resolve()) if path.is_file() else profile
 
@@ -159,7 +159,7 @@ def _say_where_to_look(home: Home, console: Console) -> None:
 
 
 def _keep_log(home: Home, display: PlainDisplay | LiveDisplay) -> None:
-    """Write our log to a file, and warnings to the person too."""
+    """Write our log to a file, and warnings to the display too."""
     to_file = logging.FileHandler(home.logs / "run.log")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     to_person = _Warnings(display)

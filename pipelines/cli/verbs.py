@@ -1,4 +1,4 @@
-"""What the verbs of `rlhf` do. Each imports what it needs when it is called."""
+"""The functions behind the verbs of `rlhf`. Each imports what it needs when it is called."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def plan(options: argparse.Namespace) -> None:
 
 
 def explain(options: argparse.Namespace) -> None:
-    """Print the decision for one stage with its whole key and its record."""
+    """Print the decision for one stage with its key payload and its record."""
     from pipelines.execution.opening import store_of
     from pipelines.execution.plan import PENDING, check_labels
     from pipelines.execution.versions import version_lines
@@ -165,7 +165,7 @@ def serve_reward(options: argparse.Namespace) -> None:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Check this machine; 1 if something that is needed is missing."""
+    """Check this machine; return 1 if something required is missing."""
     from pipelines.cli.doctor import examine
 
     return examine(console)
@@ -196,7 +196,7 @@ def _place(options: argparse.Namespace) -> ArtifactStore:
 
 
 def _layout(options: argparse.Namespace) -> StoreLayout:
-    """Return where things lie in the store that the options name, for verbs that only list."""
+    """Return the layout of the store that the options name, for verbs that only list."""
     from rlhf_core.store.layout import StoreLayout, check_schema
 
     root = _store_folder(options).absolute()
@@ -238,7 +238,7 @@ def _strictness(options: argparse.Namespace) -> Strictness:
 
 
 def _prefect_page(home: Home, found: Services) -> str:
-    """Return where to look: on a terminal with what signs the browser in, elsewhere without, since logs keep it."""
+    """Return Prefect's address; on a terminal it signs the browser in, elsewhere not, since logs would keep the secret."""
     from pipelines.services.own_pages import sign_in_link
 
     if found.prefect_api or not sys.stdout.isatty():

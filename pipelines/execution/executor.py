@@ -74,7 +74,7 @@ class StageExecutor(Protocol):
     """Computes stages whose result is not in the store: `LocalExecutor` in this process, `RayJobExecutor` as Ray jobs."""
 
     def prepare(self, planned: Sequence[PlannedStage]) -> None:
-        """Raise ConfigError if a planned stage could not be executed, and begin to start the engines of all of them."""
+        """Raise ConfigError if a planned stage could not be executed, and start the engines that they need, in the background."""
 
     def execute(self, spec: StageSpec, show_progress: Progress) -> StageOutcome:
         """Compute a stage, or wait for another process that is computing it, and return the outcome."""

@@ -36,7 +36,7 @@ class JobSpec:
 
 
 def write_spec(path: Path, job: JobSpec) -> None:
-    """Write the job down, durably."""
+    """Write the job to a file, durably."""
     table = {
         "job_id": job.job_id,
         "key": job.key,
@@ -52,7 +52,7 @@ def write_spec(path: Path, job: JobSpec) -> None:
 
 
 def read_spec(path: Path) -> JobSpec:
-    """Return the job that `write_spec` wrote; ArtifactError if the file is not there or is none."""
+    """Return the job that `write_spec` wrote; ArtifactError if there is no such file."""
     table = read_json(path)
     if table is None:
         rule, remedy = "cannot be read here", "let flow and cluster see the store under the same path"

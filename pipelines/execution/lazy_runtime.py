@@ -11,7 +11,7 @@ from rlhf_core.interfaces import ModelSpec, Role, Runtime, Sampler, Trainer
 
 
 class LazyRuntime:
-    """Passes every call to the runtime of `config`, which opens when an engine is first asked for."""
+    """A `Runtime` that opens the runtime of `config` at the first call and passes all calls on to it."""
 
     def __init__(self, config: RuntimeConfig) -> None:
         self._config = config
@@ -31,7 +31,7 @@ class LazyRuntime:
         self._open().prewarm(trainer=trainer, sampler=sampler)
 
     def engines(self) -> dict[str, str]:
-        """Return the engines that have served; none before the first use."""
+        """Return the engines that were used; none before the first use."""
         return {} if self._runtime is None else self._runtime.engines()
 
     def close(self) -> None:

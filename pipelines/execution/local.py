@@ -58,7 +58,7 @@ class LocalExecutor:
         self.runtime.close()
 
     def _attach(self, spec: StageSpec) -> StageOutcome | None:
-        """Wait for another process that computes the key: the tracking run of the stage is its, and not ours to end."""
+        """Wait for another process that computes the key: the tracking run of the stage belongs to it, and is not ours to end."""
         key, leases = self.context.key_of(spec), self.context.store.layout.leases
         owner = living_owner(leases, key)
         if owner is None:
@@ -127,7 +127,7 @@ class LocalExecutor:
 
 
 def _log_models(label: str, ref: ArtifactRef, tracker: StageTracker) -> None:
-    """Name the models that a stage made, so that the tracker knows them as inputs of later stages."""
+    """Log the models that a stage made, so that the tracker knows them as inputs of later stages."""
     for name, value in (("", ref), *ref):
         if isinstance(value, (PolicyRef, RewardModelRef)):
             tracker.model(f"{label}.{name}" if name else label, value.digest, value.uri)

@@ -33,7 +33,7 @@ PENDING = "pending://"
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """One node of the pipeline: what it is and what would happen to it now."""
+    """A stage of the pipeline and the decision that would be made for it now."""
 
     label: str
     spec: StageSpec
@@ -53,7 +53,7 @@ def plan(
     force: Collection[str] = (),
     strict: Strictness = Strictness(),
 ) -> list[PlannedStage]:
-    """Return the decision for every stage in order. A stage after one that will run is RUN, unless its content recurs."""
+    """Return the decision for every stage in order; a stage whose input is still to be made is RUN."""
     planner = Planner(store, until=until, force=frozenset(force), strict=strict)
     with remembered_code(store.layout), suppress(ReachedUntil):
         pipeline(config, Stages(planner, seed=config.seed, runtime=config.runtime))
@@ -62,7 +62,7 @@ def plan(
 
 
 def engines_needed(stages: Sequence[PlannedStage]) -> set[str]:
-    """Return which engines (`trainer`, `sampler`) the stages that will not be hits lease."""
+    """Return the engines (`trainer`, `sampler`) that the stages without a hit need."""
     named = {engine for stage in stages if stage.decision.action != "HIT" for engine in stage.spec.engines}
     return named & {"trainer", "sampler"}
 
@@ -107,14 +107,14 @@ class Planner:
 
 
 def expect(ref: ArtifactRef, kind: type[R], label: str) -> R:
-    """Return `ref` as the kind that the pipeline awaits from a stage."""
+    """Return `ref` if it is of the kind that the pipeline expects from a stage; raise TypeError if not."""
     if not isinstance(ref, kind):
         raise TypeError(f"{label}: returned {type(ref).__name__}, not {kind.__name__}")
     return ref
 
 
 def placeholder(label: str, kind: type[R]) -> R:
-    """Return a handle that stands for what the stage `label` will make."""
+    """Return a handle that stands for the future result of the stage `label`."""
     uri = PENDING + label
     if kind is PreparedDataRef:
         parts = {

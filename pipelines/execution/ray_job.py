@@ -50,7 +50,7 @@ INHERITED = ("HF_HOME", "HF_HUB_OFFLINE")
 
 
 class JobLost(WorkerLostError):
-    """A job ended and left no outcome: its process, its node or the cluster died."""
+    """Raised if a job ended and left no outcome: its process, its node or the cluster died."""
 
 
 @dataclass(frozen=True)
@@ -142,13 +142,13 @@ def _attach_or_submit(context: RunContext, spec: StageSpec, key: str, jobs: Jobs
 
 
 def _inline(context: RunContext) -> PipelineConfig:
-    """Return the configuration with which the job itself runs the stage."""
+    """Return the configuration with which the job runs the stage in its own process."""
     runtime = context.config.runtime.model_copy(update={"execution": "inline"})
     return context.config.model_copy(update={"runtime": runtime})
 
 
 def _next_number(store: ArtifactStore, key: str, known: list[Job]) -> int:
-    """Return one more than any attempt or job at the key had."""
+    """Return the number after the highest of all attempts and jobs at the key."""
     names = [path.name for path in _jobs_folder(store, key).glob("*")]
     names += [job.id for job in known if key[:12] in job.id]
     numbers = [int(name.rpartition("-a")[2]) for name in names if name.rpartition("-a")[2].isdecimal()]
@@ -168,7 +168,7 @@ def _metadata(job: JobSpec) -> dict[str, str]:
 
 
 def _command(folder: Path) -> str:
-    """Return the line for a shell on the head: relative paths of a profile mean there what they mean here."""
+    """Return the shell command for the head of the cluster; it runs in our folder, so relative paths stay valid."""
     here, python, job = (shlex.quote(str(part)) for part in (Path.cwd(), sys.executable, folder.resolve()))
     return f"cd {here} && exec {python} -P -m pipelines.execution.job {job}"
 
@@ -279,7 +279,7 @@ def _stop(jobs: Jobs, job_id: str) -> None:
 
 
 def _check_stopped(submission: _Submission, ended: Job | None, outcome: JobOutcome | None) -> None:
-    """Raise for a job that was stopped: by us, or by somebody else."""
+    """Raise the error of a job that was stopped, by this run or by someone else; return if it was not stopped."""
     if stopping.reason():
         raise stopping.StageStopped(stopping.reason())
     if outcome is None and (ended is None or ended.state != "STOPPED"):

@@ -54,7 +54,7 @@ class Reconciled:
 
 
 def own(flow_run_id: UUID) -> None:
-    """Write on a flow run that this process runs it, for the state folder that it works in."""
+    """Label a flow run with this process as its owner, and with the state folder."""
     with get_client(sync_client=True) as client:
         count = client.read_flow_run(flow_run_id).run_count
         labels = {RUN_COUNT: str(count), HOME_LABEL: Home.here().identity}
@@ -84,7 +84,7 @@ def _home_of(flow_run: FlowRun) -> str:
 
 
 def reconcile() -> list[Reconciled]:
-    """Give our runs of dead processes of this machine, and tasks of runs that have ended, their true state."""
+    """End our runs of dead processes of this machine, and the tasks of runs that have ended; return what was changed."""
     with get_client(sync_client=True) as client:
         active = FlowRunFilter(state={"type": {"any_": ["RUNNING", "CANCELLING", "PENDING"]}})
         ended = []
@@ -96,7 +96,7 @@ def reconcile() -> list[Reconciled]:
 
 
 def interrupt() -> list[Reconciled]:
-    """Mark the runs that we serve and that are under way as interrupted: their processes are about to be stopped."""
+    """Mark the running runs of our deployments as interrupted, before their processes are stopped; return them."""
     with get_client(sync_client=True) as client:
         active = FlowRunFilter(
             state={"type": {"any_": ["RUNNING", "CANCELLING", "PENDING"]}}, deployment_id={"is_null_": False}
@@ -106,7 +106,7 @@ def interrupt() -> list[Reconciled]:
 
 
 def served_elsewhere() -> str:
-    """Return what says that others serve deployments of our flow on this server, or an empty text.
+    """Return a description of a deployment of our flow that others serve on this server, or an empty text.
 
     Prefect has one deployment of a name: ours would take the place of theirs, and run what was meant for them. One of a
     state folder that has not asked for work in the last minute counts as left behind.
@@ -127,7 +127,7 @@ def _ours(client: SyncPrefectClient, wanted: FlowRunFilter) -> list[FlowRun]:
 
 
 def _why_gone(flow_run: FlowRun) -> str:
-    """Return why nobody works on the run any more, or an empty text."""
+    """Return why no process works on the run any more, or an empty text."""
     if flow_run.state is None:
         return ""
     if flow_run.state.is_pending():
@@ -159,7 +159,7 @@ def _active_tasks(client: SyncPrefectClient, *flow_runs: UUID) -> list[TaskRun]:
 
 
 def _end_tasks_left_behind(client: SyncPrefectClient) -> list[Reconciled]:
-    """End the tasks that Prefect still shows at work although their flow run has ended some time ago."""
+    """End the tasks that Prefect still shows as running although their flow run has ended some time ago."""
     task_runs = [task_run for task_run in _active_tasks(client) if task_run.flow_run_id is not None]
     flow_runs = _read_ours(client, [task_run.flow_run_id for task_run in task_runs])
     ended = []

@@ -32,7 +32,7 @@ def healthy(url: str) -> bool:
 
 
 def answers(url: str) -> bool:
-    """Return whether a server elsewhere says anything at all, be it that it wants a password; proxies are used."""
+    """Return whether a server elsewhere answers at all, even if only to ask for a password; proxies are used."""
     try:
         with urllib.request.urlopen(url, timeout=ANSWER_TIMEOUT_S):
             return True

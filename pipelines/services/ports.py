@@ -22,7 +22,7 @@ _CLAIMS: list[IO[str]] = []
 
 
 def claim_port(wanted: int) -> int:
-    """Return `wanted`, or the next port that nobody listens on, and keep it from others that ask this function.
+    """Return `wanted`, or the next port that nobody listens on, and claim it, so that no other caller gets it.
 
     A server takes seconds before it listens: without a claim two runs that start together would choose the same port,
     and one of them would talk to the other's server until that ends. A claim ends with its process.
@@ -42,7 +42,7 @@ def claim_port(wanted: int) -> int:
 
 
 def is_claimed(port: int) -> bool:
-    """Return whether a process of rlhf keeps the port for a server of its own."""
+    """Return whether a process of rlhf has claimed the port for a server of its own."""
     with _claim_file(port).open("w") as claim:
         try:
             fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)

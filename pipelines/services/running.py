@@ -36,24 +36,24 @@ class Services:
 
     @property
     def prefect_url(self) -> str:
-        """Where to look in a browser, and what may be printed."""
+        """Return the address for a browser; it holds no password and may be printed."""
         if self.prefect_api:
             return shown(self.prefect_api).removesuffix("/api")
         return f"http://{LOOPBACK}:{self.prefect_port}"
 
     @property
     def mlflow_url(self) -> str:
-        """Where to look in a browser, and what may be printed."""
+        """Return the address for a browser; it holds no password and may be printed."""
         return shown(self.mlflow_uri) if self.mlflow_uri else f"http://{LOOPBACK}:{self.mlflow_port}"
 
     @property
     def tracking_uri(self) -> str:
-        """What a client of MLflow is given."""
+        """Return the address for a client of MLflow; it may hold a password."""
         return self.mlflow_uri or self.mlflow_url
 
     @property
     def health(self) -> dict[str, str]:
-        """Service of ours -> an address that answers with success when the service is well."""
+        """Return, for each service of ours, an address that answers with status 200 when the service is well."""
         prefect = {} if self.prefect_api else {"prefect": f"{self.prefect_url}/api/health"}
         return prefect | ({} if self.mlflow_uri else {"mlflow": f"{self.mlflow_url}/health"})
 
@@ -66,6 +66,7 @@ class Services:
         return client_environment(home, prefect_port=self.prefect_port, prefect_api=self.prefect_api)
 
     def write(self, home: Home) -> None:
+        """Write the note into the state folder, readable by this user alone."""
         part = home.services.with_suffix(".part")
         part.touch(mode=0o600)  # an address of the user's may hold a password
         part.write_text(json.dumps(asdict(self)))

@@ -108,7 +108,7 @@ def down(home: Home) -> bool:
 
 
 def states(home: Home, services: Services) -> dict[str, bool]:
-    """Return for Prefect and MLflow whether they answer now, ours or the user's."""
+    """Return whether Prefect and MLflow, ours or the user's, answer now."""
     if services.prefect_api:
         prefect = not prefect_trouble(services.environment(home))
     else:
@@ -213,6 +213,6 @@ def mlflow_command(home: Home, port: int) -> list[str]:
 
 
 def mlflow_environment() -> dict[str, str]:
-    """Return what tells our MLflow server to show the user's own database, where runs write to; {} without one."""
+    """Return the variables that point our MLflow server to the user's own database; {} without one."""
     store = user_settings.tracking_store()
     return {MLFLOW_STORE: store} if store else {}

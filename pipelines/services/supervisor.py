@@ -72,7 +72,7 @@ def supervise(home: Home) -> None:
 
 
 def await_end_of_last(home: Home) -> None:
-    """Wait until the services of a supervisor that was killed have let go of their ports: they end with it, soon."""
+    """Wait until the services of a supervisor that was killed have released their ports; they end soon after it."""
     last = read_note(home)
     if last is not None:
         ports = [] if last.prefect_api else [last.prefect_port]
@@ -81,7 +81,7 @@ def await_end_of_last(home: Home) -> None:
 
 
 def _planned(home: Home) -> Services:
-    """Return the services that are to be there; a server of the user's own takes no port."""
+    """Return the services that are to be started; a server of the user's own needs no port."""
     prefect_api, mlflow_uri = user_prefect(home), user_settings.remote_tracking_uri()
     return Services(
         owner.tags(),

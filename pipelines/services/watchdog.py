@@ -77,7 +77,7 @@ def keep_alive(child: Child, stop: threading.Event) -> None:
 
 
 def _ailment(child: Child, stop: threading.Event, *, answered: bool) -> tuple[bool, str] | None:
-    """Return whether the child was well since its start, and what is wrong with it now; None once `stop` is set."""
+    """Return whether the child was well since its start, and what is wrong with it now; None when `stop` is set."""
     missed = 0
     began = asked = time.monotonic()
     while not stop.wait(LOOK_EVERY_S):
@@ -114,7 +114,7 @@ def start_guarded(
 
 
 def stop_process(process: subprocess.Popen[bytes], *, patience_s: float) -> None:
-    """End a child: asked first, killed with all that it started when it does not listen."""
+    """Stop a child with SIGTERM; if it has not ended after `patience_s`, kill it with all that it started."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -127,7 +127,7 @@ def stop_process(process: subprocess.Popen[bytes], *, patience_s: float) -> None
 
 
 def kill_family(pid: int) -> None:
-    """Kill a process and everything below it, whether it runs or was stopped."""
+    """Kill a process and all its descendants, stopped ones included."""
     with contextlib.suppress(psutil.NoSuchProcess):
         parent = psutil.Process(pid)
         for process in [*parent.children(recursive=True), parent]:
