@@ -20,6 +20,20 @@ CodePolicy: TypeAlias = Literal["strict", "warn"]
 StageInput: TypeAlias = ArtifactRef | tuple[ArtifactRef, ...] | dict[str, ArtifactRef]
 
 
+@dataclass(frozen=True, slots=True)
+class Strictness:
+    """What counts for the key of a stage besides what always does; the default adds nothing.
+
+    >>> Strictness(code=True)
+    Strictness(code=True, env=False)
+    """
+
+    code: bool = False
+    """Every change of code counts, also in stages that normally only warn."""
+    env: bool = False
+    """Other versions of Python and of the packages that compute count."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSpec:
     """A stage that is ready to be decided on and run: its inputs exist.
