@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field, field_validator
 
-from rlhf_core.config.base import Config
 from rlhf_core.data.holdout import held_out
 from rlhf_core.errors import DataError, explain
+from rlhf_core.schema.base import Config
 from rlhf_core.stage.context import StageContext
 from rlhf_core.types import DemonstrationsRef, Message, Prompt, PromptsRef, Rollout, RolloutsRef
 

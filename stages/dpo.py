@@ -23,12 +23,12 @@ from rlhf_core.algorithms.preference.ipo import IPOLoss
 from rlhf_core.algorithms.preference.kto import KTOLoss
 from rlhf_core.algorithms.preference.orpo import ORPOLoss
 from rlhf_core.algorithms.preference.simpo import SimPOLoss
-from rlhf_core.config.base import Config
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig
 from rlhf_core.config.loop import LoopConfig
 from rlhf_core.config.preference import PreferenceLoss, uses_reference
 from rlhf_core.errors import DataError, explain
 from rlhf_core.interfaces import ModelSpec
+from rlhf_core.schema.base import Config
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.layout import write_json
 from rlhf_core.types import AnswerSample, PolicyRef, PreferenceSample, PreferencesRef, TokenSample

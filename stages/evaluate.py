@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from rlhf_core.config.base import OPERATIONAL, Config, keyed
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.errors import ConfigError, DataError, explain
 from rlhf_core.interfaces import ModelSpec
+from rlhf_core.schema.base import OPERATIONAL, Config, keyed
 from rlhf_core.stage.context import StageContext
 from rlhf_core.types import Generation, GenerationsRef, PolicyRef, ReportRef, RewardModelRef
 

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from rlhf_core.config.agents import AgentConfig
-from rlhf_core.config.base import OPERATIONAL, Config
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.errors import DataError, explain
 from rlhf_core.interfaces import Metrics, Sampler
+from rlhf_core.schema.base import OPERATIONAL, Config
 from rlhf_core.stage.context import StageContext
 from rlhf_core.types import (
     Generation,

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from rlhf_core.config.base import OPERATIONAL, Config
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.interfaces import ModelSpec
+from rlhf_core.schema.base import OPERATIONAL, Config
 from rlhf_core.stage.context import StageContext
 from rlhf_core.types import Message, PolicyRef, RewardModelRef
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from rlhf_core.config.base import Config
 from rlhf_core.config.data import ArithmeticWorld, DataConfig, Files, SupportWorld
 from rlhf_core.config.engines import BaseModelConfig, InitModel, PretrainedModel
 from rlhf_core.errors import ConfigError, DataError, explain
+from rlhf_core.schema.base import Config
 from rlhf_core.types import (
     ArtifactRef,
     DemonstrationsRef,

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field, model_validator
 
-from rlhf_core.config.base import Config
 from rlhf_core.config.engines import OptimizerConfig, refuse_average
 from rlhf_core.config.loop import LoopConfig
 from rlhf_core.errors import DataError, explain
 from rlhf_core.interfaces import ModelSpec, Trainer
+from rlhf_core.schema.base import Config
 from rlhf_core.stage.context import StageContext
 from rlhf_core.types import PolicyRef, PreferencesRef, RewardModelRef, RewardPair, TokenSample
 

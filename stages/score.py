@@ -12,10 +12,10 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
-from rlhf_core.config.base import Config
 from rlhf_core.config.rewards import RewardsConfig
 from rlhf_core.errors import DataError, RewardError, explain
 from rlhf_core.interfaces import Metrics
+from rlhf_core.schema.base import Config
 from rlhf_core.stage.context import StageContext
 from rlhf_core.types import Generation, GenerationsRef, RewardModelRef, Rollout, RolloutsRef
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import Field
 
-from rlhf_core.config.base import Config
 from rlhf_core.data.holdout import held_out
 from rlhf_core.errors import DataError, explain
 from rlhf_core.interfaces import Metrics
+from rlhf_core.schema.base import Config
 from rlhf_core.stage.context import StageContext
 from rlhf_core.types import DemonstrationsRef, PreferencesRef, Rollout, RolloutsRef, derive_seed
 

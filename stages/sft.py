@@ -10,10 +10,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from rlhf_core.config.base import Config
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig
 from rlhf_core.config.loop import LoopConfig
 from rlhf_core.interfaces import Metrics, ModelSpec
+from rlhf_core.schema.base import Config
 from rlhf_core.stage.context import StageContext
 from rlhf_core.types import DemonstrationsRef, PolicyRef
 

@@ -19,9 +19,9 @@ from pipelines.flows.graph import RunStage, Stages
 from pipelines.flows.profile import PipelineConfig
 from pipelines.services.home import Home
 from pipelines.services.registry import tracking_place, tracking_uri
-from rlhf_core.config import secrets
 from rlhf_core.interfaces import StageTracker
 from rlhf_core.runtime.cluster import check_address, named_address
+from rlhf_core.schema import secrets
 from rlhf_core.secrets.redaction import hide_in
 from rlhf_core.stage import stopping
 from rlhf_core.stage.decision import Decision, starts_over, target_of

@@ -13,11 +13,11 @@ from pydantic import BaseModel
 from pipelines.services.home import Home
 from pipelines.services.registry import registry
 from rlhf_core.config.agents import AgentConfig, EpisodeLimits
-from rlhf_core.config.base import Config, keyed
 from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.config.preference import uses_reference
 from rlhf_core.config.rewards import RewardsConfig
 from rlhf_core.errors import ConfigError, explain
+from rlhf_core.schema.base import Config, keyed
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.store.fingerprint import hash_file
 from rlhf_core.types import (

@@ -20,9 +20,9 @@ from pipelines.flows.profile import ConditionalSFTConfig, IterativeDPOConfig, Pi
 from pipelines.prefect_flows.pipelines import run_served
 from pipelines.services.flow_runs import FLOW_NAME
 from pipelines.services.home import Home
-from rlhf_core.config.base import Config
 from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.config.preference import uses_reference
+from rlhf_core.schema.base import Config
 from rlhf_core.types import (
     ArtifactRef,
     DemonstrationsRef,

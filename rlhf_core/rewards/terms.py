@@ -12,7 +12,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import assert_never
 
-from rlhf_core.config.base import keyed
 from rlhf_core.config.rewards import (
     EnsembleReward,
     EpisodeReward,
@@ -33,6 +32,7 @@ from rlhf_core.rewards.isolation import IsolatedReward
 from rlhf_core.rewards.model import Contract, score_with_reward_model, verify_contract
 from rlhf_core.rewards.outcomes import Outcome, Reward
 from rlhf_core.rewards.worker import Settings
+from rlhf_core.schema.base import keyed
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.fingerprint import canonical_json, sha256_text
 from rlhf_core.types import Generation, ProcessRewardModelRef, RewardModelRef
