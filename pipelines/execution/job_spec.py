@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.flows.profile import PipelineConfig
-from rlhf_core.config.base import Config
 from rlhf_core.errors import ArtifactError, explain
 from rlhf_core.stage.key import StageInput, StageSpec, Strictness
 from rlhf_core.store.layout import read_json, write_json

@@ -23,7 +23,6 @@ from pipelines.flows.profile import ConditionalSFTConfig, IterativeDPOConfig, Pi
 from pipelines.prefect_flows.pipelines import run_served
 from pipelines.services.flow_runs import FLOW_NAME
 from pipelines.services.home import Home
-from rlhf_core.config.base import Config
 from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.types import ArtifactRef, PolicyRef, PromptsRef, RewardModelRef
 from stages.config.prepare_data import PrepareDataConfig

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal, TypeAlias, get_args
 
-from rlhf_core.config.base import Config, keyed
 from rlhf_core.errors import ConfigError, explain
+from rlhf_core.schema.base import Config, keyed
 from rlhf_core.store.fingerprint import canonical_json, code_digest, sha256_text
 from rlhf_core.types import ArtifactRef
 from rlhf_core.user_code.dependencies import user_code_digest

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from rlhf_core.config import secrets
 from rlhf_core.errors import ArtifactError, explain
 from rlhf_core.interfaces import Runtime, StageTracker
+from rlhf_core.schema import secrets
 from rlhf_core.secrets.redaction import hide_in
 from rlhf_core.stage.context import NOTHING, Progress, RunningAttempt, StageContext
 from rlhf_core.stage.decision import Decision, Target, decide_work, hit, remember, starts_over, target_of, unfit
