@@ -22,7 +22,7 @@ TESTED_THROUGH = {
     "pipelines/services/mlflow_server.py": "pipelines/services/test_servers.py",
     "pipelines/services/supervisor.py": "pipelines/services/test_servers.py",
     "rlhf_core/algorithms/custom.py": "stages/test_custom.py",
-    "rlhf_core/config/custom.py": "rlhf_core/config/test_preference.py",
+    "rlhf_core/schema/custom.py": "rlhf_core/config/test_preference.py",
     "rlhf_core/http/body.py": "rlhf_core/rewards/test_server.py",
     "rlhf_core/models/head_pass.py": "rlhf_core/models/test_forward.py",
     "rlhf_core/rewards/external.py": "stages/test_import_reward_model.py",
