@@ -77,9 +77,12 @@ def form_signature(stage: Stage) -> Signature:
     >>> print(form_signature(STAGES["publish"]).parameters["report"])
     report: str = 'evaluate'
     """
-    parameters = {"config": (stage.config, Parameter.empty), "settings": (Settings, Parameter.empty)}
+    parameters: dict[str, tuple[Any, Any]] = {
+        "config": (stage.config, Parameter.empty),
+        "settings": (Settings, Parameter.empty),
+    }
     for name, row in stage.inputs.items():
-        parameters[name] = (dict[str, str], dict(row.start)) if row.many else (str, row.start)
+        parameters[name] = (str, row.start) if isinstance(row.start, str) else (dict[str, str], dict(row.start))
     return Signature(
         [
             Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=kind, default=start)
