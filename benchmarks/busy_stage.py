@@ -11,7 +11,6 @@ from rlhf_core.types import PolicyRef
 
 NAME = "busy"
 VERSION = 1
-CODE = "warn"
 
 BLOCK = bytes(1 << 20)
 METRICS = 12
@@ -46,5 +45,13 @@ def run(config: BusyConfig, *, context: StageContext) -> PolicyRef:
 def busy_spec(config: BusyConfig, *, label: str, seed: int) -> StageSpec:
     """Return the spec of one such stage."""
     return StageSpec(
-        name=NAME, module="benchmarks.busy_stage", config=config, inputs={}, seed=seed, label=label, engines={}
+        name=NAME,
+        module="benchmarks.busy_stage",
+        version=VERSION,
+        code="warn",
+        config=config,
+        inputs={},
+        seed=seed,
+        label=label,
+        engines={},
     )

@@ -23,6 +23,9 @@ from typing import Any
 
 from benchmarks.sides import Root, Side, Turn, root, share_of_even
 from benchmarks.train_step import REPEATS, tiny
+from rlhf_core.algorithms.advantage.grpo import GRPOAdvantage
+from rlhf_core.algorithms.correction import CorrectionConfig
+from rlhf_core.algorithms.policy.clip import ClipLoss
 from rlhf_core.config.engines import (
     HFSamplerConfig,
     OptimizerConfig,
@@ -31,7 +34,6 @@ from rlhf_core.config.engines import (
     TrainerConfig,
     VllmSamplerConfig,
 )
-from rlhf_core.config.policy import ClipLoss, CorrectionConfig, GRPOAdvantage
 from rlhf_core.interfaces import ModelSpec, Sampler
 from rlhf_core.runtime.samplers import open_sampler
 from rlhf_core.training.experience import (

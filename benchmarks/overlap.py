@@ -21,17 +21,18 @@ from pathlib import Path
 
 from benchmarks.throughput import make_policy
 from pipelines.flows.profile import load_profile
+from rlhf_core.algorithms.advantage.rloo import RLOOAdvantage
 from rlhf_core.config.engines import OptimizerConfig, SamplingConfig, VllmSamplerConfig
-from rlhf_core.config.policy import PPOConfig, RLOOAdvantage
+from rlhf_core.config.policy import PPOConfig
 from rlhf_core.config.rewards import FunctionReward, RewardsConfig
 from rlhf_core.data.tables import write_prompts
 from rlhf_core.interfaces import Runtime
 from rlhf_core.runtime.factory import open_runtime
-from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.memory import MemoryStageTracker
 from rlhf_core.types import ArtifactRef, Generation, Message, PolicyRef, Prompt, PromptsRef
+from stages.table import STAGES
 
 REPEATS = 3
 WARM_UP = 2
@@ -110,7 +111,7 @@ def timed_run(config: PPOConfig, folder: Path, runtime: Runtime, *, seed: int) -
         "prompts": store.external(PromptsRef, folder / "prompts"),
         "reward_models": {},
     }
-    spec = StageSpec(name="ppo", module="stages.ppo", config=config, inputs=inputs, seed=seed, label="ppo", engines={})
+    spec = STAGES["ppo"].spec(config, inputs, label="ppo", seed=seed, engines={})
     ends: list[float] = []
     tracker = MemoryStageTracker()
     execute(store, spec, runtime=runtime, tracker=tracker, progress=lambda *_: ends.append(time.perf_counter()))

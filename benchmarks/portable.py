@@ -40,10 +40,7 @@ SETTINGS: dict[str, tuple[Mapping[str, str], ...]] = {
 }
 TESTS: dict[str, tuple[str, ...]] = {
     "full": (
-        "tests/rlhf_core/losses",
-        "tests/rlhf_core/algorithms/test_advantages.py",
-        "tests/rlhf_core/algorithms/test_kl.py",
-        "tests/rlhf_core/algorithms/test_token_math.py",
+        "tests/rlhf_core/algorithms",
         "tests/rlhf_core/models",
         "tests/rlhf_core/training",
         "tests/rlhf_core/sampling/test_hf_sampler.py",
@@ -53,9 +50,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/durability/test_resume_diamond.py",
     ),
     "quick": (
-        "tests/rlhf_core/losses",
-        "tests/rlhf_core/algorithms/test_advantages.py",
-        "tests/rlhf_core/algorithms/test_kl.py",
+        "tests/rlhf_core/algorithms",
         "tests/rlhf_core/models/test_forward.py",
         "tests/rlhf_core/training/engines/test_deepspeed_engine.py",
         "tests/rlhf_core/training/test_trainer.py",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
-from rlhf_core.config.engines import LoraConfig, OptimizerConfig, SamplingConfig
+from rlhf_core.config.engines import BaseSamplerConfig, LoraConfig, OptimizerConfig, SamplingConfig
 from rlhf_core.types import (
     Completion,
     DistillationSample,
@@ -25,6 +25,14 @@ from rlhf_core.types import (
 
 Role = Literal["policy", "reference", "value_model", "reward_model", "teacher"]
 Metrics = dict[str, float]
+Transfer = Literal["", "nccl", "ipc"]
+"""How weights reach an engine: the backend of vLLM's weight transfer, "" through host memory."""
+TransferVerb = Literal["init", "start", "update", "finish"]
+"""A step of vLLM's weight transfer, in the order of the steps."""
+Probes = Mapping[str, tuple[tuple[int, ...], object]]
+"""Tensor name -> (shape of the whole tensor, float32 CPU tensor of some of its rows)."""
+C = TypeVar("C", bound=BaseSamplerConfig)
+C_contra = TypeVar("C_contra", bound=BaseSamplerConfig, contravariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +57,25 @@ class Weights:
     the probe tensors, which the receiver recomputes.
     """
 
-    payload: Any
+    payload: object
     digest: str
 
 
 class Objective(Protocol):
-    """A loss with its scalars, as `rlhf_core.training.objectives.base` defines them (picklable, frozen)."""
+    """A loss with its scalars: `TrainingObjective` of `rlhf_core.training.objectives.base`, seen without torch.
 
-    def denominators(self, samples: Sequence[Any]) -> Metrics: ...
+    Picklable and frozen, because it travels to every rank.
+    """
+
+    def denominators(self, samples: Sequence[Any]) -> Metrics:
+        """Return the counts that the losses of all micro-batches on all ranks are divided by."""
+        ...
+
+    def compute(
+        self, model: Any, samples: Sequence[Any], denominators: Mapping[str, float], *, pad_id: int, device: Any
+    ) -> Any:
+        """Return the `LossOutput` of `samples`, one micro-batch, for a `torch.nn.Module` on a `torch.device`."""
+        ...
 
 
 class Trainer(Protocol):
@@ -124,25 +143,160 @@ class Trainer(Protocol):
         ...
 
 
+class RankTrainer(Trainer, Protocol):
+    """One rank's share of a `Trainer`, as a runtime drives it."""
+
+    def forward_backward(
+        self, samples: Sequence[Any], objective: Objective, denominators: Mapping[str, float] | None = None
+    ) -> Metrics:
+        """Accumulate the gradient over this rank's `samples`; `denominators` are those of all ranks' samples.
+
+        Without `denominators`, `samples` are all of the optimizer step.
+        """
+        ...
+
+    def loss(
+        self, samples: Sequence[Any], objective: Objective, denominators: Mapping[str, float] | None = None
+    ) -> Metrics:
+        """Return this rank's share of the metrics of `objective`, without gradients."""
+        ...
+
+    def rest(self) -> int:
+        """Move everything that is kept between steps to host memory; return the number of bytes freed on the device."""
+        ...
+
+    def wake(self) -> None:
+        """Move back what `rest` moved, bit for bit."""
+        ...
+
+    def close(self) -> None:
+        """Free the model, the optimizer and their device memory."""
+        ...
+
+
+# ---------------------------------------------------------------- samplers
+
+
 class Sampler(Protocol):
-    """Draws completions from the policy that it last loaded."""
+    """Draws completions from the policy that it last loaded. This is what a stage sees."""
 
     def generate(self, requests: Sequence[SamplingRequest], sampling: SamplingConfig) -> list[Completion]:
-        """Return one completion per request, in order; the same request gives the same completion."""
+        """Return one completion per request, in order; the same request gives the same completion.
+
+        Raises SamplingError, naming the request, if one does not fit the policy's vocabulary or context.
+        """
         ...
 
     def advance(
         self, new: Sequence[tuple[int, SamplingRequest]], sampling: SamplingConfig
     ) -> list[tuple[int, Completion]]:
-        """Add numbered requests to those being sampled, run until one has finished, return those that have.
+        """Add numbered requests to those in progress, run until one has finished, return those that have.
 
-        `generate` and `load_weights` drop what is still being sampled.
+        `generate` and `load_weights` drop the requests in progress. Returns nothing if none is in progress.
         """
         ...
 
     def load_weights(self, weights: Weights, *, version: int) -> None:
-        """Replace the policy; later completions carry `version`."""
+        """Replace the policy; later completions carry `version`.
+
+        Raises SamplingError if the weights are not those that the trainer sent, or of another architecture.
+        """
         ...
+
+
+class EngineSampler(Sampler, Protocol):
+    """A sampler in a process of the runtime, which keeps it warm from one lease to the next.
+
+    Here the payload of `load_weights` is a mapping of Hugging Face names to CPU tensors, which must not be written to.
+    """
+
+    def accepts(self, policy: Path) -> bool:
+        """Return whether `load_policy` can serve `policy`, a Hugging Face folder, faster than a new sampler."""
+        ...
+
+    def load_policy(self, policy: Path) -> None:
+        """Load the weights of a folder that this sampler `accepts`; later completions carry version 0.
+
+        Raises SamplingError if the engine refuses them.
+        """
+        ...
+
+    def versions(self) -> dict[str, str]:
+        """Return package name -> version of the engines that sample (provenance of a manifest)."""
+        ...
+
+    def close(self) -> None:
+        """Free the engine's memory, processes and files. Nothing else may be called afterwards."""
+        ...
+
+
+@runtime_checkable
+class DeviceSampler(EngineSampler, Protocol):
+    """A sampler whose engine shares GPUs with trainers, or takes weights from their GPUs.
+
+    Needed where `EngineNeeds.sleeps` or `device_transfer` is true. An update is `transfer` with "init" (once), "start",
+    "update" (once or more) and "finish", then `check_probes` and `adopt`.
+    """
+
+    def sleep(self) -> None:
+        """Free the GPU memory of weights and KV cache. Does nothing while requests are in progress."""
+        ...
+
+    def wake(self) -> None:
+        """Take back what `sleep` freed. Must come before any other call to a sampler that sleeps."""
+        ...
+
+    def transfer(self, verb: TransferVerb, info: object) -> None:
+        """Take one step of vLLM's weight transfer; `info` is vLLM's own message for "init" and "update"."""
+        ...
+
+    def check_probes(self, probes: Probes) -> None:
+        """Raise SamplingError if the engine holds other values than `probes`."""
+        ...
+
+    def adopt(self, version: int) -> None:
+        """Give the weights that were transferred their version; later completions carry it."""
+        ...
+
+
+class OpenSampler(Protocol[C_contra]):
+    """Opens a sampler in the calling process."""
+
+    def __call__(self, policy: Path, config: C_contra, *, threads: int, transfer: Transfer) -> EngineSampler:
+        """Return a sampler of `policy`, a Hugging Face folder, at version 0.
+
+        `threads` is the number of CPU threads that it may use; `transfer` is "" unless `EngineNeeds.device_transfer`.
+        Raises ConfigError for a folder that is no policy and SamplingError if the engine does not start.
+        """
+        ...
+
+
+class ImportEngine(Protocol[C_contra]):
+    """Imports an engine without opening it."""
+
+    def __call__(self, config: C_contra, *, threads: int) -> None:
+        """Set what the engine reads at import, and import it, so that opening it later is fast."""
+        ...
+
+
+def _import_nothing(config: BaseSamplerConfig, *, threads: int) -> None:
+    """The module of the sampler has imported everything."""
+
+
+def _any_device() -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class SamplerEngine(Generic[C]):
+    """How samplers of one configuration class start; the module that `BaseSamplerConfig.module` names has one as `ENGINE`.
+
+    `built_for` returns the device type that the engine is built for ("cpu", "cuda"), "" if it runs wherever torch does.
+    """
+
+    open: OpenSampler[C]
+    warm: ImportEngine[C] = _import_nothing
+    built_for: Callable[[], str] = _any_device
 
 
 class Runtime(Protocol):

@@ -10,54 +10,23 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from pydantic import Field, field_validator
-
-from rlhf_core.config.base import Config
+from rlhf_core.data.answers import answer_message
 from rlhf_core.data.holdout import held_out
+from rlhf_core.data.shards import read_rollouts
+from rlhf_core.data.tables import Demonstration, read_prompts, write_demonstrations, write_prompts
 from rlhf_core.errors import DataError, explain
 from rlhf_core.stage.context import StageContext
 from rlhf_core.types import DemonstrationsRef, Message, Prompt, PromptsRef, Rollout, RolloutsRef
-
-if TYPE_CHECKING:
-    from rlhf_core.data.tables import Demonstration
-
-NAME = "condition"
-VERSION = 1
-CODE = "strict"
+from stages.config.condition import ConditionConfig
 
 TABLE_ROWS = 16
-
-
-class ConditionConfig(Config):
-    """How rewards become part of the prompt."""
-
-    levels: int = Field(5, ge=2)
-    """Quantiles of the rewards; level 1 is the lowest. Equal rewards have equal levels, so some may stay empty."""
-    template: str = "{prompt}\n<reward: {level}>"
-    """What becomes of the prompt's last message: {prompt} is its text, {level} the level."""
-    eval_fraction: float = Field(0.05, ge=0, lt=1)
-    """Share of the prompts held out as `eval.parquet`: at least one prompt unless 0."""
-    drop_truncated: bool = True
-    """Leave out answers that the token limit cut off: as text they would be taught to end there."""
-
-    @field_validator("template")
-    @classmethod
-    def _has_both_places(cls, template: str) -> str:
-        for place in ("{prompt}", "{level}"):
-            if template.count(place) != 1:
-                raise ValueError(f"must have {place} in it once; for example '{{prompt}} <reward: {{level}}>'")
-        return template
 
 
 def run(
     config: ConditionConfig, *, rollouts: RolloutsRef, prompts: PromptsRef | None = None, context: StageContext
 ) -> DemonstrationsRef | PromptsRef:
     """Return the answers of `rollouts` behind prompts with their level, or `prompts` that ask for the best one."""
-    from rlhf_core.data.shards import read_rollouts
-    from rlhf_core.data.tables import read_prompts, write_demonstrations, write_prompts
-
     context.tracker.dataset("rollouts", rollouts.digest, "training")
     everything = read_rollouts(context.path(rollouts))
     valid = [one for one in everything if not one.invalid]
@@ -115,9 +84,6 @@ def asking(prompt: Prompt, level: int, *, template: str) -> Prompt:
 
 def demonstrations(rollouts: Sequence[Rollout], levels: Sequence[int], *, template: str) -> list[Demonstration]:
     """Return each answer behind its prompt with its level; ids are the prompt's with a running number."""
-    from rlhf_core.data.answers import answer_message
-    from rlhf_core.data.tables import Demonstration
-
     numbers: Counter[str] = Counter()
     rows = []
     for rollout, level in zip(rollouts, levels, strict=True):

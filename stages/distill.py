@@ -11,16 +11,20 @@ import itertools
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-from pydantic import Field, model_validator
-
-from rlhf_core.config.base import Config
-from rlhf_core.config.engines import LoraConfig, OptimizerConfig, SamplingConfig
-from rlhf_core.config.loop import LoopConfig
+from rlhf_core.config.engines import SamplingConfig
+from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.data.holdout import held_out
+from rlhf_core.data.tables import read_demonstrations, read_prompts
 from rlhf_core.errors import ConfigError, DataError, explain
 from rlhf_core.interfaces import Metrics, ModelSpec, Sampler, Trainer
+from rlhf_core.models.architecture import check_longest
+from rlhf_core.models.vocabulary import shared_vocabulary
 from rlhf_core.stage.context import StageContext
+from rlhf_core.training.distillation_trainer import DistillationTrainer
+from rlhf_core.training.fit import LookAhead, fit
+from rlhf_core.training.objectives.distillation import DistillationObjective
 from rlhf_core.types import (
     ArtifactRef,
     DemonstrationsRef,
@@ -31,57 +35,7 @@ from rlhf_core.types import (
     TokenSample,
     derive_seed,
 )
-
-if TYPE_CHECKING:
-    from rlhf_core.data.chat import ChatTemplate
-    from rlhf_core.training.fit import LookAhead
-    from rlhf_core.training.objectives.distillation import DistillationObjective
-
-NAME = "distill"
-VERSION = 2
-CODE = "warn"
-
-
-class DivergenceConfig(Config):
-    """How far the student is from the teacher at a token."""
-
-    kind: Literal["forward", "reverse", "jsd"] = "forward"
-    """`forward` covers what the teacher says, `reverse` seeks its likeliest, `jsd` lies between them."""
-    jsd_beta: float = Field(0.5, ge=0, le=1)
-    """Weight of the teacher in the mixture of `jsd`."""
-    temperature: float = Field(1.0, gt=0)
-    """Of both distributions; not that of the sampling."""
-    top_k: int = Field(64, ge=0)
-    """The teacher's likeliest tokens, all others counting as one; 0 takes the whole vocabulary, at its price."""
-
-
-class DistillConfig(Config):
-    """Distillation of a teacher into a student with the same vocabulary."""
-
-    divergence: DivergenceConfig = DivergenceConfig()
-    kl_weight: float = Field(1.0, ge=0, le=1)
-    """a of the loss: what is left of 1 weighs the imitation of the demonstrations' tokens."""
-    on_policy: bool = False
-    """Learn on the student's own answers to prompts instead of on demonstrations."""
-    sampling: SamplingConfig = SamplingConfig()
-    """Of the student's own answers."""
-    eval_fraction: float = Field(0.05, ge=0, lt=1)
-    """Share of the prompts that are held out for evaluation, where the data are prompts."""
-    max_length: int = Field(256, ge=8)
-    """Tokens of a demonstration; longer ones are cut, and dropped if no trained token is left."""
-    loop: LoopConfig = LoopConfig(batch_size=32, epochs=1)
-    """Of `epochs`, each has an answer of its own to every prompt."""
-    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=2e-5)
-    lora: LoraConfig | None = None
-
-    @model_validator(mode="after")
-    def _own_answers_are_not_imitated(self) -> DistillConfig:
-        if self.on_policy and self.kl_weight < 1:
-            raise ValueError(
-                f"kl_weight = {self.kl_weight}: on_policy has the student's own answers, which are nothing to imitate; "
-                "leave it at 1"
-            )
-        return self
+from stages.config.distill import DistillConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +56,6 @@ def run(
     context: StageContext,
 ) -> PolicyRef:
     """Teach `policy`, the student, what `teacher` knows, on `demonstrations` or, on-policy, `prompts`."""
-    from rlhf_core.data.chat import ChatTemplate
-    from rlhf_core.models.architecture import check_longest
-    from rlhf_core.models.vocabulary import shared_vocabulary
-    from rlhf_core.training.fit import fit
-    from rlhf_core.training.objectives.distillation import DistillationObjective
-    from rlhf_core.training.teaching import TaughtTrainer
-
     divergence = config.divergence
     vocabulary = shared_vocabulary(context.path(policy), context.path(teacher))
     if divergence.top_k >= vocabulary:
@@ -134,7 +81,7 @@ def run(
         if config.on_policy:
             sampler = leases.enter_context(context.runtime.sampler(context.path(policy)))
             look_ahead = answering(sampler, chat, config.sampling, objective, seed=context.seed)
-        student = TaughtTrainer(
+        student = DistillationTrainer(
             leases.enter_context(context.runtime.trainer("policy", student_spec, config.optimizer)),
             leases.enter_context(context.runtime.trainer("teacher", teacher_spec, None)),
             k=divergence.top_k,
@@ -162,8 +109,6 @@ def shown(
     config: DistillConfig, chat: ChatTemplate, demonstrations: DemonstrationsRef | None, context: StageContext
 ) -> dict[str, list[TokenSample]]:
     """Return the demonstrations by split, their assistant turns masked."""
-    from rlhf_core.data.tables import read_demonstrations
-
     ref = needed(demonstrations, "demonstrations", config, context)
     context.tracker.dataset("demonstrations", ref.digest, "training")
     splits = {}
@@ -176,9 +121,6 @@ def shown(
 
 def drawn(config: DistillConfig, prompts: PromptsRef | None, context: StageContext) -> dict[str, list[Draw]]:
     """Return the answers to be sampled: one to each prompt and epoch, and one to each prompt that is held out."""
-    from rlhf_core.data.holdout import held_out
-    from rlhf_core.data.tables import read_prompts
-
     ref = needed(prompts, "prompts", config, context)
     context.tracker.dataset("prompts", ref.digest, "training")
     rows = read_prompts(context.path(ref))

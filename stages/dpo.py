@@ -13,41 +13,27 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pydantic import Field, model_validator
-
-from rlhf_core.config.base import Config
-from rlhf_core.config.engines import LoraConfig, OptimizerConfig
-from rlhf_core.config.loop import LoopConfig
-from rlhf_core.config.preference import (
-    AOTLoss,
-    DPOLoss,
-    IPOLoss,
-    KTOLoss,
-    ORPOLoss,
-    PreferenceLoss,
-    SimPOLoss,
-    uses_reference,
-)
+from rlhf_core.algorithms.preference.aot import AOTLoss
+from rlhf_core.algorithms.preference.kto import KTOLoss
+from rlhf_core.config.preference import uses_reference
+from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.data.tables import Feedback, Preference, read_feedback, read_preferences
 from rlhf_core.errors import DataError, explain
 from rlhf_core.interfaces import ModelSpec
+from rlhf_core.models.architecture import check_longest
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.layout import write_json
+from rlhf_core.training.fit import fit
+from rlhf_core.training.objectives.preference import KTOObjective, PairObjective, answer_logprob
 from rlhf_core.types import AnswerSample, PolicyRef, PreferenceSample, PreferencesRef, TokenSample
-
-if TYPE_CHECKING:
-    from rlhf_core.data.chat import ChatTemplate
-    from rlhf_core.data.tables import Feedback, Preference
-    from rlhf_core.training.objectives.preference import KTOObjective, PairObjective
+from stages.config.dpo import DPOConfig
 
 logger = logging.getLogger(__name__)
 
 TokenPair = tuple[TokenSample, TokenSample]
 
-NAME = "dpo"
-VERSION = 3
-CODE = "warn"
 
 REFERENCE_CHUNK = 512
 
@@ -60,43 +46,10 @@ class JudgedAnswer:
     desirable: bool
 
 
-class DPOConfig(Config):
-    """Preference optimisation on pairs (kto: on single answers too), against a frozen reference."""
-
-    loss: PreferenceLoss = DPOLoss()
-    nll_coef: float = Field(0.0, ge=0)
-    """Adds this much of the chosen answer's mean token loss (RPO, arXiv 2404.19733)."""
-    length_alpha: float = Field(1.0, ge=0, le=1)
-    """Below 1, tokens beyond the other answer's length count so much (LD-DPO, arXiv 2409.06411)."""
-    max_length: int = Field(256, ge=8)
-    loop: LoopConfig = LoopConfig(batch_size=32, epochs=1)
-    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-7)
-    lora: LoraConfig | None = None
-
-    @model_validator(mode="after")
-    def _options_belong_to_losses_on_pairs(self) -> DPOConfig:
-        if isinstance(self.loss, KTOLoss) and self.nll_coef:
-            raise ValueError(f"nll_coef = {self.nll_coef}: kto judges single answers; leave it at 0")
-        averaged = isinstance(self.loss, IPOLoss) and self.loss.length_average
-        if self.length_alpha < 1 and (averaged or isinstance(self.loss, AOTLoss | KTOLoss | ORPOLoss | SimPOLoss)):
-            raise ValueError(
-                f"length_alpha = {self.length_alpha}: is for losses on the summed log-probs of a pair, and "
-                f"{self.loss.type!r} is none; leave it at 1"
-            )
-        if isinstance(self.loss, ORPOLoss) and self.nll_coef:
-            raise ValueError(f"nll_coef = {self.nll_coef}: orpo has the chosen answer's loss in it; leave it at 0")
-        return self
-
-
 def run(
     config: DPOConfig, *, policy: PolicyRef, reference: PolicyRef, preferences: PreferencesRef, context: StageContext
 ) -> PolicyRef:
     """Train `policy` to prefer the chosen answers, held near `reference`; return the new policy."""
-    from rlhf_core.data.chat import ChatTemplate
-    from rlhf_core.data.tables import read_feedback, read_preferences
-    from rlhf_core.models.architecture import check_longest
-    from rlhf_core.training.fit import fit
-
     check_longest(f"{context.label}.max_length", config.max_length, context.path(policy))
     chat = ChatTemplate.load(context.path(policy))
     rows = {split: read_preferences(context.path(preferences) / f"{split}.parquet") for split in ("train", "eval")}
@@ -181,8 +134,6 @@ def prepared(
     context: StageContext,
 ) -> tuple[PairObjective | KTOObjective, dict[str, list[Any]]]:
     """Return the objective and its samples by split, with what the reference says of them."""
-    from rlhf_core.training.objectives.preference import KTOObjective, PairObjective
-
     if isinstance(config.loss, KTOLoss):
         answers = {split: [*sides(pairs[split]), *single[split]] for split in pairs}
         return KTOObjective(loss=config.loss, kl=0.0), {
@@ -197,8 +148,6 @@ def pair_samples(
     config: DPOConfig, split: str, pairs: Sequence[TokenPair], reference: PolicyRef, context: StageContext
 ) -> list[PreferenceSample]:
     """Return the pairs with the reference's summed log-probs; losses without a reference get zeros."""
-    from rlhf_core.training.objectives.preference import answer_logprob
-
     if not uses_reference(config.loss):
         return [PreferenceSample(chosen, rejected, 0.0, 0.0) for chosen, rejected in pairs]
     flat = [answer for pair in pairs for answer in pair]

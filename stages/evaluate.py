@@ -10,48 +10,28 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
-from pydantic import Field
-
-from rlhf_core.config.base import OPERATIONAL, Config, keyed
+from rlhf_core.config.base import keyed
 from rlhf_core.config.engines import SamplingConfig
+from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.data.shards import read_generations, read_index
 from rlhf_core.errors import ConfigError, DataError, explain
+from rlhf_core.evaluation import plots
+from rlhf_core.evaluation.comparison import Answers, Intervals, best_of, improvement, summary, win_rate
+from rlhf_core.evaluation.distance import log_ratios
+from rlhf_core.evaluation.lineage import lineage
+from rlhf_core.evaluation.metrics import best_of_n_kl
+from rlhf_core.evaluation.report import Sample, render_report
 from rlhf_core.interfaces import ModelSpec
+from rlhf_core.rewards.isolation import IsolatedReward
+from rlhf_core.rewards.model import Contract, score_with_reward_model, verify_contract
+from rlhf_core.rewards.outcomes import checked
+from rlhf_core.rewards.worker import WorkerSettings
 from rlhf_core.stage.context import StageContext
+from rlhf_core.store import attempts
 from rlhf_core.types import Generation, GenerationsRef, PolicyRef, ReportRef, RewardModelRef
-
-if TYPE_CHECKING:
-    from rlhf_core.evaluation.comparison import Answers, Intervals
-    from rlhf_core.evaluation.report import Sample
-
-NAME = "evaluate"
-VERSION = 2
-CODE = "strict"
-
-TRAINING = ("sft", "reward_model", "process_reward_model", "dpo", "ppo", "distill")
-"""Stages whose training curves are shown."""
-
-
-class EvaluateConfig(Config):
-    """What is measured, and what is compared with what."""
-
-    gold: str = ""
-    """The gold reward as `module:function` or `file.py:function`: list[Generation] -> list[float]; "" for none."""
-    gold_timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 600.0
-    """Deadline of the gold reward for the answers of one policy."""
-    reference: str = "sft"
-    """The policy, by its name in the pipeline, that KL is measured to and, unless `parents` says otherwise, that win
-    rates are against. When the reference handed in is another evaluated policy, that one's name is used."""
-    parents: dict[str, str] = {}
-    """Policy -> the policy that its win rate is against."""
-    best_of: dict[str, int] = {}
-    """Policy -> n: adds a row with the reward model's favourite of each prompt's first n answers."""
-    level: float = Field(0.95, gt=0, lt=1)
-    """Of the intervals."""
-    resamples: int = Field(2000, ge=100)
-    samples_shown: int = Field(16, ge=0)
-    """Prompts that are shown side by side."""
+from stages.config.evaluate import EvaluateConfig
 
 
 def run(
@@ -63,8 +43,6 @@ def run(
     context: StageContext,
 ) -> ReportRef:
     """Compare the policies whose answers are given; return the report (report.json, report.html, figures/)."""
-    from rlhf_core.evaluation.comparison import Intervals
-
     check_names(config, list(generations))
     config = with_reference(config, generations, reference, context)
     record_inputs(generations, reference, reward_model, context)
@@ -95,8 +73,6 @@ def with_reference(
     context: StageContext,
 ) -> EvaluateConfig:
     """Return `config` with `reference` set to the name of the policy that really is the reference, where it has one."""
-    from rlhf_core.data.shards import read_index
-
     digests = {name: read_index(context.path(ref))["policy"] for name, ref in generations.items()}
     names = [name for name, digest in digests.items() if reference is not None and digest == reference.digest]
     return config if not names or config.reference in names else config.model_copy(update={"reference": names[0]})
@@ -130,11 +106,6 @@ def measured(
 
     Episodes that failed are counted and not measured: a text that was only half played says nothing of the policy.
     """
-    from rlhf_core.data.shards import read_generations, read_index
-    from rlhf_core.evaluation.comparison import Answers, best_of
-    from rlhf_core.evaluation.distance import log_ratios
-    from rlhf_core.evaluation.metrics import best_of_n_kl
-
     folders = {name: context.path(ref) for name, ref in generations.items()}
     everything = {name: read_generations(folder) for name, folder in folders.items()}
     rows = {name: ended(name, items) for name, items in everything.items()}
@@ -170,11 +141,7 @@ def gold_rewards(
     """Return the gold reward of each answer by policy; nothing when there is no gold reward."""
     if not config.gold:
         return dict.fromkeys(rows, ())
-    from rlhf_core.rewards.isolation import IsolatedReward
-    from rlhf_core.rewards.outcomes import checked
-    from rlhf_core.rewards.worker import Settings
-
-    settings = Settings(code=dict(context.functions))
+    settings = WorkerSettings(code=dict(context.functions))
     with IsolatedReward("gold", config.gold, timeout_s=config.gold_timeout_s, settings=settings) as reward:
         return {name: tuple(checked("gold", reward(items), items)) for name, items in rows.items()}
 
@@ -185,9 +152,6 @@ def reward_scores(
     """Return the reward model's score of each answer by policy; nothing without a reward model."""
     if ref is None:
         return dict.fromkeys(rows, ())
-    from rlhf_core.data.chat import ChatTemplate
-    from rlhf_core.rewards.model import Contract, score_with_reward_model, verify_contract
-
     folder = context.path(ref)
     contract, chat = Contract.read(folder), ChatTemplate.load(folder)
     with context.runtime.trainer("reward_model", ModelSpec(str(folder), "score", None, context.seed), None) as trainer:
@@ -205,8 +169,6 @@ def compare(
     config: EvaluateConfig, policies: Sequence[Answers], intervals: Intervals, context: StageContext
 ) -> dict[str, Any]:
     """Return the content of report.json: a row per policy, and how it was made."""
-    from rlhf_core.evaluation.comparison import improvement, summary, win_rate
-
     by_name = {answers.name: answers for answers in policies}
     names = [answers.name for answers in policies if not answers.picked_from]
     rows = {answers.name: summary(answers, intervals) for answers in policies}
@@ -258,13 +220,12 @@ def headline(report: Mapping[str, Any]) -> dict[str, float]:
 def ancestry(
     generations: Mapping[str, GenerationsRef], context: StageContext
 ) -> tuple[list[dict[str, Any]], dict[str, Path]]:
-    """Return the stages that led to the answers, and label -> metrics.jsonl of those that train, where it is still there."""
-    from rlhf_core.evaluation.lineage import lineage
-    from rlhf_core.store import attempts
-
-    nodes = lineage(context.store.records(), [ref.digest for ref in generations.values()])
+    """Return the stages that led to the answers, and label -> metrics.jsonl of those that made a model, where it is still there."""
+    records = context.store.records()
+    nodes = lineage(records, [ref.digest for ref in generations.values()])
+    models = {record.key for record in records if isinstance(record.handle, (PolicyRef, RewardModelRef))}
     files = {
-        node.label: attempts.metrics(context.store.layout.attempt(node.key)) for node in nodes if node.stage in TRAINING
+        node.label: attempts.metrics(context.store.layout.attempt(node.key)) for node in nodes if node.key in models
     }
     trained = {label: path for label, path in files.items() if path.exists()}
     return [node.plain() for node in nodes], trained
@@ -274,8 +235,6 @@ def draw(
     report: Mapping[str, Any], policies: Sequence[Answers], training: Mapping[str, Path]
 ) -> dict[str, tuple[str, bytes]]:
     """Return file name -> (caption, PNG)."""
-    from rlhf_core.evaluation import plots
-
     figures: dict[str, tuple[str, bytes]] = {}
     measure, reference = report["compared_by"], report["reference"]
     label = {"gold": "gold reward", "reward_model": "reward-model score", "": ""}[measure]
@@ -306,8 +265,6 @@ def draw(
 
 def training_figures(training: Mapping[str, Path]) -> dict[str, tuple[str, bytes]]:
     """Return one figure per trained stage: reward for policy optimisation, loss for the rest."""
-    from rlhf_core.evaluation import plots
-
     figures = {}
     for label, path in training.items():
         series = {name.removeprefix(f"{label}/"): curve for name, curve in plots.read_curves(path).items()}
@@ -322,8 +279,6 @@ def training_figures(training: Mapping[str, Path]) -> dict[str, tuple[str, bytes
 
 def side_by_side(policies: Sequence[Answers], count: int) -> list[Sample]:
     """Return the first `count` prompts that all policies answered, with the first answer of each."""
-    from rlhf_core.evaluation.report import Sample
-
     first = [_first_answers(answers) for answers in policies]
     shared = [prompt for prompt in first[0] if all(prompt in answers for answers in first)][:count]
     samples = []
@@ -354,8 +309,6 @@ def write(
     context: StageContext,
 ) -> None:
     """Write the artifact and hand the same to the tracker."""
-    from rlhf_core.evaluation.report import render_report
-
     (context.out / "report.json").write_text(json.dumps(report, indent=2, allow_nan=False))
     page = render_report(report, title="Evaluation of policies", figures=list(figures.values()), samples=samples)
     (context.out / "report.html").write_text(page, encoding="utf-8")

@@ -15,15 +15,15 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated
 
-from pydantic import Field
-
-from rlhf_core.config.agents import AgentConfig
-from rlhf_core.config.base import OPERATIONAL, Config
-from rlhf_core.config.engines import SamplingConfig
+from rlhf_core.agents.episodes import Episode
+from rlhf_core.agents.process import Environments
+from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.data.shards import count_rows, finished_shards, read_generations, shards, write_generations, write_index
+from rlhf_core.data.tables import read_prompts
 from rlhf_core.errors import DataError, explain
 from rlhf_core.interfaces import Metrics, Sampler
+from rlhf_core.rollouts.answers import answers, episode_metrics, open_environments
 from rlhf_core.stage.context import StageContext
 from rlhf_core.types import (
     Generation,
@@ -34,31 +34,9 @@ from rlhf_core.types import (
     PromptsRef,
     derive_seed,
 )
-
-if TYPE_CHECKING:
-    from rlhf_core.agents.process import Environments
-    from rlhf_core.data.chat import ChatTemplate
-
-NAME = "generate"
-VERSION = 3
-CODE = "warn"
+from stages.config.generate import GenerateConfig
 
 TABLE_ROWS = 16
-
-
-class GenerateConfig(Config):
-    """How many answers are drawn, and how."""
-
-    samples_per_prompt: int = Field(8, ge=1)
-    sampling: SamplingConfig = SamplingConfig()
-    agent: AgentConfig | None = None
-    """Makes every answer an episode of turns with an environment, tools or an agent program."""
-    max_prompts: int = Field(0, ge=0)
-    """Takes this many prompts from the start; 0 takes all."""
-    shard_size: Annotated[int, Field(ge=1), OPERATIONAL] = 128
-    """Prompts per shard, sampled in one call: what a killed run loses at most."""
-    round: int = Field(0, ge=0)
-    """Salt of the seeds, so that each round of iterative DPO draws anew."""
 
 
 def run(
@@ -73,10 +51,6 @@ def run(
 
     `asked` is how the prompts, by their ids, are put to this policy; the answers are kept as answers to `prompts`.
     """
-    from rlhf_core.data.chat import ChatTemplate
-    from rlhf_core.data.shards import read_generations, shards, write_index
-    from rlhf_core.data.tables import read_prompts
-
     chat = ChatTemplate.load(context.path(policy))
     questions = chosen(read_prompts(context.path(prompts)), config)
     context.tracker.dataset("prompts", prompts.digest, "training")
@@ -131,15 +105,11 @@ def sample_shards(
 
     Those may have had another `shard_size`: how many prompts are answered is read off their rows, and the rest is cut anew.
     """
-    from rlhf_core.data.shards import count_rows, finished_shards, write_generations
-
     finished = finished_shards(folder)
     answered = sum(map(count_rows, finished)) // config.samples_per_prompt
     pieces = cut(prompts[answered:], config.shard_size)
     if not pieces:
         return
-    from rlhf_core.rollouts.answers import open_environments
-
     with ExitStack() as leases:
         environments = open_environments(config.agent, policy, leases, context)  # first: it fails in a second
         sampler = leases.enter_context(context.runtime.sampler(policy))
@@ -169,9 +139,6 @@ def sample(
 
     A prompt whose id is in `put` is asked with those messages; the generation has the prompt itself and its tokens.
     """
-    from rlhf_core.agents.episodes import Episode
-    from rlhf_core.rollouts.answers import answers
-
     chat = chat if environments is None else chat.with_tools(environments.tools)
     asked = [replace(prompt, messages=put[prompt.id]) if prompt.id in put else prompt for prompt in prompts]
     work = [
@@ -194,8 +161,6 @@ def generation_metrics(generations: Sequence[Generation]) -> Metrics:
     `entropy` is the mean of -log p over sampled tokens, `distinct` the mean over prompts of the share of different
     texts among the answers to one prompt.
     """
-    from rlhf_core.rollouts.answers import episode_metrics
-
     completions = [generation.completion for generation in generations]
     logprobs = [
         logprob

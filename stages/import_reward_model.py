@@ -10,56 +10,19 @@ import math
 import shutil
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import TYPE_CHECKING, Annotated
 
-from pydantic import Field
-
-from rlhf_core.config.base import OPERATIONAL, Config
+from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.interfaces import ModelSpec
+from rlhf_core.rewards.external import check_classifier, probe_messages, single_output
 from rlhf_core.stage.context import StageContext
+from rlhf_core.store.fingerprint import hash_files, tree_digest
 from rlhf_core.types import Message, PolicyRef, RewardModelRef
-
-if TYPE_CHECKING:
-    from rlhf_core.data.chat import ChatTemplate
-
-NAME = "import_reward_model"
-VERSION = 1
-CODE = "warn"
-
-COPIED = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt")
-"""Weights, configuration and tokenizer; what else lies in the folder (other formats, optimizer states) does not count."""
-
-
-class ImportRewardModelConfig(Config):
-    """A sequence classifier with one output, in a folder, as the reward model of the run."""
-
-    path: Annotated[str, Field(min_length=1), OPERATIONAL]
-    """Folder of the model and its tokenizer. Where it is does not belong to the key, what is in it does."""
-    max_length: int = Field(2048, ge=8)
-    """Most tokens of prompt and answer that it reads; longer ones are cut there."""
-
-
-def content_digests(config: ImportRewardModelConfig) -> dict[str, str]:
-    """Return the digest of what would be copied; ConfigError, before anything runs, for a folder that cannot be used."""
-    from rlhf_core.rewards.external import check_classifier
-    from rlhf_core.store.fingerprint import hash_files, tree_digest
-
-    folder = Path(config.path).expanduser()
-    check_classifier(folder)
-    return {"reward_model": tree_digest(hash_files(folder, copied(folder)))}
-
-
-def copied(folder: Path) -> list[str]:
-    """Return the names of the files that make the reward model, in order."""
-    return sorted({path.name for pattern in COPIED for path in folder.glob(pattern) if path.is_file()})
+from stages.config.import_reward_model import ImportRewardModelConfig, copied
 
 
 def run(config: ImportRewardModelConfig, *, policy: PolicyRef, context: StageContext) -> RewardModelRef:
     """Copy the reward model and write its contract; ConfigError if it reads other tokens than `policy` writes."""
-    from rlhf_core.data.chat import ChatTemplate
-    from rlhf_core.rewards.external import check_classifier, single_output
-
     folder = Path(config.path).expanduser()
     check_classifier(folder)
     names = copied(folder)
@@ -100,8 +63,6 @@ def run(config: ImportRewardModelConfig, *, policy: PolicyRef, context: StageCon
 
 def check_copy(names: list[str], config: ImportRewardModelConfig, context: StageContext) -> None:
     """Raise ConfigError unless the bytes that were copied are those whose digest is in the key."""
-    from rlhf_core.store.fingerprint import hash_files, tree_digest
-
     planned = context.files  # empty: run without a pipeline
     if planned and tree_digest(hash_files(context.out, names)) != planned["reward_model"]:
         rule = "its files have changed since the run was planned"
@@ -111,8 +72,6 @@ def check_copy(names: list[str], config: ImportRewardModelConfig, context: Stage
 
 def check_tokens(chat: ChatTemplate, policys: ChatTemplate, config: ImportRewardModelConfig) -> None:
     """Raise ConfigError unless both render the probes to the same tokens: a policy's tokens are scored as sampled."""
-    from rlhf_core.rewards.external import probe_messages
-
     for messages, answer in probe_messages():
         theirs, ours = (
             (one.prompt_ids(messages), one.tokenizer(answer, add_special_tokens=False)["input_ids"], one.eos_id)
@@ -126,8 +85,6 @@ def check_tokens(chat: ChatTemplate, policys: ChatTemplate, config: ImportReward
 
 def probes(chat: ChatTemplate, max_length: int) -> list[tuple[int, ...]]:
     """Return the tokens of the probes up to the end of each answer, where a sampled answer ends too."""
-    from rlhf_core.rewards.external import probe_messages
-
     found = []
     for messages, answer in probe_messages():
         sample = chat.continuation(messages, (Message("assistant", answer),), max_length=max_length)

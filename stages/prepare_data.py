@@ -10,14 +10,29 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from pydantic import Field
-
-from rlhf_core.config.base import Config
-from rlhf_core.config.data import ArithmeticWorld, DataConfig, Files, SupportWorld
-from rlhf_core.config.engines import BaseModelConfig, InitModel, PretrainedModel
+from rlhf_core.config.data import ArithmeticWorld, Files, SupportWorld
+from rlhf_core.config.engines import PretrainedModel
+from rlhf_core.data.chat import CHATML_LIKE, ChatTemplate
+from rlhf_core.data.files import make_tables as from_files
+from rlhf_core.data.limits import limit, parts
+from rlhf_core.data.preview import preview
+from rlhf_core.data.tables import (
+    Feedback,
+    Tables,
+    write_demonstrations,
+    write_feedback,
+    write_preferences,
+    write_prompts,
+    write_steps,
+)
+from rlhf_core.data.validation import DropReport, Origin
+from rlhf_core.data.worlds.arithmetic import make_tables as arithmetic
+from rlhf_core.data.worlds.support import make_tables as support
 from rlhf_core.errors import ConfigError, DataError, explain
+from rlhf_core.models.initialise import initialise_llama, train_tokenizer
+from rlhf_core.models.loading import materialise
+from rlhf_core.stage.context import StageContext
 from rlhf_core.types import (
     ArtifactRef,
     DemonstrationsRef,
@@ -27,42 +42,18 @@ from rlhf_core.types import (
     PromptsRef,
     StepsRef,
 )
-
-if TYPE_CHECKING:
-    from rlhf_core.data.chat import ChatTemplate
-    from rlhf_core.data.tables import Tables
-    from rlhf_core.data.validation import DropReport, Origin
-    from rlhf_core.stage.context import StageContext
-
-NAME = "prepare_data"
-VERSION = 2
-CODE = "strict"
-
-MODEL_TEMPLATE = "model"
-CHATML_TEMPLATE = "chatml"
-
-
-class PrepareDataConfig(Config):
-    """The data, the base model, and the limits that rows must keep."""
-
-    data: DataConfig = SupportWorld()
-    model: BaseModelConfig = InitModel()
-    chat_template: str = MODEL_TEMPLATE
-    """`model`: the tokenizer's own; `chatml`: `rlhf_core.data.chat.CHATML_LIKE`; else the path of a Jinja file."""
-    max_prompt_tokens: int = Field(128, ge=4)
-    """Most tokens of a prompt, with its generation prompt."""
-    max_tokens: int = Field(256, ge=8)
-    """Most tokens of prompt and answer together."""
-    preview_rows: int = Field(8, ge=1)
-    """Rows per table in `preview.md` and in the tracker."""
+from stages.config.prepare_data import (
+    CHATML_TEMPLATE,
+    MODEL_TEMPLATE,
+    PrepareDataConfig,
+    content_digests,
+    counted_files,
+    local_files,
+)
 
 
 def run(config: PrepareDataConfig, *, context: StageContext) -> PreparedDataRef:
     """Write the tables and the base model; return one handle whose parts are handles of their own."""
-    from rlhf_core.data.chat import ChatTemplate
-    from rlhf_core.data.limits import limit
-    from rlhf_core.data.preview import preview
-
     context.progress(0, 4, "reading rows")
     with _as_planned(config, context.files):
         tables, facts, origins, report = _rows(config.data, seed=context.seed)
@@ -88,46 +79,13 @@ def run(config: PrepareDataConfig, *, context: StageContext) -> PreparedDataRef:
     return context.commit(PreparedDataRef, children=children, metrics=facts | _metrics(tables, report, chat))
 
 
-def content_digests(config: PrepareDataConfig) -> dict[str, str]:
-    """Return name -> sha256 of all local files that `config` names (data, model, template): they belong to the key.
-
-    Hub data and models are named by their commit in the configuration itself. DataError for data that are not there,
-    ConfigError for a `package:` model whose package is not installed.
-    """
-    digests = {}
-    for name, (_, path) in _local_files(config).items():
-        if not path.exists():
-            raise DataError(explain("prepare_data", name, "there is no such file or folder", "check the path"))
-        digests[name] = _digest(path)
-    return digests
-
-
-def _local_files(config: PrepareDataConfig) -> dict[str, tuple[str, Path]]:
-    """Return the local files and folders that `config` names: name -> key of the configuration, and where they are."""
-    from rlhf_core.models.packages import PACKAGE, package_folder
-
-    named: dict[str, str] = {}
-    if isinstance(config.data, Files):
-        from rlhf_core.data.sources import is_hub
-
-        named |= {source.path: f"data.sources[{source.name}]" for source in config.data.sources if not is_hub(source)}
-    if isinstance(config.model, PretrainedModel) and Path(config.model.path).expanduser().is_dir():
-        named[config.model.path] = "prepare_data.model.path"
-    if config.chat_template not in (MODEL_TEMPLATE, CHATML_TEMPLATE):
-        named[config.chat_template] = "prepare_data.chat_template"
-    paths = {name: (key, Path(name).expanduser()) for name, key in named.items()}
-    if isinstance(config.model, PretrainedModel) and config.model.path.startswith(PACKAGE):
-        paths[config.model.path] = ("prepare_data.model.path", package_folder(config.model.path))
-    return paths
-
-
 @contextmanager
 def _as_planned(config: PrepareDataConfig, planned: Mapping[str, str]) -> Iterator[None]:
     """Raise DataError unless the files that are read inside are those whose digests are in the key, `planned`.
 
     They are hashed once more before; a file that nobody replaced or wrote to from then on is what was hashed.
     """
-    files = _local_files(config)
+    files = local_files(config)
     before = {name: _statuses(path) for name, (_, path) in files.items()}
     digests = content_digests(config)
     for name, (key, _) in files.items():
@@ -146,26 +104,12 @@ def _as_planned(config: PrepareDataConfig, planned: Mapping[str, str]) -> Iterat
 
 def _statuses(path: Path) -> dict[str, tuple[int, ...]]:
     """Return what changes with every write to a file, or to a file of a folder; nothing if it is gone."""
-    folder, names = (path.parent, [path.name]) if path.is_file() else (path, _counting(path))
+    folder, names = (path.parent, [path.name]) if path.is_file() else (path, counted_files(path))
     found = {name: (folder / name).stat() for name in names if (folder / name).exists()}
     return {
         name: (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
         for name, status in found.items()
     }
-
-
-def _digest(path: Path) -> str:
-    """Return the sha256 of a file or a folder."""
-    from rlhf_core.store.fingerprint import hash_file, hash_files, tree_digest
-
-    return hash_file(path) if path.is_file() else tree_digest(hash_files(path, _counting(path)))
-
-
-def _counting(folder: Path) -> list[str]:
-    """Return the files of a folder; compiled Python does not count, it differs between machines."""
-    from rlhf_core.store.fingerprint import list_files
-
-    return [name for name in list_files(folder) if "__pycache__" not in name.split("/")]
 
 
 # ---------------------------------------------------------------- rows and model
@@ -175,22 +119,14 @@ def _rows(
     data: SupportWorld | ArithmeticWorld | Files, *, seed: int
 ) -> tuple[Tables, dict[str, float], dict[str, Origin], DropReport]:
     """Return the tables, facts about them, where each row (by id) came from, and the report of drops so far."""
-    from rlhf_core.data.validation import DropReport, Origin
-
     report = DropReport()
     facts: dict[str, float] = {}
     if isinstance(data, Files):
-        from rlhf_core.data.files import make_tables as from_files
-
         tables, origins = from_files(data, seed=seed, report=report)
         return tables, facts, origins, report
     if isinstance(data, SupportWorld):
-        from rlhf_core.data.worlds.support import make_tables as support
-
         tables, facts = support(data, seed=seed)
     else:
-        from rlhf_core.data.worlds.arithmetic import make_tables as arithmetic
-
         tables, facts = arithmetic(data, seed=seed)
     report.rows_read[data.type] = sum(len(rows) for rows in tables.named().values())
     return tables, facts, {row.id: Origin(data.type, 0) for rows in tables.named().values() for row in rows}, report
@@ -200,12 +136,8 @@ def _base_model(config: PrepareDataConfig, tables: Tables, folder: Path, *, seed
     """Write the base model to `folder`: initialised from nothing, or a pretrained one in one common layout."""
     template = _template(config.chat_template)
     if isinstance(config.model, PretrainedModel):
-        from rlhf_core.models.loading import materialise
-
         materialise(config.model, folder, chat_template=template)
         return
-    from rlhf_core.models.initialise import initialise_llama, train_tokenizer
-
     if template is not None:
         raise ConfigError(
             explain(
@@ -221,8 +153,6 @@ def _base_model(config: PrepareDataConfig, tables: Tables, folder: Path, *, seed
 
 def _template(name: str) -> str | None:
     """Return the template that `name` stands for; None for the model's own."""
-    from rlhf_core.data.chat import CHATML_LIKE
-
     if name == MODEL_TEMPLATE:
         return None
     if name == CHATML_TEMPLATE:
@@ -240,14 +170,6 @@ def _template(name: str) -> str | None:
 
 def _write(tables: Tables, report: DropReport, out: Path) -> dict[str, tuple[str, type[ArtifactRef]]]:
     """Write the tables that have rows; return the handles to make."""
-    from rlhf_core.data.tables import (
-        write_demonstrations,
-        write_feedback,
-        write_preferences,
-        write_prompts,
-        write_steps,
-    )
-
     children: dict[str, tuple[str, type[ArtifactRef]]] = {"base": ("base", PolicyRef)}
     if tables.demonstrations:
         write_demonstrations(out / "demonstrations" / "train.parquet", tables.demonstrations)
@@ -300,9 +222,6 @@ def _metrics(tables: Tables, report: DropReport, chat: ChatTemplate) -> dict[str
 
 def _show(tables: Tables, report: DropReport, config: PrepareDataConfig, context: StageContext) -> None:
     """Send samples of each table, the preview and the drop report to the tracker."""
-    from rlhf_core.data.limits import parts
-    from rlhf_core.data.tables import Feedback
-
     for name, rows in tables.named().items():
         shown = []
         for row in rows[: config.preview_rows]:

@@ -9,61 +9,29 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, model_validator
-
-from rlhf_core.config.base import Config
-from rlhf_core.config.engines import OptimizerConfig, refuse_average
-from rlhf_core.config.loop import LoopConfig
+from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.data.steps import StepSplitter
+from rlhf_core.data.tables import SteppedAnswer, read_steps
 from rlhf_core.errors import DataError, explain
+from rlhf_core.evaluation.step_report import step_report
 from rlhf_core.interfaces import ModelSpec, Trainer
+from rlhf_core.models.architecture import check_longest
 from rlhf_core.stage.context import StageContext
+from rlhf_core.training.fit import fit
+from rlhf_core.training.objectives.steps import StepObjective
 from rlhf_core.types import PolicyRef, ProcessRewardModelRef, StepSample, StepsRef, TokenSample
-
-if TYPE_CHECKING:
-    from rlhf_core.data.chat import ChatTemplate
-    from rlhf_core.data.steps import StepSplitter
-    from rlhf_core.data.tables import SteppedAnswer
-
-NAME = "process_reward_model"
-VERSION = 2
-CODE = "warn"
+from stages.config.process_reward_model import ProcessRewardModelConfig
 
 PROBES = 32
 TABLE_ROWS = 8
 _UNLIMITED = 1 << 40
 
 
-class ProcessRewardModelConfig(Config):
-    """Process reward model on answers whose steps were judged."""
-
-    max_length: int = Field(256, ge=8)
-    """Tokens of prompt and answer; steps that end later are not judged, and answers without any left are dropped."""
-    separator: str = Field("\n", min_length=1)
-    """Stands between steps, here and in the answers that are scored later."""
-    reduce: Literal["min", "mean", "last", "product"] = "min"
-    """How the steps of an answer become its score, where the reward that uses this model does not say."""
-    loop: LoopConfig = LoopConfig(batch_size=32, epochs=1)
-    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
-
-    @model_validator(mode="after")
-    def _the_judged_weights_are_the_trained_ones(self) -> ProcessRewardModelConfig:
-        refuse_average(self.optimizer)
-        return self
-
-
 def run(
     config: ProcessRewardModelConfig, *, policy: PolicyRef, steps: StepsRef, context: StageContext
 ) -> ProcessRewardModelRef:
     """Train a process reward model from the weights of `policy`; return it with its report."""
-    from rlhf_core.data.chat import ChatTemplate
-    from rlhf_core.data.steps import StepSplitter
-    from rlhf_core.data.tables import read_steps
-    from rlhf_core.models.architecture import check_longest
-    from rlhf_core.training.fit import fit
-    from rlhf_core.training.objectives.steps import StepObjective
-
     check_longest(f"{context.label}.max_length", config.max_length, context.path(policy))
     chat = ChatTemplate.load(context.path(policy))
     splitter = StepSplitter(chat, config.separator)
@@ -155,8 +123,6 @@ def write_report(
     trainer: Trainer, samples: Sequence[StepSample], chat: ChatTemplate, context: StageContext
 ) -> dict[str, float]:
     """Write `report.json` and its figures into the artifact; return the headline figures of the held-out answers."""
-    from rlhf_core.evaluation.step_report import step_report
-
     if not samples:
         return {}
     logits = trainer.step_scores([unlabelled(sample) for sample in samples])

@@ -9,57 +9,26 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import TYPE_CHECKING
 
-from pydantic import Field, model_validator
-
-from rlhf_core.config.base import Config
-from rlhf_core.config.engines import OptimizerConfig, refuse_average
-from rlhf_core.config.loop import LoopConfig
+from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.data.tables import Preference, read_feedback, read_preferences
 from rlhf_core.errors import DataError, explain
+from rlhf_core.evaluation.reward_report import reward_model_report
 from rlhf_core.interfaces import ModelSpec, Trainer
+from rlhf_core.models.architecture import check_longest
 from rlhf_core.stage.context import StageContext
+from rlhf_core.training.fit import fit
+from rlhf_core.training.objectives.base import BradleyTerryObjective
 from rlhf_core.types import PolicyRef, PreferencesRef, RewardModelRef, RewardPair, TokenSample
-
-if TYPE_CHECKING:
-    from rlhf_core.data.chat import ChatTemplate
-    from rlhf_core.data.tables import Preference
-
-NAME = "reward_model"
-VERSION = 2
-CODE = "warn"
+from stages.config.reward_model import RewardModelConfig
 
 PROBES = 32
-
-
-class RewardModelConfig(Config):
-    """Bradley-Terry reward model on preference pairs."""
-
-    max_length: int = Field(256, ge=8)
-    """Tokens of prompt and answer; pairs that are identical after truncation are dropped and counted."""
-    use_margin: bool = False
-    """Subtract the pair's `margin` column inside the sigmoid."""
-    centering_coef: float = Field(0.0, ge=0)
-    """Pulls the mean score to zero (arXiv 2312.09244); 0.01 is a common value."""
-    loop: LoopConfig = LoopConfig(batch_size=32, epochs=1)
-    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
-
-    @model_validator(mode="after")
-    def _the_judged_weights_are_the_trained_ones(self) -> RewardModelConfig:
-        refuse_average(self.optimizer)
-        return self
 
 
 def run(
     config: RewardModelConfig, *, policy: PolicyRef, preferences: PreferencesRef, context: StageContext
 ) -> RewardModelRef:
     """Train a reward model from the weights of `policy`; return it with its report (accuracy, calibration, length)."""
-    from rlhf_core.data.chat import ChatTemplate
-    from rlhf_core.data.tables import read_preferences
-    from rlhf_core.models.architecture import check_longest
-    from rlhf_core.training.fit import fit
-    from rlhf_core.training.objectives.base import BradleyTerryObjective
-
     check_longest(f"{context.label}.max_length", config.max_length, context.path(policy))
     chat = ChatTemplate.load(context.path(policy))
     rows = {split: read_preferences(context.path(preferences) / f"{split}.parquet") for split in ("train", "eval")}
@@ -94,8 +63,6 @@ def run(
 
 def no_pairs(context: StageContext, preferences: PreferencesRef, *, dropped: int) -> DataError:
     """Return the error for preferences without a pair to train on; it says what they have instead."""
-    from rlhf_core.data.tables import read_feedback
-
     feedback = len(read_feedback(context.path(preferences), "train"))
     if feedback:
         rule = f"a reward model compares two answers, and the data are {feedback} judged single answers"
@@ -149,8 +116,6 @@ def write_report(
     trainer: Trainer, rendered: Sequence[tuple[str, RewardPair]], context: StageContext
 ) -> dict[str, float]:
     """Write `report.json` and its figures into the artifact; return the headline figures of the held-out pairs."""
-    from rlhf_core.evaluation.reward_report import reward_model_report
-
     if not rendered:
         return {}
     pairs = [pair for _, pair in rendered]

@@ -10,31 +10,19 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import TYPE_CHECKING
 
-from rlhf_core.config.base import Config
-from rlhf_core.config.rewards import RewardsConfig
+from rlhf_core.data.shards import read_generations, read_index, read_rollouts, shards, write_index, write_rollouts
 from rlhf_core.errors import DataError, RewardError, explain
 from rlhf_core.interfaces import Metrics
+from rlhf_core.rewards.batches import whole_groups
+from rlhf_core.rewards.scoring import Scorer, check_reward_models, component_means, open_scorer
 from rlhf_core.stage.context import StageContext
 from rlhf_core.types import Generation, GenerationsRef, RewardModelRef, Rollout, RolloutsRef
-
-if TYPE_CHECKING:
-    from rlhf_core.rewards.scoring import Scorer
-
-NAME = "score"
-VERSION = 4
-CODE = "warn"
+from stages.config.score import ScoreConfig
 
 SHARD_ROWS = 1024
 """Generations scored and kept at a time."""
 TABLE_ROWS = 8
-
-
-class ScoreConfig(Config):
-    """What the answers are rewarded for."""
-
-    rewards: RewardsConfig = RewardsConfig()
 
 
 def run(
@@ -45,9 +33,6 @@ def run(
     context: StageContext,
 ) -> RolloutsRef:
     """Score every generation; return the rollouts in the same order, each with its reward and what it is made of."""
-    from rlhf_core.data.shards import read_generations, read_index, read_rollouts, shards, write_index
-    from rlhf_core.rewards.scoring import check_reward_models
-
     check_reward_models(config.rewards, reward_models)
     source = context.path(generations)
     rows = read_generations(source)
@@ -77,10 +62,6 @@ def score_shards(
     context: StageContext,
 ) -> None:
     """Write the shards that an earlier attempt did not finish; no reward is opened if there are none."""
-    from rlhf_core.data.shards import shards, write_rollouts
-    from rlhf_core.rewards.batches import whole_groups
-    from rlhf_core.rewards.scoring import open_scorer
-
     pieces = whole_groups(rows, at_least=SHARD_ROWS)
     done = len(shards(folder))
     if done == len(pieces):
@@ -130,8 +111,6 @@ def reward_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     earn the same: neither pairs nor group advantages come of them. Invalid rollouts are counted in `reward/invalid` and
     nowhere else; there is nothing but that figure if there are no others.
     """
-    from rlhf_core.rewards.scoring import component_means
-
     if all(rollout.invalid for rollout in rollouts):
         return {"reward/invalid": 1.0}
     rewards = [rollout.reward for rollout in rollouts if not rollout.invalid]

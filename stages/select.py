@@ -7,74 +7,23 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
-from pydantic import Field
-
-from rlhf_core.config.base import Config
+from rlhf_core.data.answers import answer_message
 from rlhf_core.data.holdout import held_out
+from rlhf_core.data.shards import read_rollouts
+from rlhf_core.data.tables import Demonstration, Preference, write_demonstrations, write_preferences
 from rlhf_core.errors import DataError, explain
 from rlhf_core.interfaces import Metrics
 from rlhf_core.stage.context import StageContext
 from rlhf_core.types import DemonstrationsRef, PreferencesRef, Rollout, RolloutsRef, derive_seed
-
-if TYPE_CHECKING:
-    from rlhf_core.data.tables import Demonstration, Preference
-
-NAME = "select"
-VERSION = 1
-CODE = "strict"
+from stages.config.select import BestOfN, Pairs, Selection, Threshold, TopK
 
 TABLE_ROWS = 16
 
 Group: TypeAlias = list[Rollout]
 """The rollouts of one prompt, in the order of sampling."""
 T = TypeVar("T")
-
-
-# ---------------------------------------------------------------- configuration
-
-
-class _Selection(Config):
-    eval_fraction: float = Field(0.05, ge=0, lt=1)
-    """Share of the prompts held out as `eval.parquet`: at least one prompt unless 0."""
-    drop_truncated: bool = True
-    """Leave out answers that the token limit cut off: as text they would be taught to end there."""
-
-
-class BestOfN(_Selection):
-    """The best answer to each prompt."""
-
-    type: Literal["best_of_n"] = "best_of_n"
-
-
-class TopK(_Selection):
-    """The k best different answers to each prompt."""
-
-    type: Literal["top_k"] = "top_k"
-    k: int = Field(2, ge=1)
-
-
-class Threshold(_Selection):
-    """All different answers with at least a given reward."""
-
-    type: Literal["threshold"] = "threshold"
-    minimum: float
-
-
-class Pairs(_Selection):
-    """One preferred and one rejected answer per prompt; ties are dropped and counted."""
-
-    type: Literal["pairs"] = "pairs"
-    rule: Literal["max_min", "random", "max_random"] = "max_min"
-    """Best against worst; two at random; best against another at random."""
-    margin_threshold: float = Field(0.0, ge=0)
-    """Pairs closer than this are dropped and counted."""
-    length_penalty: float = Field(0.0, ge=0)
-    """Taken off the reward per token before answers are compared."""
-
-
-SelectConfig: TypeAlias = Annotated[BestOfN | TopK | Threshold | Pairs, Field(discriminator="type")]
 
 
 # ---------------------------------------------------------------- the stage
@@ -84,9 +33,6 @@ def run(
     config: BestOfN | TopK | Threshold | Pairs, *, rollouts: RolloutsRef, context: StageContext
 ) -> DemonstrationsRef | PreferencesRef:
     """Return demonstrations, or preferences for `pairs`, split by prompt into train and eval."""
-    from rlhf_core.data.shards import read_rollouts
-    from rlhf_core.data.tables import write_demonstrations, write_preferences
-
     context.tracker.dataset("rollouts", rollouts.digest, "training")
     everything = read_rollouts(context.path(rollouts))
     valid = [rollout for rollout in everything if not rollout.invalid]
@@ -140,9 +86,6 @@ def best(group: Group, config: BestOfN | TopK | Threshold) -> Group:
 
 def demonstrations(rollouts: Sequence[Rollout]) -> list[Demonstration]:
     """Return each answer with its prompt as a conversation; ids are the prompt's with a running number."""
-    from rlhf_core.data.answers import answer_message
-    from rlhf_core.data.tables import Demonstration
-
     numbers: Counter[str] = Counter()
     rows = []
     for rollout in rollouts:
@@ -189,9 +132,6 @@ def make_pairs(groups: Sequence[Group], config: Pairs, *, seed: int) -> tuple[li
 
 def preference(pair: Pair) -> Preference:
     """Return the row of a pair."""
-    from rlhf_core.data.answers import answer_message
-    from rlhf_core.data.tables import Preference
-
     prompt = pair.chosen.prompt
     chosen, rejected = answer_message(pair.chosen), answer_message(pair.rejected)
     return Preference(prompt.id, prompt.messages, (chosen,), (rejected,), pair.margin, prompt.source)
@@ -232,7 +172,7 @@ def _sampled_tokens(rollout: Rollout) -> int:
 
 
 def split_by_prompt(
-    rows: Sequence[T], prompt_of: Callable[[T], str], config: _Selection, *, seed: int
+    rows: Sequence[T], prompt_of: Callable[[T], str], config: Selection, *, seed: int
 ) -> dict[str, list[T]]:
     """Return {"train": rows, "eval": rows}: no prompt is in both. DataError if nothing is left to train on."""
     evaluation = held_out((prompt_of(row) for row in rows), fraction=config.eval_fraction, seed=seed)

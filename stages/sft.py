@@ -6,47 +6,20 @@ or on all tokens, as in pretraining. `dft` weights each token by its own probabi
 
 from __future__ import annotations
 
-from typing import Literal
-
-from pydantic import Field
-
-from rlhf_core.config.base import Config
-from rlhf_core.config.engines import LoraConfig, OptimizerConfig
-from rlhf_core.config.loop import LoopConfig
+from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.data.tables import read_demonstrations
 from rlhf_core.interfaces import Metrics, ModelSpec
+from rlhf_core.models.architecture import check_longest, read_config
+from rlhf_core.models.shared_rows import check_packing
 from rlhf_core.stage.context import StageContext
+from rlhf_core.training.fit import fit
+from rlhf_core.training.objectives.base import SftObjective
 from rlhf_core.types import DemonstrationsRef, PolicyRef
-
-NAME = "sft"
-VERSION = 2
-CODE = "warn"
-
-
-class SFTConfig(Config):
-    """Supervised fine-tuning on demonstrations."""
-
-    max_length: int = Field(256, ge=8)
-    """Tokens of a conversation; longer ones are cut, and dropped if no trained token is left."""
-    packing: bool = False
-    """Share rows of `max_length` tokens between conversations; attention and positions do not leak. Refused for
-    architectures that are not known to keep conversations apart."""
-    loss: Literal["nll", "dft"] = "nll"
-    train_on: Literal["assistant", "all"] = "assistant"
-    """`all` trains on every token but the first, prompts and the template's own included."""
-    loop: LoopConfig = LoopConfig(batch_size=32, epochs=2)
-    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=2e-5)
-    lora: LoraConfig | None = None
+from stages.config.sft import SFTConfig
 
 
 def run(config: SFTConfig, *, policy: PolicyRef, demonstrations: DemonstrationsRef, context: StageContext) -> PolicyRef:
     """Fine-tune `policy` on `demonstrations`; return the new policy with its evaluation loss before and after."""
-    from rlhf_core.data.chat import ChatTemplate
-    from rlhf_core.data.tables import read_demonstrations
-    from rlhf_core.models.architecture import check_longest, read_config
-    from rlhf_core.models.shared_rows import check_packing
-    from rlhf_core.training.fit import fit
-    from rlhf_core.training.objectives.base import SftObjective
-
     check_longest(f"{context.label}.max_length", config.max_length, context.path(policy))
     if config.packing:
         check_packing(read_config(context.path(policy)))

@@ -16,13 +16,14 @@ from pathlib import Path
 import pytest
 
 import rlhf_core.config
-import stages
+import stages.config
 from pipelines.cli.main import _parser, main
 from pipelines.flows.profile import load_profile
 from rlhf_core.config.base import Config, FailureSetting, Operational
 from rlhf_core.errors import RlhfError
 from rlhf_core.stage.key import key_payload
 from rlhf_core.user_code.loading import load_callable
+from stages.table import STAGES
 from tests.support.toy_stage import toy_spec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -218,7 +219,7 @@ def test_the_engines_of_the_results_are_those_of_the_pins() -> None:
 
 def marked_fields(mark: type[Operational]) -> set[str]:
     """Return the names of all fields of configurations with exactly this mark."""
-    for package in (rlhf_core.config, stages):
+    for package in (rlhf_core.config, stages.config):
         for module in pkgutil.iter_modules(package.__path__):
             importlib.import_module(f"{package.__name__}.{module.name}")
     tables, waiting = set(), [Config]
@@ -261,7 +262,6 @@ def test_the_page_on_keys_names_every_part_of_a_key_and_the_strict_stages() -> N
         for name in re.findall(r"`(\w+)`", line.split("|")[1])
     }
     assert first == parts
-    modules = [importlib.import_module(f"stages.{module.name}") for module in pkgutil.iter_modules(stages.__path__)]
-    strict = {module.NAME for module in modules if module.CODE == "strict"}
-    said = re.search(r'`CODE = "strict"`: ((?:`\w+`(?:, )?)+)', text)
+    strict = {stage.name for stage in STAGES.values() if stage.code == "strict"}
+    said = re.search(r'`code = "strict"` in their row: ((?:`\w+`(?:, )?)+)', text)
     assert said is not None and set(re.findall(r"`(\w+)`", said[1])) == strict

@@ -23,6 +23,11 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 End = Literal["completed", "killed", "failed", "hung"]
 
+_STARTED: set[int] = set()
+"""Children that were started here and whose end nobody has waited for yet."""
+_BYSTANDERS: set[psutil.Process] = set()
+"""What already ran below this process when the first of them was started, such as a server of the tests: not their family."""
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -37,17 +42,22 @@ class Ended:
     survivors: tuple[str, ...]
 
 
-def adopt_orphans() -> None:
+def adopt_orphans(*, adopt: bool = True) -> None:
     """Make this process the parent of its descendants whose own parent dies, so that none escapes our sight."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
 
 
 def start(work: Callable[[], None], log: Path) -> int:
     """Run `work` in a forked child with a session of its own, its output in `log`; return its process id."""
     sys.stdout.flush()
+    if not _STARTED:
+        _BYSTANDERS.clear()
+        _BYSTANDERS.update(psutil.Process().children(recursive=True))
     child = os.fork()
     if child:
+        _STARTED.add(child)
         return child
+    _STARTED.clear()
     status = 1
     try:
         os.setsid()
@@ -73,6 +83,7 @@ def finish(child: int, *, kill_after_s: float | None) -> tuple[End, float]:
     if status is None:
         _kill_group(child)
         status = os.waitpid(child, 0)[1]
+    _STARTED.discard(child)
     seconds = time.monotonic() - began
     if late and kill_after_s is None:
         return "hung", seconds
@@ -107,11 +118,14 @@ def run(work: Callable[[], None], log: Path, *, kill_after_s: float | None = Non
 
 
 def wait_for_family(*, within_s: float = GONE_WITHIN_S) -> tuple[float, tuple[str, ...]]:
-    """Wait until this process has no descendants; return the seconds, and what had not ended in time and is killed now."""
+    """Wait until nothing is left below this process but what was there before the first `start`.
+
+    Return the seconds, and what had not ended in time and is killed now.
+    """
     began = time.monotonic()
     while True:
         _reap()
-        left = [process for process in psutil.Process().children(recursive=True) if _is_alive(process)]
+        left = [process for process in _family(recursive=True) if _is_alive(process)]
         waited = time.monotonic() - began
         if not left:
             return waited, ()
@@ -141,9 +155,13 @@ def _wait(child: int, deadline: float) -> int | None:
 
 def _reap() -> None:
     """Take note of the deaths of adopted processes."""
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+    for process in _family(recursive=False):
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(process.pid, os.WNOHANG)
+
+
+def _family(*, recursive: bool) -> list[psutil.Process]:
+    return [process for process in psutil.Process().children(recursive=recursive) if process not in _BYSTANDERS]
 
 
 def _is_alive(process: psutil.Process) -> bool:

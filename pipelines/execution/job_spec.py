@@ -77,6 +77,8 @@ def stored_stage(spec: StageSpec) -> dict[str, Any]:
     return {
         "name": spec.name,
         "module": spec.module,
+        "version": spec.version,
+        "code": spec.code,
         "config": {"type": f"{kind.__module__}:{kind.__qualname__}", "fields": spec.config.model_dump(mode="json")},
         "inputs": {name: _stored_input(value) for name, value in spec.inputs.items()},
         "seed": spec.seed,
@@ -96,6 +98,8 @@ def restore_stage(stored: Mapping[str, Any]) -> StageSpec:
     return StageSpec(
         name=stored["name"],
         module=stored["module"],
+        version=stored["version"],
+        code=stored["code"],
         config=kind.model_validate(stored["config"]["fields"]),
         inputs={name: _restore_input(value) for name, value in stored["inputs"].items()},
         seed=stored["seed"],

@@ -1,12 +1,14 @@
-"""The stages as typed calls. A pipeline is a function over `Stages`; running it and planning it share that function."""
+"""The stages as typed calls. A pipeline is a function over `Stages`; running it and planning it share that function.
+
+What a stage reads and leases stands in its row of `stages.table`; the calls here give the built-in stages types.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from pydantic import BaseModel
 
@@ -15,10 +17,10 @@ from pipelines.services.registry import registry
 from rlhf_core.config.agents import AgentConfig, EpisodeLimits
 from rlhf_core.config.base import Config, keyed
 from rlhf_core.config.engines import RuntimeConfig
-from rlhf_core.config.preference import uses_reference
-from rlhf_core.config.rewards import RewardsConfig
+from rlhf_core.config.policy import PPOConfig
 from rlhf_core.errors import ConfigError, explain
-from rlhf_core.stage.key import StageSpec
+from rlhf_core.rewards.terms import check_reward_models
+from rlhf_core.stage.key import StageInput, StageSpec
 from rlhf_core.store.fingerprint import hash_file
 from rlhf_core.types import (
     ArtifactRef,
@@ -36,42 +38,24 @@ from rlhf_core.types import (
     StepsRef,
 )
 from rlhf_core.user_code.dependencies import user_code_digest
-from stages.condition import ConditionConfig
-from stages.distill import DistillConfig
-from stages.dpo import DPOConfig
-from stages.evaluate import EvaluateConfig
-from stages.generate import GenerateConfig
-from stages.import_reward_model import ImportRewardModelConfig
-from stages.import_reward_model import content_digests as reward_model_digests
-from stages.ppo import PPOConfig
-from stages.prepare_data import PrepareDataConfig, content_digests
-from stages.process_reward_model import ProcessRewardModelConfig
-from stages.publish import PublishConfig
-from stages.reward_model import RewardModelConfig
-from stages.score import ScoreConfig
-from stages.select import SelectConfig
-from stages.sft import SFTConfig
+from stages.config.condition import ConditionConfig
+from stages.config.distill import DistillConfig
+from stages.config.dpo import DPOConfig
+from stages.config.evaluate import EvaluateConfig
+from stages.config.generate import GenerateConfig
+from stages.config.import_reward_model import ImportRewardModelConfig
+from stages.config.prepare_data import PrepareDataConfig
+from stages.config.process_reward_model import ProcessRewardModelConfig
+from stages.config.publish import PublishConfig
+from stages.config.reward_model import RewardModelConfig
+from stages.config.score import ScoreConfig
+from stages.config.select import SelectConfig
+from stages.config.sft import SFTConfig
+from stages.table import STAGES, Input, Stage
 
 R = TypeVar("R", bound=ArtifactRef)
-
-ENGINES: Mapping[str, tuple[str, ...]] = {
-    "prepare_data": (),
-    "sft": ("trainer",),
-    "reward_model": ("trainer",),
-    "import_reward_model": ("trainer",),
-    "process_reward_model": ("trainer",),
-    "generate": ("sampler",),
-    "score": ("trainer",),
-    "select": (),
-    "condition": (),
-    "distill": ("trainer", "sampler"),
-    "dpo": ("trainer",),
-    "ppo": ("trainer", "sampler"),
-    "evaluate": ("trainer",),
-    "publish": (),
-}
-"""What a stage leases from the runtime; the configuration of these engines is part of its key."""
-
+GivenInput: TypeAlias = ArtifactRef | Mapping[str, ArtifactRef] | None
+"""What a pipeline hands to a stage; None for an input that is left out."""
 
 FUNCTION_FIELDS = ("function", "gold")
 
@@ -91,25 +75,23 @@ class Stages:
     runtime: RuntimeConfig
 
     def prepare_data(self, label: str, config: PrepareDataConfig) -> PreparedDataRef:
-        return self._run("prepare_data", label, config, PreparedDataRef, {}, files=content_digests(config))
+        return self.run("prepare_data", label, config, PreparedDataRef)
 
     def sft(self, label: str, config: SFTConfig, *, policy: PolicyRef, demonstrations: DemonstrationsRef) -> PolicyRef:
-        return self._run("sft", label, config, PolicyRef, {"policy": policy, "demonstrations": demonstrations})
+        return self.run("sft", label, config, PolicyRef, policy=policy, demonstrations=demonstrations)
 
     def reward_model(
         self, label: str, config: RewardModelConfig, *, policy: PolicyRef, preferences: PreferencesRef
     ) -> RewardModelRef:
-        return self._run("reward_model", label, config, RewardModelRef, {"policy": policy, "preferences": preferences})
+        return self.run("reward_model", label, config, RewardModelRef, policy=policy, preferences=preferences)
 
     def import_reward_model(self, label: str, config: ImportRewardModelConfig, *, policy: PolicyRef) -> RewardModelRef:
-        files = reward_model_digests(config)
-        return self._run("import_reward_model", label, config, RewardModelRef, {"policy": policy}, files=files)
+        return self.run("import_reward_model", label, config, RewardModelRef, policy=policy)
 
     def process_reward_model(
         self, label: str, config: ProcessRewardModelConfig, *, policy: PolicyRef, steps: StepsRef
     ) -> ProcessRewardModelRef:
-        inputs = {"policy": policy, "steps": steps}
-        return self._run("process_reward_model", label, config, ProcessRewardModelRef, inputs)
+        return self.run("process_reward_model", label, config, ProcessRewardModelRef, policy=policy, steps=steps)
 
     def generate(
         self,
@@ -120,9 +102,7 @@ class Stages:
         prompts: PromptsRef,
         asked: PromptsRef | None = None,
     ) -> GenerationsRef:
-        self._check_episodes(label, config.agent)
-        inputs = {"policy": policy, "prompts": prompts} | ({"asked": asked} if asked else {})
-        return self._run("generate", label, config, GenerationsRef, inputs)
+        return self.run("generate", label, config, GenerationsRef, policy=policy, prompts=prompts, asked=asked)
 
     def score(
         self,
@@ -132,25 +112,23 @@ class Stages:
         generations: GenerationsRef,
         reward_models: dict[str, RewardModelRef],
     ) -> RolloutsRef:
-        self._check_reward_models(label, config.rewards, reward_models)
-        inputs = {"generations": generations, "reward_models": reward_models}
-        return self._run("score", label, config, RolloutsRef, inputs)
+        return self.run("score", label, config, RolloutsRef, generations=generations, reward_models=reward_models)
 
     def select_demonstrations(self, label: str, config: SelectConfig, *, rollouts: RolloutsRef) -> DemonstrationsRef:
-        return self._run("select", label, config, DemonstrationsRef, {"rollouts": rollouts})
+        return self.run("select", label, config, DemonstrationsRef, rollouts=rollouts)
 
     def select_pairs(self, label: str, config: SelectConfig, *, rollouts: RolloutsRef) -> PreferencesRef:
-        return self._run("select", label, config, PreferencesRef, {"rollouts": rollouts})
+        return self.run("select", label, config, PreferencesRef, rollouts=rollouts)
 
     def condition_demonstrations(
         self, label: str, config: ConditionConfig, *, rollouts: RolloutsRef
     ) -> DemonstrationsRef:
-        return self._run("condition", label, config, DemonstrationsRef, {"rollouts": rollouts})
+        return self.run("condition", label, config, DemonstrationsRef, rollouts=rollouts)
 
     def condition_prompts(
         self, label: str, config: ConditionConfig, *, rollouts: RolloutsRef, prompts: PromptsRef
     ) -> PromptsRef:
-        return self._run("condition", label, config, PromptsRef, {"rollouts": rollouts, "prompts": prompts})
+        return self.run("condition", label, config, PromptsRef, rollouts=rollouts, prompts=prompts)
 
     def distill(
         self,
@@ -162,18 +140,21 @@ class Stages:
         demonstrations: DemonstrationsRef | None = None,
         prompts: PromptsRef | None = None,
     ) -> PolicyRef:
-        inputs: dict[str, Any] = {"policy": policy, "teacher": teacher}
-        inputs |= {"demonstrations": demonstrations} if demonstrations else {}
-        inputs |= {"prompts": prompts} if prompts else {}
-        return self._run("distill", label, config, PolicyRef, inputs)
+        return self.run(
+            "distill",
+            label,
+            config,
+            PolicyRef,
+            policy=policy,
+            teacher=teacher,
+            demonstrations=demonstrations,
+            prompts=prompts,
+        )
 
     def dpo(
         self, label: str, config: DPOConfig, *, policy: PolicyRef, reference: PolicyRef, preferences: PreferencesRef
     ) -> PolicyRef:
-        # Losses that ask no reference have the policy in its place, so that another one makes no other key.
-        asked = reference if uses_reference(config.loss) else policy
-        inputs = {"policy": policy, "reference": asked, "preferences": preferences}
-        return self._run("dpo", label, config, PolicyRef, inputs)
+        return self.run("dpo", label, config, PolicyRef, policy=policy, reference=reference, preferences=preferences)
 
     def ppo(
         self,
@@ -186,13 +167,17 @@ class Stages:
         reward_models: dict[str, RewardModelRef],
         demonstrations: DemonstrationsRef | None = None,
     ) -> PolicyRef:
-        self._check_reward_models(label, config.rewards, reward_models)
-        self._check_episodes(label, config.agent)
-        asked = reference if config.uses_reference else policy  # as for dpo
-        inputs = {"policy": policy, "reference": asked, "prompts": prompts, "reward_models": reward_models}
-        if demonstrations is not None:
-            inputs["demonstrations"] = demonstrations
-        return self._run("ppo", label, config, PolicyRef, inputs)
+        return self.run(
+            "ppo",
+            label,
+            config,
+            PolicyRef,
+            policy=policy,
+            reference=reference,
+            prompts=prompts,
+            reward_models=reward_models,
+            demonstrations=demonstrations,
+        )
 
     def evaluate(
         self,
@@ -203,65 +188,86 @@ class Stages:
         reference: PolicyRef,
         reward_model: RewardModelRef | None,
     ) -> ReportRef:
-        inputs: dict[str, Any] = {"generations": generations, "reference": reference}
-        if reward_model is not None:
-            inputs["reward_model"] = reward_model
-        return self._run("evaluate", label, config, ReportRef, inputs)
+        return self.run(
+            "evaluate",
+            label,
+            config,
+            ReportRef,
+            generations=generations,
+            reference=reference,
+            reward_model=reward_model,
+        )
 
     def publish(self, label: str, config: PublishConfig, *, policy: PolicyRef, report: ReportRef) -> PublishedRef:
-        return self._run("publish", label, config, PublishedRef, {"policy": policy, "report": report})
+        return self.run("publish", label, config, PublishedRef, policy=policy, report=report)
 
-    def _check_reward_models(self, label: str, rewards: RewardsConfig, given: Mapping[str, RewardModelRef]) -> None:
-        """Raise ConfigError now, and not when the stages before have run for hours, for a judge that is not there."""
-        from rlhf_core.rewards.scoring import check_reward_models
+    def run(self, name: str, label: str, config: Config, kind: type[R], **given: GivenInput) -> R:
+        """Run the stage `name` of the table and return its artifact, of type `kind`.
 
-        try:
-            check_reward_models(rewards, given)
-        except ConfigError as error:
-            raise ConfigError(f"{label.replace('/', '.')}.{error}") from None
-
-    def _check_episodes(self, label: str, agent: AgentConfig | None) -> None:
-        """Raise ConfigError for episodes that may outgrow the sampler: the first that did would end the run."""
-        longest: int | None = getattr(self.runtime.sampler, "max_model_len", None)
-        if agent is not None and longest is not None and agent.max_episode_tokens > longest:
-            key = f"{label.replace('/', '.')}.agent.max_episode_tokens"
-            rule = f"the sampler takes {longest} tokens"
-            raise ConfigError(
-                explain(key, agent.max_episode_tokens, rule, "lower it or raise runtime.sampler.max_model_len")
-            )
-
-    def _run(
-        self,
-        name: str,
-        label: str,
-        config: Config,
-        kind: type[R],
-        inputs: dict[str, Any],
-        *,
-        files: Mapping[str, str] = MappingProxyType({}),
-    ) -> R:
-        """Run a stage; the digests of the user's `files` that its configuration names are part of its key."""
+        `given` are its inputs by name; None, and what the stage does not read under this configuration, is left out.
+        Raises TypeError for inputs that the stage does not take, and ConfigError, before any stage runs, for what the
+        configuration asks and is not there.
+        """
+        stage = STAGES[name]
+        path = label.replace("/", ".")
+        inputs = inputs_of(stage, config, given)
+        files = {} if stage.files is None else dict(stage.files(config))
+        self._check_reward_models(path, config, inputs)
+        self._check_episodes(path, config)
+        files |= agent_digests(config, path)
         configured = keyed(self.runtime)
-        engines: dict[str, Any] = {engine: configured[engine] for engine in ENGINES[name]}
-        files = {**files, **agent_digests(config, label.replace("/", "."))}
+        engines: dict[str, Any] = {engine: configured[engine] for engine in stage.engines if engine != "registry"}
         if files:
             engines["files"] = files
-        if name == "publish":
+        if "registry" in stage.engines:
             engines["registry"] = registry(Home.here())
-        functions = reward_functions(config, label.replace("/", "."))
+        functions = reward_functions(config, path)
         for key, function in functions.items():  # now, and not when the stages before have run for hours
             user_code_digest(function, key=key)
-        spec = StageSpec(
-            name=name,
-            module=f"stages.{name}",
-            config=config,
-            inputs=inputs,
-            seed=self.seed,
-            engines=engines,
-            label=label,
-            callables=tuple(dict.fromkeys(functions.values())),
-        )
+        callables = tuple(dict.fromkeys(functions.values()))
+        spec = stage.spec(config, inputs, label=label, seed=self.seed, engines=engines, callables=callables)
         return self.run_stage(spec, kind)
+
+    def _check_reward_models(self, path: str, config: Any, inputs: Mapping[str, Any]) -> None:
+        """Raise ConfigError now, and not when the stages before have run for hours, for a judge that is not there."""
+        if "reward_models" not in inputs:
+            return
+        try:
+            check_reward_models(config.rewards, inputs["reward_models"])
+        except ConfigError as error:
+            raise ConfigError(f"{path}.{error}") from None
+
+    def _check_episodes(self, path: str, config: Any) -> None:
+        """Raise ConfigError for episodes that may outgrow the sampler: the first that did would end the run."""
+        agent: AgentConfig | None = getattr(config, "agent", None)
+        longest: int | None = getattr(self.runtime.sampler, "max_model_len", None)
+        if agent is not None and longest is not None and agent.max_episode_tokens > longest:
+            rule, remedy = f"the sampler takes {longest} tokens", "lower it or raise runtime.sampler.max_model_len"
+            raise ConfigError(explain(f"{path}.agent.max_episode_tokens", agent.max_episode_tokens, rule, remedy))
+
+
+def inputs_of(stage: Stage, config: Config, given: Mapping[str, GivenInput]) -> dict[str, StageInput]:
+    """Return what the stage reads under `config` of the inputs `given`; TypeError if they are not those of its row."""
+    unknown = given.keys() - stage.inputs.keys()
+    if unknown:
+        raise TypeError(f"{stage.name}: takes no input {', '.join(sorted(unknown))}")
+    inputs: dict[str, StageInput] = {}
+    for name, row in stage.inputs.items():
+        asked = stage.asks(name, config)
+        value = given.get(name if asked else row.instead)
+        if value is not None:
+            inputs[name] = _checked(stage.name, name, row, value)
+        elif asked and not row.optional:
+            raise TypeError(f"{stage.name}: the input {name} is missing")
+    return inputs
+
+
+def _checked(stage: str, name: str, row: Input, value: ArtifactRef | Mapping[str, ArtifactRef]) -> StageInput:
+    refs = [value] if isinstance(value, ArtifactRef) else list(value.values())
+    if isinstance(value, ArtifactRef) == row.many or not all(isinstance(ref, row.kind) for ref in refs):
+        kind = f"a table of {row.kind.__name__}" if row.many else row.kind.__name__
+        raise TypeError(f"{stage}: the input {name} must be {kind}, and is {value!r}")
+    return value if isinstance(value, ArtifactRef) else dict(value)
 
 
 def agent_digests(config: Any, key: str) -> dict[str, str]:

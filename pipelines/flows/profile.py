@@ -18,23 +18,23 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from rlhf_core.config.base import OPERATIONAL, Config
 from rlhf_core.config.engines import RuntimeConfig
+from rlhf_core.config.policy import PPOConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.secrets.redaction import hidden
 from rlhf_core.types import encodable
-from stages.condition import ConditionConfig
-from stages.distill import DistillConfig
-from stages.dpo import DPOConfig
-from stages.evaluate import EvaluateConfig
-from stages.generate import GenerateConfig
-from stages.import_reward_model import ImportRewardModelConfig
-from stages.ppo import PPOConfig
-from stages.prepare_data import PrepareDataConfig
-from stages.process_reward_model import ProcessRewardModelConfig
-from stages.publish import PublishConfig
-from stages.reward_model import RewardModelConfig
-from stages.score import ScoreConfig
-from stages.select import SelectConfig
-from stages.sft import SFTConfig
+from stages.config.condition import ConditionConfig
+from stages.config.distill import DistillConfig
+from stages.config.dpo import DPOConfig
+from stages.config.evaluate import EvaluateConfig
+from stages.config.generate import GenerateConfig
+from stages.config.import_reward_model import ImportRewardModelConfig
+from stages.config.prepare_data import PrepareDataConfig
+from stages.config.process_reward_model import ProcessRewardModelConfig
+from stages.config.publish import PublishConfig
+from stages.config.reward_model import RewardModelConfig
+from stages.config.score import ScoreConfig
+from stages.config.select import SelectConfig
+from stages.config.sft import SFTConfig
 
 Start = Literal["base", "sft", "rejection_sampling", "dpo", "iterative_dpo"]
 _LONGEST_SHOWN = 500

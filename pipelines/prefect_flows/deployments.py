@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,6 +30,7 @@ from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.prefect_flows import pipelines, stages
 from pipelines.services.flow_runs import home_tag, interrupt, reconcile
 from pipelines.services.home import Home
+from stages.table import STAGES
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +43,8 @@ PATIENT_QUESTIONS = 10_000
 seconds after its server went away."""
 BEAT_EVERY_S = 5.0
 RECONCILE_EVERY_S = 60.0
-OF_THE_PIPELINE = {"ppo": {"start_from"}, "distill": {"start_from", "teacher"}}
-"""Keys of a section that are inputs of the stage alone."""
+FORMS = ("tiny/distill", "tiny/conditional", "tiny/prm", "tiny/full")
+"""The profiles that fill the forms of single stages; where several have a section, the last one does."""
 SAVE_TIMEOUT_S = 25.0
 """So long a flow that is asked to end may take to save; then it is killed, and resumes from its last checkpoint."""
 
@@ -50,47 +52,58 @@ SAVE_TIMEOUT_S = 25.0
 def deployments() -> list[Any]:
     """Return the deployments; their forms are filled from the tiny profiles, so that each runs as it is."""
     profile = load_profile("tiny/full")
-    others = [stage_parameters(load_profile(name)) for name in ("tiny/distill", "tiny/conditional", "tiny/prm")]
-    forms = others[0] | others[1] | others[2] | stage_parameters(profile)
+    forms: dict[str, tuple[Flow[..., Any], dict[str, Any]]] = {
+        _dashed(name): (stages.STAGE_FLOWS[name], {"settings": _settings(profile)})
+        for name, stage in STAGES.items()
+        if not stage.section
+    }
+    for name in FORMS:
+        forms |= stage_parameters(load_profile(name))
     return [
         _deploy(pipelines.full, "full", {"config": _plain(profile)}),
         _deploy(pipelines.rlvr, "rlvr", {"config": _plain(load_profile("tiny/rlvr"))}),
-        # Where the model is only a person knows: the form is filled in but for that.
-        _deploy(stages.import_reward_model, "import-reward-model", {"settings": forms["ppo"][1]["settings"]}),
         *(_deploy(flow, name, parameters) for name, (flow, parameters) in forms.items()),
     ]
 
 
 def stage_parameters(profile: PipelineConfig) -> dict[str, tuple[Flow[..., Any], dict[str, Any]]]:
-    """Return deployment name -> flow and the parameters that its form starts with."""
-    rejection, dpo, judged = profile.rejection_sampling, profile.iterative_dpo, profile.evaluate
-    conditional = profile.conditional_sft
-    settings = {"name": profile.name, "seed": profile.seed, "runtime": _plain(profile.runtime)}
-    sections: dict[str, tuple[Flow[..., Any], BaseModel | None]] = {
-        "prepare-data": (stages.prepare_data, profile.prepare_data),
-        "sft": (stages.sft, profile.sft),
-        "reward-model": (stages.reward_model, profile.reward_model),
-        "process-reward-model": (stages.process_reward_model, profile.process_reward_model),
-        "generate": (stages.generate, rejection and rejection.generate),
-        "score": (stages.score, rejection and rejection.score),
-        "select": (stages.select, rejection and rejection.select),
-        "rejection-sampling": (stages.rejection_sampling, rejection),
-        "condition": (stages.condition, conditional and conditional.condition),
-        "conditional-sft": (stages.conditional_sft, conditional),
-        "distill": (stages.distill, profile.distill),
-        "iterative-dpo": (stages.iterative_dpo, dpo),
-        "dpo": (stages.dpo, dpo and dpo.dpo),
-        "ppo": (stages.ppo, profile.ppo),
-        "evaluate": (stages.evaluate, judged and judged.evaluate),
-        "publish": (stages.publish, profile.publish),
-    }
+    """Return deployment name -> flow and the parameters that its form starts with, for what the profile configures."""
+    settings = _settings(profile)
     parameters: dict[str, tuple[Flow[..., Any], dict[str, Any]]] = {}
-    for name, (flow, section) in sections.items():
-        if section is not None:
-            left_out = OF_THE_PIPELINE[name] if name in OF_THE_PIPELINE else None
-            config = section.model_dump(mode="json", exclude_none=True, exclude=left_out)
-            parameters[name] = (flow, {"config": config, "settings": settings})
+    for stage in STAGES.values():
+        config = section_of(profile, stage.section)
+        if config is not None:
+            # A section may have keys that are the pipeline's and inputs of the stage alone: `ppo.start_from`.
+            known = {field for kind in stage.configs for field in kind.model_fields}
+            left_out = set(type(config).model_fields) - known
+            form = {"config": _plain(config, left_out), "settings": settings}
+            parameters[_dashed(stage.name)] = (stages.STAGE_FLOWS[stage.name], form)
+    for flow in (stages.rejection_sampling, stages.conditional_sft, stages.iterative_dpo):
+        config = section_of(profile, flow.fn.__name__)
+        if config is not None:
+            parameters[_dashed(flow.fn.__name__)] = (flow, {"config": _plain(config), "settings": settings})
     return parameters
+
+
+def section_of(profile: PipelineConfig, path: str) -> BaseModel | None:
+    """Return the section of a profile that a dotted path names; None if the profile has none there.
+
+    >>> section_of(load_profile("tiny/full"), "rejection_sampling.select").type
+    'best_of_n'
+    """
+    section: Any = profile if path else None
+    for name in path.split("."):
+        section = None if section is None else getattr(section, name)
+    found: BaseModel | None = section
+    return found
+
+
+def _settings(profile: PipelineConfig) -> dict[str, Any]:
+    return {"name": profile.name, "seed": profile.seed, "runtime": _plain(profile.runtime)}
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
 
 
 def _deploy(flow: Flow[..., Any], name: str, parameters: dict[str, Any]) -> Any:
@@ -103,8 +116,8 @@ def _deploy(flow: Flow[..., Any], name: str, parameters: dict[str, Any]) -> Any:
     )
 
 
-def _plain(config: BaseModel) -> dict[str, Any]:
-    return config.model_dump(mode="json", exclude_none=True)
+def _plain(config: BaseModel, left_out: Collection[str] = ()) -> dict[str, Any]:
+    return config.model_dump(mode="json", exclude_none=True, exclude=set(left_out))
 
 
 class InterruptingRunner(Runner):

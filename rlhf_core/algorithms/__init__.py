@@ -1,1 +1,4 @@
-"""Losses as pure functions on tensors, each a partial sum over one micro-batch of a global mean."""
+"""Losses and estimators: pure functions on tensors, and the options of those that a profile chooses by `type`.
+
+A loss is a partial sum over one micro-batch of a mean over the whole optimizer step.
+"""

@@ -9,14 +9,35 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias, assert_never
 
-import torch
-from torch import Tensor
+from pydantic import Field, model_validator
 
+from rlhf_core.algorithms.lazy_torch import Tensor, torch
 from rlhf_core.algorithms.token_math import bounded, masked, schulman_k3
 from rlhf_core.errors import DataError
+from rlhf_core.schema.base import Config
 
 Level: TypeAlias = Literal["off", "token", "sequence", "geometric"]
 Mode: TypeAlias = Literal["truncate", "mask"]
+
+
+class CorrectionConfig(Config):
+    """What is done about a sampler whose probabilities mu differ from the trainer's; q = pi_old / mu."""
+
+    level: Level = "token"
+    """What q is taken over: a token, the product over its sequence, or the geometric mean."""
+    mode: Mode = "truncate"
+    """`truncate` bounds q by `cap`; `mask` drops tokens whose q is outside [low, cap] (IcePop: 0.5 to 5)."""
+    cap: float = Field(2.0, gt=0)
+    low: float = Field(0.5, ge=0)
+    """Lower edge of the window of `mask`."""
+    pi_old: Literal["trainer", "sampler"] = "trainer"
+    """`trainer` computes pi_old anew (decoupled); `sampler` takes mu for it (bypass), so that nothing is left to correct."""
+
+    @model_validator(mode="after")
+    def _a_bypass_leaves_nothing_to_correct(self) -> CorrectionConfig:
+        if self.pi_old == "sampler" and self.level != "off":
+            raise ValueError(f"level = {self.level!r}: with pi_old = 'sampler' q is 1 everywhere; set level = \"off\"")
+        return self
 
 
 def importance_weights(

@@ -16,10 +16,7 @@ from __future__ import annotations
 import math
 from typing import Literal, TypeAlias, assert_never
 
-import torch
-from torch import Tensor
-from torch.nn.functional import log_softmax
-
+from rlhf_core.algorithms.lazy_torch import Tensor, torch
 from rlhf_core.algorithms.output import LossOutput
 from rlhf_core.algorithms.token_math import at_least_fp32
 from rlhf_core.errors import ConfigError, explain
@@ -43,8 +40,8 @@ def distillation_loss(
     Both distributions are softmax(logits / temperature); the teacher's is detached. Logits must be finite.
     Metrics: `loss`, `agreement` (same likeliest token).
     """
-    student_TV = log_softmax(at_least_fp32(logits_TV) / temperature, dim=-1)
-    teacher_TV = log_softmax(at_least_fp32(teacher_logits_TV.detach()) / temperature, dim=-1)
+    student_TV = torch.nn.functional.log_softmax(at_least_fp32(logits_TV) / temperature, dim=-1)
+    teacher_TV = torch.nn.functional.log_softmax(at_least_fp32(teacher_logits_TV.detach()) / temperature, dim=-1)
     agrees_T = student_TV.argmax(dim=-1) == teacher_TV.argmax(dim=-1)
     return _output(student_TV, teacher_TV, agrees_T, kind=kind, jsd_beta=jsd_beta, tokens=tokens)
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Self, TypeAlias
 
-from torch import Tensor
-
+from rlhf_core.algorithms.lazy_torch import Tensor
 from rlhf_core.algorithms.token_math import bounded, schulman_k3
 from rlhf_core.errors import ConfigError, explain
 

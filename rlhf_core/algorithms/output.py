@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
+from rlhf_core.algorithms.lazy_torch import Tensor, torch
+from rlhf_core.errors import ConfigError, explain
 
 
 @dataclass(frozen=True)
@@ -24,3 +25,14 @@ class LossOutput:
 
     loss: Tensor
     metrics: dict[str, Tensor]
+
+
+def check_terms(returned: object, shape: torch.Size, what: str) -> None:
+    """Raise ConfigError unless `returned` are terms of this shape through which a gradient flows."""
+    if not isinstance(returned, torch.Tensor) or returned.shape != shape:
+        found = f"shape {tuple(returned.shape)}" if isinstance(returned, torch.Tensor) else type(returned).__name__
+        rule = f"must be a tensor of shape {tuple(shape)}"
+        raise ConfigError(explain("loss.function returned", found, rule, f"return {what}, without a mean or a sum"))
+    if torch.is_grad_enabled() and not returned.requires_grad:
+        rule = "has no gradient"
+        raise ConfigError(explain("loss.function returned", "a tensor", rule, "compute it from the policy's log-probs"))

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias, assert_never
 
-from torch import Tensor
-from torch.nn.functional import logsigmoid
-
+from rlhf_core.algorithms.lazy_torch import Tensor, torch
 from rlhf_core.algorithms.output import LossOutput
 from rlhf_core.algorithms.token_math import at_least_fp32
 from rlhf_core.errors import DataError, explain
@@ -29,7 +27,13 @@ def step_loss(logits_S: Tensor, labels_S: Tensor, *, steps: float | None = None)
         rule = "a label is the probability that the step is right"
         raise DataError(explain("labels", labels_S.tolist()[:8], rule, "scale them to [0, 1]"))
     count = max(float(len(logits_S)), 1.0) if steps is None else steps
-    loss = -(labels_S * logsigmoid(logits_S) + (1 - labels_S) * logsigmoid(-logits_S)).sum() / count
+    loss = (
+        -(
+            labels_S * torch.nn.functional.logsigmoid(logits_S)
+            + (1 - labels_S) * torch.nn.functional.logsigmoid(-logits_S)
+        ).sum()
+        / count
+    )
     positive_S = labels_S > 0.5
     right_S = (positive_S & (logits_S > 0)) | (~positive_S & (logits_S < 0))
     metrics = {

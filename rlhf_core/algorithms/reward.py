@@ -6,9 +6,7 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias, assert_never
 
-from torch import Tensor
-from torch.nn.functional import logsigmoid
-
+from rlhf_core.algorithms.lazy_torch import Tensor, torch
 from rlhf_core.algorithms.output import LossOutput
 from rlhf_core.algorithms.token_math import at_least_fp32
 
@@ -33,7 +31,7 @@ def bradley_terry_loss(
     chosen_B, rejected_B = at_least_fp32(chosen_scores), at_least_fp32(rejected_scores)
     count = float(len(chosen_B)) if pairs is None else pairs
     difference_B = chosen_B - rejected_B
-    ranking_B = -logsigmoid(difference_B - margin)
+    ranking_B = -torch.nn.functional.logsigmoid(difference_B - margin)
     centering_B = (chosen_B + rejected_B).square()
     loss = (ranking_B + center_coef * centering_B).sum() / count
     metrics = {

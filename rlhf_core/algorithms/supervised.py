@@ -4,8 +4,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
+from rlhf_core.algorithms.lazy_torch import Tensor
 from rlhf_core.algorithms.output import LossOutput
 from rlhf_core.algorithms.token_math import masked, masked_count
 

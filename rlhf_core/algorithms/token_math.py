@@ -4,8 +4,7 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from rlhf_core.algorithms.lazy_torch import Tensor, torch
 
 LOG_RATIO_LIMIT = 20.0
 """exp(20) is 4.9e8: far outside every clip range, and its square still fits fp32."""

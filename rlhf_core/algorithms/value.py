@@ -4,9 +4,7 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
+from rlhf_core.algorithms.lazy_torch import Tensor, torch
 from rlhf_core.algorithms.output import LossOutput
 from rlhf_core.algorithms.token_math import masked, masked_count, masked_sum
 

@@ -1,18 +1,5 @@
-"""A function of the user's in the place of a built-in formula: `type = "custom", function = "my_loss.py:loss"`."""
+"""The former place of `rlhf_core.schema.custom`."""
 
-from __future__ import annotations
+from rlhf_core.schema.custom import CustomFunction
 
-from typing import Any
-
-from pydantic import Field
-
-from rlhf_core.config.base import Config
-
-
-class CustomFunction(Config):
-    """The function and its keyword arguments."""
-
-    function: str = Field(pattern=r".:\w+$")
-    """`file.py:name` or `module:name`. Its code, and every module of yours that it imports, is part of the stage's key."""
-    arguments: dict[str, Any] = {}
-    """Keyword arguments that the function is called with."""
+__all__ = ["CustomFunction"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -167,9 +168,42 @@ class SamplingConfig(Config):
         return temperature
 
 
-class VllmSamplerConfig(Config):
+@dataclass(frozen=True, slots=True)
+class EngineNeeds:
+    """What a runtime provides for a sampler.
+
+    >>> VllmSamplerConfig(engines=2).needs()
+    EngineNeeds(engines=2, tensor_parallel=1, sleeps=False, device_transfer=True)
+    """
+
+    engines: int = 1
+    """Number of processes that sample."""
+    tensor_parallel: int = 1
+    """Number of GPUs that one engine shards its model over."""
+    sleeps: bool = False
+    """Whether the engine frees its GPU while models train: it is a `DeviceSampler` and its `sleep` and `wake` are called."""
+    device_transfer: bool = False
+    """Whether a trainer may send weights from GPU to GPU: the engine is a `DeviceSampler` and its `transfer` is called."""
+
+
+class BaseSamplerConfig(Config):
+    """Base of every sampler's configuration. It names the module that opens the sampler, so that planning imports no engine.
+
+    docs/add_a_sampler.md shows a whole one.
+    """
+
+    module: ClassVar[str]
+    """Dotted path of the module; its `ENGINE` is a `rlhf_core.interfaces.SamplerEngine`."""
+
+    def needs(self) -> EngineNeeds:
+        """Return what the runtime provides: by default one process, which gets its weights through host memory."""
+        return EngineNeeds()
+
+
+class VllmSamplerConfig(BaseSamplerConfig):
     """vLLM engines, each a Ray actor."""
 
+    module: ClassVar[str] = "rlhf_core.sampling.vllm_sampler"
     type: Literal["vllm"] = "vllm"
     dtype: DType = "float32"
     max_model_len: int = Field(256, ge=16)
@@ -187,10 +221,15 @@ class VllmSamplerConfig(Config):
     """Where an engine shares its GPU with a train worker: it moves its weights to host memory and gives up its KV cache
     whenever a model trains, and takes them back to sample."""
 
+    def needs(self) -> EngineNeeds:
+        """Return `engines` processes of `tensor_parallel` GPUs each, which take weights from GPU to GPU."""
+        return EngineNeeds(self.engines, self.tensor_parallel, sleeps=self.sleep, device_transfer=True)
 
-class VllmServerSamplerConfig(Config):
+
+class VllmServerSamplerConfig(BaseSamplerConfig):
     """`vllm serve` processes that somebody else started (`rlhf_core.sampling.vllm_server_sampler` says with which options)."""
 
+    module: ClassVar[str] = "rlhf_core.sampling.vllm_server_sampler"
     type: Literal["vllm_server"] = "vllm_server"
     urls: Annotated[tuple[Url, ...], Field(min_length=1), OPERATIONAL, HOLDS_SECRETS]
     """Servers of the same policy, e.g. `["http://node-1:8000"]`; requests go to the one that has the fewest. A secret in an
@@ -218,15 +257,21 @@ class VllmServerSamplerConfig(Config):
         return folder
 
 
-class HFSamplerConfig(Config):
+class HFSamplerConfig(BaseSamplerConfig):
     """Plain transformers generation, for tests and machines without vLLM; never chosen silently."""
 
+    module: ClassVar[str] = "rlhf_core.sampling.hf_sampler"
     type: Literal["hf"] = "hf"
     dtype: DType = "float32"
     batch_size: Annotated[int, Field(ge=1), OPERATIONAL] = 32
 
 
-AnySamplerConfig = VllmSamplerConfig | VllmServerSamplerConfig | HFSamplerConfig
+AnySamplerConfig = (
+    VllmSamplerConfig
+    | VllmServerSamplerConfig
+    | HFSamplerConfig
+)  # fmt: skip
+"""The samplers, one row each: `runtime.sampler.type` chooses among them."""
 SamplerConfig = Annotated[AnySamplerConfig, Field(discriminator="type")]
 
 
@@ -280,7 +325,7 @@ class RuntimeConfig(Config):
             raise ValueError(
                 f"gpus_per_engine = {engine:g}: beyond one, GPUs are whole; use a whole number, or a fraction below 1"
             )
-        parallel = self.sampler.tensor_parallel if isinstance(self.sampler, VllmSamplerConfig) else 1
+        parallel = self.sampler.needs().tensor_parallel
         if parallel > max(1.0, engine) and (train > 0 or engine > 0):
             raise ValueError(
                 f"sampler.tensor_parallel = {parallel}: runtime.gpus_per_engine = {engine:g} is less; give each engine as "
@@ -291,14 +336,13 @@ class RuntimeConfig(Config):
     @model_validator(mode="after")
     def _only_what_shares_a_gpu_sleeps(self) -> Self:
         shares = self.type == "ray" and self.shares_gpus
-        asleep = isinstance(self.sampler, VllmSamplerConfig) and self.sampler.sleep
         if self.trainer.sleep and not shares:
             raise ValueError(
                 f"trainer.sleep = true: gpus_per_train_worker = {self.gpus_per_train_worker:g} on {self.type}, and only a "
                 "train worker that shares a GPU with an engine has memory to give to it; set it to false, or "
                 "gpus_per_train_worker and gpus_per_engine to fractions of one GPU"
             )
-        if asleep and not shares:
+        if self.sampler.needs().sleeps and not shares:
             raise ValueError(
                 f"sampler.sleep = true: gpus_per_engine = {self.gpus_per_engine:g} on {self.type}, and only an engine that "
                 "shares a GPU with a train worker has memory to give back (vLLM cannot sleep on CPU); set it to false, or "

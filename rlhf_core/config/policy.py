@@ -5,157 +5,35 @@ A bare name will do where the defaults do: `advantage = "grpo"`.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
+from rlhf_core.algorithms import advantage, policy
+from rlhf_core.algorithms.advantage.base import GroupAdvantage, TokenAdvantage
+from rlhf_core.algorithms.advantage.gae import GAEAdvantage
+from rlhf_core.algorithms.correction import CorrectionConfig
+from rlhf_core.algorithms.methods import one_of
+from rlhf_core.algorithms.policy.base import PolicyMethod
+from rlhf_core.algorithms.policy.clip import ClipLoss
 from rlhf_core.config.agents import AgentConfig
-from rlhf_core.config.base import OPERATIONAL, Config, by_type
-from rlhf_core.config.custom import CustomFunction
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig, SamplingConfig
 from rlhf_core.config.rewards import EpisodeReward, Gdpo, RewardsConfig
+from rlhf_core.schema.base import OPERATIONAL, Config
 
-# ---------------------------------------------------------------- advantages
+# ---------------------------------------------------------------- the methods, by their type
 
-
-class GAEAdvantage(Config):
-    """Generalised advantage estimation with a value model: arXiv 1506.02438."""
-
-    type: Literal["gae"] = "gae"
-    gamma: float = Field(1.0, gt=0, le=1)
-    gae_lambda: float = Field(0.95, ge=0, le=1)
-    whiten: bool = True
-
-
-class ReinforcePPAdvantage(Config):
-    """Discounted returns, whitened over the step: REINFORCE++, arXiv 2501.03262."""
-
-    type: Literal["reinforce++"] = "reinforce++"
-    gamma: float = Field(1.0, gt=0, le=1)
-
-
-class ReinforcePPBaselineAdvantage(Config):
-    """Reward minus the group's mean, whitened over the step: REINFORCE++-baseline, arXiv 2501.03262."""
-
-    type: Literal["reinforce++-baseline"] = "reinforce++-baseline"
-
-
-class RLOOAdvantage(Config):
-    """Reward minus the mean of the others of its group: arXiv 2402.14740."""
-
-    type: Literal["rloo"] = "rloo"
-
-
-class GRPOAdvantage(Config):
-    """Reward minus the group's mean, over its standard deviation: arXiv 2402.03300."""
-
-    type: Literal["grpo"] = "grpo"
-    eps: float = Field(1e-6, gt=0)
-
-
-class DrGRPOAdvantage(Config):
-    """Reward minus the group's mean: arXiv 2503.20783; its other half is `[ppo.loss] aggregation = "constant"`."""
-
-    type: Literal["dr_grpo"] = "dr_grpo"
-
-
-class OPOAdvantage(Config):
-    """Reward minus the group's length-weighted mean, the baseline of least variance: arXiv 2505.23585."""
-
-    type: Literal["opo"] = "opo"
-
-
-class CustomAdvantage(CustomFunction):
-    """A function of yours from the rewards of the answers to each prompt to their advantages: see docs/custom.md."""
-
-    type: Literal["custom"] = "custom"
-
-
-GROUP_ADVANTAGES = (
-    ReinforcePPBaselineAdvantage,
-    RLOOAdvantage,
-    GRPOAdvantage,
-    DrGRPOAdvantage,
-    OPOAdvantage,
-    CustomAdvantage,
-)
-GroupAdvantage = (
-    ReinforcePPBaselineAdvantage | RLOOAdvantage | GRPOAdvantage | DrGRPOAdvantage | OPOAdvantage | CustomAdvantage
-)
-"""Those that compare the samples of a prompt."""
-Advantage = Annotated[
-    GAEAdvantage | ReinforcePPAdvantage | GroupAdvantage, Field(discriminator="type"), BeforeValidator(by_type)
-]
+GROUP_ADVANTAGES = tuple(kind for kind in advantage.METHODS if issubclass(kind, GroupAdvantage))
+"""The estimators that compare the samples of a prompt."""
+if TYPE_CHECKING:
+    Advantage: TypeAlias = TokenAdvantage | GroupAdvantage
+    PolicyLoss: TypeAlias = PolicyMethod
+else:
+    Advantage = one_of(advantage.METHODS)
+    PolicyLoss = one_of(policy.METHODS)
 
 KLCredit = Literal["token", "answer"]
 """What a penalty in the reward is taken off where the answers to a prompt are compared."""
-
-# ---------------------------------------------------------------- losses
-
-Aggregation = Literal["token_mean", "seq_mean_token_mean", "constant"]
-
-
-class ClipLoss(Config):
-    """PPO's clipped surrogate: arXiv 1707.06347; with 0.2 and 0.28 the "clip higher" of DAPO."""
-
-    type: Literal["clip"] = "clip"
-    clip_low: float = Field(0.2, gt=0)
-    clip_high: float = Field(0.2, gt=0)
-    dual_clip: float = Field(0.0, ge=0)
-    """Bounds the loss of negative advantages (arXiv 1912.09729); 0 switches it off, 3 is common."""
-    aggregation: Aggregation = "token_mean"
-
-
-class GSPOLoss(Config):
-    """One ratio per sequence, the geometric mean of its tokens': arXiv 2507.18071."""
-
-    type: Literal["gspo"] = "gspo"
-    clip_low: float = Field(3e-4, gt=0)
-    clip_high: float = Field(4e-4, gt=0)
-
-
-class CISPOLoss(Config):
-    """The ratio is a detached, clipped weight, so no token loses its gradient: arXiv 2506.13585."""
-
-    type: Literal["cispo"] = "cispo"
-    clip_high: float = Field(4.0, gt=0)
-    """The weight is at most 1 + this."""
-    aggregation: Aggregation = "token_mean"
-
-
-class CustomPolicyLoss(CustomFunction):
-    """A function of yours: see docs/custom.md."""
-
-    type: Literal["custom"] = "custom"
-    aggregation: Aggregation = "token_mean"
-
-
-PolicyLoss = Annotated[
-    ClipLoss | GSPOLoss | CISPOLoss | CustomPolicyLoss, Field(discriminator="type"), BeforeValidator(by_type)
-]
-
-# ---------------------------------------------------------------- the sampler's own probabilities
-
-
-class CorrectionConfig(Config):
-    """What is done about a sampler whose probabilities mu differ from the trainer's; q = pi_old / mu."""
-
-    level: Literal["off", "token", "sequence", "geometric"] = "token"
-    """What q is taken over: a token, the product over its sequence, or the geometric mean."""
-    mode: Literal["truncate", "mask"] = "truncate"
-    """`truncate` bounds q by `cap`; `mask` drops tokens whose q is outside [low, cap] (IcePop: 0.5 to 5)."""
-    cap: float = Field(2.0, gt=0)
-    low: float = Field(0.5, ge=0)
-    """Lower edge of the window of `mask`."""
-    pi_old: Literal["trainer", "sampler"] = "trainer"
-    """`trainer` computes pi_old anew (decoupled); `sampler` takes mu for it (bypass), so that nothing is left to correct."""
-
-    @model_validator(mode="after")
-    def _a_bypass_leaves_nothing_to_correct(self) -> CorrectionConfig:
-        if self.pi_old == "sampler" and self.level != "off":
-            raise ValueError(f"level = {self.level!r}: with pi_old = 'sampler' q is 1 everywhere; set level = \"off\"")
-        return self
-
 
 # ---------------------------------------------------------------- what a step is made of
 
@@ -265,7 +143,7 @@ class PPOConfig(Config):
             raise ValueError(
                 f"minibatches = {self.minibatches}: must be <= the {rollouts} rollouts of a step; lower it"
             )
-        if isinstance(self.advantage, GROUP_ADVANTAGES) and self.samples_per_prompt < 2:
+        if isinstance(self.advantage, GroupAdvantage) and self.samples_per_prompt < 2:
             raise ValueError(
                 f"samples_per_prompt = {self.samples_per_prompt}: {self.advantage.type} compares the samples of a prompt, "
                 "at least 2; raise it, or use gae or reinforce++"
@@ -348,9 +226,9 @@ class PPOConfig(Config):
 
     @model_validator(mode="after")
     def _the_penalty_is_not_normalised(self) -> PPOConfig:
-        if self.advantage.type == "grpo" and self.kl_in == "reward" and self.kl_coef > 0:
+        if self.advantage.divides_by_spread and self.kl_in == "reward" and self.kl_coef > 0:
             raise ValueError(
-                "kl_in = 'reward': grpo divides by the spread of a group, which is the penalty alone where all answers "
+                f"kl_in = 'reward': {self.advantage.type} divides by the spread of a group, which is the penalty alone where all answers "
                 "earn the same, and a penalty after it would be on another scale at each prompt; as in its paper, set "
                 'kl_in = "loss"'
             )
@@ -358,7 +236,7 @@ class PPOConfig(Config):
 
     @model_validator(mode="after")
     def _credit_is_of_a_penalty_beside_a_baseline(self) -> PPOConfig:
-        if self.kl_credit == "answer" and not (self.kl_in == "reward" and isinstance(self.advantage, GROUP_ADVANTAGES)):
+        if self.kl_credit == "answer" and not (self.kl_in == "reward" and isinstance(self.advantage, GroupAdvantage)):
             found = f"advantage is {self.advantage.type} and kl_in {self.kl_in!r}"
             raise ValueError(
                 "kl_credit = 'answer': is for a penalty in the reward of an estimator that compares the answers to a "
@@ -383,7 +261,7 @@ class PPOConfig(Config):
 
     @model_validator(mode="after")
     def _the_policy_is_trained_after_the_warm_up(self) -> PPOConfig:
-        if self.advantage.type == "gae" and self.value_warmup_steps >= self.steps:
+        if self.advantage.uses_values and self.value_warmup_steps >= self.steps:
             raise ValueError(
                 f"value_warmup_steps = {self.value_warmup_steps}: must be < steps = {self.steps}, or the policy is never "
                 "trained; lower it, or raise steps"

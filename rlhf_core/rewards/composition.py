@@ -1,4 +1,4 @@
-"""Several rewards of one generation to a single number; the parts are kept beside it.
+"""Combine several rewards of one generation to a single number.
 
 A term that does not apply to a generation has None there. It adds nothing to a sum, and as a gate it is open.
 """
@@ -67,7 +67,7 @@ def gated_product(
 def in_group(values: Sequence[float | None], groups: Sequence[str]) -> list[float | None]:
     """Return (value - mean) / std of the values of the same group, 0 where they do not differ: GDPO, arXiv 2601.05242.
 
-    The standard deviation is the sample's (divisor G - 1), as in `rlhf_core.algorithms.advantages.group_normalized`.
+    The standard deviation is the sample's (divisor G - 1), as in `rlhf_core.algorithms.advantage.grpo`.
 
     >>> in_group([1.0, 3.0, 5.0, None], ["p", "p", "q", "p"])
     [-0.7071067811865475, 0.7071067811865475, 0.0, None]
@@ -78,7 +78,7 @@ def in_group(values: Sequence[float | None], groups: Sequence[str]) -> list[floa
             members.setdefault(group, []).append(value)
     scale = {group: _mean_and_std(found) for group, found in members.items()}
     return [
-        None if value is None else _standardised(value, *scale[group])
+        None if value is None else _standardized(value, *scale[group])
         for value, group in zip(values, groups, strict=True)
     ]
 
@@ -101,5 +101,5 @@ def _mean_and_std(values: Sequence[float]) -> tuple[float, float]:
     return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
-def _standardised(value: float, mean: float, std: float) -> float:
+def _standardized(value: float, mean: float, std: float) -> float:
     return (value - mean) / std if std else 0.0

@@ -2,20 +2,50 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.errors import RlhfError, SamplingError, explain
-from rlhf_core.interfaces import Metrics, Objective, Weights
-from rlhf_core.runtime.calls import WorkerGroup
-from rlhf_core.runtime.turns import Turns
-from rlhf_core.runtime.weight_sync import DeviceWeights, Transfer
+from rlhf_core.interfaces import Metrics, Objective, Trainer, Transfer, Weights
+from rlhf_core.runtime.gpu_sharing import GpuSharing
+from rlhf_core.runtime.weight_sync import DeviceWeights
 from rlhf_core.runtime.weights import StoredWeights
-from rlhf_core.types import Completion, SamplingRequest, TokenSample, TopLogprobs
+from rlhf_core.runtime.worker_group import WorkerGroup
+from rlhf_core.types import Completion, SamplingRequest
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+# Each of these makes a method of `RayTrainer` from one of `Trainer`: the same signature, carried out by the ranks.
+
+
+def _in_order(method: Callable[Concatenate[Trainer, P], list[T]]) -> Callable[Concatenate[RayTrainer, P], list[T]]:
+    """Give each rank a share of the samples, the first argument; put the results, one per sample, back in order."""
+    signature = inspect.signature(method)
+
+    @functools.wraps(method)
+    def call(self: RayTrainer, *arguments: P.args, **keywords: P.kwargs) -> list[T]:
+        _, (_, samples), *others = signature.bind(self, *arguments, **keywords).arguments.items()
+        return self._ordered(method.__name__, samples, **dict(others))
+
+    return call
+
+
+def _on_all(method: Callable[Concatenate[Trainer, P], T]) -> Callable[Concatenate[RayTrainer, P], T]:
+    """Call all ranks with the same arguments; return the result of rank 0."""
+
+    @functools.wraps(method)
+    def call(self: RayTrainer, *arguments: P.args, **keywords: P.kwargs) -> T:
+        result: T = self._call(method.__name__, *arguments, **keywords)[0]
+        return result
+
+    return call
 
 
 class RayTrainer:
@@ -32,10 +62,10 @@ class RayTrainer:
         *,
         transfer: Transfer,
         ranks_per_share: int = 1,
-        turns: Turns | None = None,
+        sharing: GpuSharing | None = None,
     ) -> None:
         self._workers = workers
-        self._turns = turns or Turns()
+        self._sharing = sharing or GpuSharing()
         self._transfer = transfer
         self._role = role
         self._lease = lease
@@ -45,33 +75,20 @@ class RayTrainer:
         """Accumulate the gradient of `objective` over all ranks' shards; return the metrics of the whole batch."""
         return self._reduced("forward_backward", samples, objective)
 
-    def optim_step(self, *, learning_rate: float) -> Metrics:
-        """Update on every rank; all ranks return the same metrics."""
-        return self._call("optim_step", learning_rate)[0]
-
-    def logprobs(self, samples: Sequence[TokenSample], *, temperature: float) -> list[tuple[float, ...]]:
-        """Return one tuple per sample, in order."""
-        return self._in_order("logprobs", samples, temperature)
-
-    def top_logprobs(self, samples: Sequence[TokenSample], *, k: int, temperature: float) -> list[TopLogprobs]:
-        """Return one pair of arrays per sample, in order."""
-        return self._in_order("top_logprobs", samples, k, temperature)
-
-    def values(self, samples: Sequence[TokenSample]) -> list[tuple[float, ...]]:
-        """Return one tuple per sample, in order."""
-        return self._in_order("values", samples)
-
-    def scores(self, sequences: Sequence[tuple[int, ...]]) -> list[float]:
-        """Return one score per sequence, in order."""
-        return self._in_order("scores", sequences)
-
-    def step_scores(self, samples: Sequence[TokenSample]) -> list[tuple[float, ...]]:
-        """Return one tuple per sample, in order."""
-        return self._in_order("step_scores", samples)
-
     def loss(self, samples: Sequence[Any], objective: Objective) -> Metrics:
         """Return the metrics of the whole batch without gradients."""
         return self._reduced("loss", samples, objective)
+
+    logprobs = _in_order(Trainer.logprobs)
+    top_logprobs = _in_order(Trainer.top_logprobs)
+    values = _in_order(Trainer.values)
+    scores = _in_order(Trainer.scores)
+    step_scores = _in_order(Trainer.step_scores)
+
+    optim_step = _on_all(Trainer.optim_step)
+    save = _on_all(Trainer.save)
+    load = _on_all(Trainer.load)
+    export = _on_all(Trainer.export)
 
     def weights(self) -> Weights:
         """Return a reference to the full weights, which stay in the object store, or on rank 0 if GPUs will send them."""
@@ -81,31 +98,19 @@ class RayTrainer:
         weights: Weights = self._call("weights")[0]
         return weights
 
-    def save(self, folder: Path) -> None:
-        """Copy every rank's part of a checkpoint; the workers write it while they go on."""
-        self._call("save", folder)
-
-    def load(self, folder: Path) -> None:
-        """Read every rank's part of a checkpoint."""
-        self._call("load", folder)
-
-    def export(self, folder: Path) -> None:
-        """Write the model in Hugging Face layout."""
-        self._call("export", folder)
-
-    def _call(self, method: str, *arguments: Any) -> list[Any]:
-        with self._turns.training():
-            return self._workers.call(self._role, method, self._lease, *arguments)
+    def _call(self, method: str, *arguments: Any, **keywords: Any) -> list[Any]:
+        with self._sharing.training():
+            return self._workers.call(self._role, method, self._lease, *arguments, **keywords)
 
     def _shares(self, samples: Sequence[Any]) -> list[list[int]]:
         from rlhf_core.training.batching import row_length, shares
 
         return shares([row_length(sample) for sample in samples], len(self._workers.actors) // self._ranks_per_share)
 
-    def _call_shares(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def _call_shares(self, method: str, arguments: Sequence[tuple[Any, ...]], **keywords: Any) -> list[Any]:
         repeated = [each for each in arguments for _ in range(self._ranks_per_share)]
-        with self._turns.training():
-            return self._workers.call_each(self._role, method, repeated)[:: self._ranks_per_share]
+        with self._sharing.training():
+            return self._workers.call_each(self._role, method, repeated, **keywords)[:: self._ranks_per_share]
 
     def _reduced(self, method: str, samples: Sequence[Any], objective: Objective) -> Metrics:
         from rlhf_core.training.batching import reduce
@@ -117,10 +122,10 @@ class RayTrainer:
         metrics: Metrics = reduce(self._call_shares(method, arguments))
         return metrics
 
-    def _in_order(self, method: str, samples: Sequence[Any], *arguments: Any) -> list[Any]:
+    def _ordered(self, method: str, samples: Sequence[Any], **keywords: Any) -> list[Any]:
         shares = self._shares(samples)
         parts = [[samples[i] for i in share] for share in shares]
-        results = self._call_shares(method, [(self._lease, part, *arguments) for part in parts])
+        results = self._call_shares(method, [(self._lease, part) for part in parts], **keywords)
         ordered: list[Any] = [None] * len(samples)
         for positions, part in zip(shares, results, strict=True):
             for position, result in zip(positions, part, strict=True):
@@ -132,10 +137,10 @@ class RaySampler:
     """One policy on all engines; engine e gets a run of consecutive requests."""
 
     def __init__(
-        self, workers: WorkerGroup, *, transfer: Transfer, tensor_parallel: int, turns: Turns | None = None
+        self, workers: WorkerGroup, *, transfer: Transfer, tensor_parallel: int, sharing: GpuSharing | None = None
     ) -> None:
         self._workers = workers
-        self._turns = turns or Turns()
+        self._sharing = sharing or GpuSharing()
         self._transfer = transfer
         self._tensor_parallel = tensor_parallel
         self._sampled: dict[int, int] = {}
@@ -147,7 +152,7 @@ class RaySampler:
         engines = len(self._workers.actors)
         bounds = [len(requests) * index // engines for index in range(engines + 1)]
         parts = [(list(requests[start:end]), sampling) for start, end in itertools.pairwise(bounds)]
-        with self._turns.sampling():
+        with self._sharing.sampling():
             results = self._workers.call_each("policy", "generate", parts)
         return [completion for part in results for completion in part]
 
@@ -162,7 +167,7 @@ class RaySampler:
             load[engine] += 1
             self._sampled[number] = engine
             parts[engine].append((number, request))
-        with self._turns.sampling():
+        with self._sharing.sampling():
             results = self._workers.call_each("policy", "advance", [(part, sampling) for part in parts])
         finished = [one for result in results for one in result]
         for number, _ in finished:
@@ -174,10 +179,10 @@ class RaySampler:
         self._sampled.clear()
         match weights.payload:
             case StoredWeights():
-                with self._turns.sampling():
+                with self._sharing.sampling():
                     self._workers.call("policy", "load_weights", weights, version)
             case DeviceWeights(trainers, ticket):
-                with self._turns.sampling():
+                with self._sharing.sampling():
                     self._receive(trainers, ticket)
                     self._workers.call("policy", "adopt", version)
             case other:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
 
 from rlhf_core.config.engines import OptimizerConfig, RuntimeConfig
 from rlhf_core.errors import SamplingError, explain
-from rlhf_core.interfaces import ModelSpec, Role, Sampler, Trainer
+from rlhf_core.interfaces import EngineSampler, ModelSpec, Role, Sampler, Trainer
 from rlhf_core.runtime.cluster import threads_per_worker
+from rlhf_core.runtime.samplers import reopen_sampler
+from rlhf_core.runtime.versions import trainer_versions
 
 
 class LocalRuntime:
@@ -21,37 +22,34 @@ class LocalRuntime:
 
     def __init__(self, config: RuntimeConfig) -> None:
         self._config = config
-        self._sampler: Any = None
+        self._sampler: EngineSampler | None = None
         self._sampler_leased = False
         self._served: dict[str, str] = {}
 
     @contextlib.contextmanager
     def trainer(self, role: Role, model: ModelSpec, optimizer: OptimizerConfig | None) -> Iterator[Trainer]:
         """Load `model`, with an optimizer if it is to be trained; it is freed at the end of the `with` block."""
-        from rlhf_core.runtime.versions import trainer_versions
         from rlhf_core.training.trainer import LocalTrainer
 
         self._served.update(trainer_versions(self._config.trainer))
         with contextlib.closing(LocalTrainer(model, optimizer, self._config.trainer)) as trainer:
-            yield cast(Trainer, trainer)
+            yield trainer
 
     @contextlib.contextmanager
     def sampler(self, policy: Path) -> Iterator[Sampler]:
         """Lease a sampler of `policy`, version 0; an engine that only needs other weights is reused."""
-        from rlhf_core.runtime.samplers import reopen_sampler
-        from rlhf_core.runtime.versions import sampler_versions
-
         if self._sampler_leased:
             raise SamplingError(
                 explain("sampler", str(policy), "the engine is leased already", "leave the other `with` block first")
             )
         threads = threads_per_worker(self._config, workers=1)
         warm, self._sampler = self._sampler, None  # not kept if opening fails
-        self._sampler = reopen_sampler(warm, policy, self._config.sampler, threads=threads, transfer="")
-        self._served.update(sampler_versions(self._config.sampler, self._sampler))
+        opened = reopen_sampler(warm, policy, self._config.sampler, threads=threads, transfer="")
+        self._sampler = opened
+        self._served.update(opened.versions())
         self._sampler_leased = True
         try:
-            yield self._sampler
+            yield opened
         finally:
             self._sampler_leased = False
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.config.engines import AnySamplerConfig, RuntimeConfig, VllmSamplerConfig
+from rlhf_core.config.engines import AnySamplerConfig, RuntimeConfig
 from rlhf_core.errors import ConfigError, WorkerLostError, explain
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Layout:
 
 def engine_count(sampler: AnySamplerConfig) -> int:
     """Return how many sampler processes there are."""
-    return sampler.engines if isinstance(sampler, VllmSamplerConfig) else 1
+    return sampler.needs().engines
 
 
 def layout(config: RuntimeConfig) -> Layout:

@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.engines import OptimizerConfig, RuntimeConfig, VllmSamplerConfig
+from rlhf_core.config.engines import OptimizerConfig, RuntimeConfig
 from rlhf_core.errors import ConfigError, SamplingError, TrainingError, WorkerLostError, explain
-from rlhf_core.interfaces import ModelSpec, Role, Sampler, Trainer
-from rlhf_core.runtime.calls import WorkerGroup
+from rlhf_core.interfaces import ModelSpec, Role, Sampler, Trainer, Transfer
 from rlhf_core.runtime.cluster import (
     RECONNECT_EVERY_S,
     RECONNECT_TIMEOUT_S,
@@ -26,13 +25,14 @@ from rlhf_core.runtime.cluster import (
     threads_per_worker,
     worker_environment,
 )
+from rlhf_core.runtime.gpu_sharing import GpuSharing
 from rlhf_core.runtime.handles import RaySampler, RayTrainer
 from rlhf_core.runtime.liveness import RayWatch
 from rlhf_core.runtime.placement import Placement, gpu_order, reserve
 from rlhf_core.runtime.sample_worker import SampleWorker
 from rlhf_core.runtime.train_worker import TrainWorker
-from rlhf_core.runtime.turns import Turns
-from rlhf_core.runtime.weight_sync import Transfer, choose_transfer
+from rlhf_core.runtime.weight_sync import choose_transfer
+from rlhf_core.runtime.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
@@ -63,11 +63,11 @@ class RayRuntime:
         self._leases = itertools.count(1)
         self._served: dict[str, str] = {}
         self._closing = threading.Event()
-        engines_sleep = isinstance(config.sampler, VllmSamplerConfig) and config.sampler.sleep
-        take_turns = engines_sleep or config.trainer.sleep
-        self._turns = Turns(
+        engines_sleep = config.sampler.needs().sleeps
+        share_gpu = engines_sleep or config.trainer.sleep
+        self._sharing = GpuSharing(
             (lambda: self._sample) if engines_sleep else None,
-            (lambda: self._train) if take_turns else None,
+            (lambda: self._train) if share_gpu else None,
             offload=config.trainer.sleep,
         )
         self._starting = threading.RLock()
@@ -80,11 +80,13 @@ class RayRuntime:
         """Lease `model` on the train workers, with an optimizer if it is to be trained."""
         workers = self._train_workers()
         lease = f"{role}-{next(self._leases)}"
-        with self._turns.training():
+        with self._sharing.training():
             self._note_served(workers.call(role, "open", lease, model, optimizer))
         try:
             shared = self._config.trainer.ranks_per_share
-            yield RayTrainer(workers, role, lease, transfer=self._transfer(), ranks_per_share=shared, turns=self._turns)
+            yield RayTrainer(
+                workers, role, lease, transfer=self._transfer(), ranks_per_share=shared, sharing=self._sharing
+            )
         except (KeyboardInterrupt, SystemExit):
             workers.kill()  # or the release would wait for the call that was interrupted
             raise
@@ -104,10 +106,10 @@ class RayRuntime:
         self._sampler_leased = True
         try:
             transfer = self._transfer()
-            with self._turns.sampling():
+            with self._sharing.sampling():
                 self._note_served(workers.call("policy", "open", policy, transfer))
-            tensor_parallel = self._tensor_parallel()
-            yield RaySampler(workers, transfer=transfer, tensor_parallel=tensor_parallel, turns=self._turns)
+            tensor_parallel = self._config.sampler.needs().tensor_parallel
+            yield RaySampler(workers, transfer=transfer, tensor_parallel=tensor_parallel, sharing=self._sharing)
         finally:
             self._sampler_leased = False
 
@@ -213,15 +215,10 @@ class RayRuntime:
             max_restarts=0, max_task_retries=0, runtime_env={"env_vars": environment}, **options
         )
 
-    def _tensor_parallel(self) -> int:
-        sampler = self._config.sampler
-        return sampler.tensor_parallel if isinstance(sampler, VllmSamplerConfig) else 1
-
     def _transfer(self) -> Transfer:
         """Return how weights travel: through host memory without GPUs, else as the GPUs of both sides allow."""
-        sampler = self._config.sampler
         on_gpus = self._config.gpus_per_train_worker > 0 and self._config.gpus_per_engine > 0
-        if not on_gpus or not isinstance(sampler, VllmSamplerConfig):
+        if not on_gpus or not self._config.sampler.needs().device_transfer:
             return ""
         train, sample = self._train_workers(), self._sample_workers()
         return choose_transfer([gpus[0] for gpus in train.call("placement", "gpus")], sample.call("placement", "gpus"))

@@ -1,29 +1,28 @@
-"""Building samplers from their config, and reusing a warm one where only the weights differ."""
+"""Open samplers from their configuration, and reuse a warm one where only the weights differ."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
-from typing import Any
 
-from rlhf_core.config.engines import AnySamplerConfig, VllmSamplerConfig, VllmServerSamplerConfig
-
-
-def open_sampler(policy: Path, config: AnySamplerConfig, *, threads: int, transfer: str) -> Any:
-    """Return a sampler of `policy`. `transfer` names vLLM's weight transfer backend, "" for host memory."""
-    if isinstance(config, VllmSamplerConfig):
-        from rlhf_core.sampling.vllm_sampler import VllmSampler
-
-        return VllmSampler(policy, config, threads=threads, transfer=transfer)
-    if isinstance(config, VllmServerSamplerConfig):
-        from rlhf_core.sampling.vllm_server_sampler import VllmServerSampler
-
-        return VllmServerSampler(policy, config)
-    from rlhf_core.sampling.hf_sampler import HFSampler
-
-    return HFSampler(policy, config)
+from rlhf_core.config.engines import AnySamplerConfig
+from rlhf_core.interfaces import EngineSampler, SamplerEngine, Transfer
 
 
-def reopen_sampler(warm: Any, policy: Path, config: AnySamplerConfig, *, threads: int, transfer: str) -> Any:
+def sampler_engine(config: AnySamplerConfig) -> SamplerEngine[AnySamplerConfig]:
+    """Return the engine of the module that `config` names; importing that module is what this costs."""
+    engine: SamplerEngine[AnySamplerConfig] = import_module(config.module).ENGINE
+    return engine
+
+
+def open_sampler(policy: Path, config: AnySamplerConfig, *, threads: int, transfer: Transfer) -> EngineSampler:
+    """Return a sampler of `policy`, version 0, in this process (see `interfaces.OpenSampler`)."""
+    return sampler_engine(config).open(policy, config, threads=threads, transfer=transfer)
+
+
+def reopen_sampler(
+    warm: EngineSampler | None, policy: Path, config: AnySamplerConfig, *, threads: int, transfer: Transfer
+) -> EngineSampler:
     """Return `warm` with the weights of `policy` if it accepts them, else a new sampler in its place."""
     if warm is not None and warm.accepts(policy):
         warm.load_policy(policy)

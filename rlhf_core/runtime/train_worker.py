@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import ConfigError, TrainingError, explain
-from rlhf_core.interfaces import Metrics, ModelSpec, Weights
+from rlhf_core.interfaces import ModelSpec, RankTrainer, Transfer, Weights
 from rlhf_core.processes.identity import is_loopback, network
 from rlhf_core.runtime.devices import check_gpus
-from rlhf_core.runtime.weight_sync import DeviceSender, Transfer
+from rlhf_core.runtime.weight_sync import DeviceSender
 from rlhf_core.runtime.weights import StoredWeights, buckets, pack
-from rlhf_core.types import TopLogprobs
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class MeetingPoint(NamedTuple):
@@ -27,6 +28,20 @@ class MeetingPoint(NamedTuple):
     host: str
     port: int
     network: str
+
+
+def _of_lease(
+    method: Callable[Concatenate[RankTrainer, P], T],
+) -> Callable[Concatenate[TrainWorker, str, P], T]:
+    """Return a method of the worker that takes the name of a lease and calls `method` of that lease's trainer."""
+
+    def call(self: TrainWorker, lease: str, *arguments: P.args, **keywords: P.kwargs) -> T:
+        result: T = getattr(self._trainer(lease), method.__name__)(*arguments, **keywords)
+        return result
+
+    # Not functools.wraps: Ray would check calls against the wrapped signature, which has no lease.
+    call.__name__, call.__doc__ = method.__name__, method.__doc__
+    return call
 
 
 class TrainWorker:
@@ -42,7 +57,7 @@ class TrainWorker:
         self._gpus_per_worker = gpus_per_worker
         self._threads = threads
         self._config = config
-        self._trainers: dict[str, Any] = {}
+        self._trainers: dict[str, RankTrainer] = {}
         self._ticket = 0
         self._staged: Any = None
         self._sender: DeviceSender | None = None
@@ -156,56 +171,24 @@ class TrainWorker:
         for trainer in self._trainers.values():
             trainer.wake()
 
-    def _trainer(self, lease: str) -> Any:
+    def _trainer(self, lease: str) -> RankTrainer:
         if lease not in self._trainers:
             raise TrainingError(explain("lease", lease, "is not open on this worker", "take a new lease"))
         return self._trainers[lease]
 
-    # ------------------------------------------------------------ Trainer, one shard each
+    # ------------------------------------------------------------ Trainer, one shard each; `weights` is below
 
-    def forward_backward(self, lease: str, samples: Sequence[Any], objective: Any, denominators: Metrics) -> Metrics:
-        """Accumulate the gradient of this rank's shard; `denominators` are those of the whole batch."""
-        return self._trainer(lease).forward_backward(samples, objective, denominators=denominators)
-
-    def optim_step(self, lease: str, learning_rate: float) -> Metrics:
-        """Update the weights."""
-        return self._trainer(lease).optim_step(learning_rate=learning_rate)
-
-    def logprobs(self, lease: str, samples: Sequence[Any], temperature: float) -> list[tuple[float, ...]]:
-        """Return the log-probabilities of this rank's shard."""
-        return self._trainer(lease).logprobs(samples, temperature=temperature)
-
-    def top_logprobs(self, lease: str, samples: Sequence[Any], k: int, temperature: float) -> list[TopLogprobs]:
-        """Return the likeliest tokens of this rank's shard."""
-        return self._trainer(lease).top_logprobs(samples, k=k, temperature=temperature)
-
-    def values(self, lease: str, samples: Sequence[Any]) -> list[tuple[float, ...]]:
-        """Return the values of this rank's shard."""
-        return self._trainer(lease).values(samples)
-
-    def scores(self, lease: str, sequences: Sequence[tuple[int, ...]]) -> list[float]:
-        """Return the scores of this rank's shard."""
-        return self._trainer(lease).scores(sequences)
-
-    def step_scores(self, lease: str, samples: Sequence[Any]) -> list[tuple[float, ...]]:
-        """Return the step scores of this rank's shard."""
-        return self._trainer(lease).step_scores(samples)
-
-    def loss(self, lease: str, samples: Sequence[Any], objective: Any, denominators: Metrics) -> Metrics:
-        """Return the metrics of this rank's shard."""
-        return self._trainer(lease).loss(samples, objective, denominators=denominators)
-
-    def save(self, lease: str, folder: Path) -> None:
-        """Copy this rank's part of a checkpoint; it is written while the worker goes on."""
-        self._trainer(lease).save(folder)
-
-    def load(self, lease: str, folder: Path) -> None:
-        """Read this rank's part of a checkpoint."""
-        self._trainer(lease).load(folder)
-
-    def export(self, lease: str, folder: Path) -> None:
-        """Write the model; all ranks gather, rank 0 writes."""
-        self._trainer(lease).export(folder)
+    forward_backward = _of_lease(RankTrainer.forward_backward)
+    optim_step = _of_lease(RankTrainer.optim_step)
+    logprobs = _of_lease(RankTrainer.logprobs)
+    top_logprobs = _of_lease(RankTrainer.top_logprobs)
+    values = _of_lease(RankTrainer.values)
+    scores = _of_lease(RankTrainer.scores)
+    step_scores = _of_lease(RankTrainer.step_scores)
+    loss = _of_lease(RankTrainer.loss)
+    save = _of_lease(RankTrainer.save)
+    load = _of_lease(RankTrainer.load)
+    export = _of_lease(RankTrainer.export)
 
     # ------------------------------------------------------------ weights
 
@@ -216,7 +199,8 @@ class TrainWorker:
         weights = self._trainer(lease).weights()
         if self._rank != 0:
             return None
-        refs = tuple(ray.put(pack(bucket)) for bucket in buckets(weights.payload))
+        tensors = cast(Mapping[str, Any], weights.payload)  # of a trainer in this process
+        refs = tuple(ray.put(pack(bucket)) for bucket in buckets(tensors))
         return Weights(payload=StoredWeights(refs), digest=weights.digest)
 
     def stage_weights(self, lease: str) -> tuple[int, str] | None:

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from rlhf_core.interfaces import Probes, Transfer, TransferVerb
 from rlhf_core.runtime.cluster import free_port
-
-Transfer = Literal["", "nccl", "ipc"]
-"""Backend of vLLM's weight transfer; "" is host memory."""
+from rlhf_core.runtime.worker_group import WorkerGroup
 
 
 @dataclass(frozen=True)
 class DeviceWeights:
-    """Payload of `Weights` that wait in the trainer's rank 0 to be sent. `trainers` is its `WorkerGroup`."""
+    """Payload of `Weights` that wait in rank 0 of `trainers` to be sent; only the newest `ticket` can be."""
 
-    trainers: Any
+    trainers: WorkerGroup
     ticket: int
 
 
@@ -117,13 +116,13 @@ class EngineClient:
         """Let every engine repack what it received."""
         self._all("finish", {})
 
-    def check(self, probes: Any) -> None:
+    def check(self, probes: Probes) -> None:
         """Let every engine compare what it holds with rows of what was sent."""
         import ray
 
         ray.get([engine.check_probes.remote(probes) for engine in self._engines])
 
-    def _all(self, verb: str, info: dict[str, Any]) -> None:
+    def _all(self, verb: TransferVerb, info: Any) -> None:
         import ray
 
         ray.get([engine.transfer.remote(verb, info) for engine in self._engines])

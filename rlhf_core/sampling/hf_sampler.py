@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ from torch import Tensor
 
 from rlhf_core.config.engines import HFSamplerConfig, SamplingConfig
 from rlhf_core.errors import SamplingError, explain
-from rlhf_core.interfaces import ModelSpec, Weights
+from rlhf_core.interfaces import EngineSampler, ModelSpec, SamplerEngine, Transfer, Weights
 from rlhf_core.models.architecture import caps_attention, length_limit, read_config
-from rlhf_core.models.export import weights_digest
 from rlhf_core.models.loading import load_model, load_tokenizer
+from rlhf_core.sampling.received_weights import received_tensors
 from rlhf_core.sampling.requests import check_logprobs, check_requests, finish_reason, most_tokens, stop_token_ids
 from rlhf_core.types import Completion, SamplingRequest
 
@@ -71,11 +72,7 @@ class HFSampler:
 
     def load_weights(self, weights: Weights, *, version: int) -> None:
         """Replace the policy by `weights` (payload: name -> tensor). Raises SamplingError if they are not the policy's."""
-        received = weights_digest(weights.payload)
-        if received != weights.digest:
-            rule = f"the trainer sent {weights.digest[:12]}"
-            raise SamplingError(explain("weights.digest", received[:12], rule, "report this: the transfer is broken"))
-        missing, unexpected = self._model.load_state_dict(weights.payload, strict=False)
+        missing, unexpected = self._model.load_state_dict(received_tensors(weights), strict=False)
         tied = set(self._model.all_tied_weights_keys)
         if unexpected or set(missing) - tied:
             wrong = sorted({*unexpected, *(set(missing) - tied)})[:3]
@@ -88,6 +85,15 @@ class HFSampler:
     def accepts(self, policy: Path) -> bool:
         """Return False: opening another policy costs as little as loading its weights in place."""
         return False
+
+    def load_policy(self, policy: Path) -> None:
+        """Raise SamplingError: this sampler accepts no other policy."""
+        rule = "transformers loads a policy as fast into a new sampler"
+        raise SamplingError(explain("policy", str(policy), rule, "close this sampler and open another"))
+
+    def versions(self) -> dict[str, str]:
+        """Return the versions of torch and transformers."""
+        return {name: installed_version(name) for name in ("torch", "transformers")}
 
     def close(self) -> None:
         """Free the model."""
@@ -140,6 +146,14 @@ class HFSampler:
             policy_version=self._version,
             seed=row.request.seed,
         )
+
+
+def open_sampler(policy: Path, config: HFSamplerConfig, *, threads: int, transfer: Transfer) -> EngineSampler:
+    """Return a sampler of `policy` on as many threads as torch was given, with weights through host memory."""
+    return HFSampler(policy, config)
+
+
+ENGINE = SamplerEngine[HFSamplerConfig](open=open_sampler)
 
 
 def processed_logprobs(logits_BV: Tensor, sampling: SamplingConfig) -> Tensor:

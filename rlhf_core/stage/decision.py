@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator
 
 from rlhf_core.secrets.redaction import hidden
-from rlhf_core.stage.key import StageSpec, code_policy, key_payload, payload_key, user_functions
+from rlhf_core.stage.key import StageSpec, key_payload, payload_key, user_functions
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.checkpoints import Checkpoints
@@ -105,7 +105,7 @@ def target_of(store: ArtifactStore, spec: StageSpec, *, strict_code: bool, stric
     payload = key_payload(spec, functions=functions)
     code = module_digests(spec.module)
     target = fitting_take(store, spec, Target(payload_key(payload), payload, code, functions))
-    adds_code = strict_code and code_policy(spec) != "strict"
+    adds_code = strict_code and spec.code != "strict"
     if not adds_code and not strict_env:
         return target
     record = store.record(target.key)

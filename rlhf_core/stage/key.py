@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from rlhf_core.config.base import Config, keyed
 from rlhf_core.errors import ConfigError, explain
@@ -16,6 +16,7 @@ from rlhf_core.user_code.dependencies import user_code_digest
 
 KEY_SCHEMA = 1
 
+CodePolicy: TypeAlias = Literal["strict", "warn"]
 StageInput: TypeAlias = ArtifactRef | tuple[ArtifactRef, ...] | dict[str, ArtifactRef]
 
 
@@ -23,21 +24,30 @@ StageInput: TypeAlias = ArtifactRef | tuple[ArtifactRef, ...] | dict[str, Artifa
 class StageSpec:
     """A stage that is ready to be decided on and run: its inputs exist.
 
-    `name` and `module` say what it is (`ppo`, `stages.ppo`), `label` what it is called in the pipeline
-    (`rejection_sampling/generate`); the label does not enter the key, so two places can share one result. `inputs`
-    become keyword arguments of the stage's `run`. `engines` holds the part of the runtime's configuration that changes
-    results, {} for a stage without engines. `callables` are the functions of users, `module:function` or
-    `file.py:function`; their code enters the key with all of the user's own modules that it reaches.
+    `name` and `module` say what it is (`ppo`, `stages.ppo`), `version` and `code` are those of its row in the table of
+    stages: with `code = "strict"` a change of the stage's code makes a new key, with `"warn"` it is only pointed out.
+    `label` is what the stage is called in the pipeline (`rejection_sampling/generate`); it does not enter the key, so two
+    places can share one result. `inputs` become keyword arguments of the stage's `run`. `engines` holds the part of the
+    runtime's configuration that changes results, {} for a stage without engines. `callables` are the functions of users,
+    `module:function` or `file.py:function`; their code enters the key with all of the user's own modules that it reaches.
+
+    Raises ConfigError for a `code` that is no policy.
     """
 
     name: str
     module: str
+    version: int
+    code: CodePolicy
     config: Config
     inputs: dict[str, StageInput]
     seed: int
     label: str
     engines: dict[str, Any]
     callables: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.code not in get_args(CodePolicy):
+            raise ConfigError(explain(f"{self.name}.code", self.code, "must be 'strict' or 'warn'", "choose one"))
 
     def refs(self) -> Iterator[ArtifactRef]:
         """Yield all input handles, in the order of their names."""
@@ -60,21 +70,20 @@ def key_payload(
 ) -> dict[str, Any]:
     """Return the table whose canonical JSON is hashed to the key; `functions` are their digests if they are known.
 
-    The digest of the stage's code is in it if the stage module says `CODE = "strict"`, or if `strict_code` asks for it.
+    The digest of the stage's code is in it if the stage's `code` is "strict", or if `strict_code` asks for it.
     """
-    module = stage_module(spec)
     config, unnamed = _with_code(keyed(spec.config), user_functions(spec) if functions is None else functions)
     payload: dict[str, Any] = {
         "schema": KEY_SCHEMA,
         "stage": spec.name,
-        "version": module.VERSION,
+        "version": spec.version,
         "config": config,
         "inputs": {name: _digests(name, value) for name, value in spec.inputs.items()},
         "seed": spec.seed,
         "engines": spec.engines,
         "callables": unnamed,
     }
-    if strict_code or module.CODE == "strict":
+    if strict_code or spec.code == "strict":
         payload["code"] = code_digest(spec.module)
     return payload
 
@@ -90,20 +99,11 @@ def payload_key(payload: Mapping[str, Any]) -> str:
 
 
 def stage_module(spec: StageSpec) -> ModuleType:
-    """Return the imported module of the stage; ConfigError if it is not one."""
+    """Return the imported module of the stage; ConfigError if it is not one. Only what runs the stage imports it."""
     module = importlib.import_module(spec.module)
-    missing = [name for name in ("VERSION", "CODE", "run") if not hasattr(module, name)]
-    if missing:
-        raise ConfigError(explain("module", spec.module, f"has no {', '.join(missing)}", "see ARCHITECTURE: a stage"))
-    if module.CODE not in ("strict", "warn"):
-        raise ConfigError(explain(f"{spec.module}.CODE", module.CODE, "must be 'strict' or 'warn'", "mend the module"))
+    if not hasattr(module, "run"):
+        raise ConfigError(explain("module", spec.module, "has no run", "see docs/add_a_stage.md"))
     return module
-
-
-def code_policy(spec: StageSpec) -> Literal["strict", "warn"]:
-    """Return whether a change of the stage's code makes a new key (`strict`) or is only pointed out (`warn`)."""
-    policy: Literal["strict", "warn"] = stage_module(spec).CODE
-    return policy
 
 
 def _with_code(config: dict[str, Any], digests: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:

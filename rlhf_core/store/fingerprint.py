@@ -25,6 +25,9 @@ _FEW_BYTES = 1 << 20
 """Less than this is hashed sooner than threads are started."""
 _HASH_THREADS = min(16, max(2, os.cpu_count() or 2))
 
+ALL_MODULES = ".__path__"
+"""Ends the name of a package that imports all of its modules: those that look themselves up with `pkgutil`."""
+
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
@@ -154,8 +157,8 @@ def code_digest(module_name: str, packages: tuple[str, ...] = OUR_PACKAGES) -> s
 def module_digests(module_name: str, packages: tuple[str, ...] = OUR_PACKAGES) -> dict[str, str]:
     """Return module name -> digest of its syntax tree, for `module_name` and every module of `packages` it reaches.
 
-    Imports inside functions count. Comments and docstrings do not, nor do the modules of `PLUMBING`.
-    Nothing is imported.
+    Imports inside functions count, and a package that uses its own `__path__` imports all of its modules. Comments and
+    docstrings do not count, nor do the modules of `PLUMBING`. Nothing is imported.
     """
     found: dict[str, str] = {}
     modules = _Modules()
@@ -171,7 +174,9 @@ def module_digests(module_name: str, packages: tuple[str, ...] = OUR_PACKAGES) -
             continue
         digest, imports = _parsed(path, name)
         found[name] = digest
-        waiting.extend(target for target in imports if target.split(".")[0] in packages)
+        for target in imports:
+            if target.split(".")[0] in packages:
+                waiting += modules.inside(target) if target.endswith(ALL_MODULES) else [target]
     return dict(sorted(found.items()))
 
 
@@ -195,6 +200,14 @@ class _Modules:
         for part in rest:
             file, folders = self._inside(part, folders)
         return file if file.endswith(".py") else None
+
+    def inside(self, target: str) -> list[str]:
+        """Return the names of the modules of a package, named as `package.__path__`."""
+        package = target.removesuffix(ALL_MODULES)
+        names = self._listed(os.path.dirname(self.file(package) or ""))  # noqa: PTH120  # as above
+        return [
+            f"{package}.{name.removesuffix('.py')}" for name in names if name.endswith(".py") and name != "__init__.py"
+        ]
 
     def _inside(self, part: str, folders: list[str]) -> tuple[str, list[str]]:
         """Return the file of the module `part` in one of the folders, and the folders that its own modules lie in."""
@@ -242,7 +255,10 @@ def _parsed(path: str, name: str) -> tuple[str, list[str]]:
     if known is None or known[0] != identity:
         tree = parse_source(Path(path).read_bytes(), path)
         package = name if Path(path).name == "__init__.py" else name.rpartition(".")[0]
-        known = [identity, sha256_text(_syntax(tree)), sorted(imported_names(tree, package))]
+        imports = imported_names(tree, package)
+        if any(isinstance(node, ast.Name) and node.id == "__path__" for node in ast.walk(tree)):
+            imports.add(package + ALL_MODULES)
+        known = [identity, sha256_text(_syntax(tree)), sorted(imports)]
         PARSED[f"{name} {path}"] = known
     return known[1], known[2]
 

@@ -8,38 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import assert_never
 
 import torch
 from torch import Tensor
 
-from rlhf_core.algorithms.advantages import (
-    custom_advantages,
-    discounted_returns,
-    gae,
-    group_centered,
-    group_normalized,
-    leave_one_out,
-    opo,
+from rlhf_core.algorithms.advantage.base import (
+    GroupAdvantage,
+    GroupRewards,
+    TokenRewards,
     whiten,
     zero_variance_groups,
 )
+from rlhf_core.algorithms.advantage.reinforce_pp import discounted_returns
 from rlhf_core.algorithms.correction import mismatch_metrics
 from rlhf_core.algorithms.kl import k1, k3
 from rlhf_core.algorithms.value import explained_variance
-from rlhf_core.config.policy import (
-    Advantage,
-    CustomAdvantage,
-    DrGRPOAdvantage,
-    GAEAdvantage,
-    GroupAdvantage,
-    GRPOAdvantage,
-    KLCredit,
-    OPOAdvantage,
-    ReinforcePPAdvantage,
-    ReinforcePPBaselineAdvantage,
-    RLOOAdvantage,
-)
+from rlhf_core.config.policy import Advantage, KLCredit
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.interfaces import Metrics
 from rlhf_core.types import PolicySample, Rollout, TokenSample, ValueSample
@@ -107,8 +91,8 @@ def estimate_advantages(
     of what an answer earns, and so of the baseline: RLOO (arXiv 2402.14740: r - beta log(pi/pi_ref) of the whole answer
     is what its baseline is of), as TRL's RLOO and verl (`apply_kl_penalty`) do it.
 
-    What reinforce++-baseline whitens is the result. `function` is that of a custom estimator. Raises ConfigError for groups of fewer than two, and for a penalty
-    without a reference.
+    What reinforce++-baseline whitens is the result. `function` is that of a custom estimator. Raises ConfigError for
+    groups of fewer than two, and for a penalty without a reference.
     """
     mask_BT = completion_tensor([sample.loss_mask for sample in experience.samples], experience)
     old_BT = completion_tensor(experience.old_logprobs, experience)
@@ -126,57 +110,40 @@ def estimate_advantages(
     if turn_weight:
         move_to_turns(rewards_BT, experience.rollouts, weight=turn_weight)
 
-    match estimator:
-        case GAEAdvantage():
-            values_BT = completion_tensor(experience.values, experience)
-            gamma, gae_lambda = estimator.gamma, estimator.gae_lambda
-            advantages_BT, returns_BT = gae(rewards_BT, values_BT, mask_BT, gamma=gamma, gae_lambda=gae_lambda)
+    if isinstance(estimator, GroupAdvantage):
+        # From the scores and not from token rewards that add up to them: of a group that earned the same the sums
+        # differ by rounding, and a spread that is rounding divided by itself looks like an advantage.
+        answers_B = scores_B - kl_coef * kl_BT.sum(dim=1) if kl_credit == "answer" else scores_B
+        advantages_BT = _compared(estimator, answers_B, mask_BT, group_size, function)
+        if kl_credit == "token":
+            advantages_BT = advantages_BT - kl_coef * discounted_returns(kl_BT, mask_BT, gamma=1.0)
+        returns_BT = advantages_BT
+        if estimator.whitened:
+            advantages_BT = whiten(advantages_BT, mask_BT)
+        # Of the scores: with a KL penalty inside, no two rewards are equal.
+        metrics["reward/zero_variance_groups"] = float(zero_variance_groups(scores_B.reshape(-1, group_size)))
+    else:
+        values_BT = completion_tensor(experience.values, experience) if estimator.uses_values else None
+        tokens = TokenRewards(rewards=rewards_BT, loss_mask=mask_BT, values=values_BT)
+        advantages_BT, returns_BT = estimator.estimate(tokens)
+        if values_BT is not None:
             metrics["value/explained_variance"] = float(explained_variance(values_BT, returns_BT, mask_BT))
-            if estimator.whiten:
-                advantages_BT = whiten(advantages_BT, mask_BT)
-        case ReinforcePPAdvantage():
-            returns_BT = whiten(discounted_returns(rewards_BT, mask_BT, gamma=estimator.gamma), mask_BT)
-            advantages_BT = returns_BT
-        case _:
-            if group_size < 2:
-                rule = f"the estimator {estimator.type!r} compares the samples of a prompt, at least 2"
-                raise ConfigError(
-                    explain("ppo.samples_per_prompt", group_size, rule, "raise it, or use gae or reinforce++")
-                )
-            # From the scores and not from token rewards that add up to them: of a group that earned the same the sums
-            # differ by rounding, and a spread that is rounding divided by itself looks like an advantage.
-            answers_B = scores_B - kl_coef * kl_BT.sum(dim=1) if kl_credit == "answer" else scores_B
-            lengths_PG = mask_BT.sum(dim=1).reshape(-1, group_size)
-            answers_PG = _group_advantages(estimator, answers_B.reshape(-1, group_size), lengths_PG, function)
-            advantages_BT = answers_PG.reshape(-1, 1) * mask_BT
-            if kl_credit == "token":
-                advantages_BT = advantages_BT - kl_coef * discounted_returns(kl_BT, mask_BT, gamma=1.0)
-            returns_BT = advantages_BT
-            if isinstance(estimator, ReinforcePPBaselineAdvantage):
-                advantages_BT = whiten(advantages_BT, mask_BT)
-            # Of the scores: with a KL penalty inside, no two rewards are equal.
-            metrics["reward/zero_variance_groups"] = float(zero_variance_groups(scores_B.reshape(-1, group_size)))
     return Advantages(advantages_BT, returns_BT, metrics)
 
 
-def _group_advantages(
-    estimator: GroupAdvantage, rewards_PG: Tensor, lengths_PG: Tensor, function: UserFunction | None
+def _compared(
+    estimator: GroupAdvantage, answers_B: Tensor, mask_BT: Tensor, group_size: int, function: UserFunction | None
 ) -> Tensor:
-    match estimator:
-        case ReinforcePPBaselineAdvantage() | DrGRPOAdvantage():
-            return group_centered(rewards_PG)
-        case RLOOAdvantage():
-            return leave_one_out(rewards_PG)
-        case GRPOAdvantage():
-            return group_normalized(rewards_PG, eps=estimator.eps)
-        case OPOAdvantage():
-            return opo(rewards_PG, lengths_PG)
-        case CustomAdvantage():
-            assert function is not None
-            compute = function.load(key="advantage.function")
-            return custom_advantages(compute, rewards_PG, lengths_PG, arguments=estimator.arguments)
-        case _:
-            assert_never(estimator)
+    """Return the advantage of each answer on all of its tokens [B, T]."""
+    if group_size < 2:
+        rule = f"the estimator {estimator.type!r} compares the samples of a prompt, at least 2"
+        raise ConfigError(explain("ppo.samples_per_prompt", group_size, rule, "raise it, or use gae or reinforce++"))
+    groups = GroupRewards(
+        rewards=answers_B.reshape(-1, group_size),
+        lengths=mask_BT.sum(dim=1).reshape(-1, group_size),
+        function=None if function is None else function.load(key="advantage.function"),
+    )
+    return estimator.compare(groups).reshape(-1, 1) * mask_BT
 
 
 def token_rewards(scores_B: Tensor, kl_BT: Tensor, mask_BT: Tensor, *, kl_coef: float) -> Tensor:

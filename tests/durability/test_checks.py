@@ -129,6 +129,18 @@ def test_runs_and_points_of_mlflow_are_checked(tmp_path: Path) -> None:
     ]
 
 
+def test_a_policy_that_was_published_more_often_than_there_are_results_is_a_problem(tmp_path: Path) -> None:
+    found = make(tmp_path / "home")
+    file = tmp_path / "home" / "mlflow.db"
+    tracked(file, found, found["toy"].key, "FINISHED", [(step, "toy/train/total") for step in (1, 2, 3)])
+    with sqlite3.connect(file) as connection:
+        connection.executemany("INSERT INTO model_versions VALUES (?)", [("policy",), ("policy",)])
+    assert list(tracking_problems(file, found)) == ["MLflow: policy has 2 versions, not 1"]
+    assert list(tracking_problems(file, found, published=2)) == []
+    assert problems(tmp_path / "home", found) != []
+    assert problems(tmp_path / "home", found, tracked=False) == []
+
+
 def tracked(
     path: Path, found: dict[str, StageResult], key: str, status: str, points: list[tuple[int, str]]
 ) -> list[str]:

@@ -3,49 +3,32 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 from benchmarks.durability import processes
 
 
-def fail() -> None:
-    raise ValueError("as it should")
+def test_what_ran_before_is_no_family_of_a_child_and_is_left_alone(tmp_path: Path) -> None:
+    """The tests' own Prefect server was killed as a survivor once, and each wait took its full time."""
+    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as server:
+        ended = processes.run(lambda: None, tmp_path / "log")
+        assert (ended.how, ended.survivors) == ("completed", ()) and ended.lingered_s < processes.GONE_WITHIN_S
+        assert server.poll() is None
+        server.communicate(b"\n")
+    assert server.returncode == 0, "its own end is for its starter to hear of"
 
 
-def test_the_end_of_a_child_is_told(tmp_path: Path) -> None:
-    log = tmp_path / "output.log"
-    assert processes.run(lambda: None, log).how == "completed"
-    assert processes.run(fail, log).how == "failed"
-    assert "ValueError: as it should" in log.read_text()
-    ended = processes.run(partial(time.sleep, 30), log, kill_after_s=0.05)
-    assert ended.how == "killed" and ended.seconds < 5.0
+def test_what_a_child_leaves_behind_is_named_and_killed(tmp_path: Path) -> None:
+    def leave() -> None:
+        command = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+        subprocess.Popen(command, start_new_session=True)
 
-
-WATCH = """
-import subprocess, sys
-from pathlib import Path
-from benchmarks.durability import processes
-
-def leave_an_orphan():
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(SECONDS)"], start_new_session=True)
-
-processes.adopt_orphans()
-processes.run(leave_an_orphan, Path(sys.argv[1]))
-ended = processes.finish(processes.start(leave_an_orphan, Path(sys.argv[1])), kill_after_s=None)
-print(processes.wait_for_family(within_s=1.5))
-"""
-
-
-def watch(seconds: float, log: Path) -> str:
-    # In a process of its own: this one has children of other tests.
-    command = [sys.executable, "-c", WATCH.replace("SECONDS", str(seconds)), str(log)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def test_an_orphan_that_ends_by_itself_is_waited_for(tmp_path: Path) -> None:
-    assert watch(0.2, tmp_path / "log").endswith(", ())\n")
-
-
-def test_an_orphan_that_stays_is_named(tmp_path: Path) -> None:
-    assert "time.sleep(4)" in watch(4, tmp_path / "log")
+    processes.adopt_orphans()
+    began = time.monotonic()
+    try:
+        how, _ = processes.finish(processes.start(leave, tmp_path / "log"), kill_after_s=None)
+        lingered, survivors = processes.wait_for_family(within_s=0.5)
+    finally:
+        processes.adopt_orphans(adopt=False)
+    assert how == "completed" and 0.5 <= lingered < time.monotonic() - began
+    assert len(survivors) == 1 and "time.sleep(600)" in survivors[0]

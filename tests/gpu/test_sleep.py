@@ -67,7 +67,7 @@ def test_the_memory_of_a_trainer_is_free_while_an_engine_samples(engine: str, ze
                     losses.append(handle.forward_backward(SAMPLES, SftObjective(pack_to=None))["loss"])
                     handle.optim_step(learning_rate=1e-3)
                     awake, _ = torch.cuda.mem_get_info()
-                    with runtime._turns.sampling():
+                    with runtime._sharing.sampling():
                         asleep, _ = torch.cuda.mem_get_info()
                     if sleep:  # the weights and two moments, at least
                         assert asleep - awake > 2.5 * weights

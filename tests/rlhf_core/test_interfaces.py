@@ -12,8 +12,10 @@ from rlhf_core.runtime.local_runtime import LocalRuntime
 from rlhf_core.runtime.ray_runtime import RayRuntime
 from rlhf_core.sampling.hf_sampler import HFSampler
 from rlhf_core.sampling.vllm_sampler import VllmSampler
+from rlhf_core.sampling.vllm_server_sampler import VllmServerSampler
 from rlhf_core.tracking.memory import MemoryStageTracker
 from rlhf_core.tracking.mlflow import MlflowStageTracker
+from rlhf_core.training.distillation_trainer import DistillationTrainer
 from rlhf_core.training.trainer import LocalTrainer
 
 
@@ -22,8 +24,11 @@ from rlhf_core.training.trainer import LocalTrainer
     [
         (LocalTrainer, interfaces.Trainer),
         (RayTrainer, interfaces.Trainer),
-        (HFSampler, interfaces.Sampler),
-        (VllmSampler, interfaces.Sampler),
+        (LocalTrainer, interfaces.RankTrainer),
+        (DistillationTrainer, interfaces.Trainer),
+        (HFSampler, interfaces.EngineSampler),
+        (VllmSampler, interfaces.DeviceSampler),
+        (VllmServerSampler, interfaces.EngineSampler),
         (RaySampler, interfaces.Sampler),
         (LocalRuntime, interfaces.Runtime),
         (RayRuntime, interfaces.Runtime),
@@ -32,7 +37,8 @@ from rlhf_core.training.trainer import LocalTrainer
     ],
 )
 def test_an_implementation_has_the_methods_of_its_protocol(implementation: type, protocol: type) -> None:
-    wanted = {name: method for name, method in vars(protocol).items() if inspect.isfunction(method) and name[0] != "_"}
+    methods = inspect.getmembers(protocol, inspect.isfunction)  # those that it inherits too
+    wanted = {name: method for name, method in methods if name[0] != "_"}
     assert wanted
     for name, method in wanted.items():
         theirs = list(inspect.signature(getattr(implementation, name)).parameters)

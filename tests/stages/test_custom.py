@@ -11,13 +11,14 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from rlhf_core.algorithms.advantages import custom_advantages
-from rlhf_core.algorithms.custom import custom_pair_loss, custom_policy_loss
-from rlhf_core.algorithms.policy import clipped_policy_loss
-from rlhf_core.algorithms.preference import dpo_loss
+from rlhf_core.algorithms.advantage.custom import custom_advantages
+from rlhf_core.algorithms.policy.clip import clipped_policy_loss
+from rlhf_core.algorithms.policy.custom import custom_policy_loss
+from rlhf_core.algorithms.preference.custom import CustomPreferenceLoss, custom_pair_loss
+from rlhf_core.algorithms.preference.dpo import DPOLoss, dpo_loss
 from rlhf_core.config.custom import CustomFunction
 from rlhf_core.config.policy import PPOConfig
-from rlhf_core.config.preference import CustomPreferenceLoss, DPOLoss, uses_reference
+from rlhf_core.config.preference import uses_reference
 from rlhf_core.errors import ConfigError
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef

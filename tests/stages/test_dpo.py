@@ -8,20 +8,17 @@ from typing import get_args
 import pytest
 from pydantic import ValidationError
 
+from rlhf_core.algorithms.preference.aot import AOTLoss
+from rlhf_core.algorithms.preference.discopop import DiscoPOPLoss
+from rlhf_core.algorithms.preference.dpo import DPOLoss
+from rlhf_core.algorithms.preference.ipo import IPOLoss
+from rlhf_core.algorithms.preference.kto import KTOLoss
+from rlhf_core.algorithms.preference.orpo import ORPOLoss
 from rlhf_core.config.base import Config
 from rlhf_core.config.custom import CustomFunction
 from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.config.loop import LoopConfig
-from rlhf_core.config.preference import (
-    REFERENCE_FREE,
-    AOTLoss,
-    DiscoPOPLoss,
-    DPOLoss,
-    IPOLoss,
-    KTOLoss,
-    ORPOLoss,
-    PreferenceLoss,
-)
+from rlhf_core.config.preference import REFERENCE_FREE, PreferenceLoss
 from rlhf_core.errors import DataError
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef, TokenSample

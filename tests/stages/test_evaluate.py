@@ -297,9 +297,9 @@ def test_only_training_stages_have_a_training_curve(shop: Workshop, tmp_path: Pa
     assert [path.name for path in (shop.store.path(ref) / "figures").iterdir()] == ["training_sft.png"]
 
 
-def test_importing_the_stage_imports_no_engine_and_no_plotting() -> None:
+def test_importing_the_configurations_imports_no_engine_and_no_plotting() -> None:
     program = (
-        "import sys, stages.evaluate, stages.publish;"
+        "import sys, stages.config.evaluate, stages.config.publish;"
         "print([m for m in ('torch', 'matplotlib', 'mlflow', 'ray', 'vllm', 'transformers') if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -18,11 +18,11 @@ from pipelines.flows.profile import load_profile
 from pipelines.importers.openrlhf.translate import translate
 from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.external import PROBES
-from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef, RewardModelRef
-from stages.import_reward_model import ImportRewardModelConfig, content_digests
+from stages.config.import_reward_model import ImportRewardModelConfig, content_digests
+from stages.table import STAGES
 from tests.support.workshop import Workshop, quiet
 
 
@@ -206,10 +206,9 @@ def test_files_that_changed_between_the_plan_and_the_copy_are_refused(
 ) -> None:
     store, shop = ArtifactStore(tmp_path / "store"), Workshop(ArtifactStore(tmp_path / "store"))
     config = ImportRewardModelConfig(path=str(outside))
-    spec = StageSpec(
-        name="import_reward_model", module="stages.import_reward_model", config=config, seed=17, label="rm",
-        inputs={"policy": store.external(PolicyRef, policy)}, engines={"files": content_digests(config)},
-    )  # fmt: skip
+    inputs = {"policy": store.external(PolicyRef, policy)}
+    files = {"files": content_digests(config)}
+    spec = STAGES["import_reward_model"].spec(config, inputs, label="rm", seed=17, engines=files)
 
     def execute_it() -> None:
         execute(store, spec, runtime=shop.runtime, tracker=shop.tracker, progress=quiet)

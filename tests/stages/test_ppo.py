@@ -175,7 +175,7 @@ class Scripted:
 
 def test_the_largest_ratio_of_a_step_is_that_of_its_updates(tmp_path: Path) -> None:
     trainer: Any = Scripted(1.0, 5.0, 1.5, 1.0)
-    models = Models(sampler=trainer, policy=trainer, reference=trainer, value_model=None, score=trainer)
+    models = Models(sampler=trainer, policy=trainer, reference=trainer, value_model=None, scorer=trainer)
     context: Any = SimpleNamespace(seed=17, label="ppo", user_function=lambda part: None)
     rows: Any = range(8)
     settings = config(advantage={"type": "rloo"}, epochs=2, minibatches=2)
@@ -205,7 +205,7 @@ def test_rollouts_made_since_the_last_checkpoint_are_not_made_again(
         sampled.append(step)
         return sample(*args, step=step, **rest)
 
-    monkeypatch.setattr("rlhf_core.rollouts.source.sample", counted)
+    monkeypatch.setattr("rlhf_core.rollouts.answers.sample", counted)
     # the normaliser's running statistics are part of what a rollout step leaves behind
     terms = {"short": FunctionReward(function="tests.stages.test_ppo:short_is_good")}
     settings = config(checkpoint_every=2, rewards=RewardsConfig(terms=terms, normalise="running"))

@@ -16,7 +16,7 @@ from rlhf_core.data.tables import read_demonstrations, read_feedback, read_prefe
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PreparedDataRef, StepsRef
-from stages.prepare_data import PrepareDataConfig, content_digests
+from stages.config.prepare_data import PrepareDataConfig, content_digests
 from tests.support.workshop import Workshop, make_policy
 
 SHAPE = InitModel(vocab_size=400, hidden_size=32, layers=1, heads=2, kv_heads=2, intermediate_size=64)
@@ -207,7 +207,7 @@ def test_a_model_inside_a_package_that_is_not_installed_is_refused() -> None:
 
 def test_digesting_a_model_inside_a_package_loads_no_engine() -> None:
     code = (
-        "import sys; from stages.prepare_data import PrepareDataConfig, content_digests;"
+        "import sys; from stages.config.prepare_data import PrepareDataConfig, content_digests;"
         "config = {'model': {'type': 'pretrained', 'path': 'package:rlhf_core/config'}};"
         "content_digests(PrepareDataConfig.model_validate(config));"
         "print(sorted({'torch', 'transformers', 'datasets', 'ray'} & set(sys.modules)))"
@@ -215,8 +215,8 @@ def test_digesting_a_model_inside_a_package_loads_no_engine() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def test_importing_the_stage_loads_no_engine() -> None:
-    code = "import sys, stages.prepare_data; print(sorted({'torch', 'transformers', 'datasets', 'ray'} & set(sys.modules)))"
+def test_importing_the_configuration_loads_no_engine() -> None:
+    code = "import sys, stages.config.prepare_data; print(sorted({'torch', 'transformers', 'datasets', 'ray'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
@@ -257,6 +257,6 @@ def test_a_file_that_is_cut_short_under_its_reader_is_told_as_that(
         (tmp_path / "rows.jsonl").write_bytes(b"{")
         raise DataError("not JSON")
 
-    monkeypatch.setattr("rlhf_core.data.files.make_tables", cut)
+    monkeypatch.setattr("stages.prepare_data.from_files", cut)
     with pytest.raises(DataError, match="changed while it was read"):
         shop.run("prepare_data", config, {}, files=content_digests(config))

@@ -90,6 +90,8 @@ def toy_spec(config: ToyConfig | None = None, **changes: Any) -> StageSpec:
     fields: dict[str, Any] = {
         "name": NAME,
         "module": __name__,
+        "version": VERSION,
+        "code": CODE,
         "config": ToyConfig() if config is None else config,
         "inputs": {},
         "seed": 7,

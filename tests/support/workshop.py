@@ -11,11 +11,11 @@ from rlhf_core.config.base import Config
 from rlhf_core.config.engines import HFSamplerConfig, InitModel, RuntimeConfig, TrainerConfig
 from rlhf_core.runtime.local_runtime import LocalRuntime
 from rlhf_core.stage.decision import Decision
-from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.memory import MemoryStageTracker
 from rlhf_core.types import ArtifactRef, Completion, FinishReason, Generation, Message, Prompt, Rollout
+from stages.table import STAGES
 
 RUNTIME = RuntimeConfig(type="local", trainer=TrainerConfig(engine="torch"), sampler=HFSamplerConfig())
 SHAPE = InitModel(vocab_size=320, hidden_size=32, layers=1, heads=2, kv_heads=2, intermediate_size=64, max_positions=64)
@@ -46,16 +46,7 @@ class Workshop:
     ) -> tuple[ArtifactRef, Decision]:
         """Execute a stage; `files` are the digests of the user's files that a pipeline has in the key."""
         engines = {} if files is None else {"files": files}
-        spec = StageSpec(
-            name=name,
-            module=f"stages.{name}",
-            config=config,
-            inputs=inputs,
-            seed=seed,
-            label=name,
-            engines=engines,
-            callables=callables,
-        )
+        spec = STAGES[name].spec(config, inputs, label=name, seed=seed, engines=engines, callables=callables)
         return execute(self.store, spec, runtime=self.runtime, tracker=self.tracker, progress=progress)
 
     def metrics(self, decision: Decision) -> dict[str, float]:

@@ -10,21 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, assert_never
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from rlhf_core.algorithms.correction import fraction_corrected, importance_weights
-from rlhf_core.algorithms.custom import custom_policy_loss
+from rlhf_core.algorithms.correction import CorrectionConfig, fraction_corrected, importance_weights
 from rlhf_core.algorithms.kl import k2, k3
 from rlhf_core.algorithms.output import LossOutput
-from rlhf_core.algorithms.policy import cispo_loss, clipped_policy_loss, gspo_loss
+from rlhf_core.algorithms.policy.base import PolicyBatch, PolicyMethod
 from rlhf_core.algorithms.reward import bradley_terry_loss
 from rlhf_core.algorithms.supervised import sft_loss
 from rlhf_core.algorithms.token_math import bounded, masked_sum
 from rlhf_core.algorithms.value import clipped_value_loss
-from rlhf_core.config.policy import CISPOLoss, ClipLoss, CorrectionConfig, CustomPolicyLoss, GSPOLoss, PolicyLoss
 from rlhf_core.errors import DataError, explain
 from rlhf_core.models.batches import TokenBatch, collate
 from rlhf_core.models.forward import sequence_scores, token_logprobs, token_values
@@ -139,14 +137,14 @@ class BradleyTerryObjective:
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """A policy gradient on `PolicySample`s (clip, GSPO, CISPO), corrected for the sampler's own probabilities.
+    """A policy gradient on `PolicySample`s by any of `rlhf_core.algorithms.policy`, corrected for the sampler's own probabilities.
 
     `kl_coef` adds a KL penalty to the reference to the loss (k2: its gradient is the reverse KL's, arXiv 2510.01555);
     0 leaves it out, as when the reward carries the penalty. `entropy_coef` adds an entropy bonus; entropy is measured
     either way. `max_length` is the constant divisor of the aggregation `constant`.
     """
 
-    loss: PolicyLoss
+    loss: PolicyMethod
     max_length: int
     temperature: float
     kl_coef: float
@@ -170,7 +168,7 @@ class PolicyObjective:
     ) -> LossOutput:
         """Return the share of `samples` in the loss.
 
-        Metrics: `loss`, those of `clipped_policy_loss`, `entropy`, `correction_fraction`; `ref_kl` (k3) where the samples
+        Metrics: `loss`, those of `policy_output`, `entropy`, `correction_fraction`; `ref_kl` (k3) where the samples
         have the reference's log-probs, and `kl_loss` if used. DataError for a penalty without them.
         """
         batch = collate(samples, pad_id=pad_id).to(device)
@@ -201,29 +199,19 @@ class PolicyObjective:
     def _policy_loss(
         self, logprobs_BL: Tensor, weights_BL: Tensor, batch: TokenBatch, denominators: Mapping[str, float]
     ) -> LossOutput:
-        loss = self.loss
-        four = (logprobs_BL, batch.fields["old_logprobs"], batch.fields["advantages"], batch.loss_mask_BL)
-        counts: Any = {
-            "weights": weights_BL,
-            "num_tokens": denominators["tokens"],
-            "sequences": denominators["sequences"],
-            "max_length": self.max_length,
-        }
-        match loss:
-            case ClipLoss():
-                counts |= {"clip_low": loss.clip_low, "dual_clip": loss.dual_clip or None}
-                return clipped_policy_loss(*four, clip_high=loss.clip_high, aggregation=loss.aggregation, **counts)
-            case GSPOLoss():
-                return gspo_loss(*four, clip_low=loss.clip_low, clip_high=loss.clip_high, **counts)
-            case CISPOLoss():
-                return cispo_loss(*four, clip_high=loss.clip_high, aggregation=loss.aggregation, **counts)
-            case CustomPolicyLoss():
-                assert self.function is not None
-                function = self.function.load(key="loss.function")
-                counts |= {"arguments": loss.arguments, "aggregation": loss.aggregation}
-                return custom_policy_loss(function, *four, **counts)
-            case _:
-                assert_never(loss)
+        return self.loss.loss(
+            PolicyBatch(
+                logprobs=logprobs_BL,
+                old_logprobs=batch.fields["old_logprobs"],
+                advantages=batch.fields["advantages"],
+                loss_mask=batch.loss_mask_BL,
+                weights=weights_BL,
+                num_tokens=denominators["tokens"],
+                sequences=denominators["sequences"],
+                max_length=self.max_length,
+                function=None if self.function is None else self.function.load(key="loss.function"),
+            )
+        )
 
     def _kl(self, logprobs_BL: Tensor, weights_BL: Tensor, batch: TokenBatch) -> Tensor:
         """Return the sum of k2 over masked tokens, each weighted by pi / mu (detached, truncated at the cap).

@@ -7,24 +7,34 @@ from typing import Any, TypeVar
 import pytest
 
 from pipelines.execution.plan import plan
-from pipelines.flows.graph import ENGINES, Stages, agent_digests, reward_functions
+from pipelines.flows.graph import Stages, agent_digests, inputs_of, reward_functions
 from pipelines.flows.profile import load_profile
+from rlhf_core.algorithms.preference.orpo import ORPOLoss
+from rlhf_core.algorithms.preference.simpo import SimPOLoss
 from rlhf_core.config.engines import RuntimeConfig
-from rlhf_core.config.preference import ORPOLoss, SimPOLoss
+from rlhf_core.config.policy import PPOConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.types import ArtifactRef, PolicyRef, PreferencesRef, PromptsRef, RewardModelRef
-from stages.dpo import DPOConfig
-from stages.ppo import PPOConfig
+from rlhf_core.types import (
+    ArtifactRef,
+    DemonstrationsRef,
+    GenerationsRef,
+    PolicyRef,
+    PreferencesRef,
+    PromptsRef,
+    RewardModelRef,
+)
+from stages.config.distill import DistillConfig
+from stages.config.dpo import DPOConfig
+from stages.config.generate import GenerateConfig
+from stages.config.publish import PublishConfig
+from stages.config.score import ScoreConfig
+from stages.config.sft import SFTConfig
+from stages.table import STAGES
 from tests.support.small_pipeline import write_mini
 
 R = TypeVar("R", bound=ArtifactRef)
-
-
-def test_every_stage_module_is_in_the_table_of_engines() -> None:
-    root = Path(__file__).parents[2] / "stages"
-    assert {path.stem for path in root.glob("[a-z]*.py")} == set(ENGINES)
 
 
 def test_engines_enter_the_spec_of_the_stages_that_lease_them(tmp_path: Path) -> None:
@@ -149,3 +159,31 @@ def test_the_modules_of_a_verifiers_environment_decide_what_it_does(tmp_path: Pa
         module.write_text(text)
         digests.append(agent_digests(config, "ppo")[str(module)])
     assert digests[0] != digests[1]
+
+
+def test_inputs_that_are_not_those_of_the_row_are_refused() -> None:
+    policy, prompts = handle(PolicyRef, "policy"), handle(PromptsRef, "prompts")
+    score, sft, publish = STAGES["score"], STAGES["sft"], STAGES["publish"]
+    with pytest.raises(TypeError, match="sft: the input demonstrations is missing"):
+        inputs_of(sft, SFTConfig(), {"policy": policy})
+    with pytest.raises(TypeError, match="sft: the input demonstrations must be DemonstrationsRef, and is PromptsRef"):
+        inputs_of(sft, SFTConfig(), {"policy": policy, "demonstrations": prompts})
+    with pytest.raises(TypeError, match="score: the input reward_models must be a table of RewardModelRef"):
+        answers = handle(GenerationsRef, "answers")
+        inputs_of(score, ScoreConfig(), {"generations": answers, "reward_models": handle(RewardModelRef, "judge")})
+    with pytest.raises(TypeError, match="publish: takes no input prompts"):
+        inputs_of(publish, PublishConfig(), {"policy": policy, "prompts": prompts})
+
+
+def test_only_what_the_configuration_asks_for_is_an_input() -> None:
+    given = {
+        "policy": handle(PolicyRef, "student"),
+        "teacher": handle(PolicyRef, "teacher"),
+        "demonstrations": handle(DemonstrationsRef, "texts"),
+        "prompts": handle(PromptsRef, "prompts"),
+    }
+    on_policy, off_policy = DistillConfig(on_policy=True), DistillConfig()
+    assert list(inputs_of(STAGES["distill"], on_policy, given)) == ["policy", "teacher", "prompts"]
+    assert list(inputs_of(STAGES["distill"], off_policy, given)) == ["policy", "teacher", "demonstrations"]
+    answers = {"policy": given["policy"], "prompts": given["prompts"], "asked": None}
+    assert list(inputs_of(STAGES["generate"], GenerateConfig(), answers)) == ["policy", "prompts"]

@@ -16,8 +16,9 @@ from rich.console import Console
 from pipelines.flows.profile import load_profile
 from pipelines.prefect_flows import deployments
 from pipelines.prefect_flows.deployments import stage_parameters
+from stages.table import STAGES
 
-CHECKOUT = Path(__file__).resolve().parents[2]
+CHECKOUT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,8 @@ def test_the_stages_of_other_profiles_have_forms_too(profile: str, names: set[st
 def test_every_deployment_is_served_once() -> None:
     served = [deployment.name for deployment in deployments.deployments()]
     assert len(served) == len(set(served))
-    assert {"full", "rlvr", "distill", "condition", "conditional-sft", "ppo"} <= set(served)
+    several = {"full", "rlvr", "rejection-sampling", "conditional-sft", "iterative-dpo"}
+    assert set(served) == several | {name.replace("_", "-") for name in STAGES}
 
 
 def declared() -> dict[str, dict[str, Any]]:

@@ -14,10 +14,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_core.algorithms import preference
 from rlhf_core.algorithms.distillation import distillation_loss, topk_distillation_loss
 from rlhf_core.algorithms.output import LossOutput
-from rlhf_core.algorithms.policy import cispo_loss, clipped_policy_loss, gspo_loss
+from rlhf_core.algorithms.policy.cispo import cispo_loss
+from rlhf_core.algorithms.policy.clip import clipped_policy_loss
+from rlhf_core.algorithms.policy.gspo import gspo_loss
+from rlhf_core.algorithms.preference.aot import aot_loss
+from rlhf_core.algorithms.preference.apo_down import apo_down_loss
+from rlhf_core.algorithms.preference.apo_zero import apo_zero_loss
+from rlhf_core.algorithms.preference.discopop import discopop_loss
+from rlhf_core.algorithms.preference.dpo import dpo_loss
+from rlhf_core.algorithms.preference.exo import exo_loss
+from rlhf_core.algorithms.preference.hinge import hinge_loss
+from rlhf_core.algorithms.preference.ipo import ipo_loss
+from rlhf_core.algorithms.preference.kto import kto_loss
+from rlhf_core.algorithms.preference.nca import nca_loss
+from rlhf_core.algorithms.preference.orpo import orpo_loss
+from rlhf_core.algorithms.preference.robust import robust_dpo_loss
+from rlhf_core.algorithms.preference.simpo import simpo_loss
+from rlhf_core.algorithms.preference.sppo import sppo_loss
 from rlhf_core.algorithms.process_reward import step_loss
 from rlhf_core.algorithms.reward import bradley_terry_loss
 from rlhf_core.algorithms.supervised import sft_loss
@@ -112,29 +127,27 @@ CASES: dict[str, Case] = {
         partial(bradley_terry_loss, center_coef=0.01), SCORE_ROWS, PAIRS, ("chosen_scores", "rejected_scores")
     ),
     "step": Case(step_loss, STEP_ROWS, {"steps": float(B)}, ("logits_S",)),
-    "dpo": pair(preference.dpo_loss, beta=0.1, label_smoothing=0.1),
-    "robust_dpo": pair(preference.robust_dpo_loss, beta=0.1, label_smoothing=0.1),
-    "ipo of sums": pair(preference.ipo_loss, beta=0.1, length_average=False),
-    "ipo": Case(partial(preference.ipo_loss, beta=0.1, length_average=True), PAIR_ROWS | LENGTHS, PAIRS, BOTH),
-    "hinge": pair(preference.hinge_loss, beta=0.3),
-    "apo_zero": pair(preference.apo_zero_loss, beta=0.1),
-    "apo_down": pair(preference.apo_down_loss, beta=0.1),
-    "sppo": pair(preference.sppo_loss, beta=0.1),
-    "nca": pair(preference.nca_loss, beta=0.1),
-    "exo": pair(preference.exo_loss, beta=0.1, label_smoothing=1e-3),
-    "discopop": pair(preference.discopop_loss, beta=0.1),
-    "aot": pair(preference.aot_loss, beta=0.1, label_smoothing=0.1, splits=False),
-    "aot, unpaired": pair(preference.aot_loss, beta=0.1, paired=False, splits=False),
-    "simpo": Case(partial(preference.simpo_loss, beta=2.0, gamma=0.5), FREE_ROWS | LENGTHS, PAIRS, BOTH),
+    "dpo": pair(dpo_loss, beta=0.1, label_smoothing=0.1),
+    "robust_dpo": pair(robust_dpo_loss, beta=0.1, label_smoothing=0.1),
+    "ipo of sums": pair(ipo_loss, beta=0.1, length_average=False),
+    "ipo": Case(partial(ipo_loss, beta=0.1, length_average=True), PAIR_ROWS | LENGTHS, PAIRS, BOTH),
+    "hinge": pair(hinge_loss, beta=0.3),
+    "apo_zero": pair(apo_zero_loss, beta=0.1),
+    "apo_down": pair(apo_down_loss, beta=0.1),
+    "sppo": pair(sppo_loss, beta=0.1),
+    "nca": pair(nca_loss, beta=0.1),
+    "exo": pair(exo_loss, beta=0.1, label_smoothing=1e-3),
+    "discopop": pair(discopop_loss, beta=0.1),
+    "aot": pair(aot_loss, beta=0.1, label_smoothing=0.1, splits=False),
+    "aot, unpaired": pair(aot_loss, beta=0.1, paired=False, splits=False),
+    "simpo": Case(partial(simpo_loss, beta=2.0, gamma=0.5), FREE_ROWS | LENGTHS, PAIRS, BOTH),
     "orpo": Case(
-        partial(preference.orpo_loss, lambda_=0.7),
+        partial(orpo_loss, lambda_=0.7),
         FREE_ROWS | LENGTHS,
         PAIRS | {"tokens": float(LENGTHS["chosen_lengths"].sum())},
         BOTH,
     ),
-    "kto": Case(
-        partial(preference.kto_loss, **KTO), KTO_ROWS, {"rows": float(B), "desirable_rows": 4.0}, ("logprobs",)
-    ),
+    "kto": Case(partial(kto_loss, **KTO), KTO_ROWS, {"rows": float(B), "desirable_rows": 4.0}, ("logprobs",)),
     "forward": distillation(distillation_loss, kind="forward"),
     "reverse": distillation(distillation_loss, kind="reverse"),
     "jsd": distillation(distillation_loss, kind="jsd", jsd_beta=0.3),

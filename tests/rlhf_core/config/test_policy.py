@@ -7,17 +7,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from rlhf_core.algorithms.advantage.custom import CustomAdvantage
+from rlhf_core.algorithms.advantage.gae import GAEAdvantage
+from rlhf_core.algorithms.advantage.grpo import GRPOAdvantage
+from rlhf_core.algorithms.policy.cispo import CISPOLoss
+from rlhf_core.algorithms.policy.clip import ClipLoss
+from rlhf_core.algorithms.policy.gspo import GSPOLoss
 from rlhf_core.config.base import keyed
-from rlhf_core.config.policy import (
-    GROUP_ADVANTAGES,
-    CISPOLoss,
-    ClipLoss,
-    CustomAdvantage,
-    GAEAdvantage,
-    GRPOAdvantage,
-    GSPOLoss,
-    PPOConfig,
-)
+from rlhf_core.config.policy import GROUP_ADVANTAGES, PPOConfig
 
 
 def test_the_default_is_ppo() -> None:

@@ -110,3 +110,24 @@ def test_ranks_that_share_rows_get_the_same_samples_and_one_answers() -> None:
     trainer = RayTrainer(FourWorkers(), "policy", "policy-0", transfer="", ranks_per_share=2)  # type: ignore[arg-type]
     assert trainer.forward_backward(SAMPLES, SftObjective(pack_to=None)) == {"loss": 7.0}
     assert trainer.values(SAMPLES) == [(float(len(sample.token_ids)),) for sample in SAMPLES]
+
+
+def test_the_ranks_get_scalars_by_name_and_samples_may_be_named_too() -> None:
+    asked: list[Any] = []
+
+    class OneWorker:
+        actors = (None,)
+
+        def call_each(self, role: str, method: str, arguments: list[Any], **keywords: Any) -> list[Any]:
+            asked.append((method, arguments, keywords))
+            return [[(0.0,)] * len(arguments[0][1])]
+
+    trainer = RayTrainer(OneWorker(), "policy", "policy-0", transfer="")  # type: ignore[arg-type]
+    assert trainer.top_logprobs(SAMPLES[:2], k=3, temperature=0.5) == [(0.0,)] * 2
+    assert trainer.logprobs(samples=SAMPLES[:2], temperature=0.5) == [(0.0,)] * 2
+    assert [(method, keywords) for method, _, keywords in asked] == [
+        ("top_logprobs", {"k": 3, "temperature": 0.5}),
+        ("logprobs", {"temperature": 0.5}),
+    ]
+    with pytest.raises(TypeError, match="temperature"):
+        trainer.logprobs(SAMPLES)  # type: ignore[call-arg]

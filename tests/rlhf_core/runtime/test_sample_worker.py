@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhf_core.config.engines import HFSamplerConfig, SamplingConfig, VllmSamplerConfig
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import ConfigError, SamplingError
 from rlhf_core.runtime.sample_worker import SampleWorker
 from rlhf_core.types import SamplingRequest
 
@@ -38,3 +38,16 @@ def test_a_vllm_for_the_cpu_does_not_sit_on_a_gpu(monkeypatch: pytest.MonkeyPatc
         ConfigError, match=r"gpus_per_engine = 0\.5: Ray reserved GPU 01234567:3, but vLLM is built for the"
     ):
         worker.open(policies[0], "")
+
+
+def test_a_sampler_that_cannot_sleep_is_named_where_its_configuration_says_it_sleeps(
+    policies: tuple[Path, Path],
+) -> None:
+    worker = SampleWorker(HFSamplerConfig(), threads=1)
+    with pytest.raises(SamplingError, match="no policy was opened on this worker; take a new lease"):
+        worker.generate([], SamplingConfig())
+    worker.open(policies[0], "")
+    with pytest.raises(
+        SamplingError, match=r"HFSampler'?: .*sleeps or takes weights on a GPU; give the class the methods"
+    ):
+        worker.sleep()

@@ -22,12 +22,12 @@ def test_one_worker_hosts_several_roles_until_they_are_released(policies: tuple[
     worker = TrainWorker(1, 1, TrainerConfig(engine="torch"))
     for lease, folder in zip(("policy-1", "reference-2"), policies, strict=True):
         assert set(worker.open(lease, ModelSpec(str(folder), "lm", None, 0), None)) == {"torch", "transformers"}
-    policy, reference = (worker.logprobs(lease, [SAMPLE], 1.0) for lease in ("policy-1", "reference-2"))
+    policy, reference = (worker.logprobs(lease, [SAMPLE], temperature=1.0) for lease in ("policy-1", "reference-2"))
     assert policy != reference
     worker.release("policy-1")
-    assert worker.logprobs("reference-2", [SAMPLE], 1.0) == reference
+    assert worker.logprobs("reference-2", [SAMPLE], temperature=1.0) == reference
     with pytest.raises(TrainingError, match=r"lease = 'policy-1': is not open"):
-        worker.logprobs("policy-1", [SAMPLE], 1.0)
+        worker.logprobs("policy-1", [SAMPLE], temperature=1.0)
 
 
 def test_a_gpu_that_torch_does_not_see_is_an_error_before_anything_is_loaded(
@@ -61,20 +61,20 @@ def test_a_worker_that_rests_keeps_its_models_in_host_memory_and_goes_on_with_th
         history: list[object] = []
         for _ in range(3):
             history.append(worker.forward_backward("policy-1", rows, objective, objective.denominators(rows)))
-            history.append(worker.optim_step("policy-1", 1e-3))
+            history.append(worker.optim_step("policy-1", learning_rate=1e-3))
             if rests:
                 assert worker.rest(offload=False) == 0
                 # The policy's weights and two moments, the reference's weights, all in float32; and a step counter each.
                 assert 16 * parameters <= worker.rest(offload=True) < 16.1 * parameters
                 assert all(tensor.untyped_storage().nbytes() == 0 for tensor in engine.tensors())
                 worker.wake()
-            history.append(worker.logprobs("reference-2", rows, 1.0))
+            history.append(worker.logprobs("reference-2", rows, temperature=1.0))
         histories.append(history)
     assert histories[0] == histories[1]
     worker.rest(offload=True)
     worker.release("policy-1")  # asleep
     worker.wake()
-    assert worker.logprobs("reference-2", rows, 1.0) == histories[0][-1]
+    assert worker.logprobs("reference-2", rows, temperature=1.0) == histories[0][-1]
 
 
 def test_memory_is_handed_back_at_release_and_whenever_a_worker_rests(

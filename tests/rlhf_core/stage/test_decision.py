@@ -275,7 +275,7 @@ def stage_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A stage module `drifting` that a test may edit."""
     monkeypatch.syspath_prepend(tmp_path)
     file = tmp_path / "drifting.py"
-    file.write_text("from tests.support.toy_stage import run\nVERSION = 1\nCODE = 'warn'\n")
+    file.write_text("from tests.support.toy_stage import run\n")
     importlib.invalidate_caches()
     monkeypatch.delitem(sys.modules, "drifting", raising=False)
     return file
@@ -306,8 +306,7 @@ def test_strict_code_takes_a_result_of_this_very_code_and_runs_for_any_other(
 
 
 def test_a_strict_stage_runs_when_its_code_changes(store: ArtifactStore, stage_file: Path) -> None:
-    stage_file.write_text(stage_file.read_text().replace("'warn'", "'strict'"))
-    spec = toy_spec(module="drifting")
+    spec = toy_spec(module="drifting", code="strict")
     _run(store, spec)
     assert decide(store, spec).action == "HIT"
     with stage_file.open("a") as stream:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_core.errors import ConfigError
-from rlhf_core.stage.key import key_payload, payload_key, stage_key
+from rlhf_core.stage.key import key_payload, payload_key, stage_key, stage_module
 from rlhf_core.store.fingerprint import code_digest
 from rlhf_core.types import PolicyRef
 from tests.support import toy_stage
@@ -128,16 +128,23 @@ def test_an_input_that_is_no_handle_is_refused(value: Any) -> None:
         stage_key(toy_spec(inputs={"policy": value}))
 
 
-@pytest.mark.parametrize(
-    ("source", "text"),
-    [("VERSION = 1\n", "has no CODE, run"), ("VERSION = 1\nCODE = 'loose'\ndef run(): ...\n", "must be 'strict'")],
-)
-def test_a_module_that_is_no_stage_is_refused(
-    source: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = f"no_stage_{len(source)}"
-    (tmp_path / f"{name}.py").write_text(source)
+def test_a_module_without_run_is_no_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "no_stage.py").write_text("VERSION = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
-    with pytest.raises(ConfigError, match=text):
-        stage_key(toy_spec(module=name))
+    with pytest.raises(ConfigError, match=r"module = 'no_stage': has no run; see docs/add_a_stage.md"):
+        stage_module(toy_spec(module="no_stage"))
+
+
+def test_a_code_policy_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"toy\.code = 'loose': must be 'strict' or 'warn'"):
+        toy_spec(code="loose")
+
+
+def test_a_key_needs_the_source_of_the_stage_and_not_its_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "unimportable.py").write_text("raise RuntimeError('imported')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    assert stage_key(toy_spec(module="unimportable", code="strict")) != stage_key(toy_spec(code="strict"))

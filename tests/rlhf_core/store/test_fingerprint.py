@@ -162,6 +162,17 @@ def test_code_of_a_late_import_changes_the_digest_and_is_named(package: Path) ->
     assert code_digest("toys.main", ("toys",)) != whole
 
 
+def test_a_package_that_looks_up_its_modules_imports_them_all(package: Path) -> None:
+    (package / "sub" / "__init__.py").write_text("import pkgutil\nFOUND = list(pkgutil.iter_modules(__path__))\n")
+    (package / "sub" / "method.py").write_text("z = 1\n")
+    before = module_digests("toys.main", ("toys",))
+    assert sorted(before) == ["toys", "toys.direct", "toys.main", "toys.sub", "toys.sub.late", "toys.sub.method"]
+    (package / "sub" / "method.py").write_text("z = 2\n")
+    (package / "sub" / "new.py").write_text("")
+    after = module_digests("toys.main", ("toys",))
+    assert {name for name in after if before.get(name) != after[name]} == {"toys.sub.method", "toys.sub.new"}
+
+
 def test_comments_and_docstrings_do_not_change_the_digest_and_decorators_do(package: Path) -> None:
     before = code_digest("toys.main", ("toys",))
     (package / "direct.py").write_text(
@@ -178,5 +189,5 @@ def test_comments_and_docstrings_do_not_change_the_digest_and_decorators_do(pack
 
 def test_the_store_itself_is_not_part_of_a_stages_code() -> None:
     found = module_digests("tests.support.toy_stage")
-    assert "rlhf_core.config.base" in found and "rlhf_core.types" in found
+    assert "rlhf_core.schema.base" in found and "rlhf_core.types" in found
     assert "rlhf_core.stage.run" not in found and "rlhf_core.store.artifacts" not in found

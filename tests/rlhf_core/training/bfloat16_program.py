@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from rlhf_core.algorithms.correction import CorrectionConfig
+from rlhf_core.algorithms.policy.clip import ClipLoss
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
-from rlhf_core.config.policy import ClipLoss, CorrectionConfig
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.store.checkpoint_parts import wait_for_parts
 from rlhf_core.training.distributed import rank_and_world

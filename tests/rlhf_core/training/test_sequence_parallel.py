@@ -12,9 +12,10 @@ import torch
 from pydantic import ValidationError
 from transformers import MistralConfig, MistralForCausalLM
 
+from rlhf_core.algorithms.correction import CorrectionConfig
+from rlhf_core.algorithms.policy.clip import ClipLoss
+from rlhf_core.algorithms.preference.dpo import DPOLoss
 from rlhf_core.config.engines import InitModel, RuntimeConfig, TrainerConfig
-from rlhf_core.config.policy import ClipLoss, CorrectionConfig
-from rlhf_core.config.preference import DPOLoss
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.initialise import initialise_llama

@@ -11,9 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from rlhf_core.algorithms.correction import CorrectionConfig
+from rlhf_core.algorithms.policy.clip import ClipLoss
+from rlhf_core.algorithms.preference.hinge import HingeLoss
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig, TrainerConfig
-from rlhf_core.config.policy import ClipLoss, CorrectionConfig
-from rlhf_core.config.preference import HingeLoss
 from rlhf_core.errors import ArtifactError, TrainingError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.export import weights_digest

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 
+from rlhf_core.algorithms.correction import CorrectionConfig
+from rlhf_core.algorithms.policy.clip import ClipLoss
 from rlhf_core.config.engines import LoraConfig, TrainerConfig
-from rlhf_core.config.policy import ClipLoss, CorrectionConfig
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.forward import CHUNK_ELEMENTS
 from rlhf_core.training.batching import reduce

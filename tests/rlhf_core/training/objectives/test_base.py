@@ -10,23 +10,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rlhf_core.algorithms.correction import CorrectionConfig
 from rlhf_core.algorithms.output import LossOutput
-from rlhf_core.config.policy import CISPOLoss, ClipLoss, CorrectionConfig, GSPOLoss
-from rlhf_core.config.preference import (
-    APODownLoss,
-    APOZeroLoss,
-    CDPOLoss,
-    DiscoPOPLoss,
-    DPOLoss,
-    EXOLoss,
-    HingeLoss,
-    IPOLoss,
-    NCALoss,
-    ORPOLoss,
-    RobustDPOLoss,
-    SimPOLoss,
-    SPPOLoss,
-)
+from rlhf_core.algorithms.policy.cispo import CISPOLoss
+from rlhf_core.algorithms.policy.clip import ClipLoss
+from rlhf_core.algorithms.policy.gspo import GSPOLoss
+from rlhf_core.algorithms.preference.apo_down import APODownLoss
+from rlhf_core.algorithms.preference.apo_zero import APOZeroLoss
+from rlhf_core.algorithms.preference.cdpo import CDPOLoss
+from rlhf_core.algorithms.preference.discopop import DiscoPOPLoss
+from rlhf_core.algorithms.preference.dpo import DPOLoss
+from rlhf_core.algorithms.preference.exo import EXOLoss
+from rlhf_core.algorithms.preference.hinge import HingeLoss
+from rlhf_core.algorithms.preference.ipo import IPOLoss
+from rlhf_core.algorithms.preference.nca import NCALoss
+from rlhf_core.algorithms.preference.orpo import ORPOLoss
+from rlhf_core.algorithms.preference.robust import RobustDPOLoss
+from rlhf_core.algorithms.preference.simpo import SimPOLoss
+from rlhf_core.algorithms.preference.sppo import SPPOLoss
 from rlhf_core.errors import DataError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.loading import load_model

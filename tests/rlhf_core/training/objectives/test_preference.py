@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_core.algorithms.preference import aot_loss
-from rlhf_core.config.preference import AOTLoss, DPOLoss, KTOLoss
-from rlhf_core.training.objectives.preference import KTOObjective, PairObjective, answer_logprob, matched
+from rlhf_core.algorithms.preference.aot import AOTLoss, aot_loss, matched
+from rlhf_core.algorithms.preference.dpo import DPOLoss
+from rlhf_core.algorithms.preference.kto import KTOLoss
+from rlhf_core.training.objectives.preference import KTOObjective, PairObjective, answer_logprob
 from rlhf_core.types import AnswerSample, PreferenceSample, TokenSample
 
 TOKEN = TokenSample((1, 2), (0, 1))

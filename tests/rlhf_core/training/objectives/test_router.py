@@ -14,12 +14,12 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.training import teaching
+from rlhf_core.training import distillation_trainer
+from rlhf_core.training.distillation_trainer import DistillationTrainer
 from rlhf_core.training.engines.base import open_engine
 from rlhf_core.training.objectives.base import BradleyTerryObjective, SftObjective
 from rlhf_core.training.objectives.distillation import DistillationObjective
 from rlhf_core.training.objectives.router import step_counts
-from rlhf_core.training.teaching import TaughtTrainer
 from rlhf_core.training.trainer import LocalTrainer
 from rlhf_core.types import PreferenceSample, RewardPair, TokenSample
 from tests.rlhf_core.training.conftest import TINY
@@ -135,10 +135,10 @@ def test_a_distilled_step_in_pieces_has_the_balance_of_the_step_in_one(
     teacher = LocalTrainer(policy_spec, None, CONFIG)
     made = []
     for elements in (2**25, 20 * 8):  # all at once, or 20 tokens: seven pieces
-        monkeypatch.setattr(teaching, "PIECE_ELEMENTS", elements)
+        monkeypatch.setattr(distillation_trainer, "PIECE_ELEMENTS", elements)
         engine = open_engine(mixture, OptimizerConfig(), CONFIG)
         student = LocalTrainer(mixture, OptimizerConfig(), CONFIG, engine=engine)
-        taught = TaughtTrainer(student, teacher, k=8, temperature=1.0, vocabulary=320)
+        taught = DistillationTrainer(student, teacher, k=8, temperature=1.0, vocabulary=320)
         metrics = taught.forward_backward(token_samples, objective)
         grads = {name: p.grad for name, p in engine.module.named_parameters() if p.grad is not None}
         metrics["router_aux/eval"] = taught.loss(token_samples, objective)["router_aux"]

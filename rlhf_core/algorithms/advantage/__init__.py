@@ -1,0 +1,14 @@
+"""Advantage estimators, a file each: options, formula and reference."""
+
+from __future__ import annotations
+
+from rlhf_core.algorithms.advantage.base import AdvantageMethod
+from rlhf_core.algorithms.methods import methods_in
+
+METHODS = methods_in(
+    __name__,
+    __path__,
+    AdvantageMethod,
+    first=("gae", "reinforce++", "reinforce++-baseline", "rloo", "grpo", "dr_grpo", "opo", "custom"),
+)
+"""Every estimator in this folder, in the order in which forms list them; one that is not named above comes last."""

@@ -1,0 +1,114 @@
+"""What an advantage estimator is given and returns, and what several of them share.
+
+Token estimators take shaped rewards [B, L]; group estimators compare the completions of a prompt, one reward each [P, G].
+Token rewards, values and advantages count only at action positions (mask 1); an environment's tokens between two action
+spans are stepped over, so discounting counts actions.
+"""
+
+# Shape legend: B rows of a batch, L positions, P prompts, G completions of a prompt (the group).
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from rlhf_core.algorithms.lazy_torch import Tensor, torch
+from rlhf_core.algorithms.token_math import masked, masked_count, masked_sum
+from rlhf_core.errors import ConfigError, explain
+from rlhf_core.schema.base import Config
+
+WHITEN_EPS = 1e-8
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRewards:
+    """Rewards, loss mask and values of all completions of a step [B, L]; no values where there is no value model."""
+
+    rewards: Tensor
+    loss_mask: Tensor
+    values: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupRewards:
+    """Rewards and token counts of the completions of each prompt of a step [P, G]; `function` is the user's, for `custom`."""
+
+    rewards: Tensor
+    lengths: Tensor
+    function: Callable[..., Tensor] | None = None
+
+
+class AdvantageMethod(Config):
+    """An advantage estimator: its options are its fields. A subclass with a `type` in this folder is found by it."""
+
+    if TYPE_CHECKING:
+        type: str
+
+    uses_values: ClassVar[bool] = False
+    """Whether a value model is trained for it."""
+    divides_by_spread: ClassVar[bool] = False
+    """Whether it divides by the spread of a group, so that no penalty may be in the rewards that it compares."""
+
+
+class TokenAdvantage(AdvantageMethod):
+    """An estimator from the rewards of tokens."""
+
+    def estimate(self, tokens: TokenRewards) -> tuple[Tensor, Tensor]:
+        """Return advantages and returns [B, L], 0 outside the mask."""
+        raise NotImplementedError
+
+
+class GroupAdvantage(AdvantageMethod):
+    """An estimator that compares the completions of a prompt, at least two."""
+
+    whitened: ClassVar[bool] = False
+    """Whether the advantages of tokens are whitened over the step."""
+
+    def compare(self, groups: GroupRewards) -> Tensor:
+        """Return one advantage for each completion [P, G]."""
+        raise NotImplementedError
+
+
+def group_centered(rewards_PG: Tensor) -> Tensor:
+    """Return r - group mean: Dr. GRPO (arXiv 2503.20783, section 3.2) and, whitened after, REINFORCE++-baseline.
+
+    The other half of Dr. GRPO is the constant divisor of the loss: aggregation `constant`. Measured from the group's
+    first reward, so that equal rewards give exactly 0: rounding noise divided by a standard deviation that is noise too
+    would look like an advantage.
+    """
+    group_size(rewards_PG, "group_centered")
+    offset_PG = rewards_PG - rewards_PG[:, :1]
+    return offset_PG - offset_PG.mean(dim=1, keepdim=True)
+
+
+def whiten(values: Tensor, loss_mask: Tensor, *, shift_mean: bool = True) -> Tensor:
+    """Return `values` with variance 1 over the masked tokens, 0 outside; the mean goes too, unless not `shift_mean`.
+
+    Population variance, as in lm-human-preferences (arXiv 1909.08593). Pass the whole batch of the step at once. An
+    empty mask gives zeros.
+    """
+    count = masked_count(loss_mask)
+    mean = masked_sum(values, loss_mask) / count
+    centred_BL = masked(values - mean, loss_mask)
+    scaled_BL = centred_BL * torch.rsqrt(centred_BL.square().sum() / count + WHITEN_EPS)
+    return scaled_BL if shift_mean else masked(scaled_BL + mean, loss_mask)
+
+
+def zero_variance_groups(rewards_PG: Tensor) -> int:
+    """Return how many groups have equal rewards throughout: they carry no gradient."""
+    return int((rewards_PG.amax(dim=1) == rewards_PG.amin(dim=1)).sum())
+
+
+def group_size(rewards_PG: Tensor, estimator: str) -> int:
+    """Return G. ConfigError where there are not at least two completions of each prompt to compare."""
+    if rewards_PG.dim() != 2 or rewards_PG.shape[1] < 2:
+        raise ConfigError(
+            explain(
+                "group_size",
+                rewards_PG.shape[1] if rewards_PG.dim() == 2 else tuple(rewards_PG.shape),
+                f"{estimator} compares completions of one prompt and needs >= 2 of them",
+                "raise the samples per prompt, or choose gae or reinforce++",
+            )
+        )
+    return int(rewards_PG.shape[1])

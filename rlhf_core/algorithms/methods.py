@@ -1,0 +1,44 @@
+"""Finds methods: a file in the folder of a family is all that a method needs to be chosen by its `type`."""
+
+from __future__ import annotations
+
+import importlib
+import operator
+import pkgutil
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BeforeValidator, Field
+
+from rlhf_core.schema.base import Config, by_type
+
+M = TypeVar("M", bound=Config)
+
+
+def methods_in(package: str, path: Iterable[str], family: type[M], *, first: Sequence[str]) -> tuple[type[M], ...]:
+    """Return the classes of `family` with a `type` that the modules of `package`, which lie in `path`, define.
+
+    Forms and error messages list them in this order: the types in `first`, then all others by name. Call it with the
+    package's own `__path__`: `rlhf_core.store.fingerprint` takes that as the import of all modules beside it.
+    """
+    found: dict[str, type[M]] = {}
+    for module in sorted(f"{package}.{entry.name}" for entry in pkgutil.iter_modules(path)):
+        for kind in vars(importlib.import_module(module)).values():
+            if isinstance(kind, type) and issubclass(kind, family) and kind.__module__ == module:
+                field = kind.model_fields.get("type")
+                if field is not None:
+                    found[field.default] = kind
+    order = {name: place for place, name in enumerate(first)}
+    return tuple(found[name] for name in sorted(found, key=lambda name: (order.get(name, len(order)), name)))
+
+
+def one_of(methods: Sequence[type[Config]]) -> Any:
+    """Return the annotation of a field that holds one of `methods`, told apart by `type`; a bare name is read as one.
+
+    >>> from pydantic import TypeAdapter
+    >>> from rlhf_core.algorithms import policy
+    >>> TypeAdapter(one_of(policy.METHODS)).validate_python("cispo").clip_high
+    4.0
+    """
+    return Annotated[reduce(operator.or_, methods), Field(discriminator="type"), BeforeValidator(by_type)]  # type: ignore[arg-type]

@@ -1,0 +1,12 @@
+"""Policy losses, a file each: options, formula, metrics and reference.
+
+rho = pi / pi_old of a token, A its advantage, w its importance weight.
+"""
+
+from __future__ import annotations
+
+from rlhf_core.algorithms.methods import methods_in
+from rlhf_core.algorithms.policy.base import PolicyMethod
+
+METHODS = methods_in(__name__, __path__, PolicyMethod, first=("clip", "gspo", "cispo", "custom"))
+"""Every loss in this folder, in the order in which forms list them; one that is not named above comes last."""

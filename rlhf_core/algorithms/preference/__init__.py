@@ -1,0 +1,21 @@
+"""Losses on preference data, a file each: options, formula, metrics and reference.
+
+a = log pi(y_c) - log pi_ref(y_c) of the chosen answer, b likewise for the rejected answer y_r, and h = a - b. All
+log-probabilities are sums over an answer.
+"""
+
+from __future__ import annotations
+
+from rlhf_core.algorithms.methods import methods_in
+from rlhf_core.algorithms.preference.base import PreferenceMethod
+
+METHODS = methods_in(
+    __name__,
+    __path__,
+    PreferenceMethod,
+    first=(
+        "dpo", "cdpo", "robust", "ipo", "hinge", "apo_zero", "apo_down", "sppo", "nca", "exo", "aot", "discopop", "kto",
+        "simpo", "orpo", "custom",
+    ),
+)  # fmt: skip
+"""Every loss in this folder, in the order in which forms list them; one that is not named above comes last."""

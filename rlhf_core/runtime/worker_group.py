@@ -1,0 +1,204 @@
+"""Call a group of Ray workers with a deadline; errors name the worker, the role and the remedy."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rlhf_core.errors import (
+    RlhfError,
+    SamplerLostError,
+    SamplingError,
+    TrainerLostError,
+    TrainingError,
+    WorkerLostError,
+    explain,
+)
+
+LOOK_EVERY_S = 1.0
+"""How often a call that waits looks whether Ray itself is still there."""
+OTHERS_GRACE_S = 10.0
+"""A rank whose peer died fails in its collective, often before Ray has noticed the death."""
+
+
+class WorkerGroup:
+    """A group of Ray actors that are called together; if one is lost, the whole group is `broken`.
+
+    A broken group is killed at once, so that no actor keeps computing, and is never leased again. Threads may share a
+    group: their calls run one after the other, so that all actors see them in the same order. The deadline of a call
+    starts when the call starts.
+
+    >>> group = WorkerGroup("trainer", actors, TrainingError, timeout_s=600.0)   # doctest: +SKIP
+    >>> group.call("policy", "optim_step", ("policy-1", 1e-5))                    # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        actors: Sequence[Any],
+        error: type[TrainingError] | type[SamplingError],
+        *,
+        timeout_s: float,
+        log_folder: str,
+        ray_lost: Callable[[], str],
+    ) -> None:
+        """`ray_lost` returns what part of Ray itself was lost, "" while all of it is up."""
+        self.kind = kind
+        self.actors = list(actors)
+        self._killed = False
+        self._error = error
+        self._lost = TrainerLostError if error is TrainingError else SamplerLostError
+        self._timeout_s = timeout_s
+        self._log_folder = log_folder
+        self._ray_lost = ray_lost
+        self._turn = threading.Lock()
+
+    @property
+    def broken(self) -> bool:
+        """Whether the workers are gone: killed, or lost with Ray."""
+        return self._killed or bool(self._ray_lost())
+
+    def call(self, role: str, method: str, *arguments: Any, **keywords: Any) -> list[Any]:
+        """Call `method(*arguments, **keywords)` on every actor; return the results in rank order."""
+        return self.call_each(role, method, [arguments] * len(self.actors), **keywords)
+
+    def call_each(self, role: str, method: str, arguments: Sequence[tuple[Any, ...]], **keywords: Any) -> list[Any]:
+        """Call `method(*arguments[i], **keywords)` on actor i; return the results in rank order.
+
+        Raises the worker's own error if it is one of this library's, TrainerLostError or SamplerLostError if a worker
+        died or missed the deadline, else TrainingError or SamplingError.
+        """
+        with self._turn:
+            self._check_alive(role, method)
+            pairs = zip(self.actors, arguments, strict=True)
+            refs = [getattr(actor, method).remote(*args, **keywords) for actor, args in pairs]
+            return self._gather(role, method, refs)
+
+    def call_first(self, role: str, method: str, *arguments: Any) -> Any:
+        """Call `method(*arguments)` on rank 0 alone; return its result."""
+        with self._turn:
+            self._check_alive(role, method)
+            return self._gather(role, method, [getattr(self.actors[0], method).remote(*arguments)])[0]
+
+    def reorder(self, order: Sequence[int]) -> None:
+        """Let actor `order[0]` be the first from now on, and so forth."""
+        self.actors = [self.actors[index] for index in order]
+
+    def send(self, method: str, *arguments: Any) -> None:
+        """Call `method` on every actor without waiting for it."""
+        for actor in self.actors:
+            getattr(actor, method).remote(*arguments)
+
+    def kill(self) -> None:
+        """End the processes of all actors; Ray sends SIGKILL to one that does not listen."""
+        import ray
+
+        self._killed = True
+        if not self._ray_lost():  # or the call might hang, and there is nobody left to kill
+            for actor in self.actors:
+                ray.kill(actor)
+
+    def _check_alive(self, role: str, method: str) -> None:
+        self._check_ray(role, method)
+        if self._killed:
+            raise self._lost(
+                explain(f"{self.kind}.{role}", method, "its worker is gone", "leave this lease and take a new one")
+            )
+
+    def _check_ray(self, role: str, method: str) -> None:
+        problem = self._ray_lost()
+        if problem:
+            remedy = f"{_RUN_AGAIN}; the cause is in {self._log_folder}"
+            raise self._lost(explain(f"{self.kind}.{role}", method, problem, remedy))
+
+    def _gather(self, role: str, method: str, refs: Sequence[Any]) -> list[Any]:
+        import ray
+
+        deadline = time.monotonic() + self._timeout_s
+        waiting = list(refs)
+        while waiting:
+            # One at a time, so that a failed rank is seen while the others wait for it in a collective.
+            left = deadline - time.monotonic()
+            ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, min(LOOK_EVERY_S, left)))
+            if ready:
+                self._check(role, method, refs, ready[0])
+                continue
+            self._check_ray(role, method)
+            if left <= 0:
+                raise self._too_late(role, method, refs.index(waiting[0]))
+        try:
+            return list(ray.get(list(refs), timeout=max(LOOK_EVERY_S, deadline - time.monotonic())))
+        except ray.exceptions.RayError as error:  # the value itself was lost on its way
+            raise self._died(role, method, 0, error) from error
+
+    def _check(self, role: str, method: str, refs: Sequence[Any], ref: Any) -> None:
+        import ray
+
+        rank = refs.index(ref)
+        try:
+            ray.get(ref, timeout=self._timeout_s)
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, ray.exceptions.RayError):  # it lost another worker, or the weights that one held
+                raise self._died(role, method, rank, cause) from error
+            if isinstance(cause, RlhfError):
+                self._kill_peers()
+                raise cause from error
+            self._check_others(role, method, refs, ref)
+            self._kill_peers()
+            reason = f"{type(cause).__name__}: {cause}"
+            where = (f"{self.kind}.{role}", f"{method} on worker {rank}")
+            raise self._error(explain(*where, reason, _remedy(self.kind, reason))) from error
+        except ray.exceptions.RayError as error:
+            raise self._died(role, method, rank, error) from error
+
+    def _check_others(self, role: str, method: str, refs: Sequence[Any], failed: Any) -> None:
+        """Raise the loss of another rank, if that is why `failed` failed."""
+        import ray
+
+        others = [ref for ref in refs if ref != failed]
+        deadline = time.monotonic() + OTHERS_GRACE_S
+        while others and time.monotonic() < deadline:
+            ready, others = ray.wait(others, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            for ref in ready:
+                try:
+                    ray.get(ref, timeout=OTHERS_GRACE_S)
+                except ray.exceptions.RayTaskError:
+                    continue
+                except ray.exceptions.RayError as error:
+                    raise self._died(role, method, refs.index(ref), error) from error
+
+    def _kill_peers(self) -> None:
+        if len(self.actors) > 1:
+            self.kill()  # the other ranks may wait for the failed one for ever
+
+    def _too_late(self, role: str, method: str, rank: int) -> WorkerLostError:
+        self.kill()
+        return self._lost(
+            explain(
+                f"{self.kind}.{role}",
+                f"{method} on worker {rank}",
+                f"no answer within runtime.worker_timeout_s = {self._timeout_s:g}",
+                f"raise it, or look for the cause in {self._log_folder}",
+            )
+        )
+
+    def _died(self, role: str, method: str, rank: int, error: Exception) -> WorkerLostError:
+        self.kill()
+        reason = f"the worker died ({str(error).strip().splitlines()[0]})"
+        remedy = f"{_RUN_AGAIN}; the cause is in {self._log_folder}"
+        return self._lost(explain(f"{self.kind}.{role}", f"{method} on worker {rank}", reason, remedy))
+
+
+_RUN_AGAIN = "run again, it goes on from the last checkpoint"
+_SMALLER = {
+    "trainer": "lower runtime.trainer.micro_batch, or set runtime.trainer.gradient_checkpointing",
+    "sampler": "lower runtime.sampler.gpu_memory_fraction, kv_cache_gib or max_num_seqs",
+}
+
+
+def _remedy(kind: str, reason: str) -> str:
+    """Return what to do about an exception of a worker's: it names the fields that save memory if that ran out."""
+    return _SMALLER[kind] if "out of memory" in reason.lower() else "see the traceback above this error"

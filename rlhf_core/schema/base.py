@@ -1,0 +1,110 @@
+"""The base of every configuration class, and the mark that keeps a field out of a stage's key."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from rlhf_core.schema.secrets import holding, refuse_plain
+
+
+class Operational:
+    """Marks a field that changes how a stage runs but not what it computes, unless by rounding.
+
+    >>> workers: Annotated[int, OPERATIONAL] = 1                                  # doctest: +SKIP
+    """
+
+
+class FailureSetting(Operational):
+    """Marks an operational field that decides whether an answer fails, or what becomes of one that did.
+
+    It does not enter the key; but a result in which answers failed is one for these settings alone (`rlhf_core.store.failures`).
+    """
+
+
+OPERATIONAL = Operational()
+FAILURES = FailureSetting()
+
+
+class Config(BaseModel):
+    """Frozen; unknown keys are refused, and secrets in clear; every default exists once, here on a field.
+
+    The text below a field describes it in the JSON schema, which forms are made of. It is read there and not when the class
+    is made (`use_attribute_docstrings`), since parsing the sources of all configurations takes longer than to plan a run.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True)
+
+    @model_validator(mode="after")
+    def _holds_no_plain_secrets(self) -> Self:
+        for name in holding(type(self)):
+            refuse_plain(name, getattr(self, name))
+        return self
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        schema = handler(core_schema)
+        properties = handler.resolve_ref_schema(schema).get("properties", {})
+        for name, text in _field_texts(cls).items():
+            properties[name].setdefault("description", text)
+        return schema
+
+
+@lru_cache(maxsize=512)
+def _field_texts(model: type[BaseModel]) -> dict[str, str]:
+    """Return field -> the text that stands below it in its class, or in the parent that it is inherited from."""
+    texts: dict[str, str] = {}
+    for parent in reversed(model.__mro__):
+        if issubclass(parent, Config) and parent.__annotations__:
+            body = ast.parse(textwrap.dedent(inspect.getsource(parent))).body[0]
+            texts |= dict.fromkeys(parent.__annotations__, "") | _texts_below(body)
+    return {name: texts[name] for name in model.model_fields if texts.get(name)}
+
+
+def _texts_below(body: ast.stmt) -> dict[str, str]:
+    statements = body.body if isinstance(body, ast.ClassDef) else []
+    return {
+        field.target.id: inspect.cleandoc(text.value.value)
+        for field, text in pairwise(statements)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }
+
+
+def by_type(value: Any) -> Any:
+    """Return the table that a bare name stands for: `loss = "ipo"` reads as `loss = {type = "ipo"}`.
+
+    >>> by_type("ipo")
+    {'type': 'ipo'}
+    """
+    return {"type": value} if isinstance(value, str) else value
+
+
+def keyed(config: BaseModel) -> dict[str, Any]:
+    """Return the JSON-able fields that belong to the key of a stage: all but those marked `OPERATIONAL`, recursively."""
+    return {
+        name: _keyed_value(getattr(config, name))
+        for name, field in type(config).model_fields.items()
+        if not any(isinstance(mark, Operational) for mark in field.metadata)
+    }
+
+
+def _keyed_value(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return keyed(value)
+    if isinstance(value, (list, tuple)):
+        return [_keyed_value(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _keyed_value(item) for key, item in value.items()}
+    return value

@@ -1,0 +1,183 @@
+"""Secrets of a configuration: `env:NAME` stands for what the environment variable NAME holds where it is used.
+
+`${env:NAME}` does so inside a longer text, such as an address. What is hashed, written and shown is the reference; the value
+is read as late as possible, in the process that needs it, and is no part of a key.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, TypeVar
+from urllib.parse import quote, unquote, urlsplit
+
+from pydantic import BaseModel
+
+from rlhf_core.errors import ConfigError, explain
+from rlhf_core.secrets.redaction import (
+    HIDDEN,
+    REFERENCE,
+    REFERENCE_INSIDE,
+    hidden,
+    is_plain_secret,
+    is_secret_name,
+    know,
+)
+
+M = TypeVar("M", bound=BaseModel)
+
+REMEDY = "and set that variable where the run is started"
+
+
+class HoldsSecrets:
+    """Marks a field that a user may have to put a secret into: references are read there, and secrets in clear refused.
+
+    A field whose name ends in `_env` holds the bare name of a variable.
+
+    >>> arguments: Annotated[dict[str, Any], HOLDS_SECRETS] = {}                  # doctest: +SKIP
+    """
+
+
+HOLDS_SECRETS = HoldsSecrets()
+
+
+# ---------------------------------------------------------------- reading
+
+
+def resolved(value: Any, key: str) -> Any:
+    """Return `value` with what its references stand for; ConfigError for a variable that is not set.
+
+    >>> resolved({"limit": 3, "path": "$HOME"}, "arguments")
+    {'limit': 3, 'path': '$HOME'}
+    """
+    if isinstance(value, str):
+        return _resolved_text(value, key)
+    if isinstance(value, Mapping):
+        return {name: resolved(item, f"{key}.{name}") for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(resolved(item, f"{key}[{index}]") for index, item in enumerate(value))
+    return value
+
+
+def bearer(key: str, variable: str) -> dict[str, str]:
+    """Return the header with the token that the environment variable holds, none for ""; ConfigError if it is not set."""
+    return {"Authorization": f"Bearer {_read(variable, key, variable)}"} if variable else {}
+
+
+def with_secrets(config: M, key: str) -> M:
+    """Return `config` with what its references stand for: for the process that uses it, and never to be written."""
+    return config.model_copy(
+        update={
+            name: resolved(getattr(config, name), f"{key}.{name}")
+            for name in holding(type(config))
+            if not name.endswith("_env")
+        }
+    )
+
+
+def check(config: BaseModel, key: str) -> None:
+    """Raise ConfigError if a variable is not set that `config`, or a part of it, refers to. What is set is known from now on."""
+    for name, value in config:
+        if name in holding(type(config)):
+            if name.endswith("_env"):
+                bearer(f"{key}.{name}", value)
+            else:
+                resolved(value, f"{key}.{name}")
+        for path, part in _parts(value, f"{key}.{name}"):
+            check(part, path)
+
+
+def holding(kind: type[BaseModel]) -> list[str]:
+    """Return the names of the fields that are marked."""
+    fields = kind.model_fields.items()
+    return [name for name, field in fields if any(isinstance(mark, HoldsSecrets) for mark in field.metadata)]
+
+
+def _resolved_text(text: str, key: str) -> str:
+    whole = REFERENCE.fullmatch(text)
+    if whole:
+        return _read(whole[1], key, text)
+    in_address = "://" in text
+
+    def read(found: re.Match[str]) -> str:
+        return _read(found[1], key, text, quoted=in_address)
+
+    value = REFERENCE_INSIDE.sub(read, text)
+    if in_address and value != text:
+        _know_login(value)
+    return value
+
+
+def _know_login(address: str) -> None:
+    """Know user and password also as HTTP sends them."""
+    user, at, _ = urlsplit(address).netloc.rpartition("@")
+    if at:
+        name, _, password = map(unquote, user.partition(":"))
+        know(base64.b64encode(f"{name}:{password}".encode()).decode())
+
+
+def _read(variable: str, key: str, shown: str, *, quoted: bool = False) -> str:
+    value = os.environ.get(variable, "")
+    if not value:
+        rule = "is not set" if shown == variable else f"{variable} is not set"
+        remedy = "export it where the run is started; for ray-job, where `ray start` is"
+        raise ConfigError(explain(key, shown, rule, remedy))
+    know(value)
+    return quote(value, safe="") if quoted else value
+
+
+def _parts(value: Any, path: str) -> Iterator[tuple[str, BaseModel]]:
+    if isinstance(value, BaseModel):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _parts(item, f"{path}.{name}")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _parts(item, f"{path}[{index}]")
+
+
+# ---------------------------------------------------------------- refusing
+
+
+def refuse_plain(name: str, value: Any, *, remedy: str = "") -> None:
+    """Raise ConfigError if the field `name` holds a secret in clear, at any depth. It is not repeated in the message."""
+    for path, last, text in _texts(value, name, name):
+        if name.endswith("_env"):
+            if text and not re.fullmatch(r"[A-Za-z_]\w*", text):
+                rule = "holds the name of an environment variable, and this is none"
+                raise ConfigError(explain(path, HIDDEN, rule, "put the secret into a variable, and its name here"))
+        elif is_plain_secret(last, text):
+            raise ConfigError(_refused(path, last, text, remedy))
+
+
+def refuse_plain_options(name: str, command: Sequence[str], *, remedy: str) -> None:
+    """Raise ConfigError if a command has a secret among its options: `--api-key=...`, or in the word after it."""
+    pairs = [(before.lstrip("-"), word) for before, word in pairwise(command) if before.startswith("--")]
+    pairs += [(word.partition("=")[0].lstrip("-"), word.partition("=")[2]) for word in command if word.startswith("-")]
+    for option, text in [*pairs, *(("", word) for word in command)]:
+        if is_plain_secret(option, text) and not text.startswith("-"):
+            raise ConfigError(_refused(name, option, text, remedy))
+
+
+def _refused(path: str, name: str, text: str, remedy: str) -> str:
+    variable = re.sub(r"\W+", "_", name).upper()
+    whole = is_secret_name(name)
+    write = f'write "env:{variable}"' if whole else 'write "${env:NAME}" in its place'
+    rule = "is a secret in clear, which keys, records and pages would show"
+    return explain(path, HIDDEN if whole else hidden(name, text), rule, remedy or f"{write}, {REMEDY}")
+
+
+def _texts(value: Any, path: str, name: str) -> Iterator[tuple[str, str, str]]:
+    """Yield dotted path, last name and text of every text in `value`."""
+    if isinstance(value, str):
+        yield path, name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _texts(item, f"{path}.{key}", str(key))
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _texts(item, f"{path}[{index}]", name)

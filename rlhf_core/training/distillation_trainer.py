@@ -1,0 +1,118 @@
+"""Train a student on a teacher's distributions, which are computed piece by piece while the student trains."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+
+from rlhf_core.algorithms.output import LossOutput
+from rlhf_core.interfaces import Metrics, Trainer
+from rlhf_core.training.batching import reduce
+from rlhf_core.training.objectives.base import TrainingObjective
+from rlhf_core.training.objectives.router import step_counts
+from rlhf_core.types import DistillationSample, TokenSample
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+PIECE_ELEMENTS = 2**25
+"""Most log-probs of the teacher held at once: 128 MiB in float32, and as much again for the token ids."""
+
+
+@dataclass(frozen=True)
+class PartOfStep:
+    """An objective whose samples are a part of an optimizer step, with the `counts` of the whole step."""
+
+    objective: TrainingObjective
+    counts: Mapping[str, float]
+
+    def denominators(self, samples: Sequence[Any]) -> dict[str, float]:
+        """Return the counts of the whole step."""
+        return dict(self.counts)
+
+    def compute(
+        self,
+        model: nn.Module,
+        samples: Sequence[Any],
+        denominators: Mapping[str, float],
+        *,
+        pad_id: int,
+        device: torch.device,
+    ) -> LossOutput:
+        """Return the share of `samples` as the objective has it."""
+        return self.objective.compute(model, samples, denominators, pad_id=pad_id, device=device)
+
+
+def _of_student(
+    method: Callable[Concatenate[Trainer, P], T],
+) -> Callable[Concatenate[DistillationTrainer, P], T]:
+    """Return a method that calls `method` of the student."""
+
+    @functools.wraps(method)
+    def call(self: DistillationTrainer, *arguments: P.args, **keywords: P.kwargs) -> T:
+        result: T = getattr(self._student, method.__name__)(*arguments, **keywords)
+        return result
+
+    return call
+
+
+class DistillationTrainer:
+    """The student's `Trainer`: it takes `TokenSample`s and trains on the distributions of `teacher` at their masked tokens.
+
+    The teacher computes its `k` likeliest tokens (0: all of the `vocabulary`) when a sample is used. The distributions are
+    dropped after use, so that a step or an evaluation of any size holds at most `PIECE_ELEMENTS` log-probs.
+    """
+
+    def __init__(self, student: Trainer, teacher: Trainer, *, k: int, temperature: float, vocabulary: int) -> None:
+        self._student = student
+        self._teacher = teacher
+        self._k = k
+        self._temperature = temperature
+        self._width = k or vocabulary
+
+    def forward_backward(self, samples: Sequence[Any], objective: Any) -> Metrics:
+        """Accumulate the gradient over all `samples` of the step; return the metrics."""
+        part = PartOfStep(objective, step_counts(objective, samples))
+        return reduce(
+            [self._student.forward_backward(self._with_teacher(piece), part) for piece in self._pieces(samples)]
+        )
+
+    def loss(self, samples: Sequence[Any], objective: Any) -> Metrics:
+        """Return the metrics without gradients."""
+        part = PartOfStep(objective, step_counts(objective, samples))
+        return reduce([self._student.loss(self._with_teacher(piece), part) for piece in self._pieces(samples)])
+
+    def _with_teacher(self, samples: Sequence[TokenSample]) -> list[DistillationSample]:
+        tops = self._teacher.top_logprobs(samples, k=self._k, temperature=self._temperature)
+        return [DistillationSample(one.token_ids, one.loss_mask, top) for one, top in zip(samples, tops, strict=True)]
+
+    def _pieces(self, samples: Sequence[TokenSample]) -> Iterator[list[TokenSample]]:
+        """Yield consecutive samples of at most `PIECE_ELEMENTS` log-probs, or a single one of more."""
+        piece: list[TokenSample] = []
+        elements = 0
+        for sample in samples:
+            size = sum(sample.loss_mask) * self._width
+            if piece and elements + size > PIECE_ELEMENTS:
+                yield piece
+                piece, elements = [], 0
+            piece.append(sample)
+            elements += size
+        yield piece
+
+    # ------------------------------------------------------------ the student's own
+
+    optim_step = _of_student(Trainer.optim_step)
+    logprobs = _of_student(Trainer.logprobs)
+    top_logprobs = _of_student(Trainer.top_logprobs)
+    values = _of_student(Trainer.values)
+    scores = _of_student(Trainer.scores)
+    step_scores = _of_student(Trainer.step_scores)
+    weights = _of_student(Trainer.weights)
+    save = _of_student(Trainer.save)
+    load = _of_student(Trainer.load)
+    export = _of_student(Trainer.export)

@@ -1,0 +1,44 @@
+"""The configuration of preference optimisation: `[dpo]`, `[iterative_dpo.dpo]`."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from rlhf_core.algorithms.preference.aot import AOTLoss
+from rlhf_core.algorithms.preference.dpo import DPOLoss
+from rlhf_core.algorithms.preference.ipo import IPOLoss
+from rlhf_core.algorithms.preference.kto import KTOLoss
+from rlhf_core.algorithms.preference.orpo import ORPOLoss
+from rlhf_core.algorithms.preference.simpo import SimPOLoss
+from rlhf_core.config.base import Config
+from rlhf_core.config.engines import LoraConfig, OptimizerConfig
+from rlhf_core.config.loop import LoopConfig
+from rlhf_core.config.preference import PreferenceLoss
+
+
+class DPOConfig(Config):
+    """Preference optimisation on pairs (kto: on single answers too), against a frozen reference."""
+
+    loss: PreferenceLoss = DPOLoss()
+    nll_coef: float = Field(0.0, ge=0)
+    """Adds this much of the chosen answer's mean token loss (RPO, arXiv 2404.19733)."""
+    length_alpha: float = Field(1.0, ge=0, le=1)
+    """Below 1, tokens beyond the other answer's length count so much (LD-DPO, arXiv 2409.06411)."""
+    max_length: int = Field(256, ge=8)
+    loop: LoopConfig = LoopConfig(batch_size=32, epochs=1)
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-7)
+    lora: LoraConfig | None = None
+
+    @model_validator(mode="after")
+    def _options_belong_to_losses_on_pairs(self) -> DPOConfig:
+        if isinstance(self.loss, KTOLoss) and self.nll_coef:
+            raise ValueError(f"nll_coef = {self.nll_coef}: kto judges single answers; leave it at 0")
+        averaged = isinstance(self.loss, IPOLoss) and self.loss.length_average
+        if self.length_alpha < 1 and (averaged or isinstance(self.loss, AOTLoss | KTOLoss | ORPOLoss | SimPOLoss)):
+            raise ValueError(
+                f"length_alpha = {self.length_alpha}: is for losses on the summed log-probs of a pair, and "
+                f"{self.loss.type!r} is none; leave it at 1"
+            )
+        if isinstance(self.loss, ORPOLoss) and self.nll_coef:
+            raise ValueError(f"nll_coef = {self.nll_coef}: orpo has the chosen answer's loss in it; leave it at 0")
+        return self

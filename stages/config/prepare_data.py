@@ -1,0 +1,73 @@
+"""The configuration of `[prepare_data]`, and the digests of the local files that it names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from rlhf_core.config.base import Config
+from rlhf_core.config.data import DataConfig, Files, SupportWorld
+from rlhf_core.config.engines import BaseModelConfig, InitModel, PretrainedModel
+from rlhf_core.errors import DataError, explain
+from rlhf_core.models.packages import PACKAGE, package_folder
+from rlhf_core.store.fingerprint import hash_file, hash_files, list_files, tree_digest
+
+MODEL_TEMPLATE = "model"
+CHATML_TEMPLATE = "chatml"
+
+
+class PrepareDataConfig(Config):
+    """The data, the base model, and the limits that rows must keep."""
+
+    data: DataConfig = SupportWorld()
+    model: BaseModelConfig = InitModel()
+    chat_template: str = MODEL_TEMPLATE
+    """`model`: the tokenizer's own; `chatml`: `rlhf_core.data.chat.CHATML_LIKE`; else the path of a Jinja file."""
+    max_prompt_tokens: int = Field(128, ge=4)
+    """Most tokens of a prompt, with its generation prompt."""
+    max_tokens: int = Field(256, ge=8)
+    """Most tokens of prompt and answer together."""
+    preview_rows: int = Field(8, ge=1)
+    """Rows per table in `preview.md` and in the tracker."""
+
+
+def content_digests(config: PrepareDataConfig) -> dict[str, str]:
+    """Return name -> sha256 of all local files that `config` names (data, model, template): they belong to the key.
+
+    Hub data and models are named by their commit in the configuration itself. DataError for data that are not there,
+    ConfigError for a `package:` model whose package is not installed.
+    """
+    digests = {}
+    for name, (_, path) in local_files(config).items():
+        if not path.exists():
+            raise DataError(explain("prepare_data", name, "there is no such file or folder", "check the path"))
+        digests[name] = _digest(path)
+    return digests
+
+
+def local_files(config: PrepareDataConfig) -> dict[str, tuple[str, Path]]:
+    """Return the local files and folders that `config` names: name -> key of the configuration, and where they are."""
+    named: dict[str, str] = {}
+    if isinstance(config.data, Files):
+        from rlhf_core.data.sources import is_hub  # loads pyarrow, which a plan without files need not wait for
+
+        named |= {source.path: f"data.sources[{source.name}]" for source in config.data.sources if not is_hub(source)}
+    if isinstance(config.model, PretrainedModel) and Path(config.model.path).expanduser().is_dir():
+        named[config.model.path] = "prepare_data.model.path"
+    if config.chat_template not in (MODEL_TEMPLATE, CHATML_TEMPLATE):
+        named[config.chat_template] = "prepare_data.chat_template"
+    paths = {name: (key, Path(name).expanduser()) for name, key in named.items()}
+    if isinstance(config.model, PretrainedModel) and config.model.path.startswith(PACKAGE):
+        paths[config.model.path] = ("prepare_data.model.path", package_folder(config.model.path))
+    return paths
+
+
+def _digest(path: Path) -> str:
+    """Return the sha256 of a file or a folder."""
+    return hash_file(path) if path.is_file() else tree_digest(hash_files(path, counted_files(path)))
+
+
+def counted_files(folder: Path) -> list[str]:
+    """Return the files of a folder; compiled Python does not count, it differs between machines."""
+    return [name for name in list_files(folder) if "__pycache__" not in name.split("/")]

@@ -1,0 +1,41 @@
+"""The configuration of `[publish]` and its gate."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rlhf_core.config.base import Config
+
+
+class Threshold(Config):
+    """One condition, such as `{metric = "gold/mean", op = ">=", than = "sft"}` or `{metric = "kl/mean", op = "<=", value = 20}`."""
+
+    metric: str
+    """Path into the policy's row of report.json, with / or . between its parts: `gold/low`, `win_rate/mean`, `tokens/mean`."""
+    op: Literal[">=", ">", "<=", "<"]
+    value: float | None = None
+    than: str = ""
+    """Compare with the same metric of this policy of the report instead of `value`."""
+    factor: float = 1.0
+    """Multiplies the other policy's metric: `{metric = "tokens/mean", op = "<=", than = "sft", factor = 1.5}`."""
+
+    @model_validator(mode="after")
+    def _one_bound(self) -> Threshold:
+        if (self.value is None) == (not self.than):
+            raise ValueError(f"metric = {self.metric!r}: needs either value or than; give exactly one of them")
+        return self
+
+
+class PublishConfig(Config):
+    """Where the policy is registered, and what it must reach."""
+
+    name: str = Field("rlhf-policy", min_length=1)
+    """In the registry."""
+    policy: str = ""
+    """Name of the policy in the report; "" finds it by its digest."""
+    gate: tuple[Threshold, ...] = ()
+    """All must hold. An empty gate passes."""
+    intended_use: str = "Research on preference learning. Not reviewed for use with people."
+    licence: str = "To be chosen by whoever releases the model; mind the licences of the base model and of the data."

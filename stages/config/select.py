@@ -1,0 +1,51 @@
+"""The configuration of selection: `select` in the sections that select."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field
+
+from rlhf_core.config.base import Config
+
+
+class Selection(Config):
+    eval_fraction: float = Field(0.05, ge=0, lt=1)
+    """Share of the prompts held out as `eval.parquet`: at least one prompt unless 0."""
+    drop_truncated: bool = True
+    """Leave out answers that the token limit cut off: as text they would be taught to end there."""
+
+
+class BestOfN(Selection):
+    """The best answer to each prompt."""
+
+    type: Literal["best_of_n"] = "best_of_n"
+
+
+class TopK(Selection):
+    """The k best different answers to each prompt."""
+
+    type: Literal["top_k"] = "top_k"
+    k: int = Field(2, ge=1)
+
+
+class Threshold(Selection):
+    """All different answers with at least a given reward."""
+
+    type: Literal["threshold"] = "threshold"
+    minimum: float
+
+
+class Pairs(Selection):
+    """One preferred and one rejected answer per prompt; ties are dropped and counted."""
+
+    type: Literal["pairs"] = "pairs"
+    rule: Literal["max_min", "random", "max_random"] = "max_min"
+    """Best against worst; two at random; best against another at random."""
+    margin_threshold: float = Field(0.0, ge=0)
+    """Pairs closer than this are dropped and counted."""
+    length_penalty: float = Field(0.0, ge=0)
+    """Taken off the reward per token before answers are compared."""
+
+
+SelectConfig: TypeAlias = Annotated[BestOfN | TopK | Threshold | Pairs, Field(discriminator="type")]

@@ -1,0 +1,27 @@
+"""The configuration of supervised fine-tuning: `[sft]`, `[rejection_sampling.sft]`, `[conditional_sft.sft]`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rlhf_core.config.base import Config
+from rlhf_core.config.engines import LoraConfig, OptimizerConfig
+from rlhf_core.config.loop import LoopConfig
+
+
+class SFTConfig(Config):
+    """Supervised fine-tuning on demonstrations."""
+
+    max_length: int = Field(256, ge=8)
+    """Tokens of a conversation; longer ones are cut, and dropped if no trained token is left."""
+    packing: bool = False
+    """Share rows of `max_length` tokens between conversations; attention and positions do not leak. Refused for
+    architectures that are not known to keep conversations apart."""
+    loss: Literal["nll", "dft"] = "nll"
+    train_on: Literal["assistant", "all"] = "assistant"
+    """`all` trains on every token but the first, prompts and the template's own included."""
+    loop: LoopConfig = LoopConfig(batch_size=32, epochs=2)
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=2e-5)
+    lora: LoraConfig | None = None

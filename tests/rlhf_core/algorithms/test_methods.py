@@ -1,0 +1,128 @@
+"""A method is one file: it is found by its `type`, and says its formula and where it is from."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+
+from rlhf_core.algorithms import advantage, policy, preference
+from rlhf_core.algorithms.advantage.base import GroupAdvantage, GroupRewards
+from rlhf_core.algorithms.methods import methods_in, one_of
+from rlhf_core.algorithms.preference.base import PairBatch, PreferenceMethod
+from rlhf_core.store.fingerprint import module_digests
+
+ROOT = Path(__file__).resolve().parents[3]
+FAMILIES = (preference, policy, advantage)
+FILES = [
+    importlib.import_module(f"{family.__name__}.{entry.name}")
+    for family in FAMILIES
+    for entry in pkgutil.iter_modules(family.__path__)
+    if entry.name != "base"
+]
+METHODS = [kind for family in FAMILIES for kind in family.METHODS]
+
+
+def row(module: ModuleType, name: str) -> str:
+    """Return the line of docs/algorithms.md for a method, made of the docstring of its file."""
+    text = inspect.getdoc(module) or ""
+    found = re.fullmatch(r"(.+)\n\nFormula: (.+)\nReference: (.+)\n?", text)
+    assert found is not None, (
+        f"{module.__name__} needs a docstring of one sentence, `Formula: ...` and `Reference: ...`"
+    )
+    title, formula, reference = (part.rstrip(".").replace("|", "\\|") for part in found.groups())
+    return f"| `{name}` | {title} | `{formula}` | {reference} |"
+
+
+@pytest.mark.parametrize("module", FILES, ids=lambda module: module.__name__.partition("algorithms.")[2])
+def test_a_file_has_one_method_with_a_type_a_formula_and_a_reference_and_is_on_the_page(module: ModuleType) -> None:
+    kinds = [kind for kind in METHODS if kind.__module__ == module.__name__]
+    assert len(kinds) == 1
+    line = row(module, kinds[0].model_fields["type"].default)
+    assert line in (ROOT / "docs" / "algorithms.md").read_text().splitlines()
+    assert re.search(r"arXiv \d{4}\.\d{4,5}|, (19|20)\d\d|docs/custom\.md", line.rsplit("|", 2)[1])
+    assert (inspect.getdoc(kinds[0]) or "").strip()
+
+
+def test_every_method_is_found_and_forms_list_the_usual_ones_first() -> None:
+    assert [kind.model_fields["type"].default for kind in advantage.METHODS][:2] == ["gae", "reinforce++"]
+    assert len(METHODS) == len(FILES)
+    for family in FAMILIES:
+        names = [kind.model_fields["type"].default for kind in family.METHODS]
+        assert len(set(names)) == len(names)
+
+
+def test_a_new_file_in_the_folder_is_a_method_and_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = (ROOT / "rlhf_core/algorithms/preference/hinge.py").read_text()
+    package = tmp_path / "found_methods"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "another.py").write_text(source.replace('"hinge"', '"another"'))
+    (package / "hinge.py").write_text(source)
+    (package / "table.py").write_text("from rlhf_core.algorithms.preference.dpo import DPOLoss\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = methods_in("found_methods", [str(package)], PreferenceMethod, first=("hinge",))
+    assert [kind.model_fields["type"].default for kind in found] == ["hinge", "another"]
+    assert TypeAdapter(one_of(found)).validate_python({"type": "another", "beta": 0.2}).beta == 0.2
+
+
+def test_the_methods_of_the_page_are_found_and_compute_what_they_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "add_a_loss.md").read_text(), flags=re.DOTALL)
+    package = tmp_path / "methods_of_the_page"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    for name, block in zip(("rankboost", "centered_ranks"), blocks, strict=True):
+        (package / f"{name}.py").write_text(block)
+    monkeypatch.syspath_prepend(tmp_path)
+    (loss,) = methods_in("methods_of_the_page", [str(package)], PreferenceMethod, first=())
+    (estimator,) = methods_in("methods_of_the_page", [str(package)], GroupAdvantage, first=())
+    assert [row(importlib.import_module(kind.__module__), "x").count("|") for kind in (loss, estimator)] == [5, 5]
+
+    chosen, rejected, ref_chosen, ref_rejected = (torch.tensor([value]) for value in (-10.0, -21.0, -12.0, -20.0))
+    one = torch.ones(1)
+    pairs = PairBatch(
+        chosen_logprobs=chosen, rejected_logprobs=rejected, ref_chosen_logprobs=ref_chosen,
+        ref_rejected_logprobs=ref_rejected, chosen_lengths=one, rejected_lengths=one, pairs=1.0, tokens=1.0,
+    )  # fmt: skip
+    # log-ratios 2 and -1: h = 3
+    assert loss(beta=0.1).loss(pairs).loss.item() == pytest.approx(math.exp(-0.3), rel=1e-6)
+    groups = GroupRewards(rewards=torch.tensor([[1.0, 5.0, 1.0], [2.0, 2.0, 2.0]]), lengths=torch.ones(2, 3))
+    assert estimator().compare(groups).tolist() == [[-0.25, 0.5, -0.25], [0.0, 0.0, 0.0]]
+
+
+def test_the_code_of_a_method_is_part_of_the_code_of_its_stage() -> None:
+    found = module_digests("stages.dpo")
+    assert {f"rlhf_core.algorithms.preference.{name}" for name in ("exo", "nca", "sppo", "base")} <= set(found)
+    assert "rlhf_core.algorithms.advantage.grpo" in module_digests("stages.ppo")
+
+
+def test_options_are_read_without_torch() -> None:
+    program = (
+        "import sys; from rlhf_core.config import policy, preference; from stages import dpo\n"
+        "assert policy.PPOConfig(loss='cispo').loss.clip_high == 4.0\n"
+        "assert 'torch' not in sys.modules\n"
+        "from rlhf_core.algorithms.lazy_torch import torch\n"
+        "assert torch.zeros(2).sum().item() == 0 and 'torch' in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
+def test_a_loss_on_single_answers_refuses_pairs() -> None:
+    from rlhf_core.algorithms.preference.kto import KTOLoss
+    from rlhf_core.errors import ConfigError
+
+    fields = dict.fromkeys(PairBatch.__dataclass_fields__, None) | {"pairs": 1.0, "tokens": 1.0}
+    with pytest.raises(ConfigError, match="judges single answers"):
+        KTOLoss().loss(PairBatch(**fields))  # type: ignore[arg-type]

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from rlhf_core.config.engines import SamplingConfig
+from rlhf_core.interfaces import Weights
+from rlhf_core.runtime.gpu_sharing import GpuSharing
+from rlhf_core.runtime.handles import RaySampler, RayTrainer
+from rlhf_core.runtime.sample_worker import SampleWorker
+from rlhf_core.runtime.weights import StoredWeights
+from rlhf_core.types import SamplingRequest, TokenSample
+
+REQUESTS = [SamplingRequest((1, 2), seed=7)]
+SAMPLES = [TokenSample((1, 2, 3), (0, 1, 1))]
+
+
+class Workers:
+    """A `WorkerGroup` of one that writes down who was asked what."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.actors = [None]
+        self.broken = False
+        self._name = name
+        self._log = log
+
+    def call(self, role: str, method: str, *arguments: Any, **keywords: Any) -> list[Any]:
+        self._log.append(f"{self._name} {method}" + (f" {arguments[0]}" if method == "rest" else ""))
+        return [(1, "digest")]
+
+    def call_each(self, role: str, method: str, arguments: list[Any], **keywords: Any) -> list[Any]:
+        self._log.append(f"{self._name} {method}")
+        return [[(0.0,)]] if method == "logprobs" else [[]]
+
+    def call_first(self, role: str, method: str, *arguments: Any) -> None:
+        self._log.append(f"{self._name} {method}")
+
+
+def handles(log: list[str], *, sleeps: bool, trainers: bool = False) -> tuple[RayTrainer, RaySampler]:
+    """Return a trainer and a sampler that share a GPU."""
+    train: Any = Workers("trainer", log)
+    sample: Any = Workers("engine", log)
+    engines = (lambda: sample) if sleeps else None
+    sharing = GpuSharing(engines, (lambda: train) if trainers else None, offload=True)
+    trainer = RayTrainer(train, "policy", "policy-1", transfer="ipc", sharing=sharing)
+    return trainer, RaySampler(sample, transfer="ipc", tensor_parallel=1, sharing=sharing)
+
+
+def step(trainer: RayTrainer, sampler: RaySampler) -> None:
+    sampler.generate(REQUESTS, SamplingConfig())
+    trainer.logprobs(SAMPLES, temperature=1.0)
+    trainer.optim_step(learning_rate=0.1)
+    sampler.load_weights(trainer.weights(), version=1)
+    sampler.advance([], SamplingConfig())
+
+
+def test_an_engine_sleeps_while_models_train_and_wakes_to_take_weights_and_to_sample() -> None:
+    log: list[str] = []
+    trainer, sampler = handles(log, sleeps=True)
+    step(trainer, sampler)
+    step(trainer, sampler)
+    once = [
+        *("engine generate", "engine sleep", "trainer logprobs", "trainer optim_step", "trainer stage_weights"),
+        *("engine wake", "trainer send_weights", "engine adopt", "engine advance"),
+    ]
+    assert log == once * 2
+
+
+def test_a_trainer_sleeps_while_the_engine_samples_and_each_wakes_when_the_other_has_gone_to_sleep() -> None:
+    log: list[str] = []
+    trainer, sampler = handles(log, sleeps=True, trainers=True)
+    step(trainer, sampler)
+    step(trainer, sampler)
+    train = ["trainer logprobs", "trainer optim_step", "trainer stage_weights"]
+    take = ["trainer rest True", "engine wake", "trainer send_weights", "engine adopt", "engine advance"]
+    turn = ["engine generate", "engine sleep", "trainer wake", *train, *take]
+    assert log == ["trainer rest True", *turn, *turn]
+
+
+def test_a_trainer_sleeps_beside_an_engine_that_does_not() -> None:
+    log: list[str] = []
+    step(*handles(log, sleeps=False, trainers=True))
+    assert log[:4] == ["trainer rest True", "engine generate", "trainer wake", "trainer logprobs"]
+    assert not {"engine sleep", "engine wake"} & set(log)
+
+
+def test_a_trainer_that_only_hands_unused_memory_over_is_not_woken() -> None:
+    log: list[str] = []
+    train: Any = Workers("trainer", log)
+    engines: Any = Workers("engine", log)
+    sharing = GpuSharing(lambda: engines, lambda: train)
+    for _ in range(2):
+        for turn in (sharing.sampling, sharing.sampling, sharing.training):
+            with turn():
+                pass
+    assert log == ["trainer rest False", "engine sleep", "trainer rest False", "engine wake", "engine sleep"]
+
+
+def test_workers_that_replaced_sleeping_ones_are_awake_and_are_put_to_sleep_in_their_turn() -> None:
+    log: list[str] = []
+    trainers: list[Any] = [Workers("trainer", log)]
+    engines: list[Any] = [Workers("engine", log)]
+    sharing = GpuSharing(lambda: engines[-1], lambda: trainers[-1], offload=True)
+    with sharing.sampling():
+        pass
+    trainers.append(Workers("new trainer", log))
+    with sharing.training():
+        pass
+    engines.append(Workers("new engine", log))
+    with sharing.training():
+        pass
+    assert log == ["trainer rest True", "engine sleep", "new engine sleep"]
+
+
+def test_an_engine_that_may_not_sleep_never_does() -> None:
+    log: list[str] = []
+    step(*handles(log, sleeps=False))
+    assert not {"engine sleep", "engine wake"} & set(log)
+
+
+def test_weights_from_host_memory_are_taken_awake() -> None:
+    log: list[str] = []
+    trainer, sampler = handles(log, sleeps=True)
+    trainer.optim_step(learning_rate=0.1)
+    sampler.load_weights(Weights(StoredWeights(()), "digest"), version=1)
+    assert log == ["engine sleep", "trainer optim_step", "engine wake", "engine load_weights"]
+
+
+def test_engines_that_are_gone_or_not_there_yet_are_not_put_to_sleep() -> None:
+    log: list[str] = []
+    gone: Any = Workers("engine", log)
+    gone.broken = True
+    for engines in (None, gone):
+        with GpuSharing(lambda engines=engines: engines).training():  # type: ignore[misc]
+            pass
+    assert log == []
+    SampleWorker.sleep(SampleWorker(None, 1))  # type: ignore[arg-type]  # a worker that has opened nothing
+
+
+def test_training_waits_until_the_sampling_is_over() -> None:
+    order: list[str] = []
+    log: list[str] = []
+    workers: Any = Workers("engine", log)
+    sharing = GpuSharing(lambda: workers)
+    sampling = threading.Event()
+
+    def train() -> None:
+        sampling.wait(10)
+        with sharing.training():
+            order.append("trained")
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    with sharing.sampling():
+        sampling.set()
+        thread.join(0.2)
+        order.append("sampled")
+    thread.join(10)
+    assert order == ["sampled", "trained"]

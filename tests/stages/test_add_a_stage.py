@@ -1,0 +1,79 @@
+"""The stage of docs/add_a_stage.md, as it stands there: its row makes a flow, and it runs."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stages.config
+import stages.table
+from pipelines.flows.graph import Stages
+from pipelines.prefect_flows.stages import stage_flow
+from rlhf_core.config.engines import RuntimeConfig
+from rlhf_core.data.tables import read_demonstrations
+from rlhf_core.stage.key import StageSpec, key_payload
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.fingerprint import code_digest
+from rlhf_core.types import ArtifactRef, DemonstrationsRef
+from stages.table import Stage
+from tests.support.training import demonstrations
+from tests.support.workshop import Workshop
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "add_a_stage.md").read_text()
+
+
+@pytest.fixture
+def row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    """The row of the page, with its two modules where Python finds them."""
+    blocks = re.findall(r"```python\n# (\S+?),?(?: .*)?\n(.*?)```", PAGE, flags=re.DOTALL)
+    (config_path, config), (stage_path, stage), (_, row) = blocks[:3]
+    (tmp_path / "config").mkdir()
+    assert (config_path, stage_path) == ("stages/config/shorten.py", "stages/shorten.py")
+    (tmp_path / "config" / "shorten.py").write_text(config)
+    (tmp_path / "shorten.py").write_text(stage)
+    stages.__path__.append(str(tmp_path))
+    stages.config.__path__.append(str(tmp_path / "config"))
+    importlib.invalidate_caches()
+    kind = importlib.import_module("stages.config.shorten").ShortenConfig
+    made: Stage = eval(row, vars(stages.table) | {"ShortenConfig": kind})
+    monkeypatch.setattr(stages.table, "STAGES", table := {**stages.table.STAGES, made.name: made})
+    monkeypatch.setattr("pipelines.flows.graph.STAGES", table)
+    monkeypatch.setattr("tests.support.workshop.STAGES", table)
+    yield made
+    stages.__path__.remove(str(tmp_path))
+    stages.config.__path__.remove(str(tmp_path / "config"))
+    for name in ("stages.shorten", "stages.config.shorten"):
+        sys.modules.pop(name, None)
+
+
+def test_the_stage_of_the_page_runs(row: Stage, tmp_path: Path) -> None:
+    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    given = demonstrations(shop.store, tmp_path)
+    rows = read_demonstrations(shop.store.path(given) / "train.parquet")
+    longest = sorted(len(one.messages[-1].content) for one in rows)[len(rows) // 2]
+    made, decision = shop.run("shorten", row.config(max_characters=longest), {"demonstrations": given})
+    kept = read_demonstrations(shop.store.path(made) / "train.parquet")
+    assert kept == [one for one in rows if len(one.messages[-1].content) <= longest]
+    assert shop.metrics(decision)["train"] == len(kept)
+
+
+def test_its_row_makes_its_form_and_a_pipeline_can_call_it(row: Stage) -> None:
+    form = stage_flow(row).parameters.model_dump_for_openapi()
+    assert list(form["properties"]) == ["config", "settings", "demonstrations"]
+    assert form["definitions"]["ShortenConfig"]["properties"]["max_characters"]["default"] == 200
+    specs: list[StageSpec] = []
+
+    def kept(spec: StageSpec, kind: type[ArtifactRef]) -> Any:
+        specs.append(spec)
+
+    given = DemonstrationsRef(uri="store://one", digest="one")
+    pipeline = Stages(kept, seed=17, runtime=RuntimeConfig())
+    pipeline.run("shorten", "shorten", row.config(), DemonstrationsRef, demonstrations=given)
+    assert specs[0].inputs == {"demonstrations": given}
+    assert key_payload(specs[0])["code"] == code_digest("stages.shorten")
