@@ -88,10 +88,11 @@ def trace_step() -> CallTrace:
     from rlhf_core.config.rewards import FunctionReward, RewardsConfig
     from rlhf_core.data.tables import write_prompts
     from rlhf_core.runtime.local_runtime import LocalRuntime
-        from rlhf_core.stage.run import execute
+    from rlhf_core.stage.run import execute
     from rlhf_core.store.artifacts import ArtifactStore
     from rlhf_core.tracking.memory import MemoryStageTracker
     from rlhf_core.types import Message, PolicyRef, Prompt, PromptsRef
+    from stages.table import STAGES
 
     trace = CallTrace()
 

@@ -19,8 +19,8 @@ import rlhf_core.config
 import stages.config
 from pipelines.cli.main import _parser, main
 from pipelines.flows.profile import load_profile
-from rlhf_core.config.base import Config, FailureSetting, Operational
 from rlhf_core.errors import RlhfError
+from rlhf_core.schema.base import Config, FailureSetting, Operational
 from rlhf_core.stage.key import key_payload
 from rlhf_core.user_code.loading import load_callable
 from stages.table import STAGES

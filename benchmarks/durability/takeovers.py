@@ -108,9 +108,9 @@ def _wait_for(condition: Callable[[], bool], child: int, seconds: float) -> None
 
 
 def _reconcile(store: Path) -> None:
-    from pipelines.services.reconcile import mend_store
+    from pipelines.services.reconcile import reconcile_store
     from rlhf_core.store.artifacts import ArtifactStore
 
     be_elsewhere()
-    for line in mend_store(ArtifactStore(store)):
+    for line in reconcile_store(ArtifactStore(store)):
         print(line)

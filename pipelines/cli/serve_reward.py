@@ -14,9 +14,9 @@ from rich.console import Console
 
 from pipelines.flows.inputs import find_artifact
 from rlhf_core.config.engines import HFSamplerConfig, RuntimeConfig
-from rlhf_core.config.secrets import bearer, refuse_plain
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.rewards.server import Score, ServerLimits, create_app
+from rlhf_core.schema.secrets import bearer, refuse_plain
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import RewardModelRef
 

@@ -15,7 +15,6 @@ from pydantic import BaseModel
 from pipelines.services.home import Home
 from pipelines.services.registry import registry
 from rlhf_core.config.agents import AgentConfig, EpisodeLimits
-from rlhf_core.config.base import Config, keyed
 from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.errors import ConfigError, explain

@@ -21,8 +21,8 @@ from websockets.exceptions import ConnectionClosed
 from rlhf_core.agents.drivers import EpisodeFailed, label_columns
 from rlhf_core.agents.environment import StepResult
 from rlhf_core.config.agents import OpenEnvAgent, ServedAgent
-from rlhf_core.config.secrets import bearer
 from rlhf_core.errors import ConfigError, explain, nearest
+from rlhf_core.schema.secrets import bearer
 
 PROBE_TIMEOUT_S = 20.0
 MESSAGE_BYTES = 2**26

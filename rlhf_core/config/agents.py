@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_core.config.base import FAILURES, OPERATIONAL, Config
-from rlhf_core.config.secrets import HOLDS_SECRETS, refuse_plain_options
+from rlhf_core.schema.base import FAILURES, OPERATIONAL, Config
+from rlhf_core.schema.secrets import HOLDS_SECRETS, refuse_plain_options
 
 
 class EpisodeLimits(Config):

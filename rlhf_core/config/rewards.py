@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_core.config.base import FAILURES, OPERATIONAL, Config
-from rlhf_core.config.secrets import HOLDS_SECRETS
+from rlhf_core.schema.base import FAILURES, OPERATIONAL, Config
+from rlhf_core.schema.secrets import HOLDS_SECRETS
 from rlhf_core.secrets.redaction import hidden
 
 # ---------------------------------------------------------------- terms

@@ -11,11 +11,11 @@ from typing import Any, Self
 import httpx
 
 from rlhf_core.config.rewards import JsonVerdict, JudgeReward, PatternVerdict
-from rlhf_core.config.secrets import bearer, resolved
 from rlhf_core.errors import RewardError, explain
 from rlhf_core.rewards.batches import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from rlhf_core.rewards.outcomes import RewardOutcome, shortened
 from rlhf_core.rewards.protocols import prompt_text
+from rlhf_core.schema.secrets import bearer, resolved
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.types import Generation
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import assert_never
 
-from rlhf_core.config.base import keyed
 from rlhf_core.config.rewards import (
     EnsembleReward,
     EpisodeReward,

@@ -17,10 +17,10 @@ from typing import Any, BinaryIO
 from pydantic import BaseModel, ConfigDict
 
 from rlhf_core.config.rewards import FunctionProtocol
-from rlhf_core.config.secrets import resolved
 from rlhf_core.errors import ConfigError
 from rlhf_core.processes.child import start_guard, take_standard_streams
 from rlhf_core.rewards.protocols import Adapted, adapt
+from rlhf_core.schema.secrets import resolved
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.user_code.dependencies import check_functions
 from rlhf_core.user_code.loading import load_callable

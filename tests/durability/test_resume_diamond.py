@@ -15,11 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf_core.config.base import Config
 from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
 from rlhf_core.config.loop import LoopConfig
 from rlhf_core.config.rewards import FunctionReward, RewardsConfig
 from rlhf_core.runtime.local_runtime import LocalRuntime
+from rlhf_core.schema.base import Config
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import ArtifactRef, PolicyRef
 from stages.dpo import DPOConfig

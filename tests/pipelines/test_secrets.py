@@ -17,8 +17,10 @@ from urllib.parse import quote
 import pyarrow.parquet as pq
 import pytest
 
+from pipelines.execution.executor import RunOptions
+from pipelines.execution.opening import open_run, store_of
 from pipelines.execution.plan import plan
-from pipelines.execution.run import RunOptions, open_run, run_stages, store_of
+from pipelines.execution.run import run_stages
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.prefect_flows import pipelines

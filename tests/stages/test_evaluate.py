@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.base import keyed
 from rlhf_core.data.shards import read_generations, write_generations, write_index
 from rlhf_core.data.tables import Prompt, write_prompts
 from rlhf_core.errors import ConfigError, DataError, RewardError
+from rlhf_core.schema.base import keyed
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Completion, Generation, GenerationsRef, Message, PolicyRef, PromptsRef, RewardModelRef
 from stages.evaluate import EvaluateConfig

@@ -7,8 +7,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from pipelines.execution.executor import RunOptions
 from pipelines.execution.listener import Silent
-from pipelines.execution.run import PipelineRun, RunOptions, open_run, open_tracker, run_stages
+from pipelines.execution.opening import open_run, open_tracker
+from pipelines.execution.run import PipelineRun, run_stages
 from pipelines.flows.graph import RunStage, Stages
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.services.home import Home

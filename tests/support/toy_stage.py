@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, Any
 
-from rlhf_core.config.base import FAILURES, OPERATIONAL, Config
 from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.interfaces import ModelSpec, Role, Sampler, Trainer
+from rlhf_core.schema.base import FAILURES, OPERATIONAL, Config
 from rlhf_core.stage.context import StageContext
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.types import ArtifactRef, DemonstrationsRef, PolicyRef, PreparedDataRef

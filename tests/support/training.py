@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from rlhf_core.config.agents import AgentConfig
-from rlhf_core.config.base import Config
 from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
 from rlhf_core.config.rewards import EpisodeReward, RewardsConfig, RewardSpec
 from rlhf_core.data.tables import (
@@ -24,6 +23,7 @@ from rlhf_core.data.tables import (
     write_steps,
 )
 from rlhf_core.runtime.local_runtime import LocalRuntime
+from rlhf_core.schema.base import Config
 from rlhf_core.stage import stopping
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import (

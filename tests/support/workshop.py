@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.base import Config
 from rlhf_core.config.engines import HFSamplerConfig, InitModel, RuntimeConfig, TrainerConfig
 from rlhf_core.runtime.local_runtime import LocalRuntime
+from rlhf_core.schema.base import Config
 from rlhf_core.stage.decision import Decision
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore

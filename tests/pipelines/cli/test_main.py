@@ -165,7 +165,7 @@ def test_the_store_of_a_profile_or_a_folder_can_be_looked_at(here: Path, capsys:
     "verb",
     [
         "import pipelines.cli.main",
-        "import pipelines.flows.full, pipelines.execution.plan, pipelines.execution.run, pipelines.cli.verbs",
+        "import pipelines.flows.full, pipelines.execution.plan, pipelines.execution.opening, pipelines.cli.verbs",
     ],
 )
 def test_no_engine_is_imported_before_it_is_needed(verb: str) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from pipelines.execution.executor import RunOptions
 from pipelines.execution.listener import Silent
-from pipelines.execution.run import RunOptions, open_run
+from pipelines.execution.opening import open_run
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.services.home import Home

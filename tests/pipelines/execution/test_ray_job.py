@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from pipelines.execution import retry, submission
+from pipelines.execution import ray_job, retry
+from pipelines.execution.executor import Progress, RunContext, RunOptions, StageOutcome
 from pipelines.execution.job_report import OUTCOME, SPEC
-from pipelines.execution.lazy_runtime import DeferredRuntime
-from pipelines.execution.run import PipelineRun, RunOptions, StageOutcome, open_run, store_of
+from pipelines.execution.opening import open_run, store_of
 from pipelines.flows.profile import load_profile
 from pipelines.services.home import Home
 from rlhf_core.errors import ConfigError, RlhfError, TrainingError, WorkerLostError
@@ -33,8 +33,8 @@ SPEC_OF_A_TOY = toy_spec(ToyConfig(), label="a/toy")
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch, home: Home) -> None:
     monkeypatch.setenv("RLHF_HOME", str(home.root))
-    monkeypatch.setattr(submission, "POLL_S", 0.05)
-    monkeypatch.setattr(submission, "TICK_S", 0.01)
+    monkeypatch.setattr(ray_job, "POLL_S", 0.05)
+    monkeypatch.setattr(ray_job, "TICK_S", 0.01)
     monkeypatch.setattr(retry, "PAUSE_S", 0.0)
     monkeypatch.setattr(stopping, "GRACE_S", 0.2)
 
@@ -48,10 +48,9 @@ def jobs() -> Iterator[ForkedJobs]:
             server.kill(job_id)
 
 
-def new_run(tmp_path: Path, home: Home, *overrides: str, force: tuple[str, ...] = ()) -> PipelineRun:
+def new_run(tmp_path: Path, home: Home, *overrides: str, force: tuple[str, ...] = ()) -> RunContext:
     config = load_profile(write_mini(tmp_path), ["runtime.execution=ray-job", *overrides])
-    store, runtime = store_of(config, home), DeferredRuntime(config.runtime)
-    return PipelineRun(config, RunOptions(force=force), store, runtime, MemoryTracker(), Notes(), planned=[])
+    return RunContext(config, RunOptions(force=force), store_of(config, home), MemoryTracker(), Notes())
 
 
 def nothing(done: int, total: int, message: str) -> None:
@@ -59,12 +58,12 @@ def nothing(done: int, total: int, message: str) -> None:
 
 
 def run_toy(
-    run: PipelineRun, jobs: ForkedJobs, spec: StageSpec = SPEC_OF_A_TOY, progress: submission.Progress = nothing
+    run: RunContext, jobs: ForkedJobs, spec: StageSpec = SPEC_OF_A_TOY, progress: Progress = nothing
 ) -> StageOutcome:
-    return submission.run_as_job(run, spec, progress, jobs)
+    return ray_job.RayJobExecutor(run, lambda: jobs).execute(spec, progress)
 
 
-def of(run: PipelineRun, kind: str) -> list[tuple[object, ...]]:
+def of(run: RunContext, kind: str) -> list[tuple[object, ...]]:
     assert isinstance(run.listener, Notes)
     return run.listener.of(kind)
 
@@ -77,9 +76,9 @@ def wait_until(true: Callable[[], object]) -> None:
 
 
 @contextmanager
-def submitted(run: PipelineRun, jobs: ForkedJobs, spec: StageSpec) -> Iterator[str]:
+def submitted(run: RunContext, jobs: ForkedJobs, spec: StageSpec) -> Iterator[str]:
     """A job whose flow has died: nobody waits for it."""
-    job = submission._attach_or_submit(run, spec, stage_key(spec), jobs).job
+    job = ray_job._attach_or_submit(run, spec, stage_key(spec), jobs).job
     wait_until(lambda: list(run.store.layout.attempt(job.key).glob("work-*/ckpt/step-*")))
     yield job.job_id
 
@@ -168,7 +167,7 @@ def test_a_job_that_stays_pending_is_stopped_and_named(tmp_path: Path, home: Hom
 def test_a_silent_job_server_ends_the_watch_but_not_the_job(
     tmp_path: Path, home: Home, jobs: ForkedJobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(submission, "SERVER_AWAY_S", 0.2)
+    monkeypatch.setattr(ray_job, "SERVER_AWAY_S", 0.2)
     jobs.silent = True
     with pytest.raises(TrainingError, match=r"has not answered for .*connection refused.* run again: it attaches"):
         run_toy(new_run(tmp_path, home), jobs, replace(SPEC_OF_A_TOY, config=SLOW))
@@ -269,10 +268,10 @@ def test_what_a_job_gets_holds_no_token(
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijklmnopqrstuvwxyz")
     run = new_run(tmp_path, home)
     run_toy(run, jobs)
-    folder = run.store.layout.attempt(stage_key(SPEC_OF_A_TOY)) / submission.JOBS
+    folder = run.store.layout.attempt(stage_key(SPEC_OF_A_TOY)) / ray_job.JOBS
     sent = f"{jobs.environment}{jobs.metadata}{[path.read_text() for path in folder.rglob('*.json')]}"
     assert "hf_abc" not in sent and "RLHF_HOME" in sent
-    assert sorted(path.name for path in folder.rglob("*.json")) == [OUTCOME, SPEC, "told.json"]
+    assert sorted(path.name for path in folder.rglob("*.json")) == [OUTCOME, "progress.json", SPEC]
 
 
 def test_a_password_in_the_address_of_mlflow_is_refused_before_a_job_could_show_it(

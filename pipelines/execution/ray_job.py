@@ -1,7 +1,7 @@
-"""A stage as a Ray job, seen from the flow: submit it or find it at work, watch it, and stop it when we are stopped.
+"""Execute stages as Ray jobs: submit a job or attach to a running one, watch it, and stop it when we are stopped.
 
 The job holds the lease and commits, so the store says whether the stage is done, and not Ray: a cluster that was
-restarted has forgotten its jobs. A flow that is killed leaves its job at work, and the next run attaches to it.
+restarted has forgotten its jobs. A flow that is killed leaves its job running, and the next run attaches to it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ import re
 import shlex
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipelines.execution.job_report import SPEC, JobOutcome, Watcher, raised_again, read_outcome
+from pipelines.execution.executor import Progress, RunContext, StageOutcome
+from pipelines.execution.job_report import SPEC, JobOutcome, Watcher, error_of, read_outcome
 from pipelines.execution.job_spec import JobSpec, write_spec
-from pipelines.execution.retry import reached, trying_again
-from pipelines.execution.run import PipelineRun, Progress, StageOutcome
+from pipelines.execution.plan import PlannedStage
+from pipelines.execution.retry import reached, retry_lost_workers
 from pipelines.flows.profile import PipelineConfig
 from pipelines.services.home import Home, quiet_environment
 from pipelines.services.registry import REGISTRY, tracking_uri
@@ -48,41 +50,54 @@ INHERITED = ("HF_HOME", "HF_HUB_OFFLINE")
 
 
 class JobLost(WorkerLostError):
-    """A job ended without a word: its process, its node or the cluster died."""
+    """Raised if a job ended and left no outcome: its process, its node or the cluster died."""
 
 
-def check_jobs(*, tracked: bool) -> None:
-    """Raise ConfigError unless a job server answers and everything that a job is told may be told."""
-    open_jobs()
-    if tracked:
-        _address("MLFLOW_TRACKING_URI", tracking_uri(Home.here()))
-        _address(REGISTRY, os.environ.get(REGISTRY, ""))
+@dataclass(frozen=True)
+class RayJobExecutor:
+    """A `StageExecutor` that runs each stage as a job of the Ray at `RAY_ADDRESS`; engines live in the jobs alone."""
 
+    context: RunContext
+    connect: Callable[[], Jobs] = open_jobs
 
-def run_as_job(run: PipelineRun, spec: StageSpec, show_progress: Progress, jobs: Jobs) -> StageOutcome:
-    """Return what the stage's job made; one that is lost is submitted again, and goes on from the newest checkpoint."""
-    began = time.monotonic()
+    def prepare(self, planned: Sequence[PlannedStage]) -> None:
+        """Raise ConfigError unless a job server answers and an address that jobs are given holds no password.
 
-    def wanted() -> str:
-        return target_of(run.store, spec, strict_code=run.options.strict_code, strict_env=run.options.strict_env).key
+        Secrets are not checked here: a job has the environment of its cluster, and checks it when it starts.
+        """
+        if all(stage.decision.action == "HIT" for stage in planned):
+            return
+        self.connect()
+        if self.context.tracker.token:
+            _address("MLFLOW_TRACKING_URI", tracking_uri(Home.here()))
+            _address(REGISTRY, os.environ.get(REGISTRY, ""))
 
-    def attempt() -> _Ended:
-        return _await(run, _attach_or_submit(run, spec, wanted(), jobs), show_progress, jobs)
+    def execute(self, spec: StageSpec, show_progress: Progress) -> StageOutcome:
+        """Return what the stage's job makes; a lost job is submitted again and resumes from the newest checkpoint."""
+        began, context, jobs = time.monotonic(), self.context, self.connect()
 
-    while True:
-        ended = trying_again(
-            attempt,
-            label=spec.label,
-            retries=run.config.runtime.retries,
-            where=lambda: reached(run.store, wanted()),
-            sleep=time.sleep,
-        )
-        # Here and not above: a job has tried again itself before it failed.
-        if ended.outcome is not None and ended.outcome.status == "failed":
-            raise raised_again(ended.outcome, label=spec.label, where=f"`ray job logs {ended.submission.job.job_id}`")
-        if not unfit(run.store, spec, ended.submission.job.key):
-            return _result(run, ended, time.monotonic() - began)
-        # The job of another run, that we waited for, has left answers that failed under other settings than ours.
+        def attempt() -> _Ended:
+            submission = _attach_or_submit(context, spec, context.key_of(spec), jobs)
+            return _await(context, submission, show_progress, jobs)
+
+        while True:
+            ended = retry_lost_workers(
+                attempt,
+                label=spec.label,
+                retries=context.config.runtime.retries,
+                where=lambda: reached(context.store, context.key_of(spec)),
+                sleep=time.sleep,
+            )
+            # Raised here and not in `attempt`: a job has itself retried before it failed.
+            if ended.outcome is not None and ended.outcome.status == "failed":
+                log = f"`ray job logs {ended.submission.job.job_id}`"
+                raise error_of(ended.outcome, label=spec.label, log=log)
+            if not unfit(context.store, spec, ended.submission.job.key):
+                return _result(context, ended, time.monotonic() - began)
+            # We attached to the job of another run, which left answers that failed under other settings than ours.
+
+    def close(self) -> None:
+        """Do nothing: jobs outlive the run."""
 
 
 # ---------------------------------------------------------------- submitting
@@ -97,12 +112,12 @@ class _Submission:
     attached: bool
 
 
-def _attach_or_submit(run: PipelineRun, spec: StageSpec, key: str, jobs: Jobs) -> _Submission:
-    root = run.store.root.resolve()
-    force = spec.label in run.options.force
+def _attach_or_submit(context: RunContext, spec: StageSpec, key: str, jobs: Jobs) -> _Submission:
+    root = context.store.root.resolve()
+    force = spec.label in context.options.force
     known = jobs.all()
-    number = _next_number(run.store, key, known)
-    jobs_folder = _jobs_folder(run.store, key)
+    number = _next_number(context.store, key, known)
+    jobs_folder = _jobs_folder(context.store, key)
     while True:
         wanted = [job.id for job in known if job.living and _computes(job, key, root, force=force)]
         living = [job_id for job_id in wanted if read_outcome(jobs_folder / job_id) is None]  # the others are ending
@@ -111,30 +126,29 @@ def _attach_or_submit(run: PipelineRun, spec: StageSpec, key: str, jobs: Jobs) -
             job_id=living[-1] if living else f"{stem}-a{number}",
             key=key,
             stage=spec,
-            config=_inline(run),
+            config=_inline(context),
             store=root,
             force=force,
-            strict_code=run.options.strict_code,
-            strict_env=run.options.strict_env,
-            tracking=run.tracker.token,
+            strict=context.options.strict,
+            tracking=context.tracker.token,
         )
         folder = jobs_folder / job.job_id
         if living:
             return _Submission(job, folder, attached=True)
         write_spec(folder / SPEC, job)
-        if jobs.submit(job.job_id, _command(folder), environment=_environment(run), metadata=_metadata(job)):
+        if jobs.submit(job.job_id, _command(folder), environment=_environment(context), metadata=_metadata(job)):
             return _Submission(job, folder, attached=False)
         known, number = jobs.all(), number + 1  # the name is taken: another run was faster, or another store has it
 
 
-def _inline(run: PipelineRun) -> PipelineConfig:
-    """Return the configuration with which the job itself runs the stage."""
-    runtime = run.config.runtime.model_copy(update={"execution": "inline"})
-    return run.config.model_copy(update={"runtime": runtime})
+def _inline(context: RunContext) -> PipelineConfig:
+    """Return the configuration with which the job runs the stage in its own process."""
+    runtime = context.config.runtime.model_copy(update={"execution": "inline"})
+    return context.config.model_copy(update={"runtime": runtime})
 
 
 def _next_number(store: ArtifactStore, key: str, known: list[Job]) -> int:
-    """Return one more than any attempt or job at the key had."""
+    """Return the number after the highest of all attempts and jobs at the key."""
     names = [path.name for path in _jobs_folder(store, key).glob("*")]
     names += [job.id for job in known if key[:12] in job.id]
     numbers = [int(name.rpartition("-a")[2]) for name in names if name.rpartition("-a")[2].isdecimal()]
@@ -143,7 +157,7 @@ def _next_number(store: ArtifactStore, key: str, known: list[Job]) -> int:
 
 
 def _computes(job: Job, key: str, store: Path, *, force: bool) -> bool:
-    """Say whether the job's result is what we want; who forces a stage takes only one that was forced."""
+    """Return whether the job computes the result that we want; with `force`, only a forced job does."""
     wanted = {"store.key": key, "store": str(store)} | ({"forced": "yes"} if force else {})
     return wanted.items() <= dict(job.metadata).items()
 
@@ -154,18 +168,20 @@ def _metadata(job: JobSpec) -> dict[str, str]:
 
 
 def _command(folder: Path) -> str:
-    """Return the line for a shell on the head: relative paths of a profile mean there what they mean here."""
+    """Return the shell command for the head of the cluster; it runs in our folder, so relative paths stay valid."""
     here, python, job = (shlex.quote(str(part)) for part in (Path.cwd(), sys.executable, folder.resolve()))
     return f"cd {here} && exec {python} -P -m pipelines.execution.job {job}"
 
 
-def _environment(run: PipelineRun) -> dict[str, str]:
+def _environment(context: RunContext) -> dict[str, str]:
     home = Home.here()
     quiet = {name: value for name, value in quiet_environment(home).items() if not name.startswith(("PREFECT", OWN))}
-    worker = worker_environment(threads=threads_per_worker(run.config.runtime, workers=1))
+    worker = worker_environment(threads=threads_per_worker(context.config.runtime, workers=1))
     del worker["HF_HUB_OFFLINE"]  # the stage itself may fetch a model, as it may in the flow
     inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
-    tracking = {"MLFLOW_TRACKING_URI": _address("MLFLOW_TRACKING_URI", tracking_uri(home))} if run.tracker.token else {}
+    tracking = (
+        {"MLFLOW_TRACKING_URI": _address("MLFLOW_TRACKING_URI", tracking_uri(home))} if context.tracker.token else {}
+    )
     if tracking and os.environ.get(REGISTRY):
         tracking[REGISTRY] = _address(REGISTRY, os.environ[REGISTRY])
     ray = {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"}
@@ -173,7 +189,7 @@ def _environment(run: PipelineRun) -> dict[str, str]:
 
 
 def _address(name: str, address: str) -> str:
-    """Return an address that a job may be told; ConfigError if it holds a password."""
+    """Return an address that may be passed to a job; ConfigError if it holds a password."""
     if without_secrets(address) != address:
         rule = "holds a password, which the job server would show to everybody"
         remedy = "give MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD to `ray start` instead"
@@ -190,42 +206,42 @@ def _jobs_folder(store: ArtifactStore, key: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """A job that is over. It has no `outcome` if it was killed between its commit and its last word."""
+    """A job that is over. It has no `outcome` if it was killed after its commit, before it wrote one."""
 
     submission: _Submission
     outcome: JobOutcome | None
     decision: Decision
 
 
-def _await(run: PipelineRun, submission: _Submission, show_progress: Progress, jobs: Jobs) -> _Ended:
-    """Wait for the job; raise JobLost if it left neither a last word nor a result. Whoever interrupts us stops it."""
+def _await(context: RunContext, submission: _Submission, show_progress: Progress, jobs: Jobs) -> _Ended:
+    """Wait for the job; raise JobLost if it left neither an outcome nor a result. An interrupt stops the job."""
     job, label = submission.job, submission.job.stage.label
     if submission.attached:
         decision = Decision("ATTACH", f"Ray job {job.job_id} is computing it", job.key, None)
     else:
-        decision = _decide_work(run, job)
-    run.listener.started(label, decision)
-    watcher = Watcher(submission.folder, label, run.listener, show_progress, decision=decision)
+        decision = _decide_work(context, job)
+    context.listener.started(label, decision)
+    watcher = Watcher(submission.folder, label, context.listener, show_progress, decision=decision)
     try:
-        ended = _follow(jobs, job.job_id, watcher, pending_s=run.config.runtime.job_pending_timeout_s)
+        ended = _follow(jobs, job.job_id, watcher, pending_s=context.config.runtime.job_pending_timeout_s)
     except BaseException as error:
         if not isinstance(error, Exception):
             _stop(jobs, job.job_id)
         raise
-    outcome = watcher.look()
+    outcome = watcher.poll()
     unfinished = outcome is None or outcome.status == "stopped"
-    if unfinished and (job.force or run.store.record(job.key) is None):
+    if unfinished and (job.force or context.store.record(job.key) is None):
         _check_stopped(submission, ended, outcome)
         raise JobLost(_lost(job.job_id, ended))
     return _Ended(submission, outcome, watcher.decision)
 
 
 def _follow(jobs: Jobs, job_id: str, watcher: Watcher, *, pending_s: float) -> Job | None:
-    """Watch until the job has told its outcome or has ended; return it as Ray last described it."""
-    began = heard = time.monotonic()
+    """Watch until the job has written its outcome or has ended; return it as Ray last described it."""
+    began = answered = time.monotonic()
     due, stopped = began, False
     job: Job | None = None
-    while watcher.look() is None:
+    while watcher.poll() is None:
         if stopping.reason() and not stopped:
             stopped = True
             _stop(jobs, job_id)
@@ -235,9 +251,9 @@ def _follow(jobs: Jobs, job_id: str, watcher: Watcher, *, pending_s: float) -> J
             try:
                 job = jobs.get(job_id)
             except JobServerError as error:
-                _bear(error, job_id, silent_s=now - heard)
+                _tolerate_silence(error, job_id, silent_s=now - answered)
             else:
-                heard = now
+                answered = now
                 if job is None or not job.living:
                     return job
                 if job.state == "PENDING" and now - began > pending_s:
@@ -247,8 +263,8 @@ def _follow(jobs: Jobs, job_id: str, watcher: Watcher, *, pending_s: float) -> J
     return job
 
 
-def _bear(error: JobServerError, job_id: str, *, silent_s: float) -> None:
-    """Let a silent job server pass for a while."""
+def _tolerate_silence(error: JobServerError, job_id: str, *, silent_s: float) -> None:
+    """Raise TrainingError if the job server has not answered for `SERVER_AWAY_S`."""
     logger.debug("the job server does not answer: %s", error)
     if silent_s > SERVER_AWAY_S:
         rule = f"the job server has not answered for {silent_s:.0f} s ({error}); the job may well be at work"
@@ -263,7 +279,7 @@ def _stop(jobs: Jobs, job_id: str) -> None:
 
 
 def _check_stopped(submission: _Submission, ended: Job | None, outcome: JobOutcome | None) -> None:
-    """Raise for a job that was stopped: by us, or by somebody else."""
+    """Raise the error of a job that was stopped, by this run or by someone else; return if it was not stopped."""
     if stopping.reason():
         raise stopping.StageStopped(stopping.reason())
     if outcome is None and (ended is None or ended.state != "STOPPED"):
@@ -291,21 +307,21 @@ def _lost(job_id: str, ended: Job | None) -> str:
 # ---------------------------------------------------------------- the result
 
 
-def _result(run: PipelineRun, ended: _Ended, seconds: float) -> StageOutcome:
+def _result(context: RunContext, ended: _Ended, seconds: float) -> StageOutcome:
     job, outcome, attached = ended.submission.job, ended.outcome, ended.submission.attached
-    record = run.store.record(job.key)
+    record = context.store.record(job.key)
     if record is None:
         rule = f"Ray job {job.job_id} is done, and its record is not here"
         raise ArtifactError(explain("store", str(job.store), rule, "let flow and cluster share one file system"))
     run_id = record.tracking["run_id"] if "run_id" in record.tracking else ""
     if attached:  # its tracking run lies below another run of the pipeline
-        run.tracker.cached(job.stage.label, run_id=run_id, key=job.key)
-    told = None if outcome is None or attached else outcome.decision
+        context.tracker.cached(job.stage.label, run_id=run_id, key=job.key)
+    reported = None if outcome is None or attached else outcome.decision
     samples = [] if outcome is None else outcome.samples
-    url = run.tracker.url(run_id) if run_id else ""
-    return StageOutcome(record.handle, told or ended.decision, record.metrics, seconds, samples, url)
+    url = context.tracker.url(run_id) if run_id else ""
+    return StageOutcome(record.handle, reported or ended.decision, record.metrics, seconds, samples, url)
 
 
-def _decide_work(run: PipelineRun, job: JobSpec) -> Decision:
-    target = target_of(run.store, job.stage, strict_code=job.strict_code, strict_env=job.strict_env)
-    return decide_work(run.store, job.stage, target, force=job.force)
+def _decide_work(context: RunContext, job: JobSpec) -> Decision:
+    target = target_of(context.store, job.stage, strict=job.strict)
+    return decide_work(context.store, job.stage, target, force=job.force)

@@ -10,11 +10,11 @@ import pytest
 from pydantic import ValidationError
 
 from rlhf_core.config.agents import EnvironmentAgent, NemoGymAgent, OpenEnvAgent, ProgramAgent, VerifiersAgent
-from rlhf_core.config.base import Config, keyed
 from rlhf_core.config.engines import VllmServerSamplerConfig
 from rlhf_core.config.rewards import FunctionReward, JudgeReward, RemoteReward, RewardsConfig
-from rlhf_core.config.secrets import check, resolved, with_secrets
 from rlhf_core.errors import ConfigError
+from rlhf_core.schema.base import Config, keyed
+from rlhf_core.schema.secrets import check, resolved, with_secrets
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.store.fingerprint import canonical_json
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import pytest
 from pydantic import ValidationError
 
-from rlhf_core.config.base import OPERATIONAL, Config, keyed
+from rlhf_core.schema.base import OPERATIONAL, Config, keyed
 
 
 class Inner(Config):
