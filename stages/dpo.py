@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.algorithms.preference.aot import AOTLoss
 from rlhf_core.algorithms.preference.kto import KTOLoss
 from rlhf_core.config.preference import uses_reference
 from rlhf_core.data.chat import ChatTemplate
@@ -71,7 +70,7 @@ def run(
             optimizer=config.optimizer,
             loop=config.loop,
             context=context,
-            look_ahead=objective.look_ahead if isinstance(config.loss, AOTLoss | KTOLoss) else None,
+            look_ahead=objective.look_ahead if config.loss.looks_ahead else None,
         )
         trainer.export(context.out)
     metrics = {

@@ -157,7 +157,7 @@ def lease_models(
     actor = ModelSpec(path=folder, head="lm", lora=config.lora, seed=context.seed)
     critic: Trainer | None = None
     frozen: Trainer | None = None
-    if config.advantage.type == "gae":
+    if config.advantage.uses_values:
         # By name, and not by the order of a mapping, which does not survive a file.
         names = sorted(reward_models, key=lambda name: (isinstance(reward_models[name], ProcessRewardModelRef), name))
         start = str(context.path(reward_models[names[0]])) if names else folder

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from rlhf_core.algorithms.preference.aot import AOTLoss
 from rlhf_core.algorithms.preference.dpo import DPOLoss
-from rlhf_core.algorithms.preference.ipo import IPOLoss
 from rlhf_core.algorithms.preference.kto import KTOLoss
 from rlhf_core.algorithms.preference.orpo import ORPOLoss
-from rlhf_core.algorithms.preference.simpo import SimPOLoss
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig
 from rlhf_core.config.loop import LoopConfig
 from rlhf_core.config.preference import PreferenceLoss
@@ -33,8 +30,7 @@ class DPOConfig(Config):
     def _options_belong_to_losses_on_pairs(self) -> DPOConfig:
         if isinstance(self.loss, KTOLoss) and self.nll_coef:
             raise ValueError(f"nll_coef = {self.nll_coef}: kto judges single answers; leave it at 0")
-        averaged = isinstance(self.loss, IPOLoss) and self.loss.length_average
-        if self.length_alpha < 1 and (averaged or isinstance(self.loss, AOTLoss | KTOLoss | ORPOLoss | SimPOLoss)):
+        if self.length_alpha < 1 and not self.loss.sums_logprobs:
             raise ValueError(
                 f"length_alpha = {self.length_alpha}: is for losses on the summed log-probs of a pair, and "
                 f"{self.loss.type!r} is none; leave it at 1"

@@ -31,6 +31,11 @@ class AOTLoss(ReferencedMethod):
 
     looks_ahead: ClassVar[bool] = True
 
+    @property
+    def sums_logprobs(self) -> bool:
+        """Return False: the pairs of the loss are not those of the data."""
+        return False
+
     def loss(self, pairs: PairBatch) -> LossOutput:
         """Return `dpo_loss` of pairs that `rearranged` made of the whole step: it is `aot_loss` of the step."""
         return dpo_loss(*pairs.logprobs, beta=self.beta, label_smoothing=self.label_smoothing, pairs=pairs.pairs)

@@ -65,6 +65,11 @@ class PreferenceMethod(Config):
         """Whether the loss compares with a reference policy."""
         return True
 
+    @property
+    def sums_logprobs(self) -> bool:
+        """Whether the loss takes the summed log-probs of a pair as they are, so that tokens may be weighed in the sums."""
+        return True
+
     def loss(self, pairs: PairBatch) -> LossOutput:
         """Return the micro-batch's share of the loss and of the metrics of the step; see `pair_output`."""
         raise NotImplementedError
@@ -92,6 +97,11 @@ class ReferenceFreeMethod(PreferenceMethod):
     @property
     def uses_reference(self) -> bool:
         """Return False."""
+        return False
+
+    @property
+    def sums_logprobs(self) -> bool:
+        """Return False: such a loss is on the mean log-probs of answers."""
         return False
 
 

@@ -23,6 +23,11 @@ class IPOLoss(ReferencedMethod):
     length_average: bool = True
     """Divide each answer's log-ratio by its length (as TRL does; the paper and OpenRLHF use sums)."""
 
+    @property
+    def sums_logprobs(self) -> bool:
+        """Whether the log-ratios are sums, as in the paper, and not divided by the lengths."""
+        return not self.length_average
+
     def loss(self, pairs: PairBatch) -> LossOutput:
         """Return `ipo_loss` of the pairs."""
         return ipo_loss(

@@ -27,6 +27,11 @@ class KTOLoss(ReferencedMethod):
 
     looks_ahead: ClassVar[bool] = True
 
+    @property
+    def sums_logprobs(self) -> bool:
+        """Return False: an answer is judged on its own, and has no other one beside it."""
+        return False
+
     def loss(self, pairs: PairBatch) -> LossOutput:
         """Raise ConfigError: the loss is on single answers, `answer_loss`."""
         raise ConfigError(explain("dpo.loss.type", self.type, "judges single answers", "use KTOObjective"))
