@@ -79,7 +79,11 @@ class Objective(Protocol):
 
 
 class Trainer(Protocol):
-    """One role's model: trained if it has an optimizer, frozen otherwise. Calls return when the work is done."""
+    """One role's model: trained if it has an optimizer, frozen otherwise. Calls return when the work is done.
+
+    `LocalTrainer` does the work. `RayTrainer`, `TrainWorker` and `DistillationTrainer` forward a method by its signature here,
+    in one line each.
+    """
 
     def forward_backward(
         self,
