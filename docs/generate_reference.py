@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.flows.profile import PipelineConfig
-from rlhf_core.config.base import Config, Operational
+from rlhf_core.schema.base import Config, Operational
 
 REFERENCE = Path(__file__).parent / "reference"
 SHARED = "shared_tables"

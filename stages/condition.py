@@ -16,7 +16,6 @@ from rlhf_core.data.holdout import held_out
 from rlhf_core.data.shards import read_rollouts
 from rlhf_core.data.tables import Demonstration, read_prompts, write_demonstrations, write_prompts
 from rlhf_core.errors import DataError, explain
-from rlhf_core.schema.base import Config
 from rlhf_core.stage.context import StageContext
 from rlhf_core.types import DemonstrationsRef, Message, Prompt, PromptsRef, Rollout, RolloutsRef
 from stages.config.condition import ConditionConfig

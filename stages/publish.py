@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlhf_core.errors import ConfigError, explain
-from rlhf_core.schema.base import Config
 from rlhf_core.stage.context import StageContext
 from rlhf_core.types import PolicyRef, PublishedRef, ReportRef
 from stages.config.publish import PublishConfig, Threshold

@@ -15,7 +15,6 @@ from rlhf_core.data.shards import read_rollouts
 from rlhf_core.data.tables import Demonstration, Preference, write_demonstrations, write_preferences
 from rlhf_core.errors import DataError, explain
 from rlhf_core.interfaces import Metrics
-from rlhf_core.schema.base import Config
 from rlhf_core.stage.context import StageContext
 from rlhf_core.types import DemonstrationsRef, PreferencesRef, Rollout, RolloutsRef, derive_seed
 from stages.config.select import BestOfN, Pairs, Selection, Threshold, TopK

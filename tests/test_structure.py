@@ -15,7 +15,7 @@ TESTED_THROUGH = {
     "pipelines/cli/key_metric.py": "pipelines/cli/test_display.py",
     "pipelines/cli/store_verbs.py": "pipelines/cli/test_main.py",
     "pipelines/cli/verbs.py": "pipelines/cli/test_main.py",
-    "pipelines/execution/lazy_runtime.py": "pipelines/execution/test_submission.py",
+    "pipelines/execution/lazy_runtime.py": "pipelines/execution/test_opening.py",
     "pipelines/execution/executor.py": "pipelines/execution/test_run.py",
     "pipelines/execution/listener.py": "pipelines/execution/test_run.py",
     "pipelines/execution/local.py": "pipelines/execution/test_run.py",

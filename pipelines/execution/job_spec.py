@@ -10,6 +10,7 @@ from typing import Any
 
 from pipelines.flows.profile import PipelineConfig
 from rlhf_core.errors import ArtifactError, explain
+from rlhf_core.schema.base import Config
 from rlhf_core.stage.key import StageInput, StageSpec, Strictness
 from rlhf_core.store.layout import read_json, write_json
 from rlhf_core.store.records import restore_handle, stored_handle

@@ -14,9 +14,9 @@ from pipelines.execution.listener import ShownTracker
 from pipelines.execution.plan import PlannedStage, engines_needed
 from pipelines.execution.retry import reached, retry_lost_workers
 from pipelines.execution.tracker import Status
-from rlhf_core.config import secrets
 from rlhf_core.interfaces import StageTracker
 from rlhf_core.runtime.cluster import check_address, named_address
+from rlhf_core.schema import secrets
 from rlhf_core.stage.decision import Decision, starts_over
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.run import check_secrets, execute

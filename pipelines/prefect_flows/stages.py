@@ -24,6 +24,7 @@ from pipelines.prefect_flows.pipelines import run_served
 from pipelines.services.flow_runs import FLOW_NAME
 from pipelines.services.home import Home
 from rlhf_core.config.engines import RuntimeConfig
+from rlhf_core.schema.base import Config
 from rlhf_core.types import ArtifactRef, PolicyRef, PromptsRef, RewardModelRef
 from stages.config.prepare_data import PrepareDataConfig
 from stages.table import STAGES, Stage

@@ -32,6 +32,7 @@ from rlhf_core.rewards.isolation import IsolatedReward
 from rlhf_core.rewards.model import Contract, score_with_reward_model, verify_contract
 from rlhf_core.rewards.outcomes import Reward, RewardOutcome
 from rlhf_core.rewards.worker import WorkerSettings
+from rlhf_core.schema.base import keyed
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.fingerprint import canonical_json, sha256_text
 from rlhf_core.types import Generation, ProcessRewardModelRef, RewardModelRef

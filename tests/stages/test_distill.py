@@ -13,7 +13,7 @@ from rlhf_core.config.loop import LoopConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef
-from stages.distill import DistillConfig, DivergenceConfig
+from stages.config.distill import DistillConfig, DivergenceConfig
 from stages.sft import SFTConfig
 from tests.support.training import demonstrations, killed_and_resumed, prompts, stopped_and_resumed
 from tests.support.workshop import SHAPE, Workshop

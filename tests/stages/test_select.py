@@ -14,12 +14,8 @@ from rlhf_core.data.tables import read_demonstrations, read_preferences
 from rlhf_core.errors import DataError
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import ActionSpan, Message, Rollout, RolloutsRef
+from stages.config.select import BestOfN, Pairs, SelectConfig, Threshold, TopK
 from stages.select import (
-    BestOfN,
-    Pairs,
-    SelectConfig,
-    Threshold,
-    TopK,
     best,
     by_prompt,
     demonstrations,
