@@ -16,6 +16,12 @@ test: install            ## every test; TESTS=tests/pipelines for some, WORKERS=
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1 DO_NOT_TRACK=1 RAY_USAGE_STATS_ENABLED=0 \
 	  $(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile $(TESTS)
 
+# Rooms whose tests import neither torch nor an engine, or import it once.
+FAST = test_structure.py test_docs_site.py pipelines/execution/test_plan.py pipelines/flows pipelines/importers \
+  $(addprefix rlhf_core/, config data schema secrets stage store user_code test_errors.py test_types.py)
+test-fast:               ## in a minute or so: configuration, keys, the store, data, plans; no engines
+	$(MAKE) test TESTS='-m "not engine and not slow and not gpu" $(wildcard $(addprefix tests/,$(FAST)))'
+
 SELECTION ?= full
 test-portable: install   ## the numeric tests with other kernels and rounding; SELECTION=quick for minutes instead of hours
 	$(VENV)/bin/python -m benchmarks.portable --selection $(SELECTION) --workers $(WORKERS)

@@ -129,7 +129,8 @@ def test_what_a_page_points_to_is_there(page: Path) -> None:
     assert [link for link in links if not (page.parent / link).exists()] == []
     tops = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")} - {"build"}
     paths = [path for path in re.findall(r"`([\w./-]+)`", text) if "/" in path and path.split("/")[0] in tops]
-    assert [path for path in paths if not (ROOT / path).exists()] == []
+    to_be_made = re.findall(r"^`([\w./-]+)`[^\n]*:\n\n```", text, flags=re.MULTILINE)
+    assert [path for path in paths if path not in to_be_made and not (ROOT / path).exists()] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -124,7 +124,7 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_the_example_of_the_documents_gives_what_they_say() -> None:
-    page = (Path(__file__).resolve().parents[3] / "docs" / "openrlhf.md").read_text()
+    page = (Path(__file__).resolve().parents[4] / "docs" / "openrlhf.md").read_text()
     script, _, rest = page.partition("```text\n")[2].partition("```")
     shown = rest.partition("```toml\n")[2].partition("```")[0]
     profile = translate(script, name="x", template_file="x.jinja").profile
