@@ -5,8 +5,9 @@ PROFILE ?= tiny/full
 TESTS ?= tests
 WORKERS ?= 2
 RLHF := $(VENV)/bin/rlhf
+UV = $(if $(shell command -v uv),uv,$(VENV)/bin/uv)
 
-.PHONY: demo test test-portable test-external lint format up down status install requirements smollm2 clean clean-venv
+.PHONY: demo test test-fast test-portable test-external measure docs lint format up down status install requirements smollm2 clean clean-venv
 
 demo: install            ## the whole lifecycle on this machine, then the results table
 	$(RLHF) run $(PROFILE)
@@ -27,6 +28,15 @@ lint: install            ## style, types, and who may import whom
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+
+measure: install         ## how easy the code is to read; BEFORE=v0.1.0 compares with a revision
+	$(VENV)/bin/python -m benchmarks.measure $(if $(BEFORE),--before $(BEFORE))
+
+docs: install            ## the documentation as a site, in build/site; SERVE=1 shows it at 127.0.0.1:8000
+	$(UV) venv -q --allow-existing --python $(VENV)/bin/python .venv-docs
+	$(UV) pip install -q --python .venv-docs/bin/python --no-deps -r requirements/docs.txt
+	$(VENV)/bin/python -m docs.generate_reference
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs $(if $(SERVE),serve --dev-addr 127.0.0.1:8000,build --strict)
 
 format: install
 	$(VENV)/bin/ruff check --fix .
@@ -55,6 +65,7 @@ requirements:
 	$(COMPILE) --python-platform x86_64-manylinux_2_28 --override requirements/cpu-overrides.txt requirements/cpu.in -o requirements/cpu.txt
 	$(COMPILE) --python-platform x86_64-manylinux_2_28 requirements/gpu.in -o requirements/gpu.txt
 	$(COMPILE) requirements/dev.in -o requirements/dev.txt
+	$(COMPILE) requirements/docs.in -o requirements/docs.txt
 	for name in openenv verifiers verifiers-legacy; do \
 	  $(COMPILE) --python-platform x86_64-manylinux_2_28 requirements/external/$$name.in -o requirements/external/$$name.txt || exit 1; done
 	$(subst --python-version 3.11,--python-version 3.13.14,$(COMPILE)) --python-platform x86_64-manylinux_2_28 \
@@ -65,4 +76,4 @@ clean:                   ## caches of the tools; the store in .rlhf stays
 	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './.venv-external/*' -prune -exec rm -rf {} +
 
 clean-venv: clean
-	rm -rf $(VENV) .venv-external
+	rm -rf $(VENV) .venv-external .venv-docs

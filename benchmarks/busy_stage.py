@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from rlhf_core.config.base import Config
+from rlhf_core.schema.base import Config
 from rlhf_core.stage.context import StageContext
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.types import PolicyRef

@@ -28,7 +28,7 @@ from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import load_profile
 from rlhf_core.stage.decision import target_of
-from rlhf_core.stage.key import StageSpec
+from rlhf_core.stage.key import StageSpec, Strictness
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.fingerprint import FileEntry, sha256_text, tree_digest
 from rlhf_core.store.layout import MANIFEST, make_read_only
@@ -115,7 +115,7 @@ def fill(store: ArtifactStore, count: int) -> None:
     made: list[KeyRecord] = []
 
     def made_up(spec: StageSpec, kind: type[R]) -> R:
-        target = target_of(store, spec, strict_code=False)
+        target = target_of(store, spec, strict=Strictness())
         provenance = _provenance(spec, target.payload, target.code)
         made.append(_write(store, target.key, kind, provenance))
         handle: R = made[-1].handle  # type: ignore[assignment]  # of the kind that we asked for

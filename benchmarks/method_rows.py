@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.faults.small import directly
-from pipelines.execution.lazy_runtime import DeferredRuntime
+from pipelines.execution.executor import RunContext, RunOptions
+from pipelines.execution.lazy_runtime import LazyRuntime
 from pipelines.execution.listener import Silent
-from pipelines.execution.run import PipelineRun, RunOptions
+from pipelines.execution.local import LocalExecutor
+from pipelines.execution.run import PipelineRun
 from pipelines.flows.full import condition_and_imitate, judge, part, sample_and_imitate
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import (
@@ -113,13 +115,9 @@ class Bench:
         """Yield a bench on the store below `state`; the engines start with the first stage that needs them."""
         store = ArtifactStore(state / "store")
         store.create()
-        runtime = DeferredRuntime(config.runtime)
-        try:
-            yield cls(
-                config, store, PipelineRun(config, RunOptions(), store, runtime, MemoryTracker(), Silent(), planned=[])
-            )
-        finally:
-            runtime.close()
+        context = RunContext(config, RunOptions(), store, MemoryTracker(), Silent())
+        with closing(LocalExecutor(context, LazyRuntime(config.runtime))) as executor:
+            yield cls(config, store, PipelineRun(context, executor))
 
     def stages(self, name: str, seed: int = 0) -> Stages:
         """Return the stages with a seed of their own, labelled with the method they belong to."""

@@ -22,7 +22,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
-PLUGIN = "tests.rounding"
+PLUGIN = "tests.support.rounding"
 THREADS = "OMP_NUM_THREADS"
 NEUTRAL = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "MKL_NUM_THREADS", "RLHF_TEST_ROUNDING", THREADS)
 """Variables that no setting inherits."""
@@ -30,7 +30,7 @@ NEUTRAL = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "MKL_NUM_THR
 SCALAR, AVX2 = {"ATEN_CPU_CAPABILITY": "default"}, {"ATEN_CPU_CAPABILITY": "avx2"}
 ONEDNN, MKL = {"ONEDNN_MAX_CPU_ISA": "AVX2"}, {"MKL_CBWR": "COMPATIBLE"}
 BY_BATCH = {"RLHF_TEST_ROUNDING": "1"}
-"""Rounds every linear layer by the shape of its batch, as no machine of ours does and others do (`tests/rounding.py`)."""
+"""Rounds every linear layer by the shape of its batch, as no machine of ours does and others do (`tests/support/rounding.py`)."""
 ALL = SCALAR | ONEDNN | MKL
 LIBRARIES: tuple[Mapping[str, str], ...] = ({}, SCALAR, AVX2, ONEDNN, MKL, ALL, BY_BATCH)
 SETTINGS: dict[str, tuple[Mapping[str, str], ...]] = {

@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 
 SAMPLE_EVERY_S = 2.0
+STOPPED_WITHIN_S = 5.0
 
 
 @dataclass
@@ -58,6 +59,25 @@ def kill_family(pid: int) -> int:
     return len(processes)
 
 
+def stop_family(pid: int) -> None:
+    """Send SIGSTOP to the process and to everything below it, also to what they were just starting."""
+    deadline = time.monotonic() + STOPPED_WITHIN_S
+    while running := [process for process in family(pid) if not _stands_still(process)]:
+        if time.monotonic() > deadline:
+            return  # it waits in the kernel, for one that was stopped while it was being started
+        for process in running:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.suspend()
+        time.sleep(0.01)
+
+
+def wake_family(pid: int) -> None:
+    """Send SIGCONT to the process and to everything below it."""
+    for process in family(pid):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.resume()
+
+
 @contextlib.contextmanager
 def reading_lines(process: subprocess.Popen[str]) -> Iterator[Iterator[str]]:
     """Give the lines that a process prints, and print them; what it prints later is read and dropped."""
@@ -71,6 +91,13 @@ def reading_lines(process: subprocess.Popen[str]) -> Iterator[Iterator[str]]:
 
     yield lines()
     threading.Thread(target=stream.read, daemon=True).start()
+
+
+def _stands_still(process: psutil.Process) -> bool:
+    try:
+        return process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _proportional_bytes(process: psutil.Process) -> int:

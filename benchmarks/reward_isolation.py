@@ -21,7 +21,7 @@ from statistics import median
 
 from rlhf_core.config.rewards import FunctionReward
 from rlhf_core.rewards.batches import BatchedReward
-from rlhf_core.rewards.outcomes import Outcome
+from rlhf_core.rewards.outcomes import RewardOutcome
 from rlhf_core.rewards.protocols import adapt
 from rlhf_core.rewards.terms import open_elsewhere
 from rlhf_core.types import Completion, Generation, Message, Prompt
@@ -30,7 +30,7 @@ from rlhf_core.user_code.loading import load_callable
 FUNCTION = "rlhf_core.rewards.verifiable:exact_match"
 REPEATS = 3
 
-Ask = Callable[[Sequence[Generation]], Outcome]
+Ask = Callable[[Sequence[Generation]], RewardOutcome]
 
 
 def main() -> None:

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.base import keyed
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.shards import read_generations, read_index
@@ -27,7 +26,8 @@ from rlhf_core.interfaces import ModelSpec
 from rlhf_core.rewards.isolation import IsolatedReward
 from rlhf_core.rewards.model import Contract, score_with_reward_model, verify_contract
 from rlhf_core.rewards.outcomes import checked
-from rlhf_core.rewards.worker import Settings
+from rlhf_core.rewards.worker import WorkerSettings
+from rlhf_core.schema.base import keyed
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store import attempts
 from rlhf_core.types import Generation, GenerationsRef, PolicyRef, ReportRef, RewardModelRef
@@ -141,7 +141,7 @@ def gold_rewards(
     """Return the gold reward of each answer by policy; nothing when there is no gold reward."""
     if not config.gold:
         return dict.fromkeys(rows, ())
-    settings = Settings(code=dict(context.functions))
+    settings = WorkerSettings(code=dict(context.functions))
     with IsolatedReward("gold", config.gold, timeout_s=config.gold_timeout_s, settings=settings) as reward:
         return {name: tuple(checked("gold", reward(items), items)) for name, items in rows.items()}
 

@@ -1,11 +1,14 @@
-"""Policy optimisation: sample with vLLM, score, estimate advantages, update with a clipped loss, sync, repeat.
+"""Policy optimization: sample with vLLM, score, estimate advantages, update with a clipped loss, sync, repeat.
 
 PPO (arXiv 1707.06347, as used in 2203.02155) with a value model, or REINFORCE++, RLOO, GRPO, Dr.GRPO and OPO without;
-the clipped loss, GSPO's or CISPO's. One step, top to bottom:
-  rollouts     y ~ mu(. | x), a sampler that holds the policy's weights, or those of `staleness` steps before
-  rewards      reward models and functions
-  advantages   `rlhf_core.algorithms.advantage`, then the KL to the reference off every token (`kl_in = "reward"`)
-  update       E[min(rho A, clip(rho) A)], rho = pi / pi_old, weighted by truncated pi_old / mu
+the clipped loss, GSPO's or CISPO's. One step, top to bottom in `run`:
+  sampler.load_weights   the sampler mu takes the policy's weights
+  sampler.generate       y ~ mu(. | x); with `staleness` mu has the weights of that many steps before
+  score                  reward models and functions
+  measure                log pi_old, log pi_ref and values of every token, before the update
+  estimate_advantages    `rlhf_core.algorithms.advantage`, with the KL penalty on every token (`kl_in = "reward"`)
+  update                 E[min(rho A, clip(rho) A)], rho = pi / pi_old, weighted by truncated pi_old / mu
+How a step is sampled (ahead of the training, in parts, in several rounds) is chosen by `rollouts.factory`.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
     from rlhf_core.algorithms.kl import AdaptiveKL, FixedKL
     from rlhf_core.data.chat import ChatTemplate
     from rlhf_core.rewards.scoring import Scorer
-    from rlhf_core.rollouts.source import RolloutSource
+    from rlhf_core.rollouts.answers import StepSampler
     from rlhf_core.training.experience import Experience
 
 __all__ = ["PPOConfig", "run"]
@@ -48,14 +51,14 @@ __all__ = ["PPOConfig", "run"]
 class Models:
     """The engines of one run, leased from the runtime.
 
-    `value_model` is there for gae only, and `reference` where there is a penalty.
+    Only gae has a `value_model`, and only a run with `kl_coef` > 0 a `reference`.
     """
 
     sampler: Sampler
     policy: Trainer
     reference: Trainer | None
     value_model: Trainer | None
-    score: Scorer
+    scorer: Scorer
 
 
 def run(
@@ -68,44 +71,49 @@ def run(
     demonstrations: DemonstrationsRef | None = None,
     context: StageContext,
 ) -> PolicyRef:
-    """Optimise `policy` on `prompts` for the rewards, held near `reference`; return the new policy."""
+    """Optimize `policy` on `prompts` for the rewards, held near `reference`; return the new policy."""
     from rlhf_core.data.chat import ChatTemplate
     from rlhf_core.data.rollout_log import RolloutLog
     from rlhf_core.data.tables import read_prompts
     from rlhf_core.rewards.scoring import component_means
     from rlhf_core.rollouts.answers import open_environments
-    from rlhf_core.rollouts.source import RolloutSource
+    from rlhf_core.rollouts.factory import open_rollouts
+    from rlhf_core.rollouts.scored_step import rollout_metrics
     from rlhf_core.training.experience import estimate_advantages, policy_samples, value_samples
 
     chat = ChatTemplate.load(context.path(policy))
     dataset = read_prompts(context.path(prompts))
     context.tracker.dataset("prompts", prompts.digest, "training")
     context.tracker.input_model(policy.digest)
-    imitated = token_samples(config, chat, demonstrations, context)
+    demonstrated = token_samples(config, chat, demonstrations, context)
     log = RolloutLog(context.work / "rollouts")
     with ExitStack() as leases:
-        environments = open_environments(
-            config.agent, context.path(policy), leases, context
-        )  # first: it fails in a second
+        # First, since a mistake in them shows in a second; the models take minutes.
+        environments = open_environments(config.agent, context.path(policy), leases, context)
         models = lease_models(config, policy, reference, reward_models, context, leases)
-        # Entered last, so that nobody samples any more when the engines are let go of.
-        source = leases.enter_context(
-            RolloutSource(
+        # Last, so that nothing is being sampled when the engines are given back.
+        sampler, score = leases.enter_context(
+            open_rollouts(
                 config,
                 models.sampler,
-                models.score,
+                models.scorer,
                 chat,
                 dataset,
                 log,
-                context.seed,
-                environments,
+                seed=context.seed,
+                environments=environments,
                 note_failed=lambda step, counts: context.failed(step + 1, counts),
             )
         )
-        first, kl, metrics = resume(config, models, source, context)
+        first, kl, metrics = start_or_resume(config, models, sampler, context)
         for step in range(first, config.steps):
-            rollouts, sampled = source.rollouts(step, models.policy)
-            clock = time.perf_counter()
+            began = time.perf_counter()
+            sampler.load_weights(models.policy.weights, version=step)
+            completions = sampler.generate(step)
+            waited = time.perf_counter() - began
+            rollouts = score(step, completions)
+            sampled = rollout_metrics(config, step, completions, rollouts, ahead=sampler.ahead)
+            began = time.perf_counter()
             experience = measure(config, models, rollouts)
             advantages = estimate_advantages(
                 experience,
@@ -118,16 +126,16 @@ def run(
             )
             value_rows = value_samples(experience, advantages) if models.value_model else []
             policy_rows = policy_samples(experience, advantages)
-            updated = update(config, models, policy_rows, value_rows, imitated, kl.coef, step, context)
+            updated = update(config, models, policy_rows, value_rows, demonstrated, kl.coef, step, context)
             valid = len(rollouts) / (config.prompts_per_step * config.samples_per_prompt)
-            metrics = advantages.metrics | updated | sampled | component_means(rollouts) | models.score.logs()
+            metrics = advantages.metrics | updated | sampled | component_means(rollouts) | models.scorer.logs()
             metrics |= {"kl/coef": kl.coef, "rollout/valid": valid}
             if models.reference:
                 kl = kl.updated(metrics["kl/per_sequence"], len(rollouts))
-            took = {"time/wait_for_rollouts": source.waited_s, "time/train": time.perf_counter() - clock}
+            took = {"time/wait_for_rollouts": waited, "time/train": time.perf_counter() - began}
             record(config, context, step + 1, metrics, took, rollouts)
             stop = context.stopping()
-            save(config, models, source, context, step + 1, kl, metrics, stop=stop)
+            save(config, models, sampler, context, step + 1, kl, metrics, stop=stop)
             if stop:
                 context.stop()
         models.policy.export(context.out)
@@ -165,14 +173,14 @@ def lease_models(
         policy=trained,
         reference=frozen,
         value_model=critic,
-        score=leases.enter_context(open_scorer(config.rewards, reward_models, context)),
+        scorer=leases.enter_context(open_scorer(config.rewards, reward_models, context)),
     )
 
 
 def token_samples(
     config: PPOConfig, chat: ChatTemplate, demonstrations: DemonstrationsRef | None, context: StageContext
 ) -> list[TokenSample]:
-    """Return the demonstrations that the updates mix in; none without `ptx`."""
+    """Return the tokens of the demonstrations that `ptx` mixes into the updates; [] without `ptx`."""
     from rlhf_core.data.tables import read_demonstrations
 
     if config.ptx is None:
@@ -189,7 +197,7 @@ def token_samples(
 
 
 def measure(config: PPOConfig, models: Models, rollouts: Sequence[Rollout]) -> Experience:
-    """Return the rollouts with what policy, reference and value model, if any, say of every token before the update."""
+    """Return the rollouts with log pi_old, log pi_ref and the value of every token, all from before the update."""
     from rlhf_core.training.experience import Experience, sampled_logprobs, token_sample
 
     samples = tuple(token_sample(rollout) for rollout in rollouts)
@@ -210,7 +218,7 @@ def update(
     models: Models,
     policy_rows: Sequence[PolicySample],
     value_rows: Sequence[ValueSample],
-    imitated: Sequence[TokenSample],
+    demonstrated: Sequence[TokenSample],
     kl_coef: float,
     step: int,
     context: StageContext,
@@ -218,7 +226,7 @@ def update(
     """Make `epochs * minibatches` optimizer steps on the rollouts; return their metrics `averaged`.
 
     The policy waits for the value model's warm-up; its learning rate is scheduled over the steps that are left. Some of
-    the `imitated` demonstrations are mixed into each of its updates, if there are any (PPO-ptx).
+    the `demonstrated` samples are mixed into each of its updates, if there are any (PPO-ptx).
     """
     from rlhf_core.training.batching import averaged
     from rlhf_core.training.objectives.base import PolicyObjective, Scaled, SftObjective, ValueObjective
@@ -253,7 +261,7 @@ def update(
                 made = models.policy.forward_backward([policy_rows[row] for row in rows], policy_objective)
                 if config.ptx:
                     number = (step * config.epochs + epoch) * config.minibatches + i
-                    batch = rows_at(number, imitated, count=config.ptx.batch_size, seed=context.seed)
+                    batch = rows_at(number, demonstrated, count=config.ptx.batch_size, seed=context.seed)
                     mixed = models.policy.forward_backward(batch, Scaled(SftObjective(pack_to=None), config.ptx.coef))
                     metrics["ptx/nll"] = mixed["nll"]
                 made |= models.policy.optim_step(
@@ -265,10 +273,13 @@ def update(
     return averaged(history)
 
 
-def resume(
-    config: PPOConfig, models: Models, source: RolloutSource, context: StageContext
+def start_or_resume(
+    config: PPOConfig, models: Models, sampler: StepSampler, context: StageContext
 ) -> tuple[int, FixedKL | AdaptiveKL, Metrics]:
-    """Return the first step to make, the KL controller and the last metrics; load the newest checkpoint if any."""
+    """Return the first step to make, the KL controller and the last metrics.
+
+    From the newest checkpoint, which is loaded into the models, the scorer and the sampler; from step 0 if there is none.
+    """
     from rlhf_core.algorithms.kl import AdaptiveKL, FixedKL
 
     checkpoint = context.checkpoints.to_resume()
@@ -280,8 +291,8 @@ def resume(
     models.policy.load(checkpoint.path / "policy")
     if models.value_model:
         models.value_model.load(checkpoint.path / "value_model")
-    models.score.restore(checkpoint.state["rewards"])
-    source.load(checkpoint.path / "rollouts", checkpoint.step)
+    models.scorer.restore(checkpoint.state["rewards"])
+    sampler.load(checkpoint.path / "rollouts", checkpoint.step)
     kl = (AdaptiveKL if adaptive else FixedKL)(**checkpoint.state["kl"])
     return checkpoint.step, kl, dict(checkpoint.state["metrics"])
 
@@ -289,7 +300,7 @@ def resume(
 def save(
     config: PPOConfig,
     models: Models,
-    source: RolloutSource,
+    sampler: StepSampler,
     context: StageContext,
     step: int,
     kl: FixedKL | AdaptiveKL,
@@ -297,12 +308,12 @@ def save(
     *,
     stop: bool,
 ) -> None:
-    """Write a checkpoint when it is due, or when the stage is to stop. The log has the rollouts that were made since."""
+    """Write a checkpoint when it is due, or when the stage is to stop. The log has the rollouts made since the last one."""
     if step % config.checkpoint_every and step != config.steps and not stop:
         return
-    state = {"kl": asdict(kl), "rewards": models.score.state(), "metrics": metrics}
+    state = {"kl": asdict(kl), "rewards": models.scorer.state(), "metrics": metrics}
     with context.checkpoints.saving(step, state) as folder:
-        source.save(folder / "rollouts")
+        sampler.save(folder / "rollouts")
         models.policy.save(folder / "policy")
         if models.value_model:
             models.value_model.save(folder / "value_model")
@@ -311,7 +322,7 @@ def save(
 def record(
     config: PPOConfig, context: StageContext, step: int, metrics: Metrics, took: Metrics, rollouts: Sequence[Rollout]
 ) -> None:
-    """Log a step's metrics and how long its parts `took`, and now and then a table of its rollouts."""
+    """Log a step's metrics with the seconds that its parts `took`, and every `table_every` steps a table of rollouts."""
     context.metrics(step, metrics | took)
     distance = f"  kl {metrics['kl/per_sequence']:.2f}" if config.uses_reference else ""
     context.progress(step, config.steps, f"reward {metrics['reward/mean']:.3f}{distance}")

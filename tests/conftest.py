@@ -1,3 +1,5 @@
+"""Fixtures of every test: a process as it was before, a store, a policy."""
+
 from __future__ import annotations
 
 import logging
@@ -5,10 +7,12 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from rlhf_core.secrets import redaction
+from rlhf_core.store.artifacts import ArtifactStore
 
 
 @pytest.fixture(autouse=True)
@@ -30,3 +34,17 @@ def process_as_it_was() -> Iterator[None]:
         os.environ.update(environment)
         if "prefect.context" in sys.modules:
             sys.modules["prefect.context"].refresh_global_settings_context()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ArtifactStore:
+    """Return an empty store."""
+    return ArtifactStore(tmp_path / "store")
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a Llama of one layer with its tokenizer, made once for each file of tests."""
+    from tests.support.workshop import make_policy  # imports torch, which most tests do without
+
+    return make_policy(tmp_path_factory.mktemp("policy"))

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from pipelines.flows.profile import load_profile, profile_names
-from rlhf_core.config.base import Config, keyed
 from rlhf_core.config.policy import PPOConfig
+from rlhf_core.schema.base import Config, keyed
 from rlhf_core.store.fingerprint import canonical_json, sha256_text
 from stages.dpo import DPOConfig
 

@@ -19,23 +19,41 @@ import rlhf_core.config
 import stages.config
 from pipelines.cli.main import _parser, main
 from pipelines.flows.profile import load_profile
-from rlhf_core.config.base import Config, FailureSetting, Operational
 from rlhf_core.errors import RlhfError
+from rlhf_core.schema.base import Config, FailureSetting, Operational
 from rlhf_core.stage.key import key_payload
+from rlhf_core.user_code.loading import load_callable
 from stages.table import STAGES
-from tests.rlhf_core.toy_stage import toy_spec
+from tests.support.toy_stage import toy_spec
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+GENERATED = ROOT / "docs" / "reference"
+"""Written by `docs/generate_reference.py` when the site is built; not part of the repository."""
+PAGES = [
+    ROOT / "README.md",
+    *sorted(page for page in (ROOT / "docs").rglob("*.md") if not page.is_relative_to(GENERATED)),
+]
 READ_ONLY = ("plan", "runs", "store")
 
 
-def commands() -> list[str]:
-    found = []
+def commands() -> list[tuple[str, Path]]:
+    """Return every command, each with the first page that shows it."""
+    found: dict[str, Path] = {}
     for page in PAGES:
         for block in re.findall(r"```bash\n(.*?)```", page.read_text(), flags=re.DOTALL):
-            found += [line.strip() for line in block.splitlines() if line.strip() and not line.startswith("#")]
-    return sorted(set(found))
+            for line in block.splitlines():
+                if line.strip() and not line.startswith("#"):
+                    found.setdefault(line.strip(), page)
+    return sorted(found.items())
+
+
+def write_files(page: Path, folder: Path) -> None:
+    """Write the files that a page shows: each block of code below a line such as "`my_reward.py`:", alone or with more words."""
+    shown = re.findall(
+        r"^`([\w.]+)`[^`\n]*(?:`[^`\n]+`[^`\n]*)*:\n\n```\w+\n(.*?)```", page.read_text(), flags=re.M | re.S
+    )
+    for name, text in shown:
+        (folder / name).write_text(text)
 
 
 @pytest.fixture(autouse=True)
@@ -48,8 +66,9 @@ def test_the_documents_have_commands() -> None:
     assert len(commands()) >= 12
 
 
-@pytest.mark.parametrize("command", commands())
-def test_a_documented_command_is_accepted(command: str) -> None:
+@pytest.mark.parametrize(("command", "page"), commands())
+def test_a_documented_command_is_accepted(command: str, page: Path, tmp_path: Path) -> None:
+    write_files(page, tmp_path)
     words = [word for word in shlex.split(command) if not re.fullmatch(r"[A-Z_]+=.*", word)]
     match words[0]:
         case "make":
@@ -65,6 +84,8 @@ def test_a_documented_command_is_accepted(command: str) -> None:
             options = _parser().parse_args(words[1:])
             if getattr(options, "profile", ""):
                 assert load_profile(options.profile, getattr(options, "overrides", [])).name
+            if getattr(options, "function", ""):
+                assert callable(load_callable("function", options.function))
             if options.verb in READ_ONLY:
                 assert main(words[1:]) == 0
         case "python":
@@ -90,7 +111,7 @@ def test_the_map_of_the_code_names_every_file_once() -> None:
 
 
 def test_a_documented_option_of_a_module_exists() -> None:
-    for command in commands():
+    for command, _ in commands():
         words = [word for word in shlex.split(command) if not re.fullmatch(r"[A-Z_]+=.*", word)]
         if words[:2] == ["python", "-m"]:
             module = ROOT / words[2].replace(".", "/")

@@ -44,7 +44,9 @@ def main() -> int:
         action="store_true",
         help="those that are taken over may record in MLflow, which does not pass yet (see docs/durability.md)",
     )
-    parser.add_argument("--real", type=int, default=0, help="kills of a run with Ray, vLLM and DeepSpeed (default 0)")
+    parser.add_argument(
+        "--real", type=int, default=0, help="kills and stops of runs with Ray, vLLM and DeepSpeed (default 0)"
+    )
     parser.add_argument("--markdown", type=Path, help="write the figures there")
     parser.add_argument("--keep", type=Path, help="folder for the state of the runs; kept (default: a temporary one)")
     options = parser.parse_args()
@@ -73,7 +75,15 @@ def _campaign(options: argparse.Namespace, folder: Path) -> int:
         options.takeovers_in_mlflow,
     )
     lives = campaign.run_workers(folder, peace, plan)
-    real_lives = real.campaign(folder / "real", kills=options.real, seed=options.seed) if options.real else []
+    real_lives = []
+    if options.real:
+        real_lives = real.campaign(
+            folder / "real",
+            kills=options.real,
+            seed=options.seed,
+            others=options.others,
+            takeovers_in_mlflow=options.takeovers_in_mlflow,
+        )
     result = report.Campaign(
         command=f"python -m benchmarks.durability {shlex.join(sys.argv[1:])}",
         lives=lives,

@@ -56,18 +56,20 @@ def every_result(home: Path) -> list[tuple[str, StageResult]]:
     return [(record.label, _result(store, record)) for record in store.records()]
 
 
-def problems(home: Path, twin: Mapping[str, StageResult]) -> list[str]:
+def problems(home: Path, twin: Mapping[str, StageResult], *, tracked: bool = True) -> list[str]:
     """Return what is wrong in the state folder of a completed pipeline, one line each; nothing is the hope.
 
-    The digests must be those of `twin`, an uninterrupted run; the store whole; every curve told once.
+    The digests must be those of `twin`, an uninterrupted run; the store whole; every curve told once, with `tracked`
+    also in MLflow.
     """
-    found = results(home)
+    every = every_result(home)
+    found, published = dict(every), sum(label == "publish" for label, _ in every)
     store = ArtifactStore(home / "store")
     return [
         *differences(found, twin),
         *(f"damaged object {damage.digest[:12]}: {damage.problem}" for damage in store.verify()),
         *itertools.chain.from_iterable(saw_teeth(label, result.points) for label, result in found.items()),
-        *(tracking_problems(home / "mlflow.db", found) if (home / "mlflow.db").exists() else ()),
+        *(tracking_problems(home / "mlflow.db", found, published) if tracked and (home / "mlflow.db").exists() else ()),
     ]
 
 
@@ -118,8 +120,11 @@ def saw_teeth(label: str, points: Sequence[tuple[str, int, float]]) -> Iterator[
         last[name] = step
 
 
-def tracking_problems(database: Path, found: Mapping[str, StageResult]) -> Iterator[str]:
-    """Yield what is wrong in MLflow's database: a stage with two runs or none, runs without a true end, other curves."""
+def tracking_problems(database: Path, found: Mapping[str, StageResult], published: int = 1) -> Iterator[str]:
+    """Yield what is wrong in MLflow's database: a stage with two runs or none, runs without a true end, other curves.
+
+    `published`: how many results `publish` has given, which a user's edit makes two.
+    """
     with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as connection:
         running = connection.execute("SELECT name FROM runs WHERE status = 'RUNNING'").fetchall()
         yield from (f"MLflow: run {name} is left RUNNING" for (name,) in running)
@@ -127,7 +132,9 @@ def tracking_problems(database: Path, found: Mapping[str, StageResult]) -> Itera
         for key, run in connection.execute("SELECT value, run_uuid FROM tags WHERE key = 'store.key'"):
             runs.setdefault(key, []).append(run)
         versions = connection.execute("SELECT name, COUNT(*) FROM model_versions GROUP BY name").fetchall()
-        yield from (f"MLflow: {name} has {number} versions, not 1" for name, number in versions if number != 1)
+        yield from (
+            f"MLflow: {name} has {number} versions, not {published}" for name, number in versions if number > published
+        )
         for label, result in found.items():
             own = runs.get(result.key, [])
             if len(own) != 1:

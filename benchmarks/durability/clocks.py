@@ -38,7 +38,7 @@ def skewed(folder: Path, peace: Peace, number: int, seed: int) -> Life:
     life, began, log = Life(f"wrong clocks {number}", mlflow=False), time.monotonic(), setup.home / LOG
     after = source.uniform(0.0, 0.9) * peace.memory.seconds if source.random() < 0.5 else None
     elsewhere = source.random() < 0.5
-    skews = [_draw(source, elsewhere and first, patient=after is not None) for first in (True, False)]
+    skews = [draw(source, elsewhere and first, patient=after is not None) for first in (True, False)]
     first, second = (processes.start(partial(_run, setup, skew), log) for skew in skews)
     ends = [processes.finish(first, kill_after_s=after)[0], processes.finish(second, kill_after_s=None)[0]]
     life.leftovers += [f"process {name}" for name in processes.wait_for_family()[1]]
@@ -53,12 +53,13 @@ def skewed(folder: Path, peace: Peace, number: int, seed: int) -> Life:
         life.ends.append("two runs with wrong clocks completed")
         made = checks.results(setup.home).items()
         life.problems += [f"{label}: computed {one.attempts} times" for label, one in made if one.attempts != 1]
-    life.others.append(Kill(f"wrong clocks: {_shown(skews)}", "", "", 0.0))
+    life.others.append(Kill(f"wrong clocks: {shown(skews)}", "", "", 0.0))
     lives.examine(life, setup, peace.results, began)
     return life
 
 
-def _draw(source: random.Random, elsewhere: bool, *, patient: bool) -> Skew:
+def draw(source: random.Random, elsewhere: bool, *, patient: bool) -> Skew:
+    """Return wrong clocks of a run. A `patient` one is killed, and its leases may not be from the future."""
     wall = source.choice((-1, 1)) * source.uniform(130.0, 4000.0)
     # Leases from the future stay that long when their owner is killed on another machine: nobody would wait for it here.
     age = source.uniform(130.0, 4000.0) * (1 if elsewhere and patient else source.choice((-1, 1)))
@@ -69,8 +70,10 @@ def apply(skew: Skew) -> None:
     """Set the clocks of this process wrong, for as long as it lives."""
     if skew.elsewhere:
         takeovers.be_elsewhere()
-    _shift_clocks(skew.wall_s)
-    _age_leases(skew.age_s)
+    if skew.wall_s:
+        _shift_clocks(skew.wall_s)
+    if skew.age_s:
+        _age_leases(skew.age_s)
 
 
 def _run(setup: Setup, skew: Skew) -> None:
@@ -109,6 +112,7 @@ def _age_leases(seconds: float) -> None:
     leases.write_json = write_old  # type: ignore[attr-defined]
 
 
-def _shown(skews: list[Skew]) -> str:
+def shown(skews: list[Skew]) -> str:
+    """Return which of two clocks go before the true one."""
     ahead = sum(skew.wall_s > 0 for skew in skews)
     return ("both behind", "one ahead, one behind", "both ahead")[ahead]

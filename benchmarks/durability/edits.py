@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from benchmarks.durability import checks, instants, lives, processes
 from benchmarks.durability.checks import StageResult
@@ -19,6 +19,7 @@ from benchmarks.durability.pipeline import LOG, EventLog, Setup, read_events
 Edit = Literal["comment", "result"]
 USER = "ppo"
 """The stage that uses the reward file."""
+PUBLISH = "publish"
 KILLS = (1, 3)
 CHANGED = "has changed since the stage began"
 
@@ -98,6 +99,14 @@ def edited_while_running(folder: Path, peace: Peace, number: int, seed: int) -> 
     return life
 
 
+def published_again(twin: Mapping[str, StageResult], home: Path) -> Mapping[str, StageResult]:
+    """Return the twin with what `publish` gave in `home`, where the pipeline was complete before an edit.
+
+    Each published policy has the number of its version in MLflow in its card, and the twin's is the first.
+    """
+    return {**twin, **{label: one for label, one in checks.results(home).items() if label == PUBLISH}}
+
+
 def mixtures(home: Path, peace: Peace) -> list[str]:
     """Return the results that are neither those of the twin nor of the edited one, by their key."""
     twins = {one.key: one for twin in (peace.results, peace.edited) for one in twin.values()}
@@ -125,27 +134,40 @@ def _in_user(source: random.Random, stages: Mapping[str, int]) -> Instant:
 
 def wrong_decisions(setup: Setup, peace: Peace, what: Edit) -> list[str]:
     """Return the stages that were done before the edit and made again, and those that went on from before it."""
-    events = read_events(setup.events)
+    touched = touched_by_result(peace.results, peace.edited) if what == "result" else set()
+    return wrong_actions(read_events(setup.events), touched)
+
+
+def wrong_actions(events: Sequence[Mapping[str, Any]], touched: Collection[str]) -> list[str]:
+    """Return the stages that were done before the event `edited` and made again, and those that went on from before it.
+
+    Those that are `touched` by the edit must begin anew.
+    """
     at = next((index for index, event in enumerate(events) if event["event"] == "edited"), len(events))
     done = {event["label"] for event in events[:at] if event["event"] == "finished"}
     first: dict[str, str] = {}
     for event in events[at:]:
         if event["event"] == "started":
             first.setdefault(event["label"], event["action"])
-    touched = _touched(peace.results, peace.edited) if what == "result" else set()
-    again = [
-        f"{label}: {first[label]} after the edit" for label in (done - touched) & first.keys() if first[label] != "HIT"
-    ]
-    mixed = [f"{label}: {first[label]} after the edit" for label in touched & first.keys() if first[label] != "RUN"]
-    return sorted(again + mixed)
+    again = done - set(touched)
+    return sorted(
+        f"{label}: {action} after the edit"
+        for label, action in first.items()
+        if (label in again and action != "HIT") or (label in touched and action != "RUN")
+    )
 
 
-def _touched(results: Mapping[str, StageResult], edited: Mapping[str, StageResult]) -> set[str]:
+def touched_by_result(results: Mapping[str, StageResult], edited: Mapping[str, StageResult]) -> set[str]:
+    """Return the labels of stages whose key is another after the edit."""
     return {label for label, one in results.items() if edited[label].key != one.key}
 
 
 def _examine(life: Life, setup: Setup, peace: Peace, what: Edit, began: float) -> None:
     """Compare with the right twin; what is unfinished of the file before the edit stays, for whoever brings it back."""
-    old = set() if what == "comment" else {peace.results[label].key for label in _touched(peace.results, peace.edited)}
+    old = (
+        set()
+        if what == "comment"
+        else {peace.results[label].key for label in touched_by_result(peace.results, peace.edited)}
+    )
     twin = peace.results if what == "comment" else peace.edited
     lives.examine(life, setup, twin, began, unfinished=old)

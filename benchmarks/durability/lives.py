@@ -95,13 +95,19 @@ def attempt(setup: Setup, instant: Instant | None) -> processes.Ended:
 
 
 def examine(
-    life: Life, setup: Setup, twin: Mapping[str, StageResult], began: float, *, unfinished: Collection[str] = ()
+    life: Life,
+    setup: Setup,
+    twin: Mapping[str, StageResult],
+    began: float,
+    *,
+    unfinished: Collection[str] = (),
+    tracked: bool = True,
 ) -> None:
     """Note in `life` what is wrong with a pipeline that is complete, and its seconds; a sound one's folder goes.
 
-    `unfinished` are keys whose attempts may have been left as they are.
+    `unfinished` are keys whose attempts may have been left as they are; without `tracked` MLflow is not looked at.
     """
-    life.problems += checks.problems(setup.home, twin)
+    life.problems += checks.problems(setup.home, twin, tracked=tracked)
     life.leftovers += checks.leftovers(setup.home, unfinished=unfinished)
     life.seconds = time.monotonic() - began
     if not (life.problems or life.leftovers):

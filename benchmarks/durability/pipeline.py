@@ -12,8 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipelines.execution.executor import RunOptions
 from pipelines.execution.listener import Silent
-from pipelines.execution.run import PipelineRun, RunOptions, Tracker, open_run, open_tracker, run_stages
+from pipelines.execution.opening import open_run, open_tracker
+from pipelines.execution.run import PipelineRun, run_stages
+from pipelines.execution.tracker import Tracker
 from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import RunStage
 from pipelines.flows.profile import PipelineConfig, load_profile

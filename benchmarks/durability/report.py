@@ -133,6 +133,8 @@ def _real(lives: Sequence[Life]) -> list[str]:
         f"| pipelines that left no process, lease or temporary file | {_share(life.leftovers for life in lives)} |",
         f"| last process gone after the kill | {lingered:.1f} s |",
         f"| seconds | {sum(life.seconds for life in lives):.0f} |",
+        "",
+        *_others(lives),
     ]
 
 

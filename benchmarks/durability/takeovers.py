@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -63,7 +63,7 @@ def taken_over(folder: Path, peace: Peace, number: int, seed: int, *, mlflow: bo
     ends = [processes.finish(one, kill_after_s=None)[0] for one in (first, second)]
     life.leftovers += [f"process {name}" for name in processes.wait_for_family()[1]]
     life.problems += wrong_ends(setup, ends, first, second)
-    life.ends.append(f"the woken run {_how(lives.last_words(setup, first))}")
+    life.ends.append(f"the woken run {how(lives.last_words(setup, first))}")
     lives.examine(life, setup, peace.results, began)
     return life
 
@@ -75,17 +75,22 @@ def _run(setup: Setup, instant: Instant | None, elsewhere: bool) -> None:
     lives.logged(setup, instant, act=instants.stand_still)
 
 
-def _how(words: str) -> str:
+def how(words: str) -> str:
+    """Return how a woken run ended that said `words` at last."""
     return "ended with one sentence" if SENTENCE in words else "completed" if not words else "failed"
 
 
 def wrong_ends(setup: Setup, ends: list[processes.End], first: int, second: int) -> list[str]:
     """Return what is wrong with how the two runs ended, one line each."""
-    wrong = [] if ends[1] == "completed" else [f"the second run {ends[1]}: {lives.last_words(setup, second)}"]
-    words = lives.last_words(setup, first)
-    clear = words.startswith("ArtifactError: lease ") and SENTENCE in words and words.endswith("; run again")
+    return wrong_words(ends, lives.last_words(setup, first), lives.last_words(setup, second))
+
+
+def wrong_words(ends: Sequence[processes.End], first: str, second: str) -> list[str]:
+    """Return what is wrong with how two runs ended that said `first` and `second` (`Class: message`) at last."""
+    wrong = [] if ends[1] == "completed" else [f"the second run {ends[1]}: {second}"]
+    clear = first.startswith("ArtifactError: lease ") and SENTENCE in first and first.endswith("; run again")
     if ends[0] != "completed" and not (ends[0] == "failed" and clear):
-        wrong.append(f"the woken run {ends[0]}: {words}")
+        wrong.append(f"the woken run {ends[0]}: {first}")
     return wrong
 
 
@@ -103,9 +108,9 @@ def _wait_for(condition: Callable[[], bool], child: int, seconds: float) -> None
 
 
 def _reconcile(store: Path) -> None:
-    from pipelines.services.reconcile import mend_store
+    from pipelines.services.reconcile import reconcile_store
     from rlhf_core.store.artifacts import ArtifactStore
 
     be_elsewhere()
-    for line in mend_store(ArtifactStore(store)):
+    for line in reconcile_store(ArtifactStore(store)):
         print(line)

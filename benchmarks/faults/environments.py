@@ -27,7 +27,7 @@ from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards.scoring import Scorer
 from rlhf_core.rewards.terms import episode_reward
 from rlhf_core.rollouts.answers import answers, episode_metrics
-from rlhf_core.rollouts.validity import valid_groups
+from rlhf_core.rollouts.scored_step import valid_groups
 from rlhf_core.types import Generation, Message, Prompt, Rollout, derive_seed
 
 if TYPE_CHECKING:

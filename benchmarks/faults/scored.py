@@ -14,7 +14,7 @@ from rlhf_core.config.rewards import FunctionReward, RemoteReward, RewardsConfig
 from rlhf_core.errors import RewardError
 from rlhf_core.rewards.scoring import Scorer
 from rlhf_core.rewards.terms import open_elsewhere
-from rlhf_core.rollouts.validity import valid_groups
+from rlhf_core.rollouts.scored_step import valid_groups
 from rlhf_core.types import Completion, Generation, Message, Prompt, Rollout
 
 TERM = "mood"

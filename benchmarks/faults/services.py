@@ -25,9 +25,11 @@ import psutil
 from benchmarks.faults.fault import Fault, Outcome
 from benchmarks.processes import family, kill_family
 from pipelines.services import servers
+from pipelines.services.health import healthy, wait_for
 from pipelines.services.home import Home
 from pipelines.services.own_pages import basic
-from pipelines.services.watchdog import healthy, wait_for
+from pipelines.services.ports import MLFLOW_PORT, claim_port
+from pipelines.services.running import running
 
 PROFILE = """
 name = "faults"
@@ -72,7 +74,7 @@ def _home() -> Home:
 
 def _service(home: Home, name: str) -> psutil.Process:
     """Return the leash of a service, by a word of its command."""
-    found = servers.running(home)
+    found = running(home)
     if found is not None:  # the supervisor may be between two children
         for child in psutil.Process(found.pid).children():
             if any(name in word for word in child.cmdline()):
@@ -82,7 +84,7 @@ def _service(home: Home, name: str) -> psutil.Process:
 
 def _served(home: Home, name: str) -> Callable[[], bool]:
     """Return how to ask whether a service does what it is for."""
-    found = servers.running(home)
+    found = running(home)
     assert found is not None
     mark, now = home.root / "deployments.ready", time.time()
     checks: dict[str, Callable[[], bool]] = {
@@ -126,7 +128,7 @@ def _hit_service(name: str, number: signal.Signals) -> Outcome:
 def _prefect_dies_in_a_served_run(folder: Path) -> Outcome:
     """The flow of a deployment goes on, and its end is written down when the server is back."""
     home = _home()
-    found = servers.running(home)
+    found = running(home)
     assert found is not None
     api = Api(found.prefect_url, home.prefect_auth_string)
     run = _trigger(api)
@@ -147,7 +149,7 @@ def _prefect_dies_in_a_served_run(folder: Path) -> Outcome:
 def _kill_supervisor(folder: Path) -> Outcome:
     home = Home(folder)
     _cli(home, "up")
-    before = servers.running(home)
+    before = running(home)
     assert before is not None
     everything = family(before.pid)
     began = time.monotonic()
@@ -155,7 +157,7 @@ def _kill_supervisor(folder: Path) -> Outcome:
     gone = wait_for(lambda: not any(map(_at_work, everything)), 60)
     ended = time.monotonic()
     up = _cli(home, "up")
-    after, recovered = servers.running(home), time.monotonic()
+    after, recovered = running(home), time.monotonic()
     _cli(home, "down")
     if not gone or up.returncode or after is None:
         return Outcome("not handled", ended - began, None, up.stderr.strip())
@@ -168,7 +170,7 @@ def _stop_supervisor(folder: Path) -> Outcome:
     """SIGTERM while a deployment runs: its run is marked, `rlhf up` and `rlhf resume` take it to its end."""
     home = Home(folder)
     _cli(home, "up")
-    found = servers.running(home)
+    found = running(home)
     assert found is not None
     api = Api(found.prefect_url, home.prefect_auth_string)
     run = _trigger(api)
@@ -178,7 +180,7 @@ def _stop_supervisor(folder: Path) -> Outcome:
     _cli(home, "down")
     ended = time.monotonic()
     _cli(home, "up")
-    found = servers.running(home)
+    found = running(home)
     if found is None:
         return Outcome("not handled", ended - began, None, "rlhf up did not start again")
     state = _state(api, run)
@@ -264,7 +266,7 @@ def _hit_private_server(folder: Path, number: signal.Signals) -> Outcome:
 def _mlflow_away(folder: Path, number: signal.Signals) -> Outcome:
     """MLflow's server dies or hangs, and nobody starts it again: the run must end well, its records wait."""
     home = Home(folder / f"away_{number.name}").make()
-    port = servers.claim_port(servers.MLFLOW_PORT)
+    port = claim_port(MLFLOW_PORT)
     url = f"http://127.0.0.1:{port}"
     server = subprocess.Popen(servers.mlflow_command(home, port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:

@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from benchmarks.faults.fault import Outcome
-from pipelines.execution.lazy_runtime import DeferredRuntime
+from pipelines.execution.executor import RunContext, RunOptions
+from pipelines.execution.lazy_runtime import LazyRuntime
 from pipelines.execution.listener import Silent
-from pipelines.execution.run import PipelineRun, RunOptions, run_stages
+from pipelines.execution.local import LocalExecutor
+from pipelines.execution.run import PipelineRun, run_stages
 from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import RunStage
 from pipelines.flows.profile import PipelineConfig, load_profile
@@ -116,12 +118,13 @@ class Small:
         self.config = small_config(folder, overrides)
         self.store = ArtifactStore(folder / "store")
         self.store.create()
-        self.runtime = DeferredRuntime(self.config.runtime)
+        self.runtime = LazyRuntime(self.config.runtime)
         self.digests: Mapping[str, str] = {}
 
     def run(self, listener: Silent) -> dict[str, str]:
         """Run what is not in the store; return label -> digest."""
-        run = PipelineRun(self.config, RunOptions(), self.store, self.runtime, MemoryTracker(), listener, planned=[])
+        context = RunContext(self.config, RunOptions(), self.store, MemoryTracker(), listener)
+        run = PipelineRun(context, LocalExecutor(context, self.runtime))
         made = run_stages(run, lifecycle, directly(run), tags={})
         return {label: ref.digest for label, ref in made.items()}
 

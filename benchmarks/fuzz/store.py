@@ -21,11 +21,11 @@ from pipelines.execution.plan import ReachedUntil, placeholder
 from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import load_profile
-from pipelines.services.reconcile import mend_store
+from pipelines.services.reconcile import reconcile_store
 from rlhf_core.errors import RlhfError
 from rlhf_core.stage.decision import Target as KeyTarget
 from rlhf_core.stage.decision import remember, target_of
-from rlhf_core.stage.key import StageSpec
+from rlhf_core.stage.key import StageSpec, Strictness
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.checkpoints import Checkpoints
@@ -108,7 +108,7 @@ class Target:
         return [*(partial(cli._verb(one.verb), one) for one in parsed), self._reconcile, self._latest]
 
     def _reconcile(self) -> None:
-        list(mend_store(ArtifactStore(self._root)))
+        list(reconcile_store(ArtifactStore(self._root)))
 
     def _latest(self) -> None:
         """Look at what later runs look at, beside the verbs."""
@@ -147,7 +147,7 @@ class Builder:
     store: ArtifactStore
 
     def __call__(self, spec: StageSpec, kind: type[R]) -> R:
-        target = target_of(self.store, spec, strict_code=False)
+        target = target_of(self.store, spec, strict=Strictness())
         if spec.label in FINISHED:
             return _finish(self.store, spec, target, kind)
         if spec.label == KILLED:

@@ -14,7 +14,7 @@ from rlhf_core.types import Message, PolicyRef, SamplingRequest
 
 
 def talk(options: argparse.Namespace, store: ArtifactStore, console: Console) -> None:
-    """Answer `--once TEXT`, or one line after the other until an empty one."""
+    """Answer `--once TEXT`, or every line of input until an empty one."""
     from rlhf_core.data.chat import ChatTemplate
     from rlhf_core.runtime.factory import open_runtime
 

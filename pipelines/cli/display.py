@@ -30,7 +30,7 @@ PLAIN_PROGRESS_EVERY_S = 15.0
 
 @dataclass
 class Row:
-    """One stage as the table shows it."""
+    """A stage as the table shows it."""
 
     decision: str
     reason: str
@@ -44,7 +44,7 @@ class Row:
 
 
 class PlainDisplay:
-    """One line per event; for logs and pipes."""
+    """A `Listener` that prints one line per event; for logs and pipes."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -87,7 +87,7 @@ class PlainDisplay:
 
 
 class LiveDisplay:
-    """A table that is drawn anew as stages move on; for terminals."""
+    """A table that is updated as stages progress; for terminals."""
 
     def __init__(self, console: Console) -> None:
         self._lock = threading.RLock()

@@ -1,4 +1,4 @@
-"""`rlhf doctor`: what this machine has, what is missing, and how to mend it."""
+"""`rlhf doctor`: what this machine has, what is missing, and the remedy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import psutil
 from rich.console import Console
 
 from pipelines.services.home import Home, client_environment
-from pipelines.services.servers import MLFLOW_PORT, PREFECT_PORT, is_free, prefect_trouble, running, user_prefect
+from pipelines.services.ports import MLFLOW_PORT, PREFECT_PORT, is_free
+from pipelines.services.running import running
+from pipelines.services.user_servers import prefect_trouble, user_prefect
 from rlhf_core.secrets.redaction import shown
 
 PACKAGES = ("torch", "deepspeed", "ray", "prefect", "mlflow", "transformers", "peft", "datasets", "pyarrow")

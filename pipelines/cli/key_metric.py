@@ -1,4 +1,4 @@
-"""Which of a stage's numbers a person looks for first."""
+"""The most informative metric of a stage, for one column of a table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEY_METRICS = (
 
 
 def key_metric(metrics: Mapping[str, float]) -> str:
-    """Return `name value` of the number that says most about a stage, or an empty text.
+    """Return `name value` of the most informative metric of a stage, or an empty text.
 
     While a stage runs its label stands before the name. What was measured `before` training is not its result.
     """

@@ -36,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    # argparse, not cyclopts: `_verb` already imports a verb's module only when it runs, and `rlhf resume` rebuilds the
+    # options of a run as a Namespace from its flow parameters. Completion alone is not worth a dependency.
     parser = argparse.ArgumentParser(prog="rlhf", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
@@ -53,10 +55,10 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("stage", help="label of a stage, as `rlhf plan` shows it")
     _profile_options(explain, positional=False)
 
-    mend = verbs.add_parser(
+    reconcile = verbs.add_parser(
         "reconcile", help="give what a kill left at work in Prefect, MLflow and the store its true state"
     )
-    _store_options(mend)
+    _store_options(reconcile)
     resume = verbs.add_parser("resume", help="run again what did not come to its end; what is done is not done again")
     resume.add_argument("run", nargs="?", default="", help="name or id of a flow run; default: the newest unfinished")
 
@@ -130,7 +132,7 @@ def _profile_options(parser: argparse.ArgumentParser, *, positional: bool = True
 
 
 def _verb(name: str) -> Callable[[argparse.Namespace], int | None]:
-    """Return the function of a verb; each lives with what it needs, so that `rlhf --help` imports none of it."""
+    """Return the function of a verb; it imports what it needs when it is called, so that `rlhf --help` is fast."""
     from pipelines.cli import verbs
 
     table: dict[str, Callable[[argparse.Namespace], int | None]] = {

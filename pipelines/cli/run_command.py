@@ -15,23 +15,21 @@ from uuid import UUID
 from rich.console import Console
 
 from pipelines.cli.display import LiveDisplay, PlainDisplay, open_display, results_table
-from pipelines.execution.all_cached import is_watched, take_hits
+from pipelines.execution.all_cached import is_watched, results_if_all_cached
+from pipelines.execution.executor import RunOptions
 from pipelines.execution.listener import Listener
-from pipelines.execution.plan import plan
-from pipelines.execution.run import PipelineRun, RunOptions, import_tracker, open_run, open_tracker, store_of
+from pipelines.execution.opening import import_tracker, open_run, open_tracker, plan_run, store_of
+from pipelines.execution.plan import PlannedStage
+from pipelines.execution.run import PipelineRun
+from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig, load_profile
+from pipelines.services.health import ServiceError, healthy, wait_for
 from pipelines.services.home import Home, client_environment
-from pipelines.services.servers import (
-    SERVER_TIMEOUT_S,
-    PrivateServer,
-    ServiceError,
-    connect_user_prefect,
-    private_server,
-    running,
-    user_prefect,
-)
-from pipelines.services.watchdog import healthy, wait_for
+from pipelines.services.running import running
+from pipelines.services.servers import SERVER_TIMEOUT_S, PrivateServer, private_server
+from pipelines.services.user_servers import connect_user_prefect, user_prefect
 from rlhf_core.secrets.redaction import shown
+from rlhf_core.stage.key import Strictness
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import ArtifactRef, ReportRef
 
@@ -41,45 +39,40 @@ OUR_LOGGERS = ("pipelines", "stages", "rlhf_core")
 
 
 def run_profile(options: argparse.Namespace, console: Console) -> None:
-    """Run a profile and print its results; RlhfError for what a person can mend.
+    """Run a profile and print its results; RlhfError for what a person can fix.
 
-    Where every stage is a hit and nobody can be looking, neither Prefect nor MLflow is started.
+    If every stage is a hit and nobody can be looking, neither Prefect nor MLflow is started.
     """
     home = Home.here().make()
     config = load_profile(options.profile, options.overrides)
     store = store_of(config, home)
-    wanted = RunOptions(
-        until=options.until, force=tuple(options.force), strict_code=options.strict_code, strict_env=options.strict_env
-    )
+    strict = Strictness(code=options.strict_code, env=options.strict_env)
+    wanted = RunOptions(until=options.until, force=tuple(options.force), strict=strict)
     with open_display(console) as display:
         _keep_log(home, display)
-        results = None
-        if not is_watched(home):
-            planned = plan(
-                config,
-                store,
-                until=wanted.until,
-                force=wanted.force,
-                strict_code=wanted.strict_code,
-                strict_env=wanted.strict_env,
-            )
-            results = take_hits(planned, store, display, strict_code=wanted.strict_code, strict_env=wanted.strict_env)
+        planned = plan_run(config, lifecycle, wanted, store=store)
+        results = None if is_watched(home) else results_if_all_cached(planned, store, display, strict=strict)
         if results is None:
-            results = _run_recorded(config, wanted, options, home, display)
+            results = _run_recorded(config, planned, wanted, options, home, display)
     _print_results(results, store, console)
     _say_where_to_look(home, console)
 
 
 def _run_recorded(
-    config: PipelineConfig, wanted: RunOptions, options: argparse.Namespace, home: Home, display: Listener
+    config: PipelineConfig,
+    planned: list[PlannedStage],
+    wanted: RunOptions,
+    options: argparse.Namespace,
+    home: Home,
+    display: Listener,
 ) -> dict[str, ArtifactRef]:
     """Run the pipeline as a flow of Prefect, tracked in MLflow; return the artifacts by label."""
-    from pipelines.flows.full import lifecycle
-
     with _server(home) as server:
         threading.Thread(target=import_tracker, args=(home,), daemon=True, name="import-tracker").start()
         tracker = open_tracker(config, home)
-        with open_run(config, lifecycle, wanted, home=home, tracker=tracker, listener=display) as pipeline_run:
+        with open_run(
+            config, lifecycle, wanted, home=home, tracker=tracker, listener=display, planned=planned
+        ) as pipeline_run:
             _run_flow(pipeline_run, config, options, server)
     return pipeline_run.results
 
@@ -111,7 +104,6 @@ def _run_flow(
     from prefect import flow
     from prefect.context import FlowRunContext
 
-    from pipelines.flows.full import lifecycle
     from pipelines.prefect_flows.tasks import run_in_flow, settle
     from pipelines.services.flow_runs import FLOW_NAME
 
@@ -142,7 +134,7 @@ def _run_flow(
 
 
 def _whereabouts(profile: str) -> str:
-    """Return a profile's name, or its whole path: `rlhf resume` may be typed in another folder."""
+    """Return the name of a shipped profile, or the absolute path of a file: `rlhf resume` may run in another folder."""
     path = Path(profile)
     return str(path.resolve()) if path.is_file() else profile
 
@@ -167,7 +159,7 @@ def _say_where_to_look(home: Home, console: Console) -> None:
 
 
 def _keep_log(home: Home, display: PlainDisplay | LiveDisplay) -> None:
-    """Write our log to a file, and warnings to the person too."""
+    """Write our log to a file, and warnings to the display too."""
     to_file = logging.FileHandler(home.logs / "run.log")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     to_person = _Warnings(display)

@@ -14,9 +14,9 @@ from rich.console import Console
 
 from pipelines.flows.inputs import find_artifact
 from rlhf_core.config.engines import HFSamplerConfig, RuntimeConfig
-from rlhf_core.config.secrets import bearer, refuse_plain
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.rewards.server import Score, ServerLimits, create_app
+from rlhf_core.schema.secrets import bearer, refuse_plain
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import RewardModelRef
 
@@ -58,9 +58,9 @@ def open_score(options: argparse.Namespace, store: ArtifactStore) -> Iterator[Sc
     if options.function:
         from rlhf_core.rewards.isolation import IsolatedReward
         from rlhf_core.rewards.served import function_score
-        from rlhf_core.rewards.worker import Settings
+        from rlhf_core.rewards.worker import WorkerSettings
 
-        settings = Settings(arguments=read_arguments(options.arguments))
+        settings = WorkerSettings(arguments=read_arguments(options.arguments))
         with IsolatedReward("served", options.function, timeout_s=options.timeout_s, settings=settings) as reward:
             yield function_score(reward.outcome)
         return

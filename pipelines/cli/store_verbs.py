@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def look_after(store: ArtifactStore, options: argparse.Namespace, console: Console) -> None:
-    """Do what `rlhf store VERB` asks for; `ls` is `print_store`."""
+    """Run `rlhf store VERB`, except for `ls`, which is `print_store`."""
     if options.store_verb in ("verify", "gc") and _says_that_it_is_empty(store.layout, console):
         return
     if options.store_verb == "verify":

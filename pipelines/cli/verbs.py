@@ -1,4 +1,4 @@
-"""What the verbs of `rlhf` do. Each imports what it needs when it is called."""
+"""The functions behind the verbs of `rlhf`. Each imports what it needs when it is called."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from rich.console import Console
 from pipelines.services.home import Home
 
 if TYPE_CHECKING:
-    from pipelines.services.servers import Services
+    from pipelines.services.running import Services
+    from rlhf_core.stage.key import Strictness
     from rlhf_core.store.artifacts import ArtifactStore
     from rlhf_core.store.layout import StoreLayout
 
@@ -24,7 +25,7 @@ console = Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)
 
 
 def up(options: argparse.Namespace) -> None:
-    """Start the services and say where they are."""
+    """Start the services and print their addresses."""
     from pipelines.services import servers
 
     home = Home.here()
@@ -49,14 +50,16 @@ def down(options: argparse.Namespace) -> None:
 
 
 def status(options: argparse.Namespace) -> int:
-    """Say which services answer; 1 if one does not."""
+    """Print which services answer; return 1 if one does not."""
     from pipelines.services import servers
+    from pipelines.services.running import running
+    from pipelines.services.user_servers import user_prefect
     from rlhf_core.secrets.redaction import shown
 
     home = Home.here()
-    found = servers.running(home)
+    found = running(home)
     if found is None:
-        theirs = servers.user_prefect(home)
+        theirs = user_prefect(home)
         where = f" (your own Prefect is at {shown(theirs).removesuffix('/api')})" if theirs else ""
         console.print(f"nothing is running{where}; `rlhf up` starts {'' if theirs else 'Prefect and '}MLflow")
         return 1
@@ -83,9 +86,9 @@ def plan(options: argparse.Namespace) -> None:
 
 
 def explain(options: argparse.Namespace) -> None:
-    """Print the decision for one stage with its whole key and its record."""
+    """Print the decision for one stage with its key payload and its record."""
+    from pipelines.execution.opening import store_of
     from pipelines.execution.plan import PENDING, check_labels
-    from pipelines.execution.run import store_of
     from pipelines.execution.versions import version_lines
     from pipelines.flows.profile import load_profile
     from rlhf_core.stage.decision import target_of
@@ -103,7 +106,7 @@ def explain(options: argparse.Namespace) -> None:
         return
     console.print(f"key {stage.decision.key}", highlight=False)
     store = store_of(load_profile(options.profile, options.overrides), Home.here())
-    target = target_of(store, stage.spec, strict_code=options.strict_code, strict_env=options.strict_env)
+    target = target_of(store, stage.spec, strict=_strictness(options))
     console.print_json(json.dumps(target.payload))
     record = store.record(stage.decision.key)
     for line in version_lines(store, stage.spec, record):
@@ -113,18 +116,18 @@ def explain(options: argparse.Namespace) -> None:
 
 
 def reconcile(options: argparse.Namespace) -> None:
-    """Give everything that a kill left standing as if it were at work its true state, and say what and why."""
-    from pipelines.services.reconcile import mend
+    """Set the true state of everything that killed processes left as running, and print each change with its reason."""
+    from pipelines.services.reconcile import reconcile_all
 
     home, count = Home.here(), 0
-    for line in mend(home, [_place(options)]):
+    for line in reconcile_all(home, [_place(options)]):
         count += 1
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print("nothing to mend: all that is shown at work is at work" if not count else f"{count} set right")
 
 
 def resume(options: argparse.Namespace) -> None:
-    """Run again what did not come to its end."""
+    """Run an unfinished run again."""
     from pipelines.services.reconcile import some_prefect, was_used
 
     home = Home.here()
@@ -135,7 +138,7 @@ def resume(options: argparse.Namespace) -> None:
         from pipelines.execution.resume import resume as resume_flow_run
 
         found = resume_flow_run(options.run, served=served)
-    console.print(found.said, highlight=False, markup=False, soft_wrap=True)
+    console.print(found.message, highlight=False, markup=False, soft_wrap=True)
     if found.options is not None:
         run(found.options)
 
@@ -162,14 +165,14 @@ def serve_reward(options: argparse.Namespace) -> None:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Check this machine; 1 if something that is needed is missing."""
+    """Check this machine; return 1 if something required is missing."""
     from pipelines.cli.doctor import examine
 
     return examine(console)
 
 
 def import_openrlhf(options: argparse.Namespace) -> None:
-    """Translate a script of OpenRLHF commands to a profile, and say what became of every flag."""
+    """Translate a script of OpenRLHF commands to a profile, and print how every flag was translated."""
     from pipelines.importers.openrlhf.importing import import_script
 
     import_script(options.script, out=options.out, lenient=options.lenient, console=console)
@@ -193,7 +196,7 @@ def _place(options: argparse.Namespace) -> ArtifactStore:
 
 
 def _layout(options: argparse.Namespace) -> StoreLayout:
-    """Return where things lie in the store that the options name, for verbs that only list."""
+    """Return the layout of the store that the options name, for verbs that only list."""
     from rlhf_core.store.layout import StoreLayout, check_schema
 
     root = _store_folder(options).absolute()
@@ -207,15 +210,15 @@ def _store_folder(options: argparse.Namespace) -> Path:
         return Path(options.store).expanduser()
     if not options.profile:
         return Home.here().store
-    from pipelines.execution.run import store_of
+    from pipelines.execution.opening import store_of
     from pipelines.flows.profile import load_profile
 
     return store_of(load_profile(options.profile), Home.here()).root
 
 
 def _plan(options: argparse.Namespace):  # type: ignore[no-untyped-def]  # PlannedStage is imported late
+    from pipelines.execution.opening import store_of
     from pipelines.execution.plan import plan as make_plan
-    from pipelines.execution.run import store_of
     from pipelines.flows.profile import load_profile
 
     config = load_profile(options.profile, options.overrides)
@@ -224,13 +227,18 @@ def _plan(options: argparse.Namespace):  # type: ignore[no-untyped-def]  # Plann
         store_of(config, Home.here()),
         until=options.until,
         force=options.force,
-        strict_code=options.strict_code,
-        strict_env=options.strict_env,
+        strict=_strictness(options),
     )
 
 
+def _strictness(options: argparse.Namespace) -> Strictness:
+    from rlhf_core.stage.key import Strictness
+
+    return Strictness(code=options.strict_code, env=options.strict_env)
+
+
 def _prefect_page(home: Home, found: Services) -> str:
-    """Return where to look: on a terminal with what signs the browser in, elsewhere without, since logs keep it."""
+    """Return Prefect's address; on a terminal it signs the browser in, elsewhere not, since logs would keep the secret."""
     from pipelines.services.own_pages import sign_in_link
 
     if found.prefect_api or not sys.stdout.isatty():

@@ -1,4 +1,4 @@
-"""A run in which there is nothing to compute: its results are taken from the store, without engines or servers."""
+"""Take all results of a run from the store, without engines or servers, where nothing is left to compute."""
 
 from __future__ import annotations
 
@@ -8,31 +8,28 @@ from collections.abc import Sequence
 from pipelines.execution.listener import Listener
 from pipelines.execution.plan import PlannedStage
 from pipelines.services.home import Home
-from pipelines.services.servers import running, user_prefect
+from pipelines.services.running import running
+from pipelines.services.user_servers import user_prefect
+from rlhf_core.stage.key import Strictness
 from rlhf_core.stage.run import find
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import ArtifactRef
 
 
 def is_watched(home: Home) -> bool:
-    """Say whether somebody may be looking: then a run is recorded in Prefect and MLflow though it only takes hits."""
+    """Return whether somebody may be looking: then a run is recorded in Prefect and MLflow even if all of it is cached."""
     return running(home) is not None or "MLFLOW_TRACKING_URI" in os.environ or bool(user_prefect(home))
 
 
-def take_hits(
-    planned: Sequence[PlannedStage],
-    store: ArtifactStore,
-    listener: Listener,
-    *,
-    strict_code: bool,
-    strict_env: bool = False,
+def results_if_all_cached(
+    planned: Sequence[PlannedStage], store: ArtifactStore, listener: Listener, *, strict: Strictness
 ) -> dict[str, ArtifactRef] | None:
-    """Return the artifacts by label if every stage is a hit, still, and tell the listener so; None if one is not."""
+    """Return the artifacts by label, and report them to the listener, if every stage is still a hit; else None."""
     if any(stage.decision.action != "HIT" for stage in planned):
         return None
     found = {}
     for stage in planned:
-        hit = find(store, stage.spec, strict_code=strict_code, strict_env=strict_env)
+        hit = find(store, stage.spec, strict=strict)
         if hit is None:  # somebody has removed it since the plan
             return None
         found[stage.label] = hit

@@ -1,6 +1,6 @@
-"""What runs inside a Ray job: one stage, as the flow would run it. `python -m pipelines.execution.job FOLDER`.
+"""Run one stage inside a Ray job, as the flow would run it: `python -m pipelines.execution.job FOLDER`.
 
-The job holds the lease of the stage's key and commits; nobody needs to wait for it.
+The job holds the lease of the stage's key and commits; no flow needs to wait for it.
 """
 
 from __future__ import annotations
@@ -9,14 +9,18 @@ import logging
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
 
+from pipelines.execution.executor import RunContext, RunOptions
 from pipelines.execution.job_report import SPEC, JobOutcome, Reporter, failure, write_outcome
 from pipelines.execution.job_spec import JobSpec, read_spec
-from pipelines.execution.lazy_runtime import DeferredRuntime
-from pipelines.execution.run import PipelineRun, RunOptions, Tracker, open_tracker
+from pipelines.execution.lazy_runtime import LazyRuntime
+from pipelines.execution.local import LocalExecutor
+from pipelines.execution.opening import open_tracker
+from pipelines.execution.run import PipelineRun
+from pipelines.execution.tracker import Tracker
 from pipelines.services.home import Home
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.stage import stopping
@@ -31,7 +35,7 @@ EXIT = {"done": 0, "failed": 1, "stopped": 130}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the stage whose spec lies in the folder, and leave there how it ended."""
+    """Run the stage whose spec is in the folder, and write its outcome there."""
     (folder,) = map(Path, arguments)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -46,29 +50,17 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run_job(job: JobSpec, reporter: Reporter) -> JobOutcome:
-    """Run the stage and return that it is done; raises what the stage raises."""
+    """Run the stage and return its outcome; raise what the stage raises."""
     _keep_log(reporter)
     store = ArtifactStore(job.store)
     _check_key(store, job)
-    runtime = DeferredRuntime(job.config.runtime)
+    options = RunOptions(force=(job.stage.label,) if job.force else (), strict=job.strict)
     with _tracker(job) as tracker:
-        run = PipelineRun(
-            job.config,
-            RunOptions(
-                force=(job.stage.label,) if job.force else (), strict_code=job.strict_code, strict_env=job.strict_env
-            ),
-            store,
-            runtime,
-            tracker,
-            reporter,
-            planned=[],
-            links={"ray.submission_id": job.job_id},
-        )
-        try:
-            with stopping.on_signals():
-                outcome = run.stage(job.stage, lambda *_: None)
-        finally:
-            runtime.close()
+        links = {"ray.submission_id": job.job_id}
+        context = RunContext(job.config, options, store, tracker, reporter, links)
+        executor = LocalExecutor(context, LazyRuntime(job.config.runtime))
+        with closing(executor), stopping.on_signals():
+            outcome = PipelineRun(context, executor).stage(job.stage, lambda *_: None)
     return JobOutcome("done", outcome.decision, outcome.samples)
 
 
@@ -86,7 +78,7 @@ def _tracker(job: JobSpec) -> Iterator[Tracker]:
 
 
 def _check_key(store: ArtifactStore, job: JobSpec) -> None:
-    key = target_of(store, job.stage, strict_code=job.strict_code, strict_env=job.strict_env).key
+    key = target_of(store, job.stage, strict=job.strict).key
     if key != job.key:
         rule = f"here it is {key[:12]}: the cluster sees another version of our code, or of the files that it names"
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""What a job tells whoever waits for it, through files in a folder that both see: its progress, and how it ended.
+"""How a job reports to the flow that waits for it, through files in a folder that both see: progress and outcome.
 
-The files are replaced whole, so a reader sees old or new. They outlive the job, the flow and the cluster.
+Each file is replaced as a whole, so a reader sees the old or the new one. They outlive the job, the flow and the cluster.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlhf_core.store.layout import read_json, write_json
 logger = logging.getLogger(__name__)
 
 SPEC = "spec.json"
-TOLD = "told.json"
+PROGRESS = "progress.json"
 OUTCOME = "outcome.json"
 WRITE_EVERY_S = 0.5
 WARNINGS_KEPT = 50
@@ -39,12 +39,12 @@ class JobOutcome:
 
 
 def write_outcome(folder: Path, outcome: JobOutcome) -> None:
-    """Write down how the job ended: the last thing that it does."""
+    """Write how the job ended, which is the last thing that it does."""
     write_json(folder / OUTCOME, asdict(outcome))
 
 
 def read_outcome(folder: Path) -> JobOutcome | None:
-    """Return how the job ended; None if it has not, or was killed before it could say so."""
+    """Return how the job ended; None if it is still running, or was killed before it could write that."""
     table = read_json(folder / OUTCOME)
     if table is None:
         return None
@@ -53,12 +53,12 @@ def read_outcome(folder: Path) -> JobOutcome | None:
 
 
 class Reporter(logging.Handler):
-    """The `Listener` of a job, and the handler of its log that passes warnings on."""
+    """The `Listener` of a job, which writes events to `progress.json`; also a log handler, which adds warnings to them."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(logging.WARNING)
-        self._path = folder / TOLD
-        self._told = _nothing_told()
+        self._path = folder / PROGRESS
+        self._report = _empty_report()
         self._changing = threading.Lock()
         self._due: threading.Timer | None = None
 
@@ -67,18 +67,18 @@ class Reporter(logging.Handler):
 
     def started(self, label: str, decision: Decision) -> None:
         with self._changing:
-            self._told["decisions"].append(asdict(decision))
+            self._report["decisions"].append(asdict(decision))
         self._write()
 
     def progress(self, label: str, done: int, total: int, message: str) -> None:
         with self._changing:
-            self._told["progress"] = [done, total, message]
+            self._report["progress"] = [done, total, message]
             self._write_soon()
 
     def metrics(self, label: str, step: int, values: Mapping[str, float]) -> None:
         with self._changing:
-            self._told["metrics"].update(values)
-            self._told["step"] = step
+            self._report["metrics"].update(values)
+            self._report["step"] = step
             self._write_soon()
 
     def finished(self, label: str, decision: Decision, metrics: Mapping[str, float], seconds: float) -> None:
@@ -88,11 +88,11 @@ class Reporter(logging.Handler):
         self._write()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.name != __name__ and len(self._told["warnings"]) < WARNINGS_KEPT:
-            self._told["warnings"].append(record.getMessage())
+        if record.name != __name__ and len(self._report["warnings"]) < WARNINGS_KEPT:
+            self._report["warnings"].append(record.getMessage())
 
     def _write_soon(self) -> None:
-        """Have it written within `WRITE_EVERY_S`, also if nothing more comes: the next step may take minutes."""
+        """Write the report within `WRITE_EVERY_S`, even if no event follows: the next step may take minutes."""
         if self._due is None:
             self._due = threading.Timer(WRITE_EVERY_S, self._write)
             self._due.daemon = True
@@ -102,13 +102,13 @@ class Reporter(logging.Handler):
         try:
             with self._changing:
                 self._due = None
-                write_json(self._path, self._told, durable=False)
-        except OSError as error:  # a full disk costs the person the progress, not the stage its work
+                write_json(self._path, self._report, durable=False)
+        except OSError as error:  # a full disk must not fail the stage
             logger.warning("%s: %s; progress is not shown", self._path, error)
 
 
 class Watcher:
-    """Reads what a job tells and passes on what is new."""
+    """Reads the report of a job and passes on what is new in it."""
 
     def __init__(
         self,
@@ -120,32 +120,32 @@ class Watcher:
         decision: Decision,
     ) -> None:
         self.decision = decision
-        """What the person has been told: the newest decision of the job, or our own to ATTACH."""
+        """The decision that was reported last: the newest of the job, or our own to ATTACH."""
         self._folder = folder
         self._label = label
         self._listener = listener
         self._show_progress = show_progress
-        self._seen = _nothing_told()
+        self._seen = _empty_report()
 
-    def look(self) -> JobOutcome | None:
-        """Pass on what the job has told since the last look; return its outcome once there is one."""
-        outcome = read_outcome(self._folder)  # first: what was told before the end is not lost
-        told = read_json(self._folder / TOLD)
-        if told is not None and told != self._seen:
-            self._pass_on(told)
-            self._seen = told
+    def poll(self) -> JobOutcome | None:
+        """Pass on what the job has reported since the last call; return its outcome, None while it runs."""
+        outcome = read_outcome(self._folder)  # first: what was reported before the end is not lost
+        report = read_json(self._folder / PROGRESS)
+        if report is not None and report != self._seen:
+            self._pass_on(report)
+            self._seen = report
         return outcome
 
-    def _pass_on(self, told: dict[str, Any]) -> None:
+    def _pass_on(self, report: dict[str, Any]) -> None:
         seen = self._seen
-        for table in told["decisions"][len(seen["decisions"]) :]:
+        for table in report["decisions"][len(seen["decisions"]) :]:
             self._decided(Decision(**table))
-        for text in told["warnings"][len(seen["warnings"]) :]:
+        for text in report["warnings"][len(seen["warnings"]) :]:
             logger.warning("%s: %s", self._label, text)
-        if told["metrics"] != seen["metrics"]:
-            self._listener.metrics(self._label, told["step"], told["metrics"])
-        if told["progress"] not in (None, seen["progress"]):
-            done, total, message = told["progress"]
+        if report["metrics"] != seen["metrics"]:
+            self._listener.metrics(self._label, report["step"], report["metrics"])
+        if report["progress"] not in (None, seen["progress"]):
+            done, total, message = report["progress"]
             self._listener.progress(self._label, done, total, message)
             self._show_progress(done, total, message)
 
@@ -160,15 +160,18 @@ def failure(error: Exception) -> JobOutcome:
     return JobOutcome("failed", error_class=type(error).__name__, error=without_secrets(str(error)))
 
 
-def raised_again(outcome: JobOutcome, *, label: str, where: str) -> RlhfError:
-    """Return the error of a failed job: ours with its own class and text, others named; `where` is its log."""
+def error_of(outcome: JobOutcome, *, label: str, log: str) -> RlhfError:
+    """Return the error of a failed job: an RlhfError with its own class and text, any other with its class named.
+
+    `log` says where the job's log is.
+    """
     kinds = {kind.__name__: kind for kind in _family(RlhfError)}
     if outcome.error_class in kinds:
         return kinds[outcome.error_class](outcome.error)
-    return RlhfError(f"{label}: {outcome.error_class}: {outcome.error}; its log says where: {where}")
+    return RlhfError(f"{label}: {outcome.error_class}: {outcome.error}; its log says where: {log}")
 
 
-def _nothing_told() -> dict[str, Any]:
+def _empty_report() -> dict[str, Any]:
     return {"decisions": [], "progress": None, "metrics": {}, "step": 0, "warnings": []}
 
 

@@ -1,4 +1,4 @@
-"""A stage as a file: what a job needs to run it as the flow would have, and nothing that must stay secret."""
+"""A stage as a JSON file: what a job needs to run it as the flow would have, and no secrets."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.flows.profile import PipelineConfig
-from rlhf_core.config.base import Config
 from rlhf_core.errors import ArtifactError, explain
-from rlhf_core.stage.key import StageInput, StageSpec
+from rlhf_core.schema.base import Config
+from rlhf_core.stage.key import StageInput, StageSpec, Strictness
 from rlhf_core.store.layout import read_json, write_json
 from rlhf_core.store.records import restore_handle, stored_handle
 from rlhf_core.types import ArtifactRef
@@ -31,13 +31,12 @@ class JobSpec:
     config: PipelineConfig
     store: Path
     force: bool
-    strict_code: bool
-    strict_env: bool
+    strict: Strictness
     tracking: str
 
 
 def write_spec(path: Path, job: JobSpec) -> None:
-    """Write the job down, durably."""
+    """Write the job to a file, durably."""
     table = {
         "job_id": job.job_id,
         "key": job.key,
@@ -45,15 +44,15 @@ def write_spec(path: Path, job: JobSpec) -> None:
         "config": job.config.model_dump(mode="json", exclude_none=True),
         "store": str(job.store),
         "force": job.force,
-        "strict_code": job.strict_code,
-        "strict_env": job.strict_env,
+        "strict_code": job.strict.code,
+        "strict_env": job.strict.env,
         "tracking": job.tracking,
     }
     write_json(path, table)
 
 
 def read_spec(path: Path) -> JobSpec:
-    """Return the job that `write_spec` wrote; ArtifactError if the file is not there or is none."""
+    """Return the job that `write_spec` wrote; ArtifactError if there is no such file."""
     table = read_json(path)
     if table is None:
         rule, remedy = "cannot be read here", "let flow and cluster see the store under the same path"
@@ -65,8 +64,7 @@ def read_spec(path: Path) -> JobSpec:
         config=PipelineConfig.model_validate(table["config"]),
         store=Path(table["store"]),
         force=table["force"],
-        strict_code=table["strict_code"],
-        strict_env=table.get("strict_env", False),
+        strict=Strictness(code=table["strict_code"], env=table.get("strict_env", False)),
         tracking=table["tracking"],
     )
 

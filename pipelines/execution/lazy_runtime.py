@@ -1,4 +1,4 @@
-"""A runtime that opens at its first use, so that a pipeline of hits starts no engine and imports none."""
+"""A runtime that opens when it is first used, so that a pipeline of hits neither imports nor starts an engine."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rlhf_core.config.engines import OptimizerConfig, RuntimeConfig
 from rlhf_core.interfaces import ModelSpec, Role, Runtime, Sampler, Trainer
 
 
-class DeferredRuntime:
-    """Passes every call to the runtime of `config`, which opens when an engine is first asked for."""
+class LazyRuntime:
+    """A `Runtime` that opens the runtime of `config` at the first call and passes all calls on to it."""
 
     def __init__(self, config: RuntimeConfig) -> None:
         self._config = config
@@ -31,7 +31,7 @@ class DeferredRuntime:
         self._open().prewarm(trainer=trainer, sampler=sampler)
 
     def engines(self) -> dict[str, str]:
-        """Return the engines that have served; none before the first use."""
+        """Return the engines that were used; none before the first use."""
         return {} if self._runtime is None else self._runtime.engines()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What a person may watch while a pipeline runs. The display, a log and a test each listen in their own way."""
+"""The events of a running pipeline: `Listener` receives them, as the display, a log or a test."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CELL_CHARACTERS = 300
 
 
 class Listener(Protocol):
-    """Told about every stage, by label, in the order of events."""
+    """Receives the events of every stage, by label, in order."""
 
     def planned(self, label: str, decision: Decision) -> None: ...
 
@@ -30,7 +30,7 @@ class Listener(Protocol):
 
 
 class ShownTracker:
-    """A stage's tracker that also tells the listener its metrics and keeps its newest table for the stage's card."""
+    """A stage's tracker that also passes metrics to the listener and keeps the newest table for the stage's card."""
 
     def __init__(self, inner: StageTracker, label: str, listener: Listener) -> None:
         self._inner = inner
@@ -66,7 +66,7 @@ class ShownTracker:
 
 
 class Silent:
-    """Listens and says nothing: for runs that only Prefect's pages show."""
+    """A `Listener` that ignores all events, for runs that only Prefect's pages show."""
 
     def planned(self, label: str, decision: Decision) -> None:
         return None

@@ -1,8 +1,8 @@
-"""What a pipeline would do, without doing it: the same function over the same stages, with a runner that only decides."""
+"""Plan a pipeline: the same function over the same stages as a run, with a runner that only decides."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -12,7 +12,7 @@ from pipelines.flows.graph import Stages
 from pipelines.flows.profile import PipelineConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.stage.decision import Decision, decide
-from rlhf_core.stage.key import StageSpec
+from rlhf_core.stage.key import StageSpec, Strictness
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.index import remembered_code
 from rlhf_core.types import (
@@ -33,7 +33,7 @@ PENDING = "pending://"
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """One node of the pipeline: what it is and what would happen to it now."""
+    """A stage of the pipeline and the decision that would be made for it now."""
 
     label: str
     spec: StageSpec
@@ -41,7 +41,7 @@ class PlannedStage:
 
 
 class ReachedUntil(BaseException):
-    """Ends a pipeline after the stage that the person named; not an error."""
+    """Raised to end a pipeline after the stage that `until` names; not an error."""
 
 
 def plan(
@@ -51,25 +51,24 @@ def plan(
     pipeline: Pipeline = lifecycle,
     until: str = "",
     force: Collection[str] = (),
-    strict_code: bool = False,
-    strict_env: bool = False,
+    strict: Strictness = Strictness(),
 ) -> list[PlannedStage]:
-    """Return the decision for every stage in order. A stage after one that will run is RUN, unless its content recurs."""
-    planner = Planner(store, until=until, force=frozenset(force), strict_code=strict_code, strict_env=strict_env)
+    """Return the decision for every stage in order; a stage whose input is still to be made is RUN."""
+    planner = Planner(store, until=until, force=frozenset(force), strict=strict)
     with remembered_code(store.layout), suppress(ReachedUntil):
         pipeline(config, Stages(planner, seed=config.seed, runtime=config.runtime))
     check_labels(planner.stages, {"--until": [until] if until else [], "--force": force})
     return planner.stages
 
 
-def engines_needed(stages: list[PlannedStage]) -> set[str]:
-    """Return which engines (`trainer`, `sampler`) the stages that will not be hits lease."""
+def engines_needed(stages: Sequence[PlannedStage]) -> set[str]:
+    """Return the engines (`trainer`, `sampler`) that the stages without a hit need."""
     named = {engine for stage in stages if stage.decision.action != "HIT" for engine in stage.spec.engines}
     return named & {"trainer", "sampler"}
 
 
 def check_labels(stages: list[PlannedStage], named: Mapping[str, Collection[str]]) -> None:
-    """Raise ConfigError for a stage that the person named and the pipeline does not have."""
+    """Raise ConfigError if a named stage is not one of the pipeline."""
     labels = [stage.label for stage in stages]
     for option, wanted in named.items():
         for label in wanted:
@@ -79,13 +78,12 @@ def check_labels(stages: list[PlannedStage], named: Mapping[str, Collection[str]
 
 @dataclass
 class Planner:
-    """A `RunStage` that decides, notes the decision and returns the artifact of a hit or a placeholder."""
+    """A `RunStage` that records the decision for each stage and returns the artifact of a hit or a placeholder."""
 
     store: ArtifactStore
     until: str = ""
     force: frozenset[str] = frozenset()
-    strict_code: bool = False
-    strict_env: bool = False
+    strict: Strictness = Strictness()
     stages: list[PlannedStage] = field(default_factory=list)
 
     def __call__(self, spec: StageSpec, kind: type[R]) -> R:
@@ -105,20 +103,18 @@ class Planner:
                 upstream = ref.uri.removeprefix(PENDING)
                 # Its content may turn out the same as before; then this stage is a hit after all.
                 return Decision("RUN", f"after {upstream}", "", None)
-        return decide(
-            self.store, spec, force=spec.label in self.force, strict_code=self.strict_code, strict_env=self.strict_env
-        )
+        return decide(self.store, spec, force=spec.label in self.force, strict=self.strict)
 
 
 def expect(ref: ArtifactRef, kind: type[R], label: str) -> R:
-    """Return `ref` as the kind that the pipeline awaits from a stage."""
+    """Return `ref` if it is of the kind that the pipeline expects from a stage; raise TypeError if not."""
     if not isinstance(ref, kind):
         raise TypeError(f"{label}: returned {type(ref).__name__}, not {kind.__name__}")
     return ref
 
 
 def placeholder(label: str, kind: type[R]) -> R:
-    """Return a handle that stands for what the stage `label` will make."""
+    """Return a handle that stands for the future result of the stage `label`."""
     uri = PENDING + label
     if kind is PreparedDataRef:
         parts = {

@@ -1,4 +1,4 @@
-"""`rlhf resume`: run again what did not come to its end. What was done is not done again."""
+"""`rlhf resume`: run an unfinished run again. Finished stages are taken from the store."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ LOOKED_AT = 50
 
 
 class ResumeError(RlhfError, ValueError):
-    """A run that cannot be resumed as asked; says what can be done."""
+    """Raised if a run cannot be resumed as asked; the message gives the remedy."""
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """What comes of the wish to resume a run.
+    """What `resume` did, and what is left to do.
 
-    `nothing`: there is nothing to do, and `said` says why. `scheduled`: `rlhf up` runs it again. `foreground`: it was
-    run by `rlhf run`, with `options`, and is to be run so again.
+    `nothing`: there is nothing to do, and `message` says why. `scheduled`: `rlhf up` runs it again. `foreground`: it was
+    run by `rlhf run`, and the caller must run it again with `options`.
     """
 
     kind: Literal["nothing", "scheduled", "foreground"]
-    said: str
+    message: str
     options: argparse.Namespace | None = None
 
 
 def resume(wanted: str, *, served: bool) -> Resumption:
-    """Resume the flow run of this name or id; "" means the newest that did not complete.
+    """Resume the flow run of this name or id; "" means the newest that has not completed.
 
     `served` says whether the deployments are up. Prefect's client must point at the server.
     """
@@ -65,7 +65,7 @@ def resume(wanted: str, *, served: bool) -> Resumption:
 
 
 def _find(client: SyncPrefectClient, wanted: str) -> FlowRun | None:
-    """Return the run of our flow that is meant; on a shared server other flows and state folders have theirs."""
+    """Return the run of our flow with this name or id; on a shared server other flows and state folders have runs too."""
     flow = FlowFilter(name={"any_": [FLOW_NAME]})
     found = client.read_flow_runs(flow_filter=flow, sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=LOOKED_AT)
     newest = ours(found)
@@ -94,7 +94,7 @@ def _wait(flow_run: FlowRun) -> str:
 
 
 def _options(flow_run: FlowRun) -> argparse.Namespace:
-    """Return the options of the `rlhf run` that a flow run was."""
+    """Return the options of the `rlhf run` that started a flow run."""
     stored = {"strict_code": False, "strict_env": False, **flow_run.parameters}
     try:
         names = ("profile", "overrides", "until", "force", "strict_code", "strict_env")

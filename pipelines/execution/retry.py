@@ -1,4 +1,4 @@
-"""Trying a stage again whose workers were lost: from where it got to, in the same run."""
+"""Retry a stage whose workers were lost, in the same run, from its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PAUSE_S = 5.0
-"""Between tries that get no further, longer after each."""
+"""Pause between tries that make no progress; it grows with each."""
 
 Reached = tuple[int, int]
 """Step of the newest checkpoint, -1 without one, and the number of files (shards) beside the checkpoints."""
 
 
 def reached(store: ArtifactStore, key: str) -> Reached:
-    """Return how far the attempts at `key` have got; what compares greater is further."""
+    """Return how far the attempts at `key` have come; more progress compares greater."""
     folder = store.layout.attempt(key)
     checkpoint = Checkpoints(attempts.checkpoints(folder)).latest()
     entries = [attempts.latest_work(folder) / name for name in attempts.unfinished_work(folder)]
@@ -31,13 +31,13 @@ def reached(store: ArtifactStore, key: str) -> Reached:
     return (-1 if checkpoint is None else checkpoint.step, files)
 
 
-def trying_again(
+def retry_lost_workers(
     attempt: Callable[[], T], *, label: str, retries: int, where: Callable[[], Reached], sleep: Callable[[float], None]
 ) -> T:
-    """Return what `attempt` returns; after a WorkerLostError it is called again, and goes on from its last checkpoint.
+    """Return what `attempt` returns; after a WorkerLostError call it again, to resume from its last checkpoint.
 
-    A try that got further than those before it starts the count of `retries` anew. When they are used up, the error
-    is raised, of the same class, with what the tries had in common. Any other error is raised at once.
+    A try that makes more progress than those before it resets the count of `retries`. When they are used up, an error of
+    the same class is raised with the number of tries. Any other error is raised at once.
     """
     best, failures = where(), 0
     while True:

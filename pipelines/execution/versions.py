@@ -24,7 +24,7 @@ CHAT_TEMPLATE = "chat_template.jinja"
 
 
 def version_lines(store: ArtifactStore, spec: StageSpec, record: KeyRecord | None) -> Iterator[str]:
-    """Yield what differs from when the stage was made: by `record`, or by what its label last was.
+    """Yield the differences to the versions that made the stage: those of `record`, or of the last result with its label.
 
     Packages count only with `--strict-env`; tokenizers and chat templates are files of the inputs and always count.
     """

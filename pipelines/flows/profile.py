@@ -16,10 +16,10 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from rlhf_core.config.base import OPERATIONAL, Config
 from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.errors import ConfigError
+from rlhf_core.schema.base import OPERATIONAL, Config
 from rlhf_core.secrets.redaction import hidden
 from rlhf_core.types import encodable
 from stages.config.condition import ConditionConfig

@@ -15,7 +15,7 @@ from prefect.artifacts import (
 )
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-from pipelines.execution.run import StageOutcome
+from pipelines.execution.executor import StageOutcome
 from rlhf_core.stage.decision import Decision
 from rlhf_core.stage.key import StageInput, StageSpec
 from rlhf_core.types import ArtifactRef

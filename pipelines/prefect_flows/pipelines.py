@@ -5,15 +5,17 @@ from __future__ import annotations
 from prefect import flow
 from prefect.context import FlowRunContext
 
+from pipelines.execution.executor import RunOptions
 from pipelines.execution.listener import Silent
+from pipelines.execution.opening import open_run, open_tracker
 from pipelines.execution.plan import Pipeline
-from pipelines.execution.run import RunOptions, open_run, open_tracker
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig, with_overrides
 from pipelines.flows.rlvr import verifiable_rewards
 from pipelines.prefect_flows.tasks import run_in_flow
 from pipelines.services.flow_runs import FLOW_NAME, own
 from pipelines.services.home import Home
+from rlhf_core.stage.key import Strictness
 
 
 @flow(name=FLOW_NAME, flow_run_name="{config.name}", persist_result=False)
@@ -29,7 +31,7 @@ def full(
 
     `overrides` are `dotted.key=value` changes of `config`; `until` ends after that stage; `force` runs stages anew.
     """
-    options = RunOptions(until=until, force=tuple(force), strict_code=strict_code, strict_env=strict_env)
+    options = RunOptions(until=until, force=tuple(force), strict=Strictness(code=strict_code, env=strict_env))
     return run_served(with_overrides(config, overrides), lifecycle, options)
 
 
@@ -43,7 +45,7 @@ def rlvr(
     strict_env: bool = False,
 ) -> dict[str, str]:
     """Policy optimisation on verifiable rewards; the profile has no learned reward."""
-    options = RunOptions(until=until, force=tuple(force), strict_code=strict_code, strict_env=strict_env)
+    options = RunOptions(until=until, force=tuple(force), strict=Strictness(code=strict_code, env=strict_env))
     return run_served(with_overrides(config, overrides), verifiable_rewards, options)
 
 

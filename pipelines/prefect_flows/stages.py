@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 from prefect import Flow, flow
 from pydantic import Field
 
-from pipelines.execution.run import RunOptions, store_of
+from pipelines.execution.executor import RunOptions
+from pipelines.execution.opening import store_of
 from pipelines.flows.full import condition_and_imitate, sample_and_imitate
 from pipelines.flows.graph import GivenInput, Stages
 from pipelines.flows.inputs import find_artifact
@@ -22,8 +23,8 @@ from pipelines.flows.profile import ConditionalSFTConfig, IterativeDPOConfig, Pi
 from pipelines.prefect_flows.pipelines import run_served
 from pipelines.services.flow_runs import FLOW_NAME
 from pipelines.services.home import Home
-from rlhf_core.config.base import Config
 from rlhf_core.config.engines import RuntimeConfig
+from rlhf_core.schema.base import Config
 from rlhf_core.types import ArtifactRef, PolicyRef, PromptsRef, RewardModelRef
 from stages.config.prepare_data import PrepareDataConfig
 from stages.table import STAGES, Stage

@@ -25,7 +25,7 @@ from pipelines.execution.run import PipelineRun, run_stages
 from pipelines.flows.inputs import parts
 from pipelines.prefect_flows.cards import ProgressCard, show_plan, show_samples, show_stage
 from pipelines.services.flow_runs import own, reconcile
-from pipelines.services.servers import wait_for
+from pipelines.services.health import wait_for
 from rlhf_core.secrets.redaction import shown
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.stopping import on_signals, time_limit
@@ -44,7 +44,7 @@ def run_in_flow(run: PipelineRun, pipeline: Pipeline) -> dict[str, ArtifactRef]:
     own(context.flow_run.id)  # first: a run that is retried still names the process that died
     reconcile()
     show_plan([(stage.label, stage.decision) for stage in run.planned])
-    with time_limit(run.config.runtime.time_limit_s), on_signals():
+    with time_limit(run.context.config.runtime.time_limit_s), on_signals():
         return run_stages(run, pipeline, TaskRunner(run), tags=_links(context.flow_run))
 
 

@@ -1,5 +1,5 @@
-"""Flow runs whose process is gone without a word (kill -9, power cut) get their true state: Crashed,
-or Cancelled if that was asked for. Either can be run again and resumes.
+"""Set the true state of flow runs whose process was killed (kill -9, power cut): Crashed, or Cancelled if a person had
+asked for that. Either can be run again and resumes.
 
 Prefect marks such runs only when its runner outlives them, and never their tasks. We write the owner of a run on it,
 and look whether that process is still there. Runs that wait for a person are never touched, nor those of processes
@@ -21,7 +21,7 @@ from prefect.client.schemas.objects import DeploymentStatus, FlowRun, State, Tas
 from prefect.states import Cancelled, Completed, Crashed
 
 from pipelines.services.home import Home
-from pipelines.services.servers import shares_prefect
+from pipelines.services.user_servers import shares_prefect
 from rlhf_core.store.leases import is_gone
 from rlhf_core.tracking import owner
 
@@ -29,7 +29,7 @@ FLOW_NAME = "rlhf-pipeline"
 HOME_LABEL = "rlhf.home"
 HOME_TAG = "rlhf-home-"
 RUN_COUNT = "owner.run_count"
-"""Label: the how-manieth start of the run its owner belongs to. A retry keeps the labels of the process that died."""
+"""Label: the run count of the start that the owner belongs to. A retry keeps the labels of the process that died."""
 SETTLED_AFTER = timedelta(seconds=60)
 """The ends of tasks reach the server a little after that of their flow."""
 STARTED_AFTER = timedelta(minutes=5)
@@ -39,8 +39,8 @@ _FLOW = FlowFilter(name={"any_": [FLOW_NAME]})
 
 
 @dataclass(frozen=True)
-class Mended:
-    """A run that got its true state, and why."""
+class Reconciled:
+    """A run whose state was corrected, and why."""
 
     place: str
     """`Prefect` or `MLflow`."""
@@ -54,7 +54,7 @@ class Mended:
 
 
 def own(flow_run_id: UUID) -> None:
-    """Write on a flow run that this process runs it, for the state folder that it works in."""
+    """Label a flow run with this process as its owner, and with the state folder."""
     with get_client(sync_client=True) as client:
         count = client.read_flow_run(flow_run_id).run_count
         labels = {RUN_COUNT: str(count), HOME_LABEL: Home.here().identity}
@@ -83,20 +83,20 @@ def _home_of(flow_run: FlowRun) -> str:
     return next((tag.removeprefix(HOME_TAG) for tag in flow_run.tags if tag.startswith(HOME_TAG)), "")
 
 
-def reconcile() -> list[Mended]:
-    """Give our runs of dead processes of this machine, and tasks of runs that have ended, their true state."""
+def reconcile() -> list[Reconciled]:
+    """End our runs of dead processes of this machine, and the tasks of runs that have ended; return what was changed."""
     with get_client(sync_client=True) as client:
         active = FlowRunFilter(state={"type": {"any_": ["RUNNING", "CANCELLING", "PENDING"]}})
-        mended = []
+        ended = []
         for flow_run in _ours(client, active):
             reason = _why_gone(flow_run)
             if reason:
-                mended.append(_end(client, flow_run, f"{reason}; run it again and it resumes"))
-        return mended + _end_tasks_left_behind(client)
+                ended.append(_end(client, flow_run, f"{reason}; run it again and it resumes"))
+        return ended + _end_tasks_left_behind(client)
 
 
-def interrupt() -> list[Mended]:
-    """Mark the runs that we serve and that are under way as interrupted: their processes are about to be stopped."""
+def interrupt() -> list[Reconciled]:
+    """Mark the running runs of our deployments as interrupted, before their processes are stopped; return them."""
     with get_client(sync_client=True) as client:
         active = FlowRunFilter(
             state={"type": {"any_": ["RUNNING", "CANCELLING", "PENDING"]}}, deployment_id={"is_null_": False}
@@ -106,7 +106,7 @@ def interrupt() -> list[Mended]:
 
 
 def served_elsewhere() -> str:
-    """Return what says that others serve deployments of our flow on this server, or an empty text.
+    """Return a description of a deployment of our flow that others serve on this server, or an empty text.
 
     Prefect has one deployment of a name: ours would take the place of theirs, and run what was meant for them. One of a
     state folder that has not asked for work in the last minute counts as left behind.
@@ -127,7 +127,7 @@ def _ours(client: SyncPrefectClient, wanted: FlowRunFilter) -> list[FlowRun]:
 
 
 def _why_gone(flow_run: FlowRun) -> str:
-    """Return why nobody works on the run any more, or an empty text."""
+    """Return why no process works on the run any more, or an empty text."""
     if flow_run.state is None:
         return ""
     if flow_run.state.is_pending():
@@ -143,13 +143,13 @@ def _why_gone(flow_run: FlowRun) -> str:
     return f"its {process} ended without a word"
 
 
-def _end(client: SyncPrefectClient, flow_run: FlowRun, message: str) -> Mended:
+def _end(client: SyncPrefectClient, flow_run: FlowRun, message: str) -> Reconciled:
     cancelling = flow_run.state is not None and flow_run.state.is_cancelling()
     state: State = Cancelled(message=message) if cancelling else Crashed(message=message)
     client.set_flow_run_state(flow_run.id, state, force=True)
     for task_run in _active_tasks(client, flow_run.id):
         client.set_task_run_state(task_run.id, Crashed(message="its flow run ended"), force=True)
-    return Mended("Prefect", flow_run.name, str(flow_run.id), str(state.name), message)
+    return Reconciled("Prefect", flow_run.name, str(flow_run.id), str(state.name), message)
 
 
 def _active_tasks(client: SyncPrefectClient, *flow_runs: UUID) -> list[TaskRun]:
@@ -158,11 +158,11 @@ def _active_tasks(client: SyncPrefectClient, *flow_runs: UUID) -> list[TaskRun]:
     return client.read_task_runs(task_run_filter=active, flow_run_filter=within, flow_filter=_FLOW)
 
 
-def _end_tasks_left_behind(client: SyncPrefectClient) -> list[Mended]:
-    """End the tasks that Prefect still shows at work although their flow run has ended some time ago."""
+def _end_tasks_left_behind(client: SyncPrefectClient) -> list[Reconciled]:
+    """End the tasks that Prefect still shows as running although their flow run has ended some time ago."""
     task_runs = [task_run for task_run in _active_tasks(client) if task_run.flow_run_id is not None]
     flow_runs = _read_ours(client, [task_run.flow_run_id for task_run in task_runs])
-    mended = []
+    ended = []
     for task_run in task_runs:
         flow_run = flow_runs[task_run.flow_run_id] if task_run.flow_run_id in flow_runs else None
         if flow_run is None or flow_run.state is None or not flow_run.state.is_final():
@@ -172,8 +172,8 @@ def _end_tasks_left_behind(client: SyncPrefectClient) -> list[Mended]:
             done = flow_run.state.is_completed()
             state: State = Completed(message=reason) if done else Crashed(message=reason)
             client.set_task_run_state(task_run.id, state, force=True)
-            mended.append(Mended("Prefect", f"task {task_run.name}", str(task_run.id), str(state.name), reason))
-    return mended
+            ended.append(Reconciled("Prefect", f"task {task_run.name}", str(task_run.id), str(state.name), reason))
+    return ended
 
 
 def _read_ours(client: SyncPrefectClient, ids: Sequence[UUID | None]) -> dict[UUID | None, FlowRun]:

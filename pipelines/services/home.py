@@ -58,13 +58,18 @@ class Home:
 
     @property
     def services(self) -> Path:
-        """What `rlhf up` left for others to find: process ids and addresses."""
+        """File with the process ids and addresses of what `rlhf up` started."""
         return self.root / "services.json"
 
     @property
+    def prefect_address(self) -> Path:
+        """File with the address of the Prefect server that `rlhf up` started last, whether it is still up or not."""
+        return self.root / "prefect_address"
+
+    @property
     def identity(self) -> str:
-        """Return what tells this state folder from others on the same Prefect server; made when it is first asked for."""
-        return _first_said(self.root / "home.id", lambda: uuid.uuid4().hex[:12])
+        """Return the id of this state folder among others on the same Prefect server; created at the first call."""
+        return _read_or_create(self.root / "home.id", lambda: uuid.uuid4().hex[:12])
 
     @property
     def prefect_auth(self) -> Path:
@@ -73,8 +78,8 @@ class Home:
 
     @property
     def prefect_auth_string(self) -> str:
-        """Return what our Prefect server asks of every request; made when it is first asked for."""
-        return _first_said(self.prefect_auth, lambda: f"rlhf:{secrets.token_urlsafe(32)}")
+        """Return the auth string that our Prefect server requires of every request; created at the first call."""
+        return _read_or_create(self.prefect_auth, lambda: f"rlhf:{secrets.token_urlsafe(32)}")
 
     def make(self) -> Home:
         for folder in (self.store, self.prefect, self.mlflow_artifacts, self.logs):
@@ -82,21 +87,21 @@ class Home:
         return self
 
 
-def _first_said(path: Path, make: Callable[[], str]) -> str:
-    """Return the text of a small file that the first process to ask for it has made; no other user can read it."""
+def _read_or_create(path: Path, make: Callable[[], str]) -> str:
+    """Return the text of a small file, which the first process that needs it creates; no other user can read it."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         _write_first(path, make())
     for _ in range(ID_TRIES):
-        said = path.read_text().strip()
-        if said:
-            return said
+        text = path.read_text().strip()
+        if text:
+            return text
         time.sleep(ID_WAIT_S)  # without hard links its maker creates the file first, and then writes it
     raise ConfigError(explain("file", str(path), "is empty: its writer was killed", "remove it; it is made anew"))
 
 
 def _write_first(path: Path, text: str) -> None:
-    """Write a small file unless another process has: the first of several says it, and the others read it."""
+    """Write a small file unless another process has written it: the first process wins, and the others read its text."""
     part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")  # process ids repeat between machines and containers
     part.touch(mode=_OWNER_ONLY)
     part.write_text(text)

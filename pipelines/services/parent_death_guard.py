@@ -1,8 +1,13 @@
-"""Runs a command that lives no longer than whoever started it: `python -m pipelines.services.parent_death_guard PATIENCE COMMAND...`.
+"""Run a service that ends with the process that started it: `python -m ...parent_death_guard PATIENCE COMMAND...`.
 
 The starter holds the other end of standard input. When the starter ends, however it ends, that end closes and the
-command is stopped with all its children: asked to, and after PATIENCE seconds killed. So a killed `rlhf run` or `rlhf up` leaves nothing behind. Should the leash
-itself be killed, the kernel kills the command.
+command is stopped with all its children: with SIGTERM, and after PATIENCE seconds with SIGKILL. So a killed `rlhf run` or
+`rlhf up` leaves no process behind. If this guard itself is killed, the kernel kills the command.
+
+Why not `rlhf_core.processes.parent_death_guard`: that one becomes the command (`exec`), so that an agent program has its
+own streams and status, and kills at once. A service needs a guard that stays its parent: SIGTERM to the guard is a
+request with patience, and what a crashed service leaves of its group is killed before the service is started again,
+because it would still hold the port.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
 
 
-def leash(command: list[str], patience_s: float) -> int:
+def run_guarded(command: list[str], patience_s: float) -> int:
     """Run `command` until it ends or standard input closes; return its status, 128 + the signal that ended it."""
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent)
 
@@ -60,4 +65,4 @@ def _signal_group(child: subprocess.Popen[bytes], number: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(leash(sys.argv[2:], float(sys.argv[1])))
+    sys.exit(run_guarded(sys.argv[2:], float(sys.argv[1])))

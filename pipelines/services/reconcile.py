@@ -1,4 +1,4 @@
-"""`rlhf reconcile`: whatever a kill left standing as if it were at work gets its true state."""
+"""`rlhf reconcile`: set the true state of what killed processes left as running, in stores, MLflow and Prefect."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipelines.services import user_settings
+from pipelines.services.health import ServiceError, healthy
 from pipelines.services.home import Home, client_environment
 from pipelines.services.registry import tracking_uri
-from pipelines.services.servers import ServiceError, connect_user_prefect, private_server, running, user_prefect
-from pipelines.services.watchdog import healthy
+from pipelines.services.running import running
+from pipelines.services.servers import private_server
+from pipelines.services.user_servers import connect_user_prefect, user_prefect
 from rlhf_core.store import leases
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.layout import sweep_temporaries
 from rlhf_core.store.recovery import tidy
 
 
-def mend(home: Home, stores: list[ArtifactStore]) -> Iterator[str]:
-    """Yield a line for everything that was set to its true state: in `stores`, in MLflow and in Prefect."""
+def reconcile_all(home: Home, stores: list[ArtifactStore]) -> Iterator[str]:
+    """Reconcile `stores`, MLflow and Prefect; yield a line for every change."""
     for store in stores:
-        yield from mend_store(store)
-    yield from mend_mlflow(home)
+        yield from reconcile_store(store)
+    yield from reconcile_mlflow(home)
     if was_used(home):
         with some_prefect(home):
             from pipelines.services.flow_runs import reconcile
@@ -30,8 +32,8 @@ def mend(home: Home, stores: list[ArtifactStore]) -> Iterator[str]:
             yield from map(str, reconcile())
 
 
-def mend_store(store: ArtifactStore) -> Iterator[str]:
-    """Remove leases whose owner is gone, and note that the attempts of such owners have ended."""
+def reconcile_store(store: ArtifactStore) -> Iterator[str]:
+    """Remove leases whose owner is gone and end the attempts of such owners; yield a line for every change."""
     for key, gone in leases.sweep(store.layout.leases):
         yield f"lease {key[:12]} of {gone} -> removed: its owner is gone"
     for folder in sorted(store.layout.attempts.glob("*")):
@@ -43,8 +45,8 @@ def mend_store(store: ArtifactStore) -> Iterator[str]:
         yield f"file {path.relative_to(store.root)} -> removed: its writer was killed"
 
 
-def mend_mlflow(home: Home) -> Iterator[str]:
-    """End the RUNNING runs of dead processes of this machine in all experiments."""
+def reconcile_mlflow(home: Home) -> Iterator[str]:
+    """End the RUNNING runs of dead processes of this machine in all experiments; yield a line for each."""
     uri = tracking_uri(home)
     if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists():
         return

@@ -6,7 +6,7 @@ import os
 import re
 
 from pipelines.services.home import Home
-from pipelines.services.servers import running
+from pipelines.services.running import running
 
 REGISTRY = "MLFLOW_REGISTRY_URI"
 OWN = "of the state folder"
@@ -21,7 +21,7 @@ def tracking_uri(home: Home) -> str:
 
 
 def tracking_place(home: Home) -> str:
-    """Return one address of what is behind `tracking_uri`: our own server and its database are one place."""
+    """Return one address for what is behind `tracking_uri`: our own server and its database count as one."""
     uri, services = tracking_uri(home), running(home)
     ours = services is not None and not services.mlflow_uri and uri == services.mlflow_url
     return home.mlflow_uri if ours else uri

@@ -17,22 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipelines.services import user_settings
+from pipelines.services.health import await_health, healthy, wait_for
 from pipelines.services.home import Home
-from pipelines.services.servers import (
-    MLFLOW_PORT,
-    PREFECT_PORT,
-    SAFE_PATH,
-    SERVER_TIMEOUT_S,
-    Services,
-    await_end_of_last,
-    await_health,
-    claim_port,
-    mlflow_command,
-    prefect_command,
-    running,
-    user_prefect,
-)
-from pipelines.services.watchdog import Child, healthy, keep_alive
+from pipelines.services.ports import MLFLOW_PORT, PREFECT_PORT, claim_port, is_free
+from pipelines.services.running import Services, read_note, running
+from pipelines.services.servers import SAFE_PATH, SERVER_TIMEOUT_S, mlflow_command, prefect_command
+from pipelines.services.user_servers import user_prefect
+from pipelines.services.watchdog import Child, keep_alive
 from rlhf_core.tracking import owner
 
 logger = logging.getLogger("rlhf.supervisor")
@@ -40,6 +31,7 @@ logger = logging.getLogger("rlhf.supervisor")
 DEPLOYED_MARK = "deployments.ready"
 """A file that the deployments touch as long as they are well."""
 BEAT_LATE_S = 15.0
+LAST_TIMEOUT_S = 20.0
 DEPLOYMENTS_PATIENCE_S = 32.0
 """Flows that run are asked to save and end."""
 
@@ -79,8 +71,17 @@ def supervise(home: Home) -> None:
         home.services.unlink(missing_ok=True)
 
 
+def await_end_of_last(home: Home) -> None:
+    """Wait until the services of a supervisor that was killed have released their ports; they end soon after it."""
+    last = read_note(home)
+    if last is not None:
+        ports = [] if last.prefect_api else [last.prefect_port]
+        ports += [] if last.mlflow_uri else [last.mlflow_port]
+        wait_for(lambda: all(is_free(port) for port in ports), LAST_TIMEOUT_S)
+
+
 def _planned(home: Home) -> Services:
-    """Return the services that are to be there; a server of the user's own takes no port."""
+    """Return the services that are to be started; a server of the user's own needs no port."""
     prefect_api, mlflow_uri = user_prefect(home), user_settings.remote_tracking_uri()
     return Services(
         owner.tags(),

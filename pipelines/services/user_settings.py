@@ -58,7 +58,7 @@ def profiles_path() -> Path:
 
 
 def marked(settings: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings, which are our own, and the variable that says so.
+    """Return our own settings with the variable that marks them as ours.
 
     What `rlhf` gave to this process itself stays marked: a process that it starts in turn inherits those settings, too.
     """

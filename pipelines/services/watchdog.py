@@ -1,16 +1,13 @@
-"""A service that is watched: it lives no longer than its starter, and is started again when it dies or hangs."""
+"""Keep a service running: restart it when it dies or hangs, and end it with the process that started it."""
 
 from __future__ import annotations
 
 import contextlib
-import http.client
 import logging
 import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,17 +20,13 @@ logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 2.0
 """How soon a death is noticed."""
 ASK_EVERY_S = 10.0
-ANSWER_TIMEOUT_S = 5.0
 MISSED_ANSWERS = 4
 """So many questions in a row without an answer, and a service hangs: 40 to 60 s after it stopped answering."""
 START_TIMEOUT_S = 180.0
 LONGEST_PAUSE_S = 60.0
 STOP_PATIENCE_S = 8.0
 KILL_AFTER_S = 4.0
-"""A leash that has not ended its command so long after it should have is killed itself."""
-
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Our services are on this machine: a proxy of the network does not reach them."""
+"""Seconds after its patience is over until the guard of a service is killed itself."""
 
 
 @dataclass
@@ -51,7 +44,7 @@ class Child:
 
     def start(self) -> None:
         with self.log.open("ab") as log:
-            self.process = start_leashed(self.command, self.environment, log, patience_s=self.patience_s)
+            self.process = start_guarded(self.command, self.environment, log, patience_s=self.patience_s)
 
     def dead(self) -> bool:
         return self.process is not None and self.process.poll() is not None
@@ -84,7 +77,7 @@ def keep_alive(child: Child, stop: threading.Event) -> None:
 
 
 def _ailment(child: Child, stop: threading.Event, *, answered: bool) -> tuple[bool, str] | None:
-    """Return whether the child was well since its start, and what is wrong with it now; None once `stop` is set."""
+    """Return whether the child was well since its start, and what is wrong with it now; None when `stop` is set."""
     missed = 0
     began = asked = time.monotonic()
     while not stop.wait(LOOK_EVERY_S):
@@ -106,10 +99,10 @@ def _ailment(child: Child, stop: threading.Event, *, answered: bool) -> tuple[bo
 # ---------------------------------------------------------------- processes
 
 
-def start_leashed(
+def start_guarded(
     command: list[str], environment: Mapping[str, str], log: BinaryIO, *, patience_s: float
 ) -> subprocess.Popen[bytes]:
-    """Start a command that ends with this process; Ctrl-C reaches only us, so that it hears how things end."""
+    """Start a command that ends with this process. Ctrl-C reaches only this process, which then stops the command."""
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "pipelines.services.parent_death_guard", str(patience_s), *command],
         env=dict(environment),
@@ -121,7 +114,7 @@ def start_leashed(
 
 
 def stop_process(process: subprocess.Popen[bytes], *, patience_s: float) -> None:
-    """End a child: asked first, killed with all that it started when it does not listen."""
+    """Stop a child with SIGTERM; if it has not ended after `patience_s`, kill it with all that it started."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -134,42 +127,9 @@ def stop_process(process: subprocess.Popen[bytes], *, patience_s: float) -> None
 
 
 def kill_family(pid: int) -> None:
-    """Kill a process and everything below it, whether it runs or was stopped."""
+    """Kill a process and all its descendants, stopped ones included."""
     with contextlib.suppress(psutil.NoSuchProcess):
         parent = psutil.Process(pid)
         for process in [*parent.children(recursive=True), parent]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-
-
-# ---------------------------------------------------------------- health
-
-
-def healthy(url: str) -> bool:
-    """Return whether `url` answers with success within a few seconds."""
-    try:
-        with _DIRECT.open(url, timeout=ANSWER_TIMEOUT_S) as response:
-            return bool(response.status == 200)
-    except (urllib.error.URLError, http.client.HTTPException, OSError):
-        return False
-
-
-def answers(url: str) -> bool:
-    """Return whether a server elsewhere says anything at all, be it that it wants a password; proxies are used."""
-    try:
-        with urllib.request.urlopen(url, timeout=ANSWER_TIMEOUT_S):
-            return True
-    except urllib.error.HTTPError:
-        return True
-    except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError):
-        return False
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Return whether `condition` came true in time."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True

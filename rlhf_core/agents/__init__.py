@@ -1,1 +1,1 @@
-"""Episodes: environments, agent programs and what drives them, each in a process of its own."""
+"""Episodes of environments and agent programs, which run in child processes, and their drivers."""

@@ -1,4 +1,4 @@
-"""The policy behind an OpenAI-compatible endpoint, for agents that know only such a server.
+"""Serve the policy at an OpenAI-compatible endpoint, for agents that only speak that protocol.
 
 It serves `/session/<id>/v1/chat/completions`, `.../completions` and `.../models` on 127.0.0.1, so that a base URL alone says
 whose episode a request belongs to; the API key is the run's. How tokens are drawn is the stage's configuration: what a client
@@ -25,8 +25,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from rlhf_core.agents.captured import Captured, RequestRefused, Turn
-from rlhf_core.agents.programs import Engine, EpisodeCut
+from rlhf_core.agents.conversation import Conversation, PolicyTurn, RequestRefused
+from rlhf_core.agents.programs import EpisodeCut, ProgramEngine
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.pieces import token_text
 from rlhf_core.http.body import BodyLimits, BodyRefused, read_body
@@ -74,7 +74,7 @@ class Asked(BaseModel):
 
     @property
     def most_tokens(self) -> int:
-        """The client's bound of the turn, 0 for none."""
+        """Return the client's limit of the turn in tokens, 0 for none."""
         return self.max_completion_tokens or self.max_tokens or 0
 
 
@@ -98,12 +98,12 @@ class _Server(uvicorn.Server):
 
 
 class Session:
-    """An episode's address and what was said there."""
+    """The address of an episode, and its conversation."""
 
-    def __init__(self, base_url: str, api_key: str, captured: Captured) -> None:
+    def __init__(self, base_url: str, api_key: str, conversation: Conversation) -> None:
         self.base_url = base_url
         self.api_key = api_key
-        self.captured = captured
+        self.conversation = conversation
 
 
 class Endpoint:
@@ -117,19 +117,19 @@ class Endpoint:
         self._template = template
         self._request_timeout_s = request_timeout_s
         self._api_key = secrets.token_urlsafe(24)
-        self._sessions: dict[str, Captured] = {}
+        self._sessions: dict[str, Conversation] = {}
         self._warned: set[str] = set()
         self._address = ""
         self._serving: asyncio.Task[None] | None = None
 
     @contextlib.asynccontextmanager
-    async def session(self, engine: Engine) -> AsyncIterator[Session]:
+    async def session(self, engine: ProgramEngine) -> AsyncIterator[Session]:
         """Open a session for an episode; afterwards its address is unknown."""
         self._start()
         name = secrets.token_hex(8)
-        captured = self._sessions[name] = Captured(self._template, engine)
+        conversation = self._sessions[name] = Conversation(self._template, engine)
         try:
-            yield Session(f"{self._address}/session/{name}/v1", self._api_key, captured)
+            yield Session(f"{self._address}/session/{name}/v1", self._api_key, conversation)
         finally:
             del self._sessions[name]
 
@@ -166,16 +166,16 @@ class Endpoint:
         )
 
     async def _chat(self, request: Request) -> Response:
-        async def answer(asked: AskedChat, captured: Captured) -> dict[str, Any]:
-            turn = await captured.chat(asked.messages, tools=asked.tools or (), max_tokens=asked.most_tokens)
-            return self._chat_reply(asked, turn, f"chatcmpl-{request.path_params['name']}-{len(captured.turns)}")
+        async def answer(asked: AskedChat, conversation: Conversation) -> dict[str, Any]:
+            turn = await conversation.chat(asked.messages, tools=asked.tools or (), max_tokens=asked.most_tokens)
+            return self._chat_reply(asked, turn, f"chatcmpl-{request.path_params['name']}-{len(conversation.turns)}")
 
         return await self._answered(request, AskedChat, answer)
 
     async def _complete(self, request: Request) -> Response:
-        async def answer(asked: AskedText, captured: Captured) -> dict[str, Any]:
-            turn = await captured.continue_text(asked.prompt, max_tokens=asked.most_tokens)
-            return self._text_reply(asked, turn, f"cmpl-{request.path_params['name']}-{len(captured.turns)}")
+        async def answer(asked: AskedText, conversation: Conversation) -> dict[str, Any]:
+            turn = await conversation.continue_text(asked.prompt, max_tokens=asked.most_tokens)
+            return self._text_reply(asked, turn, f"cmpl-{request.path_params['name']}-{len(conversation.turns)}")
 
         return await self._answered(request, AskedText, answer)
 
@@ -223,26 +223,26 @@ class Endpoint:
                 self._warned.add(name)
                 LOG.warning("an agent asks for %s = %r: ignored, `sampling` of the stage decides", name, given[name])
 
-    def _chat_reply(self, asked: AskedChat, turn: Turn, name: str) -> dict[str, Any]:
-        said, reason = turn.said, turn.answer.finish_reason
-        message: dict[str, Any] = {"role": "assistant", "content": said.content}
-        if said.calls:
-            message["content"] = said.content or None
+    def _chat_reply(self, asked: AskedChat, turn: PolicyTurn, name: str) -> dict[str, Any]:
+        sampled, reason = turn.message, turn.answer.finish_reason
+        message: dict[str, Any] = {"role": "assistant", "content": sampled.content}
+        if sampled.calls:
+            message["content"] = sampled.content or None
             message["tool_calls"] = [
                 {"id": f"{name}-{i}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for i, call in enumerate(said.calls)
+                for i, call in enumerate(sampled.calls)
             ]
         tokens = zip(self._texts(turn), turn.answer.logprobs)
         rows = [{"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []} for t, p in tokens]
         choice = {
             "index": 0,
             "message": message,
-            "finish_reason": "tool_calls" if said.calls and reason == "stop" else reason,
+            "finish_reason": "tool_calls" if sampled.calls and reason == "stop" else reason,
             "logprobs": {"content": rows} if asked.logprobs else None,
         }
         return reply("chat.completion", asked, turn, choice, name)
 
-    def _text_reply(self, asked: AskedText, turn: Turn, name: str) -> dict[str, Any]:
+    def _text_reply(self, asked: AskedText, turn: PolicyTurn, name: str) -> dict[str, Any]:
         rows = {"tokens": self._texts(turn), "token_logprobs": list(turn.answer.logprobs)}
         choice = {
             "index": 0,
@@ -253,12 +253,12 @@ class Endpoint:
         }
         return reply("text_completion", asked, turn, choice, name)
 
-    def _texts(self, turn: Turn) -> list[str]:
+    def _texts(self, turn: PolicyTurn) -> list[str]:
         tokenizer = self._template.tokenizer
         return [token_text(tokenizer, token, skip_special_tokens=False) for token in turn.answer.token_ids]
 
 
-def reply(kind: str, asked: Asked, turn: Turn, choice: dict[str, Any], name: str) -> dict[str, Any]:
+def reply(kind: str, asked: Asked, turn: PolicyTurn, choice: dict[str, Any], name: str) -> dict[str, Any]:
     """Return the answer to a request; with `return_token_ids` it holds the tokens as vLLM's server does."""
     prompt, said = len(turn.prompt_ids), len(turn.answer.token_ids)
     body: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Plays episodes: the sampler says the policy's turns, environments in other processes answer them.
+"""Run episodes: the sampler generates the policy's turns, environments in other processes answer them.
 
 In **lockstep** the turns of all live episodes are sampled in one batch, then all environments step: the same requests make
 the same batches, so a restart gives the same bytes. In **continuous** mode a turn is sampled as soon as its environment
@@ -11,9 +11,16 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rlhf_core.agents.games import AnyGame, EpisodeFailed, Game, ProgramGame, Rules, prompt_columns
+from rlhf_core.agents.drivers import (
+    EnvironmentDriver,
+    EpisodeDriver,
+    EpisodeFailed,
+    ProgramDriver,
+    Rules,
+    prompt_columns,
+)
 from rlhf_core.agents.process import Environments, Event
-from rlhf_core.agents.transcript import Played
+from rlhf_core.agents.transcript import EpisodeResult
 from rlhf_core.config.agents import EpisodeLimits
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.data.chat import ChatTemplate
@@ -21,12 +28,12 @@ from rlhf_core.interfaces import Sampler
 from rlhf_core.types import Completion, Prompt, SamplingRequest, plain_text
 
 LOOK_EVERY_S = 0.2
-"""How often a wait looks for processes that hang."""
+"""Seconds between two checks for hung processes while waiting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """An episode to play: `prompt_ids` is the rendered prompt, `seed` decides all that is drawn in it."""
+    """An episode to run: `prompt_ids` is the rendered prompt, all its samples derive from `seed`."""
 
     prompt: Prompt
     prompt_ids: tuple[int, ...]
@@ -40,170 +47,171 @@ def play(
     environments: Environments,
     config: EpisodeLimits,
     sampling: SamplingConfig,
-) -> list[Played]:
-    """Return the episodes as they were played, in order; one that failed says so in `completion.failure`."""
-    table = _Table(environments, Rules(chat, config, sampling))
-    seats = [table.seat(episode) for episode in episodes]
+) -> list[EpisodeResult]:
+    """Return the results of the episodes, in order; of one that failed, `completion.failure` is the reason."""
+    pool = _EpisodePool(environments, Rules(chat, config, sampling))
+    slots = [pool.add(episode) for episode in episodes]
     if config.scheduling == "lockstep":
-        _in_lockstep(sampler, table, sampling)
+        _in_lockstep(sampler, pool, sampling)
     else:
-        _continuously(sampler, table, sampling)
-    return [seat.played for seat in seats if seat.played is not None]
+        _continuously(sampler, pool, sampling)
+    return [slot.result for slot in slots if slot.result is not None]
 
 
-def _in_lockstep(sampler: Sampler, table: _Table, sampling: SamplingConfig) -> None:
-    while table.live:
-        while table.waiting_for_environments():
-            table.listen(LOOK_EVERY_S)
-        asking = table.asking()
-        requests = [seat.taken_request() for seat in asking]
+def _in_lockstep(sampler: Sampler, pool: _EpisodePool, sampling: SamplingConfig) -> None:
+    while pool.live:
+        while pool.waiting_for_environments():
+            pool.receive(LOOK_EVERY_S)
+        requesting = pool.requesting()
+        requests = [slot.take_request() for slot in requesting]
         if requests:
-            for seat, completion in zip(asking, sampler.generate(requests, sampling), strict=True):
-                table.say(seat, completion)
+            for slot, completion in zip(requesting, sampler.generate(requests, sampling), strict=True):
+                pool.deliver(slot, completion)
 
 
-def _continuously(sampler: Sampler, table: _Table, sampling: SamplingConfig) -> None:
+def _continuously(sampler: Sampler, pool: _EpisodePool, sampling: SamplingConfig) -> None:
     numbers = itertools.count()
-    sampled: dict[int, tuple[_Seat, AnyGame]] = {}
-    while table.live:
+    sampled: dict[int, tuple[_Slot, EpisodeDriver]] = {}
+    while pool.live:
         new = []
-        for seat in table.asking():
-            sampled[number := next(numbers)] = (seat, seat.game)
-            new.append((number, seat.taken_request()))
+        for slot in pool.requesting():
+            sampled[number := next(numbers)] = (slot, slot.driver)
+            new.append((number, slot.take_request()))
         if sampled:
             for number, completion in sampler.advance(new, sampling):
-                seat, game = sampled.pop(number)
-                if seat.game is game and seat.played is None:  # else it was begun anew, or has failed, in the meantime
-                    table.say(seat, completion)
+                slot, driver = sampled.pop(number)
+                # Otherwise the episode was restarted, or has failed, in the meantime.
+                if slot.driver is driver and slot.result is None:
+                    pool.deliver(slot, completion)
         else:
-            table.listen(LOOK_EVERY_S)
-        while table.listen(0.0):
+            pool.receive(LOOK_EVERY_S)
+        while pool.receive(0.0):
             continue
 
 
 @dataclass
-class _Seat:
-    """An episode with its current attempt."""
+class _Slot:
+    """A place for one episode: its current attempt, then its result."""
 
     episode: Episode
-    game: AnyGame
+    driver: EpisodeDriver
     ticket: int
     request: SamplingRequest | None = None
     sampling: bool = False
     failures: int = 0
     seconds: float = 0.0
-    """What the environment took in this attempt."""
-    played: Played | None = field(default=None)
+    """Seconds that the environment took in this attempt."""
+    result: EpisodeResult | None = field(default=None)
 
-    def taken_request(self) -> SamplingRequest:
+    def take_request(self) -> SamplingRequest:
         """Return the request, which is being sampled from now on."""
         assert self.request is not None
         request, self.request, self.sampling = self.request, None, True
         return request
 
 
-class _Table:
-    """All episodes of a call, and their environments."""
+class _EpisodePool:
+    """All running episodes of a call to `play`, and their environments."""
 
     def __init__(self, environments: Environments, rules: Rules) -> None:
         self._environments = environments
         self._rules = rules
         self._config = rules.limits
-        self._by_ticket: dict[int, _Seat] = {}
+        self._by_ticket: dict[int, _Slot] = {}
 
     @property
     def live(self) -> bool:
-        """Whether any episode goes on."""
+        """Return whether any episode is still running."""
         return bool(self._by_ticket)
 
-    def seat(self, episode: Episode) -> _Seat:
-        """Begin an episode."""
-        seat = _Seat(episode, self._new_game(episode), -1)
-        self._begin(seat)
-        return seat
+    def add(self, episode: Episode) -> _Slot:
+        """Start an episode."""
+        slot = _Slot(episode, self._new_driver(episode), -1)
+        self._begin(slot)
+        return slot
 
-    def asking(self) -> list[_Seat]:
+    def requesting(self) -> list[_Slot]:
         """Return the episodes that wait for a turn of the policy, in order of their tickets."""
-        return [seat for _, seat in sorted(self._by_ticket.items()) if seat.request is not None]
+        return [slot for _, slot in sorted(self._by_ticket.items()) if slot.request is not None]
 
     def waiting_for_environments(self) -> bool:
-        """Whether an environment has yet to answer."""
-        return any(seat.request is None and not seat.sampling for seat in self._by_ticket.values())
+        """Return whether any environment has not answered yet."""
+        return any(slot.request is None and not slot.sampling for slot in self._by_ticket.values())
 
-    def listen(self, timeout_s: float) -> bool:
-        """Take what environments said, waiting for up to `timeout_s`; say whether there was anything."""
+    def receive(self, timeout_s: float) -> bool:
+        """Handle the events of environments, waiting up to `timeout_s` for one; return whether there was any."""
         events = self._environments.events(timeout_s=timeout_s)
         for event in events:
-            seat = self._by_ticket.get(event.ticket)
-            if seat is not None:
-                self._take(seat, event)
+            slot = self._by_ticket.get(event.ticket)
+            if slot is not None:
+                self._take(slot, event)
         return bool(events)
 
-    def say(self, seat: _Seat, completion: Completion) -> None:
-        """Tell an environment what the policy said."""
-        seat.sampling = False
-        self._tell(seat, *seat.game.said(completion))
+    def deliver(self, slot: _Slot, completion: Completion) -> None:
+        """Send a completion to the environment of its episode."""
+        slot.sampling = False
+        self._call(slot, *slot.driver.on_completion(completion))
 
-    def _take(self, seat: _Seat, event: Event) -> None:
-        seat.seconds += event.seconds
+    def _take(self, slot: _Slot, event: Event) -> None:
+        slot.seconds += event.seconds
         if event.kind == "lost" and not event.blamed:
-            self._again(seat)
+            self._restart(slot)
             return
         problem = _problem(event, self._config)
         try:
             if problem:
                 raise EpisodeFailed(problem)
-            answer = seat.game.heard(event.kind, event.value)
+            answer = slot.driver.on_observation(event.kind, event.value)
         except EpisodeFailed as failure:
-            self._failed(seat, str(failure), lost=event.kind == "lost")
+            self._failed(slot, str(failure), lost=event.kind == "lost")
             return
         if isinstance(answer, SamplingRequest):
-            seat.request = answer
+            slot.request = answer
         elif answer is not None:
-            self._tell(seat, *answer)
+            self._call(slot, *answer)
         else:
-            self._leave(seat)
-            seat.played = seat.game.played()
+            self._leave(slot)
+            slot.result = slot.driver.result()
 
-    def _tell(self, seat: _Seat, verb: str, arguments: tuple[object, ...]) -> None:
-        left = self._config.episode_timeout_s - seat.seconds
+    def _call(self, slot: _Slot, verb: str, arguments: tuple[object, ...]) -> None:
+        left = self._config.episode_timeout_s - slot.seconds
         timeout_s = max(min(self._config.step_timeout_s, left), 0.0)
-        self._environments.tell(seat.ticket, verb, *arguments, timeout_s=timeout_s)
+        self._environments.tell(slot.ticket, verb, *arguments, timeout_s=timeout_s)
 
-    def _failed(self, seat: _Seat, reason: str, *, lost: bool) -> None:
-        seat.failures += 1
+    def _failed(self, slot: _Slot, reason: str, *, lost: bool) -> None:
+        slot.failures += 1
         if not lost:
-            self._environments.end(seat.ticket)
-        if seat.failures <= self._config.retries:
-            self._again(seat)
+            self._environments.end(slot.ticket)
+        if slot.failures <= self._config.retries:
+            self._restart(slot)
             return
-        del self._by_ticket[seat.ticket]
-        failure = plain_text(f"the environment failed {seat.failures} times: {reason}")
-        seat.played = seat.game.played(failure)
+        del self._by_ticket[slot.ticket]
+        failure = plain_text(f"the environment failed {slot.failures} times: {reason}")
+        slot.result = slot.driver.result(failure)
 
-    def _again(self, seat: _Seat) -> None:
-        """Play the episode anew, with the same seeds."""
-        del self._by_ticket[seat.ticket]
-        seat.game = self._new_game(seat.episode)
-        seat.request, seat.sampling, seat.seconds = None, False, 0.0
-        self._begin(seat)
+    def _restart(self, slot: _Slot) -> None:
+        """Restart the episode with the same seeds."""
+        del self._by_ticket[slot.ticket]
+        slot.driver = self._new_driver(slot.episode)
+        slot.request, slot.sampling, slot.seconds = None, False, 0.0
+        self._begin(slot)
 
-    def _begin(self, seat: _Seat) -> None:
-        prompt = seat.episode.prompt
+    def _begin(self, slot: _Slot) -> None:
+        prompt = slot.episode.prompt
         text = self._rules.chat.prompt_text(prompt.messages)
         columns = {**prompt_columns(prompt, text), "sampling": self._rules.sampling.model_dump()}
         timeout_s = min(self._config.step_timeout_s, self._config.episode_timeout_s)
-        seat.ticket = self._environments.begin(columns, seat.episode.seed, timeout_s=timeout_s)
-        self._by_ticket[seat.ticket] = seat
+        slot.ticket = self._environments.begin(columns, slot.episode.seed, timeout_s=timeout_s)
+        self._by_ticket[slot.ticket] = slot
 
-    def _leave(self, seat: _Seat) -> None:
-        del self._by_ticket[seat.ticket]
-        self._environments.end(seat.ticket)
+    def _leave(self, slot: _Slot) -> None:
+        del self._by_ticket[slot.ticket]
+        self._environments.end(slot.ticket)
 
-    def _new_game(self, episode: Episode) -> AnyGame:
+    def _new_driver(self, episode: Episode) -> EpisodeDriver:
         if self._environments.programs:
-            return ProgramGame(episode.prompt_ids, episode.seed, self._rules)
-        return Game(episode.prompt, episode.prompt_ids, episode.seed, self._rules)
+            return ProgramDriver(episode.prompt_ids, episode.seed, self._rules)
+        return EnvironmentDriver(episode.prompt, episode.prompt_ids, episode.seed, self._rules)
 
 
 def _problem(event: Event, config: EpisodeLimits) -> str:

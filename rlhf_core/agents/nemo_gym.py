@@ -1,4 +1,4 @@
-"""Environments behind a NeMo Gym resources server, by its wire: we are the agent, the server has the tools and verifies.
+"""Use a NeMo Gym resources server by its protocol: we are the agent, the server has the tools and the verifier.
 
 An episode is `POST /seed_session` (its cookie names the session), `POST /<tool>` for each call that the policy makes, and
 `POST /verify` with the whole conversation in the form of OpenAI's Responses. Each of the policy's items carries its tokens and
@@ -14,11 +14,11 @@ from typing import Any
 import httpx
 from pydantic import BaseModel
 
-from rlhf_core.agents.captured import Captured, Said, ToolUse, Turn
+from rlhf_core.agents.conversation import ChatMessage, Conversation, PolicyTurn, ToolUse
+from rlhf_core.agents.drivers import EpisodeFailed, label_columns
 from rlhf_core.agents.endpoint import MODEL
-from rlhf_core.agents.games import EpisodeFailed, label_columns
 from rlhf_core.agents.openenv import PROBE_TIMEOUT_S, asked, authorization
-from rlhf_core.agents.programs import Engine, EpisodeCut, Program, ProgramResult
+from rlhf_core.agents.programs import EpisodeCut, Program, ProgramEngine, ProgramResult
 from rlhf_core.config.agents import NemoGymAgent
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import ConfigError, explain, nearest
@@ -48,16 +48,16 @@ def open_resources(config: NemoGymAgent, *, tokenizer: str) -> Program:
         raise ConfigError(explain("agent.url", config.url, f"it has no {lacking[0]}", "name a resources server"))
     template = ChatTemplate.load(Path(tokenizer))
 
-    async def program(prompt: Mapping[str, Any], seed: int, engine: Engine) -> ProgramResult:
+    async def program(prompt: Mapping[str, Any], seed: int, engine: ProgramEngine) -> ProgramResult:
         task = task_of(prompt, label_field=config.label_field)
         async with httpx.AsyncClient(base_url=config.url, headers=authorization(config), timeout=None) as client:
-            return await play(client, task, Captured(template, engine))
+            return await play(client, task, Conversation(template, engine))
 
     return program
 
 
-async def play(client: httpx.AsyncClient, task: Mapping[str, Any], captured: Captured) -> ProgramResult:
-    """Play a task; `client` keeps the session's cookie."""
+async def play(client: httpx.AsyncClient, task: Mapping[str, Any], conversation: Conversation) -> ProgramResult:
+    """Run a task; `client` keeps the session's cookie."""
     params = task["responses_create_params"]
     messages: list[dict[str, Any]] = [dict(message) for message in params["input"]]
     tools = [chat_tool(tool) for tool in params.get("tools", ())]
@@ -65,13 +65,13 @@ async def play(client: httpx.AsyncClient, task: Mapping[str, Any], captured: Cap
     await posted(client, "/seed_session", task)
     try:
         while True:
-            turn = await captured.chat(messages, tools=tools)
-            calls = items_of(turn, len(captured.turns))
+            turn = await conversation.chat(messages, tools=tools)
+            calls = items_of(turn, len(conversation.turns))
             items += calls
-            if not turn.said.calls:
+            if not turn.message.calls:
                 break
-            results = [await tool_result(client, call, tools) for call in turn.said.calls]
-            messages.append(as_message(turn.said))
+            results = [await tool_result(client, call, tools) for call in turn.message.calls]
+            messages.append(as_message(turn.message))
             messages += [{"role": "tool", "content": result} for result in results]
             items += [
                 {"type": "function_call_output", "call_id": call["call_id"], "output": result}
@@ -80,12 +80,12 @@ async def play(client: httpx.AsyncClient, task: Mapping[str, Any], captured: Cap
                 )
             ]
     except EpisodeCut:
-        captured.cut = True  # the server judges what there is
+        conversation.cut = True  # the server judges what there is
     answer = await posted(client, "/verify", {**task, "response": response_of(params, items)})
     verified = Verified.model_validate(answer)
     if verified.mask_sample:
         raise EpisodeFailed(f"the server masks it: {verified.failure_kind}, {verified.failure_reason}")
-    return ProgramResult((verified.reward,), verified.reward_components, truncated=captured.cut)
+    return ProgramResult((verified.reward,), verified.reward_components, truncated=conversation.cut)
 
 
 def task_of(prompt: Mapping[str, Any], *, label_field: str) -> dict[str, Any]:
@@ -111,10 +111,10 @@ def chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def as_message(said: Said) -> dict[str, Any]:
+def as_message(message: ChatMessage) -> dict[str, Any]:
     """Return a turn of the policy as the message that repeats it."""
-    calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in said.calls]
-    return {"role": "assistant", "content": said.content, "tool_calls": calls}
+    calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in message.calls]
+    return {"role": "assistant", "content": message.content, "tool_calls": calls}
 
 
 async def tool_result(client: httpx.AsyncClient, call: ToolUse, tools: Sequence[Mapping[str, Any]]) -> str:
@@ -141,15 +141,15 @@ def checked(response: httpx.Response) -> httpx.Response:
     return response
 
 
-def items_of(turn: Turn, number: int) -> list[dict[str, Any]]:
+def items_of(turn: PolicyTurn, number: int) -> list[dict[str, Any]]:
     """Return a turn as output items; the first of them carries the tokens of the whole turn."""
     items: list[dict[str, Any]] = []
-    if turn.said.content or not turn.said.calls:
-        content = [{"type": "output_text", "text": turn.said.content, "annotations": []}]
+    if turn.message.content or not turn.message.calls:
+        content = [{"type": "output_text", "text": turn.message.content, "annotations": []}]
         items.append(
             {"id": f"msg_{number}", "type": "message", "role": "assistant", "status": "completed", "content": content}
         )
-    for index, call in enumerate(turn.said.calls):
+    for index, call in enumerate(turn.message.calls):
         name = f"call_{number}_{index}"
         items.append(
             {

@@ -1,7 +1,7 @@
-"""Environments behind an OpenEnv server, by its wire: an episode is a session on `/ws`, the rest is asked over HTTP.
+"""Use environments of an OpenEnv server by its protocol: an episode is a session on `/ws`, the rest is HTTP.
 
 The policy's turn becomes a field of an action, and a field of the observation becomes the next user turn; which fields, the
-server's own schemas say. An action that the server finds invalid is the policy's doing: it is told, and the episode goes on.
+server's own schemas say. An action that the server rejects is reported to the policy, and the episode continues.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pydantic import BaseModel, ValidationError
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
+from rlhf_core.agents.drivers import EpisodeFailed, label_columns
 from rlhf_core.agents.environment import StepResult
-from rlhf_core.agents.games import EpisodeFailed, label_columns
 from rlhf_core.config.agents import OpenEnvAgent, ServedAgent
-from rlhf_core.config.secrets import bearer
 from rlhf_core.errors import ConfigError, explain, nearest
+from rlhf_core.schema.secrets import bearer
 
 PROBE_TIMEOUT_S = 20.0
 MESSAGE_BYTES = 2**26
@@ -33,7 +33,7 @@ WHOLE = "json"
 """As the name of an action's field: the turn is the JSON of the whole action."""
 
 
-class Reply(BaseModel):
+class ServerMessage(BaseModel):
     """A message of the server."""
 
     type: str
@@ -115,17 +115,17 @@ class OpenEnvEpisode:
         assert self._socket is not None
         try:
             await self._socket.send(json.dumps({"type": kind, "data": data}))
-            reply = Reply.model_validate_json(await self._socket.recv())
-            if reply.type == "observation":
-                return Observed.model_validate(reply.data)
+            received = ServerMessage.model_validate_json(await self._socket.recv())
+            if received.type == "observation":
+                return Observed.model_validate(received.data)
         except ConnectionClosed as error:
             raise EpisodeFailed(f"the server closed the connection at the {kind}: {error}") from error
         except ValidationError as error:  # a ValueError, and for one of those a step would blame the policy's turn
             raise EpisodeFailed(f"the server answered {kind} with what its protocol does not know: {error}") from error
-        code, message = reply.data.get("code", "none"), reply.data.get("message", reply.data)
+        code, message = received.data.get("code", "none"), received.data.get("message", received.data)
         if code == "VALIDATION_ERROR" and kind == "step":
             raise InvalidAction(
-                f"{message} {json.dumps(reply.data['errors'])}" if "errors" in reply.data else str(message)
+                f"{message} {json.dumps(received.data['errors'])}" if "errors" in received.data else str(message)
             )
         if code == "CAPACITY_REACHED":
             message = f"{message}; let it serve as many sessions as episodes are played at a time (max_concurrent_envs)"
@@ -137,7 +137,7 @@ class InvalidAction(Exception):
 
 
 def open_server(config: OpenEnvAgent) -> Callable[[], OpenEnvEpisode]:
-    """Probe the server; return what makes an episode. ConfigError if it does not speak the protocol or is of another version."""
+    """Probe the server; return a factory of episodes. ConfigError if it does not speak the protocol or is of another version."""
     with httpx.Client(base_url=config.url, headers=authorization(config), timeout=PROBE_TIMEOUT_S) as client:
         health = asked(client, "/health")
         if health.get("status") != "healthy":

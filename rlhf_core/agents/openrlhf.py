@@ -1,4 +1,4 @@
-"""Runs OpenRLHF agent files (`--train.agent_func_path`) unchanged.
+"""Run OpenRLHF agent files (`--train.agent_func_path`) unchanged.
 
 Such a file defines `AgentExecutor`, on top of the base classes of `openrlhf.utils.agent`, or (0.8.0 to 0.8.6) a function
 `step`. Where OpenRLHF is not installed a module of that name with these classes is put in its place, which does for the
@@ -22,8 +22,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
-from rlhf_core.agents.games import rewarded
-from rlhf_core.agents.programs import Engine, EpisodeCut, Program, ProgramResult
+from rlhf_core.agents.drivers import rewarded
+from rlhf_core.agents.programs import EpisodeCut, Program, ProgramEngine, ProgramResult
 from rlhf_core.config.agents import OpenRLHFAgent
 from rlhf_core.data.pieces import encode, following
 from rlhf_core.errors import ConfigError, explain
@@ -85,7 +85,7 @@ class AgentExecutorBase:
         return [output async for output in self.llm_engine.generate(request, sampling_params, "episode")][-1]
 
     async def execute(self, prompt: str, label: str, sampling_params: Any) -> Any:
-        """Play an instance of the constructor's class and put the episode on the queue."""
+        """Run an instance of the constructor's class and put the episode on the queue."""
         if self.agent_instance_cls is None:
             raise NotImplementedError(f"{type(self).__name__} defines no execute and has no AgentInstanceBase to play")
         episode = await play_instance(
@@ -211,7 +211,7 @@ class StepFunction(AgentInstanceBase):
     """The function `step` of a file (OpenRLHF 0.8.0 to 0.8.6) as an environment.
 
     It is given the whole text so far and returns the next: as `(reward, state, done, extra)` up to 0.8.2, then in a
-    dictionary under `next_state` (0.8.3) or `next_observation`. OpenRLHF runs the file anew for each episode, and so does
+    dictionary under `next_state` (0.8.3) or `next_observation`. OpenRLHF runs the file again for each episode, and so does
     this: the file's globals are the state of one episode.
     """
 
@@ -230,7 +230,7 @@ class StepFunction(AgentInstanceBase):
             result = {"rewards": reward, "next_observation": said, "done": done}
         said = result["next_observation" if "next_observation" in result else "next_state"]
         if not said.startswith(observation + action):
-            # There its tokens would be made anew of the changed text, and trained as if the policy had sampled them.
+            # OpenRLHF would tokenize the changed text and train on it as if the policy had sampled it.
             raise ValueError("step: the next observation must begin with observation + action, as they were given")
         return {**result, "environment_feedback": said[len(observation + action) :]}
 
@@ -279,7 +279,7 @@ class RequestOutput:
 class LLMEngine:
     """What an executor samples with, in place of OpenRLHF's vLLM engine."""
 
-    def __init__(self, engine: Engine, tokenizer: Any, allowed: SamplingParams) -> None:
+    def __init__(self, engine: ProgramEngine, tokenizer: Any, allowed: SamplingParams) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._allowed = allowed
@@ -310,14 +310,14 @@ class LLMEngine:
 
 
 @dataclass
-class Seat:
+class EpisodeSlot:
     """What an executor of the constructor with five arguments reaches of the episode that it plays."""
 
     engine: LLMEngine
     episode: Mapping[str, Any] | None = None
 
 
-SEAT: ContextVar[Seat] = ContextVar("SEAT")
+EPISODE_SLOT: ContextVar[EpisodeSlot] = ContextVar("EPISODE_SLOT")
 
 
 class SharedEngine:
@@ -333,7 +333,7 @@ class SharedEngine:
         if isinstance(prompt, Mapping):
             prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
         ids = list(encode(self._tokenizer, prompt)) if isinstance(prompt, str) else prompt
-        yield await _seat("llm_engine").engine.generate(ids, sampling_params)
+        yield await _slot("llm_engine").engine.generate(ids, sampling_params)
 
 
 class SharedQueue:
@@ -345,7 +345,7 @@ class SharedQueue:
 
     def put_nowait(self, episode: Mapping[str, Any]) -> None:
         """Take the result of the episode that is being played."""
-        _seat("result_queue").episode = episode
+        _slot("result_queue").episode = episode
 
 
 Play: TypeAlias = Callable[[str, str, SamplingParams, LLMEngine], Coroutine[Any, Any, Mapping[str, Any]]]
@@ -373,7 +373,7 @@ def open_executor(config: OpenRLHFAgent, *, tokenizer: str) -> Program:
         rule = "defines neither a class AgentExecutor nor a function `async def step(observation, action, label, **kwargs)`"
         raise ConfigError(explain("agent.file", config.file, rule, "name the file of --agent_func_path"))
 
-    async def program(prompt: Mapping[str, Any], seed: int, engine: Engine) -> ProgramResult:
+    async def program(prompt: Mapping[str, Any], seed: int, engine: ProgramEngine) -> ProgramResult:
         sampling = prompt["sampling"]
         llm_engine = LLMEngine(engine, loaded, SamplingParams(**sampling))
         result = await play(prompt["text"], prompt["label"], SamplingParams(**sampling), llm_engine)
@@ -383,7 +383,7 @@ def open_executor(config: OpenRLHFAgent, *, tokenizer: str) -> Program:
 
 
 def _executor_play(config: OpenRLHFAgent, kind: type[AgentExecutorBase], tokenizer: Any) -> Play:
-    """Construct the executor and return how it plays an episode, with the arguments of its version."""
+    """Return the function that runs an episode of the executor, with the arguments of its version."""
     early = _is_early(kind)
     given = (config.max_turns, config.max_episode_tokens, SharedEngine(tokenizer), tokenizer, SharedQueue())
     try:
@@ -396,12 +396,12 @@ def _executor_play(config: OpenRLHFAgent, kind: type[AgentExecutorBase], tokeniz
         async def play_early(
             prompt: str, label: str, params: SamplingParams, llm_engine: LLMEngine
         ) -> Mapping[str, Any]:
-            seat = Seat(llm_engine)
-            SEAT.set(seat)  # of this episode's task and those that it starts
+            slot = EpisodeSlot(llm_engine)
+            EPISODE_SLOT.set(slot)  # of this episode's task and those that it starts
             await executor.execute(prompt, label, params)
-            if seat.episode is None:
+            if slot.episode is None:
                 raise RuntimeError("execute ended and put no episode on result_queue")
-            return seat.episode
+            return slot.episode
 
         return play_early
     images = {"images": None} if "images" in inspect.signature(executor.execute).parameters else {}
@@ -459,9 +459,9 @@ def _binds(kind: Any, **arguments: Any) -> bool:
     return True
 
 
-def _seat(asked: str) -> Seat:
+def _slot(asked: str) -> EpisodeSlot:
     try:
-        return SEAT.get()
+        return EPISODE_SLOT.get()
     except LookupError:
         raise RuntimeError(f"{asked} was used outside of execute, where no episode is being played") from None
 
@@ -489,7 +489,7 @@ def as_result(result: Mapping[str, Any]) -> ProgramResult:
 
 
 def is_number(value: Any) -> bool:
-    """Say whether `value` is one number, also as a tensor of one element."""
+    """Return whether `value` is one number, also as a tensor of one element."""
     return isinstance(value, (int, float)) or (hasattr(value, "numel") and value.numel() == 1)
 
 

@@ -1,4 +1,4 @@
-"""The processes that environments live in: calls go out, replies come back, and what hangs or crashes is replaced."""
+"""Run environments in child processes: send calls, receive replies, replace processes that hang or crash."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import IO, Any, Self
 
-from rlhf_core.agents.ownership import NOBODY
-from rlhf_core.agents.worker import Call, Reply
+from rlhf_core.agents.episode_rng import NOBODY
+from rlhf_core.agents.worker import Call, SessionEvent
 from rlhf_core.config.agents import AgentConfig
 from rlhf_core.errors import AgentError, ConfigError, explain
 from rlhf_core.processes.child import kill_group
@@ -36,7 +36,7 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What became of an episode: a reply, or `lost` with its process; `blamed` says whether it is why."""
+    """An event of an episode: a reply, or `lost` with its process; `blamed` if the episode is the reason."""
 
     ticket: int
     kind: str
@@ -49,7 +49,7 @@ class Environments:
     """Environments in `config.processes` processes, each episode known by a ticket.
 
     ConfigError if the user's code cannot be loaded, or has changed: `functions` and `files` are the digests by which the
-    key of the stage was made. `tokenizer` is the folder of a tokenizer, read only by agents that tokenise.
+    key of the stage was made. `tokenizer` is the folder of a tokenizer, read only by agents that tokenize.
 
     >>> with Environments(config, tokenizer="policy") as environments:            # doctest: +SKIP
     ...     ticket = environments.begin(prompt, seed=7)
@@ -125,7 +125,7 @@ class Environments:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _received(self, child: _Child, message: Reply | None) -> list[Event]:
+    def _received(self, child: _Child, message: SessionEvent | None) -> list[Event]:
         if message is None:
             return self._lost(child) if child in self._children else []
         child.replied(message.ticket)
@@ -138,12 +138,12 @@ class Environments:
         status = child.close()
         reason = child.verdict or f"its process ended with status {status}"
         lost = [ticket for ticket, home in self._homes.items() if home is child]
-        guilty = set(child.owed) if running == NOBODY else {running}  # who runs may be over, and hang as it is closed
+        blamed = set(child.owed) if running == NOBODY else {running}  # a finished episode can hang while it closes
         self._children[self._children.index(child)] = fresh = _Child(self._given, self._inbox)
         fresh.ready()
         for ticket in lost:
             del self._homes[ticket]
-        return [Event(ticket, "lost", reason, blamed=ticket in guilty) for ticket in lost]
+        return [Event(ticket, "lost", reason, blamed=ticket in blamed) for ticket in lost]
 
     def _kill_the_hung(self) -> None:
         patience = self.config.step_timeout_s + GRACE_S
@@ -163,7 +163,7 @@ class _Child:
     ) -> None:
         self.owed: dict[int, None] = {}
         self.verdict = ""
-        self._heard = time.monotonic()
+        self._last_reply = time.monotonic()
         self._inbox = inbox
         self._beacon = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
         self._beacon.write(struct.pack("q", NOBODY))
@@ -203,17 +203,17 @@ class _Child:
     def send(self, call: Call) -> None:
         if call.verb != "end":
             if not self.owed:
-                self._heard = time.monotonic()
+                self._last_reply = time.monotonic()
             self.owed[call.ticket] = None
         self._outbox.put(call)
 
     def replied(self, ticket: int) -> None:
-        self._heard = time.monotonic()
+        self._last_reply = time.monotonic()
         self.owed.pop(ticket, None)
 
     def silent_s(self) -> float:
         """Return for how long it has owed a reply without giving any."""
-        return time.monotonic() - self._heard if self.owed else 0.0
+        return time.monotonic() - self._last_reply if self.owed else 0.0
 
     def running(self) -> int:
         """Return the ticket of the episode whose code ran last, NOBODY if none was running."""

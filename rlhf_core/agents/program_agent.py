@@ -1,7 +1,7 @@
-"""Agent programs as they are: a command per episode that talks to the policy as if it were OpenAI's server.
+"""Run a command per episode, which calls the policy as it would call OpenAI's server.
 
 The command gets `OPENAI_BASE_URL` and `OPENAI_API_KEY`, and the prompt as a line of JSON on its standard input. Its exit
-status says whether the episode could be played; its last line of output may say what was earned.
+status says whether the episode succeeded; its last line of output may hold the reward.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.agents.drivers import EpisodeFailed, rewarded
 from rlhf_core.agents.endpoint import MODEL, Endpoint
-from rlhf_core.agents.games import EpisodeFailed, rewarded
-from rlhf_core.agents.programs import Engine, Program, ProgramResult
+from rlhf_core.agents.programs import Program, ProgramEngine, ProgramResult
 from rlhf_core.config.agents import ProgramAgent
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import explain
@@ -31,7 +31,7 @@ def open_program(config: ProgramAgent, *, tokenizer: str) -> Program:
     """Return the command as a program; all its episodes share one endpoint."""
     endpoint = Endpoint(ChatTemplate.load(Path(tokenizer)), request_timeout_s=config.request_timeout_s)
 
-    async def program(prompt: Mapping[str, Any], seed: int, engine: Engine) -> ProgramResult:
+    async def program(prompt: Mapping[str, Any], seed: int, engine: ProgramEngine) -> ProgramResult:
         async with endpoint.session(engine) as session:
             environment = dict(config.variables) | {
                 "OPENAI_BASE_URL": session.base_url,
@@ -41,8 +41,8 @@ def open_program(config: ProgramAgent, *, tokenizer: str) -> Program:
             }
             told = {name: value for name, value in prompt.items() if config.give_label or name in TOLD}
             status, output, errors = await run(config.command, environment, json.dumps(told | {"seed": seed}))
-            cut = session.captured.cut
-            # One that does not survive the end of its tokens was cut, which is enough where nothing is asked of it.
+            cut = session.conversation.cut
+            # A program that fails because no token is left was cut; without `needs_reward` that is a valid end.
             if status != 0 and (config.needs_reward or not cut):
                 raise EpisodeFailed(failure(config.command, status, errors))
             result = ProgramResult(**earned("" if status else output), truncated=cut)

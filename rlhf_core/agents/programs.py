@@ -1,4 +1,4 @@
-"""Agent programs: code that drives an episode itself and asks for turns, in the child process of `process`.
+"""Run agent programs: code that drives an episode itself and requests turns, in the child process of `process`.
 
 A program is `async (prompt, seed, engine) -> ProgramResult`. What it gets from `engine.generate` is sampled by the driver
 and kept there, so its tokens cannot be changed on the way: the result only says which turns count and what they earned.
@@ -11,10 +11,10 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from rlhf_core.agents.ownership import owned
+from rlhf_core.agents.episode_rng import with_episode_rng
 from rlhf_core.types import FinishReason
 
-Reply: TypeAlias = tuple[Literal["asks", "finished"], Any]
+ProgramEvent: TypeAlias = tuple[Literal["asks", "finished"], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """What an episode came to.
+    """The result of an episode.
 
     `rewards` are of the turns that count, in order; of fewer the last stands at the last turn. `token_ids` is the whole
     conversation with the prompt, and `actions` its sampled (start, end) ranges; without them all turns count, and each
@@ -58,8 +58,8 @@ class EpisodeCut(RuntimeError):
     """Raised by `generate` where the episode has no turn or no token left; a program may catch it and return its result."""
 
 
-class Engine:
-    """What a program samples with: one turn at a time.
+class ProgramEngine:
+    """The engine that a program samples from, one turn at a time.
 
     >>> answer = await engine.generate(prompt_ids, max_tokens=32)    # doctest: +SKIP
     """
@@ -98,7 +98,7 @@ class Engine:
             self._answer.set_result(answer)
 
 
-Program: TypeAlias = Callable[[Mapping[str, Any], int, Engine], Coroutine[Any, Any, ProgramResult]]
+Program: TypeAlias = Callable[[Mapping[str, Any], int, ProgramEngine], Coroutine[Any, Any, ProgramResult]]
 
 
 class ProgramSession:
@@ -106,15 +106,15 @@ class ProgramSession:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._engine = Engine()
+        self._engine = ProgramEngine()
         self._running: asyncio.Future[ProgramResult] | None = None
 
-    async def begin(self, prompt: Mapping[str, Any], seed: int) -> Reply:
+    async def begin(self, prompt: Mapping[str, Any], seed: int) -> ProgramEvent:
         """Start the program; return its first request, or its result."""
-        self._running = asyncio.ensure_future(owned(self._program(prompt, seed, self._engine)))
+        self._running = asyncio.ensure_future(with_episode_rng(self._program(prompt, seed, self._engine)))
         return await self._next()
 
-    async def answer(self, answer: Answer | str) -> Reply:
+    async def answer(self, answer: Answer | str) -> ProgramEvent:
         """Go on with the turn that was sampled, or with why there is none; return the next request, or the result."""
         self._engine.answer(answer)
         return await self._next()
@@ -124,7 +124,7 @@ class ProgramSession:
         if self._running is not None:
             self._running.cancel()
 
-    async def _next(self) -> Reply:
+    async def _next(self) -> ProgramEvent:
         assert self._running is not None
         asked = asyncio.ensure_future(self._engine.asked())
         try:

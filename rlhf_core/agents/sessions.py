@@ -1,4 +1,4 @@
-"""What the child process plays with: for each episode a session, opened from the configuration's `type`.
+"""Open a session for each episode of the child process, by the configuration's `type`.
 
 A session has `begin(prompt, seed)`, then `step(...)` (environments) or `answer(...)` (programs), and `close()`; each returns
 what happened as (kind, value). A further type of agent is a further case of `open_sessions`.
@@ -37,7 +37,7 @@ class Sessions:
 
     @property
     def programs(self) -> bool:
-        """Whether programs are played, and not environments."""
+        """Return whether the sessions run programs, and not environments."""
         return isinstance(self.open(), ProgramSession)
 
 
@@ -71,7 +71,7 @@ class EnvironmentSession:
 
 
 def open_sessions(config: AgentConfig, *, tokenizer: str) -> Sessions:
-    """Load the user's code; ConfigError if it cannot be. `tokenizer` is a folder, read only by agents that tokenise."""
+    """Load the user's code; ConfigError if it cannot be. `tokenizer` is a folder, read only by agents that tokenize."""
     match config:
         case EnvironmentAgent():
             make = load_callable("agent.environment", config.environment)

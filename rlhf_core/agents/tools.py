@@ -1,7 +1,7 @@
 """Tool calling: functions whose schemas the chat template shows, called where an answer holds `<tool_call>{json}</tool_call>`.
 
-The format is that of Hermes and Qwen templates: `{"name": ..., "arguments": {...}}`. What is wrong with a call is told to the
-policy as the tool's answer, so that it can mend it.
+The format is that of Hermes and Qwen templates: `{"name": ..., "arguments": {...}}`. A mistake in a call is
+reported to the policy as the tool's answer, so that it can correct it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tokens of an episode, exactly as they were sampled: nothing that the policy said is ever tokenised again."""
+"""Keep the tokens of an episode exactly as they were sampled: the policy's turns are never tokenized again."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rlhf_core.types import ActionSpan, Completion, FinishReason, SamplingReques
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
-    """An episode that is over. `prompt_ids` differ from the prompt's own where the environment added to it."""
+class EpisodeResult:
+    """A finished episode. `prompt_ids` differ from the prompt's own where the environment added to it."""
 
     prompt_ids: tuple[int, ...]
     completion: Completion
@@ -26,7 +26,7 @@ class Transcript:
     """
 
     def __init__(self, prompt_ids: tuple[int, ...], *, seed: int, limit: int) -> None:
-        """`limit` bounds the tokens of prompt, turns and text together."""
+        """Start with the prompt; `limit` bounds the tokens of prompt, turns and text together."""
         self.prompt_ids = prompt_ids
         self._seed = seed
         self._limit = limit
@@ -39,12 +39,12 @@ class Transcript:
 
     @property
     def room(self) -> int:
-        """Tokens that still fit."""
+        """Return how many tokens still fit."""
         return self._limit - len(self.prompt_ids) - len(self._token_ids)
 
     @property
     def turns(self) -> int:
-        """Turns that were sampled."""
+        """Return how many turns were sampled."""
         return len(self._spans)
 
     def request(self, max_tokens: int) -> SamplingRequest:
@@ -56,15 +56,15 @@ class Transcript:
             self.prompt_ids + tuple(self._token_ids), turn_seed(self._seed, self.turns), min(max_tokens, self.room)
         )
 
-    def add_action(self, said: Completion) -> None:
+    def add_action(self, turn: Completion) -> None:
         """Append a sampled turn as it is."""
         start = len(self._token_ids)
-        self._token_ids += said.token_ids
-        self._logprobs += said.logprobs
-        self._spans.append(ActionSpan(start, len(self._token_ids), said.policy_version))
+        self._token_ids += turn.token_ids
+        self._logprobs += turn.logprobs
+        self._spans.append(ActionSpan(start, len(self._token_ids), turn.policy_version))
 
     def add_text(self, token_ids: Sequence[int]) -> bool:
-        """Append the environment's tokens; say whether they fit and leave room for a token to sample."""
+        """Append the environment's tokens; return whether they fit and leave room for a token to sample."""
         if len(token_ids) >= self.room:
             return False
         self._token_ids += token_ids
@@ -81,9 +81,9 @@ class Transcript:
         """Keep figures to log."""
         self.extras |= {str(name): float(value) for name, value in extras.items()}
 
-    def played(
+    def result(
         self, decode: Callable[[Sequence[int]], str], *, finish_reason: FinishReason, failure: str = ""
-    ) -> Played:
+    ) -> EpisodeResult:
         """Return the episode up to its last sampled token."""
         end = self._spans[-1].end if self._spans else 0
         completion = Completion(
@@ -98,7 +98,7 @@ class Transcript:
             extras=dict(self.extras),
             score=self.score,
         )
-        return Played(self.prompt_ids, completion)
+        return EpisodeResult(self.prompt_ids, completion)
 
 
 def turn_seed(seed: int, turn: int) -> int:

@@ -1,6 +1,6 @@
-"""Environments of `verifiers`: they run in an interpreter of their own and take the policy from our endpoint.
+"""Use environments of `verifiers`, which run in another interpreter and call the policy at our endpoint.
 
-One process of `verifiers_runner` plays all episodes of a process of ours. It is started anew if it ends; the episodes that it
+One process of `verifiers_runner` plays all episodes of a process of ours. It is restarted if it ends; the episodes that it
 was playing have failed.
 """
 
@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.agents import verifiers_runner
+from rlhf_core.agents.drivers import EpisodeFailed, label_columns
 from rlhf_core.agents.endpoint import MODEL, Endpoint
-from rlhf_core.agents.games import EpisodeFailed, label_columns
-from rlhf_core.agents.programs import Engine, Program, ProgramResult
+from rlhf_core.agents.programs import Program, ProgramEngine, ProgramResult
 from rlhf_core.config.agents import VerifiersAgent
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import ConfigError, explain
@@ -63,7 +63,7 @@ class Runner:
             await self._started_again(self._loop)
         try:
             reply = await self._asked(self._loop, request)
-        except asyncio.CancelledError:  # it took too long: perhaps nothing goes on there at all
+        except asyncio.CancelledError:  # it took too long: the runner may hang
             if self._ping is None or self._ping.done():
                 # A context of its own, as for a restart: it is not part of the episode that happens to be the first.
                 self._ping = self._loop.create_task(self._kill_if_hung(self._loop), context=contextvars.Context())
@@ -108,7 +108,7 @@ class Runner:
                 with contextlib.suppress(RunnerEnded):
                     await self._asked(loop, {"ping": True})
         except TimeoutError:
-            LOG.warning("%s hangs without waiting: its interpreter is started anew", self._config.environment)
+            LOG.warning("%s hangs without waiting: its interpreter is restarted", self._config.environment)
             kill_group(process)
 
     def _start(self) -> subprocess.Popen[str]:
@@ -180,7 +180,7 @@ def open_verifiers(config: VerifiersAgent, *, tokenizer: str) -> Program:
     runner = Runner(config)
     endpoint = Endpoint(ChatTemplate.load(Path(tokenizer)), request_timeout_s=config.request_timeout_s)
 
-    async def program(prompt: Mapping[str, Any], seed: int, engine: Engine) -> ProgramResult:
+    async def program(prompt: Mapping[str, Any], seed: int, engine: ProgramEngine) -> ProgramResult:
         async with endpoint.session(engine) as session:
             request = {
                 "base_url": session.base_url,
@@ -195,10 +195,10 @@ def open_verifiers(config: VerifiersAgent, *, tokenizer: str) -> Program:
             except RunnerEnded:
                 raise
             except EpisodeFailed:
-                if session.captured.cut and not config.needs_reward:  # it has no answer to the end of its tokens
+                if session.conversation.cut and not config.needs_reward:  # it has no answer to the end of its tokens
                     return ProgramResult((), truncated=True)
                 raise
-            return result_of(said, cut=session.captured.cut)
+            return result_of(said, cut=session.conversation.cut)
 
     return program
 

@@ -1,4 +1,4 @@
-"""Plays environments of `verifiers` in the interpreter that has it: `python verifiers_runner.py`.
+"""Run environments of `verifiers` in the interpreter that has it: `python verifiers_runner.py`.
 
 The first line of standard input is JSON: `environment`, `arguments`, `folders`; it may hold secrets, and is no word of a command
 for that. Requests are lines of JSON after it, answers are lines on standard output; the first line says whether the environment could be loaded, and the version. Everything else that is printed
@@ -51,7 +51,7 @@ class Legacy:
         return contextlib.nullcontext()
 
     async def play(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Play a task; return what it earned."""
+        """Run a task; return its reward and metrics."""
         from verifiers.types import ClientConfig  # type: ignore[import-not-found]
 
         client = ClientConfig(
@@ -81,7 +81,7 @@ class Current:
         return self._environment.serving()
 
     async def play(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Play a task; return what it earned."""
+        """Run a task; return its reward and metrics."""
         from verifiers.v1.clients import ModelContext  # type: ignore[import-not-found]
         from verifiers.v1.configs.client import EvalClientConfig  # type: ignore[import-not-found]
         from verifiers.v1.types import SamplingConfig  # type: ignore[import-not-found]
@@ -108,7 +108,7 @@ def say(answers: TextIO, message: dict[str, Any]) -> None:
 
 
 async def serve(environment: Legacy | Current, requests: TextIO, answers: TextIO) -> None:
-    """Play what is asked for, side by side, until the input ends."""
+    """Run the requested tasks concurrently until the input ends."""
     loop = asyncio.get_running_loop()
     tasks: set[asyncio.Task[None]] = set()
 

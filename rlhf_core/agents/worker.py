@@ -1,6 +1,6 @@
-"""The child process of `rlhf_core.agents.process`: `python -m rlhf_core.agents.worker BEACON`.
+"""Run episodes in the child process of `rlhf_core.agents.process`: `python -m rlhf_core.agents.worker BEACON`.
 
-Plays many episodes on one event loop. Reads pickled calls from standard input and answers each with a pickled message;
+Many episodes share one event loop. Reads pickled calls from standard input and answers each with a pickled message;
 `BEACON` is the descriptor of a file that holds the ticket of the episode whose code is running.
 """
 
@@ -18,11 +18,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from rlhf_core.agents.ownership import OWNER, Owner, owned
+from rlhf_core.agents.episode_rng import EPISODE_RNG, EpisodeRng, with_episode_rng
 from rlhf_core.agents.sessions import Sessions, open_sessions
-from rlhf_core.config.secrets import with_secrets
 from rlhf_core.errors import ConfigError
 from rlhf_core.processes.child import start_guard, take_standard_streams
+from rlhf_core.schema.secrets import with_secrets
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.user_code.dependencies import check_functions
 
@@ -40,8 +40,8 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
-    """What a call came to: the session's own kinds, or `raised` (a traceback) or `late`."""
+class SessionEvent:
+    """The result of a call: one of the session's own kinds, or `raised` (with a traceback) or `late`."""
 
     ticket: int
     kind: str
@@ -71,7 +71,7 @@ class _Host:
         self._sessions = sessions
         self._answers = answers
         self._mark = mark
-        self._playing: dict[int, tuple[Any, Owner]] = {}
+        self._playing: dict[int, tuple[Any, EpisodeRng]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self, requests: BinaryIO) -> None:
@@ -91,21 +91,21 @@ class _Host:
         threading.Thread(target=read, daemon=True).start()
         while (call := await inbox.get()) is not None:
             if call.verb == "begin":
-                owner = Owner(call.ticket, call.arguments[1], self._mark)
-                self._playing[call.ticket] = (self._sessions.open(), owner)
+                rng = EpisodeRng(call.ticket, call.arguments[1], self._mark)
+                self._playing[call.ticket] = (self._sessions.open(), rng)
             task = asyncio.create_task(self._answer(call))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, call: Call) -> None:
         ending = call.verb == "end"
-        session, owner = self._playing.pop(call.ticket) if ending else self._playing[call.ticket]
-        OWNER.set(owner)
+        session, rng = self._playing.pop(call.ticket) if ending else self._playing[call.ticket]
+        EPISODE_RNG.set(rng)
         started = time.monotonic()
         try:
             async with asyncio.timeout(call.timeout_s) as deadline:
                 method = session.close if ending else getattr(session, call.verb)
-                result = await owned(method(*call.arguments))
+                result = await with_episode_rng(method(*call.arguments))
             kind, value = result if not ending else ("", None)
             if time.monotonic() - started > call.timeout_s:  # code that never awaits is not interrupted
                 kind, value = "late", ""
@@ -115,9 +115,9 @@ class _Host:
             shown = without_secrets(traceback.format_exc()).splitlines()[-TRACEBACK_LINES:]
             value = "" if late else "\n".join(shown)
             if ending:
-                traceback.print_exc()  # the episode is over: nobody waits for this
+                traceback.print_exc()  # the episode is over: no call waits for this
         if not ending:
-            _send(self._answers, Reply(call.ticket, kind, value, time.monotonic() - started))
+            _send(self._answers, SessionEvent(call.ticket, kind, value, time.monotonic() - started))
 
 
 def _send(answers: BinaryIO, message: Any) -> None:
@@ -128,4 +128,4 @@ def _send(answers: BinaryIO, message: Any) -> None:
 if __name__ == "__main__":
     from rlhf_core.agents import worker
 
-    worker.main(int(sys.argv[1]))  # not ours: the parent knows Call and Reply by that module's name
+    worker.main(int(sys.argv[1]))  # not ours: the parent knows Call and SessionEvent by that module's name

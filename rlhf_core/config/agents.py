@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_core.config.base import FAILURES, OPERATIONAL, Config
-from rlhf_core.config.secrets import HOLDS_SECRETS, refuse_plain_options
+from rlhf_core.schema.base import FAILURES, OPERATIONAL, Config
+from rlhf_core.schema.secrets import HOLDS_SECRETS, refuse_plain_options
 
 
 class EpisodeLimits(Config):
@@ -21,11 +21,12 @@ class EpisodeLimits(Config):
     max_episode_tokens: int = Field(2048, ge=2)
     """Tokens of the prompt, the turns and the environment's text together; `sampling.max_tokens` bounds one turn."""
     step_timeout_s: Annotated[float, Field(gt=0), FAILURES] = 60.0
-    """Deadline of the environment's part of one turn."""
+    """Deadline, in seconds, of the environment's part of one turn."""
     episode_timeout_s: Annotated[float, Field(gt=0), FAILURES] = 600.0
-    """Deadline of the environment's part of a whole episode; sampling does not count."""
+    """Deadline, in seconds, of the environment's part of a whole episode; sampling does not count."""
     retries: Annotated[int, Field(ge=0), FAILURES] = 1
-    """How often an episode is played anew whose environment failed. Then it is counted and left out, never scored 0."""
+    """How often an episode is repeated after its environment failed. Then it is counted and left out, never scored
+    0."""
     processes: Annotated[int, Field(ge=1), FAILURES] = 1
     """Processes that the environments live in, many in each; a step that does not `await` holds up the others in its own."""
     scheduling: Annotated[Literal["lockstep", "continuous"], OPERATIONAL] = "lockstep"
@@ -48,7 +49,7 @@ class RewardingAgent(EpisodeLimits):
     """What agents have in common that may end an episode without saying what it earned."""
 
     needs_reward: bool = True
-    """An episode that ends without any reward has failed; false where the rewards come from elsewhere."""
+    """Whether an episode that ends without any reward has failed; false where the rewards come from elsewhere."""
 
 
 class EnvironmentAgent(EpisodeLimits):
@@ -76,6 +77,7 @@ class OpenRLHFAgent(RewardingAgent):
 
     type: Literal["openrlhf"] = "openrlhf"
     file: str = Field(pattern=r"\.py$")
+    """Path of the OpenRLHF agent file."""
 
     def callables(self) -> tuple[str, ...]:
         """Return the class in the file, or the function where it defines that alone."""
@@ -91,7 +93,7 @@ class ToolsAgent(EpisodeLimits):
     """Functions as `package.module:function` or `path/to/file.py:function`, typed and with a docstring that describes
     each argument: their schema is made of it."""
     max_tool_calls: int = Field(8, ge=1)
-    """Calls in an episode; further ones are answered with an error."""
+    """Most tool calls in an episode; further ones are answered with an error."""
 
     @field_validator("tools")
     @classmethod
@@ -116,7 +118,7 @@ class ProgramAgent(RewardingAgent):
     give_label: bool = False
     """Tells the program the prompt's label, for programs that compute a reward themselves."""
     request_timeout_s: Annotated[float, Field(gt=0), FAILURES] = 600.0
-    """Deadline of one request of the program, sampling included."""
+    """Deadline, in seconds, of one request of the program, sampling included."""
 
     def read_files(self) -> tuple[str, ...]:
         """Return the scripts in `command`, the module that `-m` names if it is below this folder, and `files`."""
@@ -138,11 +140,11 @@ class ServedAgent(EpisodeLimits):
     """What environments behind a server have in common."""
 
     url: Annotated[str, Field(pattern=r"^https?://"), FAILURES, HOLDS_SECRETS]
-    """A secret in it is `${env:NAME}`."""
+    """Address of the server. A secret in it is `${env:NAME}`."""
     token_env: Annotated[str, FAILURES, HOLDS_SECRETS] = ""
     """Environment variable with a bearer token for the server."""
     version: str = ""
-    """Which version of the environment it is. It belongs to the key of a stage, which cannot see the server's code; where
+    """Version of the environment. It belongs to the key of a stage, which cannot see the server's code; where
     the server says one, it must be this."""
 
 
@@ -180,9 +182,9 @@ class VerifiersAgent(RewardingAgent):
     arguments: Annotated[dict[str, Any], HOLDS_SECRETS] = {}
     """Arguments of the environment; secrets as `"env:NAME"`."""
     version: str = ""
-    """Which version of `verifiers` must be installed there, or the beginning of it; it belongs to the key of a stage."""
+    """Version of `verifiers` that must be installed there, or the beginning of it; it belongs to the key of a stage."""
     environment_version: str = ""
-    """Which version of the environment it is. It belongs to the key of a stage, which cannot see what is installed there."""
+    """Version of the environment. It belongs to the key of a stage, which cannot see what is installed there."""
     folders: tuple[str, ...] = ()
     """Folders that its modules may be imported from; all their `*.py` belong to the key of a stage."""
     request_timeout_s: Annotated[float, Field(gt=0), FAILURES] = 600.0

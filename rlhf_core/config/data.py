@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_core.config.base import Config
+from rlhf_core.schema.base import Config
 
 # ---------------------------------------------------------------- synthetic worlds
 
@@ -16,21 +16,27 @@ class SupportWorld(Config):
 
     type: Literal["support"] = "support"
     demonstrations: int = Field(4000, ge=1)
+    """Number of demonstrations for training."""
     preferences: int = Field(3000, ge=1)
+    """Number of preference pairs for training."""
     prompts: int = Field(1000, ge=1)
+    """Number of prompts for sampling."""
     eval_demonstrations: int = Field(256, ge=1)
+    """Number of held-out demonstrations."""
     eval_preferences: int = Field(256, ge=1)
+    """Number of held-out preference pairs."""
     eval_prompts: int = Field(256, ge=1)
+    """Number of held-out prompts."""
     good_probability: float = Field(0.55, ge=0, le=1)
-    """How often a writer does each of the five things that a good reply does."""
+    """Probability that a writer does each of the five things that a good reply does."""
     bad_probability: float = Field(0.3, ge=0, le=1)
-    """How often a writer blames the customer, fills, repeats a sentence, or greets without a name."""
+    """Probability that a writer blames the customer, adds filler, repeats a sentence, or greets without a name."""
     slip_probability: float = Field(0.1, ge=0, le=1)
-    """How often a writer, instead of leaving a fact out, gets it wrong."""
+    """Probability that a writer, instead of leaving a fact out, gets it wrong."""
     annotator_temperature: float = Field(0.75, gt=0)
     """Bradley-Terry temperature of the annotator: P(a preferred to b) = sigmoid((gold a - gold b) / temperature)."""
     minimum_gap: float = Field(1.0, gt=0)
-    """Annotators pass over pairs whose gold rewards differ by less."""
+    """Smallest difference of gold rewards of a pair; annotators skip pairs that are closer."""
 
 
 class ArithmeticWorld(Config):
@@ -38,21 +44,27 @@ class ArithmeticWorld(Config):
 
     type: Literal["arithmetic"] = "arithmetic"
     demonstrations: int = Field(4000, ge=1)
+    """Number of demonstrations for training."""
     preferences: int = Field(2000, ge=1)
+    """Number of preference pairs for training."""
     prompts: int = Field(1000, ge=1)
+    """Number of prompts for sampling."""
     eval_demonstrations: int = Field(256, ge=1)
+    """Number of held-out demonstrations."""
     eval_preferences: int = Field(256, ge=1)
+    """Number of held-out preference pairs."""
     eval_prompts: int = Field(256, ge=1)
+    """Number of held-out prompts."""
     largest: int = Field(9, ge=2, le=999)
     """Largest operand; each digit is a token. Two digits make the task much harder for a model that starts from nothing."""
     error_probability: float = Field(0.4, ge=0, lt=1)
     """Share of demonstrations, and of judged answers, with a slip."""
     worked: bool = False
-    """Every question is a sum of three or four numbers, worked out one step a line."""
+    """Whether every question is a sum of three or four numbers, worked out one step a line."""
     steps: int = Field(0, ge=0)
-    """Worked sums with every step judged, for a process reward model; 0 makes no such table."""
+    """Number of worked sums with every step judged, for a process reward model; 0 makes no such table."""
     eval_steps: int = Field(64, ge=1)
-    """Judged answers held out, where there are any."""
+    """Number of held-out judged sums, where there are any."""
 
 
 # ---------------------------------------------------------------- real data
@@ -105,11 +117,15 @@ class Use(Config):
     """Which share of a source's prompts each table gets. A prompt is in one share only, by the hash of its content."""
 
     demonstrations: float = Field(0.0, ge=0, le=1)
+    """Share of the source's prompts that become demonstrations."""
     preferences: float = Field(0.0, ge=0, le=1)
+    """Share of the source's prompts that become preference pairs."""
     prompts: float = Field(0.0, ge=0, le=1)
+    """Share of the source's prompts that become prompts for sampling."""
     eval_prompts: float = Field(0.0, ge=0, le=1)
+    """Share of the source's prompts that become held-out prompts."""
     steps: float = Field(0.0, ge=0, le=1)
-    """Stepwise rows alone have what this table needs: steps and their labels."""
+    """Share of the source's prompts that become judged steps; only stepwise rows have steps and their labels."""
 
     @model_validator(mode="after")
     def _shares_add_up(self) -> Use:
@@ -123,10 +139,11 @@ class Source(Config):
     """One file, folder or Hub dataset of one row format."""
 
     name: str = Field(min_length=1)
-    """Written to the column `source` of every row."""
+    """Name of the source, written to the column `source` of every row."""
     path: str
     """A local file (JSONL, JSON, CSV, Parquet, Arrow; `.gz` too), a `save_to_disk` folder, or a Hub name."""
     file_type: FileType = "auto"
+    """Type of the file; `auto` tells it from the name."""
     revision: str = ""
     """Full commit (40 hex digits) of a Hub dataset; required there so that the key means one dataset."""
     split: str = "train"
@@ -134,7 +151,9 @@ class Source(Config):
     subset: str = ""
     """Configuration name of a Hub dataset."""
     format: RowFormat = "auto"
+    """Format of the rows; `auto` tells it from the columns."""
     columns: Columns = Columns()
+    """Names of the columns, where they are not the usual ones."""
     preference_coding: PreferenceCoding = "auto"
     """What a number in `preference` says of two responses: a place from 0 (`zero_based`) or from 1 (`one_based`), whether
     the first is better (`first_is_one`: 1 or 0), or by how much the second is (`signed`: negative for the first, 0 for a
@@ -144,6 +163,7 @@ class Source(Config):
     weight: float = Field(1.0, gt=0)
     """Relative share of each table, where `data.mixture` is `weights`."""
     use: Use
+    """Shares of the source's prompts that each table gets; the parts are disjoint."""
 
 
 class Files(Config):
@@ -151,6 +171,7 @@ class Files(Config):
 
     type: Literal["files"] = "files"
     sources: tuple[Source, ...] = Field(min_length=1)
+    """Data sets that the tables are made from."""
     mixture: Literal["all", "weights"] = "all"
     """`all` takes every row; `weights` takes each source's share, until the first source is used up; none is repeated."""
     eval_fraction: float = Field(0.05, gt=0, lt=1)
@@ -158,10 +179,12 @@ class Files(Config):
     max_rows: int = Field(0, ge=0)
     """Most rows per table after mixing; 0 keeps all."""
     deduplicate: bool = True
+    """Whether repeated rows are dropped."""
     decontaminate: Literal["off", "prompt", "ngram"] = "prompt"
-    """Drop training rows that begin with a prompt of an evaluation table, or also those that share an n-gram with one."""
+    """Training rows that are dropped: those that begin with a prompt of an evaluation table, or also those that share
+    an n-gram with one."""
     ngram: int = Field(13, ge=2)
-    """Words of an n-gram."""
+    """Number of words of an n-gram."""
     min_tokens: int = Field(1, ge=0)
     """Fewest trained tokens of an answer."""
     max_bad_fraction: float = Field(0.05, ge=0, le=1)

@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_core.config.base import OPERATIONAL, Config
-from rlhf_core.config.secrets import HOLDS_SECRETS
+from rlhf_core.schema.base import OPERATIONAL, Config
+from rlhf_core.schema.secrets import HOLDS_SECRETS
 
 DType = Literal["float32", "bfloat16"]
 Url = Annotated[str, Field(pattern=r"^https?://[^/?#]+$")]

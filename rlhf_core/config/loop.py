@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rlhf_core.config.base import OPERATIONAL, Config
+from rlhf_core.schema.base import OPERATIONAL, Config
 
 
 class LoopConfig(Config):
@@ -15,6 +15,7 @@ class LoopConfig(Config):
     batch_size: int = Field(32, ge=1)
     """Samples per optimizer step, over all ranks and micro-batches."""
     epochs: int = Field(1, ge=1)
+    """Passes over the training data."""
     max_steps: int = Field(0, ge=0)
     """Ends the loop early; 0 means the whole of `epochs`."""
     eval_every: int = Field(50, ge=1)
@@ -22,4 +23,6 @@ class LoopConfig(Config):
     keep_best: int = Field(0, ge=0)
     """Keep this many checkpoints with the lowest evaluation loss and finish with the best one; 0 finishes with the last."""
     checkpoint_every: Annotated[int, Field(ge=1), OPERATIONAL] = 50
+    """Optimizer steps between checkpoints."""
     log_every: Annotated[int, Field(ge=1), OPERATIONAL] = 1
+    """Optimizer steps between points of the training curves."""

@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_core.config.base import FAILURES, OPERATIONAL, Config
-from rlhf_core.config.secrets import HOLDS_SECRETS
+from rlhf_core.schema.base import FAILURES, OPERATIONAL, Config
+from rlhf_core.schema.secrets import HOLDS_SECRETS
 from rlhf_core.secrets.redaction import hidden
 
 # ---------------------------------------------------------------- terms
@@ -28,14 +28,16 @@ class Term(Config):
     """How much a term counts and on which scale. Its values are normalised, then clipped, then weighted."""
 
     weight: float = 1.0
+    """Weight of the term in the reward."""
     weight_end: float | None = None
-    """The weight from step `weight_steps` of policy optimisation on; between, it moves in a straight line."""
+    """Weight from step `weight_steps` of policy optimization on; before, it changes linearly."""
     weight_steps: int = Field(0, ge=0)
+    """Steps over which the weight changes to `weight_end`."""
     normalise: Literal["none", "running", "group"] = "none"
     """`running`: by all values of this term so far; `group`: by those of the same prompt. Subtracts the mean and divides
     by the standard deviation; values that do not differ become 0."""
     clip: float = Field(0.0, ge=0)
-    """Clips to +- this; 0 does not clip."""
+    """Clips values to plus or minus this; 0 does not clip."""
 
     @model_validator(mode="after")
     def _schedule_is_whole(self) -> Self:
@@ -71,8 +73,9 @@ class EnsembleReward(Term):
     models: tuple[str, ...] = Field(min_length=2)
     """Names of reward models among the inputs of the stage."""
     reduce: Literal["mean", "min", "mean_minus_std"] = "mean"
+    """How the scores of the models become one."""
     k: float = Field(1.0, ge=0)
-    """Standard deviations that `mean_minus_std` takes off."""
+    """How many standard deviations `mean_minus_std` subtracts."""
 
 
 class EpisodeReward(Term):
@@ -91,23 +94,26 @@ class FunctionReward(Term):
     function: str
     """`package.module:function` or `path/to/file.py:function`."""
     arguments: Annotated[dict[str, Any], HOLDS_SECRETS] = {}
-    """Passed by keyword. Secrets as `"env:NAME"`: the function gets what that environment variable holds."""
+    """Keyword arguments of the function. Secrets as `"env:NAME"`: the function gets the value of that environment
+    variable."""
     protocol: FunctionProtocol = "auto"
     """How the function is called; `auto` tells by the names of its parameters."""
     compares: Compares = "nothing"
     """What the function values an answer beside: `group`, the other answers to its prompt, which are then a call;
     `batch`, all answers of a step (`ppo`) or shard (`score`), which are then a call."""
     timeout_s: Annotated[float, Field(gt=0), FAILURES] = 60.0
-    """Deadline of one batch; the process is killed after it."""
+    """Deadline, in seconds, of one batch; the process is killed after it."""
     batch_size: Annotated[int, Field(ge=0), FAILURES] = 0
-    """Generations per call; 0: as many at once as there are for each worker."""
+    """Generations per call; 0 takes as many at once as there are for each worker."""
     workers: Annotated[int, Field(ge=1), FAILURES] = 1
     """Processes that run the function."""
     memory_mb: Annotated[int, Field(ge=0), FAILURES] = 0
-    """Most memory of one process; 0: half of the machine's, shared by the workers."""
+    """Most memory of one process, in MB; 0 takes half of the machine's, shared by the workers."""
     retries: Annotated[int, Field(ge=0), FAILURES] = 0
     """Further tries of a batch that raised, died or was late, after 0.5 s, 1 s, 2 s ..."""
     on_failure: Annotated[OnFailure, FAILURES] = "fail"
+    """What happens to answers that the function fails for: `fail` ends the run, `invalid` leaves them out with their
+    group."""
     cache: Annotated[bool, OPERATIONAL] = False
     """Keeps values by content. Only for a function that gives the same answer the same value, whatever stands beside it
     in the batch: not for one that is random or compares answers."""
@@ -138,17 +144,23 @@ class RemoteReward(Term):
     """Where it is served; several share the work. Where it runs is not what it says: `version` names that. A secret in an
     address is `${env:NAME}`."""
     version: str = ""
-    """Enters the key of the stage: change it when the server scores differently."""
+    """Version of the reward, in the key of the stage: change it when the server scores differently."""
     compares: Literal["nothing", "group"] = "nothing"
     """What the server values an answer beside: `group`, the other answers to its prompt, which are then a request of their
     own."""
     timeout_s: Annotated[float, Field(gt=0), FAILURES] = 180.0
+    """Deadline, in seconds, of one request."""
     retries: Annotated[int, Field(ge=0), FAILURES] = 4
+    """Further tries of a request that failed."""
     batch_size: Annotated[int, Field(ge=1), FAILURES] = 64
+    """Answers per request."""
     token_env: Annotated[str, FAILURES, HOLDS_SECRETS] = ""
     """Environment variable with the bearer token; empty sends none."""
     on_failure: Annotated[OnFailure, FAILURES] = "fail"
+    """What happens to answers that the server fails for: `fail` ends the run, `invalid` leaves them out with their
+    group."""
     cache: Annotated[bool, OPERATIONAL] = False
+    """Keeps values by content."""
 
     @model_validator(mode="after")
     def _compares_what_stays_together(self) -> Self:
@@ -166,7 +178,7 @@ class PatternVerdict(Config):
 
     type: Literal["pattern"] = "pattern"
     pattern: str = r"(?i)score[\s*_]*[:=][\s*_]*(-?\d+(?:\.\d+)?)"
-    """By default also of a score in bold, as judges write it: `**Score:** 8`."""
+    """Regular expression of the score; the default also matches a score in bold, as judges write it: `**Score:** 8`."""
 
     @field_validator("pattern")
     @classmethod
@@ -185,6 +197,7 @@ class JsonVerdict(Config):
 
     type: Literal["json"] = "json"
     field: str = "score"
+    """Field of the judge's JSON that holds the score."""
 
 
 class JudgeReward(Term):
@@ -192,25 +205,37 @@ class JudgeReward(Term):
 
     type: Literal["judge"] = "judge"
     url: Annotated[str, FAILURES, HOLDS_SECRETS]
-    """Up to and without `/chat/completions`, mostly `http://host:port/v1`. A secret in it is `${env:NAME}`."""
+    """Address of the server without `/chat/completions`, mostly `http://host:port/v1`. A secret in it is
+    `${env:NAME}`."""
     model: str
+    """Name of the model on the server."""
     version: str = ""
-    """Enters the key of the stage: change it when another model answers by the same name."""
+    """Version of the judge, in the key of the stage: change it when another model answers by the same name."""
     template: str
-    """The question. `{prompt}`, `{completion}` and `{label}` are filled in; other braces stay."""
+    """Text of the question. `{prompt}`, `{completion}` and `{label}` are filled in; other braces stay."""
     verdict: Annotated[PatternVerdict | JsonVerdict, Field(discriminator="type")] = PatternVerdict()
+    """How the score is read from the judge's answer."""
     low: float = 0.0
+    """Lowest score that is accepted."""
     high: float = 10.0
-    """A score outside of low to high is a failure; it is not scaled."""
+    """Highest score that is accepted; a score outside of `low` to `high` is a failure. Scores are not scaled."""
     max_tokens: int = Field(512, ge=1)
+    """Most tokens of the judge's answer."""
     temperature: float = Field(0.0, ge=0)
+    """Sampling temperature of the judge."""
     concurrency: Annotated[int, Field(ge=1), FAILURES] = 16
+    """Questions that are asked at the same time."""
     timeout_s: Annotated[float, Field(gt=0), FAILURES] = 120.0
-    """Deadline of one question."""
+    """Deadline, in seconds, of one question."""
     retries: Annotated[int, Field(ge=0), FAILURES] = 4
+    """Further tries of a question that failed."""
     token_env: Annotated[str, FAILURES, HOLDS_SECRETS] = ""
+    """Environment variable with the bearer token; empty sends none."""
     on_failure: Annotated[OnFailure, FAILURES] = "fail"
+    """What happens to answers that the judge fails for: `fail` ends the run, `invalid` leaves them out with their
+    group."""
     cache: Annotated[bool, OPERATIONAL] = False
+    """Keeps values by content."""
 
     @field_validator("url")
     @classmethod
@@ -251,9 +276,9 @@ class GatedProduct(Config):
 
     type: Literal["gated_product"] = "gated_product"
     gates: tuple[str, ...] = Field(min_length=1)
-    """Terms whose product is g; their weights are not used."""
+    """Names of the terms whose product is g; their weights are not used."""
     closed: float = 0.0
-    """The reward of a closed gate. Must lie below every honest reward, or failing the gate pays."""
+    """The reward of a closed gate. It must lie below every honest reward, or failing the gate pays."""
 
 
 class Gdpo(Config):
@@ -273,10 +298,11 @@ class OverlongPenalty(Config):
     """DAPO's soft penalty for answers that come near the limit (arXiv 2503.14476 eq. 13)."""
 
     max_tokens: int = Field(ge=1)
-    """The limit; answers of this length lose `factor`."""
+    """Length limit in tokens; answers of this length lose `factor`."""
     buffer_tokens: int = Field(ge=1)
-    """The penalty grows linearly over the last this many tokens."""
+    """Number of tokens before the limit over which the penalty grows linearly."""
     factor: float = Field(1.0, gt=0)
+    """Largest penalty."""
 
     @model_validator(mode="after")
     def _buffer_fits(self) -> OverlongPenalty:
@@ -291,13 +317,16 @@ class RewardsConfig(Config):
     """Terms, each normalised and clipped -> composition -> running normalisation -> clip -> overlong penalty."""
 
     terms: dict[str, RewardSpec] = Field(default={"reward_model": RewardModelReward()}, min_length=1)
-    """Every term is kept under its name in `reward_components`, as it was given."""
+    """Terms of the reward by name; each is kept in `reward_components` as it was given."""
     composition: Composition = WeightedSum()
+    """How the terms become one reward."""
     normalise: Literal["none", "running"] = "none"
-    """`running` subtracts the mean and divides by the standard deviation of all rewards so far."""
+    """How the reward is normalized: `running` subtracts the mean and divides by the standard deviation of all rewards
+    so far."""
     clip: float = Field(0.0, ge=0)
-    """Clips to +- this; 0 does not clip."""
+    """Clips the reward to plus or minus this; 0 does not clip."""
     overlong: OverlongPenalty | None = None
+    """Penalty for long answers."""
 
     @model_validator(mode="after")
     def _terms_fit_together(self) -> RewardsConfig:

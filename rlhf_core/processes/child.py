@@ -1,4 +1,4 @@
-"""A child process for code of users: it is killed with all that it started, and outlives nobody who started it."""
+"""A child process for code of users: it is killed with all that it started, and ends with the process that started it."""
 
 from __future__ import annotations
 

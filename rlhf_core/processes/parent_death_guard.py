@@ -1,8 +1,8 @@
-"""Runs a command that does not outlive us: `python -I -S leash.py DESCRIPTOR COMMAND ...`, first of a new session.
+"""Run a command that does not outlive its starter: `python -I -S parent_death_guard.py DESCRIPTOR COMMAND ...`.
 
-DESCRIPTOR is the reading end of a pipe whose other end the parent holds. A watcher in the command's process group kills
-the whole group when that end closes, however the parent came to its end. It needs the standard library alone, so it starts in
-a few milliseconds and under any interpreter.
+Start it as the first process of a new session. DESCRIPTOR is the reading end of a pipe whose other end the starter holds.
+A watcher in the command's process group kills the whole group when that end closes, however the starter came to its end.
+It needs the standard library alone, so it starts in a few milliseconds and under any interpreter.
 """
 
 import os

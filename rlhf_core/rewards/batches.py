@@ -1,4 +1,4 @@
-"""A reward asked in batches: by several workers, again when it fails, and apart until the culprits are found."""
+"""Call a reward in batches: on several workers, with retries, and bisect batches that fail."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from itertools import accumulate
 from rlhf_core.config.rewards import Compares, OnFailure
 from rlhf_core.errors import RewardError
 from rlhf_core.rewards.cache import ResultCache
-from rlhf_core.rewards.outcomes import BatchFailed, Outcome, joined_scores, merged_logs, reason_of, screened
+from rlhf_core.rewards.outcomes import BatchFailed, RewardOutcome, joined_scores, merged_logs, reason_of, screened
 from rlhf_core.types import Generation
 
 logger = logging.getLogger(__name__)
@@ -23,9 +23,9 @@ FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 FAILED_CALLS = 48
 """After so many failed calls for one batch what is left of it fails as a whole: each may have cost a deadline. Enough for
-four culprits among a thousand answers."""
+four bad answers among a thousand."""
 
-Ask = Callable[[Sequence[Generation]], Outcome]
+Ask = Callable[[Sequence[Generation]], RewardOutcome]
 
 
 class BatchedReward:
@@ -64,7 +64,7 @@ class BatchedReward:
         self._cache = cache
         self._pause = pause
 
-    def __call__(self, generations: Sequence[Generation]) -> Outcome:
+    def __call__(self, generations: Sequence[Generation]) -> RewardOutcome:
         """Return one value per generation; those that failed, with their reasons, only for `on_failure = "invalid"`."""
         if self._cache is None:
             return self._scored(generations)
@@ -73,16 +73,16 @@ class BatchedReward:
         outcome = self._scored([generations[at] for at in new.values()])
         failures = {key: outcome.failures[at] for at, key in enumerate(new) if at in outcome.failures}
         scores = tuple(None if key in failures else self._cache.score(key) for key in keys)
-        return Outcome(
+        return RewardOutcome(
             tuple(None if key in failures else self._cache.value(key) for key in keys),
             {at: failures[key] for at, key in enumerate(keys) if key in failures},
             outcome.logs,
             scores if any(score is not None for score in scores) else (),
         )
 
-    def _scored(self, generations: Sequence[Generation]) -> Outcome:
+    def _scored(self, generations: Sequence[Generation]) -> RewardOutcome:
         if not generations:
-            return Outcome(())
+            return RewardOutcome(())
         size = self._batch_size or -(-len(generations) // self._workers)
         batches = cut(generations, size, compares=self._compares)
         if self._workers == 1:
@@ -90,7 +90,7 @@ class BatchedReward:
         with ThreadPoolExecutor(self._workers, thread_name_prefix=f"reward-{self._name}") as pool:
             return joined(list(pool.map(self._settled, batches)))
 
-    def _settled(self, batch: Sequence[Generation]) -> Outcome:
+    def _settled(self, batch: Sequence[Generation]) -> RewardOutcome:
         ask = self._free.get()
         try:
             outcome = self._tried(partial(self._screened, ask), batch)
@@ -104,10 +104,10 @@ class BatchedReward:
             )
         return outcome
 
-    def _screened(self, ask: Ask, batch: Sequence[Generation]) -> Outcome:
+    def _screened(self, ask: Ask, batch: Sequence[Generation]) -> RewardOutcome:
         return screened(self._name, ask(batch), batch, on_failure=self.on_failure)
 
-    def _tried(self, ask: Ask, batch: Sequence[Generation]) -> Outcome:
+    def _tried(self, ask: Ask, batch: Sequence[Generation]) -> RewardOutcome:
         for attempt in range(self._retries + 1):
             try:
                 return ask(batch)
@@ -136,7 +136,7 @@ def cut(generations: Sequence[Generation], size: int, *, compares: Compares) -> 
 
 def whole_groups(rows: Sequence[Generation], *, at_least: int) -> list[Sequence[Generation]]:
     """Return the rows cut into pieces of `at_least` rows, or more: the answers to a prompt that follow each other stay
-    together, for rewards that are normalised among them or compare them."""
+    together, for rewards that are normalized among them or compare them."""
     pieces, start = [], 0
     for end in range(1, len(rows) + 1):
         if end == len(rows) or (end - start >= at_least and rows[end].prompt.id != rows[end - 1].prompt.id):
@@ -152,7 +152,7 @@ def told_apart(
     *,
     parts: Sequence[Sequence[Generation]],
     failed_calls: int,
-) -> Outcome:
+) -> RewardOutcome:
     """Return the outcome of a batch that failed with `error`: its parts are halved until one that fails stands alone."""
     starts = [0, *accumulate(map(len, parts))]
     values: list[float | None] = [None] * len(batch)
@@ -180,16 +180,16 @@ def told_apart(
                 failures |= {low + at: reason for at, reason in outcome.failures.items()}
                 logs.append(outcome.logs)
     given = any(score is not None for score in scores)
-    return Outcome(tuple(values), failures, merged_logs(logs), tuple(scores) if given else ())
+    return RewardOutcome(tuple(values), failures, merged_logs(logs), tuple(scores) if given else ())
 
 
-def joined(outcomes: Sequence[Outcome]) -> Outcome:
+def joined(outcomes: Sequence[RewardOutcome]) -> RewardOutcome:
     """Return the outcomes of consecutive batches as one."""
     values: list[float | None] = []
     failures: dict[int, str] = {}
     for outcome in outcomes:
         failures |= {len(values) + at: reason for at, reason in outcome.failures.items()}
         values += outcome.values
-    return Outcome(
+    return RewardOutcome(
         tuple(values), failures, merged_logs([outcome.logs for outcome in outcomes]), joined_scores(outcomes)
     )

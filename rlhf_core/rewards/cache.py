@@ -1,6 +1,6 @@
-"""Results of a reward by the content of what was scored, so that the same answer is not paid for twice.
+"""Cache the values of a reward by the content of what was scored, so that no answer is paid for twice.
 
-A file is kept beside the shards or checkpoints of an attempt: a stage that goes on after a kill reads it again.
+A file is kept beside the shards or checkpoints of an attempt: a resumed stage reads it again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ResultCache:
     def key(self, generation: Generation) -> str:
         """Return the key of a generation: the reward's identity, the prompt with its label, and the answer's content.
 
-        Log-probabilities, seed and policy version do not count: an answer has its reward whoever sampled it.
+        Log-probabilities, seed and policy version do not count: the reward of an answer does not depend on them.
         """
         prompt, completion = generation.prompt, generation.completion
         content = [

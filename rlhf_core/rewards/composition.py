@@ -1,4 +1,4 @@
-"""Several rewards of one generation to a single number; the parts are kept beside it.
+"""Combine several rewards of one generation to a single number.
 
 A term that does not apply to a generation has None there. It adds nothing to a sum, and as a gate it is open.
 """
@@ -78,7 +78,7 @@ def in_group(values: Sequence[float | None], groups: Sequence[str]) -> list[floa
             members.setdefault(group, []).append(value)
     scale = {group: _mean_and_std(found) for group, found in members.items()}
     return [
-        None if value is None else _standardised(value, *scale[group])
+        None if value is None else _standardized(value, *scale[group])
         for value, group in zip(values, groups, strict=True)
     ]
 
@@ -101,5 +101,5 @@ def _mean_and_std(values: Sequence[float]) -> tuple[float, float]:
     return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
-def _standardised(value: float, mean: float, std: float) -> float:
+def _standardized(value: float, mean: float, std: float) -> float:
     return (value - mean) / std if std else 0.0

@@ -1,4 +1,4 @@
-"""One reward from several reward models."""
+"""Combine several reward models to one reward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reward models from outside: what a folder must hold to be read as one of ours, and what it is probed with.
+"""Check reward models from outside: the contents that their folders need, and the probes of their contracts.
 
 One of ours is a decoder with a linear head `score` of one output, read at a sequence's last token, and a tokenizer with a
 chat template. `AutoModelForSequenceClassification` writes such folders, and so does OpenRLHF, which leaves the number of

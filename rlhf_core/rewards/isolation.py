@@ -1,4 +1,4 @@
-"""A reward function in a process of its own: it may hang, crash or print without harm to the run.
+"""Call a reward function in its own process, where it may hang, crash or print without harm to the run.
 
 A process and not a thread: a regular expression that backtracks for ever holds the interpreter lock, and no thread of
 the same process would live to see its deadline.
@@ -20,8 +20,8 @@ from rlhf_core.config.rewards import Compares
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.processes.child import kill_group
 from rlhf_core.rewards.batches import cut
-from rlhf_core.rewards.outcomes import BatchFailed, Outcome, check_length, joined_scores, merged_logs
-from rlhf_core.rewards.worker import Settings
+from rlhf_core.rewards.outcomes import BatchFailed, RewardOutcome, check_length, joined_scores, merged_logs
+from rlhf_core.rewards.worker import WorkerSettings
 from rlhf_core.types import Generation
 from rlhf_core.user_code.loading import search_path
 
@@ -35,7 +35,7 @@ STATUS_TIMEOUT_S = 5.0
 class IsolatedReward:
     """A `Reward` that runs `function` in a child process and gives each call `timeout_s`.
 
-    The process starts at construction (ConfigError if the function cannot be loaded) and is started anew after a call
+    The process starts at construction (ConfigError if the function cannot be loaded) and is restarted after a call
     that it did not survive. BatchFailed names the reward, the prompts and, where the function raised, its traceback.
     Several batches of `batch_size` (0: one), cut as it `compares`, are put to an async function at a time.
 
@@ -50,7 +50,7 @@ class IsolatedReward:
         function: str,
         *,
         timeout_s: float,
-        settings: Settings = Settings(),
+        settings: WorkerSettings = WorkerSettings(),
         batch_size: int = 0,
         compares: Compares = "nothing",
     ) -> None:
@@ -66,10 +66,10 @@ class IsolatedReward:
         """Return one value per generation, None where the reward does not apply."""
         return list(self.outcome(generations).values)
 
-    def outcome(self, generations: Sequence[Generation]) -> Outcome:
+    def outcome(self, generations: Sequence[Generation]) -> RewardOutcome:
         """Return the values with what the function logged."""
         if not generations:
-            return Outcome(())
+            return RewardOutcome(())
         if self._process.poll() is not None:
             self._process, self.is_async = self._start()
         size = self._batch_size or len(generations)
@@ -107,13 +107,13 @@ class IsolatedReward:
         remedy = "mend the function, or raise timeout_s"
         return BatchFailed(explain(f"rewards.{self._name}", ids, problem, remedy), reason=reason)
 
-    def _joined(self, outcomes: Sequence[Outcome], batches: Sequence[Sequence[Generation]]) -> Outcome:
+    def _joined(self, outcomes: Sequence[RewardOutcome], batches: Sequence[Sequence[Generation]]) -> RewardOutcome:
         """Return the outcomes of the batches as one; BatchFailed if one has not a value for each generation."""
         for outcome, batch in zip(outcomes, batches, strict=True):
             check_length(self._name, outcome, batch)
         values = tuple(value for outcome in outcomes for value in outcome.values)
         logs = merged_logs([outcome.logs for outcome in outcomes])
-        return Outcome(values, logs=logs, scores=joined_scores(outcomes))
+        return RewardOutcome(values, logs=logs, scores=joined_scores(outcomes))
 
     def _start(self) -> tuple[subprocess.Popen[bytes], bool]:
         """Return a new process that is ready, and whether its function is async."""

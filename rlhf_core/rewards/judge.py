@@ -1,4 +1,4 @@
-"""A generative judge: a language model is shown each answer and says a score, over an OpenAI-compatible endpoint."""
+"""Score answers with a language model as the judge, at an OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, Self
 import httpx
 
 from rlhf_core.config.rewards import JsonVerdict, JudgeReward, PatternVerdict
-from rlhf_core.config.secrets import bearer, resolved
 from rlhf_core.errors import RewardError, explain
 from rlhf_core.rewards.batches import FIRST_PAUSE_S, LONGEST_PAUSE_S
-from rlhf_core.rewards.outcomes import Outcome, shortened
+from rlhf_core.rewards.outcomes import RewardOutcome, shortened
 from rlhf_core.rewards.protocols import prompt_text
+from rlhf_core.schema.secrets import bearer, resolved
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.types import Generation
 
@@ -39,7 +39,7 @@ class Judge:
         self._address = str(resolved(config.url, f"rewards.{name}.url")).rstrip("/")
         self._client = httpx.Client(headers=bearer(f"rewards.{name}.token_env", config.token_env), limits=limits)
 
-    def outcome(self, generations: Sequence[Generation]) -> Outcome:
+    def outcome(self, generations: Sequence[Generation]) -> RewardOutcome:
         """Return the score of each generation."""
         verdicts = [self._verdict(generation) for generation in generations]
         failures = {at: verdict for at, verdict in enumerate(verdicts) if isinstance(verdict, str)}
@@ -48,7 +48,7 @@ class Judge:
             key = f"rewards.{self._name}[prompt {generations[at].prompt.id}]"
             raise RewardError(explain(key, reason, "the judge gave no score", "mend the template, or the server"))
         values = tuple(None if isinstance(verdict, str) else verdict for verdict in verdicts)
-        return Outcome(values, failures)
+        return RewardOutcome(values, failures)
 
     def close(self) -> None:
         """Close the connections."""
@@ -145,7 +145,7 @@ def _last_match(text: str, pattern: str) -> str | None:
 
 
 def _last_field(text: str, field: str) -> Any:
-    """The field of the last JSON object in `text` that has it."""
+    """Return the field of the last JSON object in `text` that has it."""
     decoder = json.JSONDecoder()
     for start in reversed([match.start() for match in re.finditer(r"\{", text)]):
         try:

@@ -1,4 +1,4 @@
-"""Scores of a trained reward model, read exactly as it was trained to be read."""
+"""Score with a trained reward model, on inputs formatted as in its training."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def score_with_reward_model(
 ) -> list[float]:
     """Return one score per generation of its prompt and completion tokens as sampled, read at the last token.
 
-    Nothing is decoded and tokenised again, and no end token is added to an answer that was cut off. Beyond
+    Nothing is decoded and tokenized again, and no end token is added to an answer that was cut off. Beyond
     `max_length` tokens the sequence is cut, as it was in training. ConfigError when `chat`, the reward model's own
     template, reads prompts or tokens in another way than the policy (`check_rendering`).
     """
@@ -106,7 +106,7 @@ def check_rendering(chat: PromptRenderer, generations: Sequence[Generation]) -> 
 
 
 def _in_bfloat16(scores: Sequence[float]) -> bool:
-    """Whether every score is a bfloat16 number, as only a model that computes in bfloat16 makes them."""
+    """Return whether every score is a bfloat16 number, as only a model that computes in bfloat16 makes them."""
     return all(struct.pack(">f", score)[2:] == b"\0\0" for score in scores)
 
 

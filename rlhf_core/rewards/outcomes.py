@@ -1,4 +1,4 @@
-"""What a reward says of a batch of generations: values, what does not apply, what failed, and what it wants logged."""
+"""Define the outcome of a reward for a batch of generations: values, failures, scores and logs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.types import Generation, encodable
 
 LARGEST_REWARD = 1e6
-"""Beyond it a reward is taken for a bug: it would swamp every other sample of its batch."""
+"""A larger reward counts as a bug: it would dominate every other sample of its batch."""
 LONGEST_REASON = 200
 
 Logs = Mapping[str, tuple[float, int]]
@@ -21,13 +21,13 @@ Logs = Mapping[str, tuple[float, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RewardOutcome:
     """One value per generation; None where the reward does not apply or failed. `failures`: position -> why it failed.
 
     `scores` are what it says of each generation for dynamic sampling to go by, None for those it says nothing of; empty
     where it says nothing of any.
 
-    >>> Outcome((1.0, None, None), failures={2: "took longer than 5 s"}).failures[2]
+    >>> RewardOutcome((1.0, None, None), failures={2: "took longer than 5 s"}).failures[2]
     'took longer than 5 s'
     """
 
@@ -40,7 +40,7 @@ class Outcome:
 class Reward(Protocol):
     """Anything that scores generations: a model, a function in its process, a server, a judge."""
 
-    def __call__(self, generations: Sequence[Generation]) -> Outcome | Sequence[float | None]:
+    def __call__(self, generations: Sequence[Generation]) -> RewardOutcome | Sequence[float | None]:
         """Return one value per generation, None where it does not apply."""
         ...
 
@@ -54,20 +54,22 @@ class BatchFailed(RewardError):
         self.divisible = divisible
 
 
-def as_outcome(answer: Outcome | Sequence[float | None]) -> Outcome:
+def as_outcome(answer: RewardOutcome | Sequence[float | None]) -> RewardOutcome:
     """Return what a `Reward` gave as an outcome."""
-    return answer if isinstance(answer, Outcome) else Outcome(tuple(answer))
+    return answer if isinstance(answer, RewardOutcome) else RewardOutcome(tuple(answer))
 
 
-def check_length(name: str, outcome: Outcome, generations: Sequence[Generation]) -> None:
-    """Raise BatchFailed when there is not one value per generation: nobody can say whose is missing."""
+def check_length(name: str, outcome: RewardOutcome, generations: Sequence[Generation]) -> None:
+    """Raise BatchFailed unless there is one value per generation: otherwise it is unknown which one is missing."""
     if len(outcome.values) != len(generations):
         problem = f"values for {len(generations)} generations"
         message = explain(f"rewards.{name}", len(outcome.values), problem, "return one for each")
         raise BatchFailed(message, reason=f"returned {len(outcome.values)} {problem}", divisible=False)
 
 
-def screened(name: str, outcome: Outcome, generations: Sequence[Generation], *, on_failure: OnFailure) -> Outcome:
+def screened(
+    name: str, outcome: RewardOutcome, generations: Sequence[Generation], *, on_failure: OnFailure
+) -> RewardOutcome:
     """Return `outcome` with every value that is no reward, NaN or absurd, made a failure; RewardError for `fail`."""
     check_length(name, outcome, generations)
     bad = {i: value for i, value in enumerate(outcome.values) if value is not None and not _is_reward(value)}
@@ -82,7 +84,7 @@ def screened(name: str, outcome: Outcome, generations: Sequence[Generation], *, 
         raise RewardError(explain(key, value, rule, f"mend the reward; the answer was {answer!r}"))
     values = tuple(None if i in bad else value for i, value in enumerate(outcome.values))
     failures = {**outcome.failures, **{i: f"returned {value}: {rule}" for i, value in bad.items()}}
-    return Outcome(values, failures, outcome.logs, outcome.scores)
+    return RewardOutcome(values, failures, outcome.logs, outcome.scores)
 
 
 def reason_of(error: RewardError) -> str:
@@ -114,10 +116,10 @@ def merged_logs(parts: Sequence[Logs]) -> dict[str, tuple[float, int]]:
     return merged
 
 
-def joined_scores(outcomes: Sequence[Outcome]) -> tuple[float | None, ...]:
+def joined_scores(outcomes: Sequence[RewardOutcome]) -> tuple[float | None, ...]:
     """Return the scores of consecutive outcomes.
 
-    >>> joined_scores([Outcome((1.0,), scores=(0.5,)), Outcome((1.0, 2.0))])
+    >>> joined_scores([RewardOutcome((1.0,), scores=(0.5,)), RewardOutcome((1.0, 2.0))])
     (0.5, None, None)
     """
     if not any(outcome.scores for outcome in outcomes):
@@ -148,7 +150,7 @@ def _is_reward(value: float) -> bool:
 
 def checked(name: str, values: Sequence[float | None], generations: Sequence[Generation]) -> list[float]:
     """Return `values` if there is one finite and not absurd number per generation; RewardError otherwise."""
-    outcome = screened(name, Outcome(tuple(values)), generations, on_failure="fail")
+    outcome = screened(name, RewardOutcome(tuple(values)), generations, on_failure="fail")
     found: list[float] = []
     for value, generation in zip(outcome.values, generations, strict=True):
         if value is None:

@@ -1,4 +1,4 @@
-"""Scores of a trained process reward model: one per step of an answer, and one for the answer made of them."""
+"""Score with a trained process reward model: each step of an answer, and the answer from its steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reward functions as people write them, made one: from generations to an outcome.
+"""Adapt reward functions of several signatures to one: from generations to an outcome.
 
 | protocol | told by | called as |
 |---|---|---|
@@ -34,7 +34,7 @@ from typing import Any, Literal
 
 from rlhf_core.config.rewards import FunctionProtocol
 from rlhf_core.errors import ConfigError, explain
-from rlhf_core.rewards.outcomes import Logs, Outcome, merged_logs, read_scores
+from rlhf_core.rewards.outcomes import Logs, RewardOutcome, merged_logs, read_scores
 from rlhf_core.types import Generation, Message
 
 Protocol = Literal["generations", "columns", "openrlhf", "trl", "trl_text"]
@@ -54,12 +54,12 @@ class Adapted:
 
     @property
     def is_async(self) -> bool:
-        """Whether its batches may be gathered on one loop."""
+        """Return whether its batches may be gathered on one loop."""
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
             getattr(self.function, "__call__", None)  # noqa: B004 - an object whose call is async
         )
 
-    def outcomes(self, batches: Sequence[Sequence[Generation]], runner: asyncio.Runner) -> list[Outcome]:
+    def outcomes(self, batches: Sequence[Sequence[Generation]], runner: asyncio.Runner) -> list[RewardOutcome]:
         """Return the outcome of each batch; whatever the function raises goes through.
 
         The batches of an async function are under way together. Any other is called outside of the loop, so that it may
@@ -68,19 +68,19 @@ class Adapted:
         if not self.is_async:
             return [self._outcome(batch, runner) for batch in batches]
 
-        async def all_of_them() -> list[Outcome]:
+        async def all_of_them() -> list[RewardOutcome]:
             return list(await asyncio.gather(*(self._awaited(batch) for batch in batches)))
 
         return runner.run(all_of_them())
 
-    def _outcome(self, generations: Sequence[Generation], runner: asyncio.Runner) -> Outcome:
+    def _outcome(self, generations: Sequence[Generation], runner: asyncio.Runner) -> RewardOutcome:
         logged = _Logged()
         answer = self._call(generations, logged)
         if inspect.iscoroutine(answer):  # of a function that is not async itself, a partial or a lambda around one
             answer = runner.run(answer)
         return read_answer(answer, len(generations), also=logged.logs())
 
-    async def _awaited(self, generations: Sequence[Generation]) -> Outcome:
+    async def _awaited(self, generations: Sequence[Generation]) -> RewardOutcome:
         logged = _Logged()
         answer = await self._call(generations, logged)
         return read_answer(answer, len(generations), also=logged.logs())
@@ -181,7 +181,7 @@ def columns_of(generations: Sequence[Generation]) -> dict[str, list[Any]]:
     }
 
 
-def read_answer(answer: Any, count: int, *, also: Logs) -> Outcome:
+def read_answer(answer: Any, count: int, *, also: Logs) -> RewardOutcome:
     """Return what a function returned as an outcome of plain floats; ValueError or TypeError if it holds no numbers."""
     logs = [also]
     scores: tuple[float | None, ...] = ()
@@ -193,7 +193,7 @@ def read_answer(answer: Any, count: int, *, also: Logs) -> Outcome:
         if "rewards" not in answer:
             raise ValueError(f"the table returned has no 'rewards', it has {sorted(answer)}")
         answer = answer["rewards"]
-    return Outcome(tuple(_number(value) for value in _listed(answer)), logs=merged_logs(logs), scores=scores)
+    return RewardOutcome(tuple(_number(value) for value in _listed(answer)), logs=merged_logs(logs), scores=scores)
 
 
 # ---------------------------------------------------------------- private
@@ -243,25 +243,25 @@ def _label_fields(label: str) -> dict[str, Any]:
 
 
 def _log(name: str, value: Any, count: int) -> Logs:
-    """Sum and count of a number, which stands for all `count` rows, or of a list; what is no finite number is left out,
+    """Return sum and count of a number, which stands for all `count` rows, or of a list; what is no finite number is left out,
     and a column of text, which is for the tables of others."""
     listed = _listed(value)
     if any(isinstance(one, str) for one in listed):
         return {}
     numbers = [_number(one) for one in (listed * count if len(listed) == 1 else listed)]
     finite = [one for one in numbers if one is not None and math.isfinite(one)]
-    # A plain name: whoever reads it in another process cannot import an enum of the function's module.
+    # A plain name: another process that reads it cannot import an enum of the function's module.
     return {str(name): (math.fsum(finite), len(finite))} if finite else {}
 
 
 def _listed(value: Any) -> list[Any]:
-    """A tensor, an array, a list or a lone number as a list."""
+    """Return a tensor, an array, a list or a single number as a list."""
     plain = value.tolist() if hasattr(value, "tolist") else value
     return list(plain) if isinstance(plain, (list, tuple)) else [plain]
 
 
 def _number(value: Any) -> float | None:
-    """A number, also where it is alone in a list or a tensor."""
+    """Return a number, also where it is alone in a list or a tensor."""
     if value is None:
         return None
     if isinstance(value, (list, tuple)) and len(value) == 1:

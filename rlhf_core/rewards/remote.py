@@ -1,4 +1,4 @@
-"""Rewards of other machines, by OpenRLHF's contract: POST `query`, `prompts`, `labels`; back come `rewards`.
+"""Call reward servers by OpenRLHF's contract: POST `query`, `prompts`, `labels`; back come `rewards`.
 
     {"query": ["2+2? 4"], "prompts": ["2+2? "], "labels": ["4"]}  ->  {"rewards": [1.0], "extra_logs": {"hits": 1.0}}
 
@@ -20,11 +20,11 @@ from typing import Any, Self
 import httpx
 
 from rlhf_core.config.rewards import Compares
-from rlhf_core.config.secrets import bearer, resolved
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.rewards.batches import cut
-from rlhf_core.rewards.outcomes import BatchFailed, Logs, Outcome, joined_scores, merged_logs, read_scores
+from rlhf_core.rewards.outcomes import BatchFailed, Logs, RewardOutcome, joined_scores, merged_logs, read_scores
 from rlhf_core.rewards.protocols import prompt_text
+from rlhf_core.schema.secrets import bearer, resolved
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.types import Generation
 
@@ -47,10 +47,10 @@ def plain_query(generation: Generation) -> str:
     return prompt_text(generation.prompt.messages) + generation.completion.text
 
 
-class RemoteReward:
+class RemoteRewardClient:
     """A `Reward` that asks servers at `urls`: batches go to all of them at once, and from one that fails to the next.
 
-    `timeout_s` is for one try; connecting has 5 s of its own, and the last read of an answer that dribbles in may be late
+    `timeout_s` is for one try; connecting has 5 s of its own, and the last read of an answer that arrives slowly may be late
     by as much again. So a batch has an answer or fails within (retries + 1) * (2 * timeout_s + 13 s), mostly far sooner.
     BatchFailed names URL, status and prompts. `query` makes the text that is sent: for a server that scores with
     a model, prompt and answer rendered as that model reads them. Close it, or use it in a `with` block.
@@ -80,13 +80,13 @@ class RemoteReward:
         self._client = httpx.Client(timeout=timeout, headers=bearer(f"rewards.{name}.token_env", token_env))
         self._pool = ThreadPoolExecutor(len(urls), thread_name_prefix=f"remote-{name}")
 
-    def __call__(self, generations: Sequence[Generation]) -> Outcome:
-        """Return one value per generation, None where the server says null, and what the servers want logged."""
+    def __call__(self, generations: Sequence[Generation]) -> RewardOutcome:
+        """Return one value per generation, None where the server says null, and the servers' logs."""
         batches = cut(generations, self._batch_size, compares=self._compares)
         outcomes = list(self._pool.map(self._scored, batches))
         values = tuple(value for outcome in outcomes for value in outcome.values)
         logs = merged_logs([outcome.logs for outcome in outcomes])
-        return Outcome(values, logs=logs, scores=joined_scores(outcomes))
+        return RewardOutcome(values, logs=logs, scores=joined_scores(outcomes))
 
     def close(self) -> None:
         """Close the connections."""
@@ -99,7 +99,7 @@ class RemoteReward:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _scored(self, batch: Sequence[Generation]) -> Outcome:
+    def _scored(self, batch: Sequence[Generation]) -> RewardOutcome:
         body = {
             "query": [self._query(one) for one in batch],
             "prompts": [prompt_text(one.prompt.messages) for one in batch],
@@ -155,7 +155,7 @@ class RemoteReward:
         return BatchFailed(message, reason=told, divisible=not any(problem.final for problem in problems.values()))
 
 
-def read_answer(answer: Any, count: int) -> Outcome:
+def read_answer(answer: Any, count: int) -> RewardOutcome:
     """Return the rewards of a server's answer with its logs; _NoRewards if they are not `count` numbers or nulls."""
     if not isinstance(answer, dict) or not isinstance(answer.get("rewards"), list):
         raise _NoRewards(f"answered no list of rewards: {without_secrets(str(answer))[:100]}")
@@ -166,7 +166,7 @@ def read_answer(answer: Any, count: int) -> Outcome:
     logs = dict(extra) if isinstance(extra, dict) else {}
     if "scores" in answer:
         logs["scores"] = answer["scores"]
-    return Outcome(values, logs=_means(logs, count), scores=read_scores(answer.get("scores"), count))
+    return RewardOutcome(values, logs=_means(logs, count), scores=read_scores(answer.get("scores"), count))
 
 
 # ---------------------------------------------------------------- private
@@ -201,7 +201,7 @@ class _Rotation:
         self._lock = threading.Lock()
 
     def next(self, *, avoid: Collection[str]) -> str | None:
-        """Return whose turn it is; None if all are to be avoided."""
+        """Return the next URL; None if all are to be avoided."""
         with self._lock:
             urls = list(self._health)
             turn = [url for url in urls[self._turn :] + urls[: self._turn] if url not in avoid]
@@ -224,7 +224,7 @@ class _Rotation:
 
 
 def _number(value: Any) -> float | None:
-    """A number, also alone in a list, as OpenRLHF's server answers for some models."""
+    """Return a number, also alone in a list, as OpenRLHF's server answers for some models."""
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if value is None:
@@ -235,7 +235,7 @@ def _number(value: Any) -> float | None:
 
 
 def _means(logs: Mapping[str, Any], count: int) -> Logs:
-    """Sum and count of each; a lone number stands for all `count` answers, and what is no number is left out."""
+    """Return name -> (sum, count); a single number stands for all `count` answers, other values are left out."""
     found: dict[str, tuple[float, int]] = {}
     for name, value in logs.items():
         listed = value if isinstance(value, list) else [value] * count

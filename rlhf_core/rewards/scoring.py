@@ -1,4 +1,4 @@
-"""From generations to rollouts: every term, then composition and shaping."""
+"""Score generations: every term, then composition and shaping, to rollouts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rlhf_core.config.rewards import GatedProduct, OverlongPenalty, RewardsConfi
 from rlhf_core.interfaces import Metrics
 from rlhf_core.rewards.batches import BatchedReward
 from rlhf_core.rewards.composition import compose, in_group
-from rlhf_core.rewards.outcomes import Logs, Outcome, Reward, as_outcome, merged_logs, screened
-from rlhf_core.rewards.shaping import RunningNormaliser, clipped, linear_weight, soft_overlong
+from rlhf_core.rewards.outcomes import Logs, Reward, RewardOutcome, as_outcome, merged_logs, screened
+from rlhf_core.rewards.shaping import RunningNormalizer, clipped, linear_weight, soft_overlong
 from rlhf_core.rewards.terms import check_reward_models, open_terms
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.failures import Counts
@@ -32,7 +32,7 @@ _NOT_IN_A_NAME = re.compile(r"[^\w\-. ]")
 class Scorer:
     """Scores generations with opened terms.
 
-    Holds the step, for weights that change, the running normalisers, and what the rewards logged and failed for in the
+    Holds the step, for weights that change, the running normalizers, and what the rewards logged and failed for in the
     step; `state` and `restore` are for checkpoints.
     """
 
@@ -40,15 +40,15 @@ class Scorer:
         self._config = config
         self._rewards = rewards
         self._step = 0
-        self._normaliser = RunningNormaliser.empty()
+        self._normalizer = RunningNormalizer.empty()
         self._of_terms = dict.fromkeys(
-            (name for name, spec in config.terms.items() if spec.normalise == "running"), RunningNormaliser.empty()
+            (name for name, spec in config.terms.items() if spec.normalise == "running"), RunningNormalizer.empty()
         )
         self._logs: dict[str, tuple[float, int]] = {}
         self._failed: dict[str, tuple[int, int]] = {}
 
     def at_step(self, step: int) -> None:
-        """Weigh the terms as at `step` of policy optimisation, and begin its logs."""
+        """Weigh the terms as at `step` of policy optimization, and begin its logs."""
         self._step = step
         self._logs = {}
         self._failed = {}
@@ -88,20 +88,20 @@ class Scorer:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must keep (JSON)."""
-        terms = {name: asdict(normaliser) for name, normaliser in self._of_terms.items()}
-        return {"normaliser": asdict(self._normaliser), "terms": terms, "logs": self._logs, "failed": self._failed}
+        terms = {name: asdict(normalizer) for name, normalizer in self._of_terms.items()}
+        return {"normaliser": asdict(self._normalizer), "terms": terms, "logs": self._logs, "failed": self._failed}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`; that of an earlier version does not say what failed."""
-        self._normaliser = RunningNormaliser(**state["normaliser"])
-        self._of_terms = {name: RunningNormaliser(**kept) for name, kept in state["terms"].items()}
+        self._normalizer = RunningNormalizer(**state["normaliser"])
+        self._of_terms = {name: RunningNormalizer(**kept) for name, kept in state["terms"].items()}
         self._logs = {name: (total, count) for name, (total, count) in state["logs"].items()}
         self._failed = {path: (failed, of) for path, (failed, of) in state.get("failed", {}).items()}
 
-    def _outcomes(self, generations: Sequence[Generation]) -> dict[str, Outcome]:
-        """Return what each reward says; those that run elsewhere do it at the same time, and while models score."""
+    def _outcomes(self, generations: Sequence[Generation]) -> dict[str, RewardOutcome]:
+        """Return the outcome of each reward; those in other processes run concurrently, and beside the models here."""
         if not generations:
-            return dict.fromkeys(self._rewards, Outcome(()))
+            return dict.fromkeys(self._rewards, RewardOutcome(()))
         elsewhere = {name: reward for name, reward in self._rewards.items() if isinstance(reward, BatchedReward)}
         with ThreadPoolExecutor(len(elsewhere) or 1, thread_name_prefix="reward") as pool:
             waiting = {name: pool.submit(reward, generations) for name, reward in elsewhere.items()}
@@ -111,7 +111,7 @@ class Scorer:
             name: screened(name, as_outcome(answer), generations, on_failure="fail") for name, answer in found.items()
         }
 
-    def _scores(self, outcomes: Mapping[str, Outcome], weights: Mapping[str, float]) -> Sequence[float | None]:
+    def _scores(self, outcomes: Mapping[str, RewardOutcome], weights: Mapping[str, float]) -> Sequence[float | None]:
         """Return the scores that the only term with a weight gave beside its values; of several none is the reward's."""
         only = next(iter(weights)) if len(weights) == 1 else None
         given = outcomes[only].scores if only else ()
@@ -123,7 +123,7 @@ class Scorer:
         return {name: _weight_at(spec, self._step) for name, spec in counting.items()}
 
     def _composed(
-        self, outcomes: Mapping[str, Outcome], weights: Mapping[str, float], groups: Sequence[str]
+        self, outcomes: Mapping[str, RewardOutcome], weights: Mapping[str, float], groups: Sequence[str]
     ) -> list[float | None]:
         scaled = {
             name: self._scaled(name, spec, outcomes[name].values, groups) for name, spec in self._config.terms.items()
@@ -133,18 +133,18 @@ class Scorer:
     def _scaled(
         self, name: str, spec: Term, values: Sequence[float | None], groups: Sequence[str]
     ) -> list[float | None]:
-        """Return the values of a term, normalised and clipped."""
+        """Return the values of a term, normalized and clipped."""
         if spec.normalise == "group":
             values = in_group(values, groups)
         present = [value for value in values if value is not None]
         if spec.normalise == "running":
             self._of_terms[name] = self._of_terms[name].updated(present)
-            present = self._of_terms[name].normalised(present)
+            present = self._of_terms[name].normalized(present)
         each = iter(clipped(present, limit=spec.clip) if spec.clip else present)
         return [None if value is None else next(each) for value in values]
 
     def _reason(
-        self, at: int, outcomes: Mapping[str, Outcome], weights: Mapping[str, float], reward: float | None
+        self, at: int, outcomes: Mapping[str, RewardOutcome], weights: Mapping[str, float], reward: float | None
     ) -> str:
         """Return why a generation has no reward, "" if it has one. A term without a weight may fail."""
         composition = self._config.composition
@@ -157,8 +157,8 @@ class Scorer:
     def _shaped(self, rewards: Sequence[float | None]) -> list[float]:
         found = [reward for reward in rewards if reward is not None]
         if self._config.normalise == "running":
-            self._normaliser = self._normaliser.updated(found)
-            found = self._normaliser.normalised(found)
+            self._normalizer = self._normalizer.updated(found)
+            found = self._normalizer.normalized(found)
         return clipped(found, limit=self._config.clip) if self._config.clip else found
 
     def _with_penalty(self, rollout: Rollout) -> Rollout:
@@ -168,7 +168,7 @@ class Scorer:
         components = rollout.reward_components | {"overlong": penalty}
         return _rollout(rollout, rollout.reward + penalty, components, rollout.invalid, rollout.score)
 
-    def _keep_logs(self, outcomes: Mapping[str, Outcome]) -> None:
+    def _keep_logs(self, outcomes: Mapping[str, RewardOutcome]) -> None:
         found: list[Logs] = [self._logs]
         for name, outcome in outcomes.items():
             found.append({_metric("reward_extra", name, key): value for key, value in outcome.logs.items()})
@@ -177,7 +177,7 @@ class Scorer:
                 found.append({_metric("reward_failed", name): (len(outcome.failures), len(outcome.values))})
         self._logs = merged_logs(found)
 
-    def _count_failed(self, outcomes: Mapping[str, Outcome], *, episodes: int, lost: int) -> None:
+    def _count_failed(self, outcomes: Mapping[str, RewardOutcome], *, episodes: int, lost: int) -> None:
         counted = {"agent": (lost, episodes)}
         for name, outcome in outcomes.items():
             counted[f"rewards.terms.{name}"] = (len(outcome.failures), len(outcome.values))
@@ -228,7 +228,7 @@ def _rollout(
     return Rollout(one.prompt, one.prompt_ids, one.completion, reward, components, invalid, score)
 
 
-def _components(outcomes: Mapping[str, Outcome], at: int) -> dict[str, float]:
+def _components(outcomes: Mapping[str, RewardOutcome], at: int) -> dict[str, float]:
     values = {name: outcome.values[at] for name, outcome in outcomes.items()}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -240,5 +240,5 @@ def _weight_at(spec: Term, step: int) -> float:
 
 
 def _metric(*parts: str) -> str:
-    """The name of a metric; a function may call what it logs anything."""
+    """Return the name of a metric; functions may log under any name."""
     return "/".join(_NOT_IN_A_NAME.sub("_", part) for part in parts)

@@ -1,4 +1,4 @@
-"""What `rlhf serve-reward` scores with: a reward function in its process, or a trained reward model."""
+"""Score for `rlhf serve-reward`: with a reward function in its process, or a trained reward model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from rlhf_core.errors import RewardError, explain
 from rlhf_core.interfaces import Trainer
-from rlhf_core.rewards.outcomes import Outcome, Reward, as_outcome
+from rlhf_core.rewards.outcomes import Reward, RewardOutcome, as_outcome
 from rlhf_core.rewards.server import Query, Score
 from rlhf_core.types import Completion, Generation, Message, Prompt
 
@@ -17,7 +17,7 @@ Encode = Callable[[Query], tuple[int, ...]]
 def function_score(reward: Reward) -> Score:
     """Return a scorer by `reward`: each prompt is one message of a user, as it was sent, and tokens are not known."""
 
-    def score(queries: Sequence[Query]) -> Outcome:
+    def score(queries: Sequence[Query]) -> RewardOutcome:
         outcome = as_outcome(reward([_generation(number, query) for number, query in enumerate(queries)]))
         return _checked(outcome, len(queries))
 
@@ -27,11 +27,11 @@ def function_score(reward: Reward) -> Score:
 def reward_model_score(trainer: Trainer, encode: Encode, *, max_length: int) -> Score:
     """Return a scorer by a reward model that reads what `encode` makes of a query, cut to `max_length` tokens."""
 
-    def score(queries: Sequence[Query]) -> Outcome:
+    def score(queries: Sequence[Query]) -> RewardOutcome:
         sequences = [encode(query)[:max_length] for query in queries]
         if not all(sequences):
             raise RewardError(explain("query", "", "has no token to read a score at", "send prompt and answer"))
-        return _checked(Outcome(tuple(trainer.scores(sequences))), len(queries))
+        return _checked(RewardOutcome(tuple(trainer.scores(sequences))), len(queries))
 
     return score
 
@@ -65,8 +65,8 @@ def _generation(number: int, query: Query) -> Generation:
     return Generation(prompt, (), Completion((), (), query.answer, "stop", 0, 0))
 
 
-def _checked(outcome: Outcome, count: int) -> Outcome:
-    """JSON has no NaN, and a client could not tell whose value is missing."""
+def _checked(outcome: RewardOutcome, count: int) -> RewardOutcome:
+    """Raise RewardError unless there are `count` finite values: JSON has no NaN."""
     if len(outcome.values) != count:
         raise RewardError(explain("rewards", len(outcome.values), f"for {count} answers", "mend the reward"))
     for position, value in enumerate(outcome.values):

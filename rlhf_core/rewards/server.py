@@ -1,4 +1,4 @@
-"""A reward over HTTP, on OpenRLHF's contract: `/get_reward` (and `/`), `/health`, `/metrics`.
+"""Serve a reward over HTTP, on OpenRLHF's contract: `/get_reward` (and `/`), `/health`, `/metrics`.
 
 Requests that come within `max_wait_s` of each other are scored as one batch, one batch at a time, in a thread of its
 own, so that health and metrics answer while it works. If a batch fails, each of its requests is scored alone: what one
@@ -26,7 +26,7 @@ from starlette.routing import Route
 
 from rlhf_core.errors import RlhfError
 from rlhf_core.http.body import BodyLimits, BodyRefused, read_body
-from rlhf_core.rewards.outcomes import Logs, Outcome
+from rlhf_core.rewards.outcomes import Logs, RewardOutcome
 from rlhf_core.types import encodable
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Query:
 
     @property
     def answer(self) -> str:
-        """The text after the prompt.
+        """Return the text after the prompt.
 
         >>> Query("2+2? 4", "2+2? ", "4").answer
         '4'
@@ -52,7 +52,7 @@ class Query:
         return self.text.removeprefix(self.prompt)
 
 
-Score = Callable[[Sequence[Query]], Outcome]
+Score = Callable[[Sequence[Query]], RewardOutcome]
 """Scores a batch; blocks, and is called by one thread at a time."""
 
 
@@ -123,7 +123,7 @@ class _Waiting:
     """A request that waits for its rewards."""
 
     queries: list[Query]
-    rewards: asyncio.Future[Outcome] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    rewards: asyncio.Future[RewardOutcome] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class _Service:
@@ -191,12 +191,12 @@ class _Service:
     # ------------------------------------------------------------ batches
 
     async def score_batches(self, thread: ThreadPoolExecutor) -> None:
-        """Score what is asked, batch by batch, until cancelled."""
+        """Score the queued requests, batch by batch, until cancelled."""
         while True:
             requests = await self._gather()
             try:
                 await self._settle(requests, thread)
-            except Exception as error:  # a fault of this server: whoever waits must hear of it, and the next be served
+            except Exception as error:  # the waiting clients get the error, and the next batch is served
                 logger.exception("a batch could not be scored")
                 for one in requests:
                     if not one.rewards.done():
@@ -250,7 +250,7 @@ class _Service:
         for one in requests:
             end = start + len(one.queries)
             if not one.rewards.done():
-                one.rewards.set_result(Outcome(outcome.values[start:end], logs=_as_logs(outcome.logs)))
+                one.rewards.set_result(RewardOutcome(outcome.values[start:end], logs=_as_logs(outcome.logs)))
             start = end
 
 
@@ -259,7 +259,7 @@ def _as_logs(logs: Logs) -> Logs:
 
 
 def _as_text(value: Any) -> str:
-    """A label as text: OpenRLHF sends what the data hold, which may be a number or a table."""
+    """Return a label as text: OpenRLHF sends what the data hold, which may be a number or a table."""
     if value is None:
         return ""
     return value if isinstance(value, str) else json.dumps(value)

@@ -1,4 +1,4 @@
-"""Shaping of a composed reward: running normalisation, clip, and the penalty for overlong answers."""
+"""Shape a composed reward: running normalization, clip, and the penalty for overlong answers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ STD_EPS = 1e-8
 
 
 @dataclass(frozen=True)
-class RunningNormaliser:
+class RunningNormalizer:
     """Mean and variance of all rewards so far (Welford; merged by Chan et al., 1979). JSON-able by `asdict`.
 
-    >>> RunningNormaliser.empty().updated([1.0, 3.0])
-    RunningNormaliser(count=2, mean=2.0, squares=2.0)
+    >>> RunningNormalizer.empty().updated([1.0, 3.0])
+    RunningNormalizer(count=2, mean=2.0, squares=2.0)
     """
 
     count: int
@@ -24,24 +24,24 @@ class RunningNormaliser:
     """Sum of squared distances to the mean."""
 
     @classmethod
-    def empty(cls) -> RunningNormaliser:
-        """Return the normaliser that has seen nothing."""
+    def empty(cls) -> RunningNormalizer:
+        """Return the normalizer that has seen nothing."""
         return cls(count=0, mean=0.0, squares=0.0)
 
-    def updated(self, values: Sequence[float]) -> RunningNormaliser:
-        """Return the normaliser that has also seen `values`."""
+    def updated(self, values: Sequence[float]) -> RunningNormalizer:
+        """Return the normalizer that has also seen `values`."""
         if not values:
             return self
         mean, size = fmean(values), len(values)
         squares = math.fsum((value - mean) ** 2 for value in values)
         count, difference = self.count + size, mean - self.mean
-        return RunningNormaliser(
+        return RunningNormalizer(
             count=count,
             mean=self.mean + difference * size / count,
             squares=self.squares + squares + difference**2 * self.count * size / count,
         )
 
-    def normalised(self, values: Sequence[float]) -> list[float]:
+    def normalized(self, values: Sequence[float]) -> list[float]:
         """Return (value - mean) / std with what was seen so far; 0.0 for each where nothing varied yet."""
         std = math.sqrt(self.squares / self.count) if self.count else 0.0
         return [(value - self.mean) / (std + STD_EPS) if std > 0 else 0.0 for value in values]

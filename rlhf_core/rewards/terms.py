@@ -1,4 +1,4 @@
-"""The rewards that a configuration names, opened: processes started, models leased and verified, clients made."""
+"""Open the rewards of a configuration: start processes, lease and verify models, connect clients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import assert_never
 
-from rlhf_core.config.base import keyed
 from rlhf_core.config.rewards import (
     EnsembleReward,
     EpisodeReward,
@@ -31,8 +30,9 @@ from rlhf_core.rewards.batches import BatchedReward
 from rlhf_core.rewards.cache import ResultCache
 from rlhf_core.rewards.isolation import IsolatedReward
 from rlhf_core.rewards.model import Contract, score_with_reward_model, verify_contract
-from rlhf_core.rewards.outcomes import Outcome, Reward
-from rlhf_core.rewards.worker import Settings
+from rlhf_core.rewards.outcomes import Reward, RewardOutcome
+from rlhf_core.rewards.worker import WorkerSettings
+from rlhf_core.schema.base import keyed
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.fingerprint import canonical_json, sha256_text
 from rlhf_core.types import Generation, ProcessRewardModelRef, RewardModelRef
@@ -42,7 +42,7 @@ SHAPING = frozenset({"weight", "weight_end", "weight_steps", "normalise", "clip"
 """Fields of a term that do not change the values it is given."""
 
 REMOTE_FAILED_CALLS = 6
-"""Each costs all tries of the client: one culprit is found in a batch of 64, and a server that is down is given up on."""
+"""Each failed call costs all tries of the client. 6 halvings find one bad answer in a batch of 64."""
 
 
 def open_terms(
@@ -92,7 +92,7 @@ def open_elsewhere(
         case RemoteReward():
             from rlhf_core.rewards import remote
 
-            client = remote.RemoteReward(
+            client = remote.RemoteRewardClient(
                 name,
                 spec.urls,
                 timeout_s=spec.timeout_s,
@@ -138,14 +138,14 @@ def identity(spec: Term) -> str:
     return sha256_text(canonical_json([facts, source]))
 
 
-def episode_reward(generations: Sequence[Generation]) -> Outcome:
+def episode_reward(generations: Sequence[Generation]) -> RewardOutcome:
     """Return the sum of what an environment gave over an episode's spans; None for a completion without spans.
 
     With the scores that an agent gave beside its rewards, if it gave any.
     """
     episodes = [generation.completion.spans for generation in generations]
     scores = tuple(generation.completion.score for generation in generations)
-    return Outcome(
+    return RewardOutcome(
         tuple(sum(span.reward for span in spans) if spans else None for spans in episodes),
         scores=scores if any(score is not None for score in scores) else (),
     )
@@ -173,7 +173,7 @@ def _start_workers(
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     memory = spec.memory_mb * 2**20 if spec.memory_mb else machine // 2 // spec.workers
     code = {spec.function: functions[spec.function]} if spec.function in functions else {}
-    settings = Settings(arguments=spec.arguments, protocol=spec.protocol, code=code, memory_bytes=memory)
+    settings = WorkerSettings(arguments=spec.arguments, protocol=spec.protocol, code=code, memory_bytes=memory)
 
     def start(_: int) -> IsolatedReward:
         return IsolatedReward(

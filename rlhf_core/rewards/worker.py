@@ -1,7 +1,7 @@
-"""The child process of `rlhf_core.rewards.isolation`: `python -m rlhf_core.rewards.worker module:function [settings]`.
+"""Run a reward function in the child process of `rlhf_core.rewards.isolation`: `python -m rlhf_core.rewards.worker module:function [settings]`.
 
 Reads pickled lists of batches from standard input and answers each with a pickled (kind, value) pair: the outcomes of
-the batches. It lives no longer than whoever holds the other end of its input, however that one ends and whatever the
+the batches. It ends with the process that holds the other end of its input, however that process ends and whatever the
 function does then.
 """
 
@@ -17,16 +17,16 @@ from typing import Any, BinaryIO
 from pydantic import BaseModel, ConfigDict
 
 from rlhf_core.config.rewards import FunctionProtocol
-from rlhf_core.config.secrets import resolved
 from rlhf_core.errors import ConfigError
 from rlhf_core.processes.child import start_guard, take_standard_streams
 from rlhf_core.rewards.protocols import Adapted, adapt
+from rlhf_core.schema.secrets import resolved
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.user_code.dependencies import check_functions
 from rlhf_core.user_code.loading import load_callable
 
 
-class Settings(BaseModel):
+class WorkerSettings(BaseModel):
     """What the child must know beside the function's name; JSON on its command line."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
@@ -39,7 +39,7 @@ class Settings(BaseModel):
     """Most memory of the process; 0 sets no limit."""
 
 
-def main(function: str, settings: Settings) -> None:
+def main(function: str, settings: WorkerSettings) -> None:
     """Serve the reward function until the input ends."""
     start_guard()
     answers, requests = take_standard_streams()
@@ -72,7 +72,7 @@ def _answer(reward: Adapted, batches: Any, runner: asyncio.Runner) -> tuple[str,
 
 
 def _limit_memory(limit: int) -> None:
-    """Let allocations beyond `limit` raise MemoryError: before the machine runs out, and the run with it.
+    """Set a limit beyond which allocations raise MemoryError, before the machine runs out of memory.
 
     What is mapped and never written (libraries, reserved address space) does not count.
     """
@@ -86,4 +86,4 @@ def _send(answers: BinaryIO, kind: str, value: Any) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Settings.model_validate_json(sys.argv[2] if len(sys.argv) > 2 else "{}"))
+    main(sys.argv[1], WorkerSettings.model_validate_json(sys.argv[2] if len(sys.argv) > 2 else "{}"))

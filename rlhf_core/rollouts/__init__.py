@@ -1,1 +1,1 @@
-"""Where the rollouts of policy optimisation come from: sampled, scored, and kept until they are trained on."""
+"""Rollouts for policy optimization: sample them, score them, and keep them until they are trained on."""

@@ -1,4 +1,4 @@
-"""Dynamic sampling: prompts whose answers all earn the same are replaced (DAPO, arXiv 2503.14476, section 3.2)."""
+"""Replace prompts whose answers all have the same reward: dynamic sampling (DAPO, arXiv 2503.14476, section 3.2)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,35 @@ from statistics import fmean
 
 from rlhf_core.config.policy import DynamicSampling
 from rlhf_core.errors import RewardError, explain
-from rlhf_core.types import Rollout
+from rlhf_core.types import Generation, Rollout
+
+
+class DynamicScoring:
+    """Scores the answers of a step, and samples further rounds of it until enough groups carry a gradient."""
+
+    def __init__(
+        self,
+        score: Callable[[Sequence[Generation]], list[Rollout]],
+        sample_round: Callable[[int, int], list[Generation]],
+        config: DynamicSampling,
+        *,
+        groups: int,
+        group_size: int,
+    ) -> None:
+        """Take `sample_round(step, number)`, which returns the answers of further round `number` = 1, 2, ..."""
+        self._score = score
+        self._sample_round = sample_round
+        self._config = config
+        self._groups = groups
+        self._group_size = group_size
+
+    def __call__(self, step: int, generations: Sequence[Generation]) -> list[Rollout]:
+        """Return `groups` whole groups; `generations` is the first round."""
+
+        def draw(number: int) -> list[Rollout]:
+            return self._score(self._sample_round(step, number) if number else generations)
+
+        return sampled_until_decided(draw, self._config, groups=self._groups, group_size=self._group_size)
 
 
 def sampled_until_decided(

@@ -1,7 +1,7 @@
-"""Partial rollouts: an answer that is not finished goes on in a later step, under the weights of then.
+"""Continue unfinished answers in a later step, with the weights of that step (partial rollouts).
 
 Sampling goes in rounds of `partial_tokens` tokens per answer and ends, for a step, with the round after which
-`prompts_per_step` groups are whole. What is unfinished then stays in the pool, so that nobody waits for the longest answer.
+`prompts_per_step` groups are whole. What is unfinished then stays in the pool, so that no step waits for the longest answer.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def after_a_round(
 
 
 def is_finished(sample: Generation, config: PPOConfig) -> bool:
-    """Return whether an answer ended by itself or has all the tokens that it may have."""
+    """Return whether an answer ended by itself or has `max_tokens` tokens."""
     made = sample.completion
     return made.finish_reason == "stop" or len(made.token_ids) >= config.sampling.max_tokens
 

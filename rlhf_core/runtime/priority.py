@@ -11,12 +11,13 @@ from typing import TypeVar
 
 R = TypeVar("R")
 
-LOWEST = 19
-"""The nice value that gives way to every other."""
+LOW = 10
+"""The nice value of such work: a tenth of the share of a busy thread at 0. With 19, a seventieth, an import of vLLM took
+longer than `runtime.worker_timeout_s` on a machine whose cores were all taken by others."""
 
 
 def at_low_priority(work: Callable[[], R]) -> R:
-    """Return `work()`, called in a thread of the lowest priority; only Linux has priorities per thread.
+    """Return `work()`, called in a thread of low priority; only Linux has priorities per thread.
 
     A trainer whose threads wait for each other thousands of times a second becomes several times slower when one of
     them has to share its core with an import as heavy as vLLM's.
@@ -27,4 +28,6 @@ def at_low_priority(work: Callable[[], R]) -> R:
 
 def _give_way() -> None:
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)
+        thread = threading.get_native_id()
+        # Only a superuser may take a nice value back that is higher already.
+        os.setpriority(os.PRIO_PROCESS, thread, max(LOW, os.getpriority(os.PRIO_PROCESS, thread)))

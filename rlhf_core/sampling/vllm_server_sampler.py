@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_core.config.engines import SamplingConfig, VllmServerSamplerConfig
-from rlhf_core.config.secrets import bearer, resolved
 from rlhf_core.errors import SamplerLostError, SamplingError, explain
 from rlhf_core.interfaces import EngineSampler, SamplerEngine, Transfer, Weights
 from rlhf_core.sampling.policy_folder import PolicyFolder, architecture
 from rlhf_core.sampling.received_weights import tensors_of
 from rlhf_core.sampling.vllm_server import Server, ServerFailed, generate_body, open_client
+from rlhf_core.schema.secrets import bearer, resolved
 from rlhf_core.types import Completion, SamplingRequest
 
 logger = logging.getLogger(__name__)

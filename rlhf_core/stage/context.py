@@ -11,10 +11,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
-from rlhf_core.config.base import Config
-from rlhf_core.config.custom import CustomFunction
 from rlhf_core.errors import ArtifactError, explain
 from rlhf_core.interfaces import Runtime, StageTracker
+from rlhf_core.schema.base import Config
+from rlhf_core.schema.custom import CustomFunction
 from rlhf_core.stage import stopping
 from rlhf_core.stage.decision import Target
 from rlhf_core.stage.key import StageSpec

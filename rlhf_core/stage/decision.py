@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator
 
 from rlhf_core.secrets.redaction import hidden
-from rlhf_core.stage.key import StageSpec, key_payload, payload_key, user_functions
+from rlhf_core.stage.key import StageSpec, Strictness, key_payload, payload_key, user_functions
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.checkpoints import Checkpoints
@@ -79,11 +79,10 @@ def decide(
     spec: StageSpec,
     *,
     force: bool = False,
-    strict_code: bool = False,
-    strict_env: bool = False,
+    strict: Strictness = Strictness(),
 ) -> Decision:
     """Return what `execute` would do with the stage now, without doing it."""
-    target = target_of(store, spec, strict_code=strict_code, strict_env=strict_env)
+    target = target_of(store, spec, strict=strict)
     if not force:
         record = store.record(target.key)
         if record is not None:
@@ -94,10 +93,10 @@ def decide(
     return decide_work(store, spec, target, force=force)
 
 
-def target_of(store: ArtifactStore, spec: StageSpec, *, strict_code: bool, strict_env: bool = False) -> Target:
+def target_of(store: ArtifactStore, spec: StageSpec, *, strict: Strictness) -> Target:
     """Return the key that the spec means.
 
-    With `strict_code` a stage whose code normally only warns gets its code into the key, with `strict_env` any stage
+    With `strict.code` a stage whose code normally only warns gets its code into the key, with `strict.env` any stage
     the versions of what computes; a result that was made without these options, but by exactly this code and by these
     versions, still counts. Where answers failed under other settings, it is that of another take.
     """
@@ -105,15 +104,15 @@ def target_of(store: ArtifactStore, spec: StageSpec, *, strict_code: bool, stric
     payload = key_payload(spec, functions=functions)
     code = module_digests(spec.module)
     target = fitting_take(store, spec, Target(payload_key(payload), payload, code, functions))
-    adds_code = strict_code and spec.code != "strict"
-    if not adds_code and not strict_env:
+    adds_code = strict.code and spec.code != "strict"
+    if not adds_code and not strict.env:
         return target
     record = store.record(target.key)
     same_code = record is not None and (not adds_code or (record.code == code and not record.earlier_code))
-    if record is not None and same_code and not (strict_env and other_versions(record.environment)):
+    if record is not None and same_code and not (strict.env and other_versions(record.environment)):
         return target
-    payload = key_payload(spec, strict_code=strict_code, functions=functions)
-    if strict_env:
+    payload = key_payload(spec, strict_code=strict.code, functions=functions)
+    if strict.env:
         payload |= {"environment": versions()}
     return fitting_take(store, spec, Target(payload_key(payload), payload, code, functions))
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal, TypeAlias, get_args
 
-from rlhf_core.config.base import Config, keyed
 from rlhf_core.errors import ConfigError, explain
+from rlhf_core.schema.base import Config, keyed
 from rlhf_core.store.fingerprint import canonical_json, code_digest, sha256_text
 from rlhf_core.types import ArtifactRef
 from rlhf_core.user_code.dependencies import user_code_digest
@@ -18,6 +18,20 @@ KEY_SCHEMA = 1
 
 CodePolicy: TypeAlias = Literal["strict", "warn"]
 StageInput: TypeAlias = ArtifactRef | tuple[ArtifactRef, ...] | dict[str, ArtifactRef]
+
+
+@dataclass(frozen=True, slots=True)
+class Strictness:
+    """What counts for the key of a stage besides what always does; the default adds nothing.
+
+    >>> Strictness(code=True)
+    Strictness(code=True, env=False)
+    """
+
+    code: bool = False
+    """Every change of code counts, also in stages that normally only warn."""
+    env: bool = False
+    """Other versions of Python and of the packages that compute count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,13 +6,13 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from rlhf_core.config import secrets
 from rlhf_core.errors import ArtifactError, explain
 from rlhf_core.interfaces import Runtime, StageTracker
+from rlhf_core.schema import secrets
 from rlhf_core.secrets.redaction import hide_in
 from rlhf_core.stage.context import NOTHING, Progress, RunningAttempt, StageContext
 from rlhf_core.stage.decision import Decision, Target, decide_work, hit, remember, starts_over, target_of, unfit
-from rlhf_core.stage.key import StageSpec, stage_module
+from rlhf_core.stage.key import StageSpec, Strictness, stage_module
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.attempts import Attempt, Status
@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 def find(
-    store: ArtifactStore, spec: StageSpec, *, strict_code: bool = False, strict_env: bool = False
+    store: ArtifactStore, spec: StageSpec, *, strict: Strictness = Strictness()
 ) -> tuple[KeyRecord, Decision] | None:
     """Return the record of a stage whose artifact is in the store, and the HIT; None if there is something to do."""
-    target = target_of(store, spec, strict_code=strict_code, strict_env=strict_env)
+    target = target_of(store, spec, strict=strict)
     return _take(store, spec, target)
 
 
@@ -42,8 +42,7 @@ def execute(
     tracker: StageTracker,
     progress: Progress,
     force: bool = False,
-    strict_code: bool = False,
-    strict_env: bool = False,
+    strict: Strictness = Strictness(),
     on_decision: Callable[[Decision], None] | None = None,
     tracking: Mapping[str, str] = NOTHING,
 ) -> tuple[ArtifactRef, Decision]:
@@ -60,7 +59,7 @@ def execute(
             on_decision(decision)
         return decision
 
-    target = target_of(store, spec, strict_code=strict_code, strict_env=strict_env)
+    target = target_of(store, spec, strict=strict)
     found = None if force else _take(store, spec, target)
     if found is not None:
         return found[0].handle, told(found[1])
@@ -88,8 +87,7 @@ def execute(
         tracker=tracker,
         progress=progress,
         force=force,
-        strict_code=strict_code,
-        strict_env=strict_env,
+        strict=strict,
         on_decision=on_decision,
         tracking=tracking,
     )

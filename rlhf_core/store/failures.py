@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
 
-from rlhf_core.config.base import FailureSetting
+from rlhf_core.schema.base import FailureSetting
 from rlhf_core.store.fingerprint import canonical_json
 
 FAILURES = "failures.jsonl"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, field_validator
 
-from rlhf_core.config.base import Config
+from rlhf_core.schema.base import Config
 
 
 class ConditionConfig(Config):

@@ -10,10 +10,10 @@ from rlhf_core.algorithms.preference.ipo import IPOLoss
 from rlhf_core.algorithms.preference.kto import KTOLoss
 from rlhf_core.algorithms.preference.orpo import ORPOLoss
 from rlhf_core.algorithms.preference.simpo import SimPOLoss
-from rlhf_core.config.base import Config
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig
 from rlhf_core.config.loop import LoopConfig
 from rlhf_core.config.preference import PreferenceLoss
+from rlhf_core.schema.base import Config
 
 
 class DPOConfig(Config):

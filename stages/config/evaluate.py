@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rlhf_core.config.base import OPERATIONAL, Config
+from rlhf_core.schema.base import OPERATIONAL, Config
 
 
 class EvaluateConfig(Config):

@@ -7,8 +7,8 @@ from typing import Annotated
 from pydantic import Field
 
 from rlhf_core.config.agents import AgentConfig
-from rlhf_core.config.base import OPERATIONAL, Config
 from rlhf_core.config.engines import SamplingConfig
+from rlhf_core.schema.base import OPERATIONAL, Config
 
 
 class GenerateConfig(Config):

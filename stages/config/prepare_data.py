@@ -6,11 +6,11 @@ from pathlib import Path
 
 from pydantic import Field
 
-from rlhf_core.config.base import Config
 from rlhf_core.config.data import DataConfig, Files, SupportWorld
 from rlhf_core.config.engines import BaseModelConfig, InitModel, PretrainedModel
 from rlhf_core.errors import DataError, explain
 from rlhf_core.models.packages import PACKAGE, package_folder
+from rlhf_core.schema.base import Config
 from rlhf_core.store.fingerprint import hash_file, hash_files, list_files, tree_digest
 
 MODEL_TEMPLATE = "model"

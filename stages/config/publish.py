@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_core.config.base import Config
+from rlhf_core.schema.base import Config
 
 
 class Threshold(Config):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from rlhf_core.config.base import Config
 from rlhf_core.config.engines import OptimizerConfig, refuse_average
 from rlhf_core.config.loop import LoopConfig
+from rlhf_core.schema.base import Config
 
 
 class RewardModelConfig(Config):

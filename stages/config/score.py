@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rlhf_core.config.base import Config
 from rlhf_core.config.rewards import RewardsConfig
+from rlhf_core.schema.base import Config
 
 
 class ScoreConfig(Config):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from rlhf_core.config.base import Config
+from rlhf_core.schema.base import Config
 
 
 class Selection(Config):

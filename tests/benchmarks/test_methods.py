@@ -15,9 +15,9 @@ from benchmarks.method_steps import STEPPED
 from benchmarks.methods import Result, keep, print_tables, read
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import load_profile
-from rlhf_core.config.custom import CustomFunction
 from rlhf_core.config.policy import Advantage, PolicyLoss
 from rlhf_core.config.preference import PreferenceLoss
+from rlhf_core.schema.custom import CustomFunction
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.types import ArtifactRef, DemonstrationsRef, PolicyRef, PreferencesRef, PromptsRef, RewardModelRef
 from stages.distill import DistillConfig

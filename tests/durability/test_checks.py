@@ -20,7 +20,7 @@ from benchmarks.durability.checks import (
 )
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
-from tests.rlhf_core.toy_stage import NoEngines, RecordingTracker, toy_spec
+from tests.support.toy_stage import NoEngines, RecordingTracker, toy_spec
 
 
 def make(home: Path, *, seed: int = 7) -> dict[str, StageResult]:
@@ -127,6 +127,18 @@ def test_runs_and_points_of_mlflow_are_checked(tmp_path: Path) -> None:
     assert tracked(tmp_path / "e.db", found, key, "FINISHED", points[1:]) == [
         "MLflow: toy: 1 of 3 points are missing, first ('toy/train/total', 1)"
     ]
+
+
+def test_a_policy_that_was_published_more_often_than_there_are_results_is_a_problem(tmp_path: Path) -> None:
+    found = make(tmp_path / "home")
+    file = tmp_path / "home" / "mlflow.db"
+    tracked(file, found, found["toy"].key, "FINISHED", [(step, "toy/train/total") for step in (1, 2, 3)])
+    with sqlite3.connect(file) as connection:
+        connection.executemany("INSERT INTO model_versions VALUES (?)", [("policy",), ("policy",)])
+    assert list(tracking_problems(file, found)) == ["MLflow: policy has 2 versions, not 1"]
+    assert list(tracking_problems(file, found, published=2)) == []
+    assert problems(tmp_path / "home", found) != []
+    assert problems(tmp_path / "home", found, tracked=False) == []
 
 
 def tracked(

@@ -10,8 +10,8 @@ from benchmarks.durability import checks, clocks, lives, processes, takeovers
 from benchmarks.durability.clocks import Skew
 from benchmarks.durability.pipeline import LOG, Setup, read_events
 from rlhf_core.store import leases
-from tests.durability.toy_runs import run_toy
-from tests.rlhf_core.toy_stage import ToyConfig, toy_spec
+from tests.support.toy_runs import run_toy
+from tests.support.toy_stage import ToyConfig, toy_spec
 
 WATCH_S = 2.0
 SPEC = toy_spec(ToyConfig(seconds_a_step=WATCH_S / 2))

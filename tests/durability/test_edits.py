@@ -15,8 +15,8 @@ from benchmarks.durability.pipeline import LOG, REWARD, EventLog, Setup, read_ev
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
-from tests.durability.toy_runs import run_toy
-from tests.rlhf_core.toy_stage import ToyConfig, toy_spec
+from tests.support.toy_runs import run_toy
+from tests.support.toy_stage import ToyConfig, toy_spec
 
 
 def new_setup(home: Path) -> Setup:

@@ -1,6 +1,6 @@
 """n + m steps are n steps, a kill, and m steps of a new run: bitwise for every stage that trains.
 
-With other micro-batches after the kill they agree to the rounding of float32 (`tests/tolerances.py`): the gradient is then
+With other micro-batches after the kill they agree to the rounding of float32 (`tests/support/tolerances.py`): the gradient is then
 a sum of the same numbers in another order.
 """
 
@@ -15,20 +15,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf_core.config.base import Config
 from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
 from rlhf_core.config.loop import LoopConfig
 from rlhf_core.config.rewards import FunctionReward, RewardsConfig
 from rlhf_core.runtime.local_runtime import LocalRuntime
+from rlhf_core.schema.base import Config
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import ArtifactRef, PolicyRef
 from stages.dpo import DPOConfig
 from stages.ppo import PPOConfig
 from stages.reward_model import RewardModelConfig
 from stages.sft import SFTConfig
-from tests.stages.recording import RUNTIME, SHAPE, Workshop, make_policy
-from tests.stages.training import demonstrations, killed_and_resumed, preferences, prompts, untimed
-from tests.tolerances import assert_same_updates, near, of_training
+from tests.support.tolerances import assert_same_updates, near, of_training
+from tests.support.training import demonstrations, killed_and_resumed, preferences, prompts, untimed
+from tests.support.workshop import RUNTIME, SHAPE, Workshop
 
 RATE = OptimizerConfig(learning_rate=2e-4)
 LOOP = LoopConfig(batch_size=6, epochs=1, eval_every=3, checkpoint_every=2)
@@ -63,11 +63,6 @@ class Outcome:
     folder: Path
     final: dict[str, float]
     points: list[tuple[int, dict[str, float]]]
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture(scope="module", params=CONFIGS)

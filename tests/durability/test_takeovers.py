@@ -14,8 +14,8 @@ from benchmarks.durability.instants import AtOperation
 from benchmarks.durability.pipeline import LOG, Setup, read_events
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
-from tests.durability.toy_runs import run_toy
-from tests.rlhf_core.toy_stage import ToyConfig, toy_spec
+from tests.support.toy_runs import run_toy
+from tests.support.toy_stage import ToyConfig, toy_spec
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="paths of open files are read from /proc")
 

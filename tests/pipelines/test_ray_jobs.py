@@ -23,7 +23,7 @@ from rlhf_core.stage.key import stage_key
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.leases import living_owner
-from tests.rlhf_core.toy_stage import ToyConfig, toy_spec
+from tests.support.toy_stage import ToyConfig, toy_spec
 
 ROOT = Path(__file__).parents[2]
 PATIENT = {"RAY_DASHBOARD_STARTUP_TIMEOUT_S": "300", "RAY_NUM_REDIS_GET_RETRIES": "120"}
@@ -99,7 +99,7 @@ class Flow:
         environment = {"RLHF_HOME": str(home.root), "RAY_ADDRESS": address, "PYTHONPATH": str(ROOT)}
         self._output = home.root / f"flow-{time.monotonic_ns()}.log"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.pipelines.job_flow", str(profile), str(home.root / GO)],
+            [sys.executable, "-m", "tests.support.job_flow", str(profile), str(home.root / GO)],
             stdout=self._output.open("wb"), stderr=subprocess.STDOUT, cwd=ROOT, env=inherited | environment,
         )  # fmt: skip
 

@@ -17,8 +17,10 @@ from urllib.parse import quote
 import pyarrow.parquet as pq
 import pytest
 
+from pipelines.execution.executor import RunOptions
+from pipelines.execution.opening import open_run, store_of
 from pipelines.execution.plan import plan
-from pipelines.execution.run import RunOptions, open_run, run_stages, store_of
+from pipelines.execution.run import run_stages
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.prefect_flows import pipelines
@@ -27,9 +29,9 @@ from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards import remote
 from rlhf_core.tracking.memory import MemoryTracker
 from tests.pipelines.execution.test_run import directly
-from tests.pipelines.listening import Notes
-from tests.pipelines.mini import MINI
 from tests.pipelines.prefect_flows.test_tasks import api
+from tests.support.listener import Notes
+from tests.support.small_pipeline import MINI
 
 SECRETS = {
     "FUNCTION_SECRET": "of-the-function/7c1f",

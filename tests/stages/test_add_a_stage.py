@@ -22,8 +22,8 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.fingerprint import code_digest
 from rlhf_core.types import ArtifactRef, DemonstrationsRef
 from stages.table import Stage
-from tests.stages.recording import Workshop
-from tests.stages.training import demonstrations
+from tests.support.training import demonstrations
+from tests.support.workshop import Workshop
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "add_a_stage.md").read_text()
 
@@ -44,7 +44,7 @@ def row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     made: Stage = eval(row, vars(stages.table) | {"ShortenConfig": kind})
     monkeypatch.setattr(stages.table, "STAGES", table := {**stages.table.STAGES, made.name: made})
     monkeypatch.setattr("pipelines.flows.graph.STAGES", table)
-    monkeypatch.setattr("tests.stages.recording.STAGES", table)
+    monkeypatch.setattr("tests.support.workshop.STAGES", table)
     yield made
     stages.__path__.remove(str(tmp_path))
     stages.config.__path__.remove(str(tmp_path / "config"))

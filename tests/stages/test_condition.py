@@ -15,7 +15,7 @@ from rlhf_core.errors import DataError
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import ActionSpan, Message, Prompt, PromptsRef, Rollout, RolloutsRef
 from stages.condition import ConditionConfig, decorated, demonstrations, reward_levels
-from tests.stages.recording import Workshop, rollout
+from tests.support.workshop import Workshop, rollout
 
 ROLLOUTS = [
     rollout("p", "worst", -1.0),

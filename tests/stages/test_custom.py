@@ -16,26 +16,21 @@ from rlhf_core.algorithms.policy.clip import clipped_policy_loss
 from rlhf_core.algorithms.policy.custom import custom_policy_loss
 from rlhf_core.algorithms.preference.custom import CustomPreferenceLoss, custom_pair_loss
 from rlhf_core.algorithms.preference.dpo import DPOLoss, dpo_loss
-from rlhf_core.config.custom import CustomFunction
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.config.preference import uses_reference
 from rlhf_core.errors import ConfigError
+from rlhf_core.schema.custom import CustomFunction
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef
 from rlhf_core.user_code.dependencies import UserFunction, user_code_digest
 from stages.dpo import DPOConfig
-from tests.stages.recording import Workshop, make_policy
 from tests.stages.test_dpo import CONFIG as DPO
 from tests.stages.test_ppo import config as ppo
-from tests.stages.training import preferences, shop_and_inputs
+from tests.support.training import preferences, shop_and_inputs
+from tests.support.workshop import Workshop
 
 PAGE = Path(__file__).parents[2] / "docs" / "custom.md"
 LENGTHS: Any = {"chosen_lengths": torch.tensor([3.0, 2.0]), "rejected_lengths": torch.tensor([4.0, 1.0])}
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef
 from stages.config.distill import DistillConfig, DivergenceConfig
 from stages.sft import SFTConfig
-from tests.stages.recording import SHAPE, Workshop, make_policy
-from tests.stages.training import demonstrations, killed_and_resumed, prompts, stopped_and_resumed
+from tests.support.training import demonstrations, killed_and_resumed, prompts, stopped_and_resumed
+from tests.support.workshop import SHAPE, Workshop
 
 FAST = OptimizerConfig(learning_rate=2e-2)
 CONFIG = DistillConfig(
@@ -34,11 +34,6 @@ ON_POLICY = CONFIG.model_copy(
         "loop": LoopConfig(batch_size=4, epochs=4, eval_every=3, checkpoint_every=2),
     }
 )
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture(scope="module")

@@ -14,17 +14,17 @@ from rlhf_core.algorithms.preference.dpo import DPOLoss
 from rlhf_core.algorithms.preference.ipo import IPOLoss
 from rlhf_core.algorithms.preference.kto import KTOLoss
 from rlhf_core.algorithms.preference.orpo import ORPOLoss
-from rlhf_core.config.base import Config
-from rlhf_core.config.custom import CustomFunction
 from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.config.loop import LoopConfig
 from rlhf_core.config.preference import REFERENCE_FREE, PreferenceLoss
 from rlhf_core.errors import DataError
+from rlhf_core.schema.base import Config
+from rlhf_core.schema.custom import CustomFunction
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef, TokenSample
 from stages.dpo import DPOConfig, mismatched, stranger_of
-from tests.stages.recording import Workshop, make_policy
-from tests.stages.training import killed_and_resumed, preferences, thumbs
+from tests.support.training import killed_and_resumed, preferences, thumbs
+from tests.support.workshop import Workshop
 
 CONFIG = DPOConfig(
     max_length=48,
@@ -35,11 +35,6 @@ CONFIG = DPOConfig(
 
 GROWTH = 0.02
 """What the margin of the rewards must grow by in eight small steps, whatever the loss's scale."""
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("policy"))
 
 
 KINDS = [kind for kind in get_args(get_args(PreferenceLoss)[0]) if not issubclass(kind, CustomFunction)]

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.base import keyed
 from rlhf_core.data.shards import read_generations, write_generations, write_index
 from rlhf_core.data.tables import Prompt, write_prompts
 from rlhf_core.errors import ConfigError, DataError, RewardError
+from rlhf_core.schema.base import keyed
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Completion, Generation, GenerationsRef, Message, PolicyRef, PromptsRef, RewardModelRef
 from stages.evaluate import EvaluateConfig
-from tests.stages.recording import SHAPE, Workshop, make_policy
-from tests.stages.training import demonstrations
-from tests.tolerances import near, of_model
+from tests.support.tolerances import near, of_model
+from tests.support.training import demonstrations
+from tests.support.workshop import SHAPE, Workshop, make_policy
 
 GOLD = """
 import time
@@ -308,7 +308,7 @@ def test_importing_the_configurations_imports_no_engine_and_no_plotting() -> Non
 
 def other_policy(folder: Path) -> Path:
     from rlhf_core.models.initialise import initialise_llama
-    from tests.stages.recording import SHAPE
+    from tests.support.workshop import SHAPE
 
     make_policy(folder)
     initialise_llama(SHAPE, folder, seed=8)

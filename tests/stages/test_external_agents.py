@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from rlhf_core.config.agents import AgentConfig, NemoGymAgent, OpenEnvAgent, OpenRLHFAgent, ProgramAgent, VerifiersAgent
-from tests.stages.training import rewards_of_grpo
+from tests.support.training import rewards_of_grpo
 
 AGENTS = Path(__file__).parents[1] / "rlhf_core" / "agents"
 SERVERS = AGENTS / "servers"

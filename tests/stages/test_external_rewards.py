@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.config.rewards import FunctionReward
-from tests.stages.training import rewards_of_grpo
+from tests.support.training import rewards_of_grpo
 
 PROGRAMS = Path(__file__).parent / "programs"
 

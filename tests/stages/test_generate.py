@@ -18,16 +18,11 @@ from rlhf_core.sampling.hf_sampler import HFSampler
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Completion, Generation, Message, PolicyRef, Prompt, PromptsRef, SamplingRequest, derive_seed
 from stages.generate import GenerateConfig, chosen, cut, generation_metrics
-from tests.stages.recording import SHAPE, Workshop, generation, make_policy
-from tests.tolerances import near, of_model
+from tests.support.tolerances import near, of_model
+from tests.support.workshop import SHAPE, Workshop, generation
 
 CONFIG = GenerateConfig(samples_per_prompt=3, shard_size=2, sampling=SamplingConfig(max_tokens=6))
 PROMPTS = [Prompt(f"p{number}", (Message("user", f"What is {number}?"),), "", "test") for number in range(5)]
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("policy"))
 
 
 def workshop(root: Path, policy: Path, prompts: list[Prompt]) -> tuple[Workshop, dict[str, Any]]:

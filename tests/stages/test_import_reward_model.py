@@ -23,12 +23,7 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef, RewardModelRef
 from stages.config.import_reward_model import ImportRewardModelConfig, content_digests
 from stages.table import STAGES
-from tests.stages.recording import Workshop, make_policy, quiet
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("policy"))
+from tests.support.workshop import Workshop, quiet
 
 
 @pytest.fixture(scope="module")

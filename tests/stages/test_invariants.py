@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
@@ -19,17 +18,12 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Completion, Generation, Message, PolicyRef, Prompt, SamplingRequest, TokenSample
 from stages.ppo import PPOConfig
 from stages.reward_model import RewardModelConfig
-from tests.stages.recording import SHAPE, Workshop, make_policy
-from tests.stages.training import preferences, prompts, untimed
-from tests.tolerances import near, of_model
+from tests.support.tolerances import near, of_model
+from tests.support.training import preferences, prompts, untimed
+from tests.support.workshop import SHAPE, Workshop
 
 FAST = OptimizerConfig(learning_rate=3e-3, schedule="constant")
 SYNCS = 4
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("policy"))
 
 
 @contextmanager

@@ -28,8 +28,8 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.training.objectives.base import SftObjective
 from rlhf_core.types import PolicyRef, SamplingRequest, TokenSample
 from stages.ppo import PPOConfig
-from tests.stages.recording import Workshop
-from tests.stages.training import prompts, untimed
+from tests.support.training import prompts, untimed
+from tests.support.workshop import Workshop
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 pytest.importorskip("vllm", reason="vLLM is not installed")

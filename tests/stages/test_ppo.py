@@ -19,8 +19,7 @@ from rlhf_core.rollouts.answers import sample
 from rlhf_core.runtime.local_runtime import LocalRuntime
 from rlhf_core.types import Generation, Message, Prompt
 from stages.ppo import Models, PPOConfig, update
-from tests.stages.recording import RUNTIME, make_policy
-from tests.stages.training import (
+from tests.support.training import (
     demonstrations,
     killed_and_resumed,
     series,
@@ -28,6 +27,7 @@ from tests.stages.training import (
     stopped_and_resumed,
     untimed,
 )
+from tests.support.workshop import RUNTIME
 
 PROMPTS = [Prompt(f"p{i}", (Message("user", str(i)),), "", "test") for i in range(5)]
 
@@ -55,11 +55,6 @@ def config(**changes: Any) -> PPOConfig:
         "checkpoint_every": 1,
     }
     return PPOConfig(**(settings | changes))
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.mark.parametrize("advantage", ["gae", "reinforce++", "reinforce++-baseline", "rloo", "grpo", "dr_grpo", "opo"])
@@ -180,7 +175,7 @@ class Scripted:
 
 def test_the_largest_ratio_of_a_step_is_that_of_its_updates(tmp_path: Path) -> None:
     trainer: Any = Scripted(1.0, 5.0, 1.5, 1.0)
-    models = Models(sampler=trainer, policy=trainer, reference=trainer, value_model=None, score=trainer)
+    models = Models(sampler=trainer, policy=trainer, reference=trainer, value_model=None, scorer=trainer)
     context: Any = SimpleNamespace(seed=17, label="ppo", user_function=lambda part: None)
     rows: Any = range(8)
     settings = config(advantage={"type": "rloo"}, epochs=2, minibatches=2)
@@ -210,7 +205,7 @@ def test_rollouts_made_since_the_last_checkpoint_are_not_made_again(
         sampled.append(step)
         return sample(*args, step=step, **rest)
 
-    monkeypatch.setattr("rlhf_core.rollouts.source.sample", counted)
+    monkeypatch.setattr("rlhf_core.rollouts.answers.sample", counted)
     # the normaliser's running statistics are part of what a rollout step leaves behind
     terms = {"short": FunctionReward(function="tests.stages.test_ppo:short_is_good")}
     settings = config(checkpoint_every=2, rewards=RewardsConfig(terms=terms, normalise="running"))

@@ -17,7 +17,7 @@ from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PreparedDataRef, StepsRef
 from stages.config.prepare_data import PrepareDataConfig, content_digests
-from tests.stages.recording import Workshop, make_policy
+from tests.support.workshop import Workshop, make_policy
 
 SHAPE = InitModel(vocab_size=400, hidden_size=32, layers=1, heads=2, kv_heads=2, intermediate_size=64)
 SMALL = SupportWorld(

@@ -31,9 +31,9 @@ from rlhf_core.types import (
 from stages.ppo import PPOConfig
 from stages.process_reward_model import ProcessRewardModelConfig, judgements, step_samples
 from stages.score import ScoreConfig
-from tests.stages.recording import SHAPE, Workshop, make_policy
-from tests.stages.training import killed_and_resumed, prompts, question, steps
-from tests.tolerances import near, of_model
+from tests.support.tolerances import near, of_model
+from tests.support.training import killed_and_resumed, prompts, question, steps
+from tests.support.workshop import SHAPE, Workshop
 
 CONFIG = ProcessRewardModelConfig(
     max_length=48,
@@ -42,11 +42,6 @@ CONFIG = ProcessRewardModelConfig(
 )
 ANSWERS = ("It is 4.\nIt is 4.", "It is 4.\nWhat? 4 + 30?", "What? 4 + 30?", "It is 4.\nIt", "It is 4.\n" * 9)
 """Of one step and of several, cut off inside a step, and longer than the model reads."""
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture(scope="module")

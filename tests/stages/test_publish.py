@@ -14,8 +14,8 @@ from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef, ReportRef
 from stages.publish import PublishConfig, Threshold
-from tests.rlhf_core.toy_stage import NoEngines, toy_spec
-from tests.stages.recording import Workshop, quiet
+from tests.support.toy_stage import NoEngines, toy_spec
+from tests.support.workshop import Workshop, quiet
 
 
 def interval(mean: float, **more: Any) -> dict[str, Any]:

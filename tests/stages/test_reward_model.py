@@ -15,20 +15,15 @@ from rlhf_core.errors import DataError
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef, TokenSample
 from stages.reward_model import RewardModelConfig, scored_ids
-from tests.stages.recording import SHAPE, Workshop, make_policy
-from tests.stages.training import killed_and_resumed, preferences, thumbs
-from tests.tolerances import near, of_model
+from tests.support.tolerances import near, of_model
+from tests.support.training import killed_and_resumed, preferences, thumbs
+from tests.support.workshop import SHAPE, Workshop
 
 CONFIG = RewardModelConfig(
     max_length=48,
     loop=LoopConfig(batch_size=4, epochs=2, eval_every=8, checkpoint_every=3),
     optimizer=OptimizerConfig(learning_rate=3e-3),
 )
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("policy"))
 
 
 def test_it_separates_the_pairs_and_transformers_returns_the_same_scores(tmp_path: Path, policy: Path) -> None:

@@ -19,8 +19,8 @@ from rlhf_core.stage.decision import Decision
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Completion, Generation, GenerationsRef, Message, Prompt, RewardModelRef
 from stages.score import ScoreConfig, reward_metrics
-from tests.stages.recording import SHAPE, Workshop, generation, make_policy, rollout
-from tests.tolerances import near, of_model
+from tests.support.tolerances import near, of_model
+from tests.support.workshop import SHAPE, Workshop, generation, make_policy, rollout
 
 COUNTING = """
 from pathlib import Path

@@ -24,7 +24,7 @@ from stages.select import (
     preference,
     split_by_prompt,
 )
-from tests.stages.recording import Workshop, rollout
+from tests.support.workshop import Workshop, rollout
 
 GROUP = [rollout("p", "a", 1.0), rollout("p", "b", 3.0), rollout("p", "b", 3.0), rollout("p", "c", 2.0)]
 

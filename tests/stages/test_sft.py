@@ -11,19 +11,14 @@ from rlhf_core.config.loop import LoopConfig
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef
 from stages.sft import SFTConfig
-from tests.stages.recording import Workshop, make_policy
-from tests.stages.training import demonstrations, killed_and_resumed, stopped_and_resumed
+from tests.support.training import demonstrations, killed_and_resumed, stopped_and_resumed
+from tests.support.workshop import Workshop
 
 CONFIG = SFTConfig(
     max_length=48,
     loop=LoopConfig(batch_size=4, epochs=2, eval_every=4, checkpoint_every=2),
     optimizer=OptimizerConfig(learning_rate=5e-3),
 )
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("policy"))
 
 
 def test_the_evaluation_loss_falls_and_the_policy_changes(tmp_path: Path, policy: Path) -> None:

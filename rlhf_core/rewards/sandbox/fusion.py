@@ -1,4 +1,4 @@
-"""Programs run by a SandboxFusion server (github.com/bytedance/SandboxFusion) in place of this machine's sandbox.
+"""Run programs on a SandboxFusion server (github.com/bytedance/SandboxFusion) in place of this machine's sandbox.
 
     POST /run_code {"code": "print(1)", "language": "python", "stdin": "", "run_timeout": 5.0, "memory_limit_MB": 512}
     -> {"status": "Success", "message": "", "run_result": {"status": "Finished", "return_code": 0, "stdout": "1\\n", ...}}

@@ -235,7 +235,7 @@ def enter_namespaces(mode: str) -> None:
 
 
 def become_the_program(spec: Spec, given: int, out: int, err: int, trouble: int) -> None:
-    """Never returns: executes the program, or writes to `trouble` why it could not."""
+    """Execute the program, or write to `trouble` why it could not; never return."""
     try:
         os.dup2(given, 0)
         os.dup2(out, 1)

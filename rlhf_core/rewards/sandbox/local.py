@@ -1,4 +1,4 @@
-"""Python programs that nobody vouches for, run with limits, without network and without leaving anything behind.
+"""Run untrusted Python programs with limits, without network, and clean up after them.
 
 Each run is a process tree of its own (see `launcher`): own network, process and mount namespaces, nobody's
 rights where we are root, nothing of this machine's files but the interpreter and its libraries, an empty folder in
@@ -95,7 +95,7 @@ class Assertions:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SandboxVerdict:
     """The share of tests that passed; `outcome` and `detail` are those of the first that did not."""
 
     outcome: Outcome
@@ -131,21 +131,21 @@ def run_program(program: str, stdin: str = "", *, limits: Limits, allow_network:
 
 def run_tests(
     program: str, tests: Sequence[InputOutput | Assertions], *, limits: Limits, run: RunProgram = run_program
-) -> Verdict:
+) -> SandboxVerdict:
     """Return the share of `tests` that `program` passes; after one that hits a limit the rest count as failed.
 
     `run` is who runs them: this machine's sandbox, or a server (`fusion`).
     """
-    passed, first_failure = 0, Verdict("passed", 1.0, "")
+    passed, first_failure = 0, SandboxVerdict("passed", 1.0, "")
     for test in tests:
         outcome, detail = _run_test(program, test, limits=limits, run=run)
         if outcome == "passed":
             passed += 1
         elif first_failure.outcome == "passed":
-            first_failure = Verdict(outcome, 0.0, detail)
+            first_failure = SandboxVerdict(outcome, 0.0, detail)
         if outcome in ("timeout", "memory", "output"):
             break
-    return Verdict(first_failure.outcome, passed / len(tests), first_failure.detail)
+    return SandboxVerdict(first_failure.outcome, passed / len(tests), first_failure.detail)
 
 
 @lru_cache(maxsize=2)
@@ -274,7 +274,7 @@ def _work_folder() -> Iterator[Path]:
 
 
 def _interpreters() -> list[str]:
-    """Our own interpreter (not the virtual environment's), then the system's: ours may lie where nobody can read it."""
+    """Return our own interpreter (not the virtual environment's), then the system's: ours may lie where nobody can read it."""
     own = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
     candidates = [own, Path("/usr/local/bin/python3"), Path("/usr/bin/python3")]
     return list(dict.fromkeys(str(path.resolve()) for path in candidates if path.exists()))

@@ -16,8 +16,8 @@ from rlhf_core.stage.decision import Decision, decide
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.layout import remove_tree
-from tests.pipelines.mini import write_mini
-from tests.rlhf_core.toy_stage import NoEngines, RecordingTracker, ToyConfig, toy_spec
+from tests.support.small_pipeline import write_mini
+from tests.support.toy_stage import NoEngines, RecordingTracker, ToyConfig, toy_spec
 
 HEAVY = ("torch", "transformers", "vllm", "ray", "deepspeed", "prefect", "mlflow")
 
@@ -165,7 +165,7 @@ def test_the_store_of_a_profile_or_a_folder_can_be_looked_at(here: Path, capsys:
     "verb",
     [
         "import pipelines.cli.main",
-        "import pipelines.flows.full, pipelines.execution.plan, pipelines.execution.run, pipelines.cli.verbs",
+        "import pipelines.flows.full, pipelines.execution.plan, pipelines.execution.opening, pipelines.cli.verbs",
     ],
 )
 def test_no_engine_is_imported_before_it_is_needed(verb: str) -> None:

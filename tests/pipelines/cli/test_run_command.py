@@ -1,20 +1,29 @@
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from rich.console import Console
 
 from pipelines.cli import run_command
+from pipelines.execution.lazy_runtime import LazyRuntime
+from pipelines.execution.plan import Planner
+from pipelines.execution.run import PipelineRun
+from pipelines.services.health import ServiceError, healthy, wait_for
 from pipelines.services.home import Home
-from pipelines.services.servers import ServiceError
-from pipelines.services.watchdog import healthy, wait_for
+from rlhf_core.stage.key import StageSpec
+from rlhf_core.tracking.memory import MemoryTracker
+from rlhf_core.types import ArtifactRef
+from tests.support.small_pipeline import write_mini
 
 OPTIONS = argparse.Namespace(profile="tiny/full", overrides=[], until="", force=[], strict_code=False, strict_env=False)
 
@@ -85,6 +94,32 @@ def test_a_run_is_recorded_on_the_users_own_server_and_none_is_started(
     monkeypatch.setenv("PREFECT_API_URL", "http://me:hunter2@127.0.0.1:9/api")
     with pytest.raises(ServiceError, match=r"^PREFECT_API_URL = http://\*\*\*@127.0.0.1:9/api: does not answer"):
         run_command._server(home).__enter__()
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_run_is_planned_once(tmp_path: Path, home: Home, monkeypatch: pytest.MonkeyPatch, *, watched: bool) -> None:
+    planned: list[str] = []
+    shown: list[str] = []
+    decide = Planner.__call__
+
+    def counted(self: Planner, spec: StageSpec, kind: type[ArtifactRef]) -> ArtifactRef:
+        planned.append(spec.label)
+        return decide(self, spec, kind)
+
+    def run_flow(run: PipelineRun, *_: object) -> None:
+        shown.extend(stage.label for stage in run.planned)
+
+    monkeypatch.setenv("RLHF_HOME", str(home.root))
+    monkeypatch.setattr(Planner, "__call__", counted)
+    monkeypatch.setattr(run_command, "is_watched", lambda home: watched)
+    monkeypatch.setattr(run_command, "_server", lambda home: nullcontext())
+    monkeypatch.setattr(run_command, "open_tracker", lambda config, home: MemoryTracker())
+    monkeypatch.setattr(run_command, "import_tracker", lambda home: None)
+    monkeypatch.setattr(run_command, "_run_flow", run_flow)
+    monkeypatch.setattr(LazyRuntime, "prewarm", lambda self, **_: None)
+    options = argparse.Namespace(**vars(OPTIONS) | {"profile": str(write_mini(tmp_path)), "until": "sft"})
+    run_command.run_profile(options, Console(file=io.StringIO()))
+    assert planned == shown == ["prepare_data", "sft"]
 
 
 def test_a_profile_is_stored_with_its_whole_path_so_that_it_can_be_resumed_from_anywhere(

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from pipelines.execution.job import main
-from pipelines.execution.job_report import SPEC, TOLD, JobOutcome, read_outcome
+from pipelines.execution.job_report import PROGRESS, SPEC, JobOutcome, read_outcome
 from pipelines.execution.job_spec import JobSpec, write_spec
 from pipelines.flows.profile import load_profile
 from pipelines.services.home import Home
 from rlhf_core.stage import stopping
-from rlhf_core.stage.key import StageSpec, stage_key
+from rlhf_core.stage.key import StageSpec, Strictness, stage_key
 from rlhf_core.store.artifacts import ArtifactStore
-from tests.pipelines.mini import write_mini
-from tests.rlhf_core.toy_stage import ToyConfig, toy_spec
+from tests.support.small_pipeline import write_mini
+from tests.support.toy_stage import ToyConfig, toy_spec
 
 FORK = multiprocessing.get_context("fork")
 
@@ -37,8 +37,7 @@ def job_of(folder: Path, stage: StageSpec, *, key: str) -> BaseProcess:
         config=load_profile(write_mini(folder)),
         store=folder / "store",
         force=False,
-        strict_code=False,
-        strict_env=False,
+        strict=Strictness(),
         tracking="",
     )
     write_spec(folder / SPEC, job)
@@ -82,7 +81,7 @@ def test_a_cluster_that_sees_other_code_is_noticed_by_the_key(tmp_path: Path) ->
 def test_a_job_that_gets_sigterm_ends_as_stopped(tmp_path: Path) -> None:
     stage = toy_spec(ToyConfig(trouble=f"wait:{tmp_path / 'never'}"))
     job = job_of(tmp_path, stage, key=stage_key(stage))
-    while not (tmp_path / TOLD).exists():
+    while not (tmp_path / PROGRESS).exists():
         time.sleep(0.01)
     job.terminate()
     status, outcome = ended(job, tmp_path)

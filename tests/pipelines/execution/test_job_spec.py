@@ -9,10 +9,10 @@ from pipelines.execution.job_spec import JobSpec, read_spec, restore_stage, stor
 from pipelines.execution.plan import plan
 from pipelines.flows.profile import load_profile
 from rlhf_core.errors import ArtifactError
-from rlhf_core.stage.key import key_payload
+from rlhf_core.stage.key import Strictness, key_payload
 from rlhf_core.store.artifacts import ArtifactStore
-from tests.pipelines.mini import write_mini
-from tests.rlhf_core.toy_stage import toy_spec
+from tests.support.small_pipeline import write_mini
+from tests.support.toy_stage import toy_spec
 
 
 @pytest.mark.parametrize("profile", ["tiny/full", "tiny/rlvr"])
@@ -33,12 +33,13 @@ def test_a_job_comes_back_from_its_file(tmp_path: Path) -> None:
         config=load_profile(write_mini(tmp_path)),
         store=tmp_path,
         force=True,
-        strict_code=False,
-        strict_env=False,
+        strict=Strictness(env=True),
         tracking="token",
     )
     write_spec(tmp_path / "spec.json", job)
     assert read_spec(tmp_path / "spec.json") == job
+    stored = json.loads((tmp_path / "spec.json").read_text())
+    assert (stored["strict_code"], stored["strict_env"]) == (False, True)
 
 
 def test_a_file_that_is_not_there_is_refused_with_what_is_probably_wrong(tmp_path: Path) -> None:

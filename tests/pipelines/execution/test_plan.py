@@ -10,13 +10,13 @@ from pipelines.flows.profile import load_profile, profile_names
 from rlhf_core.errors import ConfigError
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
-from tests.pipelines.mini import two_toys, write_mini
-from tests.rlhf_core.toy_stage import NoEngines, RecordingTracker
+from tests.support.small_pipeline import two_toys, write_mini
+from tests.support.toy_stage import NoEngines, RecordingTracker
 
 
 def make_first(store: ArtifactStore, seed: int) -> None:
     from rlhf_core.types import PolicyRef
-    from tests.rlhf_core.toy_stage import ToyConfig, toy_spec
+    from tests.support.toy_stage import ToyConfig, toy_spec
 
     spec = toy_spec(ToyConfig(), label="first", seed=seed)
     handle, _ = execute(store, spec, runtime=NoEngines(), tracker=RecordingTracker(), progress=lambda *_: None)

@@ -56,7 +56,7 @@ def test_a_run_of_a_terminal_is_run_again_with_its_own_options_by_name_or_id(cli
         found = resume(wanted, served=False)
         assert found.kind == "foreground" and found.options is not None
         assert vars(found.options) == PARAMETERS
-        assert found.said == f"nightly ({newest}) was Crashed (killed)"
+        assert found.message == f"nightly ({newest}) was Crashed (killed)"
 
 
 def test_there_is_nothing_to_resume_of_what_completed_runs_or_waits(client: Any) -> None:
@@ -69,7 +69,7 @@ def test_there_is_nothing_to_resume_of_what_completed_runs_or_waits(client: Any)
         run = foreground(client, f"a-{state.name}-run", state)
         found = resume(str(run), served=True)
         assert found.kind == "nothing" and found.options is None
-        said[state.name] = found.said
+        said[state.name] = found.message
     assert said["Completed"].endswith("has completed: nothing is left to resume")
     assert said["Running"].endswith("is Running: its process is at work")
     assert said["Paused"].endswith("is Paused: it waits for a person, in Prefect's page")
@@ -122,7 +122,7 @@ def test_a_run_of_another_state_folder_on_the_same_server_is_not_ours_to_resume(
 
     ours = foreground(client, "ours", Failed())
     theirs = foreground(client, "theirs", Failed(), home=Home(tmp_path))
-    assert str(ours) in resume("", served=False).said
+    assert str(ours) in resume("", served=False).message
     for wanted in ("theirs", str(theirs)):
         with pytest.raises(ResumeError, match="no flow run has this name or id"):
             resume(wanted, served=False)
@@ -135,7 +135,7 @@ def test_a_run_of_an_earlier_version_is_resumed_on_our_own_server(client: Any, m
 
     run = foreground(client, "earlier", Failed(), labeled=False)
     found = resume("earlier", served=False)
-    assert found.kind == "foreground" and str(run) in found.said
+    assert found.kind == "foreground" and str(run) in found.message
     monkeypatch.delenv("RLHF_OWN_SETTINGS")  # now its address is one that the user set
     with pytest.raises(ResumeError, match="no flow run has this name or id"):
         resume("earlier", served=False)

@@ -9,8 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipelines.execution.retry import Reached, reached, trying_again
-from pipelines.execution.run import RunOptions, open_run, run_stages
+from pipelines.execution.executor import RunOptions
+from pipelines.execution.opening import open_run
+from pipelines.execution.retry import Reached, reached, retry_lost_workers
+from pipelines.execution.run import run_stages
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import load_profile
 from pipelines.services.home import Home
@@ -22,8 +24,8 @@ from rlhf_core.store.checkpoints import Checkpoints
 from rlhf_core.store.records import KeyRecord
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import ArtifactRef
-from tests.pipelines.listening import Notes
-from tests.pipelines.mini import write_mini
+from tests.support.listener import Notes
+from tests.support.small_pipeline import write_mini
 
 NOWHERE: Reached = (-1, 0)
 
@@ -43,7 +45,7 @@ def failing(*outcomes: Exception | str) -> Callable[[], str]:
 
 def tried(attempt: Callable[[], str], *where: Reached, retries: int = 2) -> str:
     places = iter([*where, *[where[-1]] * 9])
-    return trying_again(attempt, label="ppo", retries=retries, where=lambda: next(places), sleep=lambda _: None)
+    return retry_lost_workers(attempt, label="ppo", retries=retries, where=lambda: next(places), sleep=lambda _: None)
 
 
 def test_a_lost_worker_is_tried_again_with_a_warning_that_says_what_died_and_where_it_goes_on(

@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipelines.execution.plan import Pipeline, plan
-from pipelines.execution.run import PipelineRun, RunOptions, open_run, run_stages, store_of
+from pipelines.execution.executor import Progress, RunContext, RunOptions, StageOutcome
+from pipelines.execution.opening import open_run, store_of
+from pipelines.execution.plan import Pipeline, PlannedStage, plan
+from pipelines.execution.run import PipelineRun, run_stages
 from pipelines.flows.graph import RunStage, Stages
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.services.home import Home
@@ -21,9 +24,9 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.leases import living_owner
 from rlhf_core.tracking.memory import MemoryStageTracker, MemoryTracker
 from rlhf_core.types import ArtifactRef, PolicyRef
-from tests.pipelines.listening import Notes
-from tests.pipelines.mini import two_toys, write_mini
-from tests.rlhf_core.toy_stage import NoEngines, ToyConfig, toy_spec
+from tests.support.listener import Notes
+from tests.support.small_pipeline import two_toys, write_mini
+from tests.support.toy_stage import NoEngines, ToyConfig, toy_spec
 
 FORK = multiprocessing.get_context("fork")
 
@@ -54,6 +57,35 @@ def test_the_second_run_is_all_hits_with_the_same_artifacts(tmp_path: Path, home
     assert notes.of("planned") == notes.of("started") == [("first", "HIT"), ("second", "HIT")]
     assert tracker.stages == {} and tracker.status == "FINISHED"
     assert tracker.tags["stage.first"].endswith("(cached)")
+
+
+class NoExecutor:
+    """A `StageExecutor` that computes nothing and notes what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def prepare(self, planned: Sequence[PlannedStage]) -> None:
+        return None
+
+    def execute(self, spec: StageSpec, show_progress: Progress) -> StageOutcome:
+        self.asked.append(spec.label)
+        raise LookupError(spec.label)
+
+    def close(self) -> None:
+        return None
+
+
+def test_the_executor_gets_the_stages_that_are_not_in_the_store_or_are_forced(tmp_path: Path, home: Home) -> None:
+    made, _, _ = run_once(tmp_path, home)
+    config, executor = load_profile(write_mini(tmp_path)), NoExecutor()
+    context = RunContext(config, RunOptions(), store_of(config, home), MemoryTracker(), Notes())
+    run = PipelineRun(context, executor)
+    assert run_stages(run, two_toys, directly(run), tags={}) == made and executor.asked == []
+    run = PipelineRun(replace(context, options=RunOptions(force=("second",))), executor)
+    with pytest.raises(LookupError):
+        run_stages(run, two_toys, directly(run), tags={})
+    assert executor.asked == ["second"]
 
 
 def test_the_tracker_is_told_of_the_model_that_a_stage_made(tmp_path: Path, home: Home) -> None:
@@ -186,13 +218,6 @@ def test_the_tracker_gets_the_true_status(tmp_path: Path, home: Home, error: typ
     assert [stage.status for stage in tracker.stages.values()] == [status]
     assert tracker.status == status
     assert notes.of("failed") == [("first", error.__name__)]
-
-
-def test_the_store_is_the_profiles_or_the_state_folders(tmp_path: Path, home: Home) -> None:
-    config = load_profile(write_mini(tmp_path))
-    assert store_of(config, home).root == home.store
-    elsewhere = load_profile(write_mini(tmp_path), [f"store={tmp_path}/elsewhere"])
-    assert store_of(elsewhere, home).root == tmp_path / "elsewhere"
 
 
 def test_tracking_goes_to_the_users_server_before_the_local_database(

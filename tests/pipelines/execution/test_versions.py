@@ -11,7 +11,7 @@ from rlhf_core.stage.run import execute
 from rlhf_core.store import records
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef
-from tests.rlhf_core.toy_stage import NoEngines, RecordingTracker, toy_spec
+from tests.support.toy_stage import NoEngines, RecordingTracker, toy_spec
 
 
 def policy(store: ArtifactStore, folder: Path, *, template: str, tokens: str = "{}") -> PolicyRef:

@@ -32,7 +32,7 @@ from stages.config.publish import PublishConfig
 from stages.config.score import ScoreConfig
 from stages.config.sft import SFTConfig
 from stages.table import STAGES
-from tests.pipelines.mini import write_mini
+from tests.support.small_pipeline import write_mini
 
 R = TypeVar("R", bound=ArtifactRef)
 

@@ -9,7 +9,7 @@ from rlhf_core.errors import ArtifactError
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import ArtifactRef, PolicyRef, PreparedDataRef, PromptsRef
-from tests.rlhf_core.toy_stage import NoEngines, RecordingTracker, ToyConfig, toy_spec
+from tests.support.toy_stage import NoEngines, RecordingTracker, ToyConfig, toy_spec
 
 
 def make(store: ArtifactStore, label: str, config: ToyConfig) -> ArtifactRef:

@@ -6,7 +6,7 @@ import pytest
 
 from pipelines.flows.profile import find_profile, load_profile, parse, profile_names, with_overrides
 from rlhf_core.errors import ConfigError
-from tests.pipelines.mini import write_mini
+from tests.support.small_pipeline import write_mini
 
 
 @pytest.mark.parametrize("name", profile_names())

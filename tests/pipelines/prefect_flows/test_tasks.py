@@ -10,17 +10,18 @@ from typing import Any
 
 import pytest
 
+from pipelines.execution.executor import RunOptions
 from pipelines.execution.listener import Silent
-from pipelines.execution.run import RunOptions, open_run
+from pipelines.execution.opening import open_run
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.services.home import Home
 from pipelines.services.own_pages import basic
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import PolicyRef, PreparedDataRef
-from tests.pipelines.listening import Notes
-from tests.pipelines.mini import two_toys, write_mini
-from tests.rlhf_core.toy_stage import ToyConfig, toy_spec
+from tests.support.listener import Notes
+from tests.support.small_pipeline import two_toys, write_mini
+from tests.support.toy_stage import ToyConfig, toy_spec
 
 pytestmark = pytest.mark.slow
 

@@ -216,7 +216,7 @@ def test_runs_that_name_no_state_folder_are_left_alone_where_others_may_have_the
     client: Any, shared_by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from pipelines.services.flow_runs import reconcile
-    from pipelines.services.servers import Services
+    from pipelines.services.running import Services
 
     run = client.create_flow_run(a_flow(OURS), state=prefect_running()).id
     client.update_flow_run_labels(run, owner.tags() | DEAD)

@@ -19,9 +19,11 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from pipelines.services import servers
+from pipelines.services.health import await_health
 from pipelines.services.home import Home, quiet_environment
 from pipelines.services.own_user import CONNECTIONS, OwnUser, user_at
-from tests.rlhf_core.rewards.serving import serving
+from pipelines.services.ports import MLFLOW_PORT, claim_port
+from tests.support.reward_servers import serving
 
 pytestmark = pytest.mark.skipif(not CONNECTIONS[0].exists(), reason="needs Linux")
 NOBODY = 65534
@@ -83,13 +85,13 @@ def test_a_connection_that_its_maker_has_closed_is_nobodys() -> None:
 
 def test_mlflow_answers_this_user_alone(tmp_path: Path) -> None:
     home = Home(tmp_path).make()
-    port = servers.claim_port(servers.MLFLOW_PORT)
+    port = claim_port(MLFLOW_PORT)
     address = f"http://127.0.0.1:{port}"
     environment = os.environ | quiet_environment(home)
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(servers.mlflow_command(home, port), env=environment, stdout=log, stderr=log)
     try:
-        servers.await_health(f"{address}/health", process, 240.0, tmp_path / "log")
+        await_health(f"{address}/health", process, 240.0, tmp_path / "log")
         search = f"{address}/api/2.0/mlflow/experiments/search?max_results=5"
         assert httpx.get(search).json()["experiments"][0]["name"] == "Default"
         assert httpx.get(search, headers={"Origin": "http://127.0.0.1:1"}).status_code == 403

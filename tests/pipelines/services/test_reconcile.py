@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from pipelines.services.home import Home
-from pipelines.services.reconcile import mend, mend_mlflow, mend_store
+from pipelines.services.reconcile import reconcile_all, reconcile_mlflow, reconcile_store
 from rlhf_core.stage.decision import decide, remember, target_of
-from rlhf_core.stage.key import stage_key
+from rlhf_core.stage.key import Strictness, stage_key
 from rlhf_core.store import attempts, leases
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.mlflow import Ended
-from tests.rlhf_core.toy_stage import toy_spec
+from tests.support.toy_stage import toy_spec
 
 KILLED = """
 import os, sys
@@ -33,22 +33,22 @@ def test_the_lease_and_the_attempt_of_a_killed_process_are_ended_and_a_living_on
     subprocess.run([sys.executable, "-c", KILLED, str(store.root), key], cwd=Path.cwd(), check=False)
     with store.lease("alive"):
         attempts.begin(store.layout.attempt("alive"), label="busy", resumed_from=None, code={}, known_damage=())
-        said = list(mend_store(store))
+        said = list(reconcile_store(store))
         assert [path.stem for path in store.layout.leases.glob("*.json")] == ["alive"]
         assert attempts.history(store.layout.attempt("alive"))[-1].status == "running"
-        assert list(mend_store(store)) == []
+        assert list(reconcile_store(store)) == []
     assert len(said) == 2
     assert said[0].startswith(f"lease {key[:12]} of process ") and said[0].endswith("removed: its owner is gone")
     assert said[1].startswith(f"attempt 1 at toy ({key[:12]}) -> interrupted: process ")
     assert list(store.layout.attempt(key).glob("out-*")) == []
-    remember(store, spec, target_of(store, spec, strict_code=False))
+    remember(store, spec, target_of(store, spec, strict=Strictness()))
     reason = decide(store, spec).reason
     assert reason.startswith("attempt 1 left no checkpoint (process ") and reason.endswith("ended without a word)")
 
 
 def test_a_state_folder_that_is_not_there_is_not_made(tmp_path: Path) -> None:
     home = Home(tmp_path / "home")
-    assert list(mend(home, [ArtifactStore(home.store)])) == []
+    assert list(reconcile_all(home, [ArtifactStore(home.store)])) == []
     assert not home.root.exists()
 
 
@@ -59,6 +59,6 @@ def test_what_was_ended_in_mlflow_is_named_and_no_database_is_made_to_look(
     monkeypatch.setattr("rlhf_core.tracking.mlflow.reconcile_all", lambda uri: [dead])
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     home = Home(tmp_path / "home").make()
-    assert list(mend_mlflow(home)) == []
+    assert list(reconcile_mlflow(home)) == []
     (home.root / "mlflow.db").touch()
-    assert list(mend_mlflow(home)) == [f"MLflow night/ppo (12ab) -> KILLED: its {dead.owner} ended without a word"]
+    assert list(reconcile_mlflow(home)) == [f"MLflow night/ppo (12ab) -> KILLED: its {dead.owner} ended without a word"]

@@ -12,12 +12,12 @@ from pipelines.services.home import Home
 from pipelines.services.registry import registry
 from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.stage.decision import decide, remember, target_of
-from rlhf_core.stage.key import StageSpec
+from rlhf_core.stage.key import StageSpec, Strictness
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.fingerprint import canonical_json
 from rlhf_core.types import ArtifactRef, PolicyRef, PublishedRef, ReportRef
 from stages.publish import PublishConfig
-from tests.rlhf_core.made_records import provenance
+from tests.support.records import provenance
 
 
 def publish() -> StageSpec:
@@ -37,7 +37,7 @@ def test_a_policy_that_was_published_to_another_registry_is_published_again(
     store = ArtifactStore(tmp_path / "store")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hunter2@one.example:5000/?token=abc")
     spec = publish()
-    target = target_of(store, spec, strict_code=False)
+    target = target_of(store, spec, strict=Strictness())
     assert "hunter2" not in canonical_json(target.payload) and "abc" not in canonical_json(target.payload)
     out = store.root / "out"
     out.mkdir(parents=True)

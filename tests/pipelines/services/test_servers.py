@@ -4,10 +4,8 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,105 +13,20 @@ import pytest
 
 from pipelines.cli.main import main
 from pipelines.services import servers
+from pipelines.services.health import healthy, wait_for
 from pipelines.services.home import Home
 from pipelines.services.own_pages import basic
+from pipelines.services.running import Services, running
 from rlhf_core.tracking import owner
-
-
-def test_a_taken_port_is_passed_over() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        assert servers.claim_port(port) > port
-
-
-def test_a_port_is_given_once_although_nobody_listens_on_it_yet() -> None:
-    first = servers.claim_port(43210)
-    assert servers.is_free(first)
-    assert servers.claim_port(first) > first
 
 
 def test_services_that_do_not_answer_are_not_well(
     home: Home, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    servers.Services(owner.tags(), 1, 2, ready=True).write(home)
+    Services(owner.tags(), 1, 2, ready=True).write(home)
     monkeypatch.setenv("RLHF_HOME", str(home.root))
     assert main(["status"]) == 1
     assert capsys.readouterr().out.count("does not answer") == 2
-
-
-def test_services_of_a_dead_supervisor_are_not_running(home: Home) -> None:
-    assert servers.running(home) is None
-    alive = servers.Services(owner.tags(), 4200, 5000, ready=True)
-    alive.write(home)
-    assert servers.running(home) == alive
-    servers.Services(owner.tags() | {"owner.pid_started": "1"}, 4200, 5000, ready=True).write(home)
-    assert servers.running(home) is None
-
-
-def test_a_server_that_ends_at_once_is_reported_with_its_log(tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
-    process.wait()
-    with pytest.raises(servers.ServiceError, match=r"ended with status 3; read .*server\.log"):
-        servers.await_health("http://127.0.0.1:9/", process, 5.0, tmp_path / "server.log")
-
-
-def test_a_new_supervisor_waits_until_the_services_of_a_killed_one_are_gone(
-    home: Home, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    servers.await_end_of_last(home)  # nothing was up before: no wait
-    with socket.socket() as still_there:
-        still_there.bind(("127.0.0.1", 0))
-        still_there.listen()
-        port = still_there.getsockname()[1]
-        servers.Services(owner.tags() | {"owner.pid_started": "1"}, port, 1, ready=True).write(home)
-        closing = threading.Timer(0.5, still_there.close)
-        closing.start()
-        servers.await_end_of_last(home)
-        assert not closing.is_alive()
-    monkeypatch.setattr(servers, "LAST_TIMEOUT_S", 0.2)
-    with socket.socket() as stays:
-        stays.bind(("127.0.0.1", 0))
-        stays.listen()
-        servers.Services(owner.tags(), stays.getsockname()[1], 1, ready=True).write(home)
-        servers.await_end_of_last(home)  # a stranger's: we take another port in the end
-
-
-def test_the_address_that_up_printed_is_not_the_users_own(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as port_of_ours:
-        port_of_ours.bind(("127.0.0.1", 0))
-        port = port_of_ours.getsockname()[1]
-        for host in ("127.0.0.1", "localhost"):
-            monkeypatch.setenv("PREFECT_API_URL", f"http://{host}:{port}/api")
-            assert servers.user_prefect(home) == f"http://{host}:{port}/api"
-            servers.Services(owner.tags(), port, 2, ready=True).write(home)
-            assert servers.user_prefect(home) == ""
-            home.services.unlink()  # as `rlhf down` leaves it; the export stays in the shell
-            port_of_ours.close()
-            assert servers.user_prefect(home) == ""
-            (home.root / "prefect_address").unlink()
-            assert servers.user_prefect(home) == f"http://{host}:{port}/api"
-    with socket.socket() as anothers:
-        anothers.bind(("127.0.0.1", 0))
-        anothers.listen()
-        address = f"http://127.0.0.1:{anothers.getsockname()[1]}/api"
-        (home.root / "prefect_address").write_text(address)
-        monkeypatch.setenv("PREFECT_API_URL", address)
-        assert servers.user_prefect(home) == address, "somebody else has started a server there since"
-
-
-def test_servers_of_the_user_take_the_place_of_ours_and_secrets_are_not_printed(home: Home) -> None:
-    found = servers.Services(
-        owner.tags(), 0, 0, ready=True, prefect_api="http://me:hunter2@p:4200/api", mlflow_uri="https://me:hunter2@m"
-    )
-    found.write(home)
-    assert home.services.stat().st_mode & 0o777 == 0o600
-    assert servers.running(home) == found and found.health == {} and found.well()
-    assert (found.prefect_url, found.mlflow_url) == ("http://***@p:4200", "https://***@m")
-    assert found.environment(home)["PREFECT_API_URL"] == "http://me:hunter2@p:4200/api"
-    assert found.tracking_uri == "https://me:hunter2@m"
-    assert not (home.root / "prefect_address").exists()
 
 
 def cli(home: Home, *arguments: str, folder: Path | None = None, **changes: str) -> subprocess.CompletedProcess[str]:
@@ -135,7 +48,7 @@ def test_a_server_of_the_users_that_does_not_answer_is_one_error(home: Home, ver
     assert done.returncode == 2
     assert done.stderr.startswith("PREFECT_API_URL = http://***@127.0.0.1:9/api: does not answer (ConnectError")
     assert done.stderr.count("\n") == 1 and "hunter2" not in done.stderr + done.stdout
-    assert servers.running(home) is None and not (home.prefect / "prefect.db").exists()
+    assert running(home) is None and not (home.prefect / "prefect.db").exists()
 
 
 def test_a_tracking_server_that_does_not_answer_is_one_error(
@@ -177,7 +90,7 @@ def test_the_auth_string_stays_until_a_new_one_is_asked_for_while_nothing_runs(
     second = home.prefect_auth_string
     assert second != first and home.prefect_auth.stat().st_mode & 0o077 == 0
     monkeypatch.setenv("RLHF_HOME", str(home.root))
-    monkeypatch.setattr(servers, "running", lambda home: servers.Services({}, 4200, 5000, ready=True))
+    monkeypatch.setattr(servers, "running", lambda home: Services({}, 4200, 5000, ready=True))
     assert main(["up", "--new-auth"]) == 2
     assert capsys.readouterr().err == "--new-auth: the servers run with the present auth string; rlhf down first\n"
     assert home.prefect_auth_string == second
@@ -231,10 +144,10 @@ def test_up_serves_both_pages_and_the_deployments_restarts_what_dies_and_down_le
         up = cli(home, "up", folder=trap)
         assert up.returncode == 0, up.stderr
         assert not (trap / "ran").exists(), "what lies in the working folder is not part of the program"
-        found = servers.running(home)
+        found = running(home)
         assert found is not None and found.ready
         assert found.prefect_url in up.stdout and found.mlflow_url in up.stdout
-        assert servers.healthy(f"{found.prefect_url}/api/health") and servers.healthy(f"{found.mlflow_url}/health")
+        assert healthy(f"{found.prefect_url}/api/health") and healthy(f"{found.mlflow_url}/health")
         assert "answers" in cli(home, "status").stdout
         for page in (up.stdout, cli(home, "status").stdout, (home.logs / "supervisor.log").read_text()):
             assert home.prefect_auth_string not in page and "/sign-in" not in page, (
@@ -249,13 +162,13 @@ def test_up_serves_both_pages_and_the_deployments_restarts_what_dies_and_down_le
         group = _children(found.pid)
         assert len(group) == 3
         os.kill(group[0], signal.SIGTERM)
-        assert servers.wait_for(lambda: len(set(_children(found.pid)) - {group[0]}) == 3, 60)
+        assert wait_for(lambda: len(set(_children(found.pid)) - {group[0]}) == 3, 60)
     finally:
         down = cli(home, "down")
     assert not (trap / "ran").exists()
     assert down.stdout.strip() == "stopped"
-    assert servers.running(home) is None
-    assert servers.wait_for(lambda: _processes_of(home) == [], 20)
+    assert running(home) is None
+    assert wait_for(lambda: _processes_of(home) == [], 20)
     assert cli(home, "status").returncode == 1
 
 
@@ -265,7 +178,7 @@ def test_with_a_server_of_the_users_up_serves_there_and_starts_none_of_ours(home
     try:
         up = cli(home, "up", **theirs)
         assert up.returncode == 0, up.stderr
-        found = servers.running(home)
+        found = running(home)
         assert found is not None and found.ready and found.prefect_api == theirs["PREFECT_API_URL"]
         assert f"Prefect          {found.prefect_url}\n" in up.stdout and "PREFECT_API_URL=" not in up.stdout
         assert len(_children(found.pid)) == 2, "MLflow and the deployments"
@@ -281,8 +194,8 @@ def test_with_a_server_of_the_users_up_serves_there_and_starts_none_of_ours(home
     finally:
         down = cli(home, "down", **theirs)
     assert down.stdout.strip() == "stopped"
-    assert servers.wait_for(lambda: _processes_of(home) == [], 20)
-    assert servers.healthy(theirs["PREFECT_API_URL"] + "/health"), "it is not ours to stop"
+    assert wait_for(lambda: _processes_of(home) == [], 20)
+    assert healthy(theirs["PREFECT_API_URL"] + "/health"), "it is not ours to stop"
     assert not (home.prefect / "prefect.db").exists()
 
 

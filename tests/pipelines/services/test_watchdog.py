@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from pipelines.services import watchdog
-from pipelines.services.watchdog import Child, keep_alive, wait_for
+from pipelines.services.health import wait_for
+from pipelines.services.watchdog import Child, keep_alive
 
 SERVE = """
 import os, sys, time

@@ -13,7 +13,7 @@ import pytest
 from rlhf_core.agents.endpoint import Endpoint, Session
 from rlhf_core.http.body import BodyLimits
 from tests.rlhf_core.agents.scripted import chat
-from tests.rlhf_core.agents.test_captured import TOOL, SpelledEngine, with_tools
+from tests.rlhf_core.agents.test_conversation import TOOL, SpelledEngine, with_tools
 
 USER = {"role": "user", "content": "What is 3?"}
 Work = Callable[[httpx.AsyncClient, Session, SpelledEngine], Awaitable[Any]]
@@ -44,7 +44,7 @@ async def asked(client: httpx.AsyncClient, route: str = "/chat/completions", **b
 def test_a_chat_completion_says_its_tokens_and_log_probabilities() -> None:
     async def work(client: httpx.AsyncClient, session: Session, engine: SpelledEngine) -> Any:
         body = (await asked(client, logprobs=True, return_token_ids=True)).json()
-        return body, session.captured.turns[0], engine.asked[0]
+        return body, session.conversation.turns[0], engine.asked[0]
 
     body, turn, prompt_ids = served(work, "It is 3.")
     (choice,) = body["choices"]
@@ -57,7 +57,7 @@ def test_a_chat_completion_says_its_tokens_and_log_probabilities() -> None:
 def test_a_plain_completion_says_its_tokens() -> None:
     async def work(client: httpx.AsyncClient, session: Session, engine: SpelledEngine) -> Any:
         body = {"prompt": [5, 6, 7], "logprobs": 0, "return_token_ids": True}
-        return (await client.post("/completions", json=body)).json(), session.captured.turns[0]
+        return (await client.post("/completions", json=body)).json(), session.conversation.turns[0]
 
     body, turn = served(work, " 3")
     (choice,) = body["choices"]
@@ -158,7 +158,7 @@ def test_an_episode_that_ends_while_a_request_is_read_is_unknown() -> None:
 
 def test_the_end_of_the_budget_is_an_error_that_clients_know() -> None:
     async def work(client: httpx.AsyncClient, session: Session, engine: SpelledEngine) -> Any:
-        return (await asked(client)).json()["error"]["code"], session.captured.cut
+        return (await asked(client)).json()["error"]["code"], session.conversation.cut
 
     assert served(work) == ("context_length_exceeded", True)
 

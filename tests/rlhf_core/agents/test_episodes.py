@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_core.agents.episodes import Episode, play
 from rlhf_core.agents.process import Environments
-from rlhf_core.agents.transcript import Played
+from rlhf_core.agents.transcript import EpisodeResult
 from rlhf_core.config.agents import EnvironmentAgent
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.types import SamplingRequest
@@ -17,7 +17,7 @@ from tests.rlhf_core.agents.scripted import WORLDS, ScriptedSampler, chat, chat_
 
 def played(
     name: str, labels: list[str], script: Callable[[SamplingRequest, int], str], **settings: Any
-) -> tuple[list[Played], ScriptedSampler]:
+) -> tuple[list[EpisodeResult], ScriptedSampler]:
     """Play one episode per label with `script`; settings of the sampling stand among the agent's."""
     sampling = SamplingConfig(max_tokens=settings.pop("max_tokens", 24))
     config = EnvironmentAgent(environment=f"{WORLDS}:{name}", **settings)

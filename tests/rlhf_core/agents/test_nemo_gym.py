@@ -15,7 +15,7 @@ from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import ConfigError
 from tests.rlhf_core.agents.replay import http_server, recorded
 from tests.rlhf_core.agents.scripted import chat_folder
-from tests.rlhf_core.agents.test_captured import SpelledEngine, with_tools
+from tests.rlhf_core.agents.test_conversation import SpelledEngine, with_tools
 
 WIRE = recorded("nemo_gym")
 SESSIONS = WIRE["sessions"]

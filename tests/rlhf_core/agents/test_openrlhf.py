@@ -11,7 +11,7 @@ import pytest
 from rlhf_core.agents.episodes import Episode, play
 from rlhf_core.agents.openrlhf import MODULES, AgentExecutorBase, as_result, open_executor, provide_modules
 from rlhf_core.agents.process import Environments
-from rlhf_core.agents.transcript import Played
+from rlhf_core.agents.transcript import EpisodeResult
 from rlhf_core.config.agents import OpenRLHFAgent
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.config.policy import DynamicSampling
@@ -44,7 +44,7 @@ def opened() -> Iterator[Opened]:
 
 def played(
     environments: Environments, labels: list[str], script: Callable[[SamplingRequest, int], str], **limits: Any
-) -> tuple[list[Played], ScriptedSampler]:
+) -> tuple[list[EpisodeResult], ScriptedSampler]:
     config = environments.config.model_copy(update={"retries": 0} | limits)
     template, sampling = chat(), SamplingConfig(max_tokens=12)
     sampler = ScriptedSampler(template, script)
@@ -133,7 +133,7 @@ def test_a_score_that_is_no_number_fails_the_episode(opened: Opened) -> None:
     assert "scores = 'good': must be one finite number, or None" in episode.completion.failure
 
 
-def sampled_as_it_stands(episodes: list[Played], sampler: ScriptedSampler) -> bool:
+def sampled_as_it_stands(episodes: list[EpisodeResult], sampler: ScriptedSampler) -> bool:
     """Whether every turn of every episode was sampled after exactly the tokens that stand before it."""
     turns = []
     for episode in episodes:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.agents.process import Environments, Event
-from rlhf_core.agents.worker import Reply
+from rlhf_core.agents.worker import SessionEvent
 from rlhf_core.config.agents import EnvironmentAgent, ProgramAgent
 from rlhf_core.errors import ConfigError
 from rlhf_core.processes.identity import is_running
@@ -66,7 +66,7 @@ def test_replies_that_waited_while_the_caller_was_busy_are_no_silence() -> None:
         (child,) = environments._children
         while environments._inbox.empty():
             time.sleep(0.01)
-        child._heard -= 3600.0
+        child._last_reply -= 3600.0
         assert [(event.ticket, event.kind) for event in environments.events(timeout_s=0.0)] == [(ticket, "observed")]
         assert environments._children == [child] and not child.verdict
 
@@ -88,7 +88,7 @@ def test_a_reply_that_cannot_be_read_is_the_end_of_its_process(monkeypatch: pyte
 
         def broken(pipe: Any) -> Any:
             message = read(pipe)
-            if isinstance(message, Reply):
+            if isinstance(message, SessionEvent):
                 raise ModuleNotFoundError("No module named 'theirs'")
             return message
 

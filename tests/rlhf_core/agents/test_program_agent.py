@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
+from rlhf_core.agents.drivers import EpisodeFailed
 from rlhf_core.agents.episodes import Episode, play
-from rlhf_core.agents.games import EpisodeFailed
 from rlhf_core.agents.process import Environments
 from rlhf_core.agents.program_agent import earned, open_program
 from rlhf_core.agents.programs import ProgramResult
 from rlhf_core.config.agents import ProgramAgent
 from rlhf_core.config.engines import SamplingConfig
 from tests.rlhf_core.agents.scripted import ScriptedSampler, chat, chat_folder, prompt
-from tests.rlhf_core.agents.test_captured import SpelledEngine
+from tests.rlhf_core.agents.test_conversation import SpelledEngine
 
 OPENAI_AGENT = str(Path(__file__).with_name("openai_agent.py"))
 

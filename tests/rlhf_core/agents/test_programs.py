@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.agents.programs import Answer, Ask, Engine, EpisodeCut, Program, ProgramResult, ProgramSession
+from rlhf_core.agents.programs import Answer, Ask, EpisodeCut, Program, ProgramEngine, ProgramResult, ProgramSession
 
 ANSWER = Answer((7, 8), (-0.1, -0.2), "yes", "stop", 3)
 
 
-async def twice(prompt: Mapping[str, Any], seed: int, engine: Engine) -> ProgramResult:
+async def twice(prompt: Mapping[str, Any], seed: int, engine: ProgramEngine) -> ProgramResult:
     first = await engine.generate((1, 2), max_tokens=5)
     try:
         await engine.generate((1, 2, *first.token_ids, 9))
@@ -50,7 +50,7 @@ def test_a_program_that_does_not_expect_the_end_raises() -> None:
 
 
 def test_two_turns_at_once_are_refused() -> None:
-    async def greedy(prompt: Mapping[str, Any], seed: int, engine: Engine) -> ProgramResult:
+    async def greedy(prompt: Mapping[str, Any], seed: int, engine: ProgramEngine) -> ProgramResult:
         await asyncio.gather(engine.generate((1,)), engine.generate((2,)))
         return ProgramResult(())
 

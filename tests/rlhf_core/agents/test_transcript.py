@@ -27,14 +27,14 @@ def test_an_episode_ends_with_its_last_sampled_token() -> None:
     text.add_action(said(3, 4))
     text.earn(0.5)
     text.add_text((5, 5))
-    played = text.played(decode, finish_reason="length", failure="it hung")
+    played = text.result(decode, finish_reason="length", failure="it hung")
     assert played.prompt_ids == (1, 2) and played.completion.token_ids == (3, 4)
     assert played.completion.spans == (ActionSpan(0, 2, 4, 0.5),)
     assert (played.completion.failure, played.completion.seed, played.completion.policy_version) == ("it hung", 7, 4)
 
 
 def test_an_episode_that_failed_before_its_first_turn_has_no_tokens() -> None:
-    completion = Transcript((1, 2), seed=7, limit=20).played(decode, finish_reason="stop", failure="no").completion
+    completion = Transcript((1, 2), seed=7, limit=20).result(decode, finish_reason="stop", failure="no").completion
     assert completion.token_ids == () and completion.spans == ()
 
 

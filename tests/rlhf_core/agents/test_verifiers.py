@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from rlhf_core.agents import verifiers
-from rlhf_core.agents.games import EpisodeFailed
+from rlhf_core.agents.drivers import EpisodeFailed
 from rlhf_core.agents.programs import ProgramResult
 from rlhf_core.agents.verifiers import Runner, RunnerEnded, open_verifiers, result_of
 from rlhf_core.config.agents import VerifiersAgent
 from rlhf_core.errors import ConfigError
 from rlhf_core.processes.child import kill_group
 from tests.rlhf_core.agents.scripted import chat, chat_folder
-from tests.rlhf_core.agents.test_captured import SpelledEngine
+from tests.rlhf_core.agents.test_conversation import SpelledEngine
 
 SERVERS = Path(__file__).with_name("servers")
 LEGACY = os.environ.get("RLHF_TEST_VERIFIERS_LEGACY_PYTHON", "")

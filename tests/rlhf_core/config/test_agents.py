@@ -6,9 +6,9 @@ import pytest
 from pydantic import ValidationError
 
 from rlhf_core.config.agents import EnvironmentAgent, OpenRLHFAgent, ToolsAgent
-from rlhf_core.config.base import keyed
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.config.rewards import EpisodeReward, FunctionReward, RewardsConfig
+from rlhf_core.schema.base import keyed
 
 ECHO: dict[str, Any] = {"type": "environment", "environment": "worlds.py:Echo"}
 

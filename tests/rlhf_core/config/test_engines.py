@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from rlhf_core.config.base import keyed
 from rlhf_core.config.engines import (
     BaseModelConfig,
     HFSamplerConfig,
@@ -15,6 +14,7 @@ from rlhf_core.config.engines import (
     SamplingConfig,
     VllmSamplerConfig,
 )
+from rlhf_core.schema.base import keyed
 
 TWO = {"type": "vllm", "tensor_parallel": 2}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from rlhf_core.config.base import keyed
 from rlhf_core.config.loop import LoopConfig
+from rlhf_core.schema.base import keyed
 
 
 def test_how_often_is_saved_and_logged_is_not_in_the_key() -> None:

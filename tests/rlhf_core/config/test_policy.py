@@ -13,8 +13,8 @@ from rlhf_core.algorithms.advantage.grpo import GRPOAdvantage
 from rlhf_core.algorithms.policy.cispo import CISPOLoss
 from rlhf_core.algorithms.policy.clip import ClipLoss
 from rlhf_core.algorithms.policy.gspo import GSPOLoss
-from rlhf_core.config.base import keyed
 from rlhf_core.config.policy import GROUP_ADVANTAGES, PPOConfig
+from rlhf_core.schema.base import keyed
 
 
 def test_the_default_is_ppo() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rlhf_core.config.base import keyed
 from rlhf_core.config.rewards import FunctionReward, GatedProduct, OverlongPenalty, RewardModelReward, RewardsConfig
+from rlhf_core.schema.base import keyed
 
 FORM = {"type": "function", "function": "rlhf_core.rewards.verifiable:think_format"}
 JUDGE = {"type": "judge", "url": "http://localhost:1/v1", "model": "m", "template": "Rate {completion}"}

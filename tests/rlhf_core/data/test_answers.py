@@ -9,7 +9,7 @@ import pytest
 from rlhf_core.data.answers import answer_message
 from rlhf_core.errors import DataError
 from rlhf_core.types import ActionSpan, Message
-from tests.stages.recording import rollout
+from tests.support.workshop import rollout
 
 
 def test_an_answer_is_one_message_of_the_assistant_whoever_of_the_policy_s_versions_wrote_it() -> None:

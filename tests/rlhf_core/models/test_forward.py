@@ -15,7 +15,7 @@ from rlhf_core.models.batches import collate, unpack
 from rlhf_core.models.forward import check_head, sequence_scores, token_logprobs, token_values
 from rlhf_core.models.heads import ValueModel
 from rlhf_core.types import TokenSample
-from tests.tolerances import of_model
+from tests.support.tolerances import of_model
 
 SHAPE = InitModel(vocab_size=300, hidden_size=64, layers=2, heads=4, kv_heads=2, intermediate_size=96, max_positions=64)
 """No smaller than the models below."""

@@ -20,7 +20,7 @@ from rlhf_core.models.heads import initial_head
 from rlhf_core.models.loading import load_model, load_tokenizer, materialise
 from rlhf_core.types import TokenSample
 from tests.rlhf_core.models.conftest import TINY
-from tests.tolerances import of_model
+from tests.support.tolerances import of_model
 
 IDS = torch.tensor([[1, 20, 30, 40, 4, 2, 50]])
 

@@ -13,7 +13,7 @@ from rlhf_core.models import forward, shared_rows
 from rlhf_core.models.batches import TokenBatch, collate
 from rlhf_core.models.forward import hidden_states, token_logprobs
 from rlhf_core.types import TokenSample
-from tests.tolerances import of_model
+from tests.support.tolerances import of_model
 
 SHAPE = InitModel(vocab_size=300, hidden_size=32, layers=2, heads=4, kv_heads=2, intermediate_size=48, max_positions=64)
 """No smaller than the models below."""

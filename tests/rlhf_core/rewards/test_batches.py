@@ -14,7 +14,7 @@ from rlhf_core.config.rewards import Compares, OnFailure
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards.batches import FAILED_CALLS, BatchedReward, whole_groups
 from rlhf_core.rewards.cache import ResultCache
-from rlhf_core.rewards.outcomes import BatchFailed, Outcome
+from rlhf_core.rewards.outcomes import BatchFailed, RewardOutcome
 from rlhf_core.types import Completion, Generation, Message, Prompt
 
 
@@ -31,13 +31,13 @@ class Judge:
         self.left = times
         self.asked: list[list[str]] = []
 
-    def __call__(self, generations: Sequence[Generation]) -> Outcome:
+    def __call__(self, generations: Sequence[Generation]) -> RewardOutcome:
         texts = [one.completion.text for one in generations]
         self.asked.append(texts)
         if self.left > 0 and set(texts) & set(self.fails):
             self.left -= 1
             raise BatchFailed("rewards.judge: broke", reason="broke")
-        return Outcome(tuple(float(len(text)) for text in texts), logs={"asked": (1.0, 1)})
+        return RewardOutcome(tuple(float(len(text)) for text in texts), logs={"asked": (1.0, 1)})
 
 
 def batched(
@@ -113,9 +113,9 @@ def test_four_culprits_among_a_thousand_are_found() -> None:
 
 
 class Short(Judge):
-    def __call__(self, generations: Sequence[Generation]) -> Outcome:
+    def __call__(self, generations: Sequence[Generation]) -> RewardOutcome:
         super().__call__(generations)
-        return Outcome((1.0,))
+        return RewardOutcome((1.0,))
 
 
 def test_a_wrong_number_of_values_fails_the_batch_at_once() -> None:
@@ -129,10 +129,10 @@ def test_a_wrong_number_of_values_fails_the_batch_at_once() -> None:
 
 
 class NotANumber(Judge):
-    def __call__(self, generations: Sequence[Generation]) -> Outcome:
+    def __call__(self, generations: Sequence[Generation]) -> RewardOutcome:
         outcome = super().__call__(generations)
         texts = [one.completion.text for one in generations]
-        return Outcome(
+        return RewardOutcome(
             tuple(math.nan if text == "x" else value for text, value in zip(texts, outcome.values, strict=True))
         )
 
@@ -148,7 +148,7 @@ def test_a_value_that_is_no_reward_fails_alone_and_is_not_asked_for_again() -> N
 
 
 def test_a_configuration_that_cannot_work_is_no_failure_of_an_answer() -> None:
-    def ask(generations: Sequence[Generation]) -> Outcome:
+    def ask(generations: Sequence[Generation]) -> RewardOutcome:
         raise ConfigError("install it")
 
     with pytest.raises(ConfigError):
@@ -158,9 +158,9 @@ def test_a_configuration_that_cannot_work_is_no_failure_of_an_answer() -> None:
 def test_several_workers_answer_at_the_same_time() -> None:
     meeting = threading.Barrier(3, timeout=20)
 
-    def ask(generations: Sequence[Generation]) -> Outcome:
+    def ask(generations: Sequence[Generation]) -> RewardOutcome:
         meeting.wait()  # returns when three are here
-        return Outcome(tuple(float(one.completion.text) for one in generations))
+        return RewardOutcome(tuple(float(one.completion.text) for one in generations))
 
     reward = BatchedReward("x", [ask] * 3, batch_size=0, retries=0, on_failure="fail")
     assert reward(answers("0", "1", "2", "3", "4", "5")).values == (0.0, 1.0, 2.0, 3.0, 4.0, 5.0)
@@ -169,10 +169,10 @@ def test_several_workers_answer_at_the_same_time() -> None:
 def test_a_worker_answers_one_batch_at_a_time() -> None:
     busy = threading.Lock()
 
-    def ask(generations: Sequence[Generation]) -> Outcome:
+    def ask(generations: Sequence[Generation]) -> RewardOutcome:
         assert busy.acquire(blocking=False)
         busy.release()
-        return Outcome((0.0,) * len(generations))
+        return RewardOutcome((0.0,) * len(generations))
 
     BatchedReward("x", [ask], batch_size=1, retries=0, on_failure="fail")(answers(*"abcdefgh"))
 
@@ -218,9 +218,11 @@ def test_what_was_settled_before_a_failure_ends_the_stage_is_not_paid_for_again(
 class Graded(Judge):
     """Gives a score beside each value."""
 
-    def __call__(self, generations: Sequence[Generation]) -> Outcome:
+    def __call__(self, generations: Sequence[Generation]) -> RewardOutcome:
         outcome = super().__call__(generations)
-        return Outcome(outcome.values, logs=outcome.logs, scores=tuple(-value for value in outcome.values if value))
+        return RewardOutcome(
+            outcome.values, logs=outcome.logs, scores=tuple(-value for value in outcome.values if value)
+        )
 
 
 def test_scores_stay_with_their_answers_through_batches_halves_and_the_cache(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards.isolation import IsolatedReward
 from rlhf_core.rewards.outcomes import BatchFailed
 from rlhf_core.rewards.sandbox.local import find_isolation
-from rlhf_core.rewards.worker import Settings
+from rlhf_core.rewards.worker import WorkerSettings
 from rlhf_core.types import Completion, Generation, Message, Prompt
 
 HOSTILE = """
@@ -136,7 +136,7 @@ def test_an_answer_that_cannot_be_read_is_reported_and_survived(reward: Isolated
 def test_arguments_protocol_and_a_memory_limit_reach_the_process(tmp_path: Path) -> None:
     file = tmp_path / "limited.py"
     file.write_text(LIMITED)
-    settings = Settings(arguments={"unit": 2.5}, protocol="trl_text", memory_bytes=512 * 2**20)
+    settings = WorkerSettings(arguments={"unit": 2.5}, protocol="trl_text", memory_bytes=512 * 2**20)
     with IsolatedReward("limited", f"{file}:limited", timeout_s=20.0, settings=settings) as limited:
         assert limited(batch("aa")) == [5.0]
         with pytest.raises(BatchFailed, match="MemoryError") as failed:
@@ -195,7 +195,7 @@ def test_the_function_alone_has_the_secret_not_its_command_line_its_errors_or_th
         pytest.skip(str(error))
     (tmp_path / "mine.py").write_text(SECRETIVE)
     monkeypatch.setenv("FAR_KEY", "a-secret-of-14")
-    settings = Settings(arguments={"key": "env:FAR_KEY"})
+    settings = WorkerSettings(arguments={"key": "env:FAR_KEY"})
     function = f"{tmp_path}/mine.py:secretive"
     with IsolatedReward("mine", function, timeout_s=60.0, settings=settings) as reward:
         command = b" ".join(Path(f"/proc/{reward._process.pid}/cmdline").read_bytes().split(b"\0"))

@@ -7,7 +7,7 @@ import pytest
 from rlhf_core.errors import RewardError
 from rlhf_core.rewards.outcomes import (
     BatchFailed,
-    Outcome,
+    RewardOutcome,
     as_outcome,
     checked,
     merged_logs,
@@ -25,7 +25,7 @@ GENERATIONS = [
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -2e6])
 def test_a_value_that_is_no_reward_is_a_failure_and_never_zero(value: float) -> None:
-    given = Outcome((0.5, value, None), logs={"n": (1.0, 1)})
+    given = RewardOutcome((0.5, value, None), logs={"n": (1.0, 1)})
     outcome = screened("quality", given, GENERATIONS, on_failure="invalid")
     assert outcome.values == (0.5, None, None)
     assert outcome.failures == {1: f"returned {value}: must be finite and within +-1e+06"}
@@ -35,14 +35,14 @@ def test_a_value_that_is_no_reward_is_a_failure_and_never_zero(value: float) -> 
 
 
 def test_earlier_failures_stay() -> None:
-    given = Outcome((None, float("nan"), 1.0), {0: "late"})
+    given = RewardOutcome((None, float("nan"), 1.0), {0: "late"})
     assert set(screened("q", given, GENERATIONS, on_failure="invalid").failures) == {0, 1}
 
 
 @pytest.mark.parametrize("values", [(), (1.0,), (1.0,) * 4])
 def test_a_wrong_number_of_values_is_nobodys_in_particular(values: tuple[float, ...]) -> None:
     with pytest.raises(BatchFailed, match=f"rewards.q = {len(values)}: values for 3 generations") as failed:
-        screened("q", Outcome(values), GENERATIONS, on_failure="invalid")
+        screened("q", RewardOutcome(values), GENERATIONS, on_failure="invalid")
     assert not failed.value.divisible
 
 
@@ -55,7 +55,7 @@ def test_a_reason_is_one_short_line() -> None:
 
 def test_logs_add_up_and_plain_lists_are_outcomes() -> None:
     assert merged_logs([{"a": (1.0, 2)}, {"a": (2.0, 1), "b": (0.0, 1)}]) == {"a": (3.0, 3), "b": (0.0, 1)}
-    assert as_outcome([1.0, None]) == Outcome((1.0, None))
+    assert as_outcome([1.0, None]) == RewardOutcome((1.0, None))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -2e6])

@@ -14,7 +14,7 @@ import pytest
 
 from rlhf_core.config.rewards import FunctionProtocol
 from rlhf_core.errors import ConfigError
-from rlhf_core.rewards.outcomes import Outcome
+from rlhf_core.rewards.outcomes import RewardOutcome
 from rlhf_core.rewards.protocols import adapt, prompt_text
 from rlhf_core.types import ActionSpan, Completion, Generation, Message, Prompt
 from rlhf_core.user_code.loading import load_callable
@@ -30,7 +30,7 @@ def scored(
     *generations: Generation,
     protocol: FunctionProtocol = "auto",
     arguments: dict[str, Any] | None = None,
-) -> Outcome:
+) -> RewardOutcome:
     adapted = adapt(function, protocol=protocol, arguments=arguments or {})
     with asyncio.Runner() as runner:
         return adapted.outcomes([list(generations)], runner)[0]
@@ -116,8 +116,8 @@ def test_text_among_what_is_logged_costs_no_reward() -> None:
     def silent(queries: list[str], prompts: list[str], labels: list[str]) -> dict[str, Any]:
         return {"rewards": [1.0], "extra_logs": None}
 
-    assert scored(reward, generation("4")) == Outcome((1.0,), logs={"hits": (3.0, 1)})
-    assert scored(silent, generation("4")) == Outcome((1.0,))
+    assert scored(reward, generation("4")) == RewardOutcome((1.0,), logs={"hits": (3.0, 1)})
+    assert scored(silent, generation("4")) == RewardOutcome((1.0,))
 
 
 def test_the_names_of_what_is_logged_are_plain_text() -> None:

@@ -13,9 +13,9 @@ import pytest
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards import remote
 from rlhf_core.rewards.outcomes import BatchFailed
-from rlhf_core.rewards.remote import RemoteReward
+from rlhf_core.rewards.remote import RemoteRewardClient
 from rlhf_core.types import Completion, Generation, Message, Prompt
-from tests.rlhf_core.rewards.serving import lengths, scripted
+from tests.support.reward_servers import lengths, scripted
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +36,10 @@ def answers(*texts: str) -> list[Generation]:
 
 def client(
     *urls: str, timeout_s: float = 5.0, retries: int = 2, batch_size: int = 8, token_env: str = ""
-) -> RemoteReward:
-    return RemoteReward("far", urls, timeout_s=timeout_s, retries=retries, batch_size=batch_size, token_env=token_env)
+) -> RemoteRewardClient:
+    return RemoteRewardClient(
+        "far", urls, timeout_s=timeout_s, retries=retries, batch_size=batch_size, token_env=token_env
+    )
 
 
 def closed_port() -> str:

@@ -20,7 +20,7 @@ from rlhf_core.config.rewards import (
 )
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards.batches import BatchedReward
-from rlhf_core.rewards.outcomes import Outcome
+from rlhf_core.rewards.outcomes import RewardOutcome
 from rlhf_core.rewards.scoring import Scorer, check_reward_models, component_means
 from rlhf_core.types import ActionSpan, Completion, Generation, Message, ProcessRewardModelRef, Prompt, RewardModelRef
 
@@ -30,18 +30,20 @@ TERMS = {
 }
 
 
-def failing(reason: str) -> Callable[[Sequence[Generation]], Outcome]:
+def failing(reason: str) -> Callable[[Sequence[Generation]], RewardOutcome]:
     """A reward that fails for answers of three tokens and does not apply to those of four."""
 
-    def ask(generations: Sequence[Generation]) -> Outcome:
+    def ask(generations: Sequence[Generation]) -> RewardOutcome:
         sizes = [len(one.completion.token_ids) for one in generations]
         failures = {at: reason for at, size in enumerate(sizes) if size == 3}
-        return Outcome(tuple(None if size in (3, 4) else 1.0 for size in sizes), failures, {"seen": (6.0, len(sizes))})
+        return RewardOutcome(
+            tuple(None if size in (3, 4) else 1.0 for size in sizes), failures, {"seen": (6.0, len(sizes))}
+        )
 
     return ask
 
 
-def part(ask: Callable[[Sequence[Generation]], Outcome]) -> BatchedReward:
+def part(ask: Callable[[Sequence[Generation]], RewardOutcome]) -> BatchedReward:
     return BatchedReward("part", [ask], batch_size=0, retries=0, on_failure="invalid")
 
 
@@ -260,10 +262,10 @@ def test_a_weight_that_passes_through_0_leaves_a_reward_and_one_that_is_always_0
     assert only_noted(answers(8))[0].invalid == "no reward applies"
 
 
-def graded(generations: Sequence[Generation]) -> Outcome:
+def graded(generations: Sequence[Generation]) -> RewardOutcome:
     """+-1 by length, with the scores 1 and 0 beside them."""
     right = [len(one.completion.token_ids) > 3 for one in generations]
-    return Outcome(tuple(1.0 if r else -1.0 for r in right), scores=tuple(float(r) for r in right))
+    return RewardOutcome(tuple(1.0 if r else -1.0 for r in right), scores=tuple(float(r) for r in right))
 
 
 def test_a_rollout_has_the_score_that_the_only_term_with_a_weight_gave() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from rlhf_core.errors import RewardError
-from rlhf_core.rewards.outcomes import Outcome
+from rlhf_core.rewards.outcomes import RewardOutcome
 from rlhf_core.rewards.served import as_it_stands, function_score, rendered, reward_model_score
 from rlhf_core.rewards.server import Query
 from rlhf_core.types import Generation, Message
@@ -31,12 +31,12 @@ def tokenize(text: str) -> tuple[int, ...]:
 def test_a_function_gets_prompt_answer_and_label_as_they_were_sent() -> None:
     seen: list[Generation] = []
 
-    def reward(generations: Sequence[Generation]) -> Outcome:
+    def reward(generations: Sequence[Generation]) -> RewardOutcome:
         seen.extend(generations)
-        return Outcome((1.0, None), logs={"hits": (1.0, 2)})
+        return RewardOutcome((1.0, None), logs={"hits": (1.0, 2)})
 
     outcome = function_score(reward)([Query("2+2? 4", "2+2? ", "4"), Query("no prompt", "", "")])
-    assert outcome == Outcome((1.0, None), logs={"hits": (1.0, 2)})
+    assert outcome == RewardOutcome((1.0, None), logs={"hits": (1.0, 2)})
     assert [(one.prompt.messages, one.completion.text, one.prompt.label) for one in seen] == [
         ((Message("user", "2+2? "),), "4", "4"),
         ((Message("user", ""),), "no prompt", ""),
@@ -47,7 +47,7 @@ def test_a_function_gets_prompt_answer_and_label_as_they_were_sent() -> None:
     ("values", "problem"), [((1.0,), "for 2 answers"), ((1.0, float("nan")), r"rewards\[1\] = nan")]
 )
 def test_what_json_cannot_say_is_refused(values: tuple[float, ...], problem: str) -> None:
-    score = function_score(lambda generations: Outcome(values))
+    score = function_score(lambda generations: RewardOutcome(values))
     with pytest.raises(RewardError, match=problem):
         score([Query("a", "", ""), Query("b", "", "")])
 

@@ -14,11 +14,11 @@ import httpx
 
 from rlhf_core.errors import RewardError
 from rlhf_core.http.body import BodyLimits
-from rlhf_core.rewards.outcomes import Outcome
-from rlhf_core.rewards.remote import RemoteReward
+from rlhf_core.rewards.outcomes import RewardOutcome
+from rlhf_core.rewards.remote import RemoteRewardClient
 from rlhf_core.rewards.server import Query, ServerLimits, create_app, read_request
-from tests.rlhf_core.rewards.serving import serving
 from tests.rlhf_core.rewards.test_remote import answers
+from tests.support.reward_servers import serving
 
 
 class Counting:
@@ -30,7 +30,7 @@ class Counting:
         self.started = threading.Event()
         self._gate = gate
 
-    def __call__(self, queries: Sequence[Query]) -> Outcome:
+    def __call__(self, queries: Sequence[Query]) -> RewardOutcome:
         self.batches.append(len(queries))
         self.threads.add(threading.get_ident())
         self.started.set()
@@ -39,7 +39,7 @@ class Counting:
         if any(query.answer == "bad" for query in queries):
             raise RewardError("the reward refuses 'bad'")
         values = tuple(None if query.answer == "none" else float(len(query.answer)) for query in queries)
-        return Outcome(values, logs={"seen": (float(len(queries)), len(queries))})
+        return RewardOutcome(values, logs={"seen": (float(len(queries)), len(queries))})
 
 
 HTTP = httpx.Client(timeout=20)
@@ -63,7 +63,7 @@ def test_it_answers_openrlhfs_contract_at_both_addresses() -> None:
 def test_our_client_and_our_server_understand_each_other() -> None:
     with serving(create_app(Counting(), name="n", token="")) as url:
         urls = [url + "/get_reward"]
-        with RemoteReward("far", urls, timeout_s=10, retries=0, batch_size=2, token_env="") as reward:
+        with RemoteRewardClient("far", urls, timeout_s=10, retries=0, batch_size=2, token_env="") as reward:
             outcome = reward(answers("a", "none", "abc"))
     assert outcome.values == (1.0, None, 3.0)
 
@@ -102,10 +102,10 @@ def test_one_request_that_fails_does_not_fail_its_neighbours() -> None:
 
 
 def test_a_bug_of_the_scorer_answers_500_and_the_next_is_served() -> None:
-    def score(queries: Sequence[Query]) -> Outcome:
+    def score(queries: Sequence[Query]) -> RewardOutcome:
         if queries[0].answer == "bug":
             raise ZeroDivisionError
-        return Outcome((1.0,) * len(queries))
+        return RewardOutcome((1.0,) * len(queries))
 
     with serving(create_app(score, name="n", token="")) as url:
         assert asked(url, "bug").status_code == 500
@@ -164,12 +164,12 @@ def test_a_web_page_gets_no_reward() -> None:
 def test_a_bug_in_the_scorer_is_that_of_one_request() -> None:
     gate, started = threading.Event(), threading.Event()
 
-    def score(queries: Sequence[Query]) -> Outcome:
+    def score(queries: Sequence[Query]) -> RewardOutcome:
         started.set()
         assert gate.wait(20)
         if any(query.answer == "bug" for query in queries):
             raise ZeroDivisionError
-        return Outcome((1.0,) * len(queries))
+        return RewardOutcome((1.0,) * len(queries))
 
     limits = ServerLimits(max_wait_s=0.05)
     with serving(create_app(score, name="n", token="", limits=limits)) as url, ThreadPoolExecutor(4) as pool:

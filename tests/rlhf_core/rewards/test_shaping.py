@@ -8,31 +8,31 @@ from statistics import fmean, pstdev
 
 import pytest
 
-from rlhf_core.rewards.shaping import RunningNormaliser, clipped, linear_weight, soft_overlong
+from rlhf_core.rewards.shaping import RunningNormalizer, clipped, linear_weight, soft_overlong
 
 
 def test_the_running_statistics_are_those_of_everything_seen() -> None:
     batches = [[1.0, 2.0, 4.0], [10.0], [], [-3.0, 0.5]]
-    normaliser = RunningNormaliser.empty()
+    normaliser = RunningNormalizer.empty()
     for batch in batches:
         normaliser = normaliser.updated(batch)
     everything = [value for batch in batches for value in batch]
     assert normaliser.mean == pytest.approx(fmean(everything), rel=1e-12)
-    assert normaliser.normalised([2.0])[0] == pytest.approx((2.0 - fmean(everything)) / pstdev(everything), rel=1e-6)
+    assert normaliser.normalized([2.0])[0] == pytest.approx((2.0 - fmean(everything)) / pstdev(everything), rel=1e-6)
 
 
 def test_equal_rewards_normalise_to_zero_and_not_to_noise() -> None:
-    assert RunningNormaliser.empty().updated([0.7, 0.7]).normalised([0.7, 5.0]) == [0.0, 0.0]
+    assert RunningNormalizer.empty().updated([0.7, 0.7]).normalized([0.7, 5.0]) == [0.0, 0.0]
 
 
 def test_a_large_offset_does_not_cost_precision() -> None:
-    normaliser = RunningNormaliser.empty().updated([1e9, 1e9 + 1]).updated([1e9 + 2])
+    normaliser = RunningNormalizer.empty().updated([1e9, 1e9 + 1]).updated([1e9 + 2])
     assert normaliser.squares == pytest.approx(2.0, rel=1e-6)
 
 
 def test_the_normaliser_survives_a_checkpoint() -> None:
-    normaliser = RunningNormaliser.empty().updated([0.1, 0.7])
-    assert RunningNormaliser(**json.loads(json.dumps(asdict(normaliser)))) == normaliser
+    normaliser = RunningNormalizer.empty().updated([0.1, 0.7])
+    assert RunningNormalizer(**json.loads(json.dumps(asdict(normaliser)))) == normaliser
 
 
 def test_the_clip_is_symmetric() -> None:

@@ -19,10 +19,10 @@ from rlhf_core.config.rewards import FunctionReward, JudgeReward, RemoteReward
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards import terms
 from rlhf_core.rewards.batches import BatchedReward
-from rlhf_core.rewards.outcomes import Outcome
+from rlhf_core.rewards.outcomes import RewardOutcome
 from rlhf_core.rewards.terms import episode_reward, identity, open_elsewhere
 from rlhf_core.types import ActionSpan, Completion, Generation, Message, Prompt
-from tests.rlhf_core.rewards.serving import scripted
+from tests.support.reward_servers import scripted
 
 MOODS = """
 import ctypes, os, re, subprocess, sys, time
@@ -118,7 +118,7 @@ def test_what_does_not_end_is_found_in_time_and_costs_no_other_answer(impatient:
 
 
 def test_what_it_prints_and_what_does_not_apply_are_no_faults(tolerant: BatchedReward) -> None:
-    assert tolerant(answers("print", "none")) == Outcome((5.0, None))
+    assert tolerant(answers("print", "none")) == RewardOutcome((5.0, None))
 
 
 def test_a_wrong_number_of_values_costs_the_batch(tolerant: BatchedReward) -> None:
@@ -212,9 +212,9 @@ def test_an_episode_has_the_sum_of_its_environments_rewards() -> None:
     plain, episode = answers("x", "y")
     spans = (ActionSpan(0, 1, 0, 0.25), ActionSpan(1, 1, 0, 0.5))
     scored = Generation(episode.prompt, (1,), Completion((2,), (-1.0,), "y", "stop", 0, 0, spans))
-    assert episode_reward([plain, scored]) == Outcome((None, 0.75))
+    assert episode_reward([plain, scored]) == RewardOutcome((None, 0.75))
     graded = replace(scored, completion=replace(scored.completion, score=1.0))
-    assert episode_reward([plain, graded]) == Outcome((None, 0.75), scores=(None, 1.0))
+    assert episode_reward([plain, graded]) == RewardOutcome((None, 0.75), scores=(None, 1.0))
 
 
 class Served:
@@ -226,12 +226,12 @@ class Served:
         Served.made = {"name": name, "urls": tuple(urls)} | settings
         self.open = False
 
-    def __call__(self, generations: Sequence[Generation]) -> Outcome:
+    def __call__(self, generations: Sequence[Generation]) -> RewardOutcome:
         assert self.open
         assert len(generations) <= Served.made["batch_size"]
         if any(one.completion.text == "bad" for one in generations):
             raise RewardError("rewards.far: http://a answered status 500")
-        return Outcome(tuple(float(len(one.completion.text)) for one in generations))
+        return RewardOutcome(tuple(float(len(one.completion.text)) for one in generations))
 
     def __enter__(self) -> Served:
         self.open = True
@@ -244,7 +244,7 @@ class Served:
 def test_a_remote_reward_is_asked_in_batches_and_what_it_cannot_score_is_told_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlhf_core.rewards.remote.RemoteReward", Served)
+    monkeypatch.setattr("rlhf_core.rewards.remote.RemoteRewardClient", Served)
     given = {"type": "remote", "urls": ["http://a", "http://b"], "batch_size": 4, "on_failure": "invalid"}
     spec = TypeAdapter(RemoteReward).validate_python(given | {"token_env": "T", "timeout_s": 7.0, "retries": 3})
     with ExitStack() as leases:
@@ -267,11 +267,11 @@ def test_a_remote_reward_that_is_down_is_given_up_on(tmp_path: Path, monkeypatch
     asked: list[int] = []
 
     class Down(Served):
-        def __call__(self, generations: Sequence[Generation]) -> Outcome:
+        def __call__(self, generations: Sequence[Generation]) -> RewardOutcome:
             asked.append(len(generations))
             raise RewardError("no server answers")
 
-    monkeypatch.setattr("rlhf_core.rewards.remote.RemoteReward", Down)
+    monkeypatch.setattr("rlhf_core.rewards.remote.RemoteRewardClient", Down)
     spec = RemoteReward(urls=("http://a",), on_failure="invalid")
     with ExitStack() as leases:
         outcome = open_elsewhere("far", spec, tmp_path, leases)(answers(*["a"] * 64))
@@ -287,12 +287,12 @@ class Paid:
     def __init__(self, name: str, config: JudgeReward) -> None:
         Paid.asked = []
 
-    def outcome(self, generations: Sequence[Generation]) -> Outcome:
+    def outcome(self, generations: Sequence[Generation]) -> RewardOutcome:
         texts = [one.completion.text for one in generations]
         Paid.asked += texts
         if "bad" in texts:
             raise RewardError("rewards.judge: no score")
-        return Outcome(tuple(float(len(text)) for text in texts))
+        return RewardOutcome(tuple(float(len(text)) for text in texts))
 
     def __enter__(self) -> Paid:
         return self

@@ -13,8 +13,8 @@ from typing import Any
 
 import psutil
 
-from rlhf_core.rewards.outcomes import Outcome
-from rlhf_core.rewards.worker import Settings
+from rlhf_core.rewards.outcomes import RewardOutcome
+from rlhf_core.rewards.worker import WorkerSettings
 from rlhf_core.types import Completion, Generation, Message, Prompt
 
 
@@ -36,12 +36,12 @@ def test_it_answers_each_request_and_ends_with_the_input() -> None:
     prompt = Prompt("p", (Message("user", "1+1?"),), "2", "test")
     right = Generation(prompt, (1,), Completion((2,), (-1.0,), "2", "stop", 0, 0))
     found = answers("rlhf_core.rewards.verifiable:exact_match", [right], [])
-    assert found == [("ready", False), ("outcomes", [Outcome((1.0,))]), ("outcomes", [Outcome(())])]
+    assert found == [("ready", False), ("outcomes", [RewardOutcome((1.0,))]), ("outcomes", [RewardOutcome(())])]
 
 
 def test_infinite_arguments_reach_it() -> None:
-    sent = Settings(arguments={"most": math.inf})
-    assert Settings.model_validate_json(sent.model_dump_json()) == sent
+    sent = WorkerSettings(arguments={"most": math.inf})
+    assert WorkerSettings.model_validate_json(sent.model_dump_json()) == sent
 
 
 HANGING = """

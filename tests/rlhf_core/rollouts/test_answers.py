@@ -16,8 +16,8 @@ from rlhf_core.types import ActionSpan, Completion
 from stages.generate import GenerateConfig
 from stages.ppo import PPOConfig
 from tests.rlhf_core.agents.scripted import WORLDS
-from tests.stages.recording import Workshop, make_policy
-from tests.stages.training import killed_and_resumed, series, shop_and_inputs, untimed
+from tests.support.training import killed_and_resumed, series, shop_and_inputs, untimed
+from tests.support.workshop import Workshop
 
 OPENRLHF = {"type": "openrlhf", "file": str(Path(WORLDS).with_name("openrlhf_agent.py"))}
 
@@ -41,11 +41,6 @@ def config(agent: dict[str, Any], **changes: Any) -> PPOConfig:
         "checkpoint_every": 1,
     }
     return PPOConfig(**(settings | changes))
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.mark.parametrize(("advantage", "credit"), [("grpo", "episode"), ("reinforce++", "turn")])

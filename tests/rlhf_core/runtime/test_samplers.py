@@ -20,7 +20,7 @@ from rlhf_core.runtime.samplers import open_sampler, reopen_sampler
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Message, PolicyRef, Prompt, PromptsRef, SamplingRequest
 from stages.generate import GenerateConfig
-from tests.stages.recording import RUNTIME, Workshop, make_policy
+from tests.support.workshop import RUNTIME, Workshop, make_policy
 
 REQUESTS = [SamplingRequest((10, 11, 12), seed=seed) for seed in range(3)]
 

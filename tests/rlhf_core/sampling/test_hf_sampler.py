@@ -15,7 +15,7 @@ from rlhf_core.models.export import weights_digest
 from rlhf_core.sampling.hf_sampler import HFSampler, inverse_cdf, processed_logprobs
 from rlhf_core.types import Completion, SamplingRequest
 from tests.rlhf_core.conftest import TINY
-from tests.tolerances import near, of_model
+from tests.support.tolerances import near, of_model
 
 REQUESTS = [SamplingRequest(tuple(range(10, 13 + index)), seed=100 + index) for index in range(6)]
 SAMPLING = SamplingConfig(max_tokens=12)

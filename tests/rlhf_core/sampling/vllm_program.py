@@ -17,7 +17,7 @@ from rlhf_core.errors import RlhfError
 from rlhf_core.interfaces import Weights
 from rlhf_core.sampling.vllm_sampler import VllmSampler
 from rlhf_core.types import Completion, SamplingRequest
-from tests.rlhf_core.hostname import listening, reachable_address, rename
+from tests.support.hostname import listening, reachable_address, rename
 
 REQUESTS = [SamplingRequest(tuple(range(10, 13 + index % 7)), seed=100 + index) for index in range(24)]
 SAMPLING = SamplingConfig(max_tokens=24)

@@ -16,20 +16,15 @@ from rlhf_core.secrets.redaction import ErrorWithoutSecrets, know
 from rlhf_core.stage import context
 from rlhf_core.stage import decision as deciding
 from rlhf_core.stage.decision import Decision, decide, differences, target_of
-from rlhf_core.stage.key import StageSpec, stage_key
+from rlhf_core.stage.key import StageSpec, Strictness, stage_key
 from rlhf_core.stage.run import execute
 from rlhf_core.store import records
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.attempts import history
 from rlhf_core.store.layout import remove_tree
 from rlhf_core.types import PolicyRef
-from tests.rlhf_core import toy_stage
-from tests.rlhf_core.toy_stage import Inner, NoEngines, RecordingTracker, ToyConfig, toy_spec
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> ArtifactStore:
-    return ArtifactStore(tmp_path / "store")
+from tests.support import toy_stage
+from tests.support.toy_stage import Inner, NoEngines, RecordingTracker, ToyConfig, toy_spec
 
 
 def _run(store: ArtifactStore, spec: StageSpec, **options: Any) -> Decision:
@@ -261,12 +256,12 @@ def test_who_waited_for_answers_that_failed_under_other_settings_asks_again(stor
 
 def test_who_asks_again_asks_with_the_same_options(store: ArtifactStore) -> None:
     slow = toy_spec(ToyConfig(inner=Inner(timeout_s=5.0), seconds_a_step=0.7))
-    held = store.layout.attempt(target_of(store, slow, strict_code=False, strict_env=True).key)
-    other = threading.Thread(target=_run, args=(store, slow), kwargs={"strict_env": True})
+    held = store.layout.attempt(target_of(store, slow, strict=Strictness(env=True)).key)
+    other = threading.Thread(target=_run, args=(store, slow), kwargs={"strict": Strictness(env=True)})
     other.start()
     while not (held / "attempt.json").exists():
         time.sleep(0.01)
-    again = _run(store, toy_spec(label="second"), strict_env=True)
+    again = _run(store, toy_spec(label="second"), strict=Strictness(env=True))
     other.join()
     record = store.record(again.key)
     assert record is not None and record.payload["environment"] == records.versions()
@@ -280,7 +275,7 @@ def stage_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A stage module `drifting` that a test may edit."""
     monkeypatch.syspath_prepend(tmp_path)
     file = tmp_path / "drifting.py"
-    file.write_text("from tests.rlhf_core.toy_stage import run\n")
+    file.write_text("from tests.support.toy_stage import run\n")
     importlib.invalidate_caches()
     monkeypatch.delitem(sys.modules, "drifting", raising=False)
     return file
@@ -301,12 +296,12 @@ def test_strict_code_takes_a_result_of_this_very_code_and_runs_for_any_other(
 ) -> None:
     spec = toy_spec(module="drifting")
     _run(store, spec)
-    assert decide(store, spec, strict_code=True).action == "HIT"
+    assert decide(store, spec, strict=Strictness(code=True)).action == "HIT"
     with stage_file.open("a") as stream:
         stream.write("EXTRA = 2\n")
-    assert _said(store, spec, strict_code=True) == ("RUN", "code changed (drifting)")
-    assert _run(store, spec, strict_code=True).action == "RUN"
-    assert decide(store, spec, strict_code=True).action == "HIT"
+    assert _said(store, spec, strict=Strictness(code=True)) == ("RUN", "code changed (drifting)")
+    assert _run(store, spec, strict=Strictness(code=True)).action == "RUN"
+    assert decide(store, spec, strict=Strictness(code=True)).action == "HIT"
     assert decide(store, spec).action == "HIT"
 
 
@@ -398,7 +393,10 @@ def test_other_versions_are_said_and_count_where_they_are_asked_to(
 ) -> None:
     spec = toy_spec()
     _run(store, spec)
-    assert "versions" not in decide(store, spec).reason and decide(store, spec, strict_env=True).action == "HIT"
+    assert (
+        "versions" not in decide(store, spec).reason
+        and decide(store, spec, strict=Strictness(env=True)).action == "HIT"
+    )
     numpy = records.versions()["numpy"]
     other = records.versions() | {"numpy": "0.1"}
     for module in (records, deciding):
@@ -407,7 +405,7 @@ def test_other_versions_are_said_and_count_where_they_are_asked_to(
     monkeypatch.setattr(context, "environment", lambda: other)
     action, reason = _said(store, spec)
     assert action == "HIT" and reason.endswith(f"; other versions now (numpy: {numpy} -> 0.1)")
-    assert _said(store, spec, strict_env=True) == ("RUN", f"numpy: {numpy} -> 0.1")
-    assert _run(store, spec, strict_env=True).action == "RUN"
-    assert decide(store, spec, strict_env=True).action == "HIT"
+    assert _said(store, spec, strict=Strictness(env=True)) == ("RUN", f"numpy: {numpy} -> 0.1")
+    assert _run(store, spec, strict=Strictness(env=True)).action == "RUN"
+    assert decide(store, spec, strict=Strictness(env=True)).action == "HIT"
     assert decide(store, spec).action == "HIT"

@@ -12,8 +12,8 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.stage.key import key_payload, payload_key, stage_key, stage_module
 from rlhf_core.store.fingerprint import code_digest
 from rlhf_core.types import PolicyRef
-from tests.rlhf_core import toy_stage
-from tests.rlhf_core.toy_stage import Inner, ToyConfig, toy_spec
+from tests.support import toy_stage
+from tests.support.toy_stage import Inner, ToyConfig, toy_spec
 
 POLICY = PolicyRef(uri="store://aa", digest="aa11", parents=("p",))
 OTHER = PolicyRef(uri="store://bb", digest="bb22")
@@ -83,7 +83,7 @@ def test_the_version_of_the_stage_enters_the_key(monkeypatch: pytest.MonkeyPatch
 def test_code_enters_the_key_of_strict_stages_and_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "code" not in key_payload(toy_spec())
     asked = key_payload(toy_spec(), strict_code=True)
-    assert asked["code"] == code_digest("tests.rlhf_core.toy_stage")
+    assert asked["code"] == code_digest("tests.support.toy_stage")
     monkeypatch.setattr(toy_stage, "CODE", "strict")
     assert key_payload(toy_spec()) == asked
     assert stage_key(toy_spec()) == payload_key(asked)

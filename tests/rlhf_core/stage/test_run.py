@@ -22,14 +22,9 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.attempts import history
 from rlhf_core.store.leases import living_owner
 from rlhf_core.types import ArtifactRef, PolicyRef, PreparedDataRef
-from tests.rlhf_core.toy_stage import NoEngines, RecordingTracker, ToyConfig, toy_spec
+from tests.support.toy_stage import NoEngines, RecordingTracker, ToyConfig, toy_spec
 
 FORK = multiprocessing.get_context("fork")
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> ArtifactStore:
-    return ArtifactStore(tmp_path / "store")
 
 
 def _run(
@@ -78,7 +73,7 @@ def test_the_record_says_from_what_with_what_and_how_long(store: ArtifactStore) 
     assert record.handle == ref and ref.parents == (base.digest,) and record.inputs == (base.uri,)
     assert record.metrics == {"total": 1.5} and record.engines == {"none": "1.0"}
     assert record.tracking == {"mlflow_run": "r1"} and record.environment["python"].startswith("3.")
-    assert record.payload["config"]["kl_coef"] == 0.05 and "tests.rlhf_core.toy_stage" in record.code
+    assert record.payload["config"]["kl_coef"] == 0.05 and "tests.support.toy_stage" in record.code
     assert 0 < record.seconds < 60
 
 

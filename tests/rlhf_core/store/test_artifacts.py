@@ -15,16 +15,11 @@ from rlhf_core.store.artifacts import ArtifactStore, object_digest
 from rlhf_core.store.fingerprint import FileEntry, hash_files, hash_tree, sha256_text, tree_digest
 from rlhf_core.store.layout import read_json, write_json
 from rlhf_core.types import ArtifactRef, DemonstrationsRef, PolicyRef, PreparedDataRef
-from tests.rlhf_core.made_records import provenance
+from tests.support.records import provenance
 
 FORK = multiprocessing.get_context("fork")
 PROVENANCE = provenance()
 KEY = sha256_text("key")
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> ArtifactStore:
-    return ArtifactStore(tmp_path / "store")
 
 
 def _out(store: ArtifactStore, files: dict[str, str], name: str = "out") -> Path:

@@ -14,12 +14,7 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.attempts import history
 from rlhf_core.store.damage import CLOCKS_APART_S, findings, last_good, suspicion
 from rlhf_core.types import PolicyRef
-from tests.rlhf_core.toy_stage import NoEngines, RecordingTracker, ToyConfig, toy_spec
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> ArtifactStore:
-    return ArtifactStore(tmp_path / "store")
+from tests.support.toy_stage import NoEngines, RecordingTracker, ToyConfig, toy_spec
 
 
 def _make(store: ArtifactStore, spec: StageSpec) -> tuple[PolicyRef, Decision]:

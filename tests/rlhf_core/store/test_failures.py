@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlhf_core.config.agents import EnvironmentAgent
-from rlhf_core.config.base import keyed
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.config.rewards import EpisodeReward, FunctionReward, JudgeReward, RewardsConfig
+from rlhf_core.schema.base import keyed
 from rlhf_core.store.failures import FAILURES, Failed, failure_settings, misfit, note, noted
 
 SETTINGS = {"agent": {"retries": 1}, "rewards.terms.mine": {"timeout_s": 5.0, "on_failure": "invalid"}}

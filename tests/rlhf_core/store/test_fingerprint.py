@@ -188,6 +188,6 @@ def test_comments_and_docstrings_do_not_change_the_digest_and_decorators_do(pack
 
 
 def test_the_store_itself_is_not_part_of_a_stages_code() -> None:
-    found = module_digests("tests.rlhf_core.toy_stage")
+    found = module_digests("tests.support.toy_stage")
     assert "rlhf_core.schema.base" in found and "rlhf_core.types" in found
     assert "rlhf_core.stage.run" not in found and "rlhf_core.store.artifacts" not in found

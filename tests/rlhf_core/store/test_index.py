@@ -13,7 +13,7 @@ from rlhf_core.store.fingerprint import module_digests, sha256_text
 from rlhf_core.store.index import CODE, OBJECTS, RECORDS, remembered_code, rows, states
 from rlhf_core.store.layout import remove_tree
 from rlhf_core.types import PolicyRef
-from tests.rlhf_core.made_records import provenance
+from tests.support.records import provenance
 
 PROVENANCE = provenance(label="sft", stage="sft", attempts=2)
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from pathlib import Path
 
 import pytest
 
@@ -13,14 +12,9 @@ from rlhf_core.store.attempts import checkpoints
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.maintenance import object_damage
 from rlhf_core.types import PolicyRef
-from tests.rlhf_core.made_records import provenance
+from tests.support.records import provenance
 
 DAY = 86400.0
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> ArtifactStore:
-    return ArtifactStore(tmp_path / "store")
 
 
 def _commit(store: ArtifactStore, content: str, *, inputs: tuple[str, ...] = (), label: str = "toy") -> PolicyRef:

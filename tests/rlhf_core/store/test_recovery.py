@@ -16,12 +16,7 @@ from rlhf_core.store.layout import sweep_temporaries, write_json
 from rlhf_core.store.leases import lease_file
 from rlhf_core.store.recovery import tidy
 from rlhf_core.types import ArtifactRef
-from tests.rlhf_core.toy_stage import NoEngines, RecordingTracker, toy_spec
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> ArtifactStore:
-    return ArtifactStore(tmp_path / "store")
+from tests.support.toy_stage import NoEngines, RecordingTracker, toy_spec
 
 
 def run(store: ArtifactStore, *, force: bool = False) -> tuple[ArtifactRef, str]:

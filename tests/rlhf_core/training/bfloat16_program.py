@@ -23,7 +23,7 @@ from rlhf_core.training.distributed import rank_and_world
 from rlhf_core.training.objectives.base import PolicyObjective, SftObjective
 from rlhf_core.training.trainer import LocalTrainer
 from rlhf_core.types import PolicySample, TokenSample
-from tests.rounding import round_by_batch_if_asked
+from tests.support.rounding import round_by_batch_if_asked
 
 OPTIMIZER = OptimizerConfig(weight_decay=0.01)
 SFT = SftObjective(pack_to=None)

@@ -30,7 +30,7 @@ from rlhf_core.training.objectives.base import SftObjective, ValueObjective
 from rlhf_core.training.state import save_engine_settings
 from rlhf_core.training.trainer import LocalTrainer
 from rlhf_core.types import TokenSample, ValueSample
-from tests.rounding import round_by_batch_if_asked
+from tests.support.rounding import round_by_batch_if_asked
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, weight_decay=0.01)
 # Rows per step: with two ranks the second one has nothing to do in the last step.

@@ -16,7 +16,7 @@ from rlhf_core.training.objectives.distillation import DistillationObjective
 from rlhf_core.training.trainer import LocalTrainer
 from rlhf_core.types import TokenSample
 from tests.rlhf_core.training.conftest import TINY
-from tests.tolerances import near, of_model
+from tests.support.tolerances import near, of_model
 
 OBJECTIVE = DistillationObjective(kind="jsd", jsd_beta=0.3, temperature=1.0, kl_weight=0.5)
 TORCH = TrainerConfig(engine="torch", micro_batch=3)

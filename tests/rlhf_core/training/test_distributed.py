@@ -50,7 +50,7 @@ def test_a_loopback_address_is_refused_where_other_machines_have_ranks(
 
 RANK = """
 import json, sys
-from tests.rlhf_core.hostname import listening, reachable_address, rename
+from tests.support.hostname import listening, reachable_address, rename
 renamed = rename(reachable_address())
 import torch, torch.distributed as dist
 from rlhf_core.training.distributed import join

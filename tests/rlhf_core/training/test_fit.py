@@ -10,8 +10,8 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.training.fit import batch_at, total_steps
 from rlhf_core.types import DemonstrationsRef, PolicyRef
 from stages.sft import SFTConfig
-from tests.stages.recording import Workshop
-from tests.stages.training import demonstrations
+from tests.support.training import demonstrations
+from tests.support.workshop import Workshop
 
 
 def test_steps_are_counted_with_the_short_batch_and_the_limit() -> None:

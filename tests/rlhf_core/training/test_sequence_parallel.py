@@ -26,7 +26,7 @@ from rlhf_core.training.objectives.preference import PairObjective
 from rlhf_core.training.sequence_parallel import spread
 from tests.rlhf_core.training.conftest import TINY
 from tests.rlhf_core.training.ranks import load, run_ranks
-from tests.tolerances import near, of_training
+from tests.support.tolerances import near, of_training
 
 PROGRAM = Path(__file__).with_name("sequence_parallel_program.py")
 SHARED = {"engine": "deepspeed", "sequence_parallel": 2, "micro_batch": 3}

@@ -16,7 +16,7 @@ from rlhf_core.training.engines.tensor_parallel import PROVEN, check_partition
 from rlhf_core.training.objectives.base import SftObjective
 from rlhf_core.types import TokenSample
 from tests.rlhf_core.training.ranks import load, run_ranks
-from tests.tolerances import assert_same_movement, roundings
+from tests.support.tolerances import assert_same_movement, roundings
 
 PROGRAM = Path(__file__).with_name("sequence_parallel_program.py")
 SPLIT = TrainerConfig(engine="deepspeed", tensor_parallel=2, zero_stage=1, micro_batch=3)

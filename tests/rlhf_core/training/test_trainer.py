@@ -27,7 +27,7 @@ from rlhf_core.training.objectives.preference import PairObjective
 from rlhf_core.training.trainer import LocalTrainer
 from rlhf_core.types import PolicySample, PreferenceSample, RewardPair, TokenSample, ValueSample
 from tests.rlhf_core.training.conftest import TINY
-from tests.tolerances import near, of_model, of_training
+from tests.support.tolerances import near, of_model, of_training
 
 TORCH = TrainerConfig(engine="torch", micro_batch=4)
 SFT = SftObjective(pack_to=None)

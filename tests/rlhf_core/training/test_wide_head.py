@@ -25,7 +25,7 @@ from rlhf_core.training.objectives.base import PolicyObjective, SftObjective
 from rlhf_core.training.objectives.distillation import DistillationObjective
 from rlhf_core.types import DistillationSample, PolicySample, TokenSample, TopLogprobs
 from tests.rlhf_core.training.ranks import load, run_ranks
-from tests.tolerances import assert_same_movement, roundings
+from tests.support.tolerances import assert_same_movement, roundings
 
 PROGRAM = Path(__file__).with_name("wide_head_program.py")
 VOCABULARY = 150_000

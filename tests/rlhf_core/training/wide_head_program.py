@@ -18,7 +18,7 @@ from rlhf_core.interfaces import ModelSpec
 from rlhf_core.training.distributed import rank_and_world
 from rlhf_core.training.trainer import LocalTrainer
 from rlhf_core.types import TokenSample
-from tests.rounding import round_by_batch_if_asked
+from tests.support.rounding import round_by_batch_if_asked
 
 # A step far below the gradient's sign: Adam would turn the rounding of a tiny gradient into a whole step.
 OPTIMIZER = OptimizerConfig(eps=1.0, weight_decay=0.01)

@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.isolation import IsolatedReward
-from rlhf_core.rewards.worker import Settings
+from rlhf_core.rewards.worker import WorkerSettings
 from rlhf_core.store.fingerprint import hash_file
 from rlhf_core.types import Completion, Generation, Message, Prompt
 from rlhf_core.user_code.dependencies import check_files, check_functions, unseen_reads, user_code, user_code_digest
@@ -297,7 +297,7 @@ def test_the_key_and_the_process_find_the_same_modules(
     before = user_code_digest(spec)
     prompt = Prompt("p", (Message("user", "hi"),), "", "test")
     answer = Generation(prompt, (1,), Completion((2,), (-1.0,), "yes", "stop", 0, 0))
-    settings = Settings(code={spec: before})
+    settings = WorkerSettings(code={spec: before})
     with IsolatedReward("mine", spec, timeout_s=60.0, settings=settings) as reward:
         assert reward([answer]) == [2.0 if shadowed else 1.0]
     (first / "lib_of_mine.py" if shadowed else tmp_path / "lib_of_mine.py").write_text("VALUE = 3.0\n")

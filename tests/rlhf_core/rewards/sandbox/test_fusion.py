@@ -15,7 +15,7 @@ from rlhf_core.rewards.library.code import code_reward
 from rlhf_core.rewards.sandbox import fusion
 from rlhf_core.rewards.sandbox.fusion import KEPT_BYTES, SandboxFusion
 from rlhf_core.rewards.sandbox.local import Limits
-from tests.rlhf_core.rewards.serving import scripted
+from tests.support.reward_servers import scripted
 
 DOUBLES = json.dumps({"inputs": ["2\n", "5\n"], "outputs": ["4\n", "10\n"]})
 Answer = tuple[int, bytes]

@@ -17,7 +17,7 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.training.batching import reduce
 from rlhf_core.training.engines.deepspeed_engine import deepspeed_config
 from tests.rlhf_core.training.conftest import TINY
-from tests.tolerances import assert_same_updates, near, of_training
+from tests.support.tolerances import assert_same_updates, near, of_training
 
 PROGRAM = Path(__file__).with_name("deepspeed_program.py")
 ROOT = Path(__file__).parents[3]

@@ -41,7 +41,7 @@ from rlhf_core.training.objectives.base import (
 from rlhf_core.training.objectives.preference import PairObjective
 from rlhf_core.types import PolicySample, PreferenceSample, RewardPair, TokenSample, ValueSample
 from tests.rlhf_core.training.conftest import TINY
-from tests.tolerances import of_model
+from tests.support.tolerances import of_model
 
 CPU = torch.device("cpu")
 POLICY = PolicyObjective(

@@ -17,7 +17,7 @@ from rlhf_core.models.loading import load_model
 from rlhf_core.training.objectives.distillation import DistillationObjective, top_logprobs
 from rlhf_core.types import DistillationSample, TokenSample, TopLogprobs
 from tests.rlhf_core.training.conftest import TINY
-from tests.tolerances import near, of_model
+from tests.support.tolerances import near, of_model
 
 CPU = torch.device("cpu")
 FORWARD = DistillationObjective(kind="forward", jsd_beta=0.5, temperature=0.7, kl_weight=0.6)

@@ -23,7 +23,7 @@ from rlhf_core.training.objectives.router import step_counts
 from rlhf_core.training.trainer import LocalTrainer
 from rlhf_core.types import PreferenceSample, RewardPair, TokenSample
 from tests.rlhf_core.training.conftest import TINY
-from tests.tolerances import near, of_model
+from tests.support.tolerances import near, of_model
 
 CONFIG = TrainerConfig(engine="torch", micro_batch=4, router_aux_coef=0.5)
 SFT = SftObjective(pack_to=None)

@@ -17,7 +17,7 @@ from rlhf_core.training.objectives.steps import StepObjective
 from rlhf_core.training.trainer import LocalTrainer
 from rlhf_core.types import StepSample, TokenSample
 from tests.rlhf_core.training.conftest import TINY
-from tests.tolerances import near, of_model
+from tests.support.tolerances import near, of_model
 
 SAMPLES = [
     StepSample((5, 9, 30, 41, 7), (0, 0, 1, 0, 1), (0.0, 0.0, 1.0, 0.0, 0.0)),

@@ -1,0 +1,298 @@
+"""The measures of how easy this code is to read and to extend, each computed from the code.
+
+    python -m benchmarks.measure
+    python -m benchmarks.measure --before v0.1.0
+
+`--before` checks a git revision out beside this one, measures it with this file, and adds a column.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("pipelines", "stages", "rlhf_core")
+LONG_FUNCTION, LONG_FILE = 60, 400
+KEY = "kl_coef"
+"""The setting whose way from a profile to its use is followed."""
+TRANSLATORS = "pipelines/importers"
+"""Turns settings of other programs into profiles, so no setting of a profile passes through it."""
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Figure = float | int | str
+
+
+# ---------------------------------------------------------------- the measures
+
+
+def loose_modules(root: Path) -> int:
+    """Count the modules directly in `rlhf_core`, outside any folder."""
+    return len([path for path in (root / "rlhf_core").glob("*.py") if path.name != "__init__.py"])
+
+
+def late_imports(root: Path) -> float:
+    """Return the import statements inside functions per 1,000 lines of the packages.
+
+    A statement counts once, whatever it imports from whatever package; statements below `if TYPE_CHECKING` do not.
+    """
+    sources = [path.read_text() for path in modules(root)]
+    found = sum(late_imports_of(source) for source in sources)
+    return round(1000 * found / sum(len(source.splitlines()) for source in sources), 2)
+
+
+def late_imports_of(source: str) -> int:
+    """Count the import statements inside functions.
+
+    >>> late_imports_of("import os\\ndef f():\\n    import torch\\n    def g(): from torch import nn, optim")
+    2
+    """
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, Function)]
+    return len({node for function in functions for node in run_nodes(function) if isinstance(node, IMPORTS)})
+
+
+IMPORTS = (ast.Import, ast.ImportFrom)
+
+
+def run_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a node and all below it but the bodies of `if TYPE_CHECKING`."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
+            yield from run_nodes(child)
+
+
+def readme_lines(root: Path) -> int:
+    """Count the lines of README.md."""
+    return len((root / "README.md").read_text().splitlines())
+
+
+def modules_in_no_layer(root: Path) -> int:
+    """Count the modules and folders of the containers in pyproject.toml's layer contracts that no layer names.
+
+    The packages of a contract without containers are taken as one container: `rlhf_core` counts where none names it.
+    """
+    contracts = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers: dict[str, set[str]] = {package: set() for package in ("pipelines", "rlhf_core")}
+    for contract in contracts:
+        for container in contract["containers"] if "containers" in contract else ():
+            names = " | ".join(contract["layers"]).replace(":", "|").split("|")
+            layers.setdefault(container, set()).update(name.strip(" ()") for name in names)
+    return sum(len(members(root / container.replace(".", "/")) - named) for container, named in layers.items())
+
+
+def members(folder: Path) -> set[str]:
+    """Return the names of the modules and packages in a folder."""
+    return {path.stem for path in folder.iterdir() if path.suffix == ".py" or any(path.glob("*.py"))} - {"__init__"}
+
+
+def import_cycles(root: Path) -> int:
+    """Count the groups of modules that import each other, late imports included and type-checking ones not."""
+    import grimp
+    import networkx
+
+    graph = grimp.build_graph(*PACKAGES, exclude_type_checking_imports=True, cache_dir=None)
+    edges = [(name, other) for name in graph.modules for other in graph.find_modules_directly_imported_by(name)]
+    return sum(len(group) > 1 for group in networkx.strongly_connected_components(networkx.DiGraph(edges)))
+
+
+def long_functions(root: Path) -> int:
+    """Count the functions of the packages longer than `LONG_FUNCTION` lines, signature and docstring included."""
+    functions = [
+        node for path in modules(root) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, Function)
+    ]
+    return sum((node.end_lineno or node.lineno) - node.lineno + 1 > LONG_FUNCTION for node in functions)
+
+
+def long_files(root: Path) -> int:
+    """Count the files of the packages longer than `LONG_FILE` lines."""
+    return sum(len(path.read_text().splitlines()) > LONG_FILE for path in modules(root))
+
+
+def files_of_a_setting(root: Path) -> int:
+    """Count the files between a profile and the use of `ppo.kl_coef`, the profile included.
+
+    A file counts if its code has the identifier `kl_coef`; in `pipelines`, which passes whole tables on, also if it has the
+    attribute `.ppo` or the name of a class with that field. Texts and comments do not count. The importers are left out:
+    they write profiles and read none.
+    """
+    trees = {
+        path.relative_to(root): ast.parse(path.read_text())
+        for path in modules(root)
+        if not path.relative_to(root).is_relative_to(TRANSLATORS)
+    }
+    tables = tables_with(KEY, list(trees.values()))
+    if not tables:
+        raise LookupError(f"no class has the field {KEY}")
+    passed_on = {path: {"ppo", *tables} if path.parts[0] == "pipelines" else set() for path in trees}
+    return 1 + sum(bool(identifiers(tree) & {KEY, *passed_on[path]}) for path, tree in trees.items())
+
+
+def tables_with(field: str, trees: list[ast.Module]) -> set[str]:
+    """Return the names of the configuration classes that define a field, and of their subclasses."""
+    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    bases = {node.name: {base.id for base in node.bases if isinstance(base, ast.Name)} for node in classes}
+    configs = descendants({"Config"}, bases)
+    owners = {
+        node.name
+        for node in classes
+        for line in node.body
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and line.target.id == field
+    }
+    return descendants(owners & configs, bases)
+
+
+def descendants(names: set[str], bases: dict[str, set[str]]) -> set[str]:
+    """Return classes and all that inherit from them.
+
+    >>> sorted(descendants({"A"}, {"B": {"A"}, "C": {"B"}, "D": set()}))
+    ['A', 'B', 'C']
+    """
+    found = names | {name for name, parents in bases.items() if parents & names}
+    return found if found == names else descendants(found, bases)
+
+
+def identifiers(tree: ast.AST) -> set[str]:
+    """Return the variables, attributes, arguments, keywords and classes of code.
+
+    >>> sorted(identifiers(ast.parse("def f(a):\\n    'text'\\n    return g(b=a.c)")))
+    ['a', 'b', 'c', 'g']
+    """
+    fields = {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg", ast.keyword: "arg", ast.ClassDef: "name"}
+    return {getattr(node, fields[type(node)]) for node in ast.walk(tree) if type(node) in fields} - {None}
+
+
+def walk(root: Path) -> tuple[int, int]:
+    """Return the files that one prompt enters in a PPO step, and the switches between them, by `measure_walk`."""
+    path = Path(__file__).with_name("measure_walk.py")
+    if not path.is_file():
+        raise FileNotFoundError("benchmarks/measure_walk.py")
+    spec = importlib.util.spec_from_file_location("measure_walk", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    vars(module)["ROOT"] = root
+    files, switches = module.walk()
+    return files, switches
+
+
+def modules(root: Path) -> list[Path]:
+    """Return the Python files of the packages."""
+    return sorted(path for package in PACKAGES for path in (root / package).rglob("*.py"))
+
+
+# ---------------------------------------------------------------- the table
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A row of the table: what is counted, how, and the goal that it is held to."""
+
+    name: str
+    count: Callable[[Path], Figure]
+    goal: str
+
+
+MEASURES = (
+    Measure("loose modules in `rlhf_core/`", loose_modules, "3"),
+    Measure("late imports (statements inside functions) per 1,000 lines", late_imports, "<= 2"),
+    Measure("lines of README.md", readme_lines, "<= 150"),
+    Measure("modules and folders in no import layer", modules_in_no_layer, "0"),
+    Measure("import cycles, late imports included", import_cycles, "0"),
+    Measure(f"functions longer than {LONG_FUNCTION} lines", long_functions, "0"),
+    Measure(f"files longer than {LONG_FILE} lines", long_files, "0"),
+    Measure(f"files from TOML to the use of `ppo.{KEY}`", files_of_a_setting, "<= 6"),
+)
+WALK = (
+    ("files that one prompt enters in a PPO step, in one process", "<= 30"),
+    ("switches between files on that way", "<= 120"),
+)
+
+
+def figures(root: Path) -> dict[str, Figure]:
+    """Return name -> figure for a tree of this repository; a text says why there is none."""
+    found: dict[str, Figure] = {}
+    for measure in MEASURES:
+        try:
+            found[measure.name] = measure.count(root)
+        except (LookupError, OSError, SyntaxError) as error:
+            found[measure.name] = f"not measured ({error})"
+    return found | walked(root)
+
+
+def walked(root: Path) -> dict[str, Figure]:
+    """Return the figures of the walk; code of another revision may lack what the walk imports."""
+    names = [name for name, _ in WALK]
+    try:
+        return dict(zip(names, walk(root), strict=True))
+    except FileNotFoundError:
+        return dict.fromkeys(names, "not measured")
+    except Exception as error:  # whatever another revision's code raises is the answer
+        return dict.fromkeys(names, f"cannot run there ({type(error).__name__}: {error})")
+
+
+def figures_in(root: Path) -> dict[str, Figure]:
+    """Return the figures of a tree, measured by a process that imports the packages from there."""
+    command = [sys.executable, "-P", str(Path(__file__).resolve()), "--json", "--root", str(root)]
+    environment = os.environ | {"PYTHONPATH": str(root), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=root, env=environment, stdout=subprocess.PIPE, check=True, text=True)
+    measured: dict[str, Figure] = json.loads(done.stdout.splitlines()[-1])
+    return measured
+
+
+def figures_at(revision: str) -> dict[str, Figure]:
+    """Return the figures of a git revision, from a worktree that lives as long as that takes."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = str(Path(folder) / "tree")
+        subprocess.run(["git", "worktree", "add", "--quiet", "--detach", tree, revision], cwd=ROOT, check=True)
+        try:
+            return figures_in(Path(tree))
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=True)
+
+
+def table(now: dict[str, Figure], before: dict[str, Figure] | None, revision: str) -> str:
+    """Return the figures as a table, with a column for a revision if there is one.
+
+    >>> print(table({"import cycles, late imports included": 0}, None, ""))
+    | measure | now | goal |
+    |---|--:|--:|
+    | import cycles, late imports included | 0 | 0 |
+    """
+    goals = {measure.name: measure.goal for measure in MEASURES} | dict(WALK)
+    heads = ["measure", *([f"before ({revision})"] if before else []), "now", "goal"]
+    lines = [f"| {' | '.join(heads)} |", f"|---|{'--:|' * (len(heads) - 1)}"]
+    for name, figure in now.items():
+        cells = [name, *([str(before[name])] if before else []), str(figure), goals[name]]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.measure", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--before", metavar="REVISION", default="", help="a git revision to compare with")
+    parser.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
+    parser.add_argument("--json", action="store_true", help="print the figures as one line of JSON")
+    options = parser.parse_args(arguments)
+    logging.disable()
+    if options.json:
+        print(json.dumps(figures(options.root)))
+        return 0
+    now = figures_in(ROOT)
+    print(table(now, figures_at(options.before) if options.before else None, options.before))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

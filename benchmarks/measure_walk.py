@@ -1,0 +1,155 @@
+"""The walk of one prompt through a PPO step: which files of this repository it enters, and how often it changes file.
+
+    python -m benchmarks.measure_walk
+
+A toy policy is trained with GAE for three steps of one prompt each, on the runtime in this process; the calls of the second
+step are traced. Every function that is entered counts, in every thread. Code that runs at import does not, and what a
+reward does in its own process is not seen. A switch is a call in another file than the call before it.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("rlhf_core", "stages", "pipelines")
+STEPS, TRACED = 3, 2
+NO_FUNCTIONS = ("<module>", "<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>")
+
+
+class CallTrace:
+    """The calls of functions of this repository, as (file, function), while `record(True)` holds.
+
+    >>> trace = CallTrace()
+    >>> trace.calls = [("a.py", "f"), ("a.py", "g"), ("b.py", "h"), ("a.py", "f")]
+    >>> trace.files(), trace.switches()
+    (['a.py', 'b.py'], 2)
+    """
+
+    def __init__(self) -> None:
+        self._recording = False
+        self.calls: list[tuple[str, str]] = []
+        self._names: dict[str, str] = {}
+
+    def files(self) -> list[str]:
+        """Return the distinct files in the order in which they were entered first."""
+        return list(dict.fromkeys(file for file, _ in self.calls))
+
+    def functions(self) -> dict[str, list[str]]:
+        """Return file -> its functions that were called, both in the order of their first calls."""
+        found: dict[str, dict[str, None]] = {}
+        for file, function in self.calls:
+            found.setdefault(file, {})[function] = None
+        return {file: list(names) for file, names in found.items()}
+
+    def switches(self) -> int:
+        """Return how many calls were of another file than the call before."""
+        return sum(before[0] != after[0] for before, after in zip(self.calls, self.calls[1:]))
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Observe the calls of this thread inside the `with` block."""
+        sys.setprofile(self._observe)
+        try:
+            yield
+        finally:
+            self.record(False)
+            sys.setprofile(None)
+
+    def record(self, on: bool) -> None:
+        """Record from now on, also in threads that start from now on, but not in older ones such as a heartbeat."""
+        self._recording = on
+        threading.setprofile(self._observe if on else None)  # type: ignore[arg-type]
+
+    def _observe(self, frame: FrameType, event: str, _: Any) -> None:
+        if not self._recording or event != "call" or frame.f_code.co_name in NO_FUNCTIONS:
+            return
+        path = frame.f_code.co_filename
+        name = self._names.get(path)
+        if name is None:
+            file = Path(path)
+            ours = file.is_relative_to(ROOT) and file.relative_to(ROOT).parts[0] in PACKAGES
+            name = self._names[path] = str(file.relative_to(ROOT)) if ours else ""
+        if name:
+            self.calls.append((name, frame.f_code.co_qualname))
+
+
+def trace_step() -> CallTrace:
+    """Return the calls of one PPO step of one prompt, on the runtime in this process; takes a few seconds."""
+    from rlhf_core.config.engines import HFSamplerConfig, RuntimeConfig, SamplingConfig, TrainerConfig
+    from rlhf_core.config.policy import PPOConfig
+    from rlhf_core.config.rewards import FunctionReward, RewardsConfig
+    from rlhf_core.data.tables import write_prompts
+    from rlhf_core.runtime.local_runtime import LocalRuntime
+    from rlhf_core.stage.run import execute
+    from rlhf_core.store.artifacts import ArtifactStore
+    from rlhf_core.tracking.memory import MemoryStageTracker
+    from rlhf_core.types import Message, PolicyRef, Prompt, PromptsRef
+    from stages.table import STAGES
+
+    trace = CallTrace()
+
+    def progress(done: int, total: int, message: str) -> None:
+        trace.record(done + 1 == TRACED)
+
+    config = PPOConfig(
+        steps=STEPS,
+        prompts_per_step=1,
+        samples_per_prompt=1,
+        sampling=SamplingConfig(max_tokens=4),
+        rewards=RewardsConfig(terms={"number": FunctionReward(function="rlhf_core.rewards.verifiable:final_number")}),
+        kl_coef=0.05,
+        epochs=1,
+        minibatches=1,
+        checkpoint_every=STEPS,
+        table_every=STEPS,
+    )
+    with tempfile.TemporaryDirectory() as name, trace.installed():
+        folder = Path(name)
+        store = ArtifactStore(folder / "store")
+        policy = store.external(PolicyRef, make_policy(folder / "policy"))
+        write_prompts(folder / "prompts", [Prompt("q", (Message("user", "What is 12 + 30?"),), "42", "toy")])
+        prompts = store.external(PromptsRef, folder / "prompts")
+        inputs: dict[str, Any] = {"policy": policy, "reference": policy, "prompts": prompts, "reward_models": {}}
+        runtime = RuntimeConfig(type="local", trainer=TrainerConfig(engine="torch"), sampler=HFSamplerConfig())
+        spec = STAGES["ppo"].spec(config, inputs=inputs, seed=17, label="ppo", engines={})
+        execute(store, spec, runtime=LocalRuntime(runtime), tracker=MemoryStageTracker(), progress=progress)
+    return trace
+
+
+def make_policy(folder: Path) -> Path:
+    """Write a Llama of one layer with its tokenizer and return its folder."""
+    from rlhf_core.config.engines import InitModel
+    from rlhf_core.models.initialise import initialise_llama, train_tokenizer
+
+    shape = InitModel(
+        vocab_size=320, hidden_size=32, layers=1, heads=2, kv_heads=2, intermediate_size=64, max_positions=64
+    )
+    train_tokenizer(["What is 12 + 30? It is 42."] * 5, vocab_size=320, folder=folder)
+    initialise_llama(shape, folder, seed=7)
+    return folder
+
+
+def walk() -> tuple[int, int]:
+    """Return how many files one prompt enters in a PPO step, and how often it changes file."""
+    trace = trace_step()
+    return len(trace.files()), trace.switches()
+
+
+def main() -> None:
+    """Print the files in order with the functions that were called, and both numbers."""
+    trace = trace_step()
+    for number, (file, functions) in enumerate(trace.functions().items(), start=1):
+        print(f"{number:3d}  {file}: {', '.join(functions)}")
+    print(f"{len(trace.files())} files, {trace.switches()} switches")
+
+
+if __name__ == "__main__":
+    main()

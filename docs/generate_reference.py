@@ -1,0 +1,261 @@
+"""Write the reference of all settings, one page per section of a profile, from the configuration classes.
+
+    python -m docs.generate_reference
+
+The pages go to `docs/reference/`, which git ignores: `make docs` writes them anew, so they cannot be out of date.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipelines.flows.profile import PipelineConfig
+from rlhf_core.schema.base import Config, Operational
+
+REFERENCE = Path(__file__).parent / "reference"
+SHARED = "shared_tables"
+Schema = Mapping[str, Any]
+
+INTRODUCTION = """# Every setting
+
+A profile is a TOML file with the sections below. A section that is left out switches that part of the pipeline off; `rlhf plan
+PROFILE --set ppo.steps=20` overrides one key. Unknown keys are refused with the nearest known one.
+
+*In the key: no* marks settings that change how a stage runs but not its result, so a change does not run the stage again
+([keys](../keys.md)). Tables that several sections have in common are in [shared tables](shared_tables.md).
+"""
+
+
+def pages() -> dict[str, str]:
+    """Return page name -> Markdown: the index, a page per section, and the tables that sections share."""
+    schema = PipelineConfig.model_json_schema()
+    tables: Mapping[str, Schema] = schema["$defs"]
+    sections = {name: owned(field, tables) for name, field in schema["properties"].items() if references(field)}
+    uses = Counter(table for found in sections.values() for table in found)
+    home = {table: name for name, found in sections.items() for table in found if uses[table] == 1}
+    home |= {table: SHARED for table, count in uses.items() if count > 1}
+    home |= {found[0]: name for name, found in sections.items()}
+    written = {"index": INTRODUCTION + "\n" + sections_table(schema, tables, home, sections)}
+    for name, found in sections.items():
+        own = [table for table in found if home[table] == name]
+        written[name] = page(f"[{name}]", own, tables, name, home)
+    shared = sorted(table for table, where in home.items() if where == SHARED)
+    written[SHARED] = page("Shared tables", shared, tables, SHARED, home)
+    return written
+
+
+def owned(schema: Schema, tables: Mapping[str, Schema]) -> list[str]:
+    """Return the tables that a section consists of, its own first."""
+    found: dict[str, None] = {}
+    waiting = references(schema)
+    while waiting:
+        table = waiting.pop(0)
+        if table not in found:
+            found[table] = None
+            waiting += references(tables[table])
+    return list(found)
+
+
+def references(schema: Any) -> list[str]:
+    """Return the tables that a schema names, in order.
+
+    >>> references({"anyOf": [{"$ref": "#/$defs/LoraConfig"}, {"type": "null"}]})
+    ['LoraConfig']
+    """
+    if isinstance(schema, Mapping):
+        here = [schema["$ref"].rpartition("/")[2]] if "$ref" in schema else []
+        return here + [name for key, value in schema.items() if key != "default" for name in references(value)]
+    return [name for value in schema for name in references(value)] if isinstance(schema, list) else []
+
+
+def page(title: str, own: list[str], tables: Mapping[str, Schema], name: str, home: Mapping[str, str]) -> str:
+    """Return a page with a heading and a table of keys for each configuration class."""
+    parts = [f"# {title}"]
+    for table in own:
+        parts += [f"## {class_name(table)}", meaning(tables[table]), fields_table(table, tables, name, home)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def sections_table(
+    schema: Schema, tables: Mapping[str, Schema], home: Mapping[str, str], sections: Mapping[str, list[str]]
+) -> str:
+    """Return the top level of a profile: the sections with links to their pages, and the keys outside of them."""
+    rows = ["| section or key | type | default | meaning |", "|---|---|---|---|"]
+    for name, field in schema["properties"].items():
+        shown = f"[`{name}`]({name}.md)" if name in sections else f"`{name}`"
+        described = field if "description" in field or name not in sections else tables[sections[name][0]]
+        cells = [type_text(field, "index", home), default_text(field, tables), meaning(described)]
+        rows.append(f"| {shown} | {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def fields_table(table: str, tables: Mapping[str, Schema], where: str, home: Mapping[str, str]) -> str:
+    """Return the keys of a configuration class with type, default, whether they are in the stage's key, and meaning."""
+    if "properties" not in tables[table]:
+        return "It has no keys."
+    operational = operational_fields(table)
+    rows = ["| key | type | default | in the key | meaning |", "|---|---|---|---|---|"]
+    for name, field in tables[table]["properties"].items():
+        kept = "no" if name in operational else "yes"
+        cells = [f"`{name}`", type_text(field, where, home), default_text(field, tables), kept, meaning(field)]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def meaning(schema: Schema) -> str:
+    return cell(one_line(schema["description"])) if "description" in schema else ""
+
+
+def default_text(field: Schema, tables: Mapping[str, Schema]) -> str:
+    """Return the default of a key; of a table what differs from the defaults of its own keys.
+
+    >>> default_text({"type": "integer", "default": 3}, {}), default_text({"type": "integer"}, {})
+    ('`3`', 'required')
+    """
+    if "default" not in field:
+        return "required"
+    value = field["default"]
+    if value is None:
+        return "none"
+    if isinstance(value, dict):
+        value = changed(value, field, tables)
+    return cell(f"`{toml(value)}`")
+
+
+def changed(value: Mapping[str, Any], field: Schema, tables: Mapping[str, Schema]) -> dict[str, Any]:
+    """Return the entries of a table's default that are not the defaults of the table itself; its `type` always."""
+    for table in references(field):
+        own = tables[table]["properties"] if "properties" in tables[table] else {}
+        same_type = "type" not in value or ("type" in own and own["type"].get("const", value["type"]) == value["type"])
+        if set(value) <= set(own) and same_type:
+            return {
+                key: one
+                for key, one in value.items()
+                if key == "type" or "default" not in own[key] or own[key]["default"] != one
+            }
+    return dict(value)
+
+
+def toml(value: Any) -> str:
+    """Return a value as TOML writes it on one line.
+
+    >>> toml({"batch_size": 32, "stop": ["a"], "best": True})
+    '{batch_size = 32, stop = ["a"], best = true}'
+    """
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {toml(one)}" for key, one in value.items() if one is not None) + "}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(toml, value))}]"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def type_text(schema: Schema, where: str, home: Mapping[str, str]) -> str:
+    """Return the type of a key in the words of TOML, with links to tables, and its bounds.
+
+    >>> type_text({"type": "integer", "minimum": 1}, "sft", {})
+    'integer, >= 1'
+    >>> type_text({"anyOf": [{"$ref": "#/$defs/LoraConfig"}, {"type": "null"}]}, "sft", {"LoraConfig": "shared_tables"})
+    '[LoraConfig](shared_tables.md#loraconfig)'
+    """
+    return ", ".join([*kinds(schema, where, home), *bounds(schema)])
+
+
+def kinds(schema: Schema, where: str, home: Mapping[str, str]) -> list[str]:
+    match schema:
+        case {"$ref": str(ref)}:
+            table = ref.rpartition("/")[2]
+            page_name = "" if home[table] == where else f"{home[table]}.md"
+            return [f"[{class_name(table)}]({page_name}#{class_name(table).lower()})"]
+        case {"const": value}:
+            return [f"`{json.dumps(value)}`"]
+        case {"enum": values}:
+            return [" or ".join(f"`{json.dumps(value)}`" for value in values)]
+        case {"anyOf": list(options)} | {"oneOf": list(options)}:
+            given = [option for option in options if option != {"type": "null"}]
+            return [" or ".join(type_text(option, where, home) for option in given)]
+        case {"type": "array", "prefixItems": list(items)}:
+            return [f"[{'; '.join(type_text(item, where, home) for item in items)}]"]
+        case {"type": "array", "items": items}:
+            return [f"list of {type_text(items, where, home)}"]
+        case {"type": "object", "additionalProperties": Mapping() as values}:
+            return [f"table of {type_text(values, where, home)}"]
+        case {"type": str(name)}:
+            return [name.replace("object", "table").replace("number", "float")]
+    return ["any value"]
+
+
+def bounds(schema: Schema) -> Iterator[str]:
+    """Yield the bounds of a number and the lengths of a text or list."""
+    signs = {
+        "minimum": ">=",
+        "exclusiveMinimum": ">",
+        "maximum": "<=",
+        "exclusiveMaximum": "<",
+        "minLength": "characters >=",
+        "maxLength": "characters <=",
+        "minItems": "entries >=",
+        "maxItems": "entries <=",
+    }
+    for name, sign in signs.items():
+        if name in schema:
+            yield f"{sign} {schema[name]}"
+
+
+def class_name(table: str) -> str:
+    """Return the name of a class by its name in the schema.
+
+    >>> class_name("stages__publish__Threshold")
+    'Threshold'
+    """
+    return table.rpartition("__")[2]
+
+
+def operational_fields(table: str) -> set[str]:
+    """Return the fields of a configuration class that are in no stage's key."""
+    fields = classes()[table].model_fields
+    return {name for name, field in fields.items() if any(isinstance(mark, Operational) for mark in field.metadata)}
+
+
+def classes() -> dict[str, type[Config]]:
+    """Return name -> configuration class; the schema adds the module where two classes have one name."""
+    found: dict[str, type[Config]] = {}
+    waiting: list[type[Config]] = [Config]
+    while waiting:
+        one = waiting.pop()
+        if one.__module__.partition(".")[0] in ("pipelines", "stages", "rlhf_core"):
+            found[one.__name__] = found[f"{one.__module__.replace('.', '__')}__{one.__name__}"] = one
+        waiting += one.__subclasses__()
+    return found
+
+
+def one_line(text: str) -> str:
+    """Return a description as one line: the signature that pydantic shows of a class is none."""
+    return re.sub(r"\s+", " ", text.strip())
+
+
+def cell(text: str) -> str:
+    """Return text that does not end a cell of a table.
+
+    >>> cell("min | max")
+    'min \\\\| max'
+    """
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def main() -> int:
+    REFERENCE.mkdir(exist_ok=True)
+    for old in REFERENCE.glob("*.md"):
+        old.unlink()
+    for name, text in pages().items():
+        (REFERENCE / f"{name}.md").write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""Execute stages in this process, on engines that start when the plan or a stage needs them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pipelines.execution.executor import Progress, RunContext, StageOutcome, find_result
+from pipelines.execution.lazy_runtime import LazyRuntime
+from pipelines.execution.listener import ShownTracker
+from pipelines.execution.plan import PlannedStage, engines_needed
+from pipelines.execution.retry import reached, retry_lost_workers
+from pipelines.execution.tracker import Status
+from rlhf_core.interfaces import StageTracker
+from rlhf_core.runtime.cluster import check_address, named_address
+from rlhf_core.schema import secrets
+from rlhf_core.stage.decision import Decision, starts_over
+from rlhf_core.stage.key import StageSpec
+from rlhf_core.stage.run import check_secrets, execute
+from rlhf_core.store.leases import living_owner
+from rlhf_core.types import ArtifactRef, PolicyRef, RewardModelRef
+
+logger = logging.getLogger(__name__)
+
+ATTACH_POLL_S = 0.25
+
+
+@dataclass(frozen=True)
+class LocalExecutor:
+    """A `StageExecutor` that computes in this process; `runtime` holds the engines, and `close` ends them."""
+
+    context: RunContext
+    runtime: LazyRuntime
+
+    def prepare(self, planned: Sequence[PlannedStage]) -> None:
+        """Check secrets and the address of Ray now, not when the first stage needs them; start engines in a thread."""
+        config, needed = self.context.config.runtime, engines_needed(planned)
+        for stage in planned:
+            if stage.decision.action in ("RUN", "RESUME"):
+                check_secrets(stage.spec)
+        if "sampler" in needed:
+            secrets.check(config.sampler, "runtime.sampler")
+        if needed and config.type == "ray":
+            check_address(named_address())
+        if needed:
+            threading.Thread(target=_prewarm, args=(self.runtime, needed), daemon=True, name="prewarm").start()
+
+    def execute(self, spec: StageSpec, show_progress: Progress) -> StageOutcome:
+        """Return what another process that computes the key makes, or compute it."""
+        attached = None if self.context.options.forces(spec.label) else self._attach(spec)
+        return attached or self._compute(spec, show_progress)
+
+    def close(self) -> None:
+        """End the engines that were started."""
+        self.runtime.close()
+
+    def _attach(self, spec: StageSpec) -> StageOutcome | None:
+        """Wait for another process that computes the key: the tracking run of the stage belongs to it, and is not ours to end."""
+        key, leases = self.context.key_of(spec), self.context.store.layout.leases
+        owner = living_owner(leases, key)
+        if owner is None:
+            return None
+        self.context.listener.started(spec.label, Decision("ATTACH", f"{owner} is computing it", key, None))
+        while living_owner(leases, key) is not None:
+            time.sleep(ATTACH_POLL_S)
+        return find_result(self.context, spec)
+
+    def _compute(self, spec: StageSpec, show_progress: Progress) -> StageOutcome:
+        """Compute the stage, with retries after lost workers, and close its tracking run with the true status."""
+        began, context = time.monotonic(), self.context
+        if "sampler" in spec.engines:
+            secrets.check(context.config.runtime.sampler, "runtime.sampler")
+        key = context.key_of(spec)
+        inner = context.tracker.stage(
+            spec.label,
+            key=key,
+            params=spec.config.model_dump(mode="json"),
+            tags={"stage": spec.name, **context.links},
+            fresh=starts_over(context.store, spec, key, force=context.options.forces(spec.label)),
+        )
+        shown = ShownTracker(inner, spec.label, context.listener)
+
+        def progress(done: int, total: int, message: str) -> None:
+            context.listener.progress(spec.label, done, total, message)
+            show_progress(done, total, message)
+
+        status: Status = "KILLED"
+        try:
+            # One tracking run for all tries; a forced stage begins anew with each.
+            ref, decision = retry_lost_workers(
+                lambda: self._call(spec, shown, progress, {"run_id": inner.run_id, **context.links}),
+                label=spec.label,
+                retries=context.config.runtime.retries,
+                where=lambda: reached(context.store, key),
+                sleep=time.sleep,
+            )
+            _log_models(spec.label, ref, inner)
+            status = "FINISHED"
+        except Exception:
+            status = "FAILED"
+            raise
+        finally:
+            inner.finish(status)
+        record = context.store.record(decision.key)
+        metrics = record.metrics if record is not None else {}
+        url = context.tracker.url(inner.run_id)
+        return StageOutcome(ref, decision, metrics, time.monotonic() - began, shown.samples, url)
+
+    def _call(
+        self, spec: StageSpec, tracker: StageTracker, progress: Progress, tracking: Mapping[str, str]
+    ) -> tuple[ArtifactRef, Decision]:
+        options, listener = self.context.options, self.context.listener
+        return execute(
+            self.context.store,
+            spec,
+            runtime=self.runtime,
+            tracker=tracker,
+            progress=progress,
+            force=options.forces(spec.label),
+            strict=options.strict,
+            on_decision=lambda decision: listener.started(spec.label, decision),
+            tracking=tracking,
+        )
+
+
+def _log_models(label: str, ref: ArtifactRef, tracker: StageTracker) -> None:
+    """Log the models that a stage made, so that the tracker knows them as inputs of later stages."""
+    for name, value in (("", ref), *ref):
+        if isinstance(value, (PolicyRef, RewardModelRef)):
+            tracker.model(f"{label}.{name}" if name else label, value.digest, value.uri)
+
+
+def _prewarm(runtime: LazyRuntime, needed: set[str]) -> None:
+    try:
+        runtime.prewarm(trainer="trainer" in needed, sampler="sampler" in needed)
+    except Exception as error:
+        # The stage that needs the engine fails with the same error, and reports it.
+        logger.debug("engines could not be started ahead: %s", error)

@@ -1,0 +1,100 @@
+"""Open what a run needs: its store, its tracker, its plan and its executor."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pipelines.execution.executor import RunContext, RunOptions
+from pipelines.execution.lazy_runtime import LazyRuntime
+from pipelines.execution.listener import Listener
+from pipelines.execution.local import LocalExecutor
+from pipelines.execution.plan import Pipeline, PlannedStage, plan
+from pipelines.execution.ray_job import RayJobExecutor
+from pipelines.execution.run import PipelineRun
+from pipelines.execution.tracker import Tracker
+from pipelines.flows.profile import PipelineConfig
+from pipelines.services.home import Home
+from pipelines.services.registry import tracking_place, tracking_uri
+from rlhf_core.store.artifacts import ArtifactStore
+
+logger = logging.getLogger(__name__)
+
+
+def store_of(config: PipelineConfig, home: Home) -> ArtifactStore:
+    """Return the store that a profile names, or the one in the state folder."""
+    return ArtifactStore(Path(config.store).expanduser() if config.store else home.store)
+
+
+def plan_run(
+    config: PipelineConfig, pipeline: Pipeline, options: RunOptions, *, store: ArtifactStore
+) -> list[PlannedStage]:
+    """Return the plan of a run with these options."""
+    return plan(config, store, pipeline=pipeline, until=options.until, force=options.force, strict=options.strict)
+
+
+@contextmanager
+def open_run(
+    config: PipelineConfig,
+    pipeline: Pipeline,
+    options: RunOptions,
+    *,
+    home: Home,
+    tracker: Tracker,
+    listener: Listener,
+    planned: list[PlannedStage] | None = None,
+) -> Iterator[PipelineRun]:
+    """Yield a run, with the engines that its plan needs about to start; close them at the end.
+
+    `planned` is what `plan_run` returned for this run a moment ago; None plans it here. A plan that is out of date does
+    no harm: every stage is decided on again before it runs.
+    """
+    store = store_of(config, home)
+    store.create()
+    if planned is None:
+        planned = plan_run(config, pipeline, options, store=store)
+    for stage in planned:
+        listener.planned(stage.label, stage.decision)
+    executor = open_executor(RunContext(config, options, store, tracker, listener))
+    try:
+        executor.prepare(planned)
+        yield PipelineRun(executor.context, executor, planned)
+    finally:
+        executor.close()
+
+
+def open_executor(context: RunContext) -> LocalExecutor | RayJobExecutor:
+    """Return the executor that `runtime.execution` names."""
+    if context.config.runtime.execution == "ray-job":
+        return RayJobExecutor(context)
+    return LocalExecutor(context, LazyRuntime(context.config.runtime))
+
+
+def open_tracker(config: PipelineConfig, home: Home, *, join: str = "") -> Tracker:
+    """Return the MLflow tracker of a run; `join` is the token of one that another process has opened."""
+    from rlhf_core.tracking.mlflow import MlflowTracker
+
+    uri, place = tracking_uri(home), tracking_place(home)
+    ours = place == home.mlflow_uri
+    tracker: Tracker = MlflowTracker(
+        uri,
+        experiment=config.name,
+        artifact_root=home.mlflow_artifacts if ours else None,
+        spool=home.mlflow_artifacts / ".spool",
+        place=place,
+        join=join,
+    )
+    return tracker
+
+
+def import_tracker(home: Home) -> None:
+    """Import MLflow and create its database if needed, so that `Tracker.start` does not wait for either."""
+    from rlhf_core.tracking.mlflow_client import open_client
+
+    try:
+        open_client(tracking_uri(home))
+    except Exception as error:
+        # The tracker copes with a server that is away, and reports it.
+        logger.debug("tracking: not reached ahead of time: %s", error)

@@ -1,0 +1,327 @@
+"""Execute stages as Ray jobs: submit a job or attach to a running one, watch it, and stop it when we are stopped.
+
+The job holds the lease and commits, so the store says whether the stage is done, and not Ray: a cluster that was
+restarted has forgotten its jobs. A flow that is killed leaves its job running, and the next run attaches to it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipelines.execution.executor import Progress, RunContext, StageOutcome
+from pipelines.execution.job_report import SPEC, JobOutcome, Watcher, error_of, read_outcome
+from pipelines.execution.job_spec import JobSpec, write_spec
+from pipelines.execution.plan import PlannedStage
+from pipelines.execution.retry import reached, retry_lost_workers
+from pipelines.flows.profile import PipelineConfig
+from pipelines.services.home import Home, quiet_environment
+from pipelines.services.registry import REGISTRY, tracking_uri
+from pipelines.services.user_settings import OWN
+from rlhf_core.errors import ArtifactError, ConfigError, TrainingError, WorkerLostError, explain
+from rlhf_core.runtime.cluster import threads_per_worker, worker_environment
+from rlhf_core.runtime.jobs import Job, Jobs, JobServerError, open_jobs
+from rlhf_core.secrets.redaction import without_secrets
+from rlhf_core.stage import stopping
+from rlhf_core.stage.decision import Decision, decide_work, target_of, unfit
+from rlhf_core.stage.key import StageSpec
+from rlhf_core.store import attempts
+from rlhf_core.store.artifacts import ArtifactStore
+
+logger = logging.getLogger(__name__)
+
+JOBS = ".jobs"
+"""Folder in that of a key's attempts: the spec, the progress and the outcome of each job."""
+POLL_S = 2.0
+TICK_S = 0.25
+SERVER_AWAY_S = 120.0
+"""How long the job server may be silent before we give up watching; the job itself goes on."""
+STOP_WAIT_S = int(stopping.GRACE_S) + 10
+"""Between SIGTERM and SIGKILL, for a stage that saves."""
+INHERITED = ("HF_HOME", "HF_HUB_OFFLINE")
+"""Beside these the job has the environment of the cluster, and its tokens: none is sent along."""
+
+
+class JobLost(WorkerLostError):
+    """Raised if a job ended and left no outcome: its process, its node or the cluster died."""
+
+
+@dataclass(frozen=True)
+class RayJobExecutor:
+    """A `StageExecutor` that runs each stage as a job of the Ray at `RAY_ADDRESS`; engines live in the jobs alone."""
+
+    context: RunContext
+    connect: Callable[[], Jobs] = open_jobs
+
+    def prepare(self, planned: Sequence[PlannedStage]) -> None:
+        """Raise ConfigError unless a job server answers and an address that jobs are given holds no password.
+
+        Secrets are not checked here: a job has the environment of its cluster, and checks it when it starts.
+        """
+        if all(stage.decision.action == "HIT" for stage in planned):
+            return
+        self.connect()
+        if self.context.tracker.token:
+            _address("MLFLOW_TRACKING_URI", tracking_uri(Home.here()))
+            _address(REGISTRY, os.environ.get(REGISTRY, ""))
+
+    def execute(self, spec: StageSpec, show_progress: Progress) -> StageOutcome:
+        """Return what the stage's job makes; a lost job is submitted again and resumes from the newest checkpoint."""
+        began, context, jobs = time.monotonic(), self.context, self.connect()
+
+        def attempt() -> _Ended:
+            submission = _attach_or_submit(context, spec, context.key_of(spec), jobs)
+            return _await(context, submission, show_progress, jobs)
+
+        while True:
+            ended = retry_lost_workers(
+                attempt,
+                label=spec.label,
+                retries=context.config.runtime.retries,
+                where=lambda: reached(context.store, context.key_of(spec)),
+                sleep=time.sleep,
+            )
+            # Raised here and not in `attempt`: a job has itself retried before it failed.
+            if ended.outcome is not None and ended.outcome.status == "failed":
+                log = f"`ray job logs {ended.submission.job.job_id}`"
+                raise error_of(ended.outcome, label=spec.label, log=log)
+            if not unfit(context.store, spec, ended.submission.job.key):
+                return _result(context, ended, time.monotonic() - began)
+            # We attached to the job of another run, which left answers that failed under other settings than ours.
+
+    def close(self) -> None:
+        """Do nothing: jobs outlive the run."""
+
+
+# ---------------------------------------------------------------- submitting
+
+
+@dataclass(frozen=True, slots=True)
+class _Submission:
+    """A job that was submitted by us, or `attached` to."""
+
+    job: JobSpec
+    folder: Path
+    attached: bool
+
+
+def _attach_or_submit(context: RunContext, spec: StageSpec, key: str, jobs: Jobs) -> _Submission:
+    root = context.store.root.resolve()
+    force = spec.label in context.options.force
+    known = jobs.all()
+    number = _next_number(context.store, key, known)
+    jobs_folder = _jobs_folder(context.store, key)
+    while True:
+        wanted = [job.id for job in known if job.living and _computes(job, key, root, force=force)]
+        living = [job_id for job_id in wanted if read_outcome(jobs_folder / job_id) is None]  # the others are ending
+        stem = f"rlhf-{re.sub(r'[^A-Za-z0-9]+', '-', spec.label)}-{key[:12]}"
+        job = JobSpec(
+            job_id=living[-1] if living else f"{stem}-a{number}",
+            key=key,
+            stage=spec,
+            config=_inline(context),
+            store=root,
+            force=force,
+            strict=context.options.strict,
+            tracking=context.tracker.token,
+        )
+        folder = jobs_folder / job.job_id
+        if living:
+            return _Submission(job, folder, attached=True)
+        write_spec(folder / SPEC, job)
+        if jobs.submit(job.job_id, _command(folder), environment=_environment(context), metadata=_metadata(job)):
+            return _Submission(job, folder, attached=False)
+        known, number = jobs.all(), number + 1  # the name is taken: another run was faster, or another store has it
+
+
+def _inline(context: RunContext) -> PipelineConfig:
+    """Return the configuration with which the job runs the stage in its own process."""
+    runtime = context.config.runtime.model_copy(update={"execution": "inline"})
+    return context.config.model_copy(update={"runtime": runtime})
+
+
+def _next_number(store: ArtifactStore, key: str, known: list[Job]) -> int:
+    """Return the number after the highest of all attempts and jobs at the key."""
+    names = [path.name for path in _jobs_folder(store, key).glob("*")]
+    names += [job.id for job in known if key[:12] in job.id]
+    numbers = [int(name.rpartition("-a")[2]) for name in names if name.rpartition("-a")[2].isdecimal()]
+    numbers += [attempt.number for attempt in attempts.history(store.layout.attempt(key))]
+    return max(numbers, default=0) + 1
+
+
+def _computes(job: Job, key: str, store: Path, *, force: bool) -> bool:
+    """Return whether the job computes the result that we want; with `force`, only a forced job does."""
+    wanted = {"store.key": key, "store": str(store)} | ({"forced": "yes"} if force else {})
+    return wanted.items() <= dict(job.metadata).items()
+
+
+def _metadata(job: JobSpec) -> dict[str, str]:
+    forced = "yes" if job.force else "no"
+    return {"store.key": job.key, "store": str(job.store), "stage": job.stage.label, "forced": forced}
+
+
+def _command(folder: Path) -> str:
+    """Return the shell command for the head of the cluster; it runs in our folder, so relative paths stay valid."""
+    here, python, job = (shlex.quote(str(part)) for part in (Path.cwd(), sys.executable, folder.resolve()))
+    return f"cd {here} && exec {python} -P -m pipelines.execution.job {job}"
+
+
+def _environment(context: RunContext) -> dict[str, str]:
+    home = Home.here()
+    quiet = {name: value for name, value in quiet_environment(home).items() if not name.startswith(("PREFECT", OWN))}
+    worker = worker_environment(threads=threads_per_worker(context.config.runtime, workers=1))
+    del worker["HF_HUB_OFFLINE"]  # the stage itself may fetch a model, as it may in the flow
+    inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
+    tracking = (
+        {"MLFLOW_TRACKING_URI": _address("MLFLOW_TRACKING_URI", tracking_uri(home))} if context.tracker.token else {}
+    )
+    if tracking and os.environ.get(REGISTRY):
+        tracking[REGISTRY] = _address(REGISTRY, os.environ[REGISTRY])
+    ray = {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"}
+    return quiet | worker | inherited | tracking | ray
+
+
+def _address(name: str, address: str) -> str:
+    """Return an address that may be passed to a job; ConfigError if it holds a password."""
+    if without_secrets(address) != address:
+        rule = "holds a password, which the job server would show to everybody"
+        remedy = "give MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD to `ray start` instead"
+        raise ConfigError(explain(name, without_secrets(address), rule, remedy))
+    return address
+
+
+def _jobs_folder(store: ArtifactStore, key: str) -> Path:
+    return store.layout.attempt(key) / JOBS
+
+
+# ---------------------------------------------------------------- watching
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A job that is over. It has no `outcome` if it was killed after its commit, before it wrote one."""
+
+    submission: _Submission
+    outcome: JobOutcome | None
+    decision: Decision
+
+
+def _await(context: RunContext, submission: _Submission, show_progress: Progress, jobs: Jobs) -> _Ended:
+    """Wait for the job; raise JobLost if it left neither an outcome nor a result. An interrupt stops the job."""
+    job, label = submission.job, submission.job.stage.label
+    if submission.attached:
+        decision = Decision("ATTACH", f"Ray job {job.job_id} is computing it", job.key, None)
+    else:
+        decision = _decide_work(context, job)
+    context.listener.started(label, decision)
+    watcher = Watcher(submission.folder, label, context.listener, show_progress, decision=decision)
+    try:
+        ended = _follow(jobs, job.job_id, watcher, pending_s=context.config.runtime.job_pending_timeout_s)
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            _stop(jobs, job.job_id)
+        raise
+    outcome = watcher.poll()
+    unfinished = outcome is None or outcome.status == "stopped"
+    if unfinished and (job.force or context.store.record(job.key) is None):
+        _check_stopped(submission, ended, outcome)
+        raise JobLost(_lost(job.job_id, ended))
+    return _Ended(submission, outcome, watcher.decision)
+
+
+def _follow(jobs: Jobs, job_id: str, watcher: Watcher, *, pending_s: float) -> Job | None:
+    """Watch until the job has written its outcome or has ended; return it as Ray last described it."""
+    began = answered = time.monotonic()
+    due, stopped = began, False
+    job: Job | None = None
+    while watcher.poll() is None:
+        if stopping.reason() and not stopped:
+            stopped = True
+            _stop(jobs, job_id)
+        now = time.monotonic()
+        if now >= due:
+            due = now + POLL_S
+            try:
+                job = jobs.get(job_id)
+            except JobServerError as error:
+                _tolerate_silence(error, job_id, silent_s=now - answered)
+            else:
+                answered = now
+                if job is None or not job.living:
+                    return job
+                if job.state == "PENDING" and now - began > pending_s:
+                    _stop(jobs, job_id)
+                    raise _pending(job, pending_s)
+        time.sleep(TICK_S)
+    return job
+
+
+def _tolerate_silence(error: JobServerError, job_id: str, *, silent_s: float) -> None:
+    """Raise TrainingError if the job server has not answered for `SERVER_AWAY_S`."""
+    logger.debug("the job server does not answer: %s", error)
+    if silent_s > SERVER_AWAY_S:
+        rule = f"the job server has not answered for {silent_s:.0f} s ({error}); the job may well be at work"
+        raise TrainingError(explain("Ray job", job_id, rule, "run again: it attaches, or goes on")) from error
+
+
+def _stop(jobs: Jobs, job_id: str) -> None:
+    try:
+        jobs.stop(job_id)
+    except JobServerError as error:
+        logger.warning("Ray job %s could not be stopped (%s); `ray job stop %s` does it", job_id, error, job_id)
+
+
+def _check_stopped(submission: _Submission, ended: Job | None, outcome: JobOutcome | None) -> None:
+    """Raise the error of a job that was stopped, by this run or by someone else; return if it was not stopped."""
+    if stopping.reason():
+        raise stopping.StageStopped(stopping.reason())
+    if outcome is None and (ended is None or ended.state != "STOPPED"):
+        return
+    message = explain(
+        "Ray job", submission.job.job_id, "was stopped", "run again: it goes on from the newest checkpoint"
+    )
+    # Whoever it was that stopped the run which had submitted the job, this run wants the result.
+    raise JobLost(message) if submission.attached else TrainingError(message)
+
+
+def _pending(job: Job, pending_s: float) -> ConfigError:
+    rule = f"Ray job {job.id} was still PENDING ({job.message}) and was stopped"
+    return ConfigError(explain("runtime.job_pending_timeout_s", pending_s, rule, "see `ray status`, or raise it"))
+
+
+def _lost(job_id: str, ended: Job | None) -> str:
+    if ended is None:
+        rule = "Ray does not know it any more: the cluster was restarted"
+    else:
+        rule = f"ended as {ended.state} without a word, so it was killed ({ended.message.rstrip(':')})"
+    return explain("Ray job", job_id, rule, f"see `ray job logs {job_id}` and `ray status`")
+
+
+# ---------------------------------------------------------------- the result
+
+
+def _result(context: RunContext, ended: _Ended, seconds: float) -> StageOutcome:
+    job, outcome, attached = ended.submission.job, ended.outcome, ended.submission.attached
+    record = context.store.record(job.key)
+    if record is None:
+        rule = f"Ray job {job.job_id} is done, and its record is not here"
+        raise ArtifactError(explain("store", str(job.store), rule, "let flow and cluster share one file system"))
+    run_id = record.tracking["run_id"] if "run_id" in record.tracking else ""
+    if attached:  # its tracking run lies below another run of the pipeline
+        context.tracker.cached(job.stage.label, run_id=run_id, key=job.key)
+    reported = None if outcome is None or attached else outcome.decision
+    samples = [] if outcome is None else outcome.samples
+    url = context.tracker.url(run_id) if run_id else ""
+    return StageOutcome(record.handle, reported or ended.decision, record.metrics, seconds, samples, url)
+
+
+def _decide_work(context: RunContext, job: JobSpec) -> Decision:
+    target = target_of(context.store, job.stage, strict=job.strict)
+    return decide_work(context.store, job.stage, target, force=job.force)

@@ -1,0 +1,265 @@
+"""Drive one episode: observations become sampling requests, completions become calls of the environment's session.
+
+`EnvironmentDriver` is for environments: the driver writes the conversation. `ProgramDriver` is for programs: they write it,
+and the driver checks that it holds exactly what was sampled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rlhf_core.agents.environment import StepResult
+from rlhf_core.agents.programs import Answer, Ask, ProgramResult
+from rlhf_core.agents.transcript import EpisodeResult, Transcript, turn_seed
+from rlhf_core.config.agents import EpisodeLimits
+from rlhf_core.config.engines import SamplingConfig
+from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.types import Completion, FinishReason, Message, Prompt, SamplingRequest
+
+CallOut = tuple[str, tuple[Any, ...]]
+"""A verb of the episode's session with its arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The settings that all episodes of a call share."""
+
+    chat: ChatTemplate
+    limits: EpisodeLimits
+    sampling: SamplingConfig
+
+
+class EpisodeFailed(Exception):
+    """The reason why an episode cannot continue."""
+
+
+def rewarded(result: ProgramResult, *, needed: bool) -> ProgramResult:
+    """Return `result`; EpisodeFailed if it has no reward and one is needed: it would earn 0."""
+    if needed and not result.rewards:
+        raise EpisodeFailed("it ended without any reward (needs_reward = false takes rewards from elsewhere)")
+    return result
+
+
+class EpisodeDriver(Protocol):
+    """One attempt at an episode."""
+
+    finished: FinishReason | None
+    """Set when the episode is over."""
+
+    def on_observation(self, kind: str, value: Any) -> SamplingRequest | CallOut | None:
+        """Take an event of the session; return the next request or call, or None at the end. EpisodeFailed."""
+        ...
+
+    def on_completion(self, completion: Completion) -> CallOut:
+        """Take a turn of the policy; return the call that passes it on."""
+        ...
+
+    def result(self, failure: str = "") -> EpisodeResult:
+        """Return the episode up to now."""
+        ...
+
+
+class EnvironmentDriver:
+    """An episode in an environment with `reset` and `step`."""
+
+    def __init__(self, prompt: Prompt, prompt_ids: tuple[int, ...], seed: int, rules: Rules) -> None:
+        self._prompt = prompt
+        self._seed = seed
+        self._chat = rules.chat
+        self._limits = rules.limits
+        self._max_tokens = rules.sampling.max_tokens
+        self._text = Transcript(prompt_ids, seed=seed, limit=rules.limits.max_episode_tokens)
+        self._cut = self._ended = False
+        self.finished: FinishReason | None = None
+
+    def on_observation(self, kind: str, value: Any) -> SamplingRequest | CallOut | None:
+        """Take `observed` (what `reset` adds to the prompt) or `stepped` (a StepResult)."""
+        if kind == "observed":
+            return self._begun(value)
+        return self._stepped(value)
+
+    def on_completion(self, completion: Completion) -> CallOut:
+        """Append the turn; return the call of `step`."""
+        self._text.add_action(completion)
+        self._cut = completion.finish_reason == "length"
+        self._ended = completion.token_ids[-1] == self._chat.eos_id
+        return "step", (completion.text, {"turn": self._text.turns - 1, "truncated": self._cut})
+
+    def result(self, failure: str = "") -> EpisodeResult:
+        """Return the episode up to its last sampled token."""
+        return self._text.result(self._chat.decode, finish_reason=self.finished or "stop", failure=failure)
+
+    def _begun(self, added: str | None) -> SamplingRequest:
+        if added:
+            prompt_ids = self._chat.prompt_ids(with_added(self._prompt.messages, added))
+            self._text = Transcript(prompt_ids, seed=self._seed, limit=self._limits.max_episode_tokens)
+        if self._text.room < 1:
+            tokens, limit = len(self._text.prompt_ids), self._limits.max_episode_tokens
+            raise EpisodeFailed(
+                f"its prompt has {tokens} tokens, and max_episode_tokens = {limit} leaves none to sample"
+            )
+        return self._text.request(self._max_tokens)
+
+    def _stepped(self, result: StepResult) -> SamplingRequest | None:
+        earn(self._text, result.reward)
+        self._text.note(result.extras)
+        if self._cut or result.done:
+            self.finished = "length" if self._cut else "stop"
+            return None
+        if self._text.turns >= self._limits.max_turns or not self._text.add_text(self._next_turn(result)):
+            self.finished = "length"
+            return None
+        return self._text.request(self._max_tokens)
+
+    def _next_turn(self, result: StepResult) -> tuple[int, ...]:
+        said = result.observation
+        turns = [Message("user", said)] if isinstance(said, str) else [Message(t["role"], t["content"]) for t in said]
+        # A turn may have ended with another of the policy's stop tokens; the template expects its own.
+        return (() if self._ended else (self._chat.eos_id,)) + self._chat.turn_ids(turns)
+
+
+class ProgramDriver:
+    """An episode that a program drives."""
+
+    def __init__(self, prompt_ids: tuple[int, ...], seed: int, rules: Rules) -> None:
+        self._prompt_ids = prompt_ids
+        self._seed = seed
+        self._chat = rules.chat
+        self._limits = rules.limits
+        self._max_tokens = rules.sampling.max_tokens
+        self._asked: tuple[int, ...] = ()
+        self._turns: list[tuple[tuple[int, ...], Completion]] = []
+        self._text: Transcript | None = None
+        self.finished: FinishReason | None = None
+
+    def on_observation(self, kind: str, value: Any) -> SamplingRequest | CallOut | None:
+        """Take `asks` (an Ask) or `finished` (a ProgramResult)."""
+        if kind == "finished":
+            self._end(value)
+            return None
+        return self._ask(value)
+
+    def on_completion(self, completion: Completion) -> CallOut:
+        """Keep the turn; return the call of `answer`."""
+        self._turns.append((self._asked, completion))
+        turn = Answer(
+            completion.token_ids,
+            completion.logprobs,
+            completion.text,
+            completion.finish_reason,
+            completion.policy_version,
+        )
+        return "answer", (turn,)
+
+    def result(self, failure: str = "") -> EpisodeResult:
+        """Return the episode; of one that failed, the turns that follow each other."""
+        text = self._text or self._conversation(self._turns, strict=False)
+        return text.result(self._chat.decode, finish_reason=self.finished or "stop", failure=failure)
+
+    def _ask(self, ask: Ask) -> SamplingRequest | CallOut:
+        room = self._limits.max_episode_tokens - len(ask.prompt_ids)
+        if len(self._turns) >= self._limits.max_turns:
+            return "answer", (f"max_turns = {self._limits.max_turns} turns were taken",)
+        if room < 1:
+            return "answer", (f"{len(ask.prompt_ids)} tokens leave none of max_episode_tokens to sample",)
+        self._asked = ask.prompt_ids
+        most = min(self._max_tokens, room, ask.max_tokens or room)
+        return SamplingRequest(ask.prompt_ids, turn_seed(self._seed, len(self._turns)), most)
+
+    def _end(self, result: ProgramResult) -> None:
+        turns = self._chosen(result) if result.actions else self._turns
+        if not turns:
+            raise EpisodeFailed("it ended without a turn of the policy")
+        if len(result.rewards) > len(turns):
+            raise EpisodeFailed(f"it returned {len(result.rewards)} rewards for {len(turns)} turns")
+        text = self._conversation(turns, strict=True)
+        if len(result.rewards) == len(turns):
+            for turn, reward in enumerate(result.rewards):
+                earn(text, reward, turn=turn)
+        elif result.rewards:
+            earn(text, sum(result.rewards))
+        text.note(result.extras)
+        text.score = result.score
+        self._text = text
+        self.finished = "length" if result.truncated else "stop"
+
+    def _chosen(self, result: ProgramResult) -> list[tuple[tuple[int, ...], Completion]]:
+        """Return the turns that the result names by their ranges; EpisodeFailed if one was not sampled like that."""
+        chosen = []
+        for start, end in result.actions:
+            found = [
+                (asked, said)
+                for asked, said in self._turns
+                if len(asked) == start and asked + said.token_ids == result.token_ids[:end]
+            ]
+            if not found:
+                raise EpisodeFailed(
+                    f"tokens {start} to {end} of the conversation it returned are not as they were sampled"
+                )
+            chosen.append(found[-1])
+        return chosen
+
+    def _conversation(self, turns: list[tuple[tuple[int, ...], Completion]], *, strict: bool) -> Transcript:
+        prompt_ids = turns[0][0] if turns else self._prompt_ids
+        text = Transcript(prompt_ids, seed=self._seed, limit=self._limits.max_episode_tokens)
+        so_far: tuple[int, ...] = prompt_ids
+        for number, (asked, said) in enumerate(turns):
+            if asked[: len(so_far)] != so_far:
+                if strict:
+                    raise EpisodeFailed(
+                        f"turn {number + 1} was asked for with another past than what was said before it"
+                    )
+                break
+            text.add_text(asked[len(so_far) :])
+            text.add_action(said)
+            so_far = asked + said.token_ids
+        return text
+
+
+def earn(text: Transcript, reward: float, *, turn: int = -1) -> None:
+    """Put a reward at a turn; EpisodeFailed if it is not a finite number."""
+    try:
+        text.earn(reward, turn=turn)
+    except ValueError as error:
+        raise EpisodeFailed(str(error)) from None
+
+
+def with_added(messages: tuple[Message, ...], added: str) -> tuple[Message, ...]:
+    """Return `messages` with a text added to the last user turn, after an empty line.
+
+    >>> with_added((Message("user", "Guess."),), "From 1 to 9.")[-1].content
+    'Guess.\\n\\nFrom 1 to 9.'
+    """
+    if not messages or messages[-1].role != "user":
+        return (*messages, Message("user", added))
+    return (*messages[:-1], Message("user", f"{messages[-1].content}\n\n{added}"))
+
+
+def prompt_columns(prompt: Prompt, text: str) -> Mapping[str, Any]:
+    """Return the columns of a prompt that an environment gets; `text` is the rendered prompt.
+
+    >>> prompt_columns(Prompt("q", (Message("user", "Hi"),), '{"secret": 4}', "test"), "")["secret"]
+    4
+    """
+    own = {
+        "id": prompt.id,
+        "messages": [{"role": message.role, "content": message.content} for message in prompt.messages],
+        "label": prompt.label,
+        "source": prompt.source,
+        "text": text,
+    }
+    return label_columns(prompt.label) | own
+
+
+def label_columns(label: str) -> dict[str, Any]:
+    """Return the keys of a label that is a JSON object, none of another one."""
+    if not label.lstrip().startswith("{"):
+        return {}
+    try:
+        columns: dict[str, Any] = json.loads(label)
+    except (ValueError, RecursionError):  # no JSON, or a number too long or brackets too deep to be read
+        return {}
+    return columns

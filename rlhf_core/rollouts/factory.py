@@ -1,0 +1,83 @@
+"""Choose how the rollouts of policy optimization are made: one sampler and one scorer, whatever the configuration says.
+
+The training loop makes the same calls for all of them:
+
+    sampler.load_weights(policy.weights, version=step)
+    drawn = sampler.generate(step)
+    rollouts = score(step, drawn)
+
+| setting            | part                                                                              |
+|--------------------|-----------------------------------------------------------------------------------|
+| `staleness`        | `AheadSampler` around the sampler: samples later steps while the caller trains      |
+| `partial_tokens`   | `draw_groups` in the place of `WholeAnswers`: unfinished answers continue in a later step |
+| `dynamic_sampling` | `DynamicScoring` around the rewards: replaces groups that carry no gradient         |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rlhf_core.agents.process import Environments
+from rlhf_core.config.policy import PPOConfig
+from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.data.rollout_log import Pool, RolloutLog
+from rlhf_core.interfaces import Sampler
+from rlhf_core.rewards.scoring import Scorer
+from rlhf_core.rollouts.ahead import AheadSampler
+from rlhf_core.rollouts.answers import OnPolicySampler, StepSampler, WholeAnswers
+from rlhf_core.rollouts.dynamic_sampling import DynamicScoring
+from rlhf_core.rollouts.partial import draw_groups
+from rlhf_core.rollouts.scored_step import ScoreAnswers, StepScorer, score_once
+from rlhf_core.store.failures import Counts
+from rlhf_core.types import Generation, Prompt
+
+
+@contextmanager
+def open_rollouts(
+    config: PPOConfig,
+    engine: Sampler,
+    scorer: Scorer,
+    chat: ChatTemplate,
+    prompts: Sequence[Prompt],
+    log: RolloutLog,
+    *,
+    seed: int,
+    environments: Environments | None = None,
+    note_failed: Callable[[int, Counts], None] = lambda step, counts: None,
+) -> Iterator[tuple[StepSampler, StepScorer]]:
+    """Yield the sampler and the scorer of each step. Leave the `with` block before the lease of `engine` ends.
+
+    Every sample has its own seed, so a restart draws the same answers. `note_failed` is called with a step and how many
+    of its answers failed, before they are written to the `log`.
+    """
+    whole = WholeAnswers(engine, chat, prompts, config, seed=seed, environments=environments)
+
+    def draw_partial(step: int, pool: Pool) -> tuple[list[Generation], Pool]:
+        return draw_groups(pool, engine, chat, prompts, config, seed=seed)
+
+    sampler = OnPolicySampler(engine, log, draw_partial if config.partial_tokens else whole)
+    score = StepScorer(
+        scorer,
+        log,
+        group_size=config.samples_per_prompt,
+        keep_steps=config.checkpoint_every,
+        note_failed=note_failed,
+        score_answers=_score_answers(config, scorer, whole.sample_round),
+    )
+    if not config.staleness:
+        yield sampler, score
+        return
+    with AheadSampler(
+        sampler, staleness=config.staleness, steps=config.steps, group_size=config.samples_per_prompt
+    ) as ahead:
+        yield ahead, score
+
+
+def _score_answers(
+    config: PPOConfig, scorer: Scorer, sample_round: Callable[[int, int], list[Generation]]
+) -> ScoreAnswers:
+    if config.dynamic_sampling is None:
+        return score_once(scorer)
+    groups, size = config.prompts_per_step, config.samples_per_prompt
+    return DynamicScoring(scorer, sample_round, config.dynamic_sampling, groups=groups, group_size=size)

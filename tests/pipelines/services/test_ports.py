@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+import socket
+
+from pipelines.services.ports import claim_port, is_free
+
+
+def test_a_taken_port_is_passed_over() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert claim_port(port) > port
+
+
+def test_a_port_is_given_once_although_nobody_listens_on_it_yet() -> None:
+    first = claim_port(43210)
+    assert is_free(first)
+    assert claim_port(first) > first

@@ -1,0 +1,39 @@
+"""Configuration is frozen and strict; operational fields stay out of the key."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import pytest
+from pydantic import ValidationError
+
+from rlhf_core.schema.base import OPERATIONAL, Config, keyed
+
+
+class Inner(Config):
+    rate: float = 0.5
+    workers: Annotated[int, OPERATIONAL] = 1
+
+
+class Outer(Config):
+    name: str = "x"
+    inner: Inner = Inner()
+    several: tuple[Inner, ...] = (Inner(), Inner(rate=1.0, workers=7))
+    by_name: dict[str, Inner] = {"a": Inner(workers=3)}
+    threads: Annotated[int, OPERATIONAL] = 2
+
+
+def test_operational_fields_are_left_out_at_every_depth() -> None:
+    assert keyed(Outer()) == {
+        "name": "x",
+        "inner": {"rate": 0.5},
+        "several": [{"rate": 0.5}, {"rate": 1.0}],
+        "by_name": {"a": {"rate": 0.5}},
+    }
+
+
+def test_an_unknown_key_and_a_change_are_refused() -> None:
+    with pytest.raises(ValidationError, match="Extra inputs"):
+        Outer.model_validate({"nane": "y"})
+    with pytest.raises(ValidationError, match="frozen"):
+        Outer().name = "y"  # type: ignore[misc]

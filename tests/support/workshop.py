@@ -1,0 +1,79 @@
+"""What run-level tests of generate, score and select share: a store to run in, a tiny policy, and rollouts to start from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config.engines import HFSamplerConfig, InitModel, RuntimeConfig, TrainerConfig
+from rlhf_core.runtime.local_runtime import LocalRuntime
+from rlhf_core.schema.base import Config
+from rlhf_core.stage.decision import Decision
+from rlhf_core.stage.run import execute
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.tracking.memory import MemoryStageTracker
+from rlhf_core.types import ArtifactRef, Completion, FinishReason, Generation, Message, Prompt, Rollout
+from stages.table import STAGES
+
+RUNTIME = RuntimeConfig(type="local", trainer=TrainerConfig(engine="torch"), sampler=HFSamplerConfig())
+SHAPE = InitModel(vocab_size=320, hidden_size=32, layers=1, heads=2, kv_heads=2, intermediate_size=64, max_positions=64)
+
+
+def quiet(done: int, total: int, message: str) -> None:
+    """A progress callback that does nothing."""
+
+
+@dataclass
+class Workshop:
+    """A store with a runtime in this process, whose engines start only if a stage leases them."""
+
+    store: ArtifactStore
+    runtime: LocalRuntime = field(default_factory=lambda: LocalRuntime(RUNTIME))
+    tracker: MemoryStageTracker = field(default_factory=MemoryStageTracker)
+
+    def run(
+        self,
+        name: str,
+        config: Config,
+        inputs: dict[str, Any],
+        *,
+        progress: Callable[[int, int, str], None] = quiet,
+        seed: int = 17,
+        callables: tuple[str, ...] = (),
+        files: dict[str, str] | None = None,
+    ) -> tuple[ArtifactRef, Decision]:
+        """Execute a stage; `files` are the digests of the user's files that a pipeline has in the key."""
+        engines = {} if files is None else {"files": files}
+        spec = STAGES[name].spec(config, inputs, label=name, seed=seed, engines=engines, callables=callables)
+        return execute(self.store, spec, runtime=self.runtime, tracker=self.tracker, progress=progress)
+
+    def metrics(self, decision: Decision) -> dict[str, float]:
+        """Return the final metrics of a stage that ran."""
+        record = self.store.record(decision.key)
+        assert record is not None
+        return dict(record.metrics)
+
+
+def make_policy(folder: Path) -> Path:
+    """Write a Llama of one layer with its tokenizer; 0.1 s."""
+    from rlhf_core.models.initialise import initialise_llama, train_tokenizer
+
+    train_tokenizer(["What is 12 + 30? It is 42."] * 5, vocab_size=320, folder=folder)
+    initialise_llama(SHAPE, folder, seed=7)
+    return folder
+
+
+def generation(prompt_id: str, text: str, *, tokens: int = 3, finish_reason: FinishReason = "stop") -> Generation:
+    """An answer of `tokens` tokens, each of log-probability -0.5."""
+    prompt = Prompt(prompt_id, (Message("user", f"question {prompt_id}"),), "label", "test")
+    return Generation(prompt, (1, 2), Completion((5,) * tokens, (-0.5,) * tokens, text, finish_reason, 0, 0))
+
+
+def rollout(
+    prompt_id: str, text: str, reward: float, *, tokens: int = 3, finish_reason: FinishReason = "stop"
+) -> Rollout:
+    """The same, scored."""
+    made = generation(prompt_id, text, tokens=tokens, finish_reason=finish_reason)
+    return Rollout(made.prompt, made.prompt_ids, made.completion, reward, {"quality": reward})

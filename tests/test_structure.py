@@ -1,0 +1,121 @@
+"""The tests mirror the tree: `rlhf_core/store/leases.py` is tested by `tests/rlhf_core/store/test_leases.py`."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("pipelines", "stages", "rlhf_core")
+
+TESTED_THROUGH = {
+    "pipelines/cli/key_metric.py": "pipelines/cli/test_display.py",
+    "pipelines/cli/store_verbs.py": "pipelines/cli/test_main.py",
+    "pipelines/cli/verbs.py": "pipelines/cli/test_main.py",
+    "pipelines/execution/lazy_runtime.py": "pipelines/execution/test_submission.py",
+    "pipelines/execution/listener.py": "pipelines/execution/test_run.py",
+    "pipelines/prefect_flows/pipelines.py": "pipelines/prefect_flows/test_deployments.py",
+    "pipelines/prefect_flows/stages.py": "pipelines/prefect_flows/test_deployments.py",
+    "pipelines/services/mlflow_server.py": "pipelines/services/test_servers.py",
+    "pipelines/services/supervisor.py": "pipelines/services/test_servers.py",
+    "rlhf_core/algorithms/custom.py": "stages/test_custom.py",
+    "rlhf_core/schema/custom.py": "rlhf_core/config/test_preference.py",
+    "rlhf_core/http/body.py": "rlhf_core/rewards/test_server.py",
+    "rlhf_core/models/head_pass.py": "rlhf_core/models/test_forward.py",
+    "rlhf_core/rewards/external.py": "stages/test_import_reward_model.py",
+    "rlhf_core/runtime/devices.py": "rlhf_core/runtime/test_train_worker.py",
+    "rlhf_core/stage/context.py": "rlhf_core/stage/test_run.py",
+    "rlhf_core/store/object_check.py": "rlhf_core/store/test_damage.py",
+    "rlhf_core/store/typed_json.py": "rlhf_core/store/test_records.py",
+    "rlhf_core/training/engines/offload.py": "rlhf_core/training/engines/test_deepspeed_engine.py",
+} | dict.fromkeys(
+    (
+        f"pipelines/importers/openrlhf/{name}.py"
+        for name in (
+            *("arguments", "data_rules", "draft", "flags", "offline_rules", "policy_rules", "report", "rollout_rules"),
+            *("toml", "training_rules", "treatments"),
+        )
+    ),
+    "pipelines/importers/openrlhf/test_translate.py",
+)
+"""Module -> the tests of the module that it is a part of, which go through it."""
+
+OF_SEVERAL_MODULES = {
+    "pipelines/test_foreign_page.py": "a web page of others against all servers",
+    "pipelines/test_ray_jobs.py": "a pipeline as jobs of a real Ray",
+    "pipelines/test_secrets.py": "a secret through a whole run",
+    "rlhf_core/algorithms/test_invariances.py": "what all losses have in common",
+    "rlhf_core/rewards/library/test_contract.py": "what all rewards of the library have in common",
+    "rlhf_core/runtime/test_made_up_gpus.py": "placement on a Ray that is told of GPUs",
+    "rlhf_core/sampling/test_vllm_prefixes.py": "prefix caching of both vLLM samplers",
+    "rlhf_core/sampling/test_vllm_requests.py": "what vLLM does with our requests",
+    "rlhf_core/sampling/test_vllm_serve.py": "a real `vllm serve`",
+    "rlhf_core/training/engines/test_stale_locks.py": "locks that a killed build of DeepSpeed left",
+    "rlhf_core/training/test_bfloat16.py": "training in bfloat16, on both engines",
+    "rlhf_core/training/test_tensor_parallel_families.py": "tensor parallelism of several architectures",
+    "rlhf_core/training/test_wide_head.py": "a vocabulary that is wider than memory",
+    "stages/test_custom.py": "the page docs/custom.md",
+    "stages/test_external_agents.py": "agents of other programs",
+    "stages/test_external_rewards.py": "reward functions of other programs",
+    "stages/test_invariants.py": "sampler, trainer and weights against each other, in one process",
+    "stages/test_invariants_engines.py": "the same, with the real engines",
+}
+"""Tests that belong to no single module -> what they test."""
+
+FIXTURES_OF_ALL = ("policy", "store", "home")
+OF_THEIR_OWN = {
+    ("gpu/conftest.py", "policy"): "heads as wide as the kernels of a GPU want them",
+    ("pipelines/conftest.py", "home"): "the one place where it is defined",
+    ("rlhf_core/store/test_index.py", "store"): "with two artifacts in it",
+    ("stages/test_invariants_engines.py", "policy"): "heads as wide as vLLM's kernels want them",
+}
+"""(file, fixture) -> why it is not the one of tests/conftest.py."""
+
+
+def modules() -> list[str]:
+    files = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    return [path.relative_to(ROOT).as_posix() for path in files if path.name != "__init__.py"]
+
+
+def own_tests(module: str) -> list[Path]:
+    """Return the tests beside the module's place in the tree: test_<name>.py, or test_<name>_<part>.py."""
+    folder = (ROOT / "tests" / module).parent
+    return [*folder.glob(f"test_{Path(module).stem}.py"), *folder.glob(f"test_{Path(module).stem}_*.py")]
+
+
+def test_every_module_has_tests_in_its_place_or_is_tested_through_another() -> None:
+    assert [module for module in modules() if not own_tests(module) and module not in TESTED_THROUGH] == []
+
+
+def test_the_list_of_modules_tested_through_others_is_current() -> None:
+    present = set(modules())
+    gone = [module for module in TESTED_THROUGH if module not in present or own_tests(module)]
+    assert gone == []
+    assert [tests for tests in TESTED_THROUGH.values() if not (ROOT / "tests" / tests).is_file()] == []
+
+
+def test_every_file_of_tests_belongs_to_a_module_or_says_what_it_tests() -> None:
+    mirrored = {path.relative_to(ROOT / "tests").as_posix() for module in modules() for path in own_tests(module)}
+    files = [path for package in PACKAGES for path in (ROOT / "tests" / package).rglob("test_*.py")]
+    found = {path.relative_to(ROOT / "tests").as_posix() for path in files}
+    assert found - mirrored == set(OF_SEVERAL_MODULES)
+
+
+@pytest.mark.parametrize("name", FIXTURES_OF_ALL)
+def test_fixtures_that_many_tests_need_are_defined_once(name: str) -> None:
+    files = [path for path in (ROOT / "tests").rglob("*.py") if f"def {name}(" in path.read_text()]
+    owners = Counter(path.relative_to(ROOT / "tests").as_posix() for path in files if defines_fixture(path, name))
+    allowed = {file for file, fixture in OF_THEIR_OWN if fixture == name} | {"conftest.py"}
+    assert set(owners) <= allowed
+
+
+def defines_fixture(path: Path, name: str) -> bool:
+    return any(
+        isinstance(node, ast.FunctionDef)
+        and node.name == name
+        and any("fixture" in ast.unparse(decorator) for decorator in node.decorator_list)
+        for node in ast.parse(path.read_text()).body
+    )
