@@ -31,7 +31,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "add_a_stage.md").read_te
 @pytest.fixture
 def row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     """The row of the page, with its two modules where Python finds them."""
-    blocks = re.findall(r"```python\n# (\S+?),?(?: .*)?\n(.*?)```", PAGE, flags=re.DOTALL)
+    blocks = re.findall(r"```python\n# (\S+\.py)[^\n]*\n(.*?)```", PAGE, flags=re.DOTALL)
     (config_path, config), (stage_path, stage), (_, row) = blocks[:3]
     (tmp_path / "config").mkdir()
     assert (config_path, stage_path) == ("stages/config/shorten.py", "stages/shorten.py")
