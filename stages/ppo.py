@@ -17,13 +17,32 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
+from rlhf_core.algorithms.kl import AdaptiveKL, FixedKL
 from rlhf_core.config.policy import PPOConfig
+from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.order import rows_at, shuffled
+from rlhf_core.data.rollout_log import RolloutLog
+from rlhf_core.data.tables import read_demonstrations, read_prompts
 from rlhf_core.errors import ConfigError, DataError, explain
 from rlhf_core.interfaces import Metrics, ModelSpec, Sampler, Trainer
+from rlhf_core.rewards.scoring import Scorer, component_means, open_scorer
+from rlhf_core.rollouts.answers import StepSampler, open_environments
+from rlhf_core.rollouts.factory import open_rollouts
+from rlhf_core.rollouts.scored_step import rollout_metrics
 from rlhf_core.stage.context import StageContext
+from rlhf_core.training.batching import averaged
+from rlhf_core.training.experience import (
+    Experience,
+    estimate_advantages,
+    policy_samples,
+    sampled_logprobs,
+    token_sample,
+    value_samples,
+)
+from rlhf_core.training.objectives.base import PolicyObjective, Scaled, SftObjective, ValueObjective
+from rlhf_core.training.schedule import scheduled_rate
+from rlhf_core.training.skipped import check_updated
 from rlhf_core.types import (
     DemonstrationsRef,
     PolicyRef,
@@ -36,13 +55,6 @@ from rlhf_core.types import (
     ValueSample,
     derive_seed,
 )
-
-if TYPE_CHECKING:
-    from rlhf_core.algorithms.kl import AdaptiveKL, FixedKL
-    from rlhf_core.data.chat import ChatTemplate
-    from rlhf_core.rewards.scoring import Scorer
-    from rlhf_core.rollouts.answers import StepSampler
-    from rlhf_core.training.experience import Experience
 
 __all__ = ["PPOConfig", "run"]
 
@@ -72,15 +84,6 @@ def run(
     context: StageContext,
 ) -> PolicyRef:
     """Optimize `policy` on `prompts` for the rewards, held near `reference`; return the new policy."""
-    from rlhf_core.data.chat import ChatTemplate
-    from rlhf_core.data.rollout_log import RolloutLog
-    from rlhf_core.data.tables import read_prompts
-    from rlhf_core.rewards.scoring import component_means
-    from rlhf_core.rollouts.answers import open_environments
-    from rlhf_core.rollouts.factory import open_rollouts
-    from rlhf_core.rollouts.scored_step import rollout_metrics
-    from rlhf_core.training.experience import estimate_advantages, policy_samples, value_samples
-
     chat = ChatTemplate.load(context.path(policy))
     dataset = read_prompts(context.path(prompts))
     context.tracker.dataset("prompts", prompts.digest, "training")
@@ -151,8 +154,6 @@ def lease_models(
     leases: ExitStack,
 ) -> Models:
     """Lease the engines: the value model starts from a reward model if there is one, else from the policy."""
-    from rlhf_core.rewards.scoring import open_scorer
-
     folder = str(context.path(policy))
     actor = ModelSpec(path=folder, head="lm", lora=config.lora, seed=context.seed)
     critic: Trainer | None = None
@@ -181,8 +182,6 @@ def token_samples(
     config: PPOConfig, chat: ChatTemplate, demonstrations: DemonstrationsRef | None, context: StageContext
 ) -> list[TokenSample]:
     """Return the tokens of the demonstrations that `ptx` mixes into the updates; [] without `ptx`."""
-    from rlhf_core.data.tables import read_demonstrations
-
     if config.ptx is None:
         return []
     if demonstrations is None:
@@ -198,8 +197,6 @@ def token_samples(
 
 def measure(config: PPOConfig, models: Models, rollouts: Sequence[Rollout]) -> Experience:
     """Return the rollouts with log pi_old, log pi_ref and the value of every token, all from before the update."""
-    from rlhf_core.training.experience import Experience, sampled_logprobs, token_sample
-
     samples = tuple(token_sample(rollout) for rollout in rollouts)
     temperature = config.sampling.temperature
     bypass = config.correction.pi_old == "sampler"
@@ -228,11 +225,6 @@ def update(
     The policy waits for the value model's warm-up; its learning rate is scheduled over the steps that are left. Some of
     the `demonstrated` samples are mixed into each of its updates, if there are any (PPO-ptx).
     """
-    from rlhf_core.training.batching import averaged
-    from rlhf_core.training.objectives.base import PolicyObjective, Scaled, SftObjective, ValueObjective
-    from rlhf_core.training.schedule import scheduled_rate
-    from rlhf_core.training.skipped import check_updated
-
     policy_objective = PolicyObjective(
         loss=config.loss,
         max_length=config.agent.max_episode_tokens if config.agent else config.sampling.max_tokens,
@@ -280,8 +272,6 @@ def start_or_resume(
 
     From the newest checkpoint, which is loaded into the models, the scorer and the sampler; from step 0 if there is none.
     """
-    from rlhf_core.algorithms.kl import AdaptiveKL, FixedKL
-
     checkpoint = context.checkpoints.to_resume()
     adaptive = config.kl_target > 0
     if checkpoint is None:
