@@ -10,17 +10,17 @@ from __future__ import annotations
 import difflib
 import os
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from pipelines.flows.profile_errors import first_error, shown_value
 from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.schema.base import OPERATIONAL, Config
-from rlhf_core.secrets.redaction import hidden
 from rlhf_core.types import encodable
 from stages.config.condition import ConditionConfig
 from stages.config.distill import DistillConfig
@@ -37,8 +37,6 @@ from stages.config.select import SelectConfig
 from stages.config.sft import SFTConfig
 
 Start = Literal["base", "sft", "rejection_sampling", "dpo", "iterative_dpo"]
-_LONGEST_SHOWN = 500
-"""Characters of a value in an error."""
 POLICY_SECTIONS = ("sft", "rejection_sampling", "conditional_sft", "dpo", "iterative_dpo", "ppo", "distill")
 
 
@@ -196,7 +194,7 @@ def parse(tree: Mapping[str, Any], *, origin: str) -> PipelineConfig:
     try:
         return PipelineConfig.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(_first_error(error, tree, origin)) from None
+        raise ConfigError(first_error(error, tree, PipelineConfig, origin=origin)) from None
 
 
 def with_overrides(config: PipelineConfig, overrides: Sequence[str]) -> PipelineConfig:
@@ -256,7 +254,7 @@ def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     named = tree.pop("extends")
     if not isinstance(named, str) or "\0" in named:
         remedy = f"give the path of a profile, or a shipped one: {', '.join(profile_names())}"
-        raise ConfigError(f"extends = {_shown('extends', named)}: must be the name of a file; {remedy}")
+        raise ConfigError(f"extends = {shown_value('extends', named)}: must be the name of a file; {remedy}")
     beside, shipped = path.parent / named, shipped_profiles() / f"{named}.toml"
     base = _read_tree(shipped if not _is_file(beside) and _is_file(shipped) else beside, (*seen, path))
     return _merge(base, tree)
@@ -302,16 +300,16 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     key, text = key.strip(), text.strip()
     if not separator or not key:
-        raise ConfigError(f"--set {_shown('', override)}: must read key=value; for example --set ppo.kl_coef=0.1")
+        raise ConfigError(f"--set {shown_value('', override)}: must read key=value; for example --set ppo.kl_coef=0.1")
     if encodable(override) != override:
-        raise ConfigError(f"--set {_shown('', override)}: must be text that UTF-8 can hold; write it anew")
+        raise ConfigError(f"--set {shown_value('', override)}: must be text that UTF-8 can hold; write it anew")
     value = _value(key, text)
     *sections, last = key.split(".")
     for section in sections:
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
             raise ConfigError(
-                f"{key} = {_shown(key, value)}: {section} is a value and has no keys; remove what follows it"
+                f"{key} = {shown_value(key, value)}: {section} is a value and has no keys; remove what follows it"
             )
     if value == "none":
         tree.pop(last, None)
@@ -328,76 +326,3 @@ def _value(key: str, text: str) -> Any:
     except ValueError as error:
         raise ConfigError(f"--set {key} = {text[:40]!r} ...: cannot be read: {error}; give a shorter value") from None
     return tree["value"] if len(tree) == 1 else text
-
-
-# ---------------------------------------------------------------- errors
-
-
-def _first_error(error: ValidationError, tree: Mapping[str, Any], origin: str) -> str:
-    unknown = [one for one in error.errors() if one["type"] == "extra_forbidden"]
-    first = (unknown or error.errors())[0]
-    location, given = first["loc"], first["input"]
-    if first["type"] == "value_error" and isinstance(given, Mapping) and location and location[-1] == given.get("type"):
-        location = location[:-1]  # the rule is of a whole table, and this the tag of its union
-    keys = _real_keys(location, tree)
-    dotted = ".".join(keys)
-    if first["type"] == "extra_forbidden":
-        near = _nearest(keys)
-        remedy = f"did you mean {near}?" if near else "remove it"
-        return f"{dotted} = {_shown(keys[-1], first['input'])}: unknown key; {remedy}"
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "value_error":
-        return f"{dotted}.{message}" if dotted else message
-    if first["type"] == "missing":
-        return f"{dotted}: missing, and it has no default; add it to {origin}"
-    rule = message.replace("Input should be", "must be")
-    value = first["input"]
-    shown = _shown(keys[-1] if keys else "", value) if not isinstance(value, (Mapping, list)) else "{...}"
-    return f"{dotted} = {shown}: {rule[0].lower()}{rule[1:]}; change it in {origin} or with --set {dotted}=..."
-
-
-def _shown(key: str, value: Any) -> str:
-    try:
-        text = repr(hidden(key, value))
-    except RecursionError:  # tables in tables, as many as a dotted key may name
-        return "{...}"
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]} ..."
-
-
-def _real_keys(location: Sequence[int | str], tree: Any) -> list[str]:
-    """Return the keys of `location` that stand in the file: pydantic adds the tag of the union that it chose."""
-    keys = []
-    for position, key in enumerate(location):
-        if isinstance(tree, Mapping) and key in tree:
-            tree = tree[key]
-        elif isinstance(tree, (list, tuple)) and isinstance(key, int):
-            tree = tree[key] if key < len(tree) else None
-        elif position < len(location) - 1 or not isinstance(tree, Mapping):
-            continue
-        keys.append(str(key))
-    return keys
-
-
-def _nearest(keys: Sequence[str]) -> str:
-    known = sorted(set(_dotted_names(PipelineConfig)))
-    parent = [name for name in known if name.split(".")[:-1] == list(keys[:-1])]
-    last = {name.split(".")[-1]: name for name in parent}
-    near = difflib.get_close_matches(keys[-1], last, n=1, cutoff=0.6)
-    if near:
-        return last[near[0]]
-    anywhere = difflib.get_close_matches(".".join(keys), known, n=1, cutoff=0.6)
-    return anywhere[0] if anywhere else ""
-
-
-def _dotted_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    for name, field in model.model_fields.items():
-        yield prefix + name
-        for inner in _models_in(field.annotation):
-            yield from _dotted_names(inner, f"{prefix}{name}.")
-
-
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for argument in get_args(annotation):
-        yield from _models_in(argument)

@@ -1,0 +1,92 @@
+"""Errors in a profile, as a person reads them: *key = value: rule; remedy*."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from rlhf_core.secrets.redaction import hidden
+
+_LONGEST_SHOWN = 500
+"""Characters of a value in an error."""
+
+
+def first_error(error: ValidationError, tree: Mapping[str, Any], model: type[BaseModel], *, origin: str) -> str:
+    """Return what a person reads of an invalid profile: its first unknown key, or else the first key that breaks a rule.
+
+    `tree` is the parsed profile, `model` what it was to become, `origin` where it comes from.
+    """
+    unknown = [one for one in error.errors() if one["type"] == "extra_forbidden"]
+    first = (unknown or error.errors())[0]
+    location, given = first["loc"], first["input"]
+    if first["type"] == "value_error" and isinstance(given, Mapping) and location and location[-1] == given.get("type"):
+        location = location[:-1]  # the rule is of a whole table, and this the tag of its union
+    keys = _real_keys(location, tree)
+    dotted = ".".join(keys)
+    if first["type"] == "extra_forbidden":
+        near = _nearest(keys, model)
+        if near == dotted:  # pydantic names the type that it chose between the table and the key
+            shown = shown_value(keys[-1], first["input"])
+            return f"{dotted} = {shown}: no option of type {location[-2]!r}; remove it, as --set {dotted}=none does"
+        remedy = f"did you mean {near}?" if near else "remove it"
+        return f"{dotted} = {shown_value(keys[-1], first['input'])}: unknown key; {remedy}"
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error":
+        return f"{dotted}.{message}" if dotted else message
+    if first["type"] == "missing":
+        return f"{dotted}: missing, and it has no default; add it to {origin}"
+    rule = message.replace("Input should be", "must be")
+    value = first["input"]
+    shown = shown_value(keys[-1] if keys else "", value) if not isinstance(value, (Mapping, list)) else "{...}"
+    return f"{dotted} = {shown}: {rule[0].lower()}{rule[1:]}; change it in {origin} or with --set {dotted}=..."
+
+
+def shown_value(key: str, value: Any) -> str:
+    """Return a value of a profile as an error shows it: without secrets, and not longer than a paragraph."""
+    try:
+        text = repr(hidden(key, value))
+    except RecursionError:  # tables in tables, as many as a dotted key may name
+        return "{...}"
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]} ..."
+
+
+def _real_keys(location: Sequence[int | str], tree: Any) -> list[str]:
+    """Return the keys of `location` that stand in the file: pydantic adds the tag of the union that it chose."""
+    keys = []
+    for position, key in enumerate(location):
+        if isinstance(tree, Mapping) and key in tree:
+            tree = tree[key]
+        elif isinstance(tree, (list, tuple)) and isinstance(key, int):
+            tree = tree[key] if key < len(tree) else None
+        elif position < len(location) - 1 or not isinstance(tree, Mapping):
+            continue
+        keys.append(str(key))
+    return keys
+
+
+def _nearest(keys: Sequence[str], model: type[BaseModel]) -> str:
+    known = sorted(set(_dotted_names(model)))
+    parent = [name for name in known if name.split(".")[:-1] == list(keys[:-1])]
+    last = {name.split(".")[-1]: name for name in parent}
+    near = difflib.get_close_matches(keys[-1], last, n=1, cutoff=0.6)
+    if near:
+        return last[near[0]]
+    anywhere = difflib.get_close_matches(".".join(keys), known, n=1, cutoff=0.6)
+    return anywhere[0] if anywhere else ""
+
+
+def _dotted_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        for inner in _models_in(field.annotation):
+            yield from _dotted_names(inner, f"{prefix}{name}.")
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)

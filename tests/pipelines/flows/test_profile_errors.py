@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+
+from pipelines.flows.profile import find_profile, load_profile
+from rlhf_core.errors import ConfigError
+
+SAMPLER_OPTIONS = [
+    name for name in tomllib.loads(find_profile("tiny/full").read_text())["runtime"]["sampler"] if name != "type"
+]
+
+
+def test_an_option_of_another_type_is_called_so_and_says_how_to_remove_it() -> None:
+    override = "runtime.sampler.type=hf"
+    with pytest.raises(ConfigError, match=r"^runtime\.sampler\.max_model_len = 256: no option of type 'hf'; remove it"):
+        load_profile("tiny/full", [override])
+    removed = [f"runtime.sampler.{name}=none" for name in SAMPLER_OPTIONS]
+    assert load_profile("tiny/full", [override, *removed]).runtime.sampler.type == "hf"
