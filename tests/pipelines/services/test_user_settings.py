@@ -157,5 +157,5 @@ def test_a_tracking_server_is_one_that_is_reached_over_the_network(monkeypatch: 
 
 
 def test_what_reads_dotenv_files_is_declared_and_not_only_there_by_way_of_another_package() -> None:
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     assert "python-dotenv" in project["dependencies"]

@@ -20,7 +20,7 @@ from tests.rlhf_core.training.conftest import TINY
 from tests.support.tolerances import assert_same_updates, near, of_training
 
 PROGRAM = Path(__file__).with_name("deepspeed_program.py")
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 STAGES = ("zero0", "zero1", "zero2")
 SAVED = (*STAGES, "zero3")
 STEPS = 5
