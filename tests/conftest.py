@@ -10,9 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from rlhf_core.secrets import redaction
 from rlhf_core.store.artifacts import ArtifactStore
+
+settings.register_profile("no deadline", deadline=None)  # the machine may be busy with other tests
+settings.load_profile("no deadline")
 
 
 @pytest.fixture(autouse=True)

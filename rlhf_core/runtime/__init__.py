@@ -1,1 +1,1 @@
-"""Where engines live: on Ray or in this process. `factory.open_runtime` chooses; importing this package starts nothing."""
+"""Run engines on Ray or in this process. `factory.open_runtime` chooses; importing this package starts nothing."""

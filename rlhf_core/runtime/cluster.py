@@ -1,4 +1,4 @@
-"""Joining or starting Ray, and the environment of our workers."""
+"""Join or start Ray, and build the environment of the workers."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from rlhf_core.runtime.liveness import asks_for_token, greet
 logger = logging.getLogger(__name__)
 
 START_ATTEMPTS = 3
-"""On a machine that is busy, Ray's processes may miss each other's deadlines, which are fixed."""
+"""Attempts to start Ray. On a busy machine Ray's processes may miss each other's deadlines, which cannot be changed."""
 OBJECT_STORE_FRACTION = 0.1
-"""Share of the machine's memory that weights on their way may take; Ray's own default is 0.3."""
+"""Share of the machine's memory for weights in transit; Ray's own default is 0.3."""
 SMALLEST_OBJECT_STORE = 256 << 20
 KERNEL_CHOICES = (
     "ATEN_CPU_CAPABILITY",
@@ -37,11 +37,13 @@ KERNEL_CHOICES = (
     "MKL_CBWR",
     "MKL_ENABLE_INSTRUCTIONS",
 )
-"""Environment variables by which a user holds torch's math libraries to an instruction set; read when they are loaded."""
+"""Environment variables that pin torch's math libraries to an instruction set. They are read when the libraries
+load.
+"""
 CONNECT_TIMEOUT_S = 300.0
-"""For starting or joining Ray: it starts half a dozen processes, on a machine that may be very busy."""
+"""Time limit for starting or joining Ray, which starts about six processes, perhaps on a very busy machine."""
 RECONNECT_TIMEOUT_S, RECONNECT_EVERY_S = 120.0, 2.0
-"""How long a head of `RAY_ADDRESS` that was there and went may take to come back."""
+"""How long to wait for a head at `RAY_ADDRESS` that was connected before and is lost."""
 
 
 def connect(cores: int) -> bool:
@@ -51,11 +53,11 @@ def connect(cores: int) -> bool:
     within CONNECT_TIMEOUT_S.
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    # Without this Ray blanks CUDA_VISIBLE_DEVICES only with a warning on every start.
+    # Without this, Ray sets CUDA_VISIBLE_DEVICES to an empty value and warns about it on every start.
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "1"
-    # Ray would end this process, without a word, a minute after its head is gone. `RayWatch` notices that and acts.
+    # Ray would end this process without an error a minute after its head is gone. `RayWatch` notices the loss and acts.
     os.environ["RAY_gcs_rpc_server_reconnect_timeout_s"] = "86400"  # noqa: SIM112  # Ray spells it so
-    # Ray's own handler of SIGTERM prints a trace of the stack and aborts the process 3 s later; ours lets the stage save.
+    # Ray's handler of SIGTERM prints a stack trace and aborts the process after 3 s; ours lets the stage save.
     os.environ["RAY_DISABLE_FAILURE_SIGNAL_HANDLER"] = "1"
     address = named_address()
     import ray
@@ -71,7 +73,7 @@ def connect(cores: int) -> bool:
 
 
 def connect_again(cores: int) -> bool:
-    """Do as `connect` after Ray was lost: a head of `RAY_ADDRESS` has RECONNECT_TIMEOUT_S to come back."""
+    """Connect as `connect` does after Ray was lost: a head at `RAY_ADDRESS` has RECONNECT_TIMEOUT_S to come back."""
     deadline = time.monotonic() + RECONNECT_TIMEOUT_S
     while True:
         try:
@@ -83,7 +85,7 @@ def connect_again(cores: int) -> bool:
 
 
 def servers() -> dict[str, str]:
-    """Return name -> host:port of the two servers of Ray that this process talks to: the head, and a raylet."""
+    """Return name -> host:port of the two Ray servers that this process talks to: the head and a raylet."""
     import ray
 
     node = ray._private.worker.global_worker.node
@@ -91,13 +93,13 @@ def servers() -> dict[str, str]:
 
 
 def named_address() -> str:
-    """Return the `RAY_ADDRESS` to join, "" to start a Ray of our own."""
+    """Return the `RAY_ADDRESS` to join, or "" to start a Ray of our own."""
     address = os.environ.get("RAY_ADDRESS", "")
     return "" if address == "local" else address
 
 
 def check_address(address: str) -> None:
-    """Raise ConfigError, within seconds, unless something that may be a Ray head answers at `address`."""
+    """Raise ConfigError within seconds unless a server that may be a Ray head answers at `address`."""
     if address.startswith("ray://"):
         rule, remedy = "the Ray client protocol is not supported", "use the head's address, host:6379"
         raise ConfigError(explain("RAY_ADDRESS", address, rule, remedy))
@@ -108,9 +110,9 @@ def check_address(address: str) -> None:
 def worker_environment(*, threads: int) -> dict[str, str]:
     """Return the environment variables of a worker process.
 
-    Trainer and sampler take turns on the same cores, so idle OpenMP threads must sleep instead of spinning. Workers of a
-    Ray that somebody else started have the environment of its nodes: what chooses the kernels, and so the rounding of a
-    result, is passed on from this process.
+    Trainer and sampler use the same cores in turn, so idle OpenMP threads must sleep instead of spinning. Workers of a
+    Ray that somebody else started inherit the environment of its nodes. The variables that choose the math kernels, and
+    therefore how results are rounded, are passed on from this process.
     """
     spec = importlib.util.find_spec("rlhf_core")
     if spec is None or spec.origin is None:
@@ -140,10 +142,11 @@ def threads_per_worker(config: RuntimeConfig, *, workers: int) -> int:
 
 
 def keep_token_private() -> None:
-    """Let none but this user read Ray's token: who has it runs commands as this user, on any port of the Ray.
+    """Make Ray's token readable by this user only: whoever has it can run commands as this user, on any port of the
+    Ray.
 
-    Ray makes the file for everybody to read, which a home folder that others may enter does not stop. Raises ConfigError
-    if it cannot be made private.
+    Ray creates the file readable by everybody, which matters if others may enter the home folder. Raises ConfigError if
+    the file cannot be made private.
     """
     of_the_user = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
     if of_the_user or os.environ.get("RAY_AUTH_MODE") == "disabled":
@@ -172,7 +175,7 @@ def _make_token(path: Path) -> None:
 
 
 def free_port() -> int:
-    """Return a TCP port of this machine that nobody listens on."""
+    """Return a TCP port of this machine that no process listens on."""
     with socket.socket() as listener:
         listener.bind(("", 0))
         return int(listener.getsockname()[1])
@@ -187,7 +190,7 @@ def own_gpus() -> list[str]:
 
 
 def in_lasting_thread(start: Callable[[], object], *, what: str, timeout_s: float) -> None:
-    """Call `start` in a thread that outlives it: Linux kills Ray's processes with the *thread* that made them.
+    """Call `start` in a thread that outlives the call: Linux kills Ray's processes with the *thread* that started them.
 
     Raises WorkerLostError if it takes longer than `timeout_s`: calls into a Ray that hangs may never return.
     """
@@ -205,7 +208,7 @@ def in_lasting_thread(start: Callable[[], object], *, what: str, timeout_s: floa
         started.result(timeout_s)
     except TimeoutError as error:
         if started.done():
-            raise  # its own
+            raise  # the TimeoutError is that of `start`
         rule = f"not done within {timeout_s:g} s"
         raise WorkerLostError(explain("Ray", what, rule, "see whether Ray and its machines are well")) from error
 
@@ -214,9 +217,9 @@ def _join(address: str) -> None:
     import ray
     from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 
-    # A head asks for the user's token as soon as there is one (any Ray of our own makes it), and Ray sends it to a named
-    # address only when told to. Not always: a process that sends tokens also asks for them, and then the workers of a
-    # head without tokens could not call it.
+    # A head requires the user's token as soon as one exists (any Ray of our own creates it), but Ray sends it to a
+    # named address only when told to. It must not always be sent: a process that sends tokens also requires them, and
+    # then the workers of a head without tokens could not call this process.
     if asks_for_token(address):
         maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     try:
@@ -228,7 +231,7 @@ def _join(address: str) -> None:
 def _start(cores: int) -> None:
     import ray
 
-    # Unix sockets live below it and may be 107 characters long, so TMPDIR does not decide.
+    # Unix sockets are created below this folder and their paths are limited to 107 characters, so TMPDIR is ignored.
     folder = private_folder(Path("/tmp") / f"rlhf-ray-{os.getuid()}")
     keep_token_private()
     for attempt in range(START_ATTEMPTS):
@@ -244,8 +247,9 @@ def _start(cores: int) -> None:
                     log_to_driver=False,
                     logging_level=logging.ERROR,
                     _temp_dir=str(folder),
-                    # Our actors have an environment of their own, so workers that Ray starts ahead would never be used.
-                    # Ray would let its workers give way to all other processes, but here they are what all else waits for.
+                    # Our actors have environments of their own, so workers that Ray starts ahead would never be used.
+                    # By default Ray gives its workers a lower priority than other processes, but here everything else
+                    # waits for them.
                     _system_config={
                         "prestart_worker_first_driver": False,
                         "enable_metrics_collection": False,
@@ -264,12 +268,14 @@ def _start(cores: int) -> None:
 
 @contextmanager
 def _this_machine_alone() -> Iterator[None]:
-    """Inside, a Ray that is started listens on 127.0.0.1. Not longer: a `ray start` of this process must not inherit it."""
+    """Make a Ray that is started inside listen on 127.0.0.1; restored at the end, as a later `ray start` must not
+    inherit it.
+    """
     from ray._private import ray_constants
 
     name, enabled = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
     before = os.environ.pop(name, None)
-    os.environ[name] = "0"  # for Ray's processes; this one may have imported ray, and read it, long ago
+    os.environ[name] = "0"  # for Ray's processes; this process may have read it long ago, when it imported ray
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         yield
@@ -281,7 +287,7 @@ def _this_machine_alone() -> Iterator[None]:
 
 
 def _probe(address: str) -> None:
-    """Raise ConfigError unless a gRPC server answers: Ray itself would wait for minutes, for one behind any open port."""
+    """Raise ConfigError unless a gRPC server answers. Ray itself would wait for minutes on any open port."""
     try:
         greet(address)
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Whether a worker can compute on the GPUs that Ray reserved for it."""
+"""Check that a worker can compute on the GPUs that Ray reserved for it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from rlhf_core.errors import ConfigError, explain
 
 NODE_CHARACTERS = 8
-"""Of Ray's name of a node, which has 56."""
+"""Number of characters shown of a Ray node id, which has 56."""
 
 
 def check_gpus(key: str, value: float, reserved: Sequence[str], *, built_for: str = "") -> None:
     """Raise ConfigError if `reserved` GPUs (as `node:index`) would idle while this worker computes on the CPU.
 
-    `built_for` is the platform of the worker's engine, where it is not torch that decides. Every worker of `key` calls this
-    before it loads a model.
+    `built_for` is the platform of the worker's engine if the engine does not use torch's. Every worker of `key` calls
+    this before it loads a model.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""From a `RuntimeConfig` to a `Runtime`."""
+"""Open the `Runtime` that a `RuntimeConfig` describes."""
 
 from __future__ import annotations
 

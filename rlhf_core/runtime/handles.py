@@ -1,4 +1,4 @@
-"""What a stage holds: a `Trainer` and a `Sampler` whose work is done by Ray workers."""
+"""Provide the `Trainer` and the `Sampler` that a stage uses and whose work Ray workers do."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-# Each of these makes a method of `RayTrainer` from one of `Trainer`: the same signature, carried out by the ranks.
+# Each of these functions makes a method of `RayTrainer` from one of `Trainer`, with the same signature; the ranks run
+# it.
 
 
 def _in_order(method: Callable[Concatenate[Trainer, P], list[T]]) -> Callable[Concatenate[RayTrainer, P], list[T]]:
-    """Give each rank a share of the samples, the first argument; put the results, one per sample, back in order."""
+    """Split the samples, the first argument, among the ranks; return one result per sample, in the original order."""
     signature = inspect.signature(method)
 
     @functools.wraps(method)
@@ -49,9 +50,9 @@ def _on_all(method: Callable[Concatenate[Trainer, P], T]) -> Callable[Concatenat
 
 
 class RayTrainer:
-    """One role on all ranks. The samples are dealt out by length; sums are divided by the whole batch's denominators.
+    """One role on all ranks. Samples are split by length; sums are divided by the denominators of the whole batch.
 
-    `ranks_per_share` neighbouring ranks get the same samples, and the first of them answers for all.
+    `ranks_per_share` neighboring ranks get the same samples, and the first of them returns the results.
     """
 
     def __init__(
@@ -91,7 +92,9 @@ class RayTrainer:
     export = _on_all(Trainer.export)
 
     def weights(self) -> Weights:
-        """Return a reference to the full weights, which stay in the object store, or on rank 0 if GPUs will send them."""
+        """Return a reference to the full weights, which stay in the object store, or on rank 0 if GPUs will send
+        them.
+        """
         if self._transfer:
             ticket, digest = self._call("stage_weights")[0]
             return Weights(payload=DeviceWeights(self._workers, ticket), digest=digest)
@@ -134,7 +137,7 @@ class RayTrainer:
 
 
 class RaySampler:
-    """One policy on all engines; engine e gets a run of consecutive requests."""
+    """One policy on all engines. Each engine gets a block of consecutive requests."""
 
     def __init__(
         self, workers: WorkerGroup, *, transfer: Transfer, tensor_parallel: int, sharing: GpuSharing | None = None
@@ -159,7 +162,9 @@ class RaySampler:
     def advance(
         self, new: Sequence[tuple[int, SamplingRequest]], sampling: SamplingConfig
     ) -> list[tuple[int, Completion]]:
-        """Give each request to the engine that samples the fewest; return what finished first on each of them."""
+        """Give each new request to the engine with the fewest; return the requests that finished first on each
+        engine.
+        """
         parts: list[list[tuple[int, SamplingRequest]]] = [[] for _ in self._workers.actors]
         load = Counter(self._sampled.values())
         for number, request in new:
@@ -195,6 +200,6 @@ class RaySampler:
                 "policy", "send_weights", ticket, self._workers.actors, self._transfer, self._tensor_parallel
             )
         except RlhfError:
-            # A half-received update, or an engine that still waits in a broadcast: neither can be used again.
+            # The update is half received, or an engine still waits in a broadcast: the engines cannot be used again.
             self._workers.kill()
             raise

@@ -1,7 +1,7 @@
-"""Ray's job server: jobs by name that outlive whoever submitted them.
+"""Submit and follow named jobs on Ray's job server; they outlive the process that submitted them.
 
-A job's name (its submission id) can be used once on a cluster, so two processes that submit the same one are told
-apart by the server. Every call returns within `REQUEST_TIMEOUT_S` or raises `JobServerError`.
+A job's name (its submission id) can be used once per cluster, so if two processes submit the same name, the server
+accepts only one. Every call returns within `REQUEST_TIMEOUT_S` or raises `JobServerError`.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ JobState = Literal["PENDING", "RUNNING", "SUCCEEDED", "FAILED", "STOPPED"]
 
 REQUEST_TIMEOUT_S = 15.0
 CONNECT_TIMEOUT_S = 30.0
-"""A head that was started a moment ago needs about 11 s until its job server answers."""
+"""A newly started head needs about 11 s until its job server answers."""
 START_RAY = "`ray start --head --disable-usage-stats`, then RAY_ADDRESS=127.0.0.1:6379"
 MESSAGE_CHARACTERS = 300
 
 
 class JobServerError(WorkerLostError, ConnectionError):
-    """The job server gave no usable answer; what became of its jobs is not known."""
+    """The job server gave no usable answer; the state of its jobs is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job as the server describes it. `message` is the first line of what Ray says about its state."""
+    """A job as the server describes it. `message` is the first line of Ray's message about its state."""
 
     id: str
     state: JobState
@@ -54,17 +54,19 @@ class Jobs(Protocol):
         """Return every job that the server remembers, oldest first."""
 
     def get(self, job_id: str) -> Job | None:
-        """Return the job; None if the server does not know it (it was restarted, say)."""
+        """Return the job, or None if the server does not know it (because it was restarted, for example)."""
 
     def submit(self, job_id: str, command: str, *, environment: Mapping[str, str], metadata: Mapping[str, str]) -> bool:
-        """Have `command` (a line for a shell) run on the head; return False if the name was used before."""
+        """Run `command` (a shell command line) on the head; return False if the name was used before."""
 
     def stop(self, job_id: str) -> None:
-        """Have the job's processes sent SIGTERM and, in the end, SIGKILL; returns at once. An ended job stays so."""
+        """Send SIGTERM to the job's processes, later SIGKILL, and return at once. A job that has ended keeps its
+        state.
+        """
 
 
 def open_jobs() -> Jobs:
-    """Return the job server of the Ray at `RAY_ADDRESS`; ConfigError, within half a minute, if there is none."""
+    """Return the job server of the Ray at `RAY_ADDRESS`; raise ConfigError within half a minute if there is none."""
     address = named_address()
     if not address:
         rule = "a job needs a Ray that outlives this process, and RAY_ADDRESS names none"
@@ -72,14 +74,14 @@ def open_jobs() -> Jobs:
     check_address(address)
     try:
         return RayJobs(_within(CONNECT_TIMEOUT_S, functools.partial(_connect, address)))
-    except Exception as error:  # Ray raises whatever its layers do, and a time-out is one more
+    except Exception as error:  # Ray raises errors of all its layers, and a time-out is one more
         rule = f"its job server does not answer ({_first_line(error)})"
         remedy = "start the head with its dashboard (`pip install 'ray[default]'`) and try again in a minute"
         raise ConfigError(explain("RAY_ADDRESS", address, rule, remedy)) from error
 
 
 class RayJobs:
-    """`Jobs` over Ray's own client."""
+    """The `Jobs` of Ray's own client."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -105,7 +107,7 @@ class RayJobs:
                 submission_id=job_id,
                 runtime_env={"env_vars": dict(environment)},
                 metadata=dict(metadata),
-                entrypoint_num_cpus=0,  # it only drives: its workers reserve what they need
+                entrypoint_num_cpus=0,  # the job only drives: its workers reserve what they need
             )
         except JobServerError as error:
             if "already exists" in str(error.__cause__):
@@ -130,16 +132,16 @@ def _connect(address: str) -> Any:
     from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
     from ray.job_submission import JobSubmissionClient
 
-    # As `ray.init` does and the client of jobs does not: a head asks for the user's token as soon as there is one.
+    # `ray.init` does this, the job client does not: a head requires the user's token as soon as one exists.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     client = JobSubmissionClient(address)
-    client._do_request = functools.partial(client._do_request, timeout=REQUEST_TIMEOUT_S)  # Ray's own has none
+    client._do_request = functools.partial(client._do_request, timeout=REQUEST_TIMEOUT_S)  # Ray sets no time-out
     return client
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T:
-    """Return `call()`, or raise TimeoutError: some of Ray's ways to find a server try for minutes."""
+    """Return `call()`, or raise TimeoutError after `seconds`: Ray may search for a server for minutes."""
     answer: Future[T] = Future()
 
     def run() -> None:

@@ -1,7 +1,7 @@
-"""Whether Ray itself is alive: its head (gcs_server) and the raylet of this machine.
+"""Detect the loss of Ray's own servers: its head (gcs_server) and the raylet of this machine.
 
-Ray does not tell in time. A driver whose raylet was killed waits on; one whose head was killed is ended by Ray after
-a minute, without a word to the code that runs in it; and a head that hangs is not noticed at all.
+Ray does not report their loss in time. If the raylet is killed, the driver keeps waiting. If the head is killed, Ray
+ends the driver after a minute, without an error in its code. A head that hangs is not noticed at all.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ logger = logging.getLogger(__name__)
 PROBE_TIMEOUT_S = 5.0
 WATCH_EVERY_S = 2.0
 REFUSALS, SILENCES = 2, 5
-"""So many refused connections in a row mean that the process is gone; so many unanswered ones, that it hangs."""
+"""Number of refused connections in a row after which a process counts as gone, and of time-outs after which it
+hangs.
+"""
 KILL_WAIT_S = 10.0
 HTTP2_SETTINGS = 4
 HTTP2_FRAME_HEADER = 9
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, HTTP2_SETTINGS, 0, 0, 0, 0, 0))
-"""What a client sends first (RFC 9113, 3.4); the server answers with a settings frame of its own."""
+"""First bytes that an HTTP/2 client sends (RFC 9113, 3.4); the server answers with a settings frame of its own."""
 
 
 def greet(address: str) -> None:
-    """Return if a gRPC server answers at `address` (host:port); OSError or ValueError says why not.
+    """Return if a gRPC server answers at `address` (host:port); raise OSError or ValueError if not.
 
-    TimeoutError: something listens there and says nothing; the kernel accepts connections for a process that hangs.
+    TimeoutError means that something listens there but does not answer: the kernel accepts connections for a hung
+    process.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -45,7 +48,9 @@ def greet(address: str) -> None:
 
 
 def asks_for_token(address: str) -> bool:
-    """Say whether the Ray head at `address` refuses callers without a token; False where no head is named or answers."""
+    """Return whether the Ray head at `address` refuses callers without a token; False if no head is named or
+    answers.
+    """
     import grpc  # type: ignore[import-untyped]
 
     if ":" not in address:  # `auto`
@@ -59,10 +64,10 @@ def asks_for_token(address: str) -> bool:
 
 
 class RayWatch:
-    """Watches servers of Ray's from a thread. `lost` says which of them is gone, "" while all are well.
+    """Watches Ray's servers from a thread. `lost` describes the one that is lost, "" while all answer.
 
-    With `own` the servers are children of this process, started by it: once one of them is lost, all processes below
-    them are killed, so that nothing computes on or hangs, and `kill_family` does the same at the end.
+    With `own`, the servers are children of this process. Once one of them is lost, all processes below them are killed,
+    so that none keeps computing or hangs; `kill_family` does the same at the end.
 
     >>> watch = RayWatch({"the Ray head": "127.0.0.1:6379"}, own=False)   # doctest: +SKIP
     """
@@ -80,23 +85,25 @@ class RayWatch:
         self._thread.start()
 
     def settle(self) -> str:
-        """Ask all servers now, and again until each has answered or one is lost; return `lost`.
+        """Ask all servers until each has answered or one is lost; return `lost`.
 
-        A worker dies before its raylet's death is certain: who replaces the worker must not build on that raylet.
+        A worker dies before the death of its raylet is certain, and a new worker must not be started on that raylet.
         """
         while not self._look() and not self.lost and not self._stop.is_set():
             self._stop.wait(WATCH_EVERY_S)
         return self.lost
 
     def stop(self) -> None:
-        """Watch no more; `lost` stays as it is."""
+        """Stop watching; `lost` keeps its value."""
         self._stop.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(len(self._servers) * PROBE_TIMEOUT_S + 1)
         self._note_family()
 
     def kill_family(self) -> None:
-        """Kill what is left of our own Ray, stopped processes and orphans too. Does nothing to a Ray that we joined."""
+        """Kill the remaining processes of our own Ray, stopped and orphaned ones too. A Ray that was joined is left
+        alone.
+        """
         if not self._own:
             return
         self._note_family()
@@ -111,7 +118,7 @@ class RayWatch:
             self._look()
 
     def _look(self) -> bool:
-        """Ask every server; return whether all answered, and note the first that is lost."""
+        """Ask every server; return whether all answered, and record the first that is lost."""
         with self._looking:
             well = True
             for name, address in self._servers.items():
@@ -124,7 +131,7 @@ class RayWatch:
             return well
 
     def _problem(self, name: str, address: str) -> str:
-        """Return what is wrong for good with a server, "" if nothing is, or may not be."""
+        """Return why a server is lost, or "" if it is not or may still recover."""
         try:
             greet(address)
         except TimeoutError:
@@ -137,7 +144,7 @@ class RayWatch:
         return ""
 
     def _note_family(self) -> None:
-        """Remember our Ray's processes while their parents live; afterwards nothing says whose they were."""
+        """Record our Ray's processes while their parents live; afterwards they can no longer be attributed."""
         if not self._own:
             return
         names = {"gcs_server", "raylet"}

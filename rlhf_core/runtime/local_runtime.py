@@ -1,4 +1,4 @@
-"""Engines in this process: for tests and machines too small for Ray."""
+"""Run engines in this process: for tests and machines too small for Ray."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class LocalRuntime:
             self._sampler_leased = False
 
     def prewarm(self, *, trainer: bool, sampler: bool) -> None:
-        """Do nothing: imports in this process would make the caller wait now instead of later."""
+        """Do nothing: importing here would block the caller."""
 
     def engines(self) -> dict[str, str]:
         """Return name -> version of the engines that served a lease."""

@@ -1,7 +1,7 @@
-"""Which GPUs the workers get. On CPUs Ray reserves nothing: trainer and sampler take turns on the same cores.
+"""Choose the GPUs of the workers. On CPUs Ray reserves nothing: trainer and sampler use the same cores in turn.
 
-Ray fills one GPU with fractions before it takes the next, so two ranks of half a GPU each would land on one. Fractions are
-therefore taken from bundles of a whole GPU, which hold one train worker and one engine at most.
+Ray fills one GPU with fractions before it uses the next, so two ranks of half a GPU each would share one. Fractions are
+therefore taken from bundles of a whole GPU, which hold at most one train worker and one engine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
 SAY_EVERY_S = 30.0
-"""How often a reservation that waits says for what."""
+"""Seconds between log lines of a reservation that waits."""
 
 Bundle = Mapping[str, float]
 
@@ -36,7 +36,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Layout:
-    """What is reserved together, a bundle lying on one node, and which bundle each worker is in."""
+    """The bundles that are reserved together, each on one node, and the bundle of each worker."""
 
     bundles: tuple[Bundle, ...]
     train: tuple[int, ...]
@@ -44,12 +44,12 @@ class Layout:
 
 
 def engine_count(sampler: AnySamplerConfig) -> int:
-    """Return how many sampler processes there are."""
+    """Return the number of sampler processes."""
     return sampler.needs().engines
 
 
 def layout(config: RuntimeConfig) -> Layout:
-    """Return the bundles of `config`, which asks for GPUs: no two train workers and no two engines are on one GPU.
+    """Return the bundles of a `config` that asks for GPUs: no GPU holds two train workers or two engines.
 
     >>> shared = layout(RuntimeConfig(train_workers=2, gpus_per_train_worker=0.5, gpus_per_engine=0.5))
     >>> shared.bundles, shared.train, shared.sample
@@ -59,7 +59,7 @@ def layout(config: RuntimeConfig) -> Layout:
     train_gpus, engine_gpus = config.gpus_per_train_worker, config.gpus_per_engine
     if config.shares_gpus:
         number = max(trainers, engines)
-        # One pair alone takes what it asks for, which is always of one GPU, and leaves the rest to other runs.
+        # A single pair reserves only its fractions, which are always of one GPU, and leaves the rest to other runs.
         gpus = _plain(1 if number > 1 else round(train_gpus + engine_gpus, 4))
         pairs = tuple({"CPU": (each < trainers) + (each < engines), "GPU": gpus} for each in range(number))
         return Layout(pairs, tuple(range(trainers)), tuple(range(engines)))
@@ -68,20 +68,21 @@ def layout(config: RuntimeConfig) -> Layout:
 
 
 def _own(gpus: float, workers: int) -> list[Bundle]:
-    """Return a bundle for each of `workers` that share with nobody."""
+    """Return a bundle for each of `workers` that share their GPUs with no other kind of worker."""
     whole = 1 if 0 < gpus < 1 and workers > 1 else _plain(gpus)
     return [{"CPU": 1, **({"GPU": whole} if whole else {})}] * workers
 
 
 def _plain(number: float) -> float:
-    """Return `number` as Ray wants it, and as it reads best: whole where it is."""
+    """Return `number` as an int if it is whole, as Ray requires."""
     return int(number) if number == int(number) else number
 
 
 def by_node(made: Layout, nodes: Mapping[int, str]) -> Layout:
-    """Return `made` with workers of one kind on neighbouring places, node by node; `nodes` says where each bundle lies.
+    """Return `made` with workers of one kind in neighboring places, node by node; `nodes` gives the node of each
+    bundle.
 
-    Bundles of the same size can be exchanged; the node that has most of them comes first.
+    Bundles of the same size are interchangeable; the node that has most of them comes first.
 
     >>> halves = Layout(({"GPU": 1},) * 4, (0, 1), (2, 3))
     >>> by_node(halves, {0: "a", 1: "b", 2: "b", 3: "a"})
@@ -104,23 +105,24 @@ def _node_order(bundles: Sequence[int] | set[int] | range, nodes: Mapping[int, s
 
 
 def gpu_order(gpus: Sequence[Sequence[str]]) -> list[int]:
-    """Return the positions of workers on `gpus` (of each worker, `node:index`), by node as they come, then by GPU.
+    """Return the order of the workers by node (in order of appearance), then by GPU; `gpus` lists each worker's
+    `node:index`.
 
     >>> gpu_order([["b:1"], ["b:0"], ["a:10"], ["a:9"]])
     [1, 0, 3, 2]
     """
     nodes = [own[0].partition(":")[0] if own else "" for own in gpus]
     indices = [own[0].partition(":")[2] if own else "" for own in gpus]
-    # Indices are numbers; where GPUs are named otherwise, any fixed order will do.
+    # Indices are numbers; if GPUs have other names, any fixed order will do.
     return sorted(range(len(gpus)), key=lambda one: (nodes.index(nodes[one]), len(indices[one]), indices[one]))
 
 
 def reserve(config: RuntimeConfig, *, fixed: bool = False, over: Callable[[], str] = lambda: "") -> Placement:
     """Return where the workers run; GPUs are reserved for all of them at once, packed on as few nodes as possible.
 
-    What is not there or not free is waited for, as an autoscaler starts nodes for what waits. A `fixed` cluster will not
-    grow: there it is ConfigError at once, else after `placement_timeout_s`. `over` says why not to wait any longer, ""
-    while there is no reason; then it is WorkerLostError.
+    Waits for resources that are missing or busy, because an autoscaler starts nodes for waiting requests. Raises
+    ConfigError after `placement_timeout_s`, or at once if the cluster is `fixed`, as it will not grow. `over` returns a
+    reason to stop waiting, or ""; a reason raises WorkerLostError.
     """
     engines = engine_count(config.sampler)
     if config.gpus_per_train_worker == 0 and config.gpus_per_engine == 0:
@@ -138,7 +140,7 @@ def reserve(config: RuntimeConfig, *, fixed: bool = False, over: Callable[[], st
         _wait(group, config, made, over)
         table = placement_group_table(group)
     except BaseException:
-        ray.util.remove_placement_group(group)  # or it would stay queued, and take the GPUs from the next attempt
+        ray.util.remove_placement_group(group)  # or it would stay queued and take the GPUs from the next attempt
         raise
     placed = by_node(made, {int(bundle): str(node) for bundle, node in table["bundles_to_node_id"].items()})
 
@@ -154,7 +156,7 @@ def reserve(config: RuntimeConfig, *, fixed: bool = False, over: Callable[[], st
 
 
 def _wait(group: Any, config: RuntimeConfig, made: Layout, over: Callable[[], str]) -> None:
-    """Return once `group` has its places."""
+    """Return once the bundles of `group` are reserved."""
     import ray
 
     ready = group.ready()

@@ -41,11 +41,11 @@ SHUTDOWN_TIMEOUT_S = 30.0
 
 
 class RayRuntime:
-    """A `Runtime` on a local Ray, or on the one of `RAY_ADDRESS`. Nothing starts before the first lease or `prewarm`.
+    """A `Runtime` on a local Ray, or on the one at `RAY_ADDRESS`. Nothing starts before the first lease or `prewarm`.
 
-    Workers live until `close`, so imports and engine starts are paid once, not once per stage. A worker that died or
-    missed its deadline fails the call in progress and is replaced at the next lease; so is all of a Ray of our own
-    that died or hangs, while a head of `RAY_ADDRESS` is waited for (see `cluster.connect_again`).
+    Workers live until `close`, so imports and engine starts are paid once, not once per stage. A worker that dies or
+    misses its deadline fails the call in progress and is replaced at the next lease. So is a whole Ray of our own that
+    dies or hangs; a head at `RAY_ADDRESS` is waited for instead (see `cluster.connect_again`).
 
     >>> runtime = RayRuntime(RuntimeConfig())                                     # doctest: +SKIP
     >>> with runtime.trainer("policy", spec, optimizer) as trainer: ...           # doctest: +SKIP
@@ -71,7 +71,7 @@ class RayRuntime:
             offload=config.trainer.sleep,
         )
         self._starting = threading.RLock()
-        """Workers are also started ahead, by a thread of the caller's."""
+        """Lock for starting workers, which a thread of the caller may also do ahead of time."""
 
     # ------------------------------------------------------------ Runtime
 
@@ -88,11 +88,11 @@ class RayRuntime:
                 workers, role, lease, transfer=self._transfer(), ranks_per_share=shared, sharing=self._sharing
             )
         except (KeyboardInterrupt, SystemExit):
-            workers.kill()  # or the release would wait for the call that was interrupted
+            workers.kill()  # or the release would wait for the interrupted call
             raise
         finally:
             if not workers.broken:
-                with contextlib.suppress(WorkerLostError):  # then it is gone, and the next lease replaces the workers
+                with contextlib.suppress(WorkerLostError):  # the next lease replaces lost workers
                     workers.call(role, "release", lease)
 
     @contextlib.contextmanager
@@ -143,11 +143,11 @@ class RayRuntime:
 
         watch.stop()
         if watch.lost or not _within(2 * STOP_TIMEOUT_S, self._end_workers):
-            watch.kill_family()  # before the shutdown, which waits for ever for a server that hangs
+            watch.kill_family()  # before the shutdown, which would wait forever for a server that hangs
         self._train = self._sample = self._placement = None
         if (self._owns_ray or watch.lost) and not _within(SHUTDOWN_TIMEOUT_S, ray.shutdown):
             logger.warning("Ray did not shut down within %g s", SHUTDOWN_TIMEOUT_S)
-            atexit.unregister(ray.shutdown)  # or it would be tried, and waited for, when the interpreter ends
+            atexit.unregister(ray.shutdown)  # or the interpreter would call it, and wait for it, at exit
         watch.kill_family()
 
     def _end_workers(self) -> None:
@@ -238,11 +238,11 @@ class RayRuntime:
         )
 
     def _place(self) -> Placement:
-        """Connect to Ray and reserve, unless that was done and still holds."""
+        """Connect to Ray and reserve GPUs, unless that was done and is still valid."""
         if self._watch is not None and self._watch.settle():
             self._stop()
         elif self._placement is not None and self._placement.group is not None and self._any_broken():
-            self._end_workers()  # a node that was lost took workers of both kinds with it, and its places are void
+            self._end_workers()  # a lost node takes workers of both kinds with it, and its reservation is void
             self._train = self._sample = self._placement = None
         patience_s = RECONNECT_TIMEOUT_S if self._connected_before else 0.0
         if self._watch is None:
@@ -285,7 +285,7 @@ class RayRuntime:
 
 
 def _order_by_gpu(group: WorkerGroup, gpus: float) -> None:
-    """Let the workers' order be that of their nodes and GPUs, so that neighbouring ranks are neighbours."""
+    """Order the workers by their nodes and GPUs, so that neighboring ranks are on neighboring GPUs."""
     if gpus > 0 and len(group.actors) > 1:
         group.reorder(gpu_order(group.call("placement", "gpus")))
 
@@ -297,7 +297,7 @@ def _within(seconds: float, action: Callable[[], object]) -> bool:
         try:
             action()
         except Exception as error:
-            # Whoever stops something goes on stopping the rest.
+            # An error must not keep the caller from stopping the rest.
             logger.warning("while stopping: %s: %s", type(error).__name__, error)
         ended.set()
 

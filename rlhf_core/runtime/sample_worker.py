@@ -44,7 +44,7 @@ class SampleWorker:
         return own_gpus()
 
     def open(self, policy: Path, transfer: Transfer) -> dict[str, str]:
-        """Serve `policy` from version 0; return the versions of the engines that do so.
+        """Serve `policy` from version 0; return the versions of the engines that serve it.
 
         `transfer` is the same in every call. Raises ConfigError if the engine would not compute on the GPUs that were
         reserved for it.
@@ -97,7 +97,7 @@ class SampleWorker:
             tensors |= unpack(bucket)
         self._opened().load_weights(Weights(payload=tensors, digest=weights.digest), version=version)
 
-    # ------------------------------------------------------------ a GPU that is shared
+    # ------------------------------------------------------------ shared GPU
 
     def sleep(self) -> None:
         """Free the engine's GPU memory, if there is an engine."""
@@ -112,15 +112,15 @@ class SampleWorker:
     # ------------------------------------------------------------ device transfer, called by the trainer's rank 0
 
     def transfer(self, verb: TransferVerb, info: object) -> None:
-        """Take one step of vLLM's weight transfer."""
+        """Run one step of vLLM's weight transfer."""
         self._on_device().transfer(verb, info)
 
     def check_probes(self, probes: Probes) -> None:
-        """Raise SamplingError if the engine holds other values than were sent."""
+        """Raise SamplingError if the engine's weights differ from those that were sent."""
         self._on_device().check_probes(probes)
 
     def adopt(self, version: int) -> None:
-        """Give the weights that were transferred their version."""
+        """Set the version of the weights that were transferred."""
         self._on_device().adopt(version)
 
     def stop(self) -> None:

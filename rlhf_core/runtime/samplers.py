@@ -10,7 +10,7 @@ from rlhf_core.interfaces import EngineSampler, SamplerEngine, Transfer
 
 
 def sampler_engine(config: AnySamplerConfig) -> SamplerEngine[AnySamplerConfig]:
-    """Return the engine of the module that `config` names; importing that module is what this costs."""
+    """Return the engine of the module that `config` names. The only cost is importing that module."""
     engine: SamplerEngine[AnySamplerConfig] = import_module(config.module).ENGINE
     return engine
 

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class MeetingPoint(NamedTuple):
-    """Where the ranks of a group find each other; `network` says in which network that address is meant.
+    """Address where the ranks of a group find each other; `network` names the network in which it is valid.
 
     >>> MeetingPoint("10.0.0.7", 29500, "0f7ab2c4 net:[4026531840]").host
     '10.0.0.7'
@@ -33,7 +33,7 @@ class MeetingPoint(NamedTuple):
 def _of_lease(
     method: Callable[Concatenate[RankTrainer, P], T],
 ) -> Callable[Concatenate[TrainWorker, str, P], T]:
-    """Return a method of the worker that takes the name of a lease and calls `method` of that lease's trainer."""
+    """Return a worker method that takes the name of a lease and calls `method` of that lease's trainer."""
 
     def call(self: TrainWorker, lease: str, *arguments: P.args, **keywords: P.kwargs) -> T:
         result: T = getattr(self._trainer(lease), method.__name__)(*arguments, **keywords)
@@ -45,9 +45,9 @@ def _of_lease(
 
 
 class TrainWorker:
-    """One of `world` ranks. Every lease is one `LocalTrainer`; all ranks must be called alike, in the same order.
+    """One of `world` ranks. Every lease is one `LocalTrainer`; all ranks must receive the same calls in the same order.
 
-    Which rank it is comes with `join`, as it depends on the GPU that the process got; `gpus_per_worker` is what was asked.
+    `join` sets the rank, which depends on the GPU that the process got. `gpus_per_worker` is the number requested.
     """
 
     def __init__(self, world: int, threads: int, config: TrainerConfig, *, gpus_per_worker: float = 0.0) -> None:
@@ -76,7 +76,7 @@ class TrainWorker:
         self._rank = rank
         self._meeting_point = address
         host, port, _ = address
-        os.environ.pop("LOCAL_WORLD_SIZE", None)  # of a launcher that started Ray, not of this group
+        os.environ.pop("LOCAL_WORLD_SIZE", None)  # set by a launcher that started Ray, not for this group
         os.environ.update(
             RANK=str(self._rank),
             LOCAL_RANK="0",  # Ray shows each worker its own GPU only
@@ -116,7 +116,7 @@ class TrainWorker:
         # On a GPU some kernels have no deterministic form: they warn instead of failing a long run.
         torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())
         torch.utils.deterministic.fill_uninitialized_memory = False
-        _ = transformers.AutoModelForCausalLM  # lazily imported, most of the start-up time
+        _ = transformers.AutoModelForCausalLM  # imported lazily; most of the start-up time
         if self._config.engine == "deepspeed":
             import rlhf_core.training.engines.deepspeed_engine  # noqa: F401
 
@@ -136,9 +136,10 @@ class TrainWorker:
         return self.versions()
 
     def _check_meeting_point(self) -> None:
-        """Raise ConfigError if rank 0 is on another machine, whose loopback address leads from here to nobody.
+        """Raise ConfigError if rank 0 is on another machine and its address is a loopback address, unreachable from
+        here.
 
-        Not in `join`, whose result nobody waits for.
+        The check is not in `join`, because nobody waits for its result.
         """
         there = self._meeting_point
         if there is not None and there.network != network() and is_loopback(there.host):
@@ -153,10 +154,11 @@ class TrainWorker:
         self._trainers.pop(lease).close()
         gc.collect()
 
-    # ------------------------------------------------------------ a GPU that is shared
+    # ------------------------------------------------------------ shared GPU
 
     def rest(self, offload: bool) -> int:
-        """Give memory that is not in use to whoever shares the GPU; with `offload` all models' as well, until `wake`.
+        """Free unused memory for the other users of the GPU; with `offload`, move all models to host memory until
+        `wake`.
 
         Return how many bytes of the models were moved to host memory.
         """
@@ -167,7 +169,7 @@ class TrainWorker:
         return moved
 
     def wake(self) -> None:
-        """Take all models back onto the GPU."""
+        """Move all models back to the GPU."""
         for trainer in self._trainers.values():
             trainer.wake()
 
@@ -199,7 +201,7 @@ class TrainWorker:
         weights = self._trainer(lease).weights()
         if self._rank != 0:
             return None
-        tensors = cast(Mapping[str, Any], weights.payload)  # of a trainer in this process
+        tensors = cast(Mapping[str, Any], weights.payload)  # weights of a trainer in this process
         refs = tuple(ray.put(pack(bucket)) for bucket in buckets(tensors))
         return Weights(payload=StoredWeights(refs), digest=weights.digest)
 
@@ -226,4 +228,4 @@ class TrainWorker:
         self._sender.send(staged)
         del staged
         if transfer == "ipc":
-            self.rest(offload=False)  # the engine is on this GPU, and wants the memory of the buffer
+            self.rest(offload=False)  # the engine is on this GPU and needs the memory of the buffer

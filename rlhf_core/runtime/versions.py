@@ -1,4 +1,4 @@
-"""Versions of the engines that train, read by the worker that runs them."""
+"""Read the versions of the engines that train, in the worker that runs them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from rlhf_core.config.engines import TrainerConfig
 
 
 def trainer_versions(config: TrainerConfig) -> dict[str, str]:
-    """Return name -> version of what trains: torch, transformers and, if it is the engine, DeepSpeed."""
+    """Return name -> version of the training libraries: torch, transformers and, if it is the engine, DeepSpeed."""
     engines = ("deepspeed",) if config.engine == "deepspeed" else ()
     return {name: version(name) for name in ("torch", "transformers", *engines)}

@@ -1,9 +1,9 @@
-"""How a trainer's weights reach the sampling engines.
+"""Send a trainer's weights to the sampling engines.
 
-Host memory always works: rank 0 packs the full weights into Ray's object store, engines on the same node map them
-(`weights.py`). Between GPUs vLLM's own weight transfer moves them, `vllm.distributed.weight_transfer`: by CUDA IPC where
-trainer and engine share a GPU, by an NCCL broadcast where they do not. Either way the digest of what is sent is that of
-`Trainer.weights()`, and the engine compares what it then holds with rows of what was sent.
+Host memory always works: rank 0 packs the full weights into Ray's object store, and engines on the same node map them
+(`weights.py`). Between GPUs, vLLM's own weight transfer (`vllm.distributed.weight_transfer`) moves them: by CUDA IPC if
+trainer and engine share a GPU, else by an NCCL broadcast. In both cases the digest of the sent weights is that of
+`Trainer.weights()`, and the engine compares the weights that it then holds with rows of those that were sent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlhf_core.runtime.worker_group import WorkerGroup
 
 @dataclass(frozen=True)
 class DeviceWeights:
-    """Payload of `Weights` that wait in rank 0 of `trainers` to be sent; only the newest `ticket` can be."""
+    """Payload of `Weights` that rank 0 of `trainers` keeps for sending. Only the newest `ticket` can be sent."""
 
     trainers: WorkerGroup
     ticket: int
@@ -47,7 +47,7 @@ def choose_transfer(train_gpus: Sequence[str], engine_gpus: Sequence[Sequence[st
 class DeviceSender:
     """Rank 0's end of the transfer; opened at the first `send` and kept, since an NCCL group takes seconds to form.
 
-    `tensors` are the first that will be sent: the buffer is made for them.
+    The buffer is sized for `tensors`, the first that will be sent.
     """
 
     def __init__(
@@ -76,7 +76,9 @@ class DeviceSender:
         return not self._ipc or _largest(tensors) <= self._buffer_bytes
 
     def send(self, tensors: Mapping[str, Any]) -> None:
-        """Send name -> CPU tensor to all engines and let them check what arrived. Raises SamplingError if it differs."""
+        """Send name -> CPU tensor to all engines and let them check what arrived. Raises SamplingError if it
+        differs.
+        """
         from rlhf_core.sampling.vllm_worker import probe_weights
 
         self._source.tensors = tensors
@@ -88,14 +90,16 @@ class DeviceSender:
 
 
 class EngineClient:
-    """vLLM's `VLLMWeightSyncClient` over several one-process engines (its own gives all of them the same NCCL ranks)."""
+    """vLLM's `VLLMWeightSyncClient` for several one-process engines (vLLM's own gives all of them the same NCCL
+    ranks).
+    """
 
     def __init__(self, engines: Sequence[Any], *, tensor_parallel: int) -> None:
         self._engines = engines
         self._tensor_parallel = tensor_parallel
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Let every engine join; engine e takes the NCCL ranks after those of the engines before it."""
+        """Join every engine to the group; engine e takes the NCCL ranks after those of the engines before it."""
         import ray
 
         infos = [dict(init_info) for _ in self._engines]
@@ -109,15 +113,15 @@ class EngineClient:
         self._all("start", {})
 
     def update_weights(self, update_info: Any) -> None:
-        """Let every engine receive."""
+        """Receive weights in every engine."""
         self._all("update", update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Let every engine repack what it received."""
+        """Repack the received weights in every engine."""
         self._all("finish", {})
 
     def check(self, probes: Probes) -> None:
-        """Let every engine compare what it holds with rows of what was sent."""
+        """Compare the weights of every engine with rows of those that were sent."""
         import ray
 
         ray.get([engine.check_probes.remote(probes) for engine in self._engines])
@@ -129,11 +133,12 @@ class EngineClient:
 
 
 IPC_BUFFER_BYTES = 1 << 30
-"""vLLM's own, of GPU memory while weights are sent: every time that it is full is a call into the engines."""
+"""vLLM's default size of the GPU buffer for sending weights. Each time it is full, the engines are called."""
 
 
 def ipc_buffer_bytes(tensors: Mapping[str, Any]) -> int:
-    """Return the size of the buffer that `tensors` go through: vLLM refuses a tensor that is larger, and wastes the rest.
+    """Return the buffer size for `tensors`: vLLM refuses a tensor larger than the buffer, and wastes space beyond the
+    total.
 
     >>> import torch
     >>> ipc_buffer_bytes({"norm": torch.ones(8), "head": torch.ones(4, 8)})
@@ -154,7 +159,9 @@ def _bytes(tensor: Any) -> int:
 
 
 def init_info(transfer: Transfer, *, world: int, host: str, buffer_bytes: int) -> Any:
-    """Return what vLLM's trainer side starts from. By NCCL, chunks grow with what they hold and need no `buffer_bytes`."""
+    """Return the initial settings of vLLM's trainer side. With NCCL, chunks grow as needed and `buffer_bytes` is not
+    used.
+    """
     if transfer == "ipc":
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
@@ -165,7 +172,7 @@ def init_info(transfer: Transfer, *, world: int, host: str, buffer_bytes: int) -
 
 
 def _source() -> Any:
-    """Return vLLM's `WeightSource` over a mapping that is set before each send; its tensors go to the GPU one by one."""
+    """Return vLLM's `WeightSource` over a mapping that is set before each send; tensors go to the GPU one by one."""
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
     class MappingSource(WeightSource):

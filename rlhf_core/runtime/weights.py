@@ -1,4 +1,6 @@
-"""Weights in Ray's object store: packed once by the trainer's rank 0, in buckets, read by every engine without a copy."""
+"""Keep weights in Ray's object store: rank 0 packs them once, in buckets, and every engine reads them without a
+copy.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,14 @@ from typing import Any
 import numpy as np
 
 BUCKET_BYTES = 2**28
-"""Most bytes of one object in the store, unless a single tensor has more. The store finds room for a bucket where it would
-not for a whole model, spills it alone, and another node pulls several at once."""
+"""Maximum size of one object in the store, unless a single tensor is larger. The store has room for a bucket where a
+whole model would not fit, spills buckets one by one, and another node pulls several at once.
+"""
 
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """Payload of `Weights` on its way through host memory: a reference for each bucket, which Ray does not resolve here."""
+    """Payload of `Weights` in host memory: one reference per bucket. Inside this object, Ray does not resolve them."""
 
     refs: tuple[Any, ...]
 
@@ -51,7 +54,7 @@ def buckets(tensors: Mapping[str, Any], *, most_bytes: int = BUCKET_BYTES) -> It
 
 
 def pack(tensors: Mapping[str, Any]) -> list[PackedTensor]:
-    """Return name -> tensor as bytes that Ray keeps out of the pickle, so that readers map them instead of copying."""
+    """Return name -> tensor as bytes outside the pickle, so that Ray's readers map them instead of copying."""
     import torch
 
     packed = []

@@ -18,9 +18,11 @@ from rlhf_core.errors import (
 )
 
 LOOK_EVERY_S = 1.0
-"""How often a call that waits looks whether Ray itself is still there."""
+"""Seconds between checks, during a call, that Ray itself is still there."""
 OTHERS_GRACE_S = 10.0
-"""A rank whose peer died fails in its collective, often before Ray has noticed the death."""
+"""Seconds to wait for other ranks' errors: if a rank dies, its peers' collectives often fail before Ray notices the
+death.
+"""
 
 
 class WorkerGroup:
@@ -57,7 +59,7 @@ class WorkerGroup:
 
     @property
     def broken(self) -> bool:
-        """Whether the workers are gone: killed, or lost with Ray."""
+        """Return whether the workers are gone: killed, or lost with Ray."""
         return self._killed or bool(self._ray_lost())
 
     def call(self, role: str, method: str, *arguments: Any, **keywords: Any) -> list[Any]:
@@ -67,7 +69,7 @@ class WorkerGroup:
     def call_each(self, role: str, method: str, arguments: Sequence[tuple[Any, ...]], **keywords: Any) -> list[Any]:
         """Call `method(*arguments[i], **keywords)` on actor i; return the results in rank order.
 
-        Raises the worker's own error if it is one of this library's, TrainerLostError or SamplerLostError if a worker
+        Raises the worker's own error if it belongs to this library, TrainerLostError or SamplerLostError if a worker
         died or missed the deadline, else TrainingError or SamplingError.
         """
         with self._turn:
@@ -83,20 +85,20 @@ class WorkerGroup:
             return self._gather(role, method, [getattr(self.actors[0], method).remote(*arguments)])[0]
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Let actor `order[0]` be the first from now on, and so forth."""
+        """Reorder the actors: `order[0]` is the first from now on, and so on."""
         self.actors = [self.actors[index] for index in order]
 
     def send(self, method: str, *arguments: Any) -> None:
-        """Call `method` on every actor without waiting for it."""
+        """Call `method` on every actor without waiting for the result."""
         for actor in self.actors:
             getattr(actor, method).remote(*arguments)
 
     def kill(self) -> None:
-        """End the processes of all actors; Ray sends SIGKILL to one that does not listen."""
+        """End the processes of all actors; Ray sends SIGKILL to one that does not respond."""
         import ray
 
         self._killed = True
-        if not self._ray_lost():  # or the call might hang, and there is nobody left to kill
+        if not self._ray_lost():  # or the call might hang, and no process is left to kill
             for actor in self.actors:
                 ray.kill(actor)
 
@@ -119,7 +121,7 @@ class WorkerGroup:
         deadline = time.monotonic() + self._timeout_s
         waiting = list(refs)
         while waiting:
-            # One at a time, so that a failed rank is seen while the others wait for it in a collective.
+            # One result at a time, so that a failed rank is seen while the others wait for it in a collective.
             left = deadline - time.monotonic()
             ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, min(LOOK_EVERY_S, left)))
             if ready:
@@ -130,7 +132,7 @@ class WorkerGroup:
                 raise self._too_late(role, method, refs.index(waiting[0]))
         try:
             return list(ray.get(list(refs), timeout=max(LOOK_EVERY_S, deadline - time.monotonic())))
-        except ray.exceptions.RayError as error:  # the value itself was lost on its way
+        except ray.exceptions.RayError as error:  # the result itself was lost in transit
             raise self._died(role, method, 0, error) from error
 
     def _check(self, role: str, method: str, refs: Sequence[Any], ref: Any) -> None:
@@ -155,7 +157,7 @@ class WorkerGroup:
             raise self._died(role, method, rank, error) from error
 
     def _check_others(self, role: str, method: str, refs: Sequence[Any], failed: Any) -> None:
-        """Raise the loss of another rank, if that is why `failed` failed."""
+        """Raise the loss of another rank if it caused the failure of `failed`."""
         import ray
 
         others = [ref for ref in refs if ref != failed]
@@ -172,7 +174,7 @@ class WorkerGroup:
 
     def _kill_peers(self) -> None:
         if len(self.actors) > 1:
-            self.kill()  # the other ranks may wait for the failed one for ever
+            self.kill()  # the other ranks may wait for the failed one forever
 
     def _too_late(self, role: str, method: str, rank: int) -> WorkerLostError:
         self.kill()
@@ -200,5 +202,5 @@ _SMALLER = {
 
 
 def _remedy(kind: str, reason: str) -> str:
-    """Return what to do about an exception of a worker's: it names the fields that save memory if that ran out."""
+    """Return the remedy for a worker's exception: the fields that save memory if it ran out of memory."""
     return _SMALLER[kind] if "out of memory" in reason.lower() else "see the traceback above this error"

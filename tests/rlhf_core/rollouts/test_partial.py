@@ -57,7 +57,7 @@ sizes = {
 }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(**sizes)
 def test_no_sizes_and_no_lengths_lock_up_and_no_group_is_lost_torn_or_older_than_the_bound(
     prompts: int, group: int, tokens: int, rounds: int, more: int, salt: int
