@@ -1,4 +1,4 @@
-"""Errors of the library. Every message reads *dotted key = value: rule; remedy*.
+"""Define the errors of the library. Every message has the form *dotted key = value: rule; remedy*.
 
 Each class is also the standard exception that it replaces, so callers may catch either.
 """
@@ -12,54 +12,54 @@ from rlhf_core.secrets.redaction import without_secrets
 
 
 class RlhfError(Exception):
-    """Anything that this library refuses or could not finish; the message says how to mend it, and holds no secrets."""
+    """Base class of the library's errors; the message says how to fix the problem and contains no secrets."""
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*(without_secrets(part) if isinstance(part, str) else part for part in arguments))
 
 
 class ConfigError(RlhfError, ValueError):
-    """A profile, an option or a model that cannot be used as given; raised before compute is spent."""
+    """Raised, before compute is spent, for a profile, an option or a model that cannot be used as given."""
 
 
 class DataError(RlhfError, ValueError):
-    """Rows that cannot be read or used; names file, line and reason."""
+    """Raised for rows that cannot be read or used; names file, line and reason."""
 
 
 class ArtifactError(RlhfError, RuntimeError):
-    """The store could not read, verify or commit an artifact."""
+    """Raised if the store could not read, verify or commit an artifact."""
 
 
 class SamplingError(RlhfError, RuntimeError):
-    """The sampler failed; names the request."""
+    """Raised if the sampler failed; names the request."""
 
 
 class TrainingError(RlhfError, RuntimeError):
-    """The trainer failed; names the role and the step."""
+    """Raised if the trainer failed; names the role and the step."""
 
 
 class WorkerLostError(RlhfError, RuntimeError):
-    """A worker process, its node or Ray itself died or gave no answer: the run is in order, and can be tried again."""
+    """Raised if a worker process, its node or Ray died or did not answer; the run itself is fine and can be retried."""
 
 
 class TrainerLostError(WorkerLostError, TrainingError):
-    """The trainer's worker is gone."""
+    """Raised if the trainer's worker is gone."""
 
 
 class SamplerLostError(WorkerLostError, SamplingError):
-    """The sampler's worker is gone."""
+    """Raised if the sampler's worker is gone."""
 
 
 class AgentError(RlhfError, RuntimeError):
-    """The environments of an agent could not be run at all; an episode that failed is counted instead."""
+    """Raised if an agent's environments could not run at all; a single failed episode is counted instead."""
 
 
 class RewardError(RlhfError, RuntimeError):
-    """A reward could not be computed; names the reward and the sample. A failed sample is never scored 0."""
+    """Raised if a reward could not be computed; names reward and sample. A failed sample is never scored 0."""
 
 
 def explain(key: str, value: object, rule: str, remedy: str) -> str:
-    """Return the one message form of the library.
+    """Return an error message in the library's standard form.
 
     >>> explain("ppo.kl_coef", -1, "must be >= 0", "use 0 to switch the penalty off")
     'ppo.kl_coef = -1: must be >= 0; use 0 to switch the penalty off'
@@ -68,7 +68,7 @@ def explain(key: str, value: object, rule: str, remedy: str) -> str:
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
-    """Return the remedy for a misspelt name: the one of `names` that was probably meant, else all of them.
+    """Return the remedy for a misspelled name: the one of `names` that was probably meant, else all of them.
 
     >>> nearest("finl_number", ["final_number", "finished"])
     'did you mean final_number?'

@@ -1,4 +1,4 @@
-"""The seams: what a stage sees of the engines. Implementations live in training, sampling, runtime and tracking."""
+"""Define the interfaces through which a stage uses engines; training, sampling, runtime and tracking implement them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from rlhf_core.types import (
 Role = Literal["policy", "reference", "value_model", "reward_model", "teacher"]
 Metrics = dict[str, float]
 Transfer = Literal["", "nccl", "ipc"]
-"""How weights reach an engine: the backend of vLLM's weight transfer, "" through host memory."""
+"""How weights reach an engine: the backend of vLLM's weight transfer, or "" for host memory."""
 TransferVerb = Literal["init", "start", "update", "finish"]
-"""A step of vLLM's weight transfer, in the order of the steps."""
+"""The steps of vLLM's weight transfer, in order."""
 Probes = Mapping[str, tuple[tuple[int, ...], object]]
 """Tensor name -> (shape of the whole tensor, float32 CPU tensor of some of its rows)."""
 C = TypeVar("C", bound=BaseSamplerConfig)
@@ -37,10 +37,10 @@ C_contra = TypeVar("C_contra", bound=BaseSamplerConfig, contravariant=True)
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Which weights a role loads and which head it wears.
+    """The weights that a role loads, and its head.
 
-    `head`: `lm` for policy and reference, `score` for a reward model, `value` for a value model. A `score` or `value`
-    model may be made from a causal LM's folder: the head is then initialised from `seed`.
+    `head` is `lm` for policy and reference, `score` for a reward model, `value` for a value model. A `score` or `value`
+    model may be loaded from a causal LM's folder: the head is then initialized from `seed`.
     """
 
     path: str
@@ -51,7 +51,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """An opaque, versionless set of weights on its way from a trainer to a sampler.
+    """An opaque set of weights, without a version, in transfer from a trainer to a sampler.
 
     `payload` belongs to the runtime (an object reference, a folder, a mapping of tensors); `digest` is the sha256 of
     the probe tensors, which the receiver recomputes.
@@ -62,13 +62,13 @@ class Weights:
 
 
 class Objective(Protocol):
-    """A loss with its scalars: `TrainingObjective` of `rlhf_core.training.objectives.base`, seen without torch.
+    """A loss with its scalars: `TrainingObjective` of `rlhf_core.training.objectives.base`, declared without torch.
 
-    Picklable and frozen, because it travels to every rank.
+    It is picklable and frozen, because it is sent to every rank.
     """
 
     def denominators(self, samples: Sequence[Any]) -> Metrics:
-        """Return the counts that the losses of all micro-batches on all ranks are divided by."""
+        """Return the counts by which the losses of all micro-batches on all ranks are divided."""
         ...
 
     def compute(
@@ -79,10 +79,10 @@ class Objective(Protocol):
 
 
 class Trainer(Protocol):
-    """One role's model: trained if it has an optimizer, frozen otherwise. Calls return when the work is done.
+    """One role's model, trained if it has an optimizer and frozen otherwise. Calls return when the work is done.
 
-    `LocalTrainer` does the work. `RayTrainer`, `TrainWorker` and `DistillationTrainer` forward a method by its signature here,
-    in one line each.
+    `LocalTrainer` does the work. `RayTrainer`, `TrainWorker` and `DistillationTrainer` forward each method by its
+    signature here, in one line.
     """
 
     def forward_backward(
@@ -100,11 +100,11 @@ class Trainer(Protocol):
         ...
 
     def optim_step(self, *, learning_rate: float) -> Metrics:
-        """Clip, update and clear the gradient; return `grad_norm` and `learning_rate`."""
+        """Clip the gradient, update the weights and clear the gradient; return `grad_norm` and `learning_rate`."""
         ...
 
     def logprobs(self, samples: Sequence[TokenSample], *, temperature: float) -> list[tuple[float, ...]]:
-        """Return log p(token t | tokens < t), one value per token of each sample, 0.0 where the mask is 0."""
+        """Return log p(token t | tokens < t) for every token of each sample, 0.0 where the mask is 0."""
         ...
 
     def top_logprobs(self, samples: Sequence[TokenSample], *, k: int, temperature: float) -> list[TopLogprobs]:
@@ -132,14 +132,14 @@ class Trainer(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Copy weights, optimizer and every rank's random state, so that `load` goes on bitwise from here.
+        """Copy weights, optimizer and every rank's random state, so that training resumes bitwise after `load`.
 
-        The copies are written to `folder` in the background: a `Checkpoints.saving` is sealed only when they are whole.
+        The copies are written to `folder` in the background; `Checkpoints.saving` seals it only when all are whole.
         """
         ...
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote."""
+        """Restore the state that `save` wrote."""
         ...
 
     def export(self, folder: Path) -> None:
@@ -148,14 +148,14 @@ class Trainer(Protocol):
 
 
 class RankTrainer(Trainer, Protocol):
-    """One rank's share of a `Trainer`, as a runtime drives it."""
+    """One rank's share of a `Trainer`, driven by a runtime."""
 
     def forward_backward(
         self, samples: Sequence[Any], objective: Objective, denominators: Mapping[str, float] | None = None
     ) -> Metrics:
-        """Accumulate the gradient over this rank's `samples`; `denominators` are those of all ranks' samples.
+        """Accumulate the gradient over this rank's `samples`; `denominators` count the samples of all ranks.
 
-        Without `denominators`, `samples` are all of the optimizer step.
+        Without `denominators`, `samples` is the whole optimizer step.
         """
         ...
 
@@ -166,11 +166,11 @@ class RankTrainer(Trainer, Protocol):
         ...
 
     def rest(self) -> int:
-        """Move everything that is kept between steps to host memory; return the number of bytes freed on the device."""
+        """Move all state kept between steps to host memory; return the number of bytes freed on the device."""
         ...
 
     def wake(self) -> None:
-        """Move back what `rest` moved, bit for bit."""
+        """Move back the state that `rest` moved, bit for bit."""
         ...
 
     def close(self) -> None:
@@ -182,19 +182,19 @@ class RankTrainer(Trainer, Protocol):
 
 
 class Sampler(Protocol):
-    """Draws completions from the policy that it last loaded. This is what a stage sees."""
+    """The sampler as a stage sees it, which draws completions from the policy that it last loaded."""
 
     def generate(self, requests: Sequence[SamplingRequest], sampling: SamplingConfig) -> list[Completion]:
         """Return one completion per request, in order; the same request gives the same completion.
 
-        Raises SamplingError, naming the request, if one does not fit the policy's vocabulary or context.
+        Raises SamplingError, naming the request, if a request does not fit the policy's vocabulary or context.
         """
         ...
 
     def advance(
         self, new: Sequence[tuple[int, SamplingRequest]], sampling: SamplingConfig
     ) -> list[tuple[int, Completion]]:
-        """Add numbered requests to those in progress, run until one has finished, return those that have.
+        """Add numbered requests to those in progress, run until at least one finishes, and return the finished ones.
 
         `generate` and `load_weights` drop the requests in progress. Returns nothing if none is in progress.
         """
@@ -203,15 +203,15 @@ class Sampler(Protocol):
     def load_weights(self, weights: Weights, *, version: int) -> None:
         """Replace the policy; later completions carry `version`.
 
-        Raises SamplingError if the weights are not those that the trainer sent, or of another architecture.
+        Raises SamplingError if the weights differ from those that the trainer sent, or have another architecture.
         """
         ...
 
 
 class EngineSampler(Sampler, Protocol):
-    """A sampler in a process of the runtime, which keeps it warm from one lease to the next.
+    """A sampler in a process of the runtime, which keeps it warm between leases.
 
-    Here the payload of `load_weights` is a mapping of Hugging Face names to CPU tensors, which must not be written to.
+    The payload of `load_weights` is here a mapping of Hugging Face names to CPU tensors, which must not be modified.
     """
 
     def accepts(self, policy: Path) -> bool:
@@ -226,11 +226,11 @@ class EngineSampler(Sampler, Protocol):
         ...
 
     def versions(self) -> dict[str, str]:
-        """Return package name -> version of the engines that sample (provenance of a manifest)."""
+        """Return the versions of the engines that sample, by package name (provenance of a manifest)."""
         ...
 
     def close(self) -> None:
-        """Free the engine's memory, processes and files. Nothing else may be called afterwards."""
+        """Free the engine's memory, processes and files. Call nothing else afterwards."""
         ...
 
 
@@ -238,8 +238,8 @@ class EngineSampler(Sampler, Protocol):
 class DeviceSampler(EngineSampler, Protocol):
     """A sampler whose engine shares GPUs with trainers, or takes weights from their GPUs.
 
-    Needed where `EngineNeeds.sleeps` or `device_transfer` is true. An update is `transfer` with "init" (once), "start",
-    "update" (once or more) and "finish", then `check_probes` and `adopt`.
+    It is needed if `EngineNeeds.sleeps` or `device_transfer` is true. An update calls `transfer` with "init" (once),
+    "start", "update" (once or more) and "finish", then `check_probes` and `adopt`.
     """
 
     def sleep(self) -> None:
@@ -247,44 +247,44 @@ class DeviceSampler(EngineSampler, Protocol):
         ...
 
     def wake(self) -> None:
-        """Take back what `sleep` freed. Must come before any other call to a sampler that sleeps."""
+        """Restore what `sleep` freed. Call it before any other method of a sleeping sampler."""
         ...
 
     def transfer(self, verb: TransferVerb, info: object) -> None:
-        """Take one step of vLLM's weight transfer; `info` is vLLM's own message for "init" and "update"."""
+        """Run one step of vLLM's weight transfer; `info` is vLLM's own message for "init" and "update"."""
         ...
 
     def check_probes(self, probes: Probes) -> None:
-        """Raise SamplingError if the engine holds other values than `probes`."""
+        """Raise SamplingError if the engine's weights differ from `probes`."""
         ...
 
     def adopt(self, version: int) -> None:
-        """Give the weights that were transferred their version; later completions carry it."""
+        """Set the version of the transferred weights; later completions carry it."""
         ...
 
 
 class OpenSampler(Protocol[C_contra]):
-    """Opens a sampler in the calling process."""
+    """A function that opens a sampler in the calling process."""
 
     def __call__(self, policy: Path, config: C_contra, *, threads: int, transfer: Transfer) -> EngineSampler:
         """Return a sampler of `policy`, a Hugging Face folder, at version 0.
 
-        `threads` is the number of CPU threads that it may use; `transfer` is "" unless `EngineNeeds.device_transfer`.
-        Raises ConfigError for a folder that is no policy and SamplingError if the engine does not start.
+        `threads` is the number of CPU threads it may use; `transfer` is "" unless `EngineNeeds.device_transfer`.
+        Raises ConfigError if the folder is not a policy, and SamplingError if the engine does not start.
         """
         ...
 
 
 class ImportEngine(Protocol[C_contra]):
-    """Imports an engine without opening it."""
+    """A function that imports an engine without opening it."""
 
     def __call__(self, config: C_contra, *, threads: int) -> None:
-        """Set what the engine reads at import, and import it, so that opening it later is fast."""
+        """Set the variables that the engine reads at import, and import it, so that opening it later is fast."""
         ...
 
 
 def _import_nothing(config: BaseSamplerConfig, *, threads: int) -> None:
-    """The module of the sampler has imported everything."""
+    """Do nothing: the module of the sampler has imported everything."""
 
 
 def _any_device() -> str:
@@ -293,7 +293,7 @@ def _any_device() -> str:
 
 @dataclass(frozen=True)
 class SamplerEngine(Generic[C]):
-    """How samplers of one configuration class start; the module that `BaseSamplerConfig.module` names has one as `ENGINE`.
+    """The functions that start samplers of one configuration class: `ENGINE` in the module `BaseSamplerConfig.module`.
 
     `built_for` returns the device type that the engine is built for ("cpu", "cuda"), "" if it runs wherever torch does.
     """
@@ -304,7 +304,7 @@ class SamplerEngine(Generic[C]):
 
 
 class Runtime(Protocol):
-    """Where engines live. Handles are leases on warm workers: leaving the `with` block frees the role, not the process."""
+    """The owner of the engines. Handles lease warm workers: leaving the `with` block frees the role, not the process."""
 
     def trainer(
         self, role: Role, model: ModelSpec, optimizer: OptimizerConfig | None
@@ -317,14 +317,14 @@ class Runtime(Protocol):
         ...
 
     def engines(self) -> dict[str, str]:
-        """Return name -> version of the engines that really served so far (provenance of a manifest)."""
+        """Return the versions, by name, of the engines that have been used so far (provenance of a manifest)."""
         ...
 
     def close(self) -> None: ...
 
 
 class RewardFunction(Protocol):
-    """A user's or built-in reward: one finite float per generation, higher is better."""
+    """A user's or built-in reward: returns one finite float per generation, higher is better."""
 
     def __call__(self, generations: Sequence[Generation]) -> list[float]: ...
 
@@ -333,10 +333,10 @@ class RewardFunction(Protocol):
 
 
 class StageTracker(Protocol):
-    """Where one stage records what happened. Never raises for an unreachable server: records are kept and replayed."""
+    """The record of one stage's run. It never raises for an unreachable server: records are kept and replayed later."""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Record values at a step; names read `stage/area/name`."""
+        """Record values at a step; names have the form `stage/area/name`."""
         ...
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
@@ -352,7 +352,7 @@ class StageTracker(Protocol):
         ...
 
     def model(self, name: str, digest: str, uri: str) -> None:
-        """Record a model that the stage made, by reference."""
+        """Record, by reference, a model that the stage made."""
         ...
 
     def input_model(self, digest: str) -> None:
@@ -360,5 +360,5 @@ class StageTracker(Protocol):
         ...
 
     def register(self, name: str, digest: str, *, aliases: Sequence[str], tags: Mapping[str, str]) -> str:
-        """Register the model of `digest` under `name`; return the version."""
+        """Register the model with this `digest` under `name`; return the new version."""
         ...

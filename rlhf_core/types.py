@@ -1,4 +1,4 @@
-"""The values that flow between stages, sampler, rewards and trainer. No tensors, no clients, no torch.
+"""Define the values that flow between stages, sampler, rewards and trainer, without tensors, clients or torch.
 
 Per-token sequences of a sample all have the length L of `token_ids` and are aligned with it: `logprobs[t]` is
 log p(token t | tokens < t), `values[t]` is the value of the state *before* token t, `loss_mask[t]` says whether
@@ -25,10 +25,10 @@ FinishReason: TypeAlias = Literal["stop", "length"]
 
 
 class ArtifactRef(BaseModel):
-    """A frozen, JSON-able handle to an immutable directory in the store (or to a folder inside one).
+    """A frozen, JSON-serializable handle to an immutable folder in the store (or to a folder inside one).
 
-    `uri` says where (`store://<object digest>[/<folder>]`), `digest` says what (sha256 over the folder's files);
-    only the digest enters the key of a stage. `parents` are the digests it was made from.
+    `uri` is the location (`store://<object digest>[/<folder>]`), `digest` the sha256 over the folder's files; only the
+    digest enters the key of a stage. `parents` are the digests of the artifacts that it was made from.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -46,7 +46,7 @@ class RewardModelRef(ArtifactRef):
 
 
 class ProcessRewardModelRef(RewardModelRef):
-    """A reward model that judges each step of an answer, read at the step's last token; its `contract.json` says how."""
+    """A reward model that scores each step of an answer at the step's last token, as its `contract.json` describes."""
 
 
 class DemonstrationsRef(ArtifactRef):
@@ -56,7 +56,7 @@ class DemonstrationsRef(ArtifactRef):
 class PreferencesRef(ArtifactRef):
     """Parquet of pairs: `train.parquet`, `eval.parquet`; columns `prompt`, `chosen`, `rejected` (messages), `margin`.
 
-    Answers that were judged on their own and found no partner stand in `feedback_train.parquet`, `feedback_eval.parquet`.
+    Answers that were judged alone and are in no pair are in `feedback_train.parquet`, `feedback_eval.parquet`.
     """
 
 
@@ -77,15 +77,15 @@ class RolloutsRef(GenerationsRef):
 
 
 class ReportRef(ArtifactRef):
-    """`report.json` with figures beside it, and `report.html` where a person reads it."""
+    """`report.json` with its figures, and `report.html` if the report is for people."""
 
 
 class PublishedRef(ArtifactRef):
-    """A gate decision, a model card and the registry name and version that they led to."""
+    """A gate decision, a model card, and the resulting name and version in the registry."""
 
 
 class PreparedDataRef(ArtifactRef):
-    """What `prepare_data` makes: one object whose folders are handles of their own, so that each cuts off alone."""
+    """The output of `prepare_data`: one object whose folders have their own handles, so that each one counts alone."""
 
     demonstrations: DemonstrationsRef | None = None
     preferences: PreferencesRef | None = None
@@ -112,7 +112,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A conversation that waits for an answer. `label` is what a verifiable reward checks against (JSON or text)."""
+    """A conversation to be answered. `label` is the reference for a verifiable reward (JSON or text)."""
 
     id: str
     messages: tuple[Message, ...]
@@ -122,9 +122,9 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest:
-    """One completion to sample: the rendered prompt and the seed that belongs to this sample alone.
+    """A request for one completion: the rendered prompt and the seed of this sample alone.
 
-    `max_tokens` lowers that of the sampling configuration; 0 leaves it.
+    `max_tokens` lowers the limit of the sampling configuration; 0 keeps it.
     """
 
     prompt_ids: tuple[int, ...]
@@ -134,9 +134,9 @@ class SamplingRequest:
 
 @dataclass(frozen=True, slots=True)
 class ActionSpan:
-    """Tokens `start` to `end` (exclusive) of a completion, sampled in one go by one version of the policy.
+    """Tokens `start` to `end` (exclusive) of a completion, sampled in one call by one version of the policy.
 
-    `reward` is what an environment gave for them; a whole episode's reward stands at its last span.
+    `reward` is the environment's reward for them; the reward of a whole episode is stored in its last span.
 
     >>> ActionSpan(0, 3, policy_version=7, reward=0.5).end
     3
@@ -150,15 +150,15 @@ class ActionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What the sampler said, never edited and never re-tokenised. `token_ids` includes the end token if it was sampled.
+    """The sampler's output, never edited or retokenized. `token_ids` includes the end token if it was sampled.
 
     `logprobs` has one entry per token: the sampler's processed log-probability (after temperature and filters).
 
-    Of an episode of several turns, or of an answer that several versions of the policy wrote, `spans` names the tokens
-    that were sampled; the rest is an environment's, with log-probability 0. Without spans all of them were sampled, by
-    `policy_version`. `failure` says why an episode could not be ended; it is counted and never trained on. `extras` are
-    figures that an environment reports. `score` is what an agent says of the episode beside its reward, None if nothing:
-    it decides whether dynamic sampling keeps the prompt.
+    For an episode of several turns, or an answer written by several versions of the policy, `spans` lists the sampled
+    tokens; all others come from an environment and have log-probability 0. Without spans all tokens were sampled, by
+    `policy_version`. `failure` says why an episode could not finish; it is counted and never trained on. `extras` are
+    metrics that an environment reports. `score` is an agent's score of the episode besides its reward, None if it gives
+    none; it decides whether dynamic sampling keeps the prompt.
     """
 
     token_ids: tuple[int, ...]
@@ -181,7 +181,7 @@ class Completion:
 
     @property
     def action_mask(self) -> tuple[int, ...]:
-        """1 where a token was sampled, 0 where an environment wrote it; one entry per token.
+        """Return one entry per token: 1 if it was sampled, 0 if an environment wrote it.
 
         >>> Completion((5, 6, 7), (-0.1, 0.0, -0.2), "", "stop", 0, 1, (ActionSpan(0, 1, 0), ActionSpan(2, 3, 0))).action_mask
         (1, 0, 1)
@@ -196,7 +196,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A completion with the prompt that it answers; not yet scored."""
+    """A completion with its prompt, not yet scored."""
 
     prompt: Prompt
     prompt_ids: tuple[int, ...]
@@ -205,11 +205,11 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A scored generation. `reward` is what selection and training use; `reward_components` says what it is made of.
+    """A scored generation. Selection and training use `reward`; `reward_components` holds its parts.
 
     A component that does not apply is left out. `invalid` says why there is no reward (`reward` is then NaN): such a
-    rollout is counted, and neither selected nor trained on. `score` is what the one term of the reward gave beside it
-    for dynamic sampling to go by; None if it gave nothing, or if the reward is made of several terms.
+    rollout is counted, and neither selected nor trained on. `score` comes from the only term of the reward and guides
+    dynamic sampling; it is None if the term gives none, or if the reward has several terms.
     """
 
     prompt: Prompt
@@ -226,7 +226,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class TokenSample:
-    """A sequence for supervised training, or one to score.
+    """A sequence to train on with supervision, or to score.
 
     >>> TokenSample(token_ids=(5, 7, 2), loss_mask=(0, 1, 1)).token_ids
     (5, 7, 2)
@@ -250,7 +250,7 @@ class RewardPair:
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
-    """An answer with judged steps: the mask is 1 at each step's last token, where `labels` holds P(the step is right).
+    """An answer with judged steps: at each step's last token the mask is 1 and `labels` holds P(the step is right).
 
     >>> StepSample(token_ids=(5, 7, 2), loss_mask=(0, 1, 1), labels=(0.0, 1.0, 0.3)).labels[2]
     0.3
@@ -266,7 +266,7 @@ class StepSample:
 
 @dataclass(frozen=True, slots=True)
 class PreferenceSample:
-    """A pair for DPO and its kin, with the reference's summed log-probability of each answer's masked tokens."""
+    """A pair for DPO and related losses, with the reference's summed log-probability of each answer's masked tokens."""
 
     chosen: TokenSample
     rejected: TokenSample
@@ -276,9 +276,9 @@ class PreferenceSample:
 
 @dataclass(frozen=True, slots=True)
 class AnswerSample:
-    """An answer for KTO, desirable or not, and its prompt with the answer to another one (`mismatched`).
+    """An answer for KTO, desirable or not, and its prompt with the answer to another prompt (`mismatched`).
 
-    Both with the reference's summed log-probability of their masked tokens.
+    Both come with the reference's summed log-probability of their masked tokens.
     """
 
     answer: TokenSample
@@ -291,7 +291,7 @@ class AnswerSample:
 @dataclass(frozen=True, slots=True)
 class PolicySample:
     """A rollout ready for the policy loss. `rollout_logprobs` are the sampler's, `old_logprobs` the trainer's before
-    the update, `ref_logprobs` the reference's, empty where nobody asks it. All others per token, length L."""
+    the update, `ref_logprobs` the reference's, empty if no reference is used. All others are per token, length L."""
 
     token_ids: tuple[int, ...]
     loss_mask: tuple[int, ...]
@@ -319,20 +319,20 @@ class ValueSample:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TopLogprobs:
-    """What a teacher says of the T masked tokens of one sample: the K likeliest tokens of each distribution.
+    """A teacher's distributions at the T masked tokens of one sample, each reduced to its K likeliest tokens.
 
-    Or the whole of it: then K is the vocabulary, in its order, and `ids` is empty.
+    For whole distributions K is the size of the vocabulary, in its order, and `ids` is empty.
     """
 
     logprobs: NDArray[np.float32]
-    """[T, K], of the full softmax, not renormalised over the K."""
+    """Log-probabilities [T, K] of the full softmax, not renormalized over the K tokens."""
     ids: NDArray[np.int32]
-    """[T, K], or [T, 0] for the whole vocabulary."""
+    """Token ids [T, K], or [T, 0] for the whole vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DistillationSample:
-    """A sequence for distillation with the teacher's distribution at each masked token, in order of the tokens."""
+    """A sequence for distillation with the teacher's distribution at each masked token, in token order."""
 
     token_ids: tuple[int, ...]
     loss_mask: tuple[int, ...]
@@ -356,7 +356,7 @@ def _check_lengths(sample: TokenSample | StepSample | PolicySample | ValueSample
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Return a 31-bit seed that depends on all `parts` and on nothing else (sha256), so order and restarts do not matter.
+    """Return a 31-bit seed that depends only on `parts` (sha256), so call order and restarts do not matter.
 
     >>> derive_seed(17, "ppo", 3, "prompt-1", 0) == derive_seed(17, "ppo", 3, "prompt-1", 0)
     True
@@ -369,9 +369,9 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def encodable(text: str) -> str:
-    """Return `text` with a question mark for each half of a surrogate pair: no tokenizer takes one, and no file.
+    """Return `text` with each lone surrogate replaced by a question mark: no tokenizer or file accepts one.
 
-    JSON may hold halves, so policies, users' programs and servers may send them.
+    JSON may contain lone surrogates, so policies, users' programs and servers may send them.
 
     >>> encodable("caf\u00e9 \\ud83d")
     'caf\u00e9 ?'
@@ -380,8 +380,8 @@ def encodable(text: str) -> str:
 
 
 def plain_text(text: str) -> str:
-    """Return `text` as a `str`: a class of the user's, such as an enum of roles, cannot be loaded by the parent.
+    """Return `text` as a plain `str`: the parent process cannot load a user's subclass, such as an enum of roles.
 
-    Halves of surrogate pairs are replaced, see `encodable`. TypeError if it is no text.
+    Lone surrogates are replaced, see `encodable`. Raises TypeError if it is not a string.
     """
     return encodable(str.__str__(text))

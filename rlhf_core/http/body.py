@@ -1,4 +1,4 @@
-"""Reads the body of an HTTP request within bounds of size and time, for the servers of this program."""
+"""Read the body of an HTTP request within limits of size and time, for the servers of this program."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 
 class BodyRefused(Exception):
-    """A body that is too large or too slow. `status` is the answer's: 413 or 408."""
+    """Raised for a body that is too large or too slow. `status` is the HTTP status of the response: 413 or 408."""
 
     def __init__(self, status: int, rule: str) -> None:
         super().__init__(rule)
@@ -18,15 +18,15 @@ class BodyRefused(Exception):
 
 @dataclass(frozen=True)
 class BodyLimits:
-    """What a request's body may take."""
+    """The limits on a request's body."""
 
     max_bytes: int = 32 * 2**20
     timeout_s: float = 60.0
-    """From the headers to the last byte: a client that stops half-way does not hold its connection for ever."""
+    """Time from the headers to the last byte: a client that stops halfway must not hold its connection forever."""
 
 
 async def read_body(request: Request, limits: BodyLimits) -> bytes:
-    """Return the body; no more than `limits.max_bytes` are ever held. Raises BodyRefused."""
+    """Return the body. Raises BodyRefused as soon as it exceeds `limits`."""
     body = bytearray()
     try:
         async with asyncio.timeout(limits.timeout_s):

@@ -1,4 +1,4 @@
-"""A child process for code of users: it is killed with all that it started, and ends with the process that started it."""
+"""Guard a child process that runs user code: it is killed with all its descendants, and ends with its parent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 GUARD_LOOKS_EVERY_MS = 1000
 KILLING_TIMEOUT_S = 5.0
-"""For processes to be gone; some fork as fast as they are killed."""
+"""Time limit for killing all descendants; some processes fork as fast as they are killed."""
 KILLS_EVERY_S = 0.005
 
 _LIBC = ctypes.CDLL(None)
@@ -24,26 +24,26 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def kill_group(process: subprocess.Popen[Any]) -> None:
-    """Kill `process`, the first of its group, its group, and all that it started, in whatever session that hides.
+    """Kill `process` (a group leader), its group, and all its descendants, whatever session they are in.
 
-    One that lives on would hold its pipes open.
+    A surviving process would keep its pipes open.
     """
-    if process.returncode is None:  # once reaped, the number may be another process's
+    if process.returncode is None:  # once reaped, the process id may belong to another process
         _kill_descendants(process.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
 
 def start_guard() -> None:
-    """Fork: return in the child, which goes on as the worker, and stay behind as its guard, the first of our group.
+    """Fork: return in the child, which becomes the worker, and stay in the parent as its guard and group leader.
 
-    What the worker started and left alone becomes the guard's. When the worker ends, the guard kills all of that and ends as
-    the worker did; when nobody holds the other end of our input any more, it kills the worker too. The worker dies with it.
-    A process and not a thread: a user's code may hold the interpreter lock for ever. Polling for nothing reports the end
-    of the input alone and leaves what is in it to the worker.
+    The guard adopts orphans of the worker. When the worker ends, the guard kills them and ends with the same status; when
+    the other end of our standard input is closed, it kills the worker too. The worker dies with the guard.
+    The guard is a process and not a thread, because user code may hold the interpreter lock forever. Polling for no
+    event reports only the end of the input and leaves its content to the worker.
     """
     guard = os.getpid()
-    if os.getpgrp() != guard:  # in a group of somebody else's there would be more to kill
+    if os.getpgrp() != guard:  # in another process's group, killing the group would kill more than ours
         return
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     worker = os.fork()
@@ -65,7 +65,7 @@ def start_guard() -> None:
 
 
 def take_standard_streams() -> tuple[BinaryIO, BinaryIO]:
-    """Return our ends of output and input: from now on what is printed goes to standard error, and there is no input."""
+    """Return standard output and input as streams; from then on prints go to standard error, and the input is empty."""
     answers, requests = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
     os.dup2(2, 1)
     empty = os.open(os.devnull, os.O_RDONLY)
@@ -75,7 +75,7 @@ def take_standard_streams() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _kill_descendants(pid: int) -> None:
-    """Kill all that `pid` started, directly or not, again and again until none of them lives, for at most 5 s."""
+    """Kill all descendants of `pid`, repeatedly until none is alive, for at most 5 s."""
     deadline = time.monotonic() + KILLING_TIMEOUT_S
     while (living := _descendants(pid)) and time.monotonic() < deadline:
         for one in living:
@@ -85,11 +85,11 @@ def _kill_descendants(pid: int) -> None:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Return the processes that live below `pid`."""
+    """Return the living descendants of `pid`."""
     children: defaultdict[int, list[int]] = defaultdict(list)
     for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            state, parent = file.read_bytes().rpartition(b")")[2].split()[:2]  # its name may hold anything
+        with contextlib.suppress(OSError):  # the process has ended meanwhile
+            state, parent = file.read_bytes().rpartition(b")")[2].split()[:2]  # the process name may contain anything
             if state not in (b"Z", b"X"):
                 children[int(parent)].append(int(file.parent.name))
     found = [pid]
@@ -99,14 +99,14 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _reap_orphans(worker: int) -> None:
-    """Let go of what became ours and has ended; the worker's status is still wanted."""
+    """Reap adopted processes that have ended, but not the worker, whose status is still needed."""
     look = os.WEXITED | os.WNOHANG | os.WNOWAIT
     while (one := os.waitid(os.P_ALL, 0, look)) is not None and one.si_pid != worker:
         os.waitpid(one.si_pid, 0)
 
 
 def _end_as(status: int) -> None:
-    """End this process with the wait status of another."""
+    """End this process with the given wait status of another process."""
     if os.WIFSIGNALED(status):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with contextlib.suppress(OSError):  # SIGKILL, which cannot be caught anyway

@@ -1,4 +1,4 @@
-"""Starts commands on a leash: each is killed, with all that it started, at the end of its `with` block or of this process."""
+"""Start commands that are killed, with their process group, at the end of their `with` block or of this process."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from pathlib import Path
 from rlhf_core.processes import parent_death_guard
 
 LINE_LIMIT = 64 * 2**20
-"""Most bytes of a line that is read from a command."""
+"""Largest number of bytes in a line read from a command."""
 OUR_OWN = ("PYTHONPATH", "PYTHONSAFEPATH")
-"""Variables that say where our interpreter finds modules: a user's program finds its own beside itself."""
+"""Variables that control where our interpreter finds modules; a user's program has its own and must not get these."""
 
 
 @contextlib.asynccontextmanager
 async def leashed(
     command: Sequence[str], *, environment: Mapping[str, str]
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Start `command` with pipes for its input, output and errors; if it cannot be started, its errors say so (status 1).
+    """Start `command` with pipes for its streams; if it cannot be started, its standard error says so (status 1).
 
-    `python` as its first word is the interpreter that runs us. `OUR_OWN` variables are not passed on.
+    `python` as the first word means the current interpreter. `OUR_OWN` variables are not passed on.
     """
     own, held = os.pipe()
     inherited = {name: value for name, value in os.environ.items() if name not in OUR_OWN}

@@ -1,4 +1,4 @@
-"""Which machine this is, and whether a process that is known by its number is still the one that it was."""
+"""Identify this machine and its network, and tell whether a process id still belongs to the same process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import psutil
 
 @lru_cache(maxsize=1)
 def here() -> tuple[str, str, str]:
-    """Return host name, boot id and process namespace: only where all three agree do process numbers mean the same."""
+    """Return host name, boot id and process namespace: process ids are comparable only if all three agree."""
     boot_file = Path("/proc/sys/kernel/random/boot_id")
     boot_id = boot_file.read_text().strip() if boot_file.exists() else ""
     namespace_file = Path("/proc/self/ns/pid")
@@ -23,7 +23,7 @@ def here() -> tuple[str, str, str]:
 
 @lru_cache(maxsize=1)
 def network() -> str:
-    """Return which network this process sees: 127.0.0.1 is one place only for processes that agree on it."""
+    """Return an id of this process's network: 127.0.0.1 is the same place only for processes with the same id."""
     host, boot_id, _ = here()
     namespace_file = Path("/proc/self/ns/net")
     namespace = str(namespace_file.readlink()) if namespace_file.is_symlink() else ""
@@ -31,7 +31,7 @@ def network() -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a name or an address leads to nothing but the machine that asks.
+    """Return whether a name or an address leads only to this machine.
 
     >>> [is_loopback(host) for host in ("127.0.0.1", "::1", "192.0.2.1")]
     [True, True, False]
@@ -44,7 +44,7 @@ def is_loopback(host: str) -> bool:
 
 
 def interface_towards(host: str) -> str:
-    """Return the name of the network interface by which this machine reaches `host`, "" if it cannot be told.
+    """Return the name of the network interface by which this machine reaches `host`, or "" if it is unknown.
 
     >>> interface_towards("127.0.0.1")
     'lo'
@@ -52,7 +52,7 @@ def interface_towards(host: str) -> str:
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(address)  # of datagrams: nothing is sent
+            probe.connect(address)  # a datagram socket: nothing is sent
             own = str(probe.getsockname()[0])
     except OSError:
         return ""
@@ -61,7 +61,7 @@ def interface_towards(host: str) -> str:
 
 
 def process_state(pid: int, started: int) -> str:
-    """Return `alive`, `stopped` or `gone` for the process that had number `pid` and start time `started`."""
+    """Return `alive`, `stopped` or `gone` for the process with id `pid` and start time `started`."""
     if not Path("/proc/self/stat").exists():
         return _process_state_by_signal(pid)
     found = process_stat(pid)
@@ -76,12 +76,12 @@ def process_stat(pid: int) -> tuple[str, int] | None:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()  # the name before it may hold spaces and brackets
+    fields = text.rpartition(")")[2].split()  # the process name may contain spaces and brackets
     return fields[0], int(fields[19])
 
 
 def is_running(pid: int) -> bool:
-    """Say whether some process of this machine has the number `pid`."""
+    """Return whether any process of this machine has the id `pid`."""
     if Path("/proc/self/stat").exists():
         return process_stat(pid) is not None
     return _process_state_by_signal(pid) == "alive"

@@ -1,8 +1,8 @@
-"""Run a command that does not outlive its starter: `python -I -S parent_death_guard.py DESCRIPTOR COMMAND ...`.
+"""Run a command that does not outlive its parent: `python -I -S parent_death_guard.py DESCRIPTOR COMMAND ...`.
 
-Start it as the first process of a new session. DESCRIPTOR is the reading end of a pipe whose other end the starter holds.
-A watcher in the command's process group kills the whole group when that end closes, however the starter came to its end.
-It needs the standard library alone, so it starts in a few milliseconds and under any interpreter.
+Start it as the first process of a new session. DESCRIPTOR is the read end of a pipe whose other end the parent holds.
+A watcher in the command's process group kills the whole group when that end closes, however the parent ended.
+It needs only the standard library, so it starts in a few milliseconds and under any interpreter.
 """
 
 import os
@@ -12,7 +12,7 @@ import sys
 
 
 def main(descriptor: int, command: list[str]) -> None:
-    """Become `command`, watched; ends with status 1 and names it if it cannot be started."""
+    """Start the watcher and become `command`; exit with status 1 and an error if it cannot be started."""
     leader = os.getpid()
     if os.fork() == 0:
         watch(descriptor, leader)
@@ -24,8 +24,8 @@ def main(descriptor: int, command: list[str]) -> None:
 
 
 def watch(descriptor: int, leader: int) -> None:
-    """Kill the group when nobody holds the other end of `descriptor`."""
-    for stream in (0, 1, 2):  # or a reader would wait for us to end
+    """Kill the group when the other end of `descriptor` is closed."""
+    for stream in (0, 1, 2):  # otherwise a reader of the command's streams would wait for this process too
         os.close(stream)
     poll = select.poll()
     poll.register(descriptor, 0)

@@ -1,4 +1,4 @@
-"""Folders of this user among the temporary ones, where anybody can make a folder or a link of any name first."""
+"""Create private folders in a temporary directory, where anybody may have created the name or a link first."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from rlhf_core.errors import ConfigError, explain
 
 
 def private_folder(path: Path) -> Path:
-    """Make the folder, which none but this user may enter, and return it.
+    """Create a folder that only this user may enter, and return it.
 
-    Raises ConfigError if something of the name is there that is not this user's: what is written would go where others say.
+    Raises ConfigError if the name exists and is not a folder of this user, because others could redirect the writes.
     """
     try:
         path.mkdir(mode=0o700)
@@ -22,5 +22,5 @@ def private_folder(path: Path) -> Path:
             rule = "is not a folder of this user"
             remedy = "remove it, or set TMPDIR to a folder that is yours alone"
             raise ConfigError(explain("folder", str(path), rule, remedy)) from None
-        path.chmod(0o700)  # as an earlier version, or a generous umask, left it
+        path.chmod(0o700)  # an earlier version, or a permissive umask, may have left it open
     return path

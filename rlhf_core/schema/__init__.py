@@ -1,1 +1,1 @@
-"""What configuration classes are made of: their base, the mark for operational fields, secrets, functions of users."""
+"""Building blocks of configuration classes: base class, marks for operational fields, secrets, user functions."""

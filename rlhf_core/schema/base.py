@@ -1,4 +1,4 @@
-"""The base of every configuration class, and the mark that keeps a field out of a stage's key."""
+"""The base class of every configuration, and the marks that keep a field out of a stage's key."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from rlhf_core.schema.secrets import holding, refuse_plain
 
 
 class Operational:
-    """Marks a field that changes how a stage runs but not what it computes, unless by rounding.
+    """A mark for a field that changes how a stage runs but not what it computes, except by rounding.
 
     >>> workers: Annotated[int, OPERATIONAL] = 1                                  # doctest: +SKIP
     """
 
 
 class FailureSetting(Operational):
-    """Marks an operational field that decides whether an answer fails, or what becomes of one that did.
+    """A mark for an operational field that decides whether an answer fails, or what happens to a failed answer.
 
-    It does not enter the key; but a result in which answers failed is one for these settings alone (`rlhf_core.store.failures`).
+    It does not enter the key, but a result with failed answers counts only for these settings
+    (`rlhf_core.store.failures`).
     """
 
 
@@ -35,10 +36,11 @@ FAILURES = FailureSetting()
 
 
 class Config(BaseModel):
-    """Frozen; unknown keys are refused, and secrets in clear; every default exists once, here on a field.
+    """A frozen configuration table that refuses unknown keys and secrets in clear; defaults are set only on its fields.
 
-    The text below a field describes it in the JSON schema, which forms are made of. It is read there and not when the class
-    is made (`use_attribute_docstrings`), since parsing the sources of all configurations takes longer than to plan a run.
+    The text below a field becomes its description in the JSON schema, from which forms are built. It is read when a
+    schema is requested and not when the class is created (`use_attribute_docstrings`), because parsing the sources of
+    all configurations takes longer than planning a run.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True)
@@ -60,7 +62,7 @@ class Config(BaseModel):
 
 @lru_cache(maxsize=512)
 def _field_texts(model: type[BaseModel]) -> dict[str, str]:
-    """Return field -> the text that stands below it in its class, or in the parent that it is inherited from."""
+    """Return the text below each field in its class, or in the parent class that defines it."""
     texts: dict[str, str] = {}
     for parent in reversed(model.__mro__):
         if issubclass(parent, Config) and parent.__annotations__:
@@ -83,7 +85,7 @@ def _texts_below(body: ast.stmt) -> dict[str, str]:
 
 
 def by_type(value: Any) -> Any:
-    """Return the table that a bare name stands for: `loss = "ipo"` reads as `loss = {type = "ipo"}`.
+    """Return the table that a bare name means: `loss = "ipo"` is read as `loss = {type = "ipo"}`.
 
     >>> by_type("ipo")
     {'type': 'ipo'}
@@ -92,7 +94,7 @@ def by_type(value: Any) -> Any:
 
 
 def keyed(config: BaseModel) -> dict[str, Any]:
-    """Return the JSON-able fields that belong to the key of a stage: all but those marked `OPERATIONAL`, recursively."""
+    """Return the JSON-serializable fields in a stage's key: all but those marked `OPERATIONAL`, recursively."""
     return {
         name: _keyed_value(getattr(config, name))
         for name, field in type(config).model_fields.items()

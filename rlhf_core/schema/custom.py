@@ -1,4 +1,4 @@
-"""A function of the user's in the place of a built-in formula: `type = "custom", function = "my_loss.py:loss"`."""
+"""Configure a user's function in place of a built-in formula: `type = "custom", function = "my_loss.py:loss"`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from rlhf_core.schema.base import Config
 
 
 class CustomFunction(Config):
-    """The function and its keyword arguments."""
+    """A user's function and its keyword arguments."""
 
     function: str = Field(pattern=r".:\w+$")
     """`file.py:name` or `module:name`. Its code, and every module of yours that it imports, is part of the stage's key."""
     arguments: dict[str, Any] = {}
-    """Keyword arguments that the function is called with."""
+    """Keyword arguments of the function."""

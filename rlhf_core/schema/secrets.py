@@ -1,7 +1,7 @@
-"""Secrets of a configuration: `env:NAME` stands for what the environment variable NAME holds where it is used.
+"""Secrets of a configuration: `env:NAME` refers to the value of the environment variable NAME where it is used.
 
-`${env:NAME}` does so inside a longer text, such as an address. What is hashed, written and shown is the reference; the value
-is read as late as possible, in the process that needs it, and is no part of a key.
+`${env:NAME}` does so inside a longer text, such as an address. Only the reference is hashed, written and shown; the
+value is read as late as possible, in the process that needs it, and is not part of a key.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REMEDY = "and set that variable where the run is started"
 
 
 class HoldsSecrets:
-    """Marks a field that a user may have to put a secret into: references are read there, and secrets in clear refused.
+    """A mark for a field that may need a secret: references in it are resolved, and secrets in clear are refused.
 
     A field whose name ends in `_env` holds the bare name of a variable.
 
@@ -48,7 +48,7 @@ HOLDS_SECRETS = HoldsSecrets()
 
 
 def resolved(value: Any, key: str) -> Any:
-    """Return `value` with what its references stand for; ConfigError for a variable that is not set.
+    """Return `value` with its references resolved. Raises ConfigError for a variable that is not set.
 
     >>> resolved({"limit": 3, "path": "$HOME"}, "arguments")
     {'limit': 3, 'path': '$HOME'}
@@ -63,12 +63,12 @@ def resolved(value: Any, key: str) -> Any:
 
 
 def bearer(key: str, variable: str) -> dict[str, str]:
-    """Return the header with the token that the environment variable holds, none for ""; ConfigError if it is not set."""
+    """Return the header with the token in the environment variable, {} for "". Raises ConfigError if it is not set."""
     return {"Authorization": f"Bearer {_read(variable, key, variable)}"} if variable else {}
 
 
 def with_secrets(config: M, key: str) -> M:
-    """Return `config` with what its references stand for: for the process that uses it, and never to be written."""
+    """Return `config` with its references resolved, for the process that uses it. Never write the result."""
     return config.model_copy(
         update={
             name: resolved(getattr(config, name), f"{key}.{name}")
@@ -79,7 +79,7 @@ def with_secrets(config: M, key: str) -> M:
 
 
 def check(config: BaseModel, key: str) -> None:
-    """Raise ConfigError if a variable is not set that `config`, or a part of it, refers to. What is set is known from now on."""
+    """Raise ConfigError if `config` refers to a variable that is not set. The values read are redacted from now on."""
     for name, value in config:
         if name in holding(type(config)):
             if name.endswith("_env"):
@@ -91,7 +91,7 @@ def check(config: BaseModel, key: str) -> None:
 
 
 def holding(kind: type[BaseModel]) -> list[str]:
-    """Return the names of the fields that are marked."""
+    """Return the names of the fields marked with `HOLDS_SECRETS`."""
     fields = kind.model_fields.items()
     return [name for name, field in fields if any(isinstance(mark, HoldsSecrets) for mark in field.metadata)]
 
@@ -112,7 +112,7 @@ def _resolved_text(text: str, key: str) -> str:
 
 
 def _know_login(address: str) -> None:
-    """Know user and password also as HTTP sends them."""
+    """Redact user and password of an address also in the form in which HTTP sends them."""
     user, at, _ = urlsplit(address).netloc.rpartition("@")
     if at:
         name, _, password = map(unquote, user.partition(":"))
@@ -144,7 +144,7 @@ def _parts(value: Any, path: str) -> Iterator[tuple[str, BaseModel]]:
 
 
 def refuse_plain(name: str, value: Any, *, remedy: str = "") -> None:
-    """Raise ConfigError if the field `name` holds a secret in clear, at any depth. It is not repeated in the message."""
+    """Raise ConfigError if the field `name` holds a secret in clear, at any depth; the message does not repeat it."""
     for path, last, text in _texts(value, name, name):
         if name.endswith("_env"):
             if text and not re.fullmatch(r"[A-Za-z_]\w*", text):
@@ -155,7 +155,7 @@ def refuse_plain(name: str, value: Any, *, remedy: str = "") -> None:
 
 
 def refuse_plain_options(name: str, command: Sequence[str], *, remedy: str) -> None:
-    """Raise ConfigError if a command has a secret among its options: `--api-key=...`, or in the word after it."""
+    """Raise ConfigError if a command has a secret among its options: `--api-key=...` or `--api-key ...`."""
     pairs = [(before.lstrip("-"), word) for before, word in pairwise(command) if before.startswith("--")]
     pairs += [(word.partition("=")[0].lstrip("-"), word.partition("=")[2]) for word in command if word.startswith("-")]
     for option, text in [*pairs, *(("", word) for word in command)]:
@@ -172,7 +172,7 @@ def _refused(path: str, name: str, text: str, remedy: str) -> str:
 
 
 def _texts(value: Any, path: str, name: str) -> Iterator[tuple[str, str, str]]:
-    """Yield dotted path, last name and text of every text in `value`."""
+    """Yield dotted path, last name and text of every string in `value`."""
     if isinstance(value, str):
         yield path, name, value
     elif isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What a secret looks like, and texts without it: the one place that takes secrets out of what is written or shown."""
+"""Recognize secrets, and remove them from everything that is written or shown."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from urllib.parse import parse_qsl, quote, urlsplit, urlunsplit
 
 HIDDEN = "***"
 SHORTEST_KNOWN = 6
-"""Shorter values, such as `yes`, are not looked for in texts: they would be found everywhere."""
+"""Shortest value that is searched for in texts: shorter ones, such as `yes`, would be found everywhere."""
 REFERENCE = re.compile(r"env:([A-Za-z_]\w*)")
-"""A whole value that stands for an environment variable."""
+"""Pattern of a value that refers to an environment variable."""
 REFERENCE_INSIDE = re.compile(r"\$\{env:([A-Za-z_]\w*)\}")
-"""The same inside a longer text."""
+"""Pattern of such a reference inside a longer text."""
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _SECRET_WORDS = frozenset(
@@ -98,10 +98,10 @@ _NO_SECRET_TOKENS = frozenset(
         "any",
     ]
 )
-"""Words before `token` that make it one of a text."""
+"""Words before `token` that make it a token of a text."""
 _SECRET_PARAMETERS = frozenset({"key", "sig", "signature", "auth"})
-"""Names in an address's query that are secret there and nowhere else."""
-# Neither may look ahead without a bound, or begin inside a word: a model may write a million letters.
+"""Names that are secret only in the query of an address."""
+# Neither pattern may look ahead without a bound, or begin inside a word: a model may write a million letters.
 _SECRET_VALUE = re.compile(
     r"\b(hf_[A-Za-z0-9]{16,}|sk-(?=[A-Za-z_-]{0,99}\d)[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
     r"|AKIA[A-Z0-9]{16}|xox[abpr]-[A-Za-z0-9-]{10,}|Bearer\s+[A-Za-z0-9._~+/=-]{16,})"
@@ -114,7 +114,7 @@ _TOKEN_OF_A_TEXT = re.compile(r"\s|^<.*>$|^\[.*\]$|^$")
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether a value of this name is a secret, by the last words of the name.
+    """Return whether a value with this name is a secret, by the last words of the name.
 
     >>> [is_secret_name(name) for name in ("api_key", "X-Api-Key", "hf_token", "OPENAI_KEY", "dbPassword")]
     [True, True, True, True, True]
@@ -124,14 +124,14 @@ def is_secret_name(name: str) -> bool:
     words = [word.lower() for word in _WORD.findall(name)]
     before, last = ["", "", *words][-2:]
     if last in ("key", "keys"):
-        return before in _KINDS_OF_KEY or (name.isupper() and bool(before))  # of environments: OPENAI_KEY
+        return before in _KINDS_OF_KEY or (name.isupper() and bool(before))  # environment variables: OPENAI_KEY
     if last == "token":
         return before not in _NO_SECRET_TOKENS
     return last in _SECRET_WORDS or (last == "tokens" and before in _KINDS_OF_TOKEN)
 
 
 def is_plain_secret(name: str, value: str) -> bool:
-    """Return whether `value` is a secret in clear, by its name or its looks; a reference is none.
+    """Return whether `value` is a secret in clear, by its name or its form; a reference is not a secret.
 
     >>> is_plain_secret("api_key", "hunter2"), is_plain_secret("api_key", "env:JUDGE_KEY")
     (True, False)
@@ -166,7 +166,7 @@ def _is_address_with_secret(value: str) -> bool:
 
 
 def without_secrets(text: str) -> str:
-    """Return `text` without the secrets that this process has been told of, and without what looks like one.
+    """Return `text` without the secrets known to this process, and without anything that looks like one.
 
     >>> without_secrets("postgresql://me:hunter2@db/mlflow")
     'postgresql://***@db/mlflow'
@@ -177,7 +177,7 @@ def without_secrets(text: str) -> str:
 
 
 def hidden(key: str, value: Any) -> Any:
-    """Return a plain value without the secrets in it; one by its name, its looks, or because it is known.
+    """Return a plain value without its secrets, which are recognized by name, by form, or because they are known.
 
     >>> hidden("arguments", {"hf_token": "abc", "url": "https://me:hunter2@host", "eos_token": "</s>"})
     {'hf_token': '***', 'url': 'https://***@host', 'eos_token': '</s>'}
@@ -208,7 +208,7 @@ def shown(url: str) -> str:
 
 
 def know(value: str) -> None:
-    """Take `value` out of all texts from now on, and out of every log record that this process makes."""
+    """Remove `value` from now on from all texts and from every log record of this process."""
     if len(value) < SHORTEST_KNOWN or value in _Known.values:
         return
     if not _Known.values:
@@ -221,20 +221,20 @@ def know(value: str) -> None:
 
 
 class ErrorWithoutSecrets(Exception):
-    """Stands for an error whose text could not be changed: names its class and says the rest of it."""
+    """A replacement for an error whose text could not be changed, with its class name and its cleaned text."""
 
 
 def hide_in(error: BaseException) -> BaseException:
-    """Take secrets out of the texts of `error` and of what it came of, and return the error to raise.
+    """Remove secrets from the texts of `error` and its causes, and return the error to raise.
 
-    That is `error` itself, unless its text is made of what nobody can change (as pydantic makes it): then it is an
-    `ErrorWithoutSecrets`. Interruptions are always themselves.
+    That is `error` itself, unless its text cannot be changed (as in pydantic): then it is an `ErrorWithoutSecrets`.
+    Interruptions are always returned themselves.
     """
     return _Cleaning().clean(error)
 
 
 class _Cleaning:
-    """Cleans one error and all that it hangs together with, each once."""
+    """A pass that cleans one error and everything linked to it, each once."""
 
     def __init__(self) -> None:
         self._done: dict[int, BaseException] = {}
@@ -242,11 +242,11 @@ class _Cleaning:
     def clean(self, error: BaseException) -> BaseException:
         if id(error) in self._done:
             return self._done[id(error)]
-        self._done[id(error)] = error  # an error may come of itself
+        self._done[id(error)] = error  # an error may be its own cause
         error.args = self._value(error.args)
         for name in [*getattr(error, "__dict__", ()), *_TEXTS_OF_ERRORS]:
             self._clean_attribute(error, name)
-        # `raise` made these: a replacement has its own, and never the original's.
+        # `raise` set these two: a replacement gets its own, never the original's.
         if error.__cause__ is not None:
             suppressed, error.__cause__ = error.__suppress_context__, self.clean(error.__cause__)
             error.__suppress_context__ = suppressed
@@ -256,7 +256,7 @@ class _Cleaning:
         return safe
 
     def _replaced(self, error: BaseException) -> BaseException:
-        """Return `error` if its text is clean, else what can be shown in its place."""
+        """Return `error` if its text is clean, else the error that can be shown instead."""
         if not isinstance(error, Exception):
             return error
         text = _text(error)
@@ -282,11 +282,11 @@ class _Cleaning:
             safe = self._value(value)
             if safe is not value:
                 setattr(error, name, safe)
-        except Exception:  # it may be one that cannot be set, or any code of a library: the text tells
+        except Exception:  # it may be read-only or run library code: the final check of the text decides
             return
 
     def _value(self, value: Any) -> Any:
-        """Return `value` without secrets in the texts that it holds; itself if there are none."""
+        """Return `value` without secrets in its texts; `value` itself if there are none."""
         if isinstance(value, str):
             safe: Any = without_secrets(value)
             return value if safe == value else safe
@@ -303,13 +303,13 @@ class _Cleaning:
 
 
 _TEXTS_OF_ERRORS = ("msg", "text", "filename", "filename2", "strerror", "name", "path")
-"""What Python's own errors (of files, imports, syntax) keep beside `args`, and make their text of."""
+"""Attributes besides `args` from which Python's own errors (of files, imports, syntax) make their text."""
 
 
 def _text(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # of its own making
+    except Exception:  # raised by the error's own `__str__`
         return ""
 
 
@@ -329,14 +329,14 @@ def _looks_hidden(key: str, value: str) -> str:
 
 
 def _hide_in_logs() -> None:
-    """Make log records without secrets: unlike a filter, this holds for every logger and handler, also of libraries."""
+    """Remove secrets from log records; unlike a filter, this covers every logger and handler, also of libraries."""
     made_before = logging.getLogRecordFactory()
 
     def made(*arguments: Any, **named: Any) -> logging.LogRecord:
         record = made_before(*arguments, **named)
         try:
             message = record.getMessage()
-        except Exception:  # words that do not fit their format: the handler says so
+        except Exception:  # arguments that do not fit the format: the handler reports it
             return record
         safe = without_secrets(message)
         if safe != message:
@@ -349,7 +349,7 @@ def _hide_in_logs() -> None:
 
 
 def _hide_in_tracebacks() -> None:
-    """Print errors that nobody catches without secrets, those of threads as well."""
+    """Print uncaught errors, also those of threads, without secrets."""
 
     def show(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
         sys.stderr.write(without_secrets("".join(traceback.format_exception(kind, error, trace))))
@@ -359,7 +359,7 @@ def _hide_in_tracebacks() -> None:
             sys.stderr.write(f"Exception in thread {what.thread.name if what.thread else '?'}:\n")
             show(what.exc_type, what.exc_value, what.exc_traceback)
 
-    if sys.excepthook is sys.__excepthook__:  # another's may do more than print
+    if sys.excepthook is sys.__excepthook__:  # a custom hook may do more than print
         sys.excepthook = show
     if threading.excepthook is threading.__excepthook__:
         threading.excepthook = show_of_thread

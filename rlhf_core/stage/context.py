@@ -1,4 +1,4 @@
-"""What a stage is handed while it runs, and the attempt that it is."""
+"""The context that a running stage gets, and the attempt that it belongs to."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningAttempt:
-    """One attempt at a stage: what its record will say, and the lease that allows it."""
+    """A running attempt at a stage, with the data for its record and the lease that it holds."""
 
     spec: StageSpec
     target: Target
@@ -49,7 +49,7 @@ class RunningAttempt:
     earlier_seconds: float
     earlier_code: Mapping[str, str]
     logged: Mapping[str, int]
-    """Metric name -> last step that earlier attempts recorded."""
+    """Last step that earlier attempts recorded, by metric name."""
     clock: float = field(default_factory=time.monotonic)
 
     def seconds(self) -> float:
@@ -57,12 +57,12 @@ class RunningAttempt:
         return time.monotonic() - self.clock
 
     def still_ours(self) -> None:
-        """Raise ArtifactError if another process has taken the stage over. Only the commit must be certain of it."""
+        """Raise ArtifactError if another process has taken over; an unreadable lease passes. Commits must be sure."""
         if not self.lease.may_be_ours():
             self.lease.check()
 
     def check_inputs(self, store: ArtifactStore) -> None:
-        """Raise ArtifactError if the stage may have read something else than its inputs."""
+        """Raise ArtifactError if the stage may have read damaged or changed inputs."""
         store.check_inputs(self.spec.refs())
         uris = (ref.uri for ref in self.spec.refs())
         for finding in findings(store.layout, uris, known=self.attempt.known_damage):
@@ -70,7 +70,7 @@ class RunningAttempt:
             raise ArtifactError(explain(f"{self.spec.label}.inputs", finding.object[:12], rule, "run it again"))
 
     def provenance(self, metrics: Mapping[str, float], engines: dict[str, str], noted: dict[str, Failed]) -> Provenance:
-        """Return what the record of the artifact says about how it was made."""
+        """Return the provenance of the artifact, for its record."""
         return Provenance(
             label=self.spec.label,
             stage=self.spec.name,
@@ -93,10 +93,10 @@ class RunningAttempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageContext:
-    """What a stage may use while it runs, beside its configuration and its inputs.
+    """Everything that a running stage may use besides its configuration and its inputs.
 
-    `out` is an empty folder for the artifact; `work` outlives a killed process, for what a stage wants to find again
-    (shards) beside its `checkpoints`. `progress(done, total, message)` tells a person how far it is.
+    `out` is an empty folder for the artifact. `work` survives a killed process: a stage keeps what it resumes from
+    there (shards), besides its `checkpoints`. `progress(done, total, message)` reports progress to the user.
     """
 
     label: str
@@ -113,7 +113,7 @@ class StageContext:
 
     @property
     def files(self) -> Mapping[str, str]:
-        """Return the digests, as they are in the key, of the user's files that the configuration names."""
+        """Return the digests in the key of the user's files that the configuration names."""
         found: Mapping[str, str] = self._run.spec.engines["files"] if "files" in self._run.spec.engines else NOTHING
         return found
 
@@ -123,11 +123,11 @@ class StageContext:
 
     @property
     def functions(self) -> Mapping[str, str]:
-        """The digests of the users' functions by which the key was made: whoever loads one checks that it has them yet."""
+        """Return the digests of the user's functions as they entered the key; loading a function checks its digest."""
         return self._run.target.functions
 
     def user_function(self, part: Config) -> UserFunction | None:
-        """Return the user's function that a part of the configuration names; None if it names none."""
+        """Return the user's function that a part of the configuration names, or None."""
         return (
             UserFunction.of(part.function, self.functions[part.function]) if isinstance(part, CustomFunction) else None
         )
@@ -135,7 +135,7 @@ class StageContext:
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Record values at a step; `reward/mean` of the stage `ppo` becomes `ppo/reward/mean`.
 
-        After a resume, steps that were recorded before the kill are computed again but not recorded twice.
+        After a resume, steps recorded before the kill are computed again but not recorded twice.
         """
         new = {
             f"{self.label}/{name}": float(value)
@@ -145,20 +145,20 @@ class StageContext:
         if not new:
             return
         self._run.still_ours()
-        # The tracker first: it takes a step twice as once, so that a kill between the two loses nothing.
+        # The tracker comes first: it accepts a step twice, so a kill between the two writes loses nothing.
         self.tracker.metrics(step, new)
         with (self.work / attempts.METRICS).open("a", encoding="utf-8") as stream:
             stream.write(json.dumps({"step": step, "values": new}) + "\n")
 
     def failed(self, step: int, counts: Counts) -> None:
-        """Note how many answers failed at a step, before they are kept: {path in the configuration: (failed, of)}.
+        """Record how many answers failed at a step, before they are kept: {path in the configuration: (failed, of)}.
 
-        The result then counts only for the settings there. Paths without settings that could be why are passed over.
+        The result then counts only for the settings at these paths. Paths without failure settings are ignored.
         """
         failures.note(self.work, step, counts, failures.failure_settings(self._run.spec.config))
 
     def stopping(self) -> bool:
-        """Return whether the stage is to save and end now: a signal arrived, or the time that was given is over.
+        """Return whether the stage must save and end now, because of a signal or the time limit.
 
         Raises ArtifactError if another process has taken the stage over.
         """
@@ -166,8 +166,8 @@ class StageContext:
         return bool(stopping.reason())
 
     def stop(self) -> NoReturn:
-        """Raise StageStopped; call it when `stopping` was asked and everything that was done since has been saved."""
-        self.checkpoints.settle()  # before the engines are let go of, which may still be writing
+        """Raise StageStopped. Call it after `stopping` returned True and all work has been saved."""
+        self.checkpoints.settle()  # before the engines are released, because they may still be writing
         why = stopping.reason()
         logger.warning("%s: %s; saved, and the same command goes on from here", self.label, why)
         raise stopping.StageStopped(why)
@@ -181,9 +181,9 @@ class StageContext:
     ) -> R:
         """Move `out` into the store as the artifact of this stage and return its handle.
 
-        `children={"base": ("base", PolicyRef)}` gives the field `base` of the handle its own handle to the folder
-        `out/base`. `metrics` are the final numbers, kept in the key record. ArtifactError if an input was found damaged
-        while the stage read it.
+        `children={"base": ("base", PolicyRef)}` sets the field `base` of the handle to a handle of the folder
+        `out/base`. `metrics` are the final numbers, kept in the key record. Raises ArtifactError if an input was found
+        damaged while the stage read it.
         """
         self._run.check_inputs(self.store)
         return self.store.commit(

@@ -1,4 +1,4 @@
-"""What to do with a stage, and why: take the result that is there, wait for it, go on with it, or run."""
+"""Decide what to do with a stage, and why: reuse its result, wait for another process, resume, or run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MISSING = "nothing"
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What happens to a stage and why. `step` is the checkpoint's step of a RESUME.
+    """The action for a stage and its reason. `step` is the checkpoint's step of a RESUME.
 
     >>> Decision("RUN", "ppo.kl_coef: 0.05 -> 0.1", "3f2a", None).action
     'RUN'
@@ -48,12 +48,12 @@ def _is_payload(payload: dict[str, Any]) -> dict[str, Any]:
     parts = [name for name in ("config", "inputs", "engines", "callables") if not isinstance(payload.get(name), dict)]
     if parts:
         raise ValueError(f"has no table {parts[0]}")
-    canonical_json(payload)  # ConfigError, which is a ValueError, for what no payload holds
+    canonical_json(payload)  # raises ConfigError, a ValueError, for values that no payload can contain
     return payload
 
 
 class _Note(Stored):
-    """What the stage with a label was when it was last decided on."""
+    """The key, payload and code of the stage with a label at its last decision."""
 
     key: str
     payload: Annotated[dict[str, Any], AfterValidator(_is_payload)]
@@ -62,9 +62,10 @@ class _Note(Stored):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The key that a spec means now, the payload that it is the hash of, and the digests of its code's modules.
+    """The current key of a spec, the payload whose hash it is, and the digests of its code's modules.
 
-    `functions` are the digests of the users' functions by which the key was made. `why` says what is wrong with an earlier take, where the payload names a later one.
+    `functions` holds the digests of the user's functions that entered the key. `why` says why an earlier take does not
+    fit, if the payload names a later one.
     """
 
     key: str
@@ -94,11 +95,11 @@ def decide(
 
 
 def target_of(store: ArtifactStore, spec: StageSpec, *, strict: Strictness) -> Target:
-    """Return the key that the spec means.
+    """Return the current key of the spec.
 
-    With `strict.code` a stage whose code normally only warns gets its code into the key, with `strict.env` any stage
-    the versions of what computes; a result that was made without these options, but by exactly this code and by these
-    versions, still counts. Where answers failed under other settings, it is that of another take.
+    `strict.code` adds the code of a stage that normally only warns to the key, `strict.env` the versions of the
+    libraries that compute; a result made without these options, but by exactly this code and these versions, still
+    counts. If answers failed under other settings, the key of another take is returned.
     """
     functions = user_functions(spec)
     payload = key_payload(spec, functions=functions)
@@ -118,9 +119,9 @@ def target_of(store: ArtifactStore, spec: StageSpec, *, strict: Strictness) -> T
 
 
 def fitting_take(store: ArtifactStore, spec: StageSpec, target: Target) -> Target:
-    """Return `target`, or the first take after it in which no answer has failed but under the settings of `spec`.
+    """Return `target`, or the first take after it whose failed answers, if any, failed under the settings of `spec`.
 
-    So no result, finished or not, is lost to settings that are tried out, and each is found again under its own.
+    So trying out other settings loses no result, finished or not, and each is found again under its own settings.
     """
     take, free = target, None
     while True:
@@ -143,7 +144,7 @@ def _is_there(store: ArtifactStore, key: str) -> bool:
 
 
 def unfit(store: ArtifactStore, spec: StageSpec, key: str) -> str:
-    """Return what failed under other settings than those of `spec` in what is there of `key`, "" if nothing did."""
+    """Return what failed in the result or work of `key` under other settings than those of `spec`, or ""."""
     settings = failure_settings(spec.config)
     if not settings:
         return ""
@@ -153,7 +154,7 @@ def unfit(store: ArtifactStore, spec: StageSpec, key: str) -> str:
 
 
 def hit(target: Target, record: KeyRecord) -> Decision:
-    """Return the HIT on a record, saying loudly if answers failed in it, or if code or versions have changed."""
+    """Return the HIT on a record; its reason names failed answers and changed code or versions."""
     reason = f"made {record.started[:16].replace('T', ' ')} UTC in {record.seconds:.1f} s"
     for path, failed in record.failures.items():
         reason += f"; {failed.share()} ({path})"
@@ -190,16 +191,16 @@ def decide_work(store: ArtifactStore, spec: StageSpec, target: Target, *, force:
 
 
 def starts_over(store: ArtifactStore, spec: StageSpec, key: str, *, force: bool) -> bool:
-    """Return whether an attempt at `key` has nothing to do with earlier ones.
+    """Return whether an attempt at `key` ignores the work of earlier ones.
 
-    It was asked for, those had ended, or they read what has since been found damaged.
+    It does if `force` is set, if the last attempt committed, or if it read inputs that were later found damaged.
     """
     past = attempts.history(store.layout.attempt(key))
     return force or (bool(past) and (past[-1].status == "committed" or bool(_misled(store, spec, past[-1]))))
 
 
 def remember(store: ArtifactStore, spec: StageSpec, target: Target) -> None:
-    """Note what the stage with this label is now, so that the next decision can say what changed."""
+    """Save the stage's key, payload and code under its label, so that the next decision can say what changed."""
     path = store.layout.label(spec.label)
     table = {"label": spec.label, "key": target.key, "payload": target.payload, "code": target.code}
     if read_json(path) != json.loads(json.dumps(table)):
@@ -236,7 +237,7 @@ def _why_run(store: ArtifactStore, spec: StageSpec, target: Target, past: list[a
 
 
 def _misled(store: ArtifactStore, spec: StageSpec, attempt: attempts.Attempt) -> str:
-    """Return what an unfinished attempt may have read that has been found damaged since, or an empty text."""
+    """Return which input of an unfinished attempt was later found damaged, or an empty string."""
     if attempt.status == "committed":
         return ""
     found = findings(store.layout, (ref.uri for ref in spec.refs()), known=attempt.known_damage)
@@ -260,7 +261,7 @@ def differences(
         if old.get(name) != new[name]:
             yield f"{name}: {_shown(old.get(name))} -> {_shown(new[name])}"
     for path, before, after in _changes(label, old["config"], new["config"]):
-        # What earlier versions have kept may hold secrets in clear.
+        # Payloads saved by earlier versions may contain secrets in clear.
         yield f"{path}: {_shown(hidden(path, before))} -> {_shown(hidden(path, after))}"
     for path, before, after in _changes("input", old["inputs"], new["inputs"]):
         yield f"{path.replace('.', ' ', 1)} changed: {_short(before)} -> {_short(after)}"
@@ -305,7 +306,7 @@ def _shown(value: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    """Return the first digits of a digest, and of several the first digits of each."""
+    """Return the first digits of a digest, or of each of several digests."""
     if isinstance(value, str):
         return value[:8]
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The key of a stage: one sha256 over everything that decides what the stage makes, and nothing else."""
+"""Compute the key of a stage: one sha256 over everything that decides its result, and nothing else."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ StageInput: TypeAlias = ArtifactRef | tuple[ArtifactRef, ...] | dict[str, Artifa
 
 @dataclass(frozen=True, slots=True)
 class Strictness:
-    """What counts for the key of a stage besides what always does; the default adds nothing.
+    """The optional parts of a stage's key; the default adds none.
 
     >>> Strictness(code=True)
     Strictness(code=True, env=False)
     """
 
     code: bool = False
-    """Every change of code counts, also in stages that normally only warn."""
+    """Whether every change of code enters the key, also in stages that normally only warn."""
     env: bool = False
-    """Other versions of Python and of the packages that compute count."""
+    """Whether the versions of Python and of the packages that compute enter the key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSpec:
-    """A stage that is ready to be decided on and run: its inputs exist.
+    """A stage whose inputs exist, ready to be decided on and run.
 
-    `name` and `module` say what it is (`ppo`, `stages.ppo`), `version` and `code` are those of its row in the table of
-    stages: with `code = "strict"` a change of the stage's code makes a new key, with `"warn"` it is only pointed out.
-    `label` is what the stage is called in the pipeline (`rejection_sampling/generate`); it does not enter the key, so two
-    places can share one result. `inputs` become keyword arguments of the stage's `run`. `engines` holds the part of the
-    runtime's configuration that changes results, {} for a stage without engines. `callables` are the functions of users,
-    `module:function` or `file.py:function`; their code enters the key with all of the user's own modules that it reaches.
+    `name` and `module` identify it (`ppo`, `stages.ppo`). `version` and `code` come from its row in the stage table:
+    with `code = "strict"` a change of the stage's code makes a new key, with `"warn"` it is only reported. `label` is
+    the stage's name in the pipeline (`rejection_sampling/generate`); it does not enter the key, so two places can share
+    one result. `inputs` become keyword arguments of the stage's `run`. `engines` holds the part of the runtime's
+    configuration that changes results, {} for a stage without engines. `callables` are the user's functions,
+    `module:function` or `file.py:function`; their code, and all user modules that it reaches, enter the key.
 
-    Raises ConfigError for a `code` that is no policy.
+    Raises ConfigError for an invalid `code`.
     """
 
     name: str
@@ -75,16 +75,16 @@ class StageSpec:
 
 
 def user_functions(spec: StageSpec) -> dict[str, str]:
-    """Return the digest of each of the users' functions, with all of their own modules that it reaches."""
+    """Return the digest of each of the user's functions, including all user modules that it reaches."""
     return {name: user_code_digest(name) for name in spec.callables}
 
 
 def key_payload(
     spec: StageSpec, *, strict_code: bool = False, functions: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Return the table whose canonical JSON is hashed to the key; `functions` are their digests if they are known.
+    """Return the table whose canonical JSON is hashed to the key; `functions` gives their digests if already known.
 
-    The digest of the stage's code is in it if the stage's `code` is "strict", or if `strict_code` asks for it.
+    It contains the digest of the stage's code if the stage's `code` is "strict" or `strict_code` is set.
     """
     config, unnamed = _with_code(keyed(spec.config), user_functions(spec) if functions is None else functions)
     payload: dict[str, Any] = {
@@ -113,7 +113,7 @@ def payload_key(payload: Mapping[str, Any]) -> str:
 
 
 def stage_module(spec: StageSpec) -> ModuleType:
-    """Return the imported module of the stage; ConfigError if it is not one. Only what runs the stage imports it."""
+    """Return the imported module of the stage. Raises ConfigError if it has no `run`. Call it only to run the stage."""
     module = importlib.import_module(spec.module)
     if not hasattr(module, "run"):
         raise ConfigError(explain("module", spec.module, "has no run", "see docs/add_a_stage.md"))
@@ -121,7 +121,7 @@ def stage_module(spec: StageSpec) -> ModuleType:
 
 
 def _with_code(config: dict[str, Any], digests: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the configuration with functions named by their code, and the digests of those that it does not name.
+    """Return the configuration with functions named by their digests, and the digests of functions it does not name.
 
     `my/file.py:reward` becomes `reward@<digest>`, so that the same file under another path is the same function.
     """

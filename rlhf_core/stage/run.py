@@ -1,4 +1,4 @@
-"""Run a stage: decide, hold the lease, hand the stage its context, and see that it committed what it returns."""
+"""Run a stage: decide, hold the lease, pass the context to the stage, and check that it committed what it returns."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 def find(
     store: ArtifactStore, spec: StageSpec, *, strict: Strictness = Strictness()
 ) -> tuple[KeyRecord, Decision] | None:
-    """Return the record of a stage whose artifact is in the store, and the HIT; None if there is something to do."""
+    """Return the record and the HIT of a stage whose artifact is in the store; None if the stage must run."""
     target = target_of(store, spec, strict=strict)
     return _take(store, spec, target)
 
@@ -46,11 +46,11 @@ def execute(
     on_decision: Callable[[Decision], None] | None = None,
     tracking: Mapping[str, str] = NOTHING,
 ) -> tuple[ArtifactRef, Decision]:
-    """Return the handle of the stage's artifact and how we came by it.
+    """Return the handle of the stage's artifact and the decision that led to it.
 
-    `on_decision` is told as soon as the decision is made, before anything is computed; when another process computes
-    the key, it is told ATTACH while we wait and, should that process fail, what we do then. `force` runs the stage
-    from its beginning and replaces the record. `tracking` (run ids, urls) is kept in the record.
+    `on_decision` is called as soon as the decision is made, before anything is computed. If another process computes
+    the key, it gets ATTACH during the wait and, if that process fails, a second decision. `force` runs the stage from
+    the beginning and replaces the record. `tracking` (run ids, urls) is kept in the record.
     """
 
     def told(decision: Decision) -> Decision:
@@ -79,7 +79,7 @@ def execute(
             _remember(store, spec, target)
             run = _begin(store, spec, target, lease, decision, force=force, tracking=tracking)
             return _finish(store, run, runtime, tracker, progress), decision
-    # Whom we waited for has left answers that failed under other settings than ours.
+    # Answers failed in the other process under other settings than ours: decide again, with another key.
     return execute(
         store,
         spec,
@@ -103,7 +103,7 @@ def _take(store: ArtifactStore, spec: StageSpec, target: Target) -> tuple[KeyRec
     if record is None:
         return None
     store.used(target.key)
-    tidy(store, target.key)  # its process may have been killed between the record and the end of its attempt
+    tidy(store, target.key)  # its process may have been killed between writing the record and ending its attempt
     _remember(store, spec, target)
     return record, hit(target, record)
 
@@ -118,11 +118,11 @@ def _begin(
     force: bool,
     tracking: Mapping[str, str],
 ) -> RunningAttempt:
-    """Note a new attempt; one that starts over finds nothing of the earlier ones."""
+    """Record a new attempt; if it starts over, remove the work of earlier ones first."""
     folder = store.layout.attempt(target.key)
     known_damage = store.known_damage(spec.refs())  # before anything is read
     store.check_inputs(spec.refs())
-    with lease.undisturbed():  # a process that stood still here would take from its successor, or share with it
+    with lease.undisturbed():  # a process suspended here could otherwise take or share the work of its successor
         anew = starts_over(store, spec, target.key, force=force)
         if anew:
             attempts.clear(folder, keep_metrics=False)
@@ -145,7 +145,7 @@ def _begin(
 
 
 def _other_code(past: Sequence[Attempt], code: Mapping[str, str]) -> dict[str, str]:
-    """Return the digests, other than those of `code`, of the attempts since the last that committed."""
+    """Return the digests that differ from `code` in the attempts since the last committed one."""
     other: dict[str, str] = {}
     for item in past:
         changed = {name: digest for name, digest in item.code.items() if code.get(name) != digest}
@@ -156,7 +156,7 @@ def _other_code(past: Sequence[Attempt], code: Mapping[str, str]) -> dict[str, s
 def _finish(
     store: ArtifactStore, run: RunningAttempt, runtime: Runtime, tracker: StageTracker, progress: Progress
 ) -> ArtifactRef:
-    """Run the attempt and note how it ended; what it went on from is removed once it has committed."""
+    """Run the attempt and record how it ended; after the commit, remove the work that it resumed from."""
     folder = store.layout.attempt(run.target.key)
     work = attempts.work(folder, run.attempt)
     context = StageContext(
@@ -176,7 +176,7 @@ def _finish(
         handle: ArtifactRef = stage_module(run.spec).run(run.spec.config, **run.spec.inputs, context=context)
         _check_committed(store, run, handle)
     except BaseException as error:
-        safe = hide_in(error)  # from here on it is written down and shown
+        safe = hide_in(error)  # from here on the error is recorded and shown
         context.checkpoints.settle_after(error)
         _note_failure(folder, run, safe)
         if safe is error:
@@ -184,7 +184,7 @@ def _finish(
         raise safe from None
     try:
         context.checkpoints.settle()
-    except Exception as error:  # nobody will go on from it any more
+    except Exception as error:  # the stage has committed: no attempt will resume from this checkpoint
         logger.warning("%s: the last checkpoint could not be written: %s", run.spec.label, error)
     _note_end(folder, run)
     attempts.clear(folder, keep_metrics=True, until=run.attempt)
@@ -197,7 +197,7 @@ def _note_end(folder: Path, run: RunningAttempt) -> None:
     try:
         with run.lease.undisturbed():
             attempts.end(folder, run.attempt, label=label, status="committed", failure="", seconds=run.seconds())
-    except ArtifactError as error:  # after the commit: the result is there, and the same for whoever took over
+    except ArtifactError as error:  # after the commit: the result exists, also for the process that took over
         logger.warning("%s: %s", label, error)
 
 
@@ -213,7 +213,7 @@ def _check_committed(store: ArtifactStore, run: RunningAttempt, handle: object) 
 
 
 def _note_failure(folder: Path, run: RunningAttempt, error: BaseException) -> None:
-    """Note how the attempt failed. ArtifactError if another process has taken over: the history is that one's now."""
+    """Record how the attempt failed. Raises ArtifactError if another process has taken over and owns the history."""
     status: Status = "failed" if isinstance(error, Exception) else "interrupted"
     failure = f"{type(error).__name__}: {error}"[:500]
     label = run.spec.label
@@ -223,7 +223,7 @@ def _note_failure(folder: Path, run: RunningAttempt, error: BaseException) -> No
     except ArtifactError:
         attempts.give_way(folder, run.attempt)
         raise
-    except OSError as full:  # the error that we note here matters more than that it could not be noted
+    except OSError as full:  # the error being recorded matters more than the failure to record it
         logger.error("%s: the failure of attempt %d could not be noted: %s", label, run.attempt.number, full)
 
 

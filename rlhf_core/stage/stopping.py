@@ -1,8 +1,8 @@
-"""Asking a stage to save and end: by a signal, or because the time that the machine is lent for runs out.
+"""Ask the running stage to save and end, after a signal or when the machine's time allocation runs out.
 
-A signal belongs to the whole process, and so does the request. A loop asks `reason()` after every step; where it is not
-empty it saves a checkpoint and raises `StageStopped`. The second signal, or the first after `GRACE_S` seconds in which
-nobody came to such a point, interrupts at once: then the next run goes on from the checkpoint before.
+A signal belongs to the whole process, and so does the request. A loop calls `reason()` after every step; if it is not
+empty, the loop saves a checkpoint and raises `StageStopped`. A second signal, or `GRACE_S` seconds without reaching
+such a point, interrupts at once: the next run then resumes from the previous checkpoint.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from types import FrameType
 logger = logging.getLogger(__name__)
 
 GRACE_S = 20.0
-"""Batch systems and containers send SIGKILL 30 s after SIGTERM, most of them."""
+"""Grace period after the first signal: most batch systems and containers send SIGKILL 30 s after SIGTERM."""
 ALLOCATION_START = "SLURM_JOB_START_TIME"
-"""Environment variable with the start of the allocation in seconds of the wall clock."""
+"""Environment variable with the start of the allocation, in seconds of the wall clock."""
 
 _asked = threading.Event()
 _reason = ""
@@ -29,18 +29,18 @@ _deadline = float("inf")
 
 
 class StageStopped(KeyboardInterrupt):
-    """A stage was asked to end and has saved what it did; the same command goes on from there."""
+    """Raised by a stage that was asked to end and has saved its work; the same command resumes it."""
 
 
 def reason() -> str:
-    """Return why the stage is to save and end now; "" if it may go on."""
+    """Return why the stage must save and end now, or "" if it may continue."""
     if _asked.is_set():
         return _reason
     return "the time limit is reached" if time.time() > _deadline else ""
 
 
 def ask(why: str) -> None:
-    """Ask the stage that runs, and all after it, to save and end."""
+    """Ask the running stage, and all after it, to save and end."""
     global _reason
     _reason = why
     _asked.set()
@@ -48,7 +48,7 @@ def ask(why: str) -> None:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Inside, stages are asked to end `seconds` after the start of the allocation, or of now; 0 means no limit."""
+    """Ask stages inside the block to end `seconds` after the start of the allocation, or after now; 0 sets no limit."""
     global _deadline
     before = _deadline
     if seconds:
@@ -61,9 +61,9 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def on_signals() -> Iterator[None]:
-    """Inside, SIGTERM and Ctrl-C ask first and interrupt second. Elsewhere than in the main thread nothing changes.
+    """Let the first SIGTERM or Ctrl-C ask the stage to end, and the second interrupt; only in the main thread.
 
-    What handled the signal before gets it in the end: after the stage has saved, or at once the second time.
+    The previous handler gets the signal in the end: after the stage has saved, or at once for the second signal.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -80,7 +80,7 @@ def on_signals() -> Iterator[None]:
 
 
 class _Listener:
-    """Handles the signals from its creation until `close`."""
+    """A signal handler that is active from its creation until `close`."""
 
     def __init__(self) -> None:
         self._arrived: signal.Signals | None = None
@@ -96,7 +96,7 @@ class _Listener:
         _asked.clear()
 
     def pass_on(self) -> None:
-        """Give the signal that arrived to whoever handles it now."""
+        """Send the signal that arrived to its current handler."""
         if self._arrived is not None:
             signal.raise_signal(self._arrived)
 
@@ -106,9 +106,9 @@ class _Listener:
             signal.raise_signal(number)
             return
         self._arrived = signal.Signals(number)
-        signal.alarm(0)  # a library that handled the signal before us may have set one, to abort soon if nobody ends
+        signal.alarm(0)  # a library's earlier handler may have set an alarm that aborts the process soon
         ask(f"{self._arrived.name} arrived")
-        # The second signal comes by itself. Both in threads: whoever was interrupted here may hold the lock of the log.
+        # The timer sends the second signal. Both run in threads, because the interrupted code may hold the log's lock.
         self._watchdog = threading.Timer(GRACE_S, os.kill, (os.getpid(), number))
         self._watchdog.daemon = True
         self._watchdog.start()

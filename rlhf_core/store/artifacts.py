@@ -1,7 +1,7 @@
 """The artifact store: immutable folders addressed by their content, and key records that say which stage made them.
 
 A folder without a manifest is not an artifact, and an object without a key record does not exist yet: the record,
-written last and in one step, is the only commit point. So a crash at any instant leaves either no result or a whole one.
+written last and atomically, is the only commit point. A crash at any instant leaves either no result or a whole one.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _RememberedFile(Stored):
     size: int
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     status: dict[str, int] = {}
-    """What `_identity` said of it; older versions noted nothing."""
+    """Value of `_identity` for the file; empty in files of older versions."""
 
 
 class _Memory(Stored):
@@ -72,8 +72,8 @@ class _Memory(Stored):
 class ArtifactStore:
     """A store in the local folder `root`, shared by all processes that see that folder.
 
-    Opening it writes nothing: the folder is made by `create`, or by the first lease or commit. ArtifactError if a newer
-    version laid it out.
+    Opening it writes nothing: the folder is created by `create`, or by the first lease or commit. Raises ArtifactError
+    if a newer version wrote the store.
     """
 
     def __init__(self, root: Path) -> None:
@@ -82,13 +82,13 @@ class ArtifactStore:
         check_schema(self.root)
 
     def create(self) -> None:
-        """Make the folder, marked with the schema that this version writes; it may be there already."""
+        """Create the folder, if it does not exist, and mark it with the schema that this version writes."""
         mark_schema(self.root)
 
     # ------------------------------------------------------------ reading
 
     def path(self, ref: ArtifactRef) -> Path:
-        """Return the folder of a handle; ArtifactError if it is gone."""
+        """Return the folder of a handle. Raises ArtifactError if it does not exist."""
         folder = self.folder(ref.uri)
         if not folder.is_dir():
             remedy = "run the pipeline again to make it, or bring the folder back"
@@ -96,7 +96,7 @@ class ArtifactStore:
         return folder
 
     def folder(self, uri: str) -> Path:
-        """Return where the folder of an artifact's uri lies, or lay."""
+        """Return the folder of an artifact's uri, whether or not it still exists."""
         if uri.startswith(_FILE):
             return Path(uri.removeprefix(_FILE))
         if not uri.startswith(_STORE):
@@ -105,17 +105,17 @@ class ArtifactStore:
         return self.layout.object(digest) / inside
 
     def record(self, key: str) -> KeyRecord | None:
-        """Return the record of a key whose object is there with all files at their right sizes; None otherwise.
+        """Return the record of a key if its object exists and all files have the right sizes, else None.
 
-        Damage is named in a warning, and record and object are put into quarantine, so that the stage is made again. So
-        is the record of what may have been made from damaged inputs.
+        Damage is logged as a warning, and record and object are moved into quarantine, so that the stage runs again.
+        The record of a result that may have been computed from damaged inputs is treated likewise.
         """
         path = self.layout.key(key)
         if not path.exists():
             return None
         record, damage = self._check(key)
         if damage:
-            time.sleep(0.05)  # another process may be putting a sound object in the place of a damaged one
+            time.sleep(0.05)  # another process may be replacing the damaged object by a sound one
             record, damage = self._check(key)
         if record is not None and not damage:
             return record if self._is_trusted(record) else None
@@ -126,18 +126,18 @@ class ArtifactStore:
         return None
 
     def damage(self, key: str) -> str:
-        """Return why the last artifact of `key` was put into quarantine, or an empty text if it was not."""
+        """Return why the last artifact of `key` was moved into quarantine, or an empty string if it was not."""
         noted = read_stored(self.layout.damage(key), _DamageNote)
         return "" if noted is None else noted.problem
 
     def known_damage(self, refs: Iterable[ArtifactRef]) -> tuple[str, ...]:
-        """Return the ids of all that was ever found damaged of these inputs; see `rlhf_core.store.damage`."""
+        """Return the ids of all damage ever found in these inputs; see `rlhf_core.store.damage`."""
         return tuple(finding.id for finding in findings(self.layout, (ref.uri for ref in refs)))
 
     def check_inputs(self, refs: Iterable[ArtifactRef]) -> None:
-        """Raise ArtifactError for an input that is not what its digest says; files that nobody wrote to are not hashed.
+        """Raise ArtifactError for an input that does not match its digest; only files written to are hashed again.
 
-        A damaged object goes into quarantine. What is gone altogether is left to whoever reads it.
+        A damaged object is moved into quarantine. A missing object raises no error here, but where it is read.
         """
         for ref in refs:
             if self.is_external(ref):
@@ -152,14 +152,14 @@ class ArtifactStore:
                 raise ArtifactError(explain(f"{type(ref).__name__}.uri", ref.uri, rule, "run again: it is made again"))
 
     def records(self) -> list[KeyRecord]:
-        """Return all readable key records, oldest first; their objects are not looked at."""
+        """Return all readable key records, oldest first, without checking their objects."""
         records, unreadable = self.scan()
         for found in unreadable:
             logger.warning("store: %s", found)
         return records
 
     def scan(self) -> tuple[list[KeyRecord], list[Unreadable]]:
-        """Return the key records, oldest first, and the files in their place that this version cannot read."""
+        """Return the key records, oldest first, and the record files that this version cannot read."""
         records, unreadable = [], []
         for path in sorted(self.layout.keys.glob("*/*.json")):
             record, problem = parse_record(path)
@@ -170,14 +170,14 @@ class ArtifactStore:
         return sorted(records, key=lambda record: (record.started, record.key)), unreadable
 
     def used(self, key: str) -> None:
-        """Note that a run has just used the record of `key`, so that `gc` keeps it."""
+        """Mark the record of `key` as just used, so that `gc` keeps it."""
         try:
             os.utime(self.layout.key(key))
         except OSError as error:
             logger.warning("store: the use of key %s could not be noted: %s", key[:12], error)
 
     def external(self, kind: type[R], path: Path) -> R:
-        """Return a handle for a user's folder outside the store; files that have not changed are hashed only once."""
+        """Return a handle for a user's folder outside the store; unchanged files are hashed only once."""
         folder = Path(path).expanduser().absolute()
         if not folder.is_dir():
             raise ArtifactError(explain("path", str(path), "is not a folder", "mend the path"))
@@ -185,7 +185,7 @@ class ArtifactStore:
         return kind(uri=f"{_FILE}{folder}", digest=digest)
 
     def latest(self, label: str) -> KeyRecord | None:
-        """Return the record that the stage with this label last made or found; None if it is gone."""
+        """Return the record that the stage with this label last wrote or reused; None if it no longer exists."""
         noted = read_stored(self.layout.label(label), _LabelNote)
         return None if noted is None else self.record(noted.key)
 
@@ -196,7 +196,7 @@ class ArtifactStore:
     # ------------------------------------------------------------ writing
 
     def lease(self, key: str, *, on_wait: Callable[[Owner], None] | None = None) -> AbstractContextManager[Lease]:
-        """Hold the right to compute `key`; see `rlhf_core.store.leases.hold`."""
+        """Hold the lease on computing `key`; see `rlhf_core.store.leases.hold`."""
         self.create()
         return leases.hold(self.layout.leases, key, on_wait=on_wait)
 
@@ -231,25 +231,25 @@ class ArtifactStore:
     # ------------------------------------------------------------ upkeep
 
     def verify(self) -> list[Damage]:
-        """Hash every object; put damaged ones and their records into quarantine and return what was found."""
+        """Hash every object, move damaged ones and their records into quarantine, and return the damage found."""
         return maintenance.verify(self.layout, *self.scan())
 
     def pin(self, target: str, *, note: str = "") -> None:
-        """Keep an object from `gc` for good; `target` is a digest, a key or a `store://` uri."""
+        """Protect an object from `gc` until it is unpinned; `target` is a digest, a key or a `store://` uri."""
         maintenance.pin(self.layout, target, note)
 
     def unpin(self, target: str) -> None:
-        """Take a pin away; ArtifactError if there is none."""
+        """Remove a pin. Raises ArtifactError if there is none."""
         maintenance.unpin(self.layout, target)
 
     def pins(self) -> dict[str, str]:
-        """Return target -> note of all pins."""
+        """Return the notes of all pins by target."""
         return maintenance.pins(self.layout)
 
     def gc(self, dry_run: bool, *, keep_days: float = 30.0) -> GcReport:
-        """Remove (or only list) what no pin and no record used in the last `keep_days` reaches.
+        """Remove (or only list) what is reachable from no pin and from no record used in the last `keep_days`.
 
-        While a record or a pin cannot be read nobody knows what it reaches: then records and objects all stay.
+        While a record or a pin cannot be read, what it reaches is unknown: all records and objects are then kept.
         """
         records, unreadable = self.scan()
         return maintenance.collect(self.layout, records, unreadable, dry_run=dry_run, keep_days=keep_days)
@@ -276,14 +276,14 @@ class ArtifactStore:
         fsync_path(target.parent)
 
     def _keep_one(self, out: Path, target: Path) -> None:
-        """The same content is there already: drop ours, unless theirs is damaged."""
+        """Keep the existing object with the same content and drop `out`, unless the existing one is damaged."""
         damage = object_damage(target, deep=True)
         if damage:
             logger.warning("store: object %s is damaged: %s; replaced", target.name[:12], damage)
             quarantine_object(self.layout, target.name, damage)
             move(out, target)
         else:
-            os.utime(target)  # young again, so that gc leaves it alone until our record is written
+            os.utime(target)  # makes it young, so that gc keeps it until our record is written
             remove_tree(out)
 
     def _is_trusted(self, record: KeyRecord) -> bool:
@@ -311,11 +311,11 @@ class ArtifactStore:
             if path in known and (known[path].size, known[path].status) == (status.st_size, _identity(status))
         }
         files = same | hash_files(folder, [path for path in paths if path not in same])
-        # A file that was written just now may change again within the resolution of its time: not remembered.
+        # A file written just now may change again within the resolution of its timestamp: it is not remembered.
         settled = {path: entry for path, entry in files.items() if now - _changed_ns(stats[path]) > 2_000_000_000}
         table = {path: _entry(entry) | {"status": _identity(stats[path])} for path, entry in settled.items()}
         remembered = {path: entry.model_dump() for path, entry in known.items()}
-        if table != remembered and self.root.is_dir():  # looking at a folder does not make a store
+        if table != remembered and self.root.is_dir():  # reading a folder does not create a store
             write_json(memory, {"folder": str(folder), "files": table}, durable=False)
         return files
 
@@ -356,7 +356,7 @@ def _handle(
 
 
 def _identity(status: os.stat_result) -> dict[str, int]:
-    """Return what changes when a file is replaced or written to, also by one with its size and time of modification."""
+    """Return values that change when a file is replaced or written to, even if size and modification time stay."""
     return {
         "device": status.st_dev,
         "inode": status.st_ino,

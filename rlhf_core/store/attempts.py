@@ -1,7 +1,7 @@
-"""The attempts at a key: how often it was tried, how each try ended, and what is left to go on from.
+"""The history of the attempts at a key: their number, how each ended, and the work that the next can resume from.
 
-Each attempt works in a folder of its own. What an earlier one left moves into that of the next by one rename: a process that
-was taken over unawares, and goes on for a step, finds its folder gone, and cannot touch what is another's now.
+Each attempt works in its own folder. The next attempt takes over the work of the last by one rename. So a process that
+lost its lease without noticing, and runs on for a step, finds its folder gone and cannot touch its successor's files.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Status = Literal["running", "failed", "interrupted", "committed"]
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One try at a key. `status` stays `running` if the process was killed; `failure` is the error's class and text.
+    """One attempt at a key. `status` stays `running` if the process is killed; `failure` is the error's class and text.
 
-    `code` is the digest of each module of the stage, as the attempt ran it; empty where an older version noted none.
-    `known_damage` are the ids of what had been found damaged of its inputs before it read them.
+    `code` holds the digest of each module of the stage as the attempt ran it; it is empty in files of older versions.
+    `known_damage` holds the ids of the damage that was known of its inputs before it read them.
     """
 
     number: int
@@ -53,20 +53,20 @@ class Attempt:
 
 _ATTEMPTS = TypeAdapter(list[Attempt])
 _LARGEST_NUMBER = 10**9
-"""Of an attempt: beyond it a history is damaged, and its number would be no name of a folder."""
+"""Largest valid attempt number: a larger one means a damaged history, and would not be a valid folder name."""
 
 
 def history(folder: Path) -> list[Attempt]:
-    """Return the attempts noted in `folder` (attempts/<key>), oldest first."""
+    """Return the attempts recorded in `folder` (attempts/<key>), oldest first."""
     return _read(folder)[1]
 
 
 def begin(
     folder: Path, *, label: str, resumed_from: int | None, code: Mapping[str, str], known_damage: Sequence[str]
 ) -> Attempt:
-    """Note a new attempt and make its folders, an empty one for its output; the caller holds the lease, undisturbed.
+    """Record a new attempt and create its folders; the caller holds the lease, inside `Lease.undisturbed`.
 
-    The output of attempts that were killed goes; what they left to go on from is in the new attempt's work folder.
+    The output of killed attempts is removed; the work that they can be resumed from moves to the new work folder.
     """
     past = history(folder)
     attempt = Attempt(
@@ -87,21 +87,21 @@ def begin(
         latest_work(folder).rename(work(folder, attempt))
     make_folder(work(folder, attempt))
     output(folder, attempt).mkdir()
-    _write(folder, label, [*past, attempt])  # last: whoever is named here has taken what there was
+    _write(folder, label, [*past, attempt])  # last: an attempt in the history has taken over the earlier work
     return attempt
 
 
 def end(folder: Path, attempt: Attempt, *, label: str, status: Status, failure: str, seconds: float) -> None:
-    """Note how the attempt ended and remove its output folder, if it is still there."""
+    """Record how the attempt ended and remove its output folder, if it still exists."""
     remove_tree(output(folder, attempt))
     past = [item for item in history(folder) if item.number != attempt.number]
     _write(folder, label, [*past, replace(attempt, status=status, failure=failure, seconds=round(seconds, 3))])
 
 
 def abandon(folder: Path, *, committed: bool) -> tuple[str, Attempt] | None:
-    """Note that the attempt that is still noted as running was killed; return its label and it, None if there is none.
+    """Mark the attempt still recorded as running as killed; return its label and the attempt, or None if there is none.
 
-    The caller holds the lease, so nobody is at work there. `committed`: its record was written before.
+    The caller holds the lease, so no process is working there. `committed` says whether it had written its record.
     """
     label, past = _read(folder)
     if not past or past[-1].status != "running":
@@ -113,32 +113,32 @@ def abandon(folder: Path, *, committed: bool) -> tuple[str, Attempt] | None:
 
 
 def output(folder: Path, attempt: Attempt) -> Path:
-    """Return the folder that the attempt writes its artifact into."""
+    """Return the folder into which the attempt writes its artifact."""
     return folder / f"out-{attempt.number}"
 
 
 def work(folder: Path, attempt: Attempt) -> Path:
-    """Return the folder of what the attempt may want to find again: checkpoints, shards, metrics, failures, logs."""
+    """Return the folder of what a later attempt can use: checkpoints, shards, metrics, failures, logs."""
     return folder / f"work-{attempt.number}"
 
 
 def latest_work(folder: Path) -> Path:
-    """Return the work folder of the last attempt; it need not be there."""
+    """Return the work folder of the last attempt; it may not exist."""
     return folder / f"work-{max(_works(folder), default=0)}"
 
 
 def checkpoints(folder: Path) -> Path:
-    """Return the folder of the last attempt's checkpoints; it need not be there."""
+    """Return the folder of the last attempt's checkpoints; it may not exist."""
     return latest_work(folder) / CHECKPOINTS
 
 
 def metrics(folder: Path) -> Path:
-    """Return the file of the metrics of all attempts that went on from one another; it need not be there."""
+    """Return the metrics file of all attempts that resumed from one another; it may not exist."""
     return latest_work(folder) / METRICS
 
 
 def logged_steps(folder: Path) -> dict[str, int]:
-    """Return metric name -> last step recorded by earlier attempts; a line that a kill cut short is taken off."""
+    """Return the last step of each metric that earlier attempts recorded; a line cut short by a kill is removed."""
     path = metrics(folder)
     if not path.exists():
         return {}
@@ -156,18 +156,18 @@ def logged_steps(folder: Path) -> dict[str, int]:
 
 
 def unfinished_work(folder: Path) -> list[str]:
-    """Return the names of what a stage left beside its checkpoints (shards, tables) to go on from."""
+    """Return the names of the files besides checkpoints (shards, tables) from which a stage can resume."""
     return _unfinished(latest_work(folder))
 
 
 def clear(folder: Path, *, keep_metrics: bool, until: Attempt | None = None) -> None:
-    """Remove checkpoints, unfinished work and what failed in it; the history stays, the logs, and on request the metrics.
+    """Remove checkpoints, unfinished work and its failures; history and logs stay, and on request the metrics.
 
-    With `until` only what that attempt and earlier ones left: a later one may be another process's.
+    `until` limits this to the files of that attempt and earlier ones: a later attempt may belong to another process.
     """
     numbers = [number for number in _works(folder) if until is None or number <= until.number]
     for number in numbers:
-        if number != max(numbers):  # of a process that was taken over, and wrote on
+        if number != max(numbers):  # written by a process after another one had taken over
             remove_tree(folder / f"work-{number}")
     if numbers:
         left = folder / f"work-{max(numbers)}"
@@ -180,7 +180,7 @@ def clear(folder: Path, *, keep_metrics: bool, until: Attempt | None = None) -> 
 
 
 def give_way(folder: Path, attempt: Attempt) -> None:
-    """Remove what an attempt wrote after another one had taken its work: nobody looks for it any more."""
+    """Remove what an attempt wrote after a later attempt had taken over its work: nothing reads it."""
     if any(item.number > attempt.number for item in history(folder)):
         remove_tree(work(folder, attempt))
         remove_tree(output(folder, attempt))
@@ -208,7 +208,7 @@ def _is_ours(name: str) -> bool:
 
 
 def _read(folder: Path) -> tuple[str, list[Attempt]]:
-    """Return the label and the attempts of a history; of one that is damaged nothing, and it is written anew."""
+    """Return the label and the attempts of a history; a damaged history counts as empty and is overwritten."""
     table = read_json(folder / HISTORY)
     if table is None:
         return "", []

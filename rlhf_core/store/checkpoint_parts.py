@@ -1,7 +1,8 @@
-"""Parts of a checkpoint that processes write in the background, each under a note that says so.
+"""Write parts of a checkpoint in background threads, and wait until all parts are whole.
 
-`.writing-<part>` stands in the folder before `write_part` returns. Its writer holds a lock on it, which the system
-drops if the process dies. The note goes when the part is whole and becomes `.failed-<part>`, with the reason, if not.
+`write_part` creates the note `.writing-<part>` in the folder before it returns. The writer holds a lock on it, which
+the system drops if the process dies. The note is removed when the part is whole; if writing fails, it is renamed to
+`.failed-<part>` and holds the reason.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _SLOWEST_POLL = 0.1
 
 
 def write_part(folder: Path, part: str, write: Callable[[], None]) -> None:
-    """Run `write` in a thread of its own; `wait_for_parts` tells how it ended. The name `part` is unique in `folder`."""
+    """Run `write` in its own thread; `wait_for_parts` raises if it fails. The name `part` is unique in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     note = folder / f"{_WRITING}{part}"
     held = note.open("wb")
@@ -58,7 +59,7 @@ def wait_for_parts(folder: Path, *, stalled_s: float = STALLED_SECONDS) -> None:
 
 
 def _write(note: Path, held: BinaryIO, write: Callable[[], None]) -> None:
-    # The lock goes with the file, after the note: a note without a lock is one whose writer died.
+    # The file, and its lock, is closed after the note is removed: a note without a lock means that its writer died.
     with held:
         try:
             write()
@@ -70,8 +71,8 @@ def _write(note: Path, held: BinaryIO, write: Callable[[], None]) -> None:
 
 
 def _note_failure(note: Path, held: BinaryIO, error: BaseException) -> None:
-    with contextlib.suppress(FileNotFoundError):  # the folder was given up meanwhile
-        # A full disk may have no room for a reason: the note stays empty, which means just that.
+    with contextlib.suppress(FileNotFoundError):  # the folder has been removed meanwhile
+        # A full disk may have no room for a reason: an empty note means a full disk.
         if not disk_is_full(error, note.parent):
             with contextlib.suppress(OSError):
                 os.write(held.fileno(), f"{type(error).__name__}: {error}".encode()[:2000])
@@ -87,12 +88,12 @@ def _failure(note: Path, folder: Path) -> ArtifactError:
 
 
 def _check_writer(note: Path, folder: Path) -> None:
-    """Raise ArtifactError if nobody holds the lock of a note that is still there."""
+    """Raise ArtifactError if a note exists and no process holds its lock."""
     try:
         with note.open("rb") as stream:
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
             if not note.exists():
-                return  # it ended between our two looks
+                return  # the writer finished between the listing and this check
     except (BlockingIOError, FileNotFoundError):
         return
     remedy = "run again, it goes on from the checkpoint before this one"
@@ -108,6 +109,6 @@ def _bytes(folder: Path) -> int:
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
-            with contextlib.suppress(FileNotFoundError):  # notes come and go
+            with contextlib.suppress(FileNotFoundError):  # notes are created and removed at any time
                 total += Path(parent, name).lstat().st_size
     return total

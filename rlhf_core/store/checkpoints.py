@@ -1,7 +1,7 @@
-"""Checkpoint folders of one stage. A new one is whole and on the disk before an old one goes.
+"""Checkpoint folders of one stage. A new checkpoint is complete and on disk before an old one is removed.
 
-Training waits for none of that: it hands over copies of its state (`checkpoint_parts`), and a thread here waits for
-those who write them, seals the folder and removes what is no longer wanted. At most one checkpoint is on its way.
+Training does not wait for this: it hands over copies of its state (`checkpoint_parts`), and a thread here waits for
+their writers, seals the folder and removes old checkpoints. At most one checkpoint is in progress at a time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SMALL_BYTES = 1 << 20
 class _Marker(Stored):
     sizes: dict[str, int]
     sha256: dict[str, str] = {}
-    """Older markers have none."""
+    """Digests of the small files; empty in markers of older versions."""
 
 
 class _State(Stored):
@@ -48,7 +48,7 @@ class _State(Stored):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A whole checkpoint: `state` is what the stage noted, the folder `path` holds what it wrote."""
+    """A complete checkpoint: `state` is the stage's JSON state, the folder `path` holds the files that it wrote."""
 
     step: int
     path: Path
@@ -57,9 +57,9 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints in `root`: the newest `keep_last` and the `keep_best` with the largest metric stay.
+    """The checkpoints in `root`: the newest `keep_last` and the `keep_best` with the largest metric are kept.
 
-    `fence` raises where this process may not write here any more, because another one has taken over.
+    `fence` raises an error if this process may no longer write here, because another one has taken over.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class Checkpoints:
         self._sealing = _Sealing()
 
     def keeping(self, *, best: int) -> Checkpoints:
-        """Return the same checkpoints, of which `best` stay for their metric; one on its way is on its way in both."""
+        """Return the same checkpoints with `keep_best=best`; a checkpoint in progress is shared by both objects."""
         other = Checkpoints(self.root, keep_last=self.keep_last, keep_best=best, fence=self._fence)
         other._sealing = self._sealing
         return other
 
     def latest(self) -> Checkpoint | None:
-        """Return the newest whole checkpoint; unreadable ones are skipped with a warning. Reads no large file."""
+        """Return the newest complete checkpoint; unreadable ones are skipped with a warning. Reads no large file."""
         self.settle()
         for folder in sorted(self._folders(), reverse=True):
             checkpoint = _read(folder)
@@ -91,7 +91,7 @@ class Checkpoints:
         return None
 
     def to_resume(self) -> Checkpoint | None:
-        """Return the newest whole checkpoint whose every byte is as it was written; the others are skipped likewise."""
+        """Return the newest complete checkpoint after verifying every byte; damaged ones are skipped with a warning."""
         self.settle()
         for folder in sorted(self._folders(), reverse=True):
             checkpoint = _read(folder)
@@ -100,7 +100,7 @@ class Checkpoints:
         return None
 
     def best(self) -> Checkpoint | None:
-        """Return the whole checkpoint with the largest metric (the newest of equals); None if none has a metric."""
+        """Return the complete checkpoint with the largest metric (the newest of equals); None if none has a metric."""
         self.settle()
         ranked = _by_metric(self._readable())
         return ranked[0] if ranked else None
@@ -109,14 +109,14 @@ class Checkpoints:
     def saving(self, step: int, state: Mapping[str, Any], *, metric: float | None = None) -> Iterator[Path]:
         """Yield an empty folder to write into; soon after a clean exit it becomes the checkpoint of `step`.
 
-        What was begun with `write_part` in the folder goes on meanwhile. Waits first for the checkpoint before.
-        `state` must be JSON-able. Larger metrics are better. An exception, also one that `settle` or the next call
-        raises because something could not be written, leaves the older checkpoints as they were.
+        Parts begun with `write_part` in the folder are written in the background. Waits first for the previous
+        checkpoint. `state` must be JSON-serializable. Larger metrics are better. After an exception, also one that
+        `settle` or the next call raises because something could not be written, the older checkpoints are unchanged.
         """
         self.settle()
         self._fence()
         if not self.root.is_dir():
-            self.root.mkdir()  # not those above it: in a folder that another attempt has taken there is nothing to save
+            self.root.mkdir()  # not its parents: if another attempt has taken over the folder, this must fail
             fsync_path(self.root.parent)
         for stale in self.root.glob(".saving-*"):
             remove_tree(stale)
@@ -132,11 +132,11 @@ class Checkpoints:
         self._sealing.begin(lambda: self._finish(folder, step, noted))
 
     def settle(self) -> None:
-        """Wait until no checkpoint is on its way. Raises, once, what kept the last one from becoming whole."""
+        """Wait until no checkpoint is in progress. Raises, once, the error that kept the last one from completing."""
         self._sealing.settle()
 
     def settle_after(self, error: BaseException) -> None:
-        """Wait likewise when `error` ends the stage; a failure is added to its notes, it is not what matters most."""
+        """Wait like `settle` when `error` ends the stage; a failure of the checkpoint becomes a note of `error`."""
         try:
             self._sealing.settle()
         except Exception as failure:
@@ -178,7 +178,7 @@ def _by_metric(newest_first: list[Checkpoint]) -> list[Checkpoint]:
 
 
 class _Sealing:
-    """The thread that seals a checkpoint, and what it died of."""
+    """The thread that seals a checkpoint, and the error that ended it."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -204,7 +204,7 @@ class _Sealing:
 
 
 def _plain(step: int, state: Mapping[str, Any], metric: float | None) -> dict[str, Any]:
-    """Return what goes into the file of the state: a copy, for the stage goes on and may change its own."""
+    """Return the content of the state file: a copy, because the stage runs on and may change its own state."""
     try:
         noted: dict[str, Any] = json.loads(json.dumps({"step": step, "metric": metric, "state": dict(state)}))
     except TypeError as error:
@@ -218,14 +218,14 @@ def _plain(step: int, state: Mapping[str, Any], metric: float | None) -> dict[st
 def _seal(folder: Path, noted: dict[str, Any]) -> None:
     write_json(folder / _STATE, noted)
     sizes = {path: (folder / path).stat().st_size for path in list_files(folder)}
-    # Hashing all would cost as much as writing all; what is large are archives that carry checksums of their own.
+    # Hashing everything would cost as much as writing it; the large files are archives with their own checksums.
     digests = {path: hash_file(folder / path) for path, size in sizes.items() if not _is_archive(path, size)}
     fsync_tree(folder)
     write_json(folder / _COMPLETE, {"sizes": sizes, "sha256": digests})
 
 
 def _give_up(folder: Path) -> None:
-    # What cannot be removed now is removed before the next one is saved; what led here must not be hidden by it.
+    # Errors are suppressed so that they do not hide the original one; leftovers are removed at the next save.
     with suppress(ArtifactError, OSError):
         wait_for_parts(folder)
     with suppress(OSError):
@@ -266,7 +266,7 @@ def _is_archive(path: str, size: int) -> bool:
 
 
 def _damage(folder: Path) -> str:
-    """Return which of the large files is not what was written, by the checksums that torch puts into its archives."""
+    """Return which large file is damaged, by the checksums that torch writes into its archives, or an empty string."""
     for path in list_files(folder):
         file = folder / path
         if not _is_archive(path, file.stat().st_size):

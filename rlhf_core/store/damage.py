@@ -1,12 +1,12 @@
-"""Which objects were found damaged, and which results were made from them while they may have been.
+"""Record which objects were found damaged, and find the results that may have been computed from them.
 
-Bytes on a disk that have gone bad stay bad, so whatever was read before a good check was right. The manifest of an
-object carries the time of its last good check as its time of modification: it is written when the object was hashed,
-and touched when it was hashed again. What was found damaged is noted for good under `roots/damaged`, each time with an
-id, and an attempt notes the ids that it knew of when it began. So a result is suspect if one of its inputs was
-found damaged without its knowing, unless it was finished before the last good check.
+Bytes that have gone bad on a disk stay bad, so everything read before a good check was right. The modification time of
+an object's manifest is the time of its last good check: the manifest is written when the object is hashed, and touched
+when it is hashed again. Each finding of damage is kept forever under `roots/damaged` with an id, and an attempt records
+the ids that were known when it began. A result is suspect if one of its inputs was found damaged and the attempt did
+not know of it, unless it finished before the last good check.
 
-A result of a suspect result needs no rule of its own: if that one comes out differently now, it has another key.
+Results computed from a suspect result need no rule: if that result comes out differently now, their key changes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pathlib import Path
 from rlhf_core.store.layout import MANIFEST, StoreLayout, move_aside, read_json, write_json
 
 CLOCKS_APART_S = 600.0
-"""Clocks of two hosts, and of the disk, may differ this much: a result this near to a good check is suspect as well."""
+"""Tolerated difference between the clocks of hosts and disk: a result this close to a good check is suspect too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """An object that was found damaged; `good` is the time of its last good check, 0.0 if that is not known."""
+    """An object found damaged; `good` is the time of its last good check, 0.0 if that is not known."""
 
     id: str
     object: str
@@ -38,7 +38,7 @@ class Finding:
 
 
 def quarantine_object(layout: StoreLayout, digest: str, problem: str) -> None:
-    """Note that the object is damaged, then move it into quarantine. What is gone altogether was not read by anyone."""
+    """Record that the object is damaged and move it into quarantine. A missing object is ignored: nobody read it."""
     folder = layout.object(digest)
     if not folder.exists():
         return
@@ -49,12 +49,12 @@ def quarantine_object(layout: StoreLayout, digest: str, problem: str) -> None:
 
 
 def last_good(folder: Path) -> float:
-    """Return when the object was last known to be whole, in seconds since 1970; 0.0 without a readable manifest."""
+    """Return the time of the object's last good check in seconds since 1970; 0.0 without a readable manifest."""
     return 0.0 if read_json(folder / MANIFEST) is None else (folder / MANIFEST).stat().st_mtime
 
 
 def findings(layout: StoreLayout, uris: Iterable[str], *, known: Collection[str] = ()) -> list[Finding]:
-    """Return what was ever found damaged of the objects that the uris lie in, but for the ids that are `known`."""
+    """Return all findings of damage in the objects that the uris belong to, except those whose ids are in `known`."""
     digests = dict.fromkeys(
         uri.removeprefix("store://").partition("/")[0] for uri in uris if uri.startswith("store://")
     )
@@ -72,9 +72,9 @@ def findings(layout: StoreLayout, uris: Iterable[str], *, known: Collection[str]
 def suspicion(
     layout: StoreLayout, inputs: Iterable[str], *, known: Collection[str], started: str, seconds: float
 ) -> str:
-    """Return why a result may have been made from damaged inputs, or an empty text.
+    """Return why a result may have been computed from damaged inputs, or an empty string.
 
-    `known` are the ids of the findings that its attempt knew of before it read anything.
+    `known` holds the ids of the findings that its attempt knew of before it read anything.
     """
     new = findings(layout, inputs, known=known)
     if not new:

@@ -1,7 +1,7 @@
-"""Answers that failed while a stage ran, and under which settings: other settings might not have let them fail.
+"""Record the answers that failed while a stage ran, and the settings under which they failed.
 
-Deadlines, retries and addresses are not in a stage's key, since they change nothing where no answer fails. Where some did,
-the result is one for these settings alone.
+Deadlines, retries and addresses are not part of a stage's key, because they change nothing as long as no answer fails.
+If an answer fails, other settings might have avoided it: the result then counts only for the settings that it ran with.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from rlhf_core.store.fingerprint import canonical_json
 FAILURES = "failures.jsonl"
 
 Settings: TypeAlias = Mapping[str, Mapping[str, Any]]
-"""Dotted path of what may fail (`rewards.terms.mine`, `agent`) -> the fields there that may be why."""
+"""Dotted path of what may fail (`rewards.terms.mine`, `agent`) -> its fields that may be the cause."""
 Counts: TypeAlias = Mapping[str, tuple[int, int]]
-"""Path -> how many answers failed there, of how many."""
+"""Path -> number of failed answers and number of all answers there."""
 
 
 class Failed(BaseModel):
-    """How many answers failed in one place, of how many, and the settings under which they did."""
+    """The number of failed answers and of all answers in one place, and the settings under which they failed."""
 
     model_config = ConfigDict(frozen=True)
     failed: int
@@ -34,28 +34,31 @@ class Failed(BaseModel):
     settings: dict[str, Any]
 
     def share(self) -> str:
-        """Return for a person how many failed."""
+        """Return the number of failed answers as a phrase for people."""
         return f"{self.failed} of {self.answers} answers failed"
 
 
 def failure_settings(config: Any) -> dict[str, dict[str, Any]]:
-    """Return what of a configuration may be why an answer fails, or decides what becomes of one that does."""
+    """Return the settings that may make an answer fail, or that decide what happens to a failed answer."""
     return {path: fields for path, fields in _marked(config, "") if fields}
 
 
 def note(folder: Path, step: int, counts: Counts, settings: Settings) -> None:
-    """Note in the work folder `folder` what failed at a step, before its answers are kept; a step may be noted again."""
+    """Record in the work folder `folder` what failed at a step, before its answers are kept.
+
+    The last record of a step counts.
+    """
     known = {path: list(count) for path, count in counts.items() if path in settings}
     if not known:
         return
     used = {path: settings[path] for path, (failed, _) in known.items() if failed}
     line = json.dumps({"step": step, "counts": known, "settings": used})
     with (folder / FAILURES).open("a", encoding="utf-8") as stream:
-        stream.write(f"\n{line}")  # after a kill the last line may be half written: it ends here
+        stream.write(f"\n{line}")  # the newline comes first: it ends a line that a kill left half written
 
 
 def noted(folder: Path) -> dict[str, Failed]:
-    """Return by path what failed so far; {} where nothing did."""
+    """Return the failures so far by path; {} if there are none."""
     path = folder / FAILURES
     steps = {entry["step"]: entry for entry in _entries(path)} if path.is_file() else {}
     failed: defaultdict[str, int] = defaultdict(int)
@@ -70,7 +73,7 @@ def noted(folder: Path) -> dict[str, Failed]:
 
 
 def misfit(failures: Mapping[str, Failed], settings: Settings, *, label: str) -> str:
-    """Return why a result with `failures` is none for `settings`, "" if it is one: nothing failed, or under the same."""
+    """Return why a result with `failures` does not count for `settings`, or "" if none failed under other settings."""
     for path, one in failures.items():
         changed = _changed(one.settings, settings.get(path, {}))
         if changed:
@@ -90,7 +93,7 @@ def _shown(value: Any) -> str:
 
 
 def _marked(value: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the path of every table in a configuration with its fields marked as a `FailureSetting`."""
+    """Yield the path of every table in a configuration, with its fields that are marked as `FailureSetting`."""
     if isinstance(value, BaseModel):
         fields = type(value).model_fields
         marked = [name for name, field in fields.items() if any(isinstance(m, FailureSetting) for m in field.metadata)]

@@ -1,4 +1,4 @@
-"""Digests of values, files, folders and code. Everything that enters the key of a stage is made here."""
+"""Compute digests of values, files, folders and code: everything that enters the key of a stage."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from rlhf_core.errors import ArtifactError, ConfigError, explain
 
 OUR_PACKAGES = ("stages", "rlhf_core")
 PLUMBING = ("rlhf_core.errors", "rlhf_core.secrets", "rlhf_core.stage", "rlhf_core.store")
-"""Modules and packages that carry artifacts and never compute what is in them: a change there re-makes nothing."""
+"""Modules and packages that store artifacts but never compute their content: a change there changes no key."""
 
 _FEW_BYTES = 1 << 20
-"""Less than this is hashed sooner than threads are started."""
+"""Files with fewer bytes in total are hashed faster than threads can be started."""
 _HASH_THREADS = min(16, max(2, os.cpu_count() or 2))
 
 ALL_MODULES = ".__path__"
-"""Ends the name of a package that imports all of its modules: those that look themselves up with `pkgutil`."""
+"""Suffix for the name of a package that imports all of its modules by looking them up with `pkgutil`."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """What a folder's listing says of one file: its `size` in bytes and the `sha256` of its content.
+    """The entry of one file in a folder's listing: its `size` in bytes and the `sha256` of its content.
 
     >>> FileEntry(size=0, sha256=sha256_text("")).sha256[:8]
     'e3b0c442'
@@ -45,10 +45,10 @@ class FileEntry:
 
 
 def canonical_json(value: Any) -> str:
-    """Return the one JSON text of `value`: keys sorted, no spaces, floats by `repr`; tuples read as lists.
+    """Return the canonical JSON text of `value`: keys sorted, no spaces, floats by `repr`, tuples as lists.
 
-    Raises ConfigError, naming the place in `value`, for what has no stable text: callables, sets, paths, objects,
-    NaN and infinity.
+    Raises ConfigError, naming the place in `value`, for values without a stable text: callables, sets, paths,
+    objects, NaN and infinity.
 
     >>> canonical_json({"b": (1, 2.5), "a": None})
     '{"a":null,"b":[1,2.5]}'
@@ -98,9 +98,9 @@ def hash_file(path: Path) -> str:
 
 
 def list_files(folder: Path) -> tuple[str, ...]:
-    """Return the posix paths, relative to `folder`, of all files below it, sorted; empty folders do not count.
+    """Return the sorted posix paths, relative to `folder`, of all files below it; empty folders do not count.
 
-    Links are followed. Raises ArtifactError for a link to a folder that holds it: its files would have no end.
+    Links are followed. Raises ArtifactError for a link to a folder that contains it, because it would never end.
     """
     found = []
     above = {os.fspath(folder): frozenset({folder.resolve()})}
@@ -118,12 +118,12 @@ def list_files(folder: Path) -> tuple[str, ...]:
 
 
 def hash_tree(folder: Path) -> dict[str, FileEntry]:
-    """Return relative posix path -> size and sha256 for every file below `folder`; files are hashed in threads."""
+    """Return size and sha256 of every file below `folder` by relative posix path; files are hashed in threads."""
     return hash_files(folder, list_files(folder))
 
 
 def hash_files(folder: Path, paths: Iterable[str]) -> dict[str, FileEntry]:
-    """Return path -> size and sha256 for the given relative `paths` below `folder`."""
+    """Return size and sha256 of the given relative `paths` below `folder`, by path."""
 
     def entry(path: str) -> FileEntry:
         return FileEntry(size=(folder / path).stat().st_size, sha256=hash_file(folder / path))
@@ -136,10 +136,10 @@ def hash_files(folder: Path, paths: Iterable[str]) -> dict[str, FileEntry]:
 
 
 def tree_digest(files: Mapping[str, FileEntry], under: str = "") -> str:
-    """Return the sha256 over names and contents of the files below the folder `under`, whose own name does not count.
+    """Return the sha256 over names and contents of the files below the folder `under`, without the folder's own name.
 
-    A folder inside an object has the same digest as the same folder alone, so a stage that reads only that folder is
-    not run again when its neighbours change.
+    A folder inside an object has the same digest as the same folder alone, so a stage that reads only that folder
+    does not run again when its neighbors change.
     """
     prefix = f"{under.rstrip('/')}/" if under else ""
     inside = {path[len(prefix) :]: entry.sha256 for path, entry in files.items() if path.startswith(prefix)}
@@ -150,15 +150,15 @@ def tree_digest(files: Mapping[str, FileEntry], under: str = "") -> str:
 
 
 def code_digest(module_name: str, packages: tuple[str, ...] = OUR_PACKAGES) -> str:
-    """Return one digest of the code of `module_name` and of all modules of `packages` that it imports, transitively."""
+    """Return one digest of the code of `module_name` and of all modules of `packages` it imports, transitively."""
     return sha256_text(canonical_json(module_digests(module_name, packages)))
 
 
 def module_digests(module_name: str, packages: tuple[str, ...] = OUR_PACKAGES) -> dict[str, str]:
-    """Return module name -> digest of its syntax tree, for `module_name` and every module of `packages` it reaches.
+    """Return the digest of the syntax tree of `module_name` and of every module of `packages` it reaches, by name.
 
-    Imports inside functions count, and a package that uses its own `__path__` imports all of its modules. Comments and
-    docstrings do not count, nor do the modules of `PLUMBING`. Nothing is imported.
+    Imports inside functions count, and a package that uses its own `__path__` imports all of its modules. Comments,
+    docstrings and the modules of `PLUMBING` do not count. The modules are parsed, not imported.
     """
     found: dict[str, str] = {}
     modules = _Modules()
@@ -185,14 +185,14 @@ def _is_plumbing(module: str) -> bool:
 
 
 class _Modules:
-    """Finds the source files of modules without importing them or their packages; a folder is listed once."""
+    """A finder of source files that imports neither modules nor packages and lists each folder once."""
 
     def __init__(self) -> None:
         self._names: dict[str, frozenset[str]] = {}
         self._tops: dict[str, tuple[str, list[str]]] = {}
 
     def file(self, name: str) -> str | None:
-        """Return the path of the module's source; None for what is not a module."""
+        """Return the path of the module's source; None if `name` is not a module."""
         top, *rest = name.split(".")
         if top not in self._tops:
             self._tops[top] = _top_level(top)
@@ -202,7 +202,7 @@ class _Modules:
         return file if file.endswith(".py") else None
 
     def inside(self, target: str) -> list[str]:
-        """Return the names of the modules of a package, named as `package.__path__`."""
+        """Return the names of the modules of a package that is given as `package.__path__`."""
         package = target.removesuffix(ALL_MODULES)
         names = self._listed(os.path.dirname(self.file(package) or ""))  # noqa: PTH120  # as above
         return [
@@ -210,7 +210,7 @@ class _Modules:
         ]
 
     def _inside(self, part: str, folders: list[str]) -> tuple[str, list[str]]:
-        """Return the file of the module `part` in one of the folders, and the folders that its own modules lie in."""
+        """Return the file of the module `part` in one of the folders, and the folders that contain its submodules."""
         spaces = []
         for folder in folders:
             names, path = self._listed(folder), os.path.join(folder, part)  # noqa: PTH118  # thousands of times
@@ -241,14 +241,14 @@ def _top_level(name: str) -> tuple[str, list[str]]:
 
 
 PARSED: dict[str, list[Any]] = {}
-"""Name and path of a module -> what its file was when it was parsed, the digest of its code, and what it imports.
+"""Name and path of a module -> status of its file when it was parsed, digest of its code, and its imports.
 
-`rlhf_core.store.index` keeps it between processes, since parsing our modules takes longer than all else in a plan.
+`rlhf_core.store.index` keeps it between processes, because parsing our modules is the slowest part of a plan.
 """
 
 
 def _parsed(path: str, name: str) -> tuple[str, list[str]]:
-    """Return digest and imported names of one module, parsed if its file is not the one that we know."""
+    """Return digest and imported names of one module; it is parsed only if its file has changed."""
     status = Path(path).stat()
     identity = [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
     known = PARSED.get(f"{name} {path}")
@@ -266,16 +266,16 @@ def _parsed(path: str, name: str) -> tuple[str, list[str]]:
 def parse_source(source: bytes, path: str) -> ast.Module:
     try:
         return ast.parse(source, filename=path)
-    except SystemError:  # CPython 3.11 counts the depth of all threads' parsing in one place; alone it is right
+    except SystemError:  # CPython 3.11 shares one parser depth counter between threads; a second try is right
         return parse_source(source, path)
     except SyntaxError as error:
         raise ConfigError(explain("module", path, f"is not valid Python ({error})", "mend the file")) from error
 
 
 def _syntax(node: ast.AST) -> str:
-    """Return a text of the tree without positions, comments, docstrings and empty fields.
+    """Return the tree as text without positions, comments, docstrings and empty fields.
 
-    Written out here because the text of `ast.dump` changes between Python versions.
+    `ast.dump` is not used because its output changes between Python versions.
     """
     parts = [type(node).__name__]
     for field, value in ast.iter_fields(node):
@@ -292,12 +292,12 @@ def _syntax(node: ast.AST) -> str:
 
 
 def _is_text(node: Any) -> bool:
-    """Say whether a statement is a lone string: a docstring of a module, class, function or attribute."""
+    """Return whether a statement is only a string: the docstring of a module, class, function or attribute."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def imported_names(tree: ast.Module, package: str) -> set[str]:
-    """Return every module name that the tree may import, with the packages that hold them."""
+    """Return the name of every module that the tree may import, and of the packages that contain them."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

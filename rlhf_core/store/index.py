@@ -1,11 +1,11 @@
-"""A list of all artifacts that is quick to read: derived from key records and manifests, and never the truth.
+"""A cache that lists all artifacts quickly: derived from key records and manifests, which remain the source of truth.
 
-Each entry holds what its file was when it was read: inode, size and time of modification. Records and manifests are
-replaced and never written to, so an entry whose file is the same still holds; all others are read anew. The files of
-the index may be missing, damaged or of another version: then everything is read anew, in silence. They are written in
-one step, and of two processes that write at once the last one wins, with entries that are as good.
+Each entry holds inode, size and modification time of its file. Records and manifests are replaced and never written to,
+so an entry with the same file is valid; all others are read again. If the index files are missing, damaged or of
+another version, everything is read again silently. They are written atomically; of two processes that write at the
+same time the last wins, and its entries are as good.
 
-This module imports nothing that takes long: `rlhf runs` and `rlhf store ls` live from it.
+This module imports nothing slow, because `rlhf runs` and `rlhf store ls` depend on it.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ logger = logging.getLogger(__name__)
 VERSION = 1
 RECORDS, OBJECTS, CODE = "records.json", "objects.json", "code.json"
 SETTLED_NS = 2_000_000_000
-"""A source file that was written more recently may change again within the resolution of its time: not remembered."""
+"""A source file written more recently is not cached: it may change again within the resolution of its timestamp."""
 
 Status = list[int]
-"""Inode, size in bytes, time of modification in nanoseconds."""
+"""Inode, size in bytes, and modification time in nanoseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a list shows of a key record. `digest` is that of the artifact, `object` the folder that it lies in."""
+    """The listed fields of a key record. `digest` is the artifact's, `object` is that of the object that holds it."""
 
     key: str
     label: str
@@ -54,7 +54,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A file in the place of a record or of a pin that this version cannot read."""
+    """A file of a record or a pin that this version cannot read."""
 
     path: Path
     problem: str
@@ -64,7 +64,7 @@ class Unreadable:
 
 
 def rows(layout: StoreLayout) -> tuple[list[Row], list[Unreadable]]:
-    """Return what the key records say, oldest first, and the files in their place that this version cannot read."""
+    """Return the rows of all key records, oldest first, and the record files that this version cannot read."""
     known = _load(layout, RECORDS)
     entries: dict[str, list[Any]] = {}
     unreadable: list[Unreadable] = []
@@ -85,14 +85,14 @@ def rows(layout: StoreLayout) -> tuple[list[Row], list[Unreadable]]:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """An object as it lies there: its size in bytes, None if it is gone, and what is wrong with it."""
+    """The state of an object: its size in bytes, or None if it does not exist, and a description of its damage."""
 
     bytes: int | None
     damage: str
 
 
 def states(layout: StoreLayout, digests: set[str]) -> dict[str, State]:
-    """Return size and damage of the objects; the manifests are read from the index, their files are looked at."""
+    """Return size and damage of the objects; manifests come from the index, their files are checked on disk."""
     known = _load(layout, OBJECTS)
     entries: dict[str, list[Any]] = {}
     found = {}
@@ -109,7 +109,7 @@ def states(layout: StoreLayout, digests: set[str]) -> dict[str, State]:
 
 @contextmanager
 def remembered_code(layout: StoreLayout) -> Iterator[None]:
-    """Spare this process the parsing of our own modules that an earlier one has parsed; keep what it parses itself."""
+    """Reuse the modules that earlier processes parsed, and save those that this process parses."""
     known = _load(layout, CODE)
     fingerprint.PARSED.update({name: entry for name, entry in known.items() if name not in fingerprint.PARSED})
     yield
@@ -123,7 +123,7 @@ def remembered_code(layout: StoreLayout) -> Iterator[None]:
 
 
 def _record_files(layout: StoreLayout) -> list[tuple[str, str, Status]]:
-    """Return key, path and status of every file in the place of a record."""
+    """Return key, path and status of every record file."""
     found = []
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(layout.keys) as folders:
         for folder in folders:
@@ -136,7 +136,7 @@ def _record_files(layout: StoreLayout) -> list[tuple[str, str, Status]]:
 
 
 def _read_record(path: Path, unreadable: list[Unreadable]) -> list[Any] | None:
-    from rlhf_core.store.records import parse_record  # takes long to import, and is not needed while the index is whole
+    from rlhf_core.store.records import parse_record  # slow to import, and not needed while the index is current
 
     record, problem = parse_record(path)
     if record is None:
@@ -154,7 +154,7 @@ def _read_record(path: Path, unreadable: list[Unreadable]) -> list[Any] | None:
 
 
 def _manifest(folder: Path, entry: list[Any] | None) -> list[Any] | None:
-    """Return status and table path -> size of the object's manifest, as known or read anew; None without one."""
+    """Return the status of the object's manifest and its file sizes by path; None without a manifest."""
     try:
         status = _status((folder / MANIFEST).stat())
     except (FileNotFoundError, NotADirectoryError):
@@ -178,13 +178,13 @@ def _state(folder: Path, entry: list[Any] | None) -> State:
 
 
 def _as_listed(folder: str, files: Mapping[str, int], *, checked: int) -> bool:
-    """Return whether all files are there with their sizes and nobody wrote to one since the manifest was `checked`."""
+    """Return whether all files have their sizes and none was written to since the manifest was `checked`."""
     try:
         for path, size in files.items():
             status = os.stat(folder + path)  # noqa: PTH116  # ten thousand times
             if status.st_size != size or status.st_mtime_ns > checked:
                 return False
-    except (OSError, ValueError):  # ValueError: a name that none can have
+    except (OSError, ValueError):  # ValueError: a name that no file can have
         return False
     return True
 
@@ -193,7 +193,7 @@ def _as_listed(folder: str, files: Mapping[str, int], *, checked: int) -> bool:
 
 
 def _load(layout: StoreLayout, name: str) -> dict[str, list[Any]]:
-    """Return the entries; none if the file is missing, damaged or of another version."""
+    """Return the entries of an index file; {} if it is missing, damaged or of another version."""
     with suppress(OSError, ValueError):
         heading, _, content = (layout.index / name).read_text(encoding="utf-8").partition("\n")
         if heading == _heading(content):
@@ -203,23 +203,23 @@ def _load(layout: StoreLayout, name: str) -> dict[str, list[Any]]:
 
 
 def _save(layout: StoreLayout, name: str, entries: Mapping[str, list[Any]]) -> None:
-    if not layout.root.is_dir():  # looking at a store does not make one
+    if not layout.root.is_dir():  # reading a store does not create one
         return
     content = json.dumps(entries)
     try:
         write_text(layout.index / name, f"{_heading(content)}\n{content}", durable=False)
-    except OSError as error:  # a store that is full, or not ours to write to
+    except OSError as error:  # the disk is full, or this user may not write to the store
         logger.debug("store: the index was not written: %s", error)
 
 
 def _heading(content: str) -> str:
-    """Return the first line of a file of the index: which code wrote it, and the digest of the rest."""
+    """Return the first line of an index file: the code that wrote it, and the digest of the rest."""
     return f"{VERSION} {_maker()} {sha256_text(content)}"
 
 
 @lru_cache(maxsize=1)
 def _maker() -> str:
-    """Return what changes with the code that derives the entries, and with the Python that runs it."""
+    """Return a digest of the code that derives the entries and of the version of Python."""
     sources = (Path(__file__), Path(fingerprint.__file__))
     return sha256_text(sys.version + "".join(path.read_text(encoding="utf-8") for path in sources))[:16]
 

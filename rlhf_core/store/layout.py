@@ -1,4 +1,4 @@
-"""Where things lie in a store, and how they are written so that a crash at any instant leaves old or new, never half."""
+"""The paths of a store, and crash-safe writes: a crash at any instant leaves the old file or the new, never half."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from rlhf_core.processes.identity import here, is_running
 from rlhf_core.store.fingerprint import list_files, sha256_text
 
 SCHEMA = 1
-"""The way in which this version lays out a store and writes its files."""
+"""Version of the store's folder layout and file formats that this code writes."""
 MARKER = "store.json"
 MANIFEST = "manifest.json"
 CHECKPOINTS = "ckpt"
-"""Name of the folder of checkpoints in the folder of a key's attempts."""
+"""Name of the checkpoint folder inside a work folder."""
 _TEMPORARY = re.compile(r"-(\d+)-[0-9a-f]{6}$")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -47,7 +47,7 @@ class StoreLayout:
         return self.objects / digest[:2] / digest
 
     def key(self, key: str) -> Path:
-        """Return the file of a key record: an object belongs to a stage only once this file is there."""
+        """Return the file of a key record: an object belongs to a stage only once this file exists."""
         return self.keys / key[:2] / f"{key}.json"
 
     def attempt(self, key: str) -> Path:
@@ -55,7 +55,7 @@ class StoreLayout:
         return self.attempts / key
 
     def label(self, label: str) -> Path:
-        """Return the file that says what the stage with this label last was."""
+        """Return the file with the last key, payload and code digests of the stage with this label."""
         return self.root / "roots" / "labels" / f"{sha256_text(label)}.json"
 
     @property
@@ -84,7 +84,7 @@ class StoreLayout:
 
     @property
     def index(self) -> Path:
-        """Return the folder of what is derived from the rest of the store, and may be thrown away at any time."""
+        """Return the folder of the cache that is derived from the rest of the store and may be deleted at any time."""
         return self.root / "index"
 
     @property
@@ -92,11 +92,11 @@ class StoreLayout:
         return self.root / "quarantine"
 
     def damaged(self, digest: str) -> Path:
-        """Return the folder with a note for each time that the object was found damaged; they stay for good."""
+        """Return the folder with one permanent note for each time that the object was found damaged."""
         return self.root / "roots" / "damaged" / digest
 
     def damage(self, key: str) -> Path:
-        """Return the file that says why the artifact of a key was put into quarantine."""
+        """Return the file that says why the artifact of a key was moved into quarantine."""
         return self.quarantine / "why" / f"{key}.json"
 
 
@@ -104,7 +104,7 @@ class StoreLayout:
 
 
 def check_schema(root: Path) -> None:
-    """Raise ArtifactError if a newer version laid out the store in `root`; a store without a marker is of schema 1."""
+    """Raise ArtifactError if a newer version wrote the store in `root`; a store without a marker has schema 1."""
     marker = root / MARKER
     stored = read_json(marker)
     schema = 1 if stored is None and not marker.exists() else (stored or {}).get("schema")
@@ -117,7 +117,7 @@ def check_schema(root: Path) -> None:
 
 
 def mark_schema(root: Path) -> None:
-    """Make the folder of a store and write down which schema it has, if that is not done yet."""
+    """Create the folder of a store and write its schema marker, if that has not been done."""
     if not (root / MARKER).exists():
         write_json(root / MARKER, {"schema": SCHEMA})
 
@@ -126,12 +126,12 @@ def mark_schema(root: Path) -> None:
 
 
 def write_json(path: Path, value: Mapping[str, Any], *, durable: bool = True) -> None:
-    """Replace the file by the JSON of `value` in one step; `durable` waits until it is on the disk."""
+    """Replace the file atomically by the JSON of `value`; `durable` waits until it is on disk."""
     write_text(path, json.dumps(value, indent=1, sort_keys=True), durable=durable)
 
 
 def write_text(path: Path, text: str, *, durable: bool) -> None:
-    """Replace the file by `text` in one step; `durable` waits until it is on the disk."""
+    """Replace the file atomically by `text`; `durable` waits until it is on disk."""
     make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.{_place()}-{os.getpid()}-{secrets.token_hex(3)}")
     try:
@@ -149,7 +149,7 @@ def write_text(path: Path, text: str, *, durable: bool) -> None:
 
 
 def sweep_temporaries(root: Path) -> list[Path]:
-    """Remove, below `root`, what processes of this machine left when they were killed inside `write_json`."""
+    """Remove the temporary files below `root` of this machine's processes that were killed inside `write_json`."""
     swept = []
     for path in root.rglob(f".*.{_place()}-*"):
         found = _TEMPORARY.search(path.name)
@@ -164,7 +164,7 @@ def _place() -> str:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, each of them noted on the disk; it may be there already."""
+    """Create a folder and its parents durably; the folder may exist already."""
     if folder.is_dir():
         return
     make_folder(folder.parent)
@@ -173,19 +173,19 @@ def make_folder(folder: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the table in a JSON file; None if the file is not there or does not hold one.
+    """Return the table in a JSON file; None if the file does not exist or does not hold a table.
 
-    Other errors of reading (a network drive that is away, no permission) say nothing about the content and are raised.
+    Other read errors (an unreachable network drive, no permission) say nothing about the content and are raised.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):  # the last for brackets too deep
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):  # the last: nested too deep
         return None
     return value if isinstance(value, dict) else None
 
 
 def fsync_path(path: Path) -> None:
-    """Wait until a file's content, or a folder's list of names, is on the disk."""
+    """Wait until a file's content, or a folder's list of names, is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -194,7 +194,7 @@ def fsync_path(path: Path) -> None:
 
 
 def fsync_tree(folder: Path) -> None:
-    """Wait until every file and every folder below `folder`, and `folder` itself, is on the disk."""
+    """Wait until every file and folder below `folder`, and `folder` itself, is on disk."""
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(fsync_path, [folder / path for path in list_files(folder)]))
     for parent, _, _ in os.walk(folder):
@@ -205,14 +205,14 @@ def fsync_tree(folder: Path) -> None:
 
 
 def make_read_only(folder: Path) -> None:
-    """Take the write permission from a folder and from all that is in it."""
+    """Remove the write permission from a folder and everything in it."""
     for parent, _, names in os.walk(folder, topdown=False):
         for path in (*(Path(parent, name) for name in names), Path(parent)):
             path.chmod(stat.S_IMODE(path.stat().st_mode) & ~0o222)
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder, read-only or not; it may be gone already."""
+    """Remove a file or a folder, even a read-only one; it may not exist."""
     if not folder.is_dir():
         folder.unlink(missing_ok=True)
         return
@@ -224,9 +224,9 @@ def remove_tree(folder: Path) -> None:
 
 
 def move(path: Path, target: Path) -> None:
-    """Rename a file or a folder, or copy it where `target` is on another disk, so that `target` is whole or not there.
+    """Rename a file or folder, or copy it if `target` is on another disk; `target` is never incomplete.
 
-    As `Path.rename`, it does not replace a folder that holds something.
+    Like `Path.rename`, it does not replace a folder that is not empty.
     """
     try:
         path.rename(target)
@@ -237,7 +237,7 @@ def move(path: Path, target: Path) -> None:
 
 
 def _copy_over(path: Path, target: Path) -> None:
-    # Named as the temporaries of `write_json`: what a kill leaves is swept like them.
+    # Named like the temporary files of `write_json`, so that `sweep_temporaries` removes it after a kill.
     temporary = target.with_name(f".{target.name}.{_place()}-{os.getpid()}-{secrets.token_hex(3)}")
     try:
         if path.is_dir():
@@ -254,7 +254,7 @@ def _copy_over(path: Path, target: Path) -> None:
 
 
 def move_aside(path: Path, quarantine: Path) -> Path | None:
-    """Move a damaged file or folder into `quarantine` under a new name; None if somebody did so before."""
+    """Move a damaged file or folder into `quarantine` and return its new path; None if it has been moved already."""
     quarantine.mkdir(parents=True, exist_ok=True)
     target = quarantine / f"{path.stem}.{secrets.token_hex(4)}{path.suffix}"
     try:
@@ -273,7 +273,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 def _allow_writing(folder: Path) -> None:
-    # A folder without write permission cannot be emptied, nor moved by anyone but root.
+    # Without write permission a folder cannot be emptied, and only root can move it.
     folder.chmod(stat.S_IMODE(folder.stat().st_mode) | 0o700)
 
 
@@ -282,9 +282,9 @@ def _allow_writing(folder: Path) -> None:
 
 @contextmanager
 def naming_disk_errors(root: Path) -> Iterator[None]:
-    """Turn the error of a disk that is full or cannot be written to into an ArtifactError that says what to do.
+    """Turn the error of a full or unwritable disk into an ArtifactError that says what to do.
 
-    Only an error at a path below `root` says that the store cannot be written; a full disk is looked for itself.
+    Only a permission error at a path below `root` counts; a full disk is detected from any error.
     """
     try:
         yield
@@ -299,7 +299,7 @@ def naming_disk_errors(root: Path) -> Iterator[None]:
 
 
 def not_writable(root: Path, error: OSError) -> ArtifactError:
-    """Return the error for a store that this user, or this mount, may not write to."""
+    """Return the error for a store that this user cannot write to, or that is mounted read-only."""
     rule = f"cannot be written to ({error.strerror}: {error.filename})"
     remedy = "give yourself the permission, or choose another folder: set `store` in the profile, or RLHF_HOME"
     return ArtifactError(explain("store", str(root), rule, remedy))
@@ -318,7 +318,7 @@ def disk_full(root: Path) -> ArtifactError:
 
 
 def disk_is_full(error: BaseException, root: Path) -> bool:
-    """Say whether `error` came from a full disk: libraries often hide the number of the error, so we look twice."""
+    """Return whether `error` came from a full disk. Libraries often hide the errno, so text and free space count."""
     cause: BaseException | None = error
     while cause is not None:
         if (isinstance(cause, OSError) and cause.errno in _FULL) or "No space left on device" in str(cause):

@@ -1,10 +1,10 @@
-"""Leases: who computes a key right now. One process computes, the others wait for its result.
+"""Leases: one process computes a key, the others wait for its result.
 
-A lease is a small file with its owner's host, boot, process and a secret token. A thread renews it. It is lost when, on
-this machine, the owner's process is gone, or when the file was not renewed for too long; then the next one takes it over. Clocks jump, and those of two
-hosts differ: too long is by the clock of the disk, and who wants the lease watches it, too, for longer than a living owner
-needs to renew it. A process that was taken over unawares learns it at `Lease.check`: before each step, each checkpoint
-and the record.
+A lease is a small file with its owner's host, boot id, process and a secret token. A thread renews it. A lease is lost
+when its owner is a process of this machine that has ended, or when the file was not renewed for too long; then the next
+process takes it over. Clocks jump, and those of two hosts differ. So the age is measured by the clock of the disk, and
+the next process also watches the file for longer than a living owner needs to renew it. A process that lost its lease
+without noticing is stopped by `Lease.check`: before each step, each checkpoint and the record.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ TTL_SECONDS = 120.0
 HEARTBEAT_SECONDS = 20.0
 POLL_SECONDS = 0.25
 WATCH_SECONDS = 2.25 * HEARTBEAT_SECONDS
-"""For how long a lease is seen to be silent, by the clock that never jumps, before it is taken from an owner who may live."""
+"""Time by the monotonic clock that a lease must be unchanged before it is taken from an owner that may be alive."""
 LOCK_SLOW_SECONDS = 10.0
-"""After so long a wait for another process's change of a lease we say what we wait for."""
+"""Time of waiting for another process's change of a lease after which a warning is logged."""
 _KINDS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("host", "boot_id", "pid_namespace", "token"), str),
     **dict.fromkeys(("pid", "pid_started"), int),
@@ -43,9 +43,9 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Who holds a lease. `pid_started` is the process's start time in clock ticks after boot, so that a process
-    number that was given to another process is not mistaken for the owner. `expires` is seconds of the owner's wall clock, for
-    people: it is never compared with another clock."""
+    """The holder of a lease. `pid_started` is the process's start time in clock ticks after boot, so that a process
+    that reuses the number is not mistaken for the owner. `expires` is in seconds of the owner's wall clock, for people
+    to read: it is never compared with another clock."""
 
     host: str
     boot_id: str
@@ -61,7 +61,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A lease that this process holds. `waited` says whether another one held it first."""
+    """A lease that this process holds. `waited` says whether another process held it before."""
 
     folder: Path
     key: str
@@ -69,7 +69,7 @@ class Lease:
     waited: bool
 
     def may_be_ours(self) -> bool:
-        """Return whether nobody has taken the lease over, as far as can be told: a disk may not answer for a moment."""
+        """Return whether the lease has not been taken over; also True, with a warning, if the disk cannot be read."""
         try:
             holder = _read(self.folder, self.key)
         except OSError as error:
@@ -78,9 +78,9 @@ class Lease:
         return holder is not None and holder.token == self.owner.token
 
     def check(self) -> None:
-        """Raise ArtifactError if somebody else has taken the lease over: the fence before whatever is written.
+        """Raise ArtifactError if another process has taken the lease over; call it before anything is written.
 
-        OSError if that cannot be told.
+        Raises OSError if the lease cannot be read.
         """
         holder = _read(self.folder, self.key)
         if holder is None or holder.token != self.owner.token:
@@ -91,9 +91,9 @@ class Lease:
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Let nobody take the lease over inside the block. Raises as `check` does, before it.
+        """Prevent a takeover of the lease inside the block. Raises like `check` on entry.
 
-        For a few quick changes that must not be mixed with another's: all who want a lease wait meanwhile.
+        Use it for a few quick changes that must not mix with another process's: all who want a lease wait meanwhile.
         """
         with _alone(self.folder):
             self.check()
@@ -102,7 +102,7 @@ class Lease:
 
 @contextmanager
 def hold(folder: Path, key: str, *, on_wait: Callable[[Owner], None] | None = None) -> Iterator[Lease]:
-    """Hold the lease of `key`, waiting for a living owner to let go of it; `on_wait` is told once whom we wait for."""
+    """Hold the lease of `key`, after waiting for a living owner to release it; `on_wait` gets that owner, once."""
     lease = _acquire(folder, key, on_wait)
     stop = threading.Event()
     heart = threading.Thread(target=_beat, args=(lease, stop), name=f"lease-{key[:8]}", daemon=True)
@@ -116,15 +116,15 @@ def hold(folder: Path, key: str, *, on_wait: Callable[[Owner], None] | None = No
 
 
 def living_owner(folder: Path, key: str) -> Owner | None:
-    """Return who computes `key` right now; None if nobody does."""
+    """Return the owner that computes `key` now, or None."""
     owner = _read(folder, key)
     return None if owner is None or _has_lost(folder, key, owner) else owner
 
 
 def sweep(folder: Path) -> list[tuple[str, Owner]]:
-    """Remove the leases whose owner is gone; return their keys and owners.
+    """Remove the leases whose owner has ended; return their keys and owners.
 
-    Those of silent owners, who may be on another machine, stay for the next one to want them, who has the time to watch.
+    Leases of silent owners, which may be on another machine, stay: only a process that wants one has time to watch it.
     """
     if not folder.is_dir():
         return []
@@ -139,7 +139,7 @@ def sweep(folder: Path) -> list[tuple[str, Owner]]:
 
 
 def is_gone(owner: Owner) -> bool:
-    """Say whether the owner's process has ended, as far as this machine can tell: of another machine's it knows nothing."""
+    """Return whether the owner's process has ended; always False for a process of another machine."""
     return _is_local(owner) and process_state(owner.pid, owner.pid_started) == "gone"
 
 
@@ -148,10 +148,10 @@ def _is_local(owner: Owner) -> bool:
 
 
 def _has_lost(folder: Path, key: str, owner: Owner) -> bool:
-    """Say whether the owner will not come back to its lease.
+    """Return whether the owner has lost its lease.
 
-    On our own machine the process itself is asked, so a suspended laptop or a long call into a library does not cost
-    a living owner its lease. A stopped process, and one of another machine, has lost it when it is silent.
+    On this machine the process state decides, so a suspended laptop or a long call into a library does not cost a
+    living owner its lease. A stopped process, or one on another machine, has lost its lease when it is silent.
     """
     if _is_local(owner):
         state = process_state(owner.pid, owner.pid_started)
@@ -161,9 +161,9 @@ def _has_lost(folder: Path, key: str, owner: Owner) -> bool:
 
 
 def _is_silent(path: Path) -> bool:
-    """Say whether the lease in `path` was not renewed for `TTL_SECONDS`, by the clock of the disk that it lies on.
+    """Return whether the lease in `path` was not renewed for `TTL_SECONDS` by the clock of its disk.
 
-    Both times are the file system's, this lease's and that of a file made now: no two hosts' clocks are compared.
+    The lease's time is compared with that of a file created now, so clocks of two hosts are never compared.
     """
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".now-") as probe:
@@ -201,7 +201,7 @@ def _acquire(folder: Path, key: str, on_wait: Callable[[Owner], None] | None) ->
 
 
 class _Watch:
-    """How long a lease has been seen unchanged, by a clock that nobody sets."""
+    """A measurement of how long a lease has been unchanged, by the monotonic clock."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -210,16 +210,16 @@ class _Watch:
         self._watched = 0.0
 
     def is_over(self) -> bool:
-        """Look at the file, and say whether it has been seen the same for `WATCH_SECONDS`.
+        """Check the file and return whether it has been unchanged for `WATCH_SECONDS`.
 
-        A long time between two looks counts as one heartbeat: what held us up (a machine that stood still, a stopped
-        process) may have held up the owner, too.
+        A long time between two checks counts as one heartbeat: what delayed us (a suspended machine, a stopped process)
+        may have delayed the owner too.
         """
         now = time.monotonic()
         since, self._looked = now - self._looked, now
         try:
             status = self._path.stat()
-        except FileNotFoundError:  # let go of just now
+        except FileNotFoundError:  # just released
             return True
         seen = (status.st_ino, status.st_mtime_ns)  # each renewal is a new file
         self._watched = self._watched + min(since, HEARTBEAT_SECONDS) if seen == self._seen else 0.0
@@ -249,7 +249,7 @@ def _release(lease: Lease) -> None:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Let one process or thread at a time change leases; the kernel frees the lock of a process that dies."""
+    """Hold the lock for changing leases; the kernel frees the lock of a process that dies."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
@@ -289,12 +289,12 @@ def _read(folder: Path, key: str) -> Owner | None:
     except TypeError:
         return None
     if owner is None or not all(isinstance(getattr(owner, name), kind) for name, kind in _KINDS.items()):
-        return None  # not a lease: whoever wants the key writes a new one over it
+        return None  # not a lease: the next process that wants the key overwrites it
     return owner
 
 
 def _write(folder: Path, key: str, owner: Owner) -> None:
-    # Not waited for on the disk: after a power cut the owner is gone anyway.
+    # Not durable: after a power cut the owner is gone anyway.
     write_json(lease_file(folder, key), asdict(owner), durable=False)
 
 

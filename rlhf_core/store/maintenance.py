@@ -1,4 +1,4 @@
-"""Upkeep of a store: check objects against their manifests, pin what must stay, remove what nothing reaches."""
+"""Maintain a store: verify objects against their manifests, pin objects, and remove what is unreachable."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from rlhf_core.store.records import KeyRecord
 logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 3600.0
-"""An object this young may belong to a commit whose record is not written yet."""
+"""Minimum age of an object to be removed: a younger one may belong to a commit whose record is not written yet."""
 
 KEEP_DAYS_WHILE_RUNNING = 7.0
-"""What was used this recently stays while a stage runs: it may be an input of it."""
+"""Minimum `keep_days` while a stage runs, because recently used records may be its inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """An object that is not what its manifest says, a record whose object is gone, or (without a digest) a record that
-    cannot be read; all of them are in quarantine now."""
+    """An object that does not match its manifest, a record whose object does not exist, or (without a digest) a record
+    that cannot be read; all of them are now in quarantine."""
 
     digest: str
     problem: str
     labels: tuple[str, ...]
     suspects: tuple[str, ...] = ()
-    """Labels of the results that were made from the object after it was last known to be whole."""
+    """Labels of the results that were computed from the object after its last good check."""
 
     def __str__(self) -> str:
         whose = f" ({', '.join(self.labels)})" if self.labels else ""
@@ -48,7 +48,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class GcItem:
-    """Something that nothing reaches: `kind` is `object`, `record`, `attempt` or `quarantine`."""
+    """An unreachable item: `kind` is `object`, `record`, `attempt` or `quarantine`."""
 
     kind: str
     path: Path
@@ -61,8 +61,8 @@ class GcItem:
 
 @dataclass(frozen=True, slots=True)
 class GcReport:
-    """What `gc` removed, or would remove in a dry run. `held_back` by what cannot be read, it left records and objects
-    alone."""
+    """What `gc` removed, or would remove in a dry run. If `held_back` lists unreadable files, records and objects were
+    left alone because of them."""
 
     items: tuple[GcItem, ...]
     dry_run: bool
@@ -79,7 +79,7 @@ class GcReport:
 def verify(layout: StoreLayout, records: Sequence[KeyRecord], unreadable: Sequence[Unreadable]) -> list[Damage]:
     """Hash all objects; move damaged ones, the records that lead to them and unreadable records into quarantine.
 
-    The records of what was made from a damaged object go there as well, unless that was before its last good check.
+    Records of results computed from a damaged object are moved there too, unless they precede its last good check.
     """
     users: dict[str, list[KeyRecord]] = {}
     readers: dict[str, list[KeyRecord]] = {}
@@ -109,17 +109,17 @@ def verify(layout: StoreLayout, records: Sequence[KeyRecord], unreadable: Sequen
 
 
 def _hashed(folder: Path) -> str:
-    """Return what is wrong with an object; one that is whole was so when we began to hash it, which is noted."""
+    """Return what is wrong with an object; for a sound one, set its last good check to the time when hashing began."""
     began = time.time()
     problem = object_damage(folder, deep=True)
     if not problem and last_good(folder) < began:
-        with suppress(OSError):  # a store of somebody else's: it stays as old as its last check there
+        with suppress(OSError):  # this user may not write to the store: its last good check stays as it was
             os.utime(folder / MANIFEST, (began, began))
     return problem
 
 
 def set_aside_suspect(layout: StoreLayout, record: KeyRecord) -> str:
-    """Move the record into quarantine if its stage may have read damaged inputs; return why, or an empty text."""
+    """Move the record into quarantine if its stage may have read damaged inputs; return why, or an empty string."""
     said = suspicion(layout, record.inputs, known=record.known_damage, started=record.started, seconds=record.seconds)
     if said:
         set_aside_record(layout, record.key, said)
@@ -127,7 +127,7 @@ def set_aside_suspect(layout: StoreLayout, record: KeyRecord) -> str:
 
 
 def set_aside_record(layout: StoreLayout, key: str, problem: str) -> None:
-    """Move the record of `key` into quarantine and note why, so that the next decision can say it."""
+    """Move the record of `key` into quarantine and record why, so that the next decision can report it."""
     if move_aside(layout.key(key), layout.quarantine) is not None:
         write_json(layout.damage(key), {"key": key, "problem": problem}, durable=False)
 
@@ -136,7 +136,7 @@ def set_aside_record(layout: StoreLayout, key: str, problem: str) -> None:
 
 
 def pin(layout: StoreLayout, target: str, note: str) -> None:
-    """Keep what `target` (a digest, a key or a uri) names."""
+    """Protect the object or record that `target` (a digest, a key or a uri) names from `gc`."""
     name = _object_of(target)
     if not (layout.object(name).is_dir() or layout.key(name).is_file()):
         raise ArtifactError(explain("pin", target, "names no object and no key of this store", "see `rlhf store ls`"))
@@ -144,7 +144,7 @@ def pin(layout: StoreLayout, target: str, note: str) -> None:
 
 
 def unpin(layout: StoreLayout, target: str) -> None:
-    """Take a pin away."""
+    """Remove a pin. Raises ArtifactError if there is none."""
     path = _pin_path(layout, _object_of(target))
     if not path.exists():
         raise ArtifactError(explain("unpin", target, "is not pinned", f"pinned are {sorted(pins(layout))}"))
@@ -152,7 +152,7 @@ def unpin(layout: StoreLayout, target: str) -> None:
 
 
 def pins(layout: StoreLayout) -> dict[str, str]:
-    """Return target -> note."""
+    """Return the notes of all pins by target."""
     return _pins(layout)[0]
 
 
@@ -183,10 +183,10 @@ def collect(
     dry_run: bool,
     keep_days: float,
 ) -> GcReport:
-    """Mark what pins and recently used records reach, through their inputs; remove the rest.
+    """Keep what pins and recently used records reach through their inputs, and remove the rest.
 
-    A record goes before its object, so a record never leads to nothing. Young objects and attempts of living owners
-    stay; so do all records and objects while a record or a pin is unreadable.
+    A record is removed before its object, so no record points to a missing object. Young objects and attempts of
+    living owners stay; so do all records and objects while a record or a pin is unreadable.
     """
     if any(living_owner(layout.leases, path.stem) for path in layout.leases.glob("*.json")):
         keep_days = max(keep_days, KEEP_DAYS_WHILE_RUNNING)
@@ -259,7 +259,7 @@ def _dead_attempts(layout: StoreLayout, records: Iterable[KeyRecord], horizon: f
         newest = max([_modified(path) for path in folder.rglob("*")], default=_modified(folder))
         if newest < horizon:
             items.append(GcItem("attempt", folder, folder_bytes(folder), label))
-        elif label and checkpoints(folder).is_dir():  # its result is there: nobody will go on from these
+        elif label and checkpoints(folder).is_dir():  # its result exists: no attempt will resume from these
             items.append(GcItem("attempt", checkpoints(folder), folder_bytes(checkpoints(folder)), label))
     return items
 
@@ -272,4 +272,4 @@ def _modified(path: Path) -> float:
     try:
         return path.stat().st_mtime
     except OSError:
-        return time.time()  # gone or going: somebody else is at work there
+        return time.time()  # it is being removed: another process is at work there

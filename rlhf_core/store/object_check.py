@@ -10,14 +10,14 @@ from rlhf_core.store.layout import MANIFEST, read_json
 from rlhf_core.types import encodable
 
 _LONGEST_NAME = 255
-"""Characters of the name of a file, on any file system."""
+"""Largest number of characters in a file name on any file system."""
 
 
 def object_damage(folder: Path, *, deep: bool) -> str:
-    """Return what is wrong with an object, or an empty text.
+    """Return what is wrong with an object, or an empty string.
 
-    `deep` hashes the files; otherwise sizes are compared, and only files that were written to since the last good check
-    are hashed.
+    `deep` hashes all files; otherwise sizes are compared, and only files written to since the last good check are
+    hashed.
     """
     manifest = read_json(folder / MANIFEST)
     if manifest is None:
@@ -43,7 +43,7 @@ def object_damage(folder: Path, *, deep: bool) -> str:
 
 
 def _is_inside(name: str) -> bool:
-    """Return whether a name in a manifest can be that of a file of its object."""
+    """Return whether a name in a manifest is a valid path of a file inside its object."""
     parts = name.split("/")
     return (
         "\0" not in name

@@ -1,4 +1,4 @@
-"""The key record: what a finished stage made, from what, with which code, and how long it took."""
+"""The key record of a finished stage: its artifact, inputs, code and duration."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlhf_core.store.layout import read_json
 from rlhf_core.types import ArtifactRef
 
 _URI = re.compile(r"store://[0-9a-f]{64}(/(?!\.\.?(/|$))[^/]+)*|file:///.*", re.DOTALL)
-"""An object of a store, or a folder inside one, or a user's own folder."""
+"""Pattern of a valid uri: an object of a store, a folder inside one, or a user's own folder."""
 _PACKAGES = (
     "torch",
     "transformers",
@@ -39,42 +39,42 @@ _PACKAGES = (
     "mlflow",
 )
 _ONLY_SHOW = ("prefect", "mlflow")
-"""Packages of which no version changes a result."""
+"""Packages whose version never changes a result."""
 
 
 class Provenance(BaseModel):
-    """What is known about a run of a stage beside the artifact that it made; none of it decides the key but `payload`."""
+    """The facts about a run of a stage besides its artifact; only `payload` decides the key."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
     label: str
     stage: str
     payload: dict[str, Any]
-    """The whole value that was hashed to the key."""
+    """Complete value whose hash is the key."""
     inputs: tuple[str, ...]
-    """The uris that the inputs were read from."""
+    """Uris from which the inputs were read."""
     code: dict[str, str]
-    """Module name -> digest of its syntax tree, for the stage and all of ours that it imports."""
+    """Module name -> digest of its syntax tree, for the stage and all modules of this program that it imports."""
     earlier_code: dict[str, str] = {}
-    """Of the attempts that the last one went on from: module name -> digest, where it was another than in `code`."""
+    """Module name -> digest in the attempts that the last one resumed from, where it differs from `code`."""
     failures: dict[str, Failed] = {}
-    """Where in the configuration answers failed, how many, and under which settings; {} where none did."""
+    """Failed answers by their path in the configuration, with counts and settings; {} if none failed."""
     metrics: dict[str, float]
     engines: dict[str, str]
     environment: dict[str, str]
     started: str
-    """UTC, ISO 8601."""
+    """Start of the last attempt as ISO 8601 in UTC."""
     seconds: float
-    """Working time of all attempts that ended by themselves."""
+    """Total run time of all attempts that ended by themselves."""
     tracking: dict[str, str]
     attempts: int
     resumed_from: int | None
-    """Step of the checkpoint that the last attempt went on from."""
+    """Step of the checkpoint from which the last attempt resumed."""
     known_damage: tuple[str, ...] = ()
-    """What had been found damaged of the inputs, and made again, before the attempts read them (`rlhf_core.store.damage`)."""
+    """Ids of damage to the inputs that was known before the attempts read them (`rlhf_core.store.damage`)."""
 
 
 class KeyRecord(Provenance):
-    """The commit record of a key, as `keys/<aa>/<key>.json` holds it."""
+    """The commit record of a key, stored as `keys/<aa>/<key>.json`."""
 
     key: str
     handle: ArtifactRef
@@ -89,18 +89,18 @@ class KeyRecord(Provenance):
         return stored_handle(handle)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the record's file holds."""
+        """Return the content of the record's file."""
         return self.model_dump(mode="python")
 
 
 def stored_handle(handle: ArtifactRef) -> dict[str, Any]:
-    """Return a handle as a JSON table with the name of its type, from which `restore_handle` makes it again."""
+    """Return a handle as a JSON table with the name of its type, to be read by `restore_handle`."""
     fields: dict[str, Any] = json.loads(handle.model_dump_json())
     return {"type": type(handle).__name__, "fields": fields}
 
 
 def restore_handle(stored: Mapping[str, Any]) -> ArtifactRef:
-    """Return the handle that `stored_handle` wrote down, with its own type."""
+    """Return the handle that `stored_handle` serialized, with its original type."""
     kind = getattr(types, str(stored["type"]), None)
     if not (isinstance(kind, type) and issubclass(kind, ArtifactRef)):
         raise ArtifactError(
@@ -112,7 +112,7 @@ def restore_handle(stored: Mapping[str, Any]) -> ArtifactRef:
 
 
 def parse_record(path: Path) -> tuple[KeyRecord | None, str]:
-    """Return the record in a file, or what is wrong with the file; neither if the file is gone."""
+    """Return the record in a file, or a description of what is wrong with it; neither if the file does not exist."""
     stored = read_json(path)
     if stored is None:
         return None, "holds no JSON table" if path.exists() else ""
@@ -141,21 +141,21 @@ def _uris(handle: ArtifactRef) -> Iterator[str]:
 
 @lru_cache(maxsize=1)
 def environment() -> dict[str, str]:
-    """Return versions of Python and of the libraries, the platform and the git commit: provenance."""
+    """Return the versions of Python and of the libraries, the platform and the git commit."""
     shown = {package: version for package in _ONLY_SHOW if (version := _version(package))}
     return versions() | shown | {"platform": platform.platform()} | _git()
 
 
 @lru_cache(maxsize=1)
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the libraries that compute; in a key only where `--strict-env` asks for it."""
+    """Return the versions of Python and of the libraries that compute; only `--strict-env` puts them into the key."""
     computing = (package for package in _PACKAGES if package not in _ONLY_SHOW)
     found = {package: version for package in computing if (version := _version(package))}
     return {"python": platform.python_version()} | found
 
 
 def other_versions(then: Mapping[str, str], now: Mapping[str, str] | None = None) -> list[str]:
-    """Return a phrase for each version in `then` that is another one now; what `then` does not name was not there.
+    """Return a phrase for each version in `then` that is different now; packages missing from `then` are ignored.
 
     >>> other_versions({"torch": "2.8", "peft": "0.17", "platform": "Linux"}, {"torch": "2.9", "numpy": "2.0"})
     ['torch: 2.8 -> 2.9', 'peft: 0.17 -> not installed']

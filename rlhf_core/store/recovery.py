@@ -1,4 +1,4 @@
-"""What a killed process left at a key: its attempt gets its true end, and what nobody will go on from is removed."""
+"""Clean up after a killed process: record how its attempt ended and remove work that no attempt will resume."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from rlhf_core.store.leases import lease_file, living_owner
 
 
 def tidy(store: ArtifactStore, key: str) -> tuple[str, Attempt] | None:
-    """Tidy up after processes that are gone; return label and attempt if one was still noted as running.
+    """Clean up after processes that have ended; return label and attempt if one was still recorded as running.
 
-    Checkpoints and shards stay as long as the key has no record: the next attempt goes on from them. Nothing is
-    touched while somebody computes the key.
+    Checkpoints and shards stay as long as the key has no record: the next attempt resumes from them. Nothing is
+    changed while another process computes the key.
     """
     folder = store.layout.attempt(key)
     if not _is_untidy(store, folder, key) or living_owner(store.layout.leases, key) is not None:
         return None
-    with store.lease(key) as lease:  # taking it over and giving it back removes that of the dead
+    with store.lease(key) as lease:  # taking over and releasing the lease removes that of the dead process
         record = store.record(key)
         with lease.undisturbed():
             past = attempts.history(folder)
-            # The record may be of an earlier attempt: then this one was forced, and was killed before it came to its own.
+            # The record may be of an earlier attempt: then this one was forced, and was killed before its own commit.
             committed = record is not None and bool(past) and record.attempts == past[-1].number
             ended = attempts.abandon(folder, committed=committed)
             if record is not None:

@@ -1,4 +1,4 @@
-"""Small JSON files of a store, read with the types that were written."""
+"""Read the small JSON files of a store with strict types."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhf_core.store.layout import read_json
 
 
 class Stored(BaseModel):
-    """The base of what a small file of a store holds: each value has the type that was written, and no other."""
+    """Base class for the content of a small file of a store: each value must have exactly the type that was written."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
@@ -20,7 +20,7 @@ S = TypeVar("S", bound=Stored)
 
 
 def read_stored(path: Path, kind: type[S]) -> S | None:
-    """Return what a JSON file holds as `kind`; None if the file is not there or holds anything else, as `read_json`."""
+    """Return the content of a JSON file as `kind`; None if it does not exist or has other content. See `read_json`."""
     table = read_json(path)
     try:
         return None if table is None else kind.model_validate(table)

@@ -1,7 +1,7 @@
-"""What of a user's own code decides a result: the file that a configuration names and all of the user's that it reaches.
+"""Find and hash the user's code that decides a result: the file that is configured and all user modules it reaches.
 
-The user's own modules are those that lie neither in the standard library, nor among installed packages, nor in this
-program: they change from one run to the next, and no version says so. Nothing is imported to find them.
+User modules are those that are neither in the standard library, nor in installed packages, nor in this program: they
+change between runs without a change of version. They are found without importing anything.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from rlhf_core.store.fingerprint import (
 from rlhf_core.user_code.loading import load_callable, search_path
 
 DECLARATION = "DEPENDS_ON"
-"""A module of a user may say what else decides its results: `DEPENDS_ON = ("answers.json", "env:MODEL")`. Files and folders
-are relative to the module's own folder."""
+"""Name by which a user's module declares what else decides its results: `DEPENDS_ON = ("answers.json", "env:MODEL")`.
+Files and folders are relative to the module's own folder."""
 ENVIRONMENT = "env:"
 PROGRAM_PACKAGES = (*OUR_PACKAGES, "pipelines")
 
@@ -56,21 +56,21 @@ _SPACE = (tokenize.INDENT, tokenize.DEDENT, tokenize.NEWLINE)
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What is read off one file of the user's: the digest of its code, what it imports, declares and reads unseen."""
+    """The analysis of one user file: the digest of its code, its imports, declarations and undeclared reads."""
 
     digest: str
     imports: tuple[str, ...]
     declared: tuple[str, ...]
     reads: tuple[tuple[str, int], ...]
-    """(name, line) of what reaches beyond the code."""
+    """Name and line of each use of something beyond the code, such as `open`."""
     names: frozenset[str] | None
-    """What it has at its top level; None for what this Python cannot read."""
+    """Names at its top level; None if this Python cannot parse the file."""
     functions: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class UserModule:
-    """One of the user's modules. `name` has no folder, so that the same file under another path is the same code."""
+    """A user module. `name` has no folder, so that the same file under another path is the same code."""
 
     name: str
     path: Path
@@ -80,17 +80,17 @@ class UserModule:
 def user_code_digest(spec: str, *, key: str = "callable") -> str:
     """Return the digest of the function's file, of all user modules that it reaches, and of what they declare.
 
-    `spec` reads `package.module:function` or `path/to/file.py:function`. Comments do not count; docstrings and
-    decorators do, because a prompt may live in one and a cache in the other. Raises ConfigError, naming the `key` that
-    holds the spec, if the file is not there, does not name the function, or declares what is not there.
+    `spec` is `package.module:function` or `path/to/file.py:function`. Comments do not count; docstrings and decorators
+    do, because a docstring may be a prompt and a decorator a cache. Raises ConfigError, naming the `key` that holds the
+    spec, if the file does not exist, does not define the function, or declares something that does not exist.
     """
     return sha256_text(canonical_json(user_code(spec, key=key)))
 
 
 def check_functions(digests: Mapping[str, str], *, key: str) -> None:
-    """Raise ConfigError if a function has not the digest any more that it had when the key of a stage was made.
+    """Raise ConfigError if a function's digest has changed since the key of a stage was computed.
 
-    Whoever loads one asks before and after: the file may be edited in between.
+    Call it before and after loading a function, because the file may be edited in between.
     """
     for spec, digest in digests.items():
         if user_code_digest(spec, key=key) != digest:
@@ -99,19 +99,19 @@ def check_functions(digests: Mapping[str, str], *, key: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class UserFunction:
-    """A user's function by name, for processes that work for a stage, and the digest by which the stage's key was made."""
+    """A user's function by name, for the worker processes of a stage, with its digest in the stage's key."""
 
     spec: str
     digest: str
 
     @classmethod
     def of(cls, spec: str, digest: str) -> UserFunction:
-        """Return the function with the whole path of its file, since other processes may work in other folders."""
+        """Return the function with the absolute path of its file, since other processes may run in other folders."""
         location, _, name = spec.rpartition(":")
         return cls(f"{Path(location).resolve()}:{name}" if location.endswith(".py") else spec, digest)
 
     def load(self, *, key: str) -> Any:
-        """Return the function, loaded once in this process; ConfigError if it has another digest by now."""
+        """Return the function, loaded once per process. Raises ConfigError if its digest has changed."""
         return _loaded(self, key)
 
 
@@ -124,7 +124,7 @@ def _loaded(function: UserFunction, key: str) -> Any:
 
 
 def check_files(digests: Mapping[str, str], *, key: str) -> None:
-    """Raise ConfigError if a file has not the digest any more that it had when the key of a stage was made."""
+    """Raise ConfigError if a file's digest has changed since the key of a stage was computed."""
     for name, digest in digests.items():
         path = Path(name)
         if not path.is_file() or _file_digest(path, *_status(path)) != digest:
@@ -137,7 +137,7 @@ def _changed(key: str, name: str) -> ConfigError:
 
 
 def user_code(spec: str, *, key: str = "callable") -> dict[str, str]:
-    """Return module, file or variable -> digest: what `user_code_digest` is made of. Raises as it does."""
+    """Return the digests by module, file or variable from which `user_code_digest` is computed. Raises as it does."""
     found: dict[str, str] = {}
     for module in user_modules(spec, key=key):
         found[module.name] = module.source.digest
@@ -147,9 +147,9 @@ def user_code(spec: str, *, key: str = "callable") -> dict[str, str]:
 
 
 def unseen_reads(spec: str, *, key: str = "callable") -> list[str]:
-    """Return what the key of a stage cannot see of a function's code, as phrases for a person; [] if nothing was noticed.
+    """Return phrases that describe what a function reads outside its key; [] if nothing was found.
 
-    A module with a `DEPENDS_ON` is taken at its word.
+    Modules that declare `DEPENDS_ON` are not searched.
     """
     phrases = []
     for module in user_modules(spec, key=key):
@@ -161,7 +161,7 @@ def unseen_reads(spec: str, *, key: str = "callable") -> list[str]:
 
 
 def user_modules(spec: str, *, key: str = "callable") -> list[UserModule]:
-    """Return the module that `spec` names, and after it all of the user's own modules that it imports, transitively."""
+    """Return the module that `spec` names, followed by all user modules that it imports, transitively."""
     place, _, function = spec.rpartition(":")
     if not place or not function.isidentifier():
         raise ConfigError(explain(key, spec, "must read module:function or file.py:function", "add the name"))
@@ -199,16 +199,17 @@ def _check_function(spec: str, module: UserModule, key: str) -> None:
 
 
 def _search_path(file: Path | None) -> list[Path]:
-    """Return the folders in which the imports of a user's `file`, or of a module, are looked for, in Python's order.
+    """Return the folders, in Python's order, in which the imports of a user's `file`, or of a module, are searched.
 
-    The folder of a file comes last, as `rlhf_core.user_code.loading.load_file` adds it, and those of other files not at all.
+    The folder of the file comes last, as `rlhf_core.user_code.loading.load_file` adds it; folders of other user files
+    are excluded.
     """
     folders = [Path(entry) for entry in search_path()]
     return folders + ([file.resolve().parent] if file is not None else [])
 
 
 def _own(names: Sequence[str], search: Sequence[Path]) -> Iterator[tuple[str, Path]]:
-    """Yield name and file of the user's own modules among the imported `names`."""
+    """Yield name and file of the user modules among the imported `names`."""
     for name in names:
         if name.split(".")[0] not in PROGRAM_PACKAGES:
             path = _find(name, search)
@@ -222,7 +223,7 @@ def _find(name: str, search: Sequence[Path]) -> Path | None:
     for depth, part in enumerate((top, *rest)):
         found, inside = _in_folders(part, folders)
         if found is None and not inside and depth == 0:
-            found, inside = _by_finders(top)  # editable installs bring finders of their own
+            found, inside = _by_finders(top)  # editable installs register their own finders
         if found is not None and rest and not _is_users_own(found):
             return found  # nothing below an installed package is the user's
         if depth == len(rest):
@@ -232,7 +233,7 @@ def _find(name: str, search: Sequence[Path]) -> Path | None:
 
 
 def _in_folders(part: str, folders: Sequence[Path]) -> tuple[Path | None, list[Path]]:
-    """Return the file of the module `part` and the folders that its own modules lie in."""
+    """Return the file of the module `part` and the folders of its submodules."""
     spaces = []
     for folder in folders:
         package = folder / part / "__init__.py"
@@ -289,19 +290,19 @@ def _status(path: Path) -> tuple[int, int, int, int]:
 
 @lru_cache(maxsize=8192)
 def _file_digest(path: Path, *status: int) -> str:
-    """Return the digest of a file; its `status` is there to read a changed one again."""
+    """Return the digest of a file; `status` is part of the cache key, so a changed file is read again."""
     return hash_file(path)
 
 
 @lru_cache(maxsize=8192)
 def _read(path: Path, name: str, *status: int) -> Source:
-    """Return what is in a file; its `status` is there to read a changed one again."""
+    """Return the analysis of a file; `status` is part of the cache key, so a changed file is read again."""
     content = path.read_bytes()
     try:
         tree = parse_source(content, str(path))
         digest = _code_digest(content)
     except (ConfigError, ValueError, RecursionError, tokenize.TokenError):
-        # Compiled, or written for another Python: what cannot be read counts with all its bytes.
+        # Compiled, or written for another Python: a file that cannot be parsed counts with all its bytes.
         return Source(hash_file(path), (), (), (), None, ())
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     reads = tuple((name, line) for name, line in _names(tree) if name in _READS)
@@ -311,14 +312,14 @@ def _read(path: Path, name: str, *status: int) -> Source:
 
 
 def _code_digest(content: bytes) -> str:
-    """Return a digest that neither comments nor the layout of lines change."""
+    """Return a digest of the code that ignores comments and line layout."""
     tokens = tokenize.tokenize(io.BytesIO(content).readline)
     kept = [[token.type, "" if token.type in _SPACE else token.string] for token in tokens if token.type not in _LAYOUT]
     return sha256_text(canonical_json(kept))
 
 
 def _names(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """Yield the names that the code uses, plain or as attributes, with their lines."""
+    """Yield the names that the code uses, as variables or attributes, with their lines."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
             yield node.id, node.lineno
@@ -330,7 +331,7 @@ def _names(tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 
 def _declared(tree: ast.Module, path: Path) -> tuple[str, ...]:
-    """Return the entries of `DEPENDS_ON`; ConfigError if it is anything but one plain list of texts."""
+    """Return the entries of `DEPENDS_ON`. Raises ConfigError if it is not one literal list of strings."""
     bindings = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == DECLARATION]
     bindings = [node for node in bindings if isinstance(node.ctx, ast.Store)]
     values = [node.value for node in tree.body if _binds(node) and isinstance(node, (ast.Assign, ast.AnnAssign))]

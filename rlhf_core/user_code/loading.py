@@ -1,4 +1,4 @@
-"""What a user's configuration names: `package.module:name` or `path/to/file.py:name`."""
+"""Load the functions and classes that a configuration names: `package.module:name` or `path/to/file.py:name`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _ADDED: set[str] = set()
 
 
 def search_path() -> list[str]:
-    """Return the folders in which modules of users are looked for, by the key and by the processes that run them alike.
+    """Return the folders in which user modules are searched, both for the key and by the processes that run them.
 
-    The working folder is among them however this process was started. The folder of a user's file comes after them all.
+    They always include the working folder, however this process was started. The folder of a user's file comes last.
     """
     return [*(entry or os.curdir for entry in sys.path if entry not in _ADDED), os.curdir]
 
@@ -27,8 +27,8 @@ def search_path() -> list[str]:
 def load_callable(key: str, spec: str) -> Any:
     """Return the function or class that `spec` names.
 
-    Raises ConfigError, naming the configuration's `key` and the nearest name, when the module, file or name is not there,
-    or is not callable.
+    Raises ConfigError, naming the configuration's `key` and the nearest name, if the module, file or name does not
+    exist or is not callable.
 
     >>> load_callable("function", "rlhf_core.rewards.verifiable:exact_match").__name__
     'exact_match'
@@ -37,7 +37,7 @@ def load_callable(key: str, spec: str) -> Any:
 
 
 def load_callables(key: str, specs: Sequence[str]) -> list[Any]:
-    """Return what each of `specs` names, as `load_callable`; those of one file share it, with all that it keeps."""
+    """Return the callable for each of `specs`, as `load_callable`; specs of one file share one module and its state."""
     modules: dict[str, ModuleType] = {}
     found = []
     for spec in specs:
@@ -52,7 +52,7 @@ def load_callables(key: str, specs: Sequence[str]) -> list[Any]:
 
 
 def load_file(key: str, path: Path) -> ModuleType:
-    """Return the module in the file `path`, run anew; its own folder may be imported from. ConfigError if it fails."""
+    """Return a fresh module from the file `path`, which may import from its folder. Raises ConfigError if it fails."""
     if not path.is_file():
         files = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
         rule = f"there is no file {path} (seen from {Path.cwd()})"
