@@ -304,7 +304,7 @@ class SamplerEngine(Generic[C]):
 
 
 class Runtime(Protocol):
-    """The owner of the engines. Handles lease warm workers: leaving the `with` block frees the role, not the process."""
+    """The owner of the engines. Handles lease warm workers: leaving a `with` block frees the role, not the process."""
 
     def trainer(
         self, role: Role, model: ModelSpec, optimizer: OptimizerConfig | None

@@ -1,4 +1,4 @@
-"""The configuration of agents: `[ppo.agent]` and `[generate.agent]` with `type`, whose answers are episodes of turns."""
+"""Configure agents, whose answers are episodes of turns: `[ppo.agent]` and `[generate.agent]` with `type`."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from rlhf_core.schema.secrets import HOLDS_SECRETS, refuse_plain_options
 
 
 class EpisodeLimits(Config):
-    """What every kind of agent has: how long an episode may get, how it is played, and who earns its rewards."""
+    """The settings of every kind of agent: limits, failures, scheduling and credit of its episodes."""
 
     max_turns: int = Field(8, ge=1)
-    """Turns that the policy may take; an episode that is not over then is cut (`finish_reason = "length"`)."""
+    """Maximum number of turns of the policy; an episode that is not over then is cut (`finish_reason = "length"`)."""
     max_episode_tokens: int = Field(2048, ge=2)
-    """Tokens of the prompt, the turns and the environment's text together; `sampling.max_tokens` bounds one turn."""
+    """Most tokens of prompt, turns and environment text together; `sampling.max_tokens` limits one turn."""
     step_timeout_s: Annotated[float, Field(gt=0), FAILURES] = 60.0
     """Deadline, in seconds, of the environment's part of one turn."""
     episode_timeout_s: Annotated[float, Field(gt=0), FAILURES] = 600.0
     """Deadline, in seconds, of the environment's part of a whole episode; sampling does not count."""
     retries: Annotated[int, Field(ge=0), FAILURES] = 1
-    """How often an episode is repeated after its environment failed. Then it is counted and left out, never scored
-    0."""
+    """Number of times an episode is repeated after its environment failed. After that it is counted and left out, never
+    scored 0."""
     processes: Annotated[int, Field(ge=1), FAILURES] = 1
-    """Processes that the environments live in, many in each; a step that does not `await` holds up the others in its own."""
+    """Number of processes for the environments, many in each; a step that does not `await` blocks its process."""
     scheduling: Annotated[Literal["lockstep", "continuous"], OPERATIONAL] = "lockstep"
     """`lockstep` samples the turns of all episodes in one batch, so that a restart gives the same bytes; `continuous`
-    samples a turn as soon as its environment has answered."""
+    samples a turn as soon as its environment has replied."""
     credit: Literal["episode", "turn"] = "episode"
-    """`turn` puts what each turn earned (the term `type = "episode"`) at its own last token; estimators that compare whole
-    answers see their sum either way."""
+    """`turn` assigns the reward of each turn (the term `type = "episode"`) to the turn's last token. Estimators that
+    compare whole answers use the sum either way."""
 
     def callables(self) -> tuple[str, ...]:
-        """Return the users' functions and classes, whose modules belong to the key of a stage."""
+        """Return the user's functions and classes, whose modules belong to the key of a stage."""
         return ()
 
     def read_files(self) -> tuple[str, ...]:
@@ -46,10 +46,10 @@ class EpisodeLimits(Config):
 
 
 class RewardingAgent(EpisodeLimits):
-    """What agents have in common that may end an episode without saying what it earned."""
+    """Base class of agents that may end an episode without a reward."""
 
     needs_reward: bool = True
-    """Whether an episode that ends without any reward has failed; false where the rewards come from elsewhere."""
+    """Whether an episode that ends without any reward counts as failed; set false if rewards come from elsewhere."""
 
 
 class EnvironmentAgent(EpisodeLimits):
@@ -57,7 +57,8 @@ class EnvironmentAgent(EpisodeLimits):
 
     type: Literal["environment"] = "environment"
     environment: str
-    """`package.module:Class` or `path/to/file.py:Class`, or a function that returns an environment; called per episode."""
+    """Environment class, or function that returns an environment, as `package.module:Class` or `path/to/file.py:Class`;
+    called once per episode."""
     arguments: Annotated[dict[str, Any], HOLDS_SECRETS] = {}
     """Keyword arguments of the call; secrets as `"env:NAME"`."""
 
@@ -72,28 +73,28 @@ class EnvironmentAgent(EpisodeLimits):
 
 
 class OpenRLHFAgent(RewardingAgent):
-    """A file as OpenRLHF's `--train.agent_func_path` takes it, unchanged: it defines a class `AgentExecutor`, or, of
-    OpenRLHF 0.8.0 to 0.8.6, a function `step`."""
+    """An unchanged file for OpenRLHF's `--train.agent_func_path`: it defines a class `AgentExecutor` or, for OpenRLHF
+    0.8.0 to 0.8.6, a function `step`."""
 
     type: Literal["openrlhf"] = "openrlhf"
     file: str = Field(pattern=r"\.py$")
     """Path of the OpenRLHF agent file."""
 
     def callables(self) -> tuple[str, ...]:
-        """Return the class in the file, or the function where it defines that alone."""
+        """Return the class in the file, or the function if it defines only that."""
         names = _defined_names(self.file)
         return (f"{self.file}:{'step' if 'step' in names and 'AgentExecutor' not in names else 'AgentExecutor'}",)
 
 
 class ToolsAgent(EpisodeLimits):
-    """Functions that the policy may call through the chat template; an answer that calls none ends the episode."""
+    """Functions that the policy may call through the chat template; an answer without a call ends the episode."""
 
     type: Literal["tools"] = "tools"
     tools: tuple[str, ...] = Field(min_length=1)
-    """Functions as `package.module:function` or `path/to/file.py:function`, typed and with a docstring that describes
-    each argument: their schema is made of it."""
+    """Functions as `package.module:function` or `path/to/file.py:function`. Their schemas are built from their types
+    and from docstrings that describe each argument."""
     max_tool_calls: int = Field(8, ge=1)
-    """Most tool calls in an episode; further ones are answered with an error."""
+    """Maximum number of tool calls in an episode; further calls return an error."""
 
     @field_validator("tools")
     @classmethod
@@ -106,24 +107,24 @@ class ToolsAgent(EpisodeLimits):
 
 
 class ProgramAgent(RewardingAgent):
-    """A command per episode that talks to the policy as to an OpenAI server (`rlhf_core.agents.program_agent`)."""
+    """A command, run once per episode, that calls the policy as an OpenAI server (`rlhf_core.agents.program_agent`)."""
 
     type: Literal["program"] = "program"
     command: tuple[str, ...] = Field(min_length=1)
-    """Program and arguments, e.g. `["python", "agent.py"]`; `python` is the interpreter that runs this."""
+    """Program and arguments, e.g. `["python", "agent.py"]`; `python` means the current interpreter."""
     files: tuple[str, ...] = ()
-    """Further files that decide what the program does; with those in `command` they belong to the key of a stage."""
+    """Further files that affect the program; like the files in `command` they belong to the key of a stage."""
     variables: Annotated[dict[str, str], HOLDS_SECRETS] = {}
-    """Environment variables of the program, beside those that the run itself has; secrets as `"env:NAME"`."""
+    """Environment variables of the program, in addition to those of the run; secrets as `"env:NAME"`."""
     give_label: bool = False
-    """Tells the program the prompt's label, for programs that compute a reward themselves."""
+    """Whether the program gets the prompt's label, for programs that compute a reward themselves."""
     request_timeout_s: Annotated[float, Field(gt=0), FAILURES] = 600.0
-    """Deadline, in seconds, of one request of the program, sampling included."""
+    """Deadline, in seconds, of one request of the program, including sampling."""
 
     def read_files(self) -> tuple[str, ...]:
         """Return the scripts in `command`, the module that `-m` names if it is below this folder, and `files`."""
         program, *arguments = self.command
-        # Without a slash the program is looked for on PATH alone.
+        # Without a slash the program is searched only on PATH.
         words = [program] * ("/" in program) + arguments
         modules = [name.replace(".", "/") for flag, name in pairwise(self.command) if flag == "-m"]
         found = [path for name in modules for path in (f"{name}.py", f"{name}/__main__.py") if Path(path).is_file()]
@@ -131,21 +132,21 @@ class ProgramAgent(RewardingAgent):
 
     @model_validator(mode="after")
     def _shows_no_secrets(self) -> Self:
-        # No references either: everyone on the machine can read the words of a command.
+        # References are refused too: every user of the machine can read the arguments of a command.
         refuse_plain_options("command", self.command, remedy="give it to the program in variables")
         return self
 
 
 class ServedAgent(EpisodeLimits):
-    """What environments behind a server have in common."""
+    """Base class of agents whose environment is behind a server."""
 
     url: Annotated[str, Field(pattern=r"^https?://"), FAILURES, HOLDS_SECRETS]
-    """Address of the server. A secret in it is `${env:NAME}`."""
+    """Address of the server. Write a secret in it as `${env:NAME}`."""
     token_env: Annotated[str, FAILURES, HOLDS_SECRETS] = ""
     """Environment variable with a bearer token for the server."""
     version: str = ""
-    """Version of the environment. It belongs to the key of a stage, which cannot see the server's code; where
-    the server says one, it must be this."""
+    """Version of the environment. It belongs to the key of a stage, which cannot see the server's code; if the server
+    reports a version, it must be this one."""
 
 
 class OpenEnvAgent(ServedAgent, RewardingAgent):
@@ -153,42 +154,43 @@ class OpenEnvAgent(ServedAgent, RewardingAgent):
 
     type: Literal["openenv"] = "openenv"
     action_field: str = ""
-    """The field of an action that takes the policy's turn; by default the only text among the schema's fields. `json`
-    takes the turn as JSON for the whole action."""
+    """Field of an action that gets the policy's turn; by default the only text field of the schema. `json` reads the
+    turn as JSON for the whole action."""
     observation_field: str = ""
-    """The field of an observation that the policy reads, e.g. `text`; by default the only text, or else all as JSON."""
+    """Field of an observation that the policy reads, e.g. `text`; by default the only text field, or else all fields as
+    JSON."""
     reset_arguments: Annotated[dict[str, Any], HOLDS_SECRETS] = {}
-    """Further arguments of each reset, beside the seed; secrets as `"env:NAME"`."""
+    """Further arguments of each reset, in addition to the seed; secrets as `"env:NAME"`."""
     give_label: bool = False
-    """Passes the label's keys to each reset."""
+    """Whether each reset gets the label's keys."""
 
 
 class NemoGymAgent(ServedAgent):
-    """A NeMo Gym resources server: its tools are called, and it verifies the answer (`rlhf_core.agents.nemo_gym`)."""
+    """A NeMo Gym resources server, which provides tools and verifies the answer (`rlhf_core.agents.nemo_gym`)."""
 
     type: Literal["nemo_gym"] = "nemo_gym"
     label_field: str = ""
-    """The field of a task that takes a label which is no JSON object, e.g. `expected_answer`."""
+    """Field of a task that gets a label that is not a JSON object, e.g. `expected_answer`."""
 
 
 class VerifiersAgent(RewardingAgent):
-    """An environment of `verifiers`, in an interpreter of its own (`rlhf_core.agents.verifiers`)."""
+    """An environment of `verifiers`, run in its own interpreter (`rlhf_core.agents.verifiers`)."""
 
     type: Literal["verifiers"] = "verifiers"
     python: Annotated[str, FAILURES]
-    """The interpreter of the virtual environment that `verifiers` and the environment are installed in."""
+    """Interpreter of the virtual environment in which `verifiers` and the environment are installed."""
     environment: str
-    """The environment's name, as `load_environment` takes it."""
+    """Name of the environment for `load_environment`."""
     arguments: Annotated[dict[str, Any], HOLDS_SECRETS] = {}
     """Arguments of the environment; secrets as `"env:NAME"`."""
     version: str = ""
-    """Version of `verifiers` that must be installed there, or the beginning of it; it belongs to the key of a stage."""
+    """Version of `verifiers` that must be installed there, or a prefix of it; it belongs to the key of a stage."""
     environment_version: str = ""
     """Version of the environment. It belongs to the key of a stage, which cannot see what is installed there."""
     folders: tuple[str, ...] = ()
-    """Folders that its modules may be imported from; all their `*.py` belong to the key of a stage."""
+    """Folders from which its modules may be imported; all their `*.py` files belong to the key of a stage."""
     request_timeout_s: Annotated[float, Field(gt=0), FAILURES] = 600.0
-    """Deadline of one request of the environment, sampling included."""
+    """Deadline, in seconds, of one request of the environment, including sampling."""
 
     def read_files(self) -> tuple[str, ...]:
         """Return the modules below `folders`."""
@@ -202,7 +204,7 @@ AgentConfig = Annotated[
 
 
 def named_object(spec: str) -> str:
-    """Return `spec` if it reads `package.module:name` or `path/to/file.py:name`; ValueError otherwise."""
+    """Return `spec` if it has the form `package.module:name` or `path/to/file.py:name`, else raise ValueError."""
     module, separator, name = spec.rpartition(":")
     if not separator or not module or not name.isidentifier():
         raise ValueError("must read package.module:name or path/to/file.py:name; add what is missing")
@@ -210,11 +212,11 @@ def named_object(spec: str) -> str:
 
 
 def _defined_names(file: str) -> set[str]:
-    """Return what a file defines or imports at its top level; nothing for one that is not there or not valid."""
+    """Return the names that a file defines or imports at its top level; empty if it is missing or not valid Python."""
     try:
         body = ast.parse(Path(file).read_bytes()).body
     except (OSError, SyntaxError, ValueError):
-        return set()  # whoever needs the file says so
+        return set()  # the code that needs the file reports it
     names: set[str] = set()
     for node in body:
         if isinstance(node, (ast.AsyncFunctionDef, ast.FunctionDef, ast.ClassDef)):

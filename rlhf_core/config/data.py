@@ -1,4 +1,4 @@
-"""Where the data come from: a synthetic world, or files and Hub datasets."""
+"""Configure the data: a synthetic world, or files and Hub datasets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhf_core.schema.base import Config
 
 
 class SupportWorld(Config):
-    """Replies of a customer-support desk, with a gold reward that is a program (`rlhf_core.data.worlds.support`)."""
+    """Replies of a customer-support desk, with a program as gold reward (`rlhf_core.data.worlds.support`)."""
 
     type: Literal["support"] = "support"
     demonstrations: int = Field(4000, ge=1)
@@ -36,11 +36,11 @@ class SupportWorld(Config):
     annotator_temperature: float = Field(0.75, gt=0)
     """Bradley-Terry temperature of the annotator: P(a preferred to b) = sigmoid((gold a - gold b) / temperature)."""
     minimum_gap: float = Field(1.0, gt=0)
-    """Smallest difference of gold rewards of a pair; annotators skip pairs that are closer."""
+    """Smallest difference between the gold rewards of a pair; annotators skip closer pairs."""
 
 
 class ArithmeticWorld(Config):
-    """Additions and subtractions, checked exactly (`rlhf_core.data.worlds.arithmetic`); careless demonstrations."""
+    """Additions and subtractions, checked exactly; careless demonstrations (`rlhf_core.data.worlds.arithmetic`)."""
 
     type: Literal["arithmetic"] = "arithmetic"
     demonstrations: int = Field(4000, ge=1)
@@ -58,13 +58,13 @@ class ArithmeticWorld(Config):
     largest: int = Field(9, ge=2, le=999)
     """Largest operand; each digit is a token. Two digits make the task much harder for a model that starts from nothing."""
     error_probability: float = Field(0.4, ge=0, lt=1)
-    """Share of demonstrations, and of judged answers, with a slip."""
+    """Share of demonstrations, and of judged answers, that contain a slip."""
     worked: bool = False
-    """Whether every question is a sum of three or four numbers, worked out one step a line."""
+    """Whether every question is a sum of three or four numbers, worked out with one step per line."""
     steps: int = Field(0, ge=0)
-    """Number of worked sums with every step judged, for a process reward model; 0 makes no such table."""
+    """Number of worked sums with every step judged, for a process reward model; 0 creates no such table."""
     eval_steps: int = Field(64, ge=1)
-    """Number of held-out judged sums, where there are any."""
+    """Number of held-out judged sums, if `steps` > 0."""
 
 
 # ---------------------------------------------------------------- real data
@@ -91,7 +91,7 @@ RankingPairs = Literal["max_min", "adjacent", "all"]
 
 
 class Columns(Config):
-    """The source's own names of the columns that its format reads; empty keeps the format's name."""
+    """The source's names of the columns that its format reads; an empty name means the format's own."""
 
     prompt: str = ""
     completion: str = ""
@@ -114,7 +114,7 @@ class Columns(Config):
 
 
 class Use(Config):
-    """Which share of a source's prompts each table gets. A prompt is in one share only, by the hash of its content."""
+    """The share of a source's prompts for each table. A prompt is in one share only, by the hash of its content."""
 
     demonstrations: float = Field(0.0, ge=0, le=1)
     """Share of the source's prompts that become demonstrations."""
@@ -136,14 +136,14 @@ class Use(Config):
 
 
 class Source(Config):
-    """One file, folder or Hub dataset of one row format."""
+    """One file, folder or Hub dataset with one row format."""
 
     name: str = Field(min_length=1)
     """Name of the source, written to the column `source` of every row."""
     path: str
     """A local file (JSONL, JSON, CSV, Parquet, Arrow; `.gz` too), a `save_to_disk` folder, or a Hub name."""
     file_type: FileType = "auto"
-    """Type of the file; `auto` tells it from the name."""
+    """Type of the file; `auto` infers it from the name."""
     revision: str = ""
     """Full commit (40 hex digits) of a Hub dataset; required there so that the key means one dataset."""
     split: str = "train"
@@ -151,19 +151,19 @@ class Source(Config):
     subset: str = ""
     """Configuration name of a Hub dataset."""
     format: RowFormat = "auto"
-    """Format of the rows; `auto` tells it from the columns."""
+    """Format of the rows; `auto` infers it from the columns."""
     columns: Columns = Columns()
-    """Names of the columns, where they are not the usual ones."""
+    """Names of the columns that differ from the usual ones."""
     preference_coding: PreferenceCoding = "auto"
-    """What a number in `preference` says of two responses: a place from 0 (`zero_based`) or from 1 (`one_based`), whether
-    the first is better (`first_is_one`: 1 or 0), or by how much the second is (`signed`: negative for the first, 0 for a
-    tie). `auto` decides it by the numbers of the whole source, and refuses those that can be read in two ways."""
+    """Meaning of a number in `preference`: the better response's place from 0 (`zero_based`) or from 1 (`one_based`),
+    whether the first is better (`first_is_one`: 1 or 0), or how much better the second is (`signed`: negative for the
+    first, 0 for a tie). `auto` infers it from the numbers of the whole source and refuses ambiguous ones."""
     ranking_pairs: RankingPairs = "max_min"
-    """The pairs of a ranking: the best answer against the worst, each against the next one, or each against each."""
+    """Pairs made from a ranking: the best answer against the worst, each against the next one, or each against each."""
     weight: float = Field(1.0, gt=0)
-    """Relative share of each table, where `data.mixture` is `weights`."""
+    """Relative share of each table, if `data.mixture` is `weights`."""
     use: Use
-    """Shares of the source's prompts that each table gets; the parts are disjoint."""
+    """Shares of the source's prompts for each table; the parts are disjoint."""
 
 
 class Files(Config):
@@ -171,24 +171,24 @@ class Files(Config):
 
     type: Literal["files"] = "files"
     sources: tuple[Source, ...] = Field(min_length=1)
-    """Data sets that the tables are made from."""
+    """Datasets from which the tables are made."""
     mixture: Literal["all", "weights"] = "all"
     """`all` takes every row; `weights` takes each source's share, until the first source is used up; none is repeated."""
     eval_fraction: float = Field(0.05, gt=0, lt=1)
     """Share of the prompts of demonstrations, of preferences and of steps held out as their `eval.parquet`."""
     max_rows: int = Field(0, ge=0)
-    """Most rows per table after mixing; 0 keeps all."""
+    """Maximum number of rows per table after mixing; 0 keeps all."""
     deduplicate: bool = True
     """Whether repeated rows are dropped."""
     decontaminate: Literal["off", "prompt", "ngram"] = "prompt"
-    """Training rows that are dropped: those that begin with a prompt of an evaluation table, or also those that share
-    an n-gram with one."""
+    """Training rows to drop: `prompt` drops those that begin with a prompt of an evaluation table, `ngram` also those
+    that share an n-gram with one."""
     ngram: int = Field(13, ge=2)
-    """Number of words of an n-gram."""
+    """Number of words in an n-gram."""
     min_tokens: int = Field(1, ge=0)
-    """Fewest trained tokens of an answer."""
+    """Minimum number of trained tokens in an answer."""
     max_bad_fraction: float = Field(0.05, ge=0, le=1)
-    """Most malformed rows per source; more is an error."""
+    """Largest share of malformed rows per source; a larger share is an error."""
 
     @model_validator(mode="after")
     def _names_differ(self) -> Files:

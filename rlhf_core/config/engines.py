@@ -1,4 +1,4 @@
-"""Configuration shared by several stages: models, optimizer, trainer, sampler and runtime."""
+"""Configure what several stages share: models, optimizer, trainer, sampler and runtime."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rlhf_core.schema.secrets import HOLDS_SECRETS
 
 DType = Literal["float32", "bfloat16"]
 Url = Annotated[str, Field(pattern=r"^https?://[^/?#]+$")]
-"""Of a server, without a path."""
+"""Address of a server, without a path."""
 
 
 # ---------------------------------------------------------------- models
 
 
 class PretrainedModel(Config):
-    """A causal LM by folder or Hub name, or a GGUF file inside a folder."""
+    """A causal LM, given by folder or Hub name, or a GGUF file inside a folder."""
 
     type: Literal["pretrained"] = "pretrained"
     path: str
@@ -27,11 +27,11 @@ class PretrainedModel(Config):
     revision: str = ""
     """Commit of a Hub model; required for a Hub name so that the key means one model."""
     gguf_file: str = ""
-    """Name of a GGUF file in `path` (dequantised on load)."""
+    """Name of a GGUF file in `path`, dequantized on load."""
 
 
 class InitModel(Config):
-    """A Llama initialised from its shape, with a byte-level BPE tokenizer trained on the demonstrations."""
+    """A randomly initialized Llama of a given shape, with a byte-level BPE tokenizer trained on the demonstrations."""
 
     type: Literal["init"] = "init"
     vocab_size: int = Field(1024, ge=300)
@@ -52,18 +52,19 @@ class LoraConfig(Config):
     rank: int = Field(16, ge=1)
     alpha: float = Field(32.0, gt=0)
     variant: Literal["lora", "rslora", "dora"] = "lora"
-    """`rslora` scales by alpha / sqrt(rank) (arXiv 2312.03732); `dora` also learns the norms of the rows (2402.09353)."""
+    """Variant of the adapters: `rslora` scales by alpha / sqrt(rank) (arXiv 2312.03732), `dora` also learns the norms
+    of the rows (2402.09353)."""
     target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     quantise: Literal["", "nf4"] = ""
-    """`nf4` keeps the weights under the adapters in 4 bits (QLoRA, arXiv 2305.14314); it needs bitsandbytes. The export is of
-    whole weights: the rounded ones with the adapters merged in."""
+    """Quantization of the base weights: `nf4` keeps them in 4 bits (QLoRA, arXiv 2305.14314) and needs bitsandbytes.
+    The export has full weights: the rounded ones with the adapters merged in."""
 
 
 # ---------------------------------------------------------------- training
 
 
 class OptimizerConfig(Config):
-    """AdamW with clipping and a schedule over the true number of optimizer steps."""
+    """AdamW with gradient clipping and a learning-rate schedule over the actual number of optimizer steps."""
 
     learning_rate: float = Field(1e-5, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
@@ -74,12 +75,12 @@ class OptimizerConfig(Config):
     warmup_fraction: float = Field(0.05, ge=0, lt=1)
     min_lr_fraction: float = Field(0.1, ge=0, le=1)
     ema_decay: float = Field(0.0, ge=0, lt=1)
-    """Above 0 the stage's result is the exponential moving average of the weights over the updates; 0.99 is common.
-    Evaluations on the way are of the weights themselves, so it does not go with `loop.keep_best`."""
+    """Decay of the exponential moving average of the weights, which is the stage's result if above 0; 0.99 is common.
+    Evaluations during training use the weights themselves, so it cannot be combined with `loop.keep_best`."""
 
 
 def refuse_average(optimizer: OptimizerConfig) -> None:
-    """Raise ValueError where averaged weights are asked of a judge: what is written about it is of the weights themselves."""
+    """Raise ValueError for averaged weights of a reward model: its report and probe scores use the trained weights."""
     if optimizer.ema_decay:
         raise ValueError(
             f"optimizer.ema_decay = {optimizer.ema_decay}: the report and the probe scores are of the trained "
@@ -88,39 +89,39 @@ def refuse_average(optimizer: OptimizerConfig) -> None:
 
 
 class TrainerConfig(Config):
-    """How models are trained; the numbers of rows and workers change the result by rounding only, the precision does more."""
+    """The settings of training. Row and worker counts change results only by rounding, the precision does more."""
 
     engine: Literal["deepspeed", "torch"] = "deepspeed"
     dtype: DType = "float32"
     zero_stage: Annotated[Literal[0, 1, 2, 3], OPERATIONAL] = 0
     offload_optimizer: Annotated[bool, OPERATIONAL] = False
     micro_batch: Annotated[int, Field(ge=1), OPERATIONAL] = 8
-    """Rows per forward pass and rank; gradients depend on it by rounding only."""
+    """Number of rows per forward pass and rank; gradients depend on it only by rounding."""
     micro_tokens: Annotated[int, Field(ge=0), OPERATIONAL] = 0
-    """Above 0 a forward pass takes as many rows as make this many tokens with their padding, at least one, instead of
-    `micro_batch` rows: short rows go together in crowds. Where rows are packed, `micro_batch` counts."""
+    """Maximum number of tokens, with padding, in a forward pass of at least one row, used instead of `micro_batch` if
+    above 0: short rows form larger batches. `micro_batch` applies to packed rows."""
     gradient_checkpointing: Annotated[bool, OPERATIONAL] = False
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """The attention kernel. `sdpa` is refused for architectures with a cap or sinks in their attention (Gemma 2, gpt-oss)."""
+    """Attention kernel. `sdpa` is refused for architectures with an attention cap or sinks (Gemma 2, gpt-oss)."""
     liger: bool = False
-    """Liger's kernels for norms, rotations and MLPs, where `liger-kernel` is installed and there is a GPU."""
+    """Whether to use Liger's kernels for norms, rotations and MLPs; needs `liger-kernel` and a GPU."""
     router_aux_coef: float = Field(0.0, ge=0)
-    """Weight of the load-balancing loss of a mixture of experts, taken over each sequence and added to every loss of every
-    trained model; 0.001 to 0.02 are common. 0 leaves it out; dense models are refused above 0."""
+    """Weight of the load-balancing loss of a mixture of experts, computed over each sequence and added to every loss of
+    every trained model; 0.001 to 0.02 are common. 0 omits it; dense models are refused above 0."""
     sleep: Annotated[bool, OPERATIONAL] = False
-    """Where a train worker shares its GPU with an engine: it moves weights and optimizer states to host memory whenever the
-    engine samples, and takes them back to train."""
+    """Whether a train worker that shares its GPU with an engine moves weights and optimizer states to host memory while
+    the engine samples, and back to train."""
     sequence_parallel: Annotated[int, Field(ge=1), OPERATIONAL] = 1
-    """So many train workers share each row (Ulysses), for rows too long for one GPU; it must divide the train workers and
-    the attention heads. DeepSpeed and sdpa only."""
+    """Number of train workers that share each row (Ulysses), for rows too long for one GPU; it must divide the train
+    workers and the attention heads. DeepSpeed and sdpa only."""
 
     tensor_parallel: Annotated[int, Field(ge=1), OPERATIONAL] = 1
-    """So many train workers share each attention and MLP weight of a trained model (AutoTP); it must divide the train workers
-    and the key heads. DeepSpeed with ZeRO 1 or 2 only, without adapters. Frozen models stay whole."""
+    """Number of train workers that share each attention and MLP weight of a trained model (AutoTP); it must divide the
+    train workers and the key heads. DeepSpeed with ZeRO 1 or 2 only, without adapters. Frozen models stay whole."""
 
     @property
     def ranks_per_share(self) -> int:
-        """How many neighbouring train workers get the same samples."""
+        """Return the number of neighboring train workers that get the same samples."""
         return self.sequence_parallel * self.tensor_parallel
 
     @model_validator(mode="after")
@@ -147,19 +148,19 @@ LEAST_TEMPERATURE = 0.01
 
 
 class SamplingConfig(Config):
-    """How tokens are drawn. The trainer applies the same temperature."""
+    """The settings by which tokens are sampled. The trainer applies the same temperature."""
 
     temperature: float = Field(1.0, ge=0)
-    """0 takes the likeliest token; otherwise at least 0.01, the least that vLLM samples at."""
+    """Sampling temperature; 0 takes the likeliest token, otherwise at least 0.01, the minimum of vLLM."""
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
-    """0 keeps every token."""
+    """Number of likeliest tokens to sample from; 0 keeps every token."""
     max_tokens: int = Field(64, ge=1)
 
     @field_validator("temperature")
     @classmethod
     def _is_sampled_at_as_it_is(cls, temperature: float) -> float:
-        # vLLM raises it to 0.01 (`_MAX_TEMP` of its sampling_params.py) with no more than a warning.
+        # vLLM raises it to 0.01 (`_MAX_TEMP` of its sampling_params.py) with only a warning.
         if 0 < temperature < LEAST_TEMPERATURE:
             raise ValueError(
                 f"vLLM would sample at {LEAST_TEMPERATURE}, and the trainer would take it to be {temperature}; set it to "
@@ -170,7 +171,7 @@ class SamplingConfig(Config):
 
 @dataclass(frozen=True, slots=True)
 class EngineNeeds:
-    """What a runtime provides for a sampler.
+    """The resources that a runtime provides for a sampler.
 
     >>> VllmSamplerConfig(engines=2).needs()
     EngineNeeds(engines=2, tensor_parallel=1, sleeps=False, device_transfer=True)
@@ -179,24 +180,24 @@ class EngineNeeds:
     engines: int = 1
     """Number of processes that sample."""
     tensor_parallel: int = 1
-    """Number of GPUs that one engine shards its model over."""
+    """Number of GPUs over which one engine shards its model."""
     sleeps: bool = False
-    """Whether the engine frees its GPU while models train: it is a `DeviceSampler` and its `sleep` and `wake` are called."""
+    """Whether the engine frees its GPU while models train: it is a `DeviceSampler` with `sleep` and `wake`."""
     device_transfer: bool = False
-    """Whether a trainer may send weights from GPU to GPU: the engine is a `DeviceSampler` and its `transfer` is called."""
+    """Whether a trainer may send weights from GPU to GPU: the engine is a `DeviceSampler` with `transfer`."""
 
 
 class BaseSamplerConfig(Config):
-    """Base of every sampler's configuration. It names the module that opens the sampler, so that planning imports no engine.
+    """Base class of sampler configurations. It names the module that opens the sampler, so planning imports no engine.
 
-    docs/add_a_sampler.md shows a whole one.
+    docs/add_a_sampler.md shows a complete example.
     """
 
     module: ClassVar[str]
     """Dotted path of the module; its `ENGINE` is a `rlhf_core.interfaces.SamplerEngine`."""
 
     def needs(self) -> EngineNeeds:
-        """Return what the runtime provides: by default one process, which gets its weights through host memory."""
+        """Return the resources that the sampler needs: by default one process that gets weights through host memory."""
         return EngineNeeds()
 
 
@@ -211,15 +212,15 @@ class VllmSamplerConfig(BaseSamplerConfig):
     engines: Annotated[int, Field(ge=1), OPERATIONAL] = 1
     max_num_seqs: Annotated[int, Field(ge=1), OPERATIONAL] = 256
     kv_cache_gib: Annotated[float, Field(gt=0), OPERATIONAL] = 1.0
-    """CPU only: size of the KV cache."""
+    """Size of the KV cache in GiB, on CPU only."""
     gpu_memory_fraction: Annotated[float, Field(gt=0, le=1), OPERATIONAL] = 0.5
     enforce_eager: Annotated[bool, OPERATIONAL] = True
     prefix_caching: bool = False
-    """Computes what prompts have in common once, for each version of the weights anew: groups and turns of episodes get
-    faster. Which tokens are cached depends on what was sampled before, so a restart is no longer bitwise the same."""
+    """Whether common prefixes of prompts are computed once per version of the weights, which speeds up groups and turns
+    of episodes. The cached tokens depend on earlier sampling, so a restart is no longer bitwise the same."""
     sleep: Annotated[bool, OPERATIONAL] = False
-    """Where an engine shares its GPU with a train worker: it moves its weights to host memory and gives up its KV cache
-    whenever a model trains, and takes them back to sample."""
+    """Whether an engine that shares its GPU with a train worker moves its weights to host memory and frees its KV cache
+    while a model trains, and takes them back to sample."""
 
     def needs(self) -> EngineNeeds:
         """Return `engines` processes of `tensor_parallel` GPUs each, which take weights from GPU to GPU."""
@@ -227,27 +228,27 @@ class VllmSamplerConfig(BaseSamplerConfig):
 
 
 class VllmServerSamplerConfig(BaseSamplerConfig):
-    """`vllm serve` processes that somebody else started (`rlhf_core.sampling.vllm_server_sampler` says with which options)."""
+    """External `vllm serve` processes (`rlhf_core.sampling.vllm_server_sampler` lists the options they need)."""
 
     module: ClassVar[str] = "rlhf_core.sampling.vllm_server_sampler"
     type: Literal["vllm_server"] = "vllm_server"
     urls: Annotated[tuple[Url, ...], Field(min_length=1), OPERATIONAL, HOLDS_SECRETS]
-    """Servers of the same policy, e.g. `["http://node-1:8000"]`; requests go to the one that has the fewest. A secret in an
-    address is `${env:NAME}`."""
+    """Servers of the same policy, e.g. `["http://node-1:8000"]`; requests go to the one with the fewest. Write a
+    secret in an address as `${env:NAME}`."""
     weights_folder: Annotated[str, Field(min_length=1), OPERATIONAL]
-    """Folder that the servers and this run see under the same absolute path: weights travel through it."""
+    """Folder for weight transfer, which the servers and this run see under the same absolute path."""
     token_env: Annotated[str, OPERATIONAL, HOLDS_SECRETS] = ""
     """Environment variable with the servers' `--api-key`."""
     dtype: DType = "float32"
     max_model_len: int = Field(256, ge=16)
     request_timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 300.0
-    """Deadline of one completion, the wait in the server's queue included."""
+    """Deadline, in seconds, of one completion, including the wait in the server's queue."""
     load_timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 300.0
-    """Deadline of one weight update on all servers."""
+    """Deadline, in seconds, of one weight update on all servers."""
     retries: Annotated[int, Field(ge=0), OPERATIONAL] = 2
-    """How often a request is sent again after a server failed it, to another one if there is one."""
+    """Number of retries of a failed request, on another server if there is one."""
     max_in_flight: Annotated[int, Field(ge=1), OPERATIONAL] = 256
-    """Requests that one server has at a time."""
+    """Maximum number of concurrent requests per server."""
 
     @field_validator("weights_folder")
     @classmethod
@@ -258,7 +259,7 @@ class VllmServerSamplerConfig(BaseSamplerConfig):
 
 
 class HFSamplerConfig(BaseSamplerConfig):
-    """Plain transformers generation, for tests and machines without vLLM; never chosen silently."""
+    """Generation with plain transformers, for tests and machines without vLLM; never chosen silently."""
 
     module: ClassVar[str] = "rlhf_core.sampling.hf_sampler"
     type: Literal["hf"] = "hf"
@@ -271,7 +272,7 @@ AnySamplerConfig = (
     | VllmServerSamplerConfig
     | HFSamplerConfig
 )  # fmt: skip
-"""The samplers, one row each: `runtime.sampler.type` chooses among them."""
+"""The samplers, one per line; `runtime.sampler.type` selects one."""
 SamplerConfig = Annotated[AnySamplerConfig, Field(discriminator="type")]
 
 
@@ -279,38 +280,40 @@ SamplerConfig = Annotated[AnySamplerConfig, Field(discriminator="type")]
 
 
 class RuntimeConfig(Config):
-    """Where the engines run. `ray` starts a local Ray or joins `RAY_ADDRESS`; `local` is this process (tests)."""
+    """The place where engines run. `ray` starts a local Ray or joins `RAY_ADDRESS`; `local` is this process (tests)."""
 
     type: Annotated[Literal["ray", "local"], OPERATIONAL] = "ray"
     train_workers: Annotated[int, Field(ge=1), OPERATIONAL] = 1
     gpus_per_train_worker: Annotated[float, Field(ge=0, le=1), OPERATIONAL] = 0
-    """0: on CPUs. Fractions of both kinds, with a sum of at most 1, let a train worker and an engine share a GPU; no two
-    train workers and no two engines ever do."""
+    """Number of GPUs per train worker; 0 trains on CPUs. If it and `gpus_per_engine` are fractions with a sum of at
+    most 1, a train worker and an engine share a GPU; two train workers or two engines never do."""
     gpus_per_engine: Annotated[float, Field(ge=0), OPERATIONAL] = 0
-    """0: on CPUs. Whole GPUs, as many as `sampler.tensor_parallel`, or a fraction of one."""
+    """Number of GPUs per engine: whole GPUs, as many as `sampler.tensor_parallel`, or a fraction of one; 0 samples on
+    CPUs."""
     cpu_threads: Annotated[int, Field(ge=0), OPERATIONAL] = 0
-    """Threads per worker; 0 is an equal share of the cores that the run may use. Results depend on it by rounding."""
+    """Number of threads per worker; 0 is an equal share of the cores that the run may use. Results depend on it by
+    rounding."""
     worker_timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 600.0
-    """Deadline of one call into a worker."""
+    """Deadline, in seconds, of one call to a worker."""
     retries: Annotated[int, Field(ge=0), OPERATIONAL] = 2
-    """How often a stage that lost its workers goes on in the same run without getting any further."""
+    """Number of times a stage that lost its workers resumes in the same run without making progress."""
     execution: Annotated[Literal["inline", "ray-job"], OPERATIONAL] = "inline"
-    """`inline`: the flow's process runs the stages. `ray-job`: each is a job of the Ray at `RAY_ADDRESS`, which goes on
-    when the flow dies; the next run attaches to it."""
+    """Where stages run: `inline` in the flow's process; `ray-job` as jobs of the Ray at `RAY_ADDRESS`, which continue
+    if the flow dies, and to which the next run attaches."""
     job_pending_timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 300.0
-    """How long a job may wait for the cluster before it is given up."""
+    """Time, in seconds, that a job may wait for the cluster before the run gives up."""
     placement_timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 300.0
-    """How long the workers may wait for GPUs that are taken or, in a cluster of `RAY_ADDRESS`, not there yet: what waits is
-    what an autoscaler starts nodes for."""
+    """Time, in seconds, that workers may wait for GPUs that are busy or, in a cluster of `RAY_ADDRESS`, not there yet:
+    an autoscaler starts nodes for waiting workers."""
     time_limit_s: Annotated[float, Field(ge=0), OPERATIONAL] = 0.0
-    """Stages save and the run ends this long after the start of the allocation (`SLURM_JOB_START_TIME`, else of the run),
-    so leave room for one step and one checkpoint; 0: no limit."""
+    """Time, in seconds after the start of the allocation (`SLURM_JOB_START_TIME`, else of the run), at which stages
+    save and the run ends; leave room for one step and one checkpoint. 0 sets no limit."""
     trainer: TrainerConfig = TrainerConfig()
     sampler: SamplerConfig = VllmSamplerConfig()
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether a train worker and an engine share each GPU."""
+        """Return whether a train worker and an engine share each GPU."""
         return 0 < self.gpus_per_train_worker < 1 and 0 < self.gpus_per_engine < 1
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""The loop of epochs over a fixed dataset that SFT, reward models and DPO share."""
+"""Configure the training loop over a fixed dataset that SFT, reward models and DPO share."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from rlhf_core.schema.base import OPERATIONAL, Config
 
 
 class LoopConfig(Config):
-    """How often the data is seen, and when the model is evaluated and saved."""
+    """The number of passes over the data, and the intervals of evaluation, checkpoints and logging."""
 
     batch_size: int = Field(32, ge=1)
     """Samples per optimizer step, over all ranks and micro-batches."""
     epochs: int = Field(1, ge=1)
     """Passes over the training data."""
     max_steps: int = Field(0, ge=0)
-    """Ends the loop early; 0 means the whole of `epochs`."""
+    """Maximum number of optimizer steps; 0 runs all `epochs`."""
     eval_every: int = Field(50, ge=1)
     """Optimizer steps between evaluations; there is always one at the end."""
     keep_best: int = Field(0, ge=0)
-    """Keep this many checkpoints with the lowest evaluation loss and finish with the best one; 0 finishes with the last."""
+    """Number of checkpoints with the lowest evaluation loss to keep; the best one is the result. 0 uses the last."""
     checkpoint_every: Annotated[int, Field(ge=1), OPERATIONAL] = 50
     """Optimizer steps between checkpoints."""
     log_every: Annotated[int, Field(ge=1), OPERATIONAL] = 1

@@ -1,6 +1,6 @@
-"""The configuration of PPO and its kin: `[ppo]`, with `[ppo.advantage] type`, `[ppo.loss] type` and so on in a profile.
+"""Configure PPO and related methods: `[ppo]`, with `[ppo.advantage] type`, `[ppo.loss] type` and so on in a profile.
 
-A bare name will do where the defaults do: `advantage = "grpo"`.
+A bare name selects a method with its defaults: `advantage = "grpo"`.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ else:
     PolicyLoss = one_of(policy.METHODS)
 
 KLCredit = Literal["token", "answer"]
-"""What a penalty in the reward is taken off where the answers to a prompt are compared."""
+"""What a KL penalty in the reward is subtracted from, for estimators that compare the answers to a prompt."""
 
 # ---------------------------------------------------------------- what a step is made of
 
 
 class DynamicSampling(Config):
-    """Sample whole groups anew for prompts whose answers all earn the same: DAPO, arXiv 2503.14476, section 3.2.
+    """Resampling of whole groups whose answers all get the same reward: DAPO, arXiv 2503.14476, section 3.2.
 
-    A prompt is judged by the shaped rewards of its answers or, as OpenRLHF does, by the `scores` that are given beside
-    the rewards: by an agent, a reward function or a server that is the only term with a weight. Of a reward made of
-    several terms the reward decides. Where some answers to a prompt have a score and some have none, the stage ends.
+    A prompt is judged by the shaped rewards of its answers or, as in OpenRLHF, by the `scores` that an agent, a reward
+    function or a server returns besides rewards, if it is the only term with a weight. With several terms the reward
+    decides. If only some answers to a prompt have a score, the stage ends with an error.
     """
 
     low: float | None = None
@@ -51,15 +51,15 @@ class DynamicSampling(Config):
     high: float | None = None
     """... and below that. Without either a prompt is kept whose scores, or rewards, differ."""
     max_rounds: int = Field(3, ge=2)
-    """Most rounds of sampling in a step; what is missing then is filled with groups that were passed over."""
+    """Maximum number of sampling rounds in a step; after that missing groups are replaced by rejected ones."""
 
 
 class PtxConfig(Config):
-    """Demonstrations mixed into every update, so that what SFT taught stays: PPO-ptx, arXiv 2203.02155 eq. 2."""
+    """Demonstrations mixed into every update to preserve what SFT taught: PPO-ptx, arXiv 2203.02155 eq. 2."""
 
     coef: float = Field(0.1, gt=0)
     batch_size: int = Field(16, ge=1)
-    """Demonstrations per optimizer step."""
+    """Number of demonstrations per optimizer step."""
     max_length: int = Field(256, ge=8)
 
 
@@ -67,16 +67,16 @@ class PtxConfig(Config):
 
 
 class PPOConfig(Config):
-    """Policy optimisation against rewards."""
+    """Policy optimization with rewards."""
 
     steps: int = Field(100, ge=1)
-    """Rollout-and-update rounds."""
+    """Number of rounds of sampling and updating."""
     prompts_per_step: int = Field(64, ge=1)
     samples_per_prompt: int = Field(1, ge=1)
-    """Group size of the estimators that compare the samples of a prompt."""
+    """Number of samples per prompt: the group size of estimators that compare them."""
     sampling: SamplingConfig = SamplingConfig()
     agent: AgentConfig | None = None
-    """Makes every answer an episode of turns with an environment, tools or an agent program."""
+    """Agent that turns every answer into an episode of turns with an environment, tools or a program."""
     rewards: RewardsConfig = RewardsConfig()
 
     advantage: Advantage = GAEAdvantage()
@@ -84,41 +84,42 @@ class PPOConfig(Config):
     correction: CorrectionConfig = CorrectionConfig()
 
     kl_coef: float = Field(0.05, ge=0)
-    """Weight of the KL to the reference. With 0 no reference is loaded, and no KL measured."""
+    """Weight of the KL divergence from the reference. With 0 no reference is loaded and no KL is measured."""
     kl_in: Literal["reward", "loss"] = "reward"
-    """`reward`: k1 off every token's reward. `loss`: k2 added to the loss."""
+    """Where the KL penalty enters: `reward` subtracts k1 from every token's reward, `loss` adds k2 to the loss."""
     kl_credit: KLCredit = "token"
-    """What a penalty in the reward is taken off, for estimators that compare the answers to a prompt. `token`: off each
-    token after the group's baseline, and a token pays for what comes from it on (OpenRLHF; REINFORCE++, arXiv
-    2501.03262). `answer`: its sum is off the reward of the answer before the baseline (RLOO, arXiv 2402.14740; TRL, verl)."""
+    """What a KL penalty in the reward is subtracted from, for estimators that compare the answers to a prompt. `token`:
+    from each token after the group's baseline, so that a token pays for the penalty from itself on (OpenRLHF;
+    REINFORCE++, arXiv 2501.03262). `answer`: its sum, from the answer's reward before the baseline (RLOO, arXiv
+    2402.14740; TRL, verl)."""
     kl_target: float = Field(0.0, ge=0)
-    """Adapts the coefficient to hold this KL per sequence; 0 keeps it fixed."""
+    """KL per sequence that the coefficient is adapted to hold; 0 keeps the coefficient fixed."""
     kl_horizon: int = Field(10_000, ge=1)
-    """Rollouts over which an adapted coefficient may change by 20 %; more than a fifth of a step's."""
+    """Number of rollouts over which an adapted coefficient may change by 20 %; more than a fifth of a step's."""
 
     epochs: int = Field(1, ge=1)
-    """Passes over the rollouts of a step."""
+    """Number of passes over the rollouts of a step."""
     minibatches: int = Field(1, ge=1)
-    """Optimizer steps per pass."""
+    """Number of optimizer steps per pass."""
     entropy_coef: float = 0.0
     ptx: PtxConfig | None = None
-    """Mixes demonstrations into the updates."""
+    """Demonstrations to mix into the updates."""
     dynamic_sampling: DynamicSampling | None = None
-    """Replaces groups that carry no gradient."""
+    """Replacement of groups that carry no gradient."""
 
     staleness: int = Field(0, ge=0, le=4)
-    """Each step trains on what the weights of this many steps before sampled, so that sampling and training overlap. 0
-    samples, then trains; 1 is one step off; more helps where the lengths of the answers vary from step to step."""
+    """Number of steps by which the sampling weights lag behind, so that sampling and training overlap. 0 samples, then
+    trains; 1 is one step off; more helps if answer lengths vary from step to step."""
     partial_tokens: int = Field(0, ge=0)
-    """Above 0 sampling goes in rounds of this many tokens, and a step's ends as soon as `prompts_per_step` groups are
-    whole: the others go on in the next step with its weights. It divides `sampling.max_tokens`."""
+    """Number of tokens per sampling round if above 0. A step's sampling ends as soon as `prompts_per_step` groups are
+    complete; the others continue in the next step with its weights. It must divide `sampling.max_tokens`."""
     in_flight_groups: int = Field(0, ge=0)
-    """Groups that partial rollouts have under way at once; 0 means twice `prompts_per_step`."""
+    """Number of groups that partial rollouts sample at once; 0 means twice `prompts_per_step`."""
 
     value_clip: float = Field(0.2, ge=0)
-    """0 switches value clipping off."""
+    """Clip range of the value loss; 0 disables clipping."""
     value_warmup_steps: int = Field(0, ge=0)
-    """Steps that train the value model alone, before the policy's schedule begins; only gae has a value model."""
+    """Number of steps that train only the value model, before the policy's schedule begins; only gae has one."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-6)
     value_optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-6)
     lora: LoraConfig | None = None
@@ -128,12 +129,12 @@ class PPOConfig(Config):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether anything depends on the reference: a coefficient of 0 stays 0, since it is adapted by factors."""
+        """Return whether anything depends on the reference: a coefficient of 0 stays 0, as it is adapted by factors."""
         return self.kl_coef > 0
 
     @property
     def groups_in_flight(self) -> int:
-        """How many groups a step of partial rollouts begins with, those that were carried over among them."""
+        """Return the number of groups with which a step of partial rollouts begins, including those carried over."""
         return self.in_flight_groups or 2 * self.prompts_per_step
 
     @model_validator(mode="after")
@@ -177,7 +178,7 @@ class PPOConfig(Config):
 
     @model_validator(mode="after")
     def _the_whole_distribution_is_sampled(self) -> PPOConfig:
-        # A filter renormalises the sampler's log-probs and not the trainer's: the ratios would compare two things.
+        # A filter renormalizes the sampler's log-probs but not the trainer's: the ratios would compare unlike values.
         rule = "the trainer's log-probs are those of the whole distribution"
         if self.sampling.temperature == 0:
             raise ValueError("sampling.temperature = 0.0: greedy answers are no samples of the policy; raise it")
@@ -200,7 +201,7 @@ class PPOConfig(Config):
 
     @property
     def turn_weight(self) -> float:
-        """The weight of what a turn earned that is put at the turn itself; 0 where the whole episode earns it."""
+        """Return the weight of a turn's reward that is assigned to the turn itself; 0 if the whole episode earns it."""
         if self.agent is None or self.agent.credit == "episode":
             return 0.0
         return sum(term.weight for term in self.rewards.terms.values() if isinstance(term, EpisodeReward))
@@ -300,7 +301,7 @@ class PPOConfig(Config):
 
     @model_validator(mode="after")
     def _rounds_make_whole_groups(self) -> PPOConfig:
-        # Rounds of equal size end every answer, and a pool that holds a step's groups makes every step possible.
+        # Rounds of equal size complete every answer, and a pool of at least a step's groups lets every step finish.
         if self.partial_tokens and (
             self.sampling.max_tokens % self.partial_tokens or self.partial_tokens == self.sampling.max_tokens
         ):
@@ -322,14 +323,14 @@ class PPOConfig(Config):
 
 
 def _what_compares_groups(rewards: RewardsConfig) -> list[str]:
-    """Return the settings that normalise within the answers to a prompt: of a single one they make 0."""
+    """Return the settings that normalize within the answers to a prompt: they turn a single answer's reward into 0."""
     gdpo = ['rewards.composition.type = "gdpo"'] * isinstance(rewards.composition, Gdpo)
     terms = [f'rewards.terms.{name}.normalise = "group"' for name, t in rewards.terms.items() if t.normalise == "group"]
     return gdpo + terms
 
 
 def _what_moves_rewards(rewards: RewardsConfig) -> str:
-    """Return the first setting that puts the reward on a scale of the answers around it; "" if there is none."""
+    """Return the first setting that scales a reward by the answers around it, or ""."""
     if rewards.normalise != "none":
         return f"rewards.normalise = {rewards.normalise!r}"
     if isinstance(rewards.composition, Gdpo):

@@ -1,6 +1,6 @@
-"""Which loss a preference pair is trained with: `[dpo.loss] type = "..."`, or `loss = "ipo"` for its defaults.
+"""Configure the loss on preference pairs: `[dpo.loss] type = "..."`, or `loss = "ipo"` for its defaults.
 
-The losses are the files of `rlhf_core.algorithms.preference`: each has its options, its formula and its reference.
+Each loss is a file of `rlhf_core.algorithms.preference` with its options, formula and reference.
 """
 
 from __future__ import annotations
@@ -19,5 +19,5 @@ else:
 
 
 def uses_reference(loss: PreferenceLoss) -> bool:
-    """Return whether the loss compares with a reference policy."""
+    """Return whether the loss needs a reference policy."""
     return loss.uses_reference

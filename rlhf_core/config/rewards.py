@@ -1,4 +1,4 @@
-"""What a rollout is rewarded for: named terms, how they are combined, and how the result is shaped."""
+"""Configure rewards: named terms, how they are combined, and how the result is shaped."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from rlhf_core.secrets.redaction import hidden
 # ---------------------------------------------------------------- terms
 
 OnFailure = Literal["fail", "invalid"]
-"""What a generation without a reward does: end the stage, or become an invalid rollout. It never scores 0."""
+"""What happens to a generation without a reward: it ends the stage or becomes an invalid rollout; it never scores 0."""
 
 
 Compares = Literal["nothing", "group", "batch"]
-"""What an answer is valued beside: nothing; `group`, the other answers to its prompt: a call holds them and no others;
-`batch`, all that are scored together (a step of `ppo`, a shard of `score`): they are one call. So a value never depends on
-workers or the size of batches."""
+"""What an answer's value is relative to: nothing; `group`, the other answers to its prompt, which form one call;
+`batch`, all answers scored together (a step of `ppo`, a shard of `score`), which form one call. So a value never
+depends on the number of workers or the batch size."""
 
 
 class Term(Config):
-    """How much a term counts and on which scale. Its values are normalised, then clipped, then weighted."""
+    """The weight and scale of a reward term. Its values are normalized, then clipped, then weighted."""
 
     weight: float = 1.0
     """Weight of the term in the reward."""
     weight_end: float | None = None
-    """Weight from step `weight_steps` of policy optimization on; before, it changes linearly."""
+    """Weight from step `weight_steps` of policy optimization on; until then the weight changes linearly."""
     weight_steps: int = Field(0, ge=0)
     """Steps over which the weight changes to `weight_end`."""
     normalise: Literal["none", "running", "group"] = "none"
-    """`running`: by all values of this term so far; `group`: by those of the same prompt. Subtracts the mean and divides
-    by the standard deviation; values that do not differ become 0."""
+    """Normalization of the values: `running` uses all values of this term so far, `group` those of the same prompt. It
+    subtracts the mean and divides by the standard deviation; equal values become 0."""
     clip: float = Field(0.0, ge=0)
-    """Clips values to plus or minus this; 0 does not clip."""
+    """Bound to which absolute values are clipped; 0 does not clip."""
 
     @model_validator(mode="after")
     def _schedule_is_whole(self) -> Self:
@@ -57,13 +57,13 @@ class RewardModelReward(Term):
 
 
 class ProcessRewardModelReward(Term):
-    """The steps of an answer, judged by a trained process reward model: a probability for each, made one score."""
+    """The step probabilities of a trained process reward model, reduced to one score per answer."""
 
     type: Literal["process_reward_model"] = "process_reward_model"
     model: str = "process_reward_model"
     """Name of the process reward model among the inputs of the stage."""
     reduce: Literal["model", "min", "mean", "last", "product"] = "model"
-    """How the steps become one score; `model`: as the model was trained to be read."""
+    """Reduction of the step probabilities to one score; `model` uses the reduction that the model was trained for."""
 
 
 class EnsembleReward(Term):
@@ -73,13 +73,13 @@ class EnsembleReward(Term):
     models: tuple[str, ...] = Field(min_length=2)
     """Names of reward models among the inputs of the stage."""
     reduce: Literal["mean", "min", "mean_minus_std"] = "mean"
-    """How the scores of the models become one."""
+    """Reduction of the models' scores to one."""
     k: float = Field(1.0, ge=0)
-    """How many standard deviations `mean_minus_std` subtracts."""
+    """Number of standard deviations that `mean_minus_std` subtracts."""
 
 
 class EpisodeReward(Term):
-    """What the environment gave: the sum over an episode's spans. It does not apply to a completion without spans."""
+    """The environment's reward, summed over an episode's spans. It does not apply to a completion without spans."""
 
     type: Literal["episode"] = "episode"
 
@@ -88,35 +88,35 @@ FunctionProtocol = Literal["auto", "generations", "columns", "openrlhf", "trl", 
 
 
 class FunctionReward(Term):
-    """A Python function of answers, in processes of its own; `rlhf_core.rewards.protocols` says how it may be written."""
+    """A Python function of answers, run in its own processes; `rlhf_core.rewards.protocols` lists the allowed forms."""
 
     type: Literal["function"] = "function"
     function: str
-    """`package.module:function` or `path/to/file.py:function`."""
+    """Function as `package.module:function` or `path/to/file.py:function`."""
     arguments: Annotated[dict[str, Any], HOLDS_SECRETS] = {}
-    """Keyword arguments of the function. Secrets as `"env:NAME"`: the function gets the value of that environment
+    """Keyword arguments of the function. Write secrets as `"env:NAME"`: the function gets the value of that environment
     variable."""
     protocol: FunctionProtocol = "auto"
-    """How the function is called; `auto` tells by the names of its parameters."""
+    """How the function is called; `auto` infers it from the names of its parameters."""
     compares: Compares = "nothing"
-    """What the function values an answer beside: `group`, the other answers to its prompt, which are then a call;
-    `batch`, all answers of a step (`ppo`) or shard (`score`), which are then a call."""
+    """What an answer's value is relative to: `group`, the other answers to its prompt, which then form one call;
+    `batch`, all answers of a step (`ppo`) or shard (`score`), which then form one call."""
     timeout_s: Annotated[float, Field(gt=0), FAILURES] = 60.0
     """Deadline, in seconds, of one batch; the process is killed after it."""
     batch_size: Annotated[int, Field(ge=0), FAILURES] = 0
-    """Generations per call; 0 takes as many at once as there are for each worker."""
+    """Number of generations per call; 0 divides all of them among the workers, one call each."""
     workers: Annotated[int, Field(ge=1), FAILURES] = 1
-    """Processes that run the function."""
+    """Number of processes that run the function."""
     memory_mb: Annotated[int, Field(ge=0), FAILURES] = 0
-    """Most memory of one process, in MB; 0 takes half of the machine's, shared by the workers."""
+    """Memory limit of one process, in MB; 0 shares half of the machine's memory among the workers."""
     retries: Annotated[int, Field(ge=0), FAILURES] = 0
-    """Further tries of a batch that raised, died or was late, after 0.5 s, 1 s, 2 s ..."""
+    """Number of retries of a batch that raised, died or was late, after 0.5 s, 1 s, 2 s ..."""
     on_failure: Annotated[OnFailure, FAILURES] = "fail"
-    """What happens to answers that the function fails for: `fail` ends the run, `invalid` leaves them out with their
+    """What happens to answers for which the function fails: `fail` ends the run, `invalid` leaves them out with their
     group."""
     cache: Annotated[bool, OPERATIONAL] = False
-    """Keeps values by content. Only for a function that gives the same answer the same value, whatever stands beside it
-    in the batch: not for one that is random or compares answers."""
+    """Whether values are cached by content. Only for a function that gives the same answer the same value whatever else
+    is in the batch: not for one that is random or compares answers."""
 
     @model_validator(mode="after")
     def _compares_what_stays_together(self) -> Self:
@@ -137,30 +137,29 @@ class FunctionReward(Term):
 
 
 class RemoteReward(Term):
-    """Rewards of a server on OpenRLHF's `/get_reward` contract."""
+    """Rewards from a server with OpenRLHF's `/get_reward` contract."""
 
     type: Literal["remote"] = "remote"
     urls: Annotated[tuple[str, ...], Field(min_length=1), FAILURES, HOLDS_SECRETS]
-    """Where it is served; several share the work. Where it runs is not what it says: `version` names that. A secret in an
-    address is `${env:NAME}`."""
+    """Addresses of the server; several share the work. They are not part of the stage's key, `version` is. Write a
+    secret in an address as `${env:NAME}`."""
     version: str = ""
-    """Version of the reward, in the key of the stage: change it when the server scores differently."""
+    """Version of the reward, part of the stage's key: change it when the server scores differently."""
     compares: Literal["nothing", "group"] = "nothing"
-    """What the server values an answer beside: `group`, the other answers to its prompt, which are then a request of their
-    own."""
+    """What an answer's value is relative to: `group`, the other answers to its prompt, which then form one request."""
     timeout_s: Annotated[float, Field(gt=0), FAILURES] = 180.0
     """Deadline, in seconds, of one request."""
     retries: Annotated[int, Field(ge=0), FAILURES] = 4
-    """Further tries of a request that failed."""
+    """Number of retries of a failed request."""
     batch_size: Annotated[int, Field(ge=1), FAILURES] = 64
-    """Answers per request."""
+    """Number of answers per request."""
     token_env: Annotated[str, FAILURES, HOLDS_SECRETS] = ""
     """Environment variable with the bearer token; empty sends none."""
     on_failure: Annotated[OnFailure, FAILURES] = "fail"
-    """What happens to answers that the server fails for: `fail` ends the run, `invalid` leaves them out with their
+    """What happens to answers for which the server fails: `fail` ends the run, `invalid` leaves them out with their
     group."""
     cache: Annotated[bool, OPERATIONAL] = False
-    """Keeps values by content."""
+    """Whether values are cached by content."""
 
     @model_validator(mode="after")
     def _compares_what_stays_together(self) -> Self:
@@ -178,7 +177,7 @@ class PatternVerdict(Config):
 
     type: Literal["pattern"] = "pattern"
     pattern: str = r"(?i)score[\s*_]*[:=][\s*_]*(-?\d+(?:\.\d+)?)"
-    """Regular expression of the score; the default also matches a score in bold, as judges write it: `**Score:** 8`."""
+    """Regular expression with one group for the score; the default also matches a bold score: `**Score:** 8`."""
 
     @field_validator("pattern")
     @classmethod
@@ -201,41 +200,41 @@ class JsonVerdict(Config):
 
 
 class JudgeReward(Term):
-    """The score that a language model gives when it is asked, over an OpenAI-compatible chat endpoint."""
+    """The score that a language model gives as a judge, through an OpenAI-compatible chat endpoint."""
 
     type: Literal["judge"] = "judge"
     url: Annotated[str, FAILURES, HOLDS_SECRETS]
-    """Address of the server without `/chat/completions`, mostly `http://host:port/v1`. A secret in it is
+    """Address of the server without `/chat/completions`, usually `http://host:port/v1`. Write a secret in it as
     `${env:NAME}`."""
     model: str
     """Name of the model on the server."""
     version: str = ""
-    """Version of the judge, in the key of the stage: change it when another model answers by the same name."""
+    """Version of the judge, part of the stage's key: change it when another model answers under the same name."""
     template: str
     """Text of the question. `{prompt}`, `{completion}` and `{label}` are filled in; other braces stay."""
     verdict: Annotated[PatternVerdict | JsonVerdict, Field(discriminator="type")] = PatternVerdict()
     """How the score is read from the judge's answer."""
     low: float = 0.0
-    """Lowest score that is accepted."""
+    """Lowest accepted score."""
     high: float = 10.0
-    """Highest score that is accepted; a score outside of `low` to `high` is a failure. Scores are not scaled."""
+    """Highest accepted score; a score outside `low` to `high` is a failure. Scores are not scaled."""
     max_tokens: int = Field(512, ge=1)
-    """Most tokens of the judge's answer."""
+    """Maximum number of tokens of the judge's answer."""
     temperature: float = Field(0.0, ge=0)
     """Sampling temperature of the judge."""
     concurrency: Annotated[int, Field(ge=1), FAILURES] = 16
-    """Questions that are asked at the same time."""
+    """Number of questions asked at the same time."""
     timeout_s: Annotated[float, Field(gt=0), FAILURES] = 120.0
     """Deadline, in seconds, of one question."""
     retries: Annotated[int, Field(ge=0), FAILURES] = 4
-    """Further tries of a question that failed."""
+    """Number of retries of a failed question."""
     token_env: Annotated[str, FAILURES, HOLDS_SECRETS] = ""
     """Environment variable with the bearer token; empty sends none."""
     on_failure: Annotated[OnFailure, FAILURES] = "fail"
-    """What happens to answers that the judge fails for: `fail` ends the run, `invalid` leaves them out with their
+    """What happens to answers for which the judge fails: `fail` ends the run, `invalid` leaves them out with their
     group."""
     cache: Annotated[bool, OPERATIONAL] = False
-    """Keeps values by content."""
+    """Whether values are cached by content."""
 
     @field_validator("url")
     @classmethod
@@ -266,26 +265,26 @@ RewardSpec = Annotated[
 
 
 class WeightedSum(Config):
-    """sum of weight * term."""
+    """The sum of weight * term."""
 
     type: Literal["weighted_sum"] = "weighted_sum"
 
 
 class GatedProduct(Config):
-    """The weighted sum of the other terms, let through by gates in [0, 1]: g * sum + (1 - g) * closed."""
+    """The weighted sum of the other terms, multiplied by gates in [0, 1]: g * sum + (1 - g) * closed."""
 
     type: Literal["gated_product"] = "gated_product"
     gates: tuple[str, ...] = Field(min_length=1)
     """Names of the terms whose product is g; their weights are not used."""
     closed: float = 0.0
-    """The reward of a closed gate. It must lie below every honest reward, or failing the gate pays."""
+    """Reward of a closed gate. It must be below every honest reward, or failing the gate pays off."""
 
 
 class Gdpo(Config):
-    """The weighted sum of terms that are each normalised within the answers of a prompt first (arXiv 2601.05242).
+    """The weighted sum of terms, each first normalized within the answers to a prompt (arXiv 2601.05242).
 
-    A term on a large scale does not drown the others. The paper then normalises over the batch: take the advantage
-    `reinforce++-baseline`, and not `grpo`, which would divide by the spread of the sum again.
+    So a term on a large scale does not drown out the others. The paper then normalizes over the batch: use the
+    advantage `reinforce++-baseline`, not `grpo`, which would divide by the spread of the sum again.
     """
 
     type: Literal["gdpo"] = "gdpo"
@@ -295,7 +294,7 @@ Composition = Annotated[WeightedSum | GatedProduct | Gdpo, Field(discriminator="
 
 
 class OverlongPenalty(Config):
-    """DAPO's soft penalty for answers that come near the limit (arXiv 2503.14476 eq. 13)."""
+    """DAPO's soft penalty for answers close to the length limit (arXiv 2503.14476 eq. 13)."""
 
     max_tokens: int = Field(ge=1)
     """Length limit in tokens; answers of this length lose `factor`."""
@@ -314,17 +313,17 @@ class OverlongPenalty(Config):
 
 
 class RewardsConfig(Config):
-    """Terms, each normalised and clipped -> composition -> running normalisation -> clip -> overlong penalty."""
+    """Terms, each normalized and clipped -> composition -> running normalization -> clip -> overlong penalty."""
 
     terms: dict[str, RewardSpec] = Field(default={"reward_model": RewardModelReward()}, min_length=1)
-    """Terms of the reward by name; each is kept in `reward_components` as it was given."""
+    """Terms of the reward by name; `reward_components` keeps their raw values."""
     composition: Composition = WeightedSum()
-    """How the terms become one reward."""
+    """How the terms are combined into one reward."""
     normalise: Literal["none", "running"] = "none"
     """How the reward is normalized: `running` subtracts the mean and divides by the standard deviation of all rewards
     so far."""
     clip: float = Field(0.0, ge=0)
-    """Clips the reward to plus or minus this; 0 does not clip."""
+    """Bound to which the absolute reward is clipped; 0 does not clip."""
     overlong: OverlongPenalty | None = None
     """Penalty for long answers."""
 
@@ -359,7 +358,7 @@ def _address(url: str) -> str:
         raise ValueError(f"{hidden('url', url)!r}: must begin with http:// or https://; write it whole")
     try:
         parts = urlsplit(url)
-        found = parts.hostname and parts.port != 0  # reading the port raises ValueError where it is no number
+        found = parts.hostname and parts.port != 0  # reading the port raises ValueError if it is not a number
     except ValueError:
         found = None
     if not found:

@@ -37,8 +37,8 @@ def kill_group(process: subprocess.Popen[Any]) -> None:
 def start_guard() -> None:
     """Fork: return in the child, which becomes the worker, and stay in the parent as its guard and group leader.
 
-    The guard adopts orphans of the worker. When the worker ends, the guard kills them and ends with the same status; when
-    the other end of our standard input is closed, it kills the worker too. The worker dies with the guard.
+    The guard adopts the worker's orphans. When the worker ends, the guard kills them and ends with the same status;
+    when the other end of our standard input is closed, it kills the worker too. The worker dies with the guard.
     The guard is a process and not a thread, because user code may hold the interpreter lock forever. Polling for no
     event reports only the end of the input and leaves its content to the worker.
     """

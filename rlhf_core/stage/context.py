@@ -57,7 +57,7 @@ class RunningAttempt:
         return time.monotonic() - self.clock
 
     def still_ours(self) -> None:
-        """Raise ArtifactError if another process has taken over; an unreadable lease passes. Commits must be sure."""
+        """Raise ArtifactError after a takeover by another process. An unreadable lease passes; commits check again."""
         if not self.lease.may_be_ours():
             self.lease.check()
 

@@ -1,1 +1,1 @@
-"""What the stages are configured with: pydantic alone, so that a pipeline is planned without the stages' own imports."""
+"""Configurations of the stages. They need only pydantic, so a pipeline is planned without the stages' imports."""

@@ -1,4 +1,4 @@
-"""The configuration of distillation: `[distill]`."""
+"""Configure distillation: `[distill]`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from rlhf_core.schema.base import Config
 
 
 class DivergenceConfig(Config):
-    """How far the student is from the teacher at a token."""
+    """The divergence between student and teacher at a token."""
 
     kind: Literal["forward", "reverse", "jsd"] = "forward"
-    """`forward` covers what the teacher says, `reverse` seeks its likeliest, `jsd` lies between them."""
+    """Kind of divergence: `forward` covers the teacher's distribution, `reverse` seeks its mode, `jsd` is in between."""
     jsd_beta: float = Field(0.5, ge=0, le=1)
     """Weight of the teacher in the mixture of `jsd`."""
     temperature: float = Field(1.0, gt=0)
-    """Of both distributions; not that of the sampling."""
+    """Temperature of both distributions; independent of the sampling temperature."""
     top_k: int = Field(64, ge=0)
-    """The teacher's likeliest tokens, all others counting as one; 0 takes the whole vocabulary, at its price."""
+    """Number of the teacher's likeliest tokens; all others count as one. 0 uses the whole vocabulary, at its cost."""
 
 
 class DistillConfig(Config):
@@ -29,17 +29,17 @@ class DistillConfig(Config):
 
     divergence: DivergenceConfig = DivergenceConfig()
     kl_weight: float = Field(1.0, ge=0, le=1)
-    """a of the loss: what is left of 1 weighs the imitation of the demonstrations' tokens."""
+    """Weight a of the divergence in the loss; 1 - a weights the cross-entropy on the demonstrations' tokens."""
     on_policy: bool = False
-    """Learn on the student's own answers to prompts instead of on demonstrations."""
+    """Whether the student learns on its own answers to prompts instead of on demonstrations."""
     sampling: SamplingConfig = SamplingConfig()
-    """Of the student's own answers."""
+    """Sampling of the student's own answers."""
     eval_fraction: float = Field(0.05, ge=0, lt=1)
-    """Share of the prompts that are held out for evaluation, where the data are prompts."""
+    """Share of the prompts held out for evaluation, if the data are prompts."""
     max_length: int = Field(256, ge=8)
-    """Tokens of a demonstration; longer ones are cut, and dropped if no trained token is left."""
+    """Maximum number of tokens of a demonstration; longer ones are cut, and dropped if no trained token is left."""
     loop: LoopConfig = LoopConfig(batch_size=32, epochs=1)
-    """Of `epochs`, each has an answer of its own to every prompt."""
+    """Training loop; with `on_policy` every epoch draws a new answer to every prompt."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=2e-5)
     lora: LoraConfig | None = None
 

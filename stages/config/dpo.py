@@ -1,4 +1,4 @@
-"""The configuration of preference optimisation: `[dpo]`, `[iterative_dpo.dpo]`."""
+"""Configure preference optimization: `[dpo]`, `[iterative_dpo.dpo]`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rlhf_core.schema.base import Config
 
 
 class DPOConfig(Config):
-    """Preference optimisation on pairs (kto: on single answers too), against a frozen reference."""
+    """Preference optimization on pairs (kto: also on single answers), against a frozen reference."""
 
     loss: PreferenceLoss = DPOLoss()
     nll_coef: float = Field(0.0, ge=0)
-    """Adds this much of the chosen answer's mean token loss (RPO, arXiv 2404.19733)."""
+    """Weight of the chosen answer's mean token loss, added to the loss (RPO, arXiv 2404.19733)."""
     length_alpha: float = Field(1.0, ge=0, le=1)
-    """Below 1, tokens beyond the other answer's length count so much (LD-DPO, arXiv 2409.06411)."""
+    """Weight of tokens beyond the other answer's length, below 1 for LD-DPO (arXiv 2409.06411)."""
     max_length: int = Field(256, ge=8)
     loop: LoopConfig = LoopConfig(batch_size=32, epochs=1)
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-7)

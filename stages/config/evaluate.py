@@ -1,4 +1,4 @@
-"""The configuration of the evaluation: `[evaluate.evaluate]`."""
+"""Configure the evaluation: `[evaluate.evaluate]`."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from rlhf_core.schema.base import OPERATIONAL, Config
 
 
 class EvaluateConfig(Config):
-    """What is measured, and what is compared with what."""
+    """The measures of the evaluation and the comparisons between policies."""
 
     gold: str = ""
-    """The gold reward as `module:function` or `file.py:function`: list[Generation] -> list[float]; "" for none."""
+    """Gold reward as `module:function` or `file.py:function`: list[Generation] -> list[float]; "" for none."""
     gold_timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 600.0
-    """Deadline of the gold reward for the answers of one policy."""
+    """Deadline, in seconds, of the gold reward for the answers of one policy."""
     reference: str = "sft"
-    """The policy, by its name in the pipeline, that KL is measured to and, unless `parents` says otherwise, that win
-    rates are against. When the reference handed in is another evaluated policy, that one's name is used."""
+    """Name in the pipeline of the policy to which KL is measured and, unless `parents` says otherwise, win rates are
+    computed against. If the reference input is another evaluated policy, its name is used instead."""
     parents: dict[str, str] = {}
-    """Policy -> the policy that its win rate is against."""
+    """Opponent of each policy in its win rate, by the policy's name."""
     best_of: dict[str, int] = {}
-    """Policy -> n: adds a row with the reward model's favourite of each prompt's first n answers."""
+    """Number n by policy: adds a row with the answer that the reward model ranks best among each prompt's first n."""
     level: float = Field(0.95, gt=0, lt=1)
-    """Of the intervals."""
+    """Confidence level of the intervals."""
     resamples: int = Field(2000, ge=100)
     samples_shown: int = Field(16, ge=0)
-    """Prompts that are shown side by side."""
+    """Number of prompts whose answers are shown side by side."""

@@ -1,4 +1,4 @@
-"""The configuration of sampling: `generate` in the sections that sample."""
+"""Configure sampling: `generate` in the sections that sample."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from rlhf_core.schema.base import OPERATIONAL, Config
 
 
 class GenerateConfig(Config):
-    """How many answers are drawn, and how."""
+    """The number of answers to sample, and the settings of sampling."""
 
     samples_per_prompt: int = Field(8, ge=1)
     sampling: SamplingConfig = SamplingConfig()
     agent: AgentConfig | None = None
-    """Makes every answer an episode of turns with an environment, tools or an agent program."""
+    """Agent that turns every answer into an episode of turns with an environment, tools or a program."""
     max_prompts: int = Field(0, ge=0)
-    """Takes this many prompts from the start; 0 takes all."""
+    """Number of prompts to use, from the start; 0 uses all."""
     shard_size: Annotated[int, Field(ge=1), OPERATIONAL] = 128
-    """Prompts per shard, sampled in one call: what a killed run loses at most."""
+    """Number of prompts per shard. A shard is sampled in one call; a killed run loses at most one."""
     round: int = Field(0, ge=0)
-    """Salt of the seeds, so that each round of iterative DPO draws anew."""
+    """Salt of the seeds, so that each round of iterative DPO draws new answers."""

@@ -1,4 +1,4 @@
-"""The configuration of `[import_reward_model]`, and the digest of the model that it names."""
+"""Configure `[import_reward_model]`, and compute the digest of the model that it names."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from rlhf_core.schema.base import OPERATIONAL, Config
 from rlhf_core.store.fingerprint import hash_files, tree_digest
 
 COPIED = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt")
-"""Weights, configuration and tokenizer; what else lies in the folder (other formats, optimizer states) does not count."""
+"""Patterns of the weights, configuration and tokenizer; other files (other formats, optimizer states) do not count."""
 
 
 class ImportRewardModelConfig(Config):
-    """A sequence classifier with one output, in a folder, as the reward model of the run."""
+    """A sequence classifier with one output, in a folder, that becomes the reward model of the run."""
 
     path: Annotated[str, Field(min_length=1), OPERATIONAL]
-    """Folder of the model and its tokenizer. Where it is does not belong to the key, what is in it does."""
+    """Folder of the model and its tokenizer. Its content belongs to the stage's key, its path does not."""
     max_length: int = Field(2048, ge=8)
-    """Most tokens of prompt and answer that it reads; longer ones are cut there."""
+    """Maximum number of tokens of prompt and answer that the model reads; longer ones are cut."""
 
 
 def content_digests(config: ImportRewardModelConfig) -> dict[str, str]:
-    """Return the digest of what would be copied; ConfigError, before anything runs, for a folder that cannot be used."""
+    """Return the digest of the files to copy. Raises ConfigError, before anything runs, for an unusable folder."""
     folder = Path(config.path).expanduser()
     check_classifier(folder)
     return {"reward_model": tree_digest(hash_files(folder, copied(folder)))}
 
 
 def copied(folder: Path) -> list[str]:
-    """Return the names of the files that make the reward model, in order."""
+    """Return the sorted names of the reward model's files."""
     return sorted({path.name for pattern in COPIED for path in folder.glob(pattern) if path.is_file()})

@@ -1,4 +1,4 @@
-"""The configuration of `[prepare_data]`, and the digests of the local files that it names."""
+"""Configure `[prepare_data]`, and compute the digests of the local files that it names."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ CHATML_TEMPLATE = "chatml"
 
 
 class PrepareDataConfig(Config):
-    """The data, the base model, and the limits that rows must keep."""
+    """The data, the base model, and the limits on rows."""
 
     data: DataConfig = SupportWorld()
     model: BaseModelConfig = InitModel()
     chat_template: str = MODEL_TEMPLATE
-    """`model`: the tokenizer's own; `chatml`: `rlhf_core.data.chat.CHATML_LIKE`; else the path of a Jinja file."""
+    """Chat template: `model` for the tokenizer's own, `chatml` for `rlhf_core.data.chat.CHATML_LIKE`, or the path of a
+    Jinja file."""
     max_prompt_tokens: int = Field(128, ge=4)
-    """Most tokens of a prompt, with its generation prompt."""
+    """Maximum number of tokens of a prompt, including its generation prompt."""
     max_tokens: int = Field(256, ge=8)
-    """Most tokens of prompt and answer together."""
+    """Maximum number of tokens of prompt and answer together."""
     preview_rows: int = Field(8, ge=1)
-    """Rows per table in `preview.md` and in the tracker."""
+    """Number of rows per table in `preview.md` and in the tracker."""
 
 
 def content_digests(config: PrepareDataConfig) -> dict[str, str]:
-    """Return name -> sha256 of all local files that `config` names (data, model, template): they belong to the key.
+    """Return the sha256 of all local files that `config` names (data, model, template), by name, for the stage's key.
 
-    Hub data and models are named by their commit in the configuration itself. DataError for data that are not there,
+    Hub data and models are identified by their commit in the configuration. Raises DataError for missing data, and
     ConfigError for a `package:` model whose package is not installed.
     """
     digests = {}
@@ -47,10 +48,10 @@ def content_digests(config: PrepareDataConfig) -> dict[str, str]:
 
 
 def local_files(config: PrepareDataConfig) -> dict[str, tuple[str, Path]]:
-    """Return the local files and folders that `config` names: name -> key of the configuration, and where they are."""
+    """Return the configuration key and the path of each local file and folder that `config` names, by name."""
     named: dict[str, str] = {}
     if isinstance(config.data, Files):
-        from rlhf_core.data.sources import is_hub  # loads pyarrow, which a plan without files need not wait for
+        from rlhf_core.data.sources import is_hub  # imports pyarrow, which is slow and not needed to plan without files
 
         named |= {source.path: f"data.sources[{source.name}]" for source in config.data.sources if not is_hub(source)}
     if isinstance(config.model, PretrainedModel) and Path(config.model.path).expanduser().is_dir():
@@ -69,5 +70,5 @@ def _digest(path: Path) -> str:
 
 
 def counted_files(folder: Path) -> list[str]:
-    """Return the files of a folder; compiled Python does not count, it differs between machines."""
+    """Return the files of a folder except compiled Python, which differs between machines."""
     return [name for name in list_files(folder) if "__pycache__" not in name.split("/")]

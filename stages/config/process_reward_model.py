@@ -1,4 +1,4 @@
-"""The configuration of `[process_reward_model]`."""
+"""Configure `[process_reward_model]`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from rlhf_core.schema.base import Config
 
 
 class ProcessRewardModelConfig(Config):
-    """Process reward model on answers whose steps were judged."""
+    """Training of a process reward model on answers whose steps were judged."""
 
     max_length: int = Field(256, ge=8)
-    """Tokens of prompt and answer; steps that end later are not judged, and answers without any left are dropped."""
+    """Maximum number of tokens of prompt and answer; steps that end later are not judged, and answers without steps are
+    dropped."""
     separator: str = Field("\n", min_length=1)
-    """Stands between steps, here and in the answers that are scored later."""
+    """Separator between steps, both here and in the answers that are scored later."""
     reduce: Literal["min", "mean", "last", "product"] = "min"
-    """How the steps of an answer become its score, where the reward that uses this model does not say."""
+    """Reduction of an answer's step probabilities to its score, if the reward that uses this model sets none."""
     loop: LoopConfig = LoopConfig(batch_size=32, epochs=1)
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
 

@@ -1,4 +1,4 @@
-"""The configuration of `[publish]` and its gate."""
+"""Configure `[publish]` and its gate."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class Threshold(Config):
     """One condition, such as `{metric = "gold/mean", op = ">=", than = "sft"}` or `{metric = "kl/mean", op = "<=", value = 20}`."""
 
     metric: str
-    """Path into the policy's row of report.json, with / or . between its parts: `gold/low`, `win_rate/mean`, `tokens/mean`."""
+    """Path into the policy's row of report.json, separated by / or .: `gold/low`, `win_rate/mean`, `tokens/mean`."""
     op: Literal[">=", ">", "<=", "<"]
     value: float | None = None
     than: str = ""
-    """Compare with the same metric of this policy of the report instead of `value`."""
+    """Policy of the report whose same metric is the bound instead of `value`."""
     factor: float = 1.0
-    """Multiplies the other policy's metric: `{metric = "tokens/mean", op = "<=", than = "sft", factor = 1.5}`."""
+    """Factor on the other policy's metric: `{metric = "tokens/mean", op = "<=", than = "sft", factor = 1.5}`."""
 
     @model_validator(mode="after")
     def _one_bound(self) -> Threshold:
@@ -29,13 +29,13 @@ class Threshold(Config):
 
 
 class PublishConfig(Config):
-    """Where the policy is registered, and what it must reach."""
+    """The registration of the policy, and the gate that it must pass."""
 
     name: str = Field("rlhf-policy", min_length=1)
-    """In the registry."""
+    """Name of the model in the registry."""
     policy: str = ""
     """Name of the policy in the report; "" finds it by its digest."""
     gate: tuple[Threshold, ...] = ()
-    """All must hold. An empty gate passes."""
+    """Conditions that must all hold. An empty gate passes."""
     intended_use: str = "Research on preference learning. Not reviewed for use with people."
     licence: str = "To be chosen by whoever releases the model; mind the licences of the base model and of the data."

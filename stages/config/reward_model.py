@@ -1,4 +1,4 @@
-"""The configuration of `[reward_model]`."""
+"""Configure `[reward_model]`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rlhf_core.schema.base import Config
 
 
 class RewardModelConfig(Config):
-    """Bradley-Terry reward model on preference pairs."""
+    """Training of a Bradley-Terry reward model on preference pairs."""
 
     max_length: int = Field(256, ge=8)
-    """Tokens of prompt and answer; pairs that are identical after truncation are dropped and counted."""
+    """Maximum number of tokens of prompt and answer; pairs identical after truncation are dropped and counted."""
     use_margin: bool = False
-    """Subtract the pair's `margin` column inside the sigmoid."""
+    """Whether the pair's `margin` column is subtracted inside the sigmoid."""
     centering_coef: float = Field(0.0, ge=0)
-    """Pulls the mean score to zero (arXiv 2312.09244); 0.01 is a common value."""
+    """Weight of the term that pulls the mean score to zero (arXiv 2312.09244); 0.01 is a common value."""
     loop: LoopConfig = LoopConfig(batch_size=32, epochs=1)
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
 

@@ -1,4 +1,4 @@
-"""The configuration of scoring: `score` in the sections that score."""
+"""Configure scoring: `score` in the sections that score."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from rlhf_core.schema.base import Config
 
 
 class ScoreConfig(Config):
-    """What the answers are rewarded for."""
+    """The rewards for the answers."""
 
     rewards: RewardsConfig = RewardsConfig()

@@ -1,4 +1,4 @@
-"""The configuration of selection: `select` in the sections that select."""
+"""Configure selection: `select` in the sections that select."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Selection(Config):
     eval_fraction: float = Field(0.05, ge=0, lt=1)
     """Share of the prompts held out as `eval.parquet`: at least one prompt unless 0."""
     drop_truncated: bool = True
-    """Leave out answers that the token limit cut off: as text they would be taught to end there."""
+    """Whether answers cut off by the token limit are left out: as text they would teach the model to end there."""
 
 
 class BestOfN(Selection):
@@ -41,11 +41,12 @@ class Pairs(Selection):
 
     type: Literal["pairs"] = "pairs"
     rule: Literal["max_min", "random", "max_random"] = "max_min"
-    """Best against worst; two at random; best against another at random."""
+    """Choice of the pair: `max_min` is best against worst, `random` two at random, `max_random` best against a random
+    other."""
     margin_threshold: float = Field(0.0, ge=0)
-    """Pairs closer than this are dropped and counted."""
+    """Smallest margin of a pair; closer pairs are dropped and counted."""
     length_penalty: float = Field(0.0, ge=0)
-    """Taken off the reward per token before answers are compared."""
+    """Penalty per token, subtracted from the reward before answers are compared."""
 
 
 SelectConfig: TypeAlias = Annotated[BestOfN | TopK | Threshold | Pairs, Field(discriminator="type")]

@@ -1,4 +1,4 @@
-"""The configuration of supervised fine-tuning: `[sft]`, `[rejection_sampling.sft]`, `[conditional_sft.sft]`."""
+"""Configure supervised fine-tuning: `[sft]`, `[rejection_sampling.sft]`, `[conditional_sft.sft]`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class SFTConfig(Config):
     """Supervised fine-tuning on demonstrations."""
 
     max_length: int = Field(256, ge=8)
-    """Tokens of a conversation; longer ones are cut, and dropped if no trained token is left."""
+    """Maximum number of tokens of a conversation; longer ones are cut, and dropped if no trained token is left."""
     packing: bool = False
-    """Share rows of `max_length` tokens between conversations; attention and positions do not leak. Refused for
+    """Whether conversations share rows of `max_length` tokens; attention and positions do not leak. Refused for
     architectures that are not known to keep conversations apart."""
     loss: Literal["nll", "dft"] = "nll"
     train_on: Literal["assistant", "all"] = "assistant"
-    """`all` trains on every token but the first, prompts and the template's own included."""
+    """Tokens to train on; `all` means every token but the first, including prompts and the template's own tokens."""
     loop: LoopConfig = LoopConfig(batch_size=32, epochs=2)
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=2e-5)
     lora: LoraConfig | None = None
