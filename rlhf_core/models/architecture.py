@@ -77,7 +77,7 @@ def check_length(config: Any, position_ids_BL: Tensor) -> None:
 
 
 def check_longest(key: str, length: int, folder: Path) -> None:
-    """Raise ConfigError, before anything is computed, if rows of `length` tokens are too long for the model in `folder`."""
+    """Raise ConfigError, before any computation, if rows of `length` tokens are too long for the model in `folder`."""
     config = read_config(folder)
     limit = length_limit(config)
     if limit is not None and length > limit:

@@ -40,7 +40,7 @@ class TokenBatch:
     rows: tuple[tuple[int, int, int], ...]
     """(row, start, length) of each sample, in the given order of the samples."""
     fields: dict[str, Tensor]
-    """Other per-token values of the samples by field name (`old_logprobs`, `advantages`, ...), float32 BL, 0 for padding.
+    """Other per-token values of the samples by field name (`old_logprobs`, `advantages`, ...): float32 BL, padded by 0.
 
     Fields that are empty in the samples are left out."""
 

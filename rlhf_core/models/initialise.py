@@ -17,7 +17,7 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
-"""Chat template. A turn is its role token, its text and the end token; a prompt ends with the assistant's role token."""
+"""Chat template: a turn is its role token, its text and the end token. Prompts end with the assistant's role token."""
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int, folder: Path) -> None:

@@ -4,8 +4,8 @@ Adapters are inserted into the model instead of wrapped around it, so a model wi
 head as one without.
 
 The result of a stage is always the merged weights; the adapters are saved beside them for other programs. The next
-stage starts from the merged weights with fresh adapters. Adapters are never stacked, loaded by another stage or merged
-twice. Within a stage, a checkpoint contains the adapters, and a resumed stage continues with them.
+stage starts from the merged weights with fresh adapters. Adapters are never stacked, loaded again or merged twice.
+Within a stage, a checkpoint contains the adapters, and a resumed stage continues with them.
 """
 
 from __future__ import annotations

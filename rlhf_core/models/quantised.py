@@ -1,4 +1,4 @@
-"""Store the frozen weights under adapters in 4 bits (QLoRA, arXiv 2305.14314). Only this module imports bitsandbytes."""
+"""Store frozen weights under adapters in 4 bits (QLoRA, arXiv 2305.14314); the only module to import bitsandbytes."""
 
 from __future__ import annotations
 

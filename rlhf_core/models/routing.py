@@ -35,7 +35,7 @@ class Routing:
     def total(self) -> Tensor:
         """Return the sum over samples of the mean over layers of E * sum_e (fraction sent to e) * (mean probability of e).
 
-        A sample contributes K if its tokens are spread evenly over the experts, and more the less even it is, at most E.
+        A sample contributes K if its tokens are spread evenly over the experts, and more if not, but at most E.
         """
         return torch.stack(self._balance).sum()
 
