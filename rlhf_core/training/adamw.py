@@ -82,7 +82,7 @@ class ClippedAdamW(torch.optim.AdamW):
 
 
 def _shortened(gradient: Tensor) -> Tensor:
-    """Return a tensor with the norm of `gradient` and at most `LONGEST` elements: itself, or the norms of its blocks."""
+    """Return a tensor with the norm of `gradient` and at most `LONGEST` elements: itself, or norms of its blocks."""
     while gradient.numel() > LONGEST:
         flat = gradient.reshape(-1)
         whole = flat.numel() // BLOCK * BLOCK

@@ -43,7 +43,7 @@ def _check_reach(host: str, world: int) -> None:
 
 
 def local_device() -> torch.device:
-    """Return the GPU of this process, or the CPU if there is none. LOCAL_RANK is used only if several GPUs are visible."""
+    """Return the GPU of this process, or the CPU if there is none. LOCAL_RANK is not needed if one GPU is visible."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     several = torch.cuda.device_count() > 1 and "LOCAL_RANK" in os.environ

@@ -62,7 +62,7 @@ class WeightAverage:
 
 
 def average_of(module: nn.Module, *, decay: float, rank: int) -> WeightAverage | None:
-    """Return the average that this rank keeps: on rank 0 if `decay` is set, as all ranks hold whole weights, else None."""
+    """Return the average on rank 0 if `decay` is not 0, else None. One is enough, as all ranks hold whole weights."""
     if decay == 0 or rank > 0:
         return None
     with torch.no_grad():
