@@ -32,7 +32,7 @@ class Ancestor:
 
 
 def lineage(records: Sequence[KeyRecord], digests: Iterable[str]) -> list[Ancestor]:
-    """Return the stages that led to the artifacts with `digests`, each stage once, in the order of creation.
+    """Return the stages that led to the artifacts with `digests`, each stage once and after its parents.
 
     An artifact that several stages made with equal content is assigned to the newest of them.
     """

@@ -85,7 +85,7 @@ def reliability(probabilities: Sequence[float], outcomes: Sequence[float], *, bi
 
 
 def calibration_error(rows: Sequence[ReliabilityBin]) -> float:
-    """Return the expected calibration error: the mean of |accuracy - confidence| over bins, weighted by their counts."""
+    """Return the expected calibration error: mean of |accuracy - confidence| over bins, weighted by their counts."""
     total = sum(row.pairs for row in rows)
     return sum(row.pairs * abs(row.accuracy - row.confidence) for row in rows) / total if total else 0.0
 

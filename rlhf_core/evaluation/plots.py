@@ -71,7 +71,7 @@ def _without_far_ones(points: Sequence[FrontierPoint]) -> tuple[list[FrontierPoi
 
 
 def _write_names(figure: Any, axes: Any, points: Sequence[FrontierPoint], places: Sequence[float]) -> None:
-    """Write each point's name where it overlaps no bar, no other name and no edge, with a line if it is farther away."""
+    """Write each point's name where it overlaps no bar, no other name and no edge, with a line if it is far away."""
     from matplotlib.text import Text
     from matplotlib.transforms import Bbox
 

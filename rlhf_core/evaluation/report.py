@@ -150,7 +150,7 @@ def _cell(row: Mapping[str, Any], column: Column, policies: Mapping[str, Mapping
 
 
 def _tone(column: Column, value: Mapping[str, Any]) -> str:
-    """Return the color class of a comparison, which is neutral if its interval includes a change of sign."""
+    """Return the color class of a comparison, or "" if its interval includes equality."""
     even = {"improvement": 0.0, "win_rate": 0.5}
     if column.path not in even:
         return ""

@@ -73,7 +73,7 @@ def reward_model_report(
 
 
 def _reliability(margins: Sequence[float], hits: Sequence[float]) -> list[ReliabilityBin]:
-    """Return bins of P(the higher-scored answer is the chosen one) = sigmoid(|margin|), in [0.5, 1], with its frequency."""
+    """Return bins over [0.5, 1] of sigmoid(|margin|) = P(the higher-scored answer is the chosen one)."""
     sure = [1 / (1 + math.exp(-min(abs(margin), 700.0))) for margin in margins]
     return reliability(sure, hits, bins=2 * BINS)
 

@@ -62,7 +62,7 @@ def apply_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> nn.Module:
     if config.quantise:
         quantise(model, targets)
         any_model.is_loaded_in_4bit = (
-            True  # how peft is told to adapt 4-bit layers; transformers would refuse to move it
+            True  # tells peft to adapt 4-bit layers; deleted below, as transformers would refuse to move the model
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -87,10 +87,11 @@ def estimate_advantages(
     `token`: A_t = (reward after the group's baseline) - kl_coef * (sum of k1 from t on). The baseline contains rewards
     only, and each token pays the undiscounted penalty from itself on. This is OpenRLHF's
     `compute_advantages_and_returns`, which subtracts the baseline before it puts the penalty on each token and sums it
-    up. REINFORCE++ (arXiv 2501.03262) has the penalty per token, too. `answer`: A_t = (reward - kl_coef * sum of k1)
-    after the group's baseline, the same on every token. The penalty is a part of the answer's reward and therefore of
-    the baseline. This is RLOO (arXiv 2402.14740, whose baseline averages r - beta log(pi/pi_ref) of whole answers), as
-    in TRL's RLOO and verl (`apply_kl_penalty`).
+    up. REINFORCE++ (arXiv 2501.03262) has the penalty per token, too.
+
+    `answer`: A_t = (reward - kl_coef * sum of k1) after the group's baseline, the same on every token. The penalty is a
+    part of the answer's reward and therefore of the baseline. This is RLOO (arXiv 2402.14740, whose baseline is of
+    r - beta log(pi/pi_ref) of the whole answer), as in TRL's RLOO and verl (`apply_kl_penalty`).
 
     reinforce++-baseline whitens the result. `function` is that of a custom estimator. Raises ConfigError for groups of
     fewer than two, and for a penalty without a reference.

@@ -197,7 +197,8 @@ class _Exchange(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     """A concatenation of the parts of all ranks along dimension 1.
 
-    All ranks of the group compute the same from the whole. The gradient of a part, a sum over ranks, is N times its own.
+    All ranks of the group compute the same from the whole, so the gradient of a part, which is the sum over ranks, is N
+    times the gradient of one rank.
     """
 
     @staticmethod

@@ -262,7 +262,7 @@ class LocalTrainer:
     def _passes(self, samples: Sequence[Row], *, pack_to: int | None) -> Iterator[list[int]]:
         """Yield the indices of each micro-batch, then empty lists while other ranks are still working."""
         batches = micro_batches(samples, rows=self._rows, pack_to=pack_to, padded_tokens=self._padded_tokens)
-        # Agreed before the first pass, because ZeRO 2 and 3 communicate during passes and another collective deadlocks.
+        # Agreed before the first pass: ZeRO 2 and 3 communicate during passes, and a call in between would deadlock.
         idle = self._engine.passes(len(batches)) - len(batches)
         yield from batches
         yield from ([] for _ in range(idle))

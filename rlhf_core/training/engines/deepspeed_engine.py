@@ -126,7 +126,7 @@ class DeepSpeedEngine:
             yield
 
     def snapshot(self, folder: Path) -> dict[Path, Any]:
-        """Return copies of trained weights and optimizer: one file at stage 0 (equal on all ranks), else DeepSpeed's."""
+        """Return copies of trained weights and optimizer: one file at stage 0 (ranks are equal), DeepSpeed's above."""
         if not self._trained:
             return {}
         if self.rank == 0:
@@ -299,7 +299,7 @@ def _taking(engine: Any, states: dict[Path, Any]) -> Iterator[None]:
 
 @contextmanager
 def _own_storage(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Move parameters out of ZeRO's flat buffers in this context, since safetensors refuses to write parts of buffers."""
+    """Move parameters out of ZeRO's flat buffers in this context. safetensors refuses to write parts of a buffer."""
     shared = [p for p in parameters if p.untyped_storage().nbytes() > p.numel() * p.element_size()]
     views = [parameter.data for parameter in shared]
     for parameter in shared:

@@ -54,7 +54,7 @@ class PairObjective:
         pad_id: int,
         device: torch.device,
     ) -> LossOutput:
-        """Return the share of `samples` in the loss, with metrics `loss`, `rewards/*`, `logprobs/*` and `nll` if used."""
+        """Return the share of `samples` in the loss, with metrics `loss`, `rewards/*`, `logprobs/*` and maybe `nll`."""
         pairs = _forward_pairs(model, samples, self.length_alpha, pad_id=pad_id, device=device)
         references = [[s.ref_chosen_logprob, s.ref_rejected_logprob] for s in samples]
         ref_chosen_B, ref_rejected_B = torch.tensor(references, dtype=torch.float32, device=device).unbind(dim=1)
@@ -138,7 +138,7 @@ def answer_logprob(logprobs: Sequence[float], sample: TokenSample, other: TokenS
 
 @dataclass(frozen=True)
 class _Pairs:
-    """Summed log-probs and numbers of masked tokens of both answers of each pair. `plain_chosen_B` has no length weights."""
+    """Summed log-probs and masked tokens of both answers of each pair. `plain_chosen_B` counts every token fully."""
 
     chosen_B: Tensor
     rejected_B: Tensor
