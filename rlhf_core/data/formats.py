@@ -52,7 +52,7 @@ class Example:
     """One row of any format: a prompt and up to two answers. A missing answer is the empty tuple.
 
     A row with `chosen` alone is a demonstration, with both a pair, with neither a bare prompt, and with `rejected`
-    alone an answer labeled bad (KTO). `judged` tells whether the only answer was labeled good or bad.
+    alone an answer labeled bad (KTO). `judged` is true if the only answer has a label, good or bad.
     """
 
     prompt: Turns

@@ -1,4 +1,4 @@
-"""Write `preview.md`, which shows rows as the model sees them with the trained tokens marked."""
+"""Render `preview.md`, which shows rows as the model sees them with the trained tokens marked."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ def _decoded(prompts: Sequence[tuple[int, ...]], chat: ChatTemplate) -> str:
 
 
 def _block(text: str) -> str:
-    # Code is indented instead of fenced because rows may contain fences themselves.
+    # The block is indented instead of fenced because rows may contain fences themselves.
     return "".join(f"    {line}\n" for line in text.splitlines()) + "\n"

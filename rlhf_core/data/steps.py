@@ -46,7 +46,7 @@ class StepSplitter:
         return (*ends[:-1], last) if token_ids else ()
 
     def _pieces(self, token_ids: Sequence[int]) -> Iterator[tuple[int, bool]]:
-        """Yield the last token position of each piece (which ends with a separator), and whether the piece has text."""
+        """Yield each piece's last token position and whether it has text. Pieces end with a separator or the answer."""
         texts = [self._text(token) for token in token_ids]
         text = "".join(texts)
         start = position = 0

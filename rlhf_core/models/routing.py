@@ -33,7 +33,7 @@ class Routing:
         self._balance.append(torch.stack(layers).mean())
 
     def total(self) -> Tensor:
-        """Return the sum over samples of E * sum_e (fraction sent to e) * (mean probability of e), averaged over layers.
+        """Return the sum over samples of the layers' mean of E * sum_e (fraction sent to e) * (mean probability of e).
 
         A sample contributes K if its tokens are spread evenly over the experts, and more if not, but at most E.
         """

@@ -126,7 +126,7 @@ class DeepSpeedEngine:
             yield
 
     def snapshot(self, folder: Path) -> dict[Path, Any]:
-        """Return copies of trained weights and optimizer: one file at stage 0 (ranks are equal), DeepSpeed's above."""
+        """Return copies of trained weights and optimizer: rank 0's at stage 0 (ranks are equal), else DeepSpeed's."""
         if not self._trained:
             return {}
         if self.rank == 0:
