@@ -82,7 +82,7 @@ def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
     The live model does not change. Tensors are contiguous and on the CPU. Weights without an adapter may share memory
     with a model on the CPU, so use or copy them before the next optimizer step. The merge is V = W + scaling * B A in
-    fp32, rounded once to the dtype of W. For DoRA, every row of V is scaled to its learned norm. A 4-bit W is
+    fp32, with every row of V scaled to its learned norm for DoRA, and rounded once to the dtype of W. A 4-bit W is
     dequantized first.
     """
     layers = _adapted_layers(model)
