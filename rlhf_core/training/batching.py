@@ -82,8 +82,7 @@ def shares(lengths: Sequence[int], world: int) -> list[list[int]]:
 def is_maximum(name: str) -> bool:
     """Return whether a metric is the maximum over its parts (micro-batches, ranks, optimizer steps).
 
-    The name of the metric alone decides.
-    Every other metric is a share of its step: shares are summed, and steps are averaged.
+    The name alone decides. Every other metric is a share of its step: shares are summed, and steps are averaged.
 
     >>> is_maximum("policy/ratio_max"), is_maximum("policy/loss")
     (True, False)
