@@ -1,1 +1,1 @@
-"""Data: table layouts, chat rendering and loss masks, dataset adapters, mixing, packing and the synthetic worlds."""
+"""Prepare data: table layouts, chat rendering, loss masks, dataset adapters, mixing, packing and synthetic worlds."""

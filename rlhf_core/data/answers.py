@@ -1,4 +1,4 @@
-"""Sampled answers as the messages that supervised stages imitate or compare."""
+"""Convert sampled answers to the messages that supervised stages imitate or compare."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from rlhf_core.types import Message, Rollout
 
 
 def answer_message(rollout: Rollout) -> Message:
-    """Return the answer as the assistant's one message; DataError for an episode that an environment wrote a part of.
+    """Return the answer as one assistant message. Raises DataError for an episode in which an environment wrote tokens.
 
-    As one message the environment's words would be trained on as the policy's own, and the turns would be lost.
+    In one message, the environment's text would be trained on as if it were the policy's, and the turns would be lost.
     """
     completion = rollout.completion
     if not all(completion.action_mask):

@@ -1,14 +1,16 @@
-"""Conversations to tokens: the one place where a chat template is rendered and a loss mask is made.
+"""Convert conversations to tokens; the only module that renders chat templates and makes loss masks.
 
-A conversation is cut into segments where an answer begins (the end of its generation prompt) and where it ends, and
-no token reaches across a cut. A prompt is cut at its earlier answers in the same way. So the tokens before an answer, the
-first or a later one, are exactly those the sampler is given (`prompt_ids`), whatever the tokenizer would merge across the
-border, and the mask is exact. Each segment is tokenised alone, unless the
-tokenizer marks the beginning of a text (SentencePiece's "▁"): then a segment has the tokens that it adds to the text before
-it, and only where a token of the whole text would reach across the cut those that it has inside a running text.
+A conversation is split into segments where each answer begins (after its generation prompt) and where it ends, and no
+token crosses a border between segments. Prompts are split at their earlier answers in the same way. The tokens before
+any answer are therefore exactly those that the sampler receives (`prompt_ids`), whatever the tokenizer would merge
+across the border, and the mask is exact.
 
-Trained are, for each assistant turn, its content and the end-of-turn token (the tokenizer's EOS); what a template
-writes after that token (often a newline) is not.
+Each segment is tokenized on its own, unless the tokenizer marks the beginning of a text (SentencePiece's "▁"). In that
+case a segment gets the tokens that it adds to the text before it. Only if a token of the whole text would cross the
+border, it gets the tokens that it has inside a running text.
+
+The loss mask selects the content of each assistant turn and its end-of-turn token (the tokenizer's EOS), but not what
+the template writes after that token (often a newline).
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ CHATML_LIKE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token + '\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
-"""A template for tokenizers that have none, used only where a profile asks for it (`chat_template = "chatml"`).
+"""Template for tokenizers without one, used only if a profile asks for it (`chat_template = "chatml"`).
 
 Roles are ordinary text and a turn ends with the tokenizer's own EOS, so no token is added to the vocabulary:
 
@@ -43,10 +45,10 @@ Roles are ordinary text and a turn ends with the tokenizer's own EOS, so no toke
 """
 
 _REMEMBERED = 32
-"""Texts whose tokens are kept: a prompt with earlier answers has three for each of them."""
+"""Number of texts whose tokens are cached; a prompt has three texts for each earlier answer."""
 
 _TODAY = datetime(2024, 7, 26)
-"""The date that templates print as today's (Llama 3 prints it too): tokens must not depend on the day of a run."""
+"""Date that templates print as today's (the same as in Llama 3), so that tokens do not depend on the day of a run."""
 
 _PROBE = (Message("user", "Hi"), Message("assistant", "Hello"))
 _ANSWERED = (Message("user", "Hi"), Message("assistant", "An-answer-like-no-other"))
@@ -60,7 +62,7 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Check that `tokenizer` has a template and an EOS that ends each assistant turn; ConfigError otherwise.
+        """Check that `tokenizer` has a template and an EOS that ends each assistant turn. Raises ConfigError otherwise.
 
         `tools` are JSON schemas that every prompt shows to the policy.
         """
@@ -96,7 +98,7 @@ class ChatTemplate:
         return cls(AutoTokenizer.from_pretrained(str(folder), local_files_only=True))
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatTemplate:
-        """Return this template with `tools` (JSON schemas) in its prompts; ConfigError if it does not show them."""
+        """Return this template with `tools` (JSON schemas) in its prompts. Raises ConfigError if it omits them."""
         if not tools:
             return self
         shown = ChatTemplate(self.tokenizer, tools=tools)
@@ -107,14 +109,14 @@ class ChatTemplate:
 
     @property
     def digest(self) -> str:
-        """The sha256 over tokenizer, template and special tokens."""
+        """The SHA-256 of the tokenizer, the template and the special tokens."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         vocabulary = backend.to_str() if backend is not None else json.dumps(sorted(self.tokenizer.get_vocab().items()))
         parts = [vocabulary, str(self.tokenizer.chat_template), str(self.eos_id), str(self.pad_id)]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Return the tokens of `messages` up to and with the generation prompt: those of `conversation` before an answer."""
+        """Return the tokens of `messages` and the generation prompt: those of `conversation` before an answer."""
         pieces = self._pieces(self._cut(messages, self.prompt_text(messages)))
         return tuple(token for piece in pieces for token in piece)
 
@@ -125,9 +127,9 @@ class ChatTemplate:
     def turn_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the tokens that follow an answer's EOS when `messages` come next, with the next generation prompt.
 
-        Found by difference: what a conversation with a known answer adds after that answer's end. So what the policy said
-        is never rendered, and a template that shows earlier turns in another way (without their thoughts, for example)
-        does no harm. DataError if the template does not keep what it writes after an EOS.
+        The tokens are what a conversation with a known answer adds after the end of that answer. The policy's own
+        answer is never rendered, so a template may show earlier turns differently (without their reasoning, for
+        example). Raises DataError if the template changes what it writes after an EOS.
         """
         before = self._after_answer(self._render(_ANSWERED, generation_prompt=False))
         after = self._after_answer(self._render([*_ANSWERED, *messages], generation_prompt=True))
@@ -143,18 +145,18 @@ class ChatTemplate:
         return self._after(str(self.tokenizer.eos_token), after)
 
     def following_ids(self, text: str, *, after: int) -> tuple[int, ...]:
-        """Return the tokens of plain `text` that follows the token `after`, which was sampled or is a prompt's last."""
+        """Return the tokens of plain `text` after the token `after`, which was sampled or is the last of a prompt."""
         return following(self.tokenizer, text, after=after)
 
     def conversation(self, messages: Sequence[Message], *, max_length: int) -> TokenSample | None:
-        """Return the conversation cut to `max_length` tokens, every assistant turn trained with its end-of-turn token.
+        """Return the conversation cut to `max_length` tokens, training each assistant turn and its end-of-turn token.
 
-        None when no trained token is left. DataError when the template does not keep earlier turns as they were.
+        Returns None if no trained token is left. Raises DataError if the template changes earlier turns.
         """
         return self._sample(self._segments(messages, answers_from=0), max_length=max_length)
 
     def transcript(self, messages: Sequence[Message], *, max_length: int) -> TokenSample | None:
-        """Return the tokens of `conversation`, all of them trained but the first; None if there are fewer than two."""
+        """Return the tokens of `conversation`, all but the first trained, or None if there are fewer than two."""
         pieces = self._pieces([text for text, _ in self._segments(messages, answers_from=0)])
         token_ids = tuple(token for piece in pieces for token in piece)[:max_length]
         return TokenSample(token_ids, (0,) + (1,) * (len(token_ids) - 1)) if len(token_ids) > 1 else None
@@ -162,15 +164,15 @@ class ChatTemplate:
     def continuation(
         self, prompt_messages: Sequence[Message], answer_messages: Sequence[Message], *, max_length: int
     ) -> TokenSample | None:
-        """Return prompt and answer cut to `max_length` tokens, only the answer's assistant turns trained.
+        """Return prompt and answer cut to `max_length` tokens, with only the answer's assistant turns trained.
 
-        None when no trained token is left. The tokens before the answer are `prompt_ids(prompt_messages)`.
+        Returns None if no trained token is left. The tokens before the answer are `prompt_ids(prompt_messages)`.
         """
         messages = [*prompt_messages, *answer_messages]
         return self._sample(self._segments(messages, answers_from=len(prompt_messages)), max_length=max_length)
 
     def answered_ids(self, prompt: str, answer: str) -> tuple[int, ...]:
-        """Return the tokens of a user's message and its answer, up to the end-of-turn token."""
+        """Return the tokens of a user message and its answer, up to and including the end-of-turn token."""
         ask, reply = Message("user", prompt), Message("assistant", answer)
         text, said = (text for text, _ in self._segments((ask, reply), answers_from=0)[:2])
         tokens = self._after(text, said)
@@ -198,7 +200,7 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
         rows = [{"role": message.role, "content": message.content} for message in messages]
         try:
-            # An argument of this name hides the clock that transformers gives to templates.
+            # An argument of this name replaces the clock that transformers passes to templates.
             return str(
                 self.tokenizer.apply_chat_template(
                     rows,
@@ -208,14 +210,14 @@ class ChatTemplate:
                     strftime_now=_TODAY.strftime,
                 )
             )
-        except Exception as error:  # templates raise their own errors, e.g. for a system turn they do not know
+        except Exception as error:  # templates raise their own errors, e.g. for an unsupported system turn
             roles = [message.role for message in messages]
             raise DataError(
                 explain("messages.role", roles, f"the chat template refuses them ({error})", "change the turns")
             ) from error
 
     def _after_answer(self, rendered: str) -> str | None:
-        """Return what stands after the end of the answer of `_ANSWERED`; None if it is not there."""
+        """Return the text after the end of the answer of `_ANSWERED`, or None if the answer is missing."""
         _, found, rest = rendered.partition(_ANSWERED[1].content)
         _, ended, rest = rest.partition(str(self.tokenizer.eos_token))
         return rest if found and ended else None
@@ -223,8 +225,7 @@ class ChatTemplate:
     def _segments(self, messages: Sequence[Message], *, answers_from: int) -> list[tuple[str, bool]]:
         """Return (text, is an answer) pieces that join to the rendered conversation.
 
-        Assistant turns before the index `answers_from` are no answers: they are part of the prompt, which is cut as in
-        `prompt_ids`.
+        Assistant turns before the index `answers_from` are part of the prompt, which is split as in `prompt_ids`.
         """
         whole = self._render(messages, generation_prompt=False)
         segments: list[tuple[str, bool]] = []
@@ -251,10 +252,10 @@ class ChatTemplate:
         return [(text, answer) for text, answer in segments if text]
 
     def _cut(self, messages: Sequence[Message], prompt: str) -> list[str]:
-        """Return the pieces of `prompt`, the text of `messages`: cut where an earlier answer begins and where it ends.
+        """Split `prompt`, the text of `messages`, where each earlier answer begins and where it ends.
 
-        Whatever `_segments` can cut into trained answers is cut here, at the same places. The rest is one piece: earlier
-        answers are only read.
+        A prompt that `_segments` can split into trained answers is split here at the same places. Any other prompt
+        stays one piece, because its earlier answers are not trained on.
         """
         cuts = [0]
         for index, message in enumerate(messages):
@@ -263,7 +264,7 @@ class ChatTemplate:
             try:
                 before = self._before_answer(messages[:index])
                 after = self._render(messages[: index + 1], generation_prompt=False)
-            except DataError:  # the template knows the prompt, and not what it begins with
+            except DataError:  # the template can render the whole prompt, but not its beginning
                 return [prompt]
             if not (after.startswith(before) and prompt.startswith(after) and len(before) >= cuts[-1]):
                 return [prompt]
@@ -274,26 +275,26 @@ class ChatTemplate:
     def _before_answer(self, messages: Sequence[Message]) -> str:
         if messages:
             return self._render(messages, generation_prompt=True)
-        # Templates need not render an empty conversation; what opens an answer is what a generation prompt adds.
+        # Templates may fail on an empty conversation. The text that opens an answer is what a generation prompt adds.
         closed = self._render(_PROBE[:1], generation_prompt=False)
         opened = self._render(_PROBE[:1], generation_prompt=True)
         start = self._render(_PROBE[1:], generation_prompt=False).partition(opened.removeprefix(closed))
         return start[0] + start[1]
 
     def _pieces(self, texts: Sequence[str]) -> list[Ids]:
-        """Return the tokens of texts that follow each other."""
+        """Return the tokens of each of several consecutive texts."""
         before = ["".join(texts[:number]) for number in range(len(texts))]
         return [self._after(said, text) for said, text in zip(before, texts, strict=True)]
 
     def _after(self, before: str, text: str) -> Ids:
-        """Return the tokens of `text` after the text `before`, whose own tokens do not change."""
+        """Return the tokens of `text` after the text `before`, without changing the tokens of `before`."""
         if not before or not self._marks_beginning:
             return self._encode(text)
         added = difference(self._encode, before, text)
         return continued(self.tokenizer, text) if added is None else added
 
     def _encode(self, text: str) -> Ids:
-        # The two answers of a pair follow the same prompt, and a length check precedes most uses: remember the latest.
+        # Cache the latest texts: both answers of a pair follow the same prompt, and most uses follow a length check.
         if text not in self._recent:
             while len(self._recent) >= _REMEMBERED:
                 del self._recent[next(iter(self._recent))]
@@ -305,7 +306,7 @@ class ChatTemplate:
         loss_mask: list[int] = []
         pieces = self._pieces([text for text, _ in segments])
         for (_, trained), tokens in zip(segments, pieces, strict=True):
-            # The last EOS ends the turn; what the template writes after it is the next turn's business.
+            # The last EOS ends the turn. What the template writes after it belongs to the next turn.
             end = len(tokens) - tokens[::-1].index(self.eos_id) if trained and self.eos_id in tokens else 0
             token_ids += tokens
             loss_mask += [1] * end + [0] * (len(tokens) - end)

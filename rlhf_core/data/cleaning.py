@@ -1,4 +1,4 @@
-"""Duplicates, and training rows that give the evaluation away."""
+"""Remove duplicates, and training rows that overlap with the evaluation prompts."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _NOT_WORD = re.compile(r"[^\w]+")
 
 
 def normalise(turns: Turns) -> str:
-    """Return the text of `turns` with roles, case-folded, of words and single spaces only (NFKC)."""
+    """Return the text of `turns` with roles, NFKC-normalized and case-folded, reduced to words and single spaces."""
     text = "\n".join(f"{message.role} {message.content}" for message in turns)
     return _NOT_WORD.sub(" ", unicodedata.normalize("NFKC", text).casefold()).strip()
 
 
 def exact(turns: Turns) -> str:
-    """Return the text of `turns` with white space evened out; unlike `normalise` it keeps case and signs."""
+    """Return the text of `turns` with normalized white space. Unlike `normalise` it keeps case and punctuation."""
     return "\n".join(f"{message.role}: {' '.join(message.content.split())}" for message in turns)
 
 
 def deduplicate(examples: Iterable[Example], report: DropReport) -> list[Example]:
-    """Return `examples` without those whose prompt and answers were there before, white space aside.
+    """Return `examples` without those that repeat the prompt and answers of an earlier one, ignoring white space.
 
-    Signs count here: 3 - 2 and 3 + 2 are two prompts.
+    Punctuation and signs count: 3 - 2 and 3 + 2 are different prompts.
     """
     seen: dict[tuple[str, str, str], Example] = {}
     for example in examples:
@@ -42,11 +42,11 @@ def deduplicate(examples: Iterable[Example], report: DropReport) -> list[Example
 def decontaminate(
     training: Sequence[Example], evaluation: Iterable[Example], *, ngram: int | None, report: DropReport
 ) -> list[Example]:
-    """Return the `training` rows that do not begin with a prompt of `evaluation`, white space and case aside.
+    """Return the `training` rows that do not begin with a prompt of `evaluation`, ignoring white space and case.
 
-    A row may begin with one and go on, and then an earlier turn of it is the answer.
+    A longer conversation that begins with an evaluation prompt is removed too, because one of its turns is the answer.
 
-    With `ngram`, a row also goes if its prompt or an answer shares that many consecutive words with an evaluation
+    With `ngram`, a row is also removed if its prompt or an answer shares that many consecutive words with an evaluation
     prompt (the overlap test of GPT-3, arXiv 2005.14165, appendix C).
     """
     held_out = list(evaluation)
@@ -70,7 +70,7 @@ def decontaminate(
 
 
 def _openings(example: Example) -> Iterator[Turns]:
-    """Yield the prompt, and what stands before each assistant turn of the prompt and of either answer."""
+    """Yield the prompt, and the turns before each assistant turn of the prompt and of either answer."""
     yield example.prompt
     for answer in (example.chosen, example.rejected):
         turns = example.prompt + answer
@@ -80,7 +80,7 @@ def _openings(example: Example) -> Iterator[Turns]:
 
 
 def _ngrams(turns: Turns, size: int | None) -> Iterator[tuple[str, ...]]:
-    """Yield the word n-grams of each turn; roles are no words."""
+    """Yield the word n-grams of each turn, without its role."""
     if size is None:
         return
     for message in turns:

@@ -1,8 +1,9 @@
-"""Rows that compare several answers to one prompt, as the rows of pairs that they stand for.
+"""Convert rows that compare several answers to one prompt into preference pairs.
 
-Two answers with a verdict (`response1`, `response2`, `preference`), or a ranking (`answers`: each with its `rank`, 1 the
-best, as in Nectar). What a number in `preference` means is not in the row: it is decided over the whole source, and where
-that leaves two readings the rows are refused, for a verdict read the wrong way round trains the opposite.
+A row has two answers with a verdict (`response1`, `response2`, `preference`), or a ranking (`answers`, each with a
+`rank`, 1 is the best, as in Nectar). A row does not say what a number in `preference` means, so the meaning is decided
+over the whole source. If two readings remain, the rows are refused: a verdict read the wrong way round trains the
+opposite.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rlhf_core.errors import DataError, explain
 Row: TypeAlias = Mapping[str, Any]
 
 TRANSCRIPT_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):[ \t]?")
-"""Where a turn of a raw transcript begins."""
+"""Pattern of the beginning of a turn in a raw transcript."""
 
 RESPONSES = (
     ("response1", "response2"),
@@ -29,7 +30,7 @@ RESPONSES = (
     ("response_a", "response_b"),
     ("response_A", "response_B"),
 )
-"""The spellings of the two answers' columns, the first answer first."""
+"""Known names of the columns with the two answers, the first answer first."""
 
 _TIES = {"tie", "ties", "tied", "tiebothbad", "both", "bothgood", "bothbad", "neither", "equal", "same", "draw", "none"}
 _ORDINALS = ({"a", "first", "modela", "responsea"}, {"b", "second", "modelb", "responseb"})
@@ -44,11 +45,11 @@ _VERDICTS = {"preference", "preferences", "preferred", "winner", "loser", "bette
 
 
 class Tie(Exception):
-    """The answers were found equally good: there is nothing to prefer, and nothing wrong with the row."""
+    """Raised for a valid row whose answers were judged equally good, so that it gives no preference."""
 
 
 def responses(row: Row) -> tuple[str, str] | None:
-    """Return the names of the two answers' columns, the first answer's first; None where the row has no such two.
+    """Return the names of the columns with the two answers, the first answer first, or None if the row lacks them.
 
     >>> responses({"prompt": "2+2?", "response_0": "5", "response_1": "4"})
     ('response_0', 'response_1')
@@ -60,15 +61,15 @@ def responses(row: Row) -> tuple[str, str] | None:
 
 
 def is_ranking(row: Row) -> bool:
-    """Return whether `row` has a list of answers that each bear a rank."""
+    """Return whether `row` has a list of answers with ranks."""
     answers = row.get("answers")
     return isinstance(answers, (list, tuple)) and any(isinstance(one, Mapping) and "rank" in one for one in answers)
 
 
 def refuse_hidden_answers(row: Row) -> None:
-    """Raise DataError where a row that would be read as a bare prompt has columns with answers or verdicts in it.
+    """Raise DataError if a row that would be read as a bare prompt has columns with answers or verdicts.
 
-    Numbers alone are no answers (`num_responses`), and a column that is empty holds nothing.
+    Columns with plain numbers (`num_responses`) do not count as answers, and empty columns are ignored.
     """
     hidden = sorted(name for name, value in row.items() if _holds(name, value))
     if hidden:
@@ -81,11 +82,11 @@ def refuse_hidden_answers(row: Row) -> None:
 
 
 def verdict_coding(source: str, coding: PreferenceCoding, rows: Sequence[Row]) -> PreferenceCoding:
-    """Return how the numbers in `preference` of all `rows` of `source` are to be read; `auto` is decided by what occurs.
+    """Return how to read the numbers in `preference` of `source`; for `auto`, the values that occur in `rows` decide.
 
-    1 and 2 are places where a 2 occurs and no 0. 0 and 1 are places only where the columns themselves are numbered from
-    0 and a 0 occurs: elsewhere a 1 may as well say that it is true that the first is better. Words need no coding, and
-    leave it at `auto`. DataError where the numbers can be read in two ways.
+    1 and 2 are read as positions if a 2 occurs and no 0. 0 and 1 are read as positions only if the answer columns are
+    numbered from 0 and a 0 occurs; otherwise a 1 could also mean "true, the first is better". Verdicts in words need no
+    coding and leave it at `auto`. Raises DataError if the numbers can be read in two ways.
     """
     if coding != "auto":
         return coding
@@ -113,7 +114,7 @@ def verdict_coding(source: str, coding: PreferenceCoding, rows: Sequence[Row]) -
 
 
 def compared(row: Row, coding: PreferenceCoding) -> dict[str, Any]:
-    """Return the row of a pair (`prompt`, `chosen`, `rejected`); Tie where neither answer was preferred.
+    """Return `row` as a preference pair (`prompt`, `chosen`, `rejected`). Raises Tie if neither answer was preferred.
 
     >>> compared({"prompt": "2+2?", "response1": "5", "response2": "4", "preference": "response2"}, "auto")["chosen"]
     '4'
@@ -133,10 +134,10 @@ def compared(row: Row, coding: PreferenceCoding) -> dict[str, Any]:
 
 
 def ranked(row: Row, pairs: RankingPairs) -> list[dict[str, Any]]:
-    """Return the rows of the pairs that a ranking stands for, the best answer's first; Tie where all ranks are equal.
+    """Return the preference pairs of a ranking, those of the best answer first. Raises Tie if all ranks are equal.
 
-    `max_min` is the best against the worst, `adjacent` each against the next one, `all` each against each. Answers of one
-    rank are never a pair.
+    `max_min` pairs the best answer with the worst, `adjacent` each answer with the next one, `all` every two answers.
+    Answers of equal rank are never paired.
     """
     answers = row["answers"]
     if not isinstance(answers, (list, tuple)) or len(answers) < 2:
@@ -163,7 +164,7 @@ def ranked(row: Row, pairs: RankingPairs) -> list[dict[str, Any]]:
 
 
 def _second_won(said: Any, names: tuple[str, str], coding: PreferenceCoding) -> bool:
-    """Return whether the second answer was preferred; Tie, or DataError for what no coding knows."""
+    """Return whether the second answer was preferred. Raises Tie for a tie and DataError for an unknown verdict."""
     number = _number(said)
     if number is not None:
         return _second_by_number(number, coding)
@@ -188,7 +189,7 @@ def _second_by_number(number: float, coding: PreferenceCoding) -> bool:
 
 
 def _number(said: Any) -> float | None:
-    """Return a verdict as a number, also one that CSV has as text; booleans are 0 and 1."""
+    """Return a verdict as a number, or None. Numbers written as text (in CSV) are parsed; booleans are 0 and 1."""
     if isinstance(said, str) and said.strip().lower() in ("true", "false"):
         return float(said.strip().lower() == "true")
     if not isinstance(said, (bool, int, float, str)):
@@ -210,7 +211,7 @@ def _rank(answer: Any) -> float:
 
 
 def _asked(prompt: Any) -> Any:
-    """Return a prompt; a transcript that waits for the assistant (`Human: ... Assistant:`, Nectar's) as its turns."""
+    """Return a prompt, split into turns if it is a transcript like Nectar's (`Human: ... Assistant:`)."""
     if not isinstance(prompt, str) or not TRANSCRIPT_TURN.match(prompt.strip()):
         return prompt
     pieces = TRANSCRIPT_TURN.split(prompt.strip())
@@ -222,7 +223,7 @@ def _asked(prompt: Any) -> Any:
 
 
 def _holds(name: str, value: Any) -> bool:
-    """Return whether the column `name` holds an answer, or a verdict on answers."""
+    """Return whether the column `name` contains an answer or a verdict on answers."""
     words = {word.rstrip("0123456789") for word in _NOT_WORD.split(_CAMEL.sub("_", name).lower())}
     if words & _VERDICTS:
         return value not in (None, "", [])

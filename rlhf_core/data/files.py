@@ -1,4 +1,4 @@
-"""Real data to tables: read -> adapt -> deduplicate -> pair -> split -> decontaminate -> mix."""
+"""Convert real data to tables: read -> adapt -> deduplicate -> pair -> split -> decontaminate -> mix."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from rlhf_core.types import Prompt, derive_seed
 TRAINING = ("demonstrations", "preferences", "prompts", "steps", "feedback")
 EVALUATION = ("eval_demonstrations", "eval_preferences", "eval_prompts", "eval_steps", "eval_feedback")
 SPLIT = ("demonstrations", "preferences", "steps", "feedback")
-"""Tables that hold a part of their own prompts out."""
+"""Tables that hold out a part of their own prompts for evaluation."""
 _MALFORMED = (DataError, RecursionError)
-"""What reading one row raises: brackets that were not too deep for a reader may be so for what looks at its value."""
+"""Errors of a malformed row. Brackets that a reader accepts may be too deep for the code that inspects the value."""
 _LONGEST_REASON = 500
 
 
 def make_tables(config: Files, *, seed: int, report: DropReport) -> tuple[Tables, dict[str, Origin]]:
-    """Return the tables and where each row (by id) came from; what is left out is in `report`.
+    """Return the tables and the origin of each row by its ID, and add the rows left out to `report`.
 
-    DataError when a source has more malformed rows than `max_bad_fraction`, naming the first.
+    Raises DataError, naming the first malformed row, if more than `max_bad_fraction` of a source is malformed.
     """
     assigned: dict[str, dict[str, list[Example]]] = defaultdict(lambda: defaultdict(list))
     for source in config.sources:
@@ -50,9 +50,9 @@ def make_tables(config: Files, *, seed: int, report: DropReport) -> tuple[Tables
 
 
 def read_examples(source: Source, *, max_bad_fraction: float, report: DropReport) -> list[Example]:
-    """Return the rows of `source` as examples; malformed ones are reported, too many raise DataError.
+    """Return the rows of `source` as examples and report malformed rows. Raises DataError if there are too many.
 
-    With format `auto`, the first readable row decides for all. Ties are reported and not malformed.
+    With format `auto`, the first readable row decides for all. Ties are reported, but do not count as malformed.
     """
     examples: list[Example] = []
     malformed: list[Drop] = []
@@ -61,7 +61,7 @@ def read_examples(source: Source, *, max_bad_fraction: float, report: DropReport
     coding = source.preference_coding
     first = next(rows, None)
     kept = [] if first is None else [first]
-    if first is not None and first[1] == "comparison":  # what a number says is decided over all of them
+    if first is not None and first[1] == "comparison":  # the meaning of numbers is decided over all rows
         kept += rows
         coding = verdict_coding(source.name, coding, [row for *_, row in kept])
     for origin, format_name, row in itertools.chain(kept, rows):
@@ -74,7 +74,7 @@ def read_examples(source: Source, *, max_bad_fraction: float, report: DropReport
             ties.append(Drop(source.name, origin, "tie: no answer is better than the others"))
             continue
         made = [_example(content, source, origin) for content in contents]
-        # Of a ranking, only its best answer is one to imitate: that of the first pair.
+        # Only the best answer of a ranking is worth imitating: the chosen answer of the first pair.
         examples += made if table_of(made[0], source.use) == "preferences" else made[:1]
     report.drops += malformed + ties
     report.check_malformed(source.name, malformed, max_bad_fraction=max_bad_fraction)
@@ -82,10 +82,10 @@ def read_examples(source: Source, *, max_bad_fraction: float, report: DropReport
 
 
 def best_against_worst(examples: Sequence[Example], report: DropReport) -> list[Example]:
-    """Return scored examples as one pair per prompt, of the highest and the lowest reward; those between are unused.
+    """Return scored examples as one pair per prompt, of the highest and the lowest reward. The others are unused.
 
-    Answers to a prompt that are all worth the same, or alone, lose their answer: they are bare prompts. Examples without
-    a reward stay as they are.
+    If all answers to a prompt have the same reward, or there is only one, the examples become bare prompts. Examples
+    without a reward stay unchanged.
     """
     by_prompt: dict[str, list[Example]] = defaultdict(list)
     for example in examples:
@@ -105,10 +105,10 @@ def best_against_worst(examples: Sequence[Example], report: DropReport) -> list[
 
 
 def pair_unpaired(examples: Sequence[Example]) -> list[Example]:
-    """Return the examples with good and bad answers to one prompt joined to pairs (KTO and stepwise rows).
+    """Return the examples with good and bad answers to the same prompt joined to pairs (KTO and stepwise rows).
 
-    What finds no partner stays as it is: a good answer can still be imitated, and any labelled one be learnt from by
-    itself. An answer that two people disagree about is no pair.
+    Answers without a partner stay unchanged: a good one can still be imitated, and any labeled one can be trained on
+    alone. An answer that is labeled both good and bad is not paired with itself.
     """
     bad: dict[str, list[Example]] = defaultdict(list)
     for example in examples:
@@ -130,7 +130,7 @@ def pair_unpaired(examples: Sequence[Example]) -> list[Example]:
 
 
 def _rows(source: Source, report: DropReport, malformed: list[Drop]) -> Iterator[tuple[Origin, str, Row]]:
-    """Yield origin, format and columns of each readable row; the others join `malformed`."""
+    """Yield the origin, format and columns of each readable row, and add the others to `malformed`."""
     format_name: str = "" if source.format == "auto" else source.format
     for record in read(source):
         report.rows_read[source.name] += 1
@@ -171,7 +171,7 @@ def _example(content: Content, source: Source, origin: Origin) -> Example:
 
 
 def _paired(examples: Sequence[Example], source: Source, report: DropReport) -> list[Example]:
-    """Return the examples with unpaired ones paired, but for those whose steps are wanted: each is judged by itself."""
+    """Return the examples joined to pairs, except those for the `steps` table, which are judged one by one."""
     judged = [example for example in examples if table_of(example, source.use) == "steps"]
     others = [example for example in examples if table_of(example, source.use) != "steps"]
     return pair_unpaired(best_against_worst(others, report)) + judged
@@ -184,7 +184,7 @@ def _assign(
     assigned: dict[str, dict[str, list[Example]]],
     report: DropReport,
 ) -> None:
-    """Put each example into the table of its prompt: `assigned[table][source name]`."""
+    """Add each example to the table of its prompt, `assigned[table][source name]`."""
     for example in examples:
         table = table_of(example, source.use)
         if table is None:
@@ -200,7 +200,7 @@ def _assign(
 
 
 def _deduplicate_across(assigned: dict[str, dict[str, list[Example]]], report: DropReport) -> None:
-    """Drop what an earlier source has already given to the same table; a table of prompts holds a prompt once."""
+    """Drop rows that an earlier source has already added to the same table. Tables of prompts keep each prompt once."""
     for table, by_source in assigned.items():
         rows = [example for found in by_source.values() for example in found]
         if table in ("prompts", "eval_prompts"):
@@ -219,7 +219,7 @@ def _decontaminate(assigned: dict[str, dict[str, list[Example]]], config: Files,
 
 
 def _mixed(by_source: dict[str, list[Example]], config: Files, *, seed: int, report: DropReport) -> list[Example]:
-    """Return one table's rows in their final order."""
+    """Return the rows of one table in their final order."""
     if config.mixture == "weights":
         rows = mix(by_source, {source.name: source.weight for source in config.sources}, seed=seed)
     else:
@@ -234,11 +234,11 @@ def _mixed(by_source: dict[str, list[Example]], config: Files, *, seed: int, rep
 
 
 def _tables(rows: dict[str, list[Example]]) -> tuple[Tables, dict[str, Origin]]:
-    """Return typed tables, and the origin of each row by its id."""
+    """Return typed tables, and the origin of each row by its ID."""
     origins: dict[str, Origin] = {}
 
     def identify(example: Example, *parts: object) -> str:
-        # Without deduplication equal rows stay; their ids must still differ.
+        # Without deduplication, equal rows remain, and their IDs must still differ.
         name, copies = content_id(*parts), 0
         while name in origins:
             copies += 1

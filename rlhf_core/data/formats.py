@@ -1,7 +1,7 @@
-"""Row formats of the wild, one adapter each, and what they all become: an `Example`.
+"""Convert rows of the supported dataset formats to `Example`s, with one adapter per format.
 
-Column names are TRL's (https://huggingface.co/docs/trl/dataset_formats); turns may be `role`/`content` or ShareGPT's
-`from`/`value`; prompts and answers may be text or turns. Raw HH-RLHF transcripts and GSM8K are known as they are.
+Column names are TRL's (https://huggingface.co/docs/trl/dataset_formats). Turns may be `role`/`content` or ShareGPT's
+`from`/`value`. Prompts and answers may be text or turns. Raw HH-RLHF transcripts and GSM8K are supported as they are.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ _ROLES = {
     "tool": "tool",
 }
 _CALLS = ("tools", "tool_calls", "function_call")
-"""What a row or a turn may say of tools beside its text; a `Message` has no place for it."""
+"""Fields of a row or a turn that describe tools, which a `Message` cannot hold."""
 _NOTHING = ("", "[]", "{}", "null")
 _TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One row, whatever it was: a prompt and up to two answers. An absent answer is the empty tuple.
+    """One row of any format: a prompt and up to two answers. A missing answer is the empty tuple.
 
-    `chosen` alone is a demonstration, both are a pair, neither is a bare prompt; `rejected` alone is an answer that was
-    found bad (KTO). `judged` says that somebody labelled the only answer good or bad.
+    A row with `chosen` alone is a demonstration, with both a pair, with neither a bare prompt, and with `rejected`
+    alone an answer labeled bad (KTO). `judged` is true if the only answer has a label, good or bad.
     """
 
     prompt: Turns
@@ -63,16 +63,16 @@ class Example:
     source: str
     origin: Origin
     steps: tuple[str, ...] = ()
-    """The steps of the only answer, where the row judged each, and the probability that each is right."""
+    """Steps of the only answer, if the row judges each; `step_labels` are the probabilities that they are right."""
     step_labels: tuple[float, ...] = ()
     judged: bool = False
     reward: float | None = None
-    """What somebody gave the only answer, where the row says so: worth something beside the other answers' rewards."""
+    """Reward of the only answer, if the row has one; meaningful only in comparison with rewards of other answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What an adapter returns: an `Example` without its origin."""
+    """The result of an adapter: an `Example` without its origin."""
 
     prompt: Turns
     chosen: Turns = ()
@@ -86,18 +86,18 @@ class Content:
 
 
 def rename(row: Row, columns: Columns) -> dict[str, Any]:
-    """Return `row` with the source's own column names replaced by those of the formats."""
+    """Return `row` with the source's column names replaced by those of the formats."""
     own = {theirs: ours for ours in type(columns).model_fields if (theirs := getattr(columns, ours))}
     missing = sorted(set(own) - set(row))
     if missing:
         raise DataError(f"no such column: {missing[0]!r}; the row has {sorted(row)}")
-    # A mapped column wins over one that already bears the name.
+    # A mapped column replaces one that already has the name.
     rest = {name: value for name, value in row.items() if name not in own and name not in own.values()}
     return rest | {ours: row[theirs] for theirs, ours in own.items()}
 
 
 def detect(row: Row) -> str:
-    """Return the format of `row`, by its columns; DataError for columns that no format has, or that would be left out.
+    """Return the format of `row` by its columns. Raises DataError for columns that are unknown or would be left out.
 
     >>> detect({"prompt": "2+2?", "chosen": "4", "rejected": "5"})
     'preference'
@@ -128,16 +128,16 @@ def detect(row: Row) -> str:
                 refuse_hidden_answers(row)
             if name != "prompt" or "completion" not in has:
                 return name
-            # Any other label is the expected answer, for rewards that check against it.
+            # Any other label is the expected answer, which rewards can check against.
             judged = "label" in has and _spelling(row["label"]) in _TRUTHS
             return "unpaired_preference" if judged else "prompt_completion"
     raise DataError(f"unknown columns: {sorted(row)}; known formats are {FORMATS}")
 
 
 def convert_all(row: Row, format_name: str, *, coding: PreferenceCoding, ranking_pairs: RankingPairs) -> list[Content]:
-    """Return the contents of `row` read as `format_name`: one, or of a ranking as many as it stands for pairs.
+    """Return the contents of `row` in the format `format_name`: one, or one per pair for a ranking.
 
-    A `system` of the row becomes the system message. DataError says what is wrong with it; `comparisons.Tie` that its
+    The column `system` becomes the system message. Raises DataError for an invalid row, and `comparisons.Tie` if its
     answers are equally good.
     """
     _refuse_calls(row)
@@ -153,7 +153,7 @@ def convert_all(row: Row, format_name: str, *, coding: PreferenceCoding, ranking
 
 
 def convert(row: Row, format_name: str) -> Content:
-    """Return the content of `row` read as `format_name`, which makes one of a row; DataError says what is wrong with it."""
+    """Return the content of `row` in a format with one content per row. Raises DataError for an invalid row."""
     try:
         content = ADAPTERS[format_name](row)
     except KeyError as error:
@@ -166,7 +166,7 @@ def convert(row: Row, format_name: str) -> Content:
 
 
 def _messages(row: Row) -> Content:
-    """Return a conversation that ends with an answer, or one that waits for it."""
+    """Return a conversation as prompt and answer, or as a prompt alone if its last turn is not the assistant's."""
     turns = _turns(row["messages"] if "messages" in row else row["conversations"], role="")
     if turns[-1].role == "assistant":
         return Content(turns[:-1], turns[-1:], label=_label(row))
@@ -194,7 +194,7 @@ def _preference(row: Row) -> Content:
 
 
 def _implicit_preference(row: Row) -> Content:
-    """Return the pair whose prompt is the longest common beginning of both sides."""
+    """Return a pair whose prompt is the longest common beginning of both sides."""
     chosen, rejected = row["chosen"], row["rejected"]
     if isinstance(chosen, str) and isinstance(rejected, str):
         border = _common_words(chosen, rejected)
@@ -216,7 +216,7 @@ def _unpaired_preference(row: Row) -> Content:
 
 
 def _stepwise(row: Row) -> Content:
-    """Return the steps, and joined: a good answer if every step is more likely right than wrong, a bad one otherwise."""
+    """Return the steps and their joined answer, which is good if every step is more likely right than wrong."""
     steps, labels = row["completions"], row["labels"]
     if not isinstance(steps, (list, tuple)) or not isinstance(labels, (list, tuple)) or len(steps) != len(labels):
         raise DataError("completions and labels: must be lists of one length")
@@ -230,14 +230,14 @@ def _stepwise(row: Row) -> Content:
 
 
 def _scored(row: Row) -> Content:
-    """Return an answer with what it was rewarded; whether that makes it a good one is for its prompt's other answers to say."""
+    """Return an answer with its reward. The other answers to the prompt decide whether it is good."""
     prompt, answer = ("input", "output") if "input" in row else ("prompt", "completion")
     reward = _finite(row["reward"], "reward")
     return Content(_turns(row[prompt], role="user"), _turns(row[answer], role="assistant"), reward=reward)
 
 
 def _question_answer(row: Row) -> Content:
-    """Return a question with its answer; the label is what follows `####` (GSM8K), else the whole answer."""
+    """Return a question with its answer. The label is the text after `####` (GSM8K), or else the whole answer."""
     answer = _string(row["answer"], "answer")
     _, mark, final = answer.rpartition("####")
     label = final.strip().replace(",", "") if mark else answer.strip()
@@ -264,7 +264,7 @@ FORMATS = sorted([*ADAPTERS, "comparison", "ranking"])
 
 
 def _turns(value: Any, *, role: str) -> Turns:
-    """Return `value` as turns: text becomes one turn of `role`, a list is read turn by turn."""
+    """Return `value` as turns. Text becomes one turn of `role`, and a list is read turn by turn."""
     if isinstance(value, str) and role:
         return (Message(role, _string(value, role)),)
     if not isinstance(value, (list, tuple)) or not value:
@@ -286,7 +286,7 @@ def _turn(item: Any) -> Message:
 
 
 def _with_system(content: Content, row: Row) -> Content:
-    """Return `content` with the `system` of its row as the system message; DataError where the turns have another one."""
+    """Return `content` with the row's `system` as system message. Raises DataError if the turns have another one."""
     if "system" not in row or row["system"] is None or not _string(row["system"], "system").strip():
         return content
     said = Message("system", row["system"])
@@ -299,7 +299,7 @@ def _with_system(content: Content, row: Row) -> Content:
 
 
 def _refuse_calls(fields: Mapping[str, Any]) -> None:
-    """Raise DataError where a row or a turn has tools or calls of tools beside its text."""
+    """Raise DataError if a row or a turn has tools or tool calls beside its text."""
     for name in _CALLS:
         value = fields[name] if name in fields else None
         if value.strip() not in _NOTHING if isinstance(value, str) else value:
@@ -309,7 +309,7 @@ def _refuse_calls(fields: Mapping[str, Any]) -> None:
 
 
 def _transcript(text: Any) -> Turns:
-    """Return the turns of a raw transcript: `Human:` and `Assistant:` after an empty line."""
+    """Return the turns of a raw transcript, in which each begins with `Human:` or `Assistant:` after an empty line."""
     pieces = TRANSCRIPT_TURN.split(_string(text, "transcript"))
     if len(pieces) < 3 or pieces[0].strip():
         raise DataError("not a transcript: it must begin with 'Human:' or 'Assistant:'")
@@ -319,7 +319,7 @@ def _transcript(text: Any) -> Turns:
 
 
 def _split_pair(chosen: Turns, rejected: Turns, *, margin: float) -> Content:
-    """Return the common turns as prompt, the rest as answers."""
+    """Return a content with the common turns as prompt and the rest as answers."""
     common = 0
     while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
         common += 1
@@ -327,7 +327,7 @@ def _split_pair(chosen: Turns, rejected: Turns, *, margin: float) -> Content:
 
 
 def _without_prompt(answer: Turns, prompt: Turns) -> Turns:
-    """Return `answer` without the prompt, which some data sets repeat in it."""
+    """Return `answer` without the prompt, which some datasets repeat in it."""
     return answer[len(prompt) :] if answer[: len(prompt)] == prompt else answer
 
 
@@ -345,7 +345,7 @@ def _common_words(left: str, right: str) -> int:
 
 
 def _check(content: Content) -> None:
-    """Refuse a content that cannot be rendered or compared; the reason begins with a fixed phrase."""
+    """Raise DataError for a content that cannot be rendered or compared. The reason begins with a fixed phrase."""
     for answer in (content.chosen, content.rejected):
         if answer and (answer[0].role != "assistant" or answer[-1].role != "assistant"):
             raise DataError("answer is not the assistant's: its turns must begin and end with the assistant")
@@ -374,7 +374,7 @@ def _string(value: Any, name: str) -> str:
 
 
 def _label(row: Row) -> str:
-    """Return the expected answer: text as it is, anything else as its JSON, a date or a decimal number as written."""
+    """Return the expected answer: text as it is, dates and decimal numbers as written, anything else as JSON."""
     value = row["label"] if "label" in row else None
     if value is None:
         return ""
@@ -400,7 +400,7 @@ def _json(value: Any, name: str) -> str:
 
 
 def _margin(row: Row) -> float:
-    """Return the margin, 0.0 for a row without one."""
+    """Return the margin of a row, or 0.0 if it has none."""
     if "margin" not in row or row["margin"] in (None, ""):
         return 0.0
     return _finite(row["margin"], "margin")
@@ -417,7 +417,7 @@ def _finite(value: Any, name: str) -> float:
 
 
 def _truth(value: Any) -> bool:
-    """Return a label of good or bad: booleans, 0 and 1, and their spellings in CSV."""
+    """Return a label as a boolean. Accepts booleans, 0 and 1, and their spellings in CSV."""
     said = _spelling(value)
     if said not in _TRUTHS:
         raise DataError(f"not true or false: label is {value!r}")
@@ -425,7 +425,7 @@ def _truth(value: Any) -> bool:
 
 
 def _probability(value: Any) -> float:
-    """Return a label of good or bad as 1.0 or 0.0, and a soft one as it is."""
+    """Return a label as a probability: 1.0 or 0.0 for good or bad, and a soft label unchanged."""
     if _spelling(value) in _TRUTHS:
         return float(_truth(value))
     try:

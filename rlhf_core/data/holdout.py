@@ -1,4 +1,4 @@
-"""Which prompts are held out for evaluation: drawn from the seed and the prompt alone."""
+"""Choose the prompts that are held out for evaluation, from the seed and the prompts alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rlhf_core.types import derive_seed
 
 
 def held_out(prompt_ids: Iterable[str], *, fraction: float, seed: int) -> set[str]:
-    """Return the prompts to hold out: `fraction` of them, at least one, but none of a single prompt or for fraction 0.
+    """Return the prompts to hold out: `fraction` of them and at least one, or none for one prompt or a fraction of 0.
 
     >>> len(held_out(["a", "b", "c"], fraction=0.05, seed=17))
     1

@@ -1,4 +1,4 @@
-"""Limits in tokens, and control tokens in content: the checks that need the policy's tokenizer."""
+"""Check rows with the policy's tokenizer: limits in tokens, and control tokens in the content."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ def limit(
     origins: Mapping[str, Origin],
     report: DropReport,
 ) -> Tables:
-    """Return `tables` without the rows that break a limit; each is noted in `report`.
+    """Return `tables` without the rows that exceed a limit, and add each dropped row to `report`.
 
-    A prompt is counted with its generation prompt, a row with its longest answer, an answer by its trained tokens (its
-    end-of-turn token included). Content that spells a control token of the tokenizer is dropped: it would forge turns.
+    The length of a prompt includes its generation prompt, and the length of a row is that with its longest answer. An
+    answer is counted by its trained tokens, including the end-of-turn token. Rows whose content spells a control token
+    of the tokenizer are dropped, because it would forge turns.
     """
     control = sorted(chat.tokenizer.all_special_tokens)
 
@@ -67,7 +68,10 @@ def limit(
 def parts(
     row: Demonstration | Preference | Prompt | SteppedAnswer | Feedback,
 ) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
-    """Return (prompt, answers) of a row; a demonstration's prompt is all before its last turn, steps are one a line."""
+    """Return (prompt, answers) of a row.
+
+    The prompt of a demonstration is everything before its last turn. Steps are joined with one per line.
+    """
     if isinstance(row, SteppedAnswer):
         return row.prompt, (row.answer("\n"),)
     if isinstance(row, Feedback):
@@ -88,7 +92,7 @@ def _broken(
     max_tokens: int,
     min_answer_tokens: int,
 ) -> str | None:
-    """Return the reason to drop `row`, or None."""
+    """Return the reason to drop `row`, or None to keep it."""
     prompt, answers = parts(row)
     for message in (*prompt, *(message for answer in answers for message in answer)):
         for token in control:

@@ -1,4 +1,4 @@
-"""Which table a row belongs to, and how many rows of each source a mixture takes."""
+"""Assign rows to tables and choose how many rows of each source a mixture takes."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ T = TypeVar("T")
 
 
 def place(prompt: Turns, salt: str) -> float:
-    """Return a number in [0, 1) that depends on the prompt's content and `salt` only, so a prompt has one place."""
+    """Return a number in [0, 1) that depends only on `salt` and the content, so equal prompts get equal numbers."""
     digest = hashlib.sha256(f"{salt}\0{exact(prompt).casefold()}".encode()).digest()
     return int.from_bytes(digest[:7], "big") / (1 << 56)
 
 
 def table_of(example: Example, use: Use) -> Table | None:
-    """Return the table that the example's prompt falls into; None where the shares of `use` leave it out.
+    """Return the table that the example's prompt is assigned to, or None if the shares of `use` leave it out.
 
-    A row without a prompt (running text) goes by its answer.
+    A row without a prompt (running text) is assigned by its answer.
     """
     position = place(example.prompt or example.chosen, "table")
     border = 0.0
@@ -38,12 +38,12 @@ def table_of(example: Example, use: Use) -> Table | None:
 
 
 def is_evaluation(example: Example, eval_fraction: float) -> bool:
-    """Return whether a demonstration, a pair or a judged answer is held out as evaluation, by its prompt."""
+    """Return whether the prompt of a demonstration, a pair or a judged answer is held out for evaluation."""
     return place(example.prompt or example.chosen, "eval") < eval_fraction
 
 
 def misfit(example: Example, table: Table) -> str | None:
-    """Return why `example` cannot serve in `table`, or None."""
+    """Return the reason why `example` cannot be used in `table`, or None if it can."""
     if table in ("demonstrations", "preferences") and example.reward is not None and not example.chosen:
         return "no better answer: its prompt has no two answers of different rewards"
     if table == "demonstrations" and not example.chosen:
@@ -60,9 +60,10 @@ def misfit(example: Example, table: Table) -> str | None:
 
 
 def mix(rows: Mapping[str, Sequence[T]], weights: Mapping[str, float], *, seed: int) -> list[T]:
-    """Return shuffled rows of all sources in the proportion of `weights`; the scarcest source sets the size.
+    """Return shuffled rows of all sources in the proportions of `weights`.
 
-    No row is repeated. Each source gives a random part of its rows.
+    The source with the fewest rows for its weight sets the size. Each source contributes a random subset of its rows,
+    without repetition.
 
     >>> len(mix({"a": range(10), "b": range(100)}, {"a": 1.0, "b": 3.0}, seed=0))
     40
@@ -80,5 +81,5 @@ def mix(rows: Mapping[str, Sequence[T]], weights: Mapping[str, float], *, seed: 
 
 
 def shuffled(rows: Sequence[T], *, seed: int) -> list[T]:
-    """Return the rows in a random order that belongs to `seed`."""
+    """Return the rows in a random order determined by `seed`."""
     return random.Random(seed).sample(rows, k=len(rows))

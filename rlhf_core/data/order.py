@@ -1,6 +1,6 @@
-"""In which order data is seen: epoch by epoch, each epoch shuffled anew, and a pure function of seed and step.
+"""Order the data by epochs, each shuffled differently, as a pure function of the seed and the step.
 
-So the position in the data *is* the step, and a resumed run needs no cursor.
+The step alone determines the position in the data, so a resumed run needs no cursor.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ T = TypeVar("T")
 
 
 def rows_at(step: int, rows: Sequence[T], *, count: int, seed: int) -> list[T]:
-    """Return `count` rows for `step`; an epoch goes on in the step after the one that it began in."""
+    """Return `count` rows for `step`. An epoch may span several steps."""
     return rows_from(step * count, rows, count=count, seed=seed)
 
 
 def rows_from(first: int, rows: Sequence[T], *, count: int, seed: int) -> list[T]:
-    """Return `count` rows (at least one) from number `first` of the endless row of epochs."""
+    """Return `count` rows (at least one) from position `first` of the endless sequence of epochs."""
     size = len(rows)
     positions = range(first, first + count)
     epochs = range(positions[0] // size, positions[-1] // size + 1)
@@ -29,7 +29,7 @@ def rows_from(first: int, rows: Sequence[T], *, count: int, seed: int) -> list[T
 
 
 def shuffled(count: int, seed: int) -> list[int]:
-    """Return 0 ... count - 1 in an order drawn from `seed`."""
+    """Return the integers 0 ... count - 1 in a random order determined by `seed`."""
     order = list(range(count))
     random.Random(seed).shuffle(order)
     return order

@@ -1,6 +1,6 @@
-"""Reading and writing one parquet file of the store.
+"""Read and write single Parquet files of the store.
 
-Every write is atomic and on the disk before it has its name, so a file that is there is whole.
+Every write is atomic and flushed to disk before the file gets its name, so an existing file is always complete.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())])
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Return messages as rows of a `MESSAGES` column."""
+    """Return messages as values of a `MESSAGES` column."""
     return [{"role": message.role, "content": message.content} for message in messages]
 
 
 def to_messages(rows: list[dict[str, str]]) -> tuple[Message, ...]:
-    """Return rows of a `MESSAGES` column as messages."""
+    """Return values of a `MESSAGES` column as messages."""
     return tuple(Message(row["role"], row["content"]) for row in rows)
 
 
 def write_table(path: Path, schema: pa.Schema, rows: list[dict[str, Any]]) -> None:
-    """Write `rows` to `path`, whole or not at all."""
+    """Write `rows` to `path` atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     pq.write_table(pa.Table.from_pylist(rows, schema=schema), temporary)
@@ -40,7 +40,7 @@ def write_table(path: Path, schema: pa.Schema, rows: list[dict[str, Any]]) -> No
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write `content` to `path`, whole or not at all."""
+    """Write `content` to `path` atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_bytes(content)
@@ -48,16 +48,16 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def _put(temporary: Path, path: Path) -> None:
-    """Give a written file its name once its content is on the disk: a shard that is there is whole, power cut or not."""
+    """Flush a written file to disk and then rename it, so that an existing file is complete even after a power cut."""
     fsync_path(temporary)
     temporary.replace(path)
     fsync_path(path.parent)
 
 
 def read_table(path: Path, schema: pa.Schema, *, since: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Return the rows of `path`; DataError if it is not there or misses a column of `schema`.
+    """Return the rows of `path`. Raises DataError if the file or a column of `schema` is missing.
 
-    Columns named in `since` came later than the first files: where they are missing they are None.
+    Columns named in `since` were added after the first files were written; if missing, their values are None.
     """
     if not path.is_file():
         raise DataError(explain("table", str(path), "must exist", "prepare the data again"))

@@ -1,8 +1,8 @@
-"""Tokens of a piece of text where it stands, for tokenizers to which the beginning of a text is something of its own.
+"""Tokenize a piece of text as in its context, for tokenizers that mark the beginning of a text.
 
-Llama 2, Zephyr, TinyLlama and others with a SentencePiece vocabulary write a "▁" before a text, as if a space came first.
-Tokenised alone, a piece from the middle gains a "▁" that the whole text does not have there. Byte-level tokenizers have no
-such mark, and their pieces are tokenised alone.
+Llama 2, Zephyr, TinyLlama and others with a SentencePiece vocabulary put a "▁" before a text, as if a space came first.
+A piece from the middle that is tokenized alone gets a "▁" that the whole text does not have there. Byte-level
+tokenizers have no such mark, and their pieces are tokenized alone.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 from rlhf_core.errors import DataError, explain
 
 MARKS = ("▁", "Ġ")
-"""What such a tokenizer writes for a space, and so for the beginning of a text."""
+"""Marks that such a tokenizer writes for a space, and therefore at the beginning of a text."""
 ANCHORS = ("\n", "a", ".", "0")
-"""Texts after which a piece is tokenised, in order of preference; one of them does not grow together with it."""
+"""Texts to put before a piece when it is tokenized, in order of preference; the first that does not merge is used."""
 
 Ids = tuple[int, ...]
 
 
 def encode(tokenizer: Any, text: str) -> Ids:
-    """Return the tokens of a whole text, without special tokens that are not in it."""
+    """Return the tokens of a whole text, without adding special tokens."""
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -32,13 +32,13 @@ def marks_beginning(tokenizer: Any) -> bool:
 
 
 def difference(encoded: Callable[[str], Ids], before: str, text: str) -> Ids | None:
-    """Return what `text` adds to the tokens of `before`; None where a token reaches across the border."""
+    """Return the tokens that `text` adds to those of `before`, or None if a token crosses the border."""
     head, whole = encoded(before), encoded(before + text)
     return whole[len(head) :] if whole[: len(head)] == head else None
 
 
 def continued(tokenizer: Any, text: str) -> Ids:
-    """Return the tokens of `text` inside a running text, none of them reaching across its beginning."""
+    """Return the tokens of `text` inside a running text, none of which crosses its beginning."""
     if not marks_beginning(tokenizer):
         return encode(tokenizer, text)
     for anchor in ANCHORS:
@@ -50,9 +50,9 @@ def continued(tokenizer: Any, text: str) -> Ids:
 
 
 def following(tokenizer: Any, text: str, *, after: int) -> Ids:
-    """Return the tokens of `text` where it follows the token `after`, which stays as it is.
+    """Return the tokens of `text` after the token `after`, which does not change.
 
-    A special token ends a text for some tokenizers, which then mark the beginning of the next.
+    For some tokenizers a special token ends a text, so they mark the beginning of the text after it.
     """
     if marks_beginning(tokenizer) and after in tokenizer.all_special_ids:
         special = str(tokenizer.convert_ids_to_tokens(after))
@@ -63,8 +63,8 @@ def following(tokenizer: Any, text: str, *, after: int) -> Ids:
 
 
 def token_text(tokenizer: Any, token: int, *, skip_special_tokens: bool) -> str:
-    """Return the text of one token as it is inside a running text, with the space that it may begin with."""
+    """Return the text of one token inside a running text, including the space that it may begin with."""
     before = encode(tokenizer, "a") if marks_beginning(tokenizer) else ()
-    # The decoder of a tokenizer that marks beginnings drops the space of the first token that it is given.
+    # If a tokenizer marks beginnings, its decoder drops the space of the first token.
     shown = str(tokenizer.decode([*before, token], skip_special_tokens=skip_special_tokens))
     return shown[len(str(tokenizer.decode(list(before)))) :] if before else shown

@@ -1,4 +1,4 @@
-"""`preview.md`: rows as the model sees them, with the trained tokens marked."""
+"""Render `preview.md`, which shows rows as the model sees them with the trained tokens marked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _UNLIMITED = 1 << 40
 
 
 def preview(tables: Tables, chat: ChatTemplate, *, rows: int) -> str:
-    """Return Markdown with the first `rows` rows of each table; 【 】 holds the tokens that are trained on."""
+    """Return Markdown with the first `rows` rows of each table, with the trained tokens inside 【 】."""
     demonstrations = [chat.conversation(row.messages, max_length=_UNLIMITED) for row in tables.demonstrations[:rows]]
     chosen, rejected = (
         [
@@ -53,5 +53,5 @@ def _decoded(prompts: Sequence[tuple[int, ...]], chat: ChatTemplate) -> str:
 
 
 def _block(text: str) -> str:
-    # Indented, not fenced: rows may hold fences of their own.
+    # The block is indented instead of fenced because rows may contain fences themselves.
     return "".join(f"    {line}\n" for line in text.splitlines()) + "\n"

@@ -1,4 +1,4 @@
-"""Rollouts on the disk: those scored since a checkpoint, which a resumed run takes again, and those not trained on yet."""
+"""Store rollouts on disk: those scored since a checkpoint, which a resumed run reuses, and those not trained on yet."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ POOL = "pool"
 
 @dataclass(frozen=True)
 class Pool:
-    """Partial rollouts: the groups that were begun and not taken for a step yet, oldest first, those of a group together.
+    """The partial rollouts of groups that were started but not used for a step yet, by group, oldest group first.
 
-    `begun` counts all groups that were ever begun.
+    `begun` is the number of all groups that were ever started.
     """
 
     begun: int = 0
@@ -35,7 +35,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Drawn:
-    """What the policy with this digest sampled for a step, not yet scored; and the pool that it left."""
+    """The unscored generations that the policy with this digest sampled for a step, and the pool after it."""
 
     policy: str
     generations: list[Generation]
@@ -44,7 +44,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class ScoredStep:
-    """The rollouts of one step, the scorer's state (running statistics) after it, and the pool that sampling it left."""
+    """The rollouts of one step, the scorer's state (running statistics) after it, and the pool after its sampling."""
 
     rollouts: list[Rollout]
     scorer: dict[str, Any]
@@ -52,13 +52,13 @@ class ScoredStep:
 
 
 class RolloutLog:
-    """One folder a step below `folder`. A step counts only for the very policy that made it, told by its digest."""
+    """A log with one folder per step below `folder`. A step is valid only for the policy digest that made it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def read(self, step: int, *, policy: str) -> ScoredStep | None:
-        """Return what the policy with this digest made for `step`; None if that is not there."""
+        """Return what the policy with this digest made for `step`, or None if there is nothing."""
         folder = self._of(step)
         if not folder.is_dir():
             return None
@@ -70,7 +70,7 @@ class RolloutLog:
     def write(
         self, step: int, rollouts: Sequence[Rollout], scorer: dict[str, Any], *, policy: str, pool: Pool = Pool()
     ) -> None:
-        """Keep a step, whole or not at all."""
+        """Write a step atomically."""
         final = self._of(step)
         temporary = final.with_name(f".{final.name}")
         for stale in (temporary, final):
@@ -91,7 +91,7 @@ class RolloutLog:
 
 
 def write_drawn(folder: Path, drawn: dict[int, Drawn]) -> None:
-    """Write what was sampled for each of some steps below `folder`, for a checkpoint."""
+    """Write the generations sampled for several steps to `folder`, as a part of a checkpoint."""
     for step, one in drawn.items():
         write_generations(_folder_of(folder, step), 0, one.generations)
         write_pool(_folder_of(folder, step) / POOL, one.pool)
@@ -99,7 +99,7 @@ def write_drawn(folder: Path, drawn: dict[int, Drawn]) -> None:
 
 
 def read_drawn(folder: Path) -> dict[int, Drawn]:
-    """Return what `write_drawn` wrote, by step, in order."""
+    """Return what `write_drawn` wrote, by step, in ascending order."""
     return {
         _step(one): Drawn(read_index(one)["policy"], read_generations(one), read_pool(one / POOL))
         for one in sorted(folder.glob("step-*"))
@@ -107,7 +107,7 @@ def read_drawn(folder: Path) -> dict[int, Drawn]:
 
 
 def write_pool(folder: Path, pool: Pool) -> None:
-    """Write a pool; one in which no group was ever begun leaves no folder."""
+    """Write a pool. A pool in which no group was ever started writes no folder."""
     if pool.begun:
         write_generations(folder, 0, pool.samples)
         write_index(folder, {"begun": pool.begun})

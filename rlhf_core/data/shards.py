@@ -1,6 +1,6 @@
-"""Generations and rollouts on the disk: parquet shards with an index beside them.
+"""Read and write generations and rollouts as Parquet shards with an index.
 
-Every write is atomic, so a shard that is there is whole and a killed stage can go on after the last one.
+Every write is atomic, so an existing shard is complete and a killed stage can continue after the last one.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ ROLLOUTS_SCHEMA = pa.schema(
     ]
 )
 SINCE = ("episode_score", "score")
-"""Columns that the first shards had not."""
+"""Columns that the earliest shards lack."""
 
 
 def shard_path(folder: Path, shard: int) -> Path:
@@ -74,12 +74,12 @@ def shard_path(folder: Path, shard: int) -> Path:
 
 
 def shards(folder: Path) -> list[Path]:
-    """Return the shard files of `folder`, in order; all of them are whole."""
+    """Return the shard files of `folder`, in order. All of them are complete."""
     return sorted(folder.glob("shard-*.parquet"))
 
 
 def finished_shards(folder: Path) -> list[Path]:
-    """Return the shards to go on after; what lies behind a gap is removed: nobody could say which rows are missing."""
+    """Return the shards to continue after, and remove those behind a gap because their missing rows are unknown."""
     found = shards(folder)
     kept = [path for number, path in enumerate(found) if path == shard_path(folder, number)]
     for path in found[len(kept) :]:
@@ -93,12 +93,12 @@ def count_rows(path: Path) -> int:
 
 
 def write_index(folder: Path, facts: dict[str, Any]) -> None:
-    """Write `index.json`: count of rows, policy digest, sampling parameters and whatever else describes the shards."""
+    """Write `index.json`: row count, policy digest, sampling parameters and other facts about the shards."""
     replace_file(folder / INDEX_FILE, json.dumps(facts, indent=1, sort_keys=True).encode())
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """Return what `write_index` wrote; DataError if it is not there."""
+    """Return what `write_index` wrote. Raises DataError if the index is missing."""
     path = folder / INDEX_FILE
     if not path.is_file():
         raise DataError(explain("index", str(path), "must exist beside the shards", "generate or score again"))
@@ -112,7 +112,7 @@ def write_generations(folder: Path, shard: int, rows: Sequence[Generation]) -> N
 
 
 def read_generations(folder: Path) -> list[Generation]:
-    """Return the generations of all shards of `folder`, in order; DataError if it has none."""
+    """Return the generations of all shards of `folder`, in order. Raises DataError if there are no shards."""
     return [
         _generation(row) for path in _some_shards(folder) for row in read_table(path, GENERATIONS_SCHEMA, since=SINCE)
     ]
@@ -137,7 +137,7 @@ def write_rollouts(folder: Path, shard: int, rows: Sequence[Rollout]) -> None:
 
 
 def read_rollouts(folder: Path) -> list[Rollout]:
-    """Return the rollouts of all shards of `folder`, in order; DataError if it has none."""
+    """Return the rollouts of all shards of `folder`, in order. Raises DataError if there are no shards."""
     found = []
     for path in _some_shards(folder):
         for row in read_table(path, ROLLOUTS_SCHEMA, since=SINCE):

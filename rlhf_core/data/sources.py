@@ -1,4 +1,4 @@
-"""Reads rows, one dictionary each with the file and line it came from, out of every kind of file we know."""
+"""Read rows from all supported file types, each as a dictionary with its file and line."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _SUFFIXES = {
     ".arrow": "arrow",
 }
 _LONGEST_INTEGER = 4300
-"""Digits of the longest whole number that Python reads by itself."""
+"""Most digits of an integer that Python parses by default."""
 _BAD_VALUE = (ValueError, OverflowError, TypeError, KeyError, pa.ArrowException)
-"""What a value that Python has no like of raises: a date before the year 1, text that is not UTF-8, an unknown time zone."""
+"""Errors for values that Python cannot represent: dates before year 1, text that is not UTF-8, unknown time zones."""
 _BATCH = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One row as it stood in the file, or why it could not be read (`problem`, then `row` is empty)."""
+    """One row as it is in the file, or with an empty `row` and the reason in `problem` if it could not be read."""
 
     origin: Origin
     row: dict[str, Any]
@@ -48,12 +48,12 @@ class Record:
 
 
 def is_hub(source: Source) -> bool:
-    """Return whether `source` names a data set of the Hugging Face Hub and no local file."""
+    """Return whether `source` names a dataset of the Hugging Face Hub instead of a local file."""
     return file_type(source) == "hub"
 
 
 def read(source: Source) -> Iterator[Record]:
-    """Yield every row of `source`, readable or not; DataError if the file is not there or is not what it should be."""
+    """Yield every row of `source`, readable or not. Raises DataError if the file is missing or of another type."""
     kind = file_type(source)
     if kind == "hub":
         yield from _records(source.path, _dataset_rows(_hub_rows(source)))
@@ -75,9 +75,9 @@ def read(source: Source) -> Iterator[Record]:
 
 
 def file_type(source: Source) -> str:
-    """Return how the source is read; `auto` goes by the name, then by whether it is a folder.
+    """Return the file type of the source; `auto` recognizes folders, then file suffixes, then Hub names.
 
-    ConfigError for a name that says nothing, and for a Hub name without the commit that pins it.
+    Raises ConfigError for a name of unknown type, and for a Hub name without the commit that pins it.
     """
     kind: str = source.file_type
     if kind == "auto":
@@ -114,7 +114,7 @@ def file_type(source: Source) -> str:
 
 
 def _jsonl(path: Path, source: Source) -> Iterator[Record]:
-    with _open(path, errors="surrogateescape") as stream:  # one bad byte makes one bad row
+    with _open(path, errors="surrogateescape") as stream:  # a bad byte then spoils its row only
         for number, line in enumerate(stream, start=1):
             if not line.strip():
                 continue
@@ -156,12 +156,12 @@ def _json(path: Path, source: Source) -> Iterator[Record]:
 
 
 def _csv(path: Path, source: Source) -> Iterator[Record]:
-    """Yield CSV rows; a cell that is a JSON list or object is read as one (turns in a cell)."""
+    """Yield CSV rows, with cells that contain a JSON list or object (turns, for example) parsed."""
     with _open(path, errors="surrogateescape") as stream:
         reader = csv.DictReader(stream, strict=True)
         _refuse_twins(reader.fieldnames or (), source)
         for first, row in _csv_rows(reader):
-            last = reader.reader.line_num  # DictReader's own stands still where a row cannot be read
+            last = reader.reader.line_num  # DictReader's own number does not advance past an unreadable row
             origin = Origin(source.path, last)
             if isinstance(row, csv.Error):
                 yield Record(origin, {}, f"not CSV: {row} in lines {first} to {last}")
@@ -172,9 +172,9 @@ def _csv(path: Path, source: Source) -> Iterator[Record]:
 
 
 def _csv_rows(reader: csv.DictReader[str]) -> Iterator[tuple[int, dict[str, Any] | csv.Error]]:
-    """Yield each row, or what is wrong with it, and its first line.
+    """Yield the first line of each row with the row, or with the error if it cannot be read.
 
-    csv.Error for a quote that nothing closes: nobody knows how many rows it has swallowed.
+    Raises csv.Error for a quote that is never closed, because it may contain any number of rows.
     """
     while True:
         first = reader.reader.line_num + 1
@@ -195,7 +195,7 @@ def _parquet(path: Path, source: Source) -> Iterator[Record]:
 
 
 def _arrow(path: Path, source: Source) -> Iterator[Record]:
-    """Yield the rows of an Arrow IPC file or stream (data sets caches are streams)."""
+    """Yield the rows of an Arrow IPC file or stream (caches of the `datasets` library are streams)."""
     with pa.memory_map(str(path)) as stream:
         try:
             table = pa.ipc.open_file(stream).read_all()
@@ -203,7 +203,7 @@ def _arrow(path: Path, source: Source) -> Iterator[Record]:
             stream.seek(0)
             table = pa.ipc.open_stream(stream).read_all()
         _refuse_twins(table.column_names, source)
-        table.validate(full=True)  # a damaged offset would be followed out of the file
+        table.validate(full=True)  # a damaged offset would be read beyond the end of the file
         yield from _records(source.path, _table_rows(table.to_batches(max_chunksize=_BATCH)))
 
 
@@ -212,7 +212,7 @@ def _saved_dataset(path: Path, source: Source) -> Iterator[Record]:
 
     try:
         found = load_from_disk(str(path))
-    except Exception as error:  # the library raises whatever a damaged description of a data set leads to
+    except Exception as error:  # damaged metadata of a dataset makes the library raise errors of any type
         raise DataError(
             explain(
                 f"data.sources[{source.name}].path",
@@ -238,7 +238,7 @@ def _hub_rows(source: Source) -> Any:
 
     try:
         return load_dataset(source.path, source.subset or None, revision=source.revision, split=source.split)
-    except Exception as error:  # the library raises its own, the network's and Python's errors
+    except Exception as error:  # errors come from the library, the network and Python
         raise DataError(
             explain(
                 f"data.sources[{source.name}].path",
@@ -269,7 +269,7 @@ def _open(path: Path, *, errors: str = "strict") -> IO[str]:
 
 
 def _table_rows(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield the rows of Arrow batches; one with a value that Python has no like of is what that raised."""
+    """Yield the rows of Arrow batches, or the error for a row with a value that Python cannot represent."""
     for batch in batches:
         try:
             rows = batch.to_pylist()
@@ -279,7 +279,7 @@ def _table_rows(batches: Iterable[Any]) -> Iterator[Any]:
 
 
 def _dataset_rows(found: Any) -> Iterator[Any]:
-    """Yield the rows of a data set likewise."""
+    """Yield the rows of a dataset, or the error for a row with a value that Python cannot represent."""
     for start in range(0, len(found), _BATCH):
         part = found.select(range(start, min(start + _BATCH, len(found))))
         try:
@@ -310,7 +310,7 @@ def _record(origin: Origin, row: Any) -> Record:
 
 
 def _refuse_twins(names: Sequence[str], source: Source) -> None:
-    """Raise DataError where two columns bear one name: a row would keep only the last of them."""
+    """Raise DataError if two columns have the same name, because a row would keep only the last of them."""
     twins = [name for name, count in Counter(names).items() if count > 1]
     if twins:
         rule = f"has more than one column {twins[0]!r}"
@@ -318,7 +318,7 @@ def _refuse_twins(names: Sequence[str], source: Source) -> None:
 
 
 def _integer(digits: str) -> int | Decimal:
-    """Return a whole number; one that is too long for Python's own as a Decimal, so that its digits stay."""
+    """Return an integer, as a Decimal that keeps all digits if it is too long for `int`."""
     return int(digits) if len(digits) <= _LONGEST_INTEGER else Decimal(digits)
 
 

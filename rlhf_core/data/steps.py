@@ -1,4 +1,4 @@
-"""Where the steps of an answer end, found on its tokens as they are: nothing is decoded and tokenised again."""
+"""Find where the steps of an answer end in its own tokens, without tokenizing the decoded text again."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rlhf_core.errors import ConfigError, explain
 
 
 class StepSplitter:
-    """Splits answers at `separator`, wherever the texts of their tokens, one after the other, spell it.
+    """A splitter of answers at `separator`, which is searched in the concatenated texts of their tokens.
 
-    ConfigError for a separator that they do not spell: a tokenizer may cut one character into several tokens.
+    Raises ConfigError if the token texts do not spell the separator, as when a tokenizer splits one of its characters.
 
     >>> StepSplitter(chat, "\\n").ends(chat.tokenizer("1+2=3\\n3+4=7")["input_ids"])    # doctest: +SKIP
     (5, 10)
@@ -29,13 +29,13 @@ class StepSplitter:
             raise ConfigError(explain("separator", separator, rule, "take another, such as a newline"))
 
     def ends(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the position of each step's last token: the one that completes its separator; for the last step, the
-        answer's last. What has no text (a blank line, the end token) is no step and belongs to the one before it.
+        """Return the position of each step's last token: the token that completes its separator, or the answer's last.
 
-        An answer without the separator is one step, one without tokens has none.
+        A piece without text (a blank line, the end token) belongs to the step before it. An answer without the
+        separator is one step, and an answer without tokens has no step.
         """
         ends: list[int] = []
-        written = False  # whether the step that ends last has text
+        written = False  # whether the latest step has text
         for position, has_text in self._pieces(token_ids):
             if ends and (not (written and has_text) or position == ends[-1]):
                 ends[-1] = position
@@ -46,7 +46,7 @@ class StepSplitter:
         return (*ends[:-1], last) if token_ids else ()
 
     def _pieces(self, token_ids: Sequence[int]) -> Iterator[tuple[int, bool]]:
-        """Yield for each piece of text up to and with a separator, or to the end: its last token, whether it has text."""
+        """Yield each piece's last token position and whether it has text. Pieces end with a separator or the answer."""
         texts = [self._text(token) for token in token_ids]
         text = "".join(texts)
         start = position = 0

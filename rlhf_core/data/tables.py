@@ -1,6 +1,6 @@
-"""The parquet layouts of datasets that flow between stages, and the values that one row of each becomes.
+"""Define the Parquet layouts of the datasets passed between stages, and the types of their rows.
 
-`rlhf_core.data.shards` has those of generations and rollouts.
+The layouts of generations and rollouts are in `rlhf_core.data.shards`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PROMPTS_FILE = "prompts.parquet"
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A conversation to imitate; every assistant turn is trained on.
+    """A conversation to imitate, with every assistant turn trained on.
 
     >>> Demonstration("d1", (Message("user", "Hi"), Message("assistant", "Hello.")), "world").messages[-1].content
     'Hello.'
@@ -34,7 +34,7 @@ class Demonstration:
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Two answers to one prompt. `chosen` and `rejected` hold the answer's turns only; `margin` is 0.0 when unknown.
+    """Two answers to one prompt. `chosen` and `rejected` contain only the answer's turns; `margin` is 0.0 if unknown.
 
     >>> Preference("p1", (Message("user", "Hi"),), (Message("assistant", "Hello."),), (Message("assistant", "No."),),
     ...            0.0, "world").margin
@@ -51,7 +51,7 @@ class Preference:
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """One answer that was judged on its own, and found no partner to make a pair with.
+    """One answer that was judged on its own and could not be joined to a pair.
 
     >>> Feedback("f1", (Message("user", "Hi"),), (Message("assistant", "Hello."),), True, "thumbs").desirable
     True
@@ -66,7 +66,7 @@ class Feedback:
 
 @dataclass(frozen=True, slots=True)
 class SteppedAnswer:
-    """An answer in steps, each with the probability that it is right: 0.0 or 1.0 where a person judged it."""
+    """An answer in steps, each with the probability that it is right (0.0 or 1.0 if a person judged it)."""
 
     id: str
     prompt: tuple[Message, ...]
@@ -75,13 +75,13 @@ class SteppedAnswer:
     source: str
 
     def answer(self, separator: str) -> tuple[Message, ...]:
-        """Return the steps, joined by `separator`, as the assistant's turn."""
+        """Return the steps, joined by `separator`, as an assistant turn."""
         return (Message("assistant", separator.join(self.steps)),)
 
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """All rows that `prepare_data` writes; an empty tuple means that the data have no such table."""
+    """All rows that `prepare_data` writes. An empty tuple means that the data have no such table."""
 
     demonstrations: tuple[Demonstration, ...]
     eval_demonstrations: tuple[Demonstration, ...]
@@ -95,11 +95,11 @@ class Tables:
     eval_feedback: tuple[Feedback, ...] = ()
 
     def named(self) -> dict[str, tuple[Demonstration | Preference | Prompt | SteppedAnswer | Feedback, ...]]:
-        """Return the tables by name, in order of their fields."""
+        """Return the tables by name, in the order of the fields."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def training_texts(self) -> Iterator[str]:
-        """Yield the texts to train a tokenizer on: of the demonstrations, or without any of all other rows, and of steps."""
+        """Yield the texts to train a tokenizer on: demonstrations (all other rows if there are none) and steps."""
         if self.demonstrations:
             turns: Iterable[Message] = (message for row in self.demonstrations for message in row.messages)
         else:
@@ -111,7 +111,7 @@ class Tables:
 
 
 def content_id(*parts: object) -> str:
-    """Return a stable id from content: the first 16 hex digits of the sha256 over the JSON of `parts`.
+    """Return a stable ID of the content: the first 16 hex digits of the SHA-256 of the JSON of `parts`.
 
     >>> content_id("a", 1)
     '2657442bb4a48d62'
@@ -207,7 +207,7 @@ def read_preferences(path: Path) -> list[Preference]:
 
 
 def write_feedback(folder: Path, split: str, rows: Iterable[Feedback]) -> None:
-    """Write `rows` beside the pairs of `split` (`train` or `eval`) in `folder`."""
+    """Write `rows` to `folder`, in a file beside the pairs of `split` (`train` or `eval`)."""
     write_table(
         _feedback_file(folder, split),
         FEEDBACK_SCHEMA,
@@ -225,7 +225,7 @@ def write_feedback(folder: Path, split: str, rows: Iterable[Feedback]) -> None:
 
 
 def read_feedback(folder: Path, split: str) -> list[Feedback]:
-    """Return the judged single answers beside the pairs of `split` in `folder`, in order; most preferences have none."""
+    """Return the single judged answers beside the pairs of `split` in `folder`, in order; most datasets have none."""
     path = _feedback_file(folder, split)
     if not path.exists():
         return []

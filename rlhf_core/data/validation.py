@@ -1,4 +1,4 @@
-"""The drop report: every row that did not make it, with file, line and reason, and counts per reason."""
+"""Report dropped rows with file, line and reason, and counts per reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhf_core.errors import DataError, explain
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a row came from; `line` counts from 1 (rows of a table likewise), 0 for rows that a program wrote.
+    """The file and line of a row. `line` (or the row of a table) counts from 1, and is 0 for generated rows.
 
     >>> Origin("faq.jsonl", 7).line
     7
@@ -24,7 +24,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """One row that was left out. `reason` starts with a fixed phrase; what follows a colon is detail."""
+    """One row that was left out. `reason` starts with a fixed phrase; details follow a colon."""
 
     source: str
     origin: Origin
@@ -32,21 +32,21 @@ class Drop:
 
     @property
     def kind(self) -> str:
-        """The reason without its detail."""
+        """The reason without its details."""
         return self.reason.partition(":")[0]
 
 
 @dataclass(slots=True)
 class DropReport:
-    """Collects the drops of a run; filled by reading, cleaning and limiting."""
+    """The drops of a run, collected while rows are read, cleaned and limited."""
 
     drops: list[Drop] = field(default_factory=list)
     rows_read: Counter[str] = field(default_factory=Counter)
     unused: Counter[str] = field(default_factory=Counter)
-    """Good rows per source that no table asked for (shares below 1, weights, `max_rows`)."""
+    """Number of valid rows per source that no table needed (shares below 1, weights, `max_rows`)."""
 
     def add(self, source: str, origin: Origin, reason: str) -> None:
-        """Note that a row is left out."""
+        """Record that a row is left out."""
         self.drops.append(Drop(source, origin, reason))
 
     def counts(self) -> dict[str, int]:
@@ -54,7 +54,7 @@ class DropReport:
         return dict(Counter(drop.kind for drop in self.drops).most_common())
 
     def check_malformed(self, source: str, malformed: Iterable[Drop], *, max_bad_fraction: float) -> None:
-        """Raise DataError, naming the first malformed row, when more than `max_bad_fraction` of a source is malformed."""
+        """Raise DataError, naming the first malformed row, if more than `max_bad_fraction` of a source is malformed."""
         bad = list(malformed)
         if len(bad) > max_bad_fraction * self.rows_read[source]:
             first = bad[0]

@@ -1,1 +1,1 @@
-"""Numbers with intervals, figures and reports for people."""
+"""Evaluate policies and reward models: metrics with intervals, figures and reports."""

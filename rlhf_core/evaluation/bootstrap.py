@@ -1,7 +1,7 @@
-"""Intervals by the percentile bootstrap (Efron 1979): resample what was sampled, independently, with replacement.
+"""Compute confidence intervals by the percentile bootstrap (Efron 1979), which resamples values with replacement.
 
-The unit of resampling is one value of the arguments. Several samples of one prompt are not independent: average them
-per prompt first and pass one value per prompt.
+The values of the arguments are resampled independently. Several samples of one prompt are not independent, so average
+them first and pass one value per prompt.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from rlhf_core.errors import DataError, explain
 
 _CHUNK = 2**22
-"""Drawn indices at a time (32 MiB)."""
+"""Maximum number of indices drawn at a time (32 MiB)."""
 
 
 class Interval(NamedTuple):
@@ -51,7 +51,7 @@ def bootstrap_interval(values: Sequence[float], *, level: float, resamples: int,
 
 
 def win_rate(ours: Sequence[float], theirs: Sequence[float], *, level: float, resamples: int, seed: int) -> Interval:
-    """Return the fraction of pairs on the same prompts in which ours is higher, a tie counting half.
+    """Return the fraction of pairs on the same prompts in which ours is higher. A tie counts half.
 
     >>> win_rate([1.0, 2.0], [0.0, 2.0], level=0.95, resamples=100, seed=1).mean
     0.75

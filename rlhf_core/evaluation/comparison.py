@@ -1,7 +1,7 @@
-"""Compares policies by their answers to the same prompts: rewards with intervals, distance, style, win rates.
+"""Compare policies by their answers to the same prompts: rewards with intervals, distance, style and win rates.
 
-The unit of every interval is the prompt: several answers to one prompt are averaged first. Percentages are fractions;
-lengths are tokens; KL and entropy are nats. Of an episode only the tokens that the policy sampled are looked at.
+The unit of every interval is the prompt: several answers to one prompt are averaged first. Percentages are fractions,
+lengths are in tokens, and KL and entropy are in nats. In an episode, only the tokens that the policy sampled count.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """A policy's answers with what was measured on each; a measure that was not taken is an empty tuple.
+    """A policy's answers with measurements of each. A measurement that was not made is an empty tuple.
 
-    `gold` and `scores` (of the reward model) hold one value per generation; `log_ratios` holds, per generation,
-    sum over tokens of log mu(token) - log pi_ref(token), mu being what was sampled from.
+    `gold` and `scores` (of the reward model) have one value per generation. `log_ratios` has, per generation, the sum
+    over tokens of log mu(token) - log pi_ref(token), where mu is the distribution sampled from.
     """
 
     name: str
@@ -36,11 +36,11 @@ class Answers:
     scores: tuple[float, ...] = ()
     log_ratios: tuple[float, ...] = ()
     kl_bound: float = math.nan
-    """Instead of `log_ratios` for a best-of-n row: a bound of its KL, in nats."""
+    """Upper bound of the KL of a best-of-n row, in nats, which replaces `log_ratios`."""
     picked_from: str = ""
-    """Name of the policy whose answers these were picked from; "" for a policy's own answers."""
+    """Name of the policy whose answers these were picked from, or "" for a policy's own answers."""
     failed: int = 0
-    """Episodes that could not be ended, and are not among `generations`."""
+    """Number of episodes that could not be completed and are not among `generations`."""
 
     def __post_init__(self) -> None:
         if not self.generations:
@@ -51,11 +51,11 @@ class Answers:
 
     @property
     def rewards(self) -> tuple[float, ...]:
-        """What answers are compared by: gold where there is gold, the reward model's scores otherwise."""
+        """The values that answers are compared by: gold rewards if there are any, else the reward model's scores."""
         return self.gold or self.scores
 
     def by_prompt(self, values: Sequence[float]) -> dict[str, list[float]]:
-        """Return prompt id -> values of its answers, prompts in order of first appearance."""
+        """Return prompt ID -> values of its answers, with prompts in the order of first appearance."""
         grouped: dict[str, list[float]] = {}
         for generation, value in zip(self.generations, values, strict=True):
             grouped.setdefault(generation.prompt.id, []).append(value)
@@ -64,19 +64,19 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Intervals:
-    """How intervals are made."""
+    """The settings of bootstrap intervals."""
 
     level: float
     resamples: int
     seed: int
 
     def of(self, values: Sequence[float]) -> Interval:
-        """Return the mean of independent `values` with its interval."""
+        """Return the mean of independent `values` with its confidence interval."""
         return bootstrap_interval(values, level=self.level, resamples=self.resamples, seed=self.seed)
 
 
 def summary(answers: Answers, intervals: Intervals) -> dict[str, Any]:
-    """Return the row of one policy: JSON-able; measured means are {mean, low, high}, absent measures are left out."""
+    """Return the JSON-compatible row of one policy. Means are {mean, low, high}, and missing measures are left out."""
     completions = [generation.completion for generation in answers.generations]
     tokens = [_sampled(completion, completion.token_ids) for completion in completions]
     lengths = [len(ids) for ids in tokens]
@@ -109,14 +109,14 @@ def summary(answers: Answers, intervals: Intervals) -> dict[str, Any]:
 
 
 def _sampled(completion: Completion, values: Sequence[T]) -> list[T]:
-    """Return those of one value per token whose token the policy sampled."""
+    """Return the `values` (one per token) of the tokens that the policy sampled."""
     return [value for value, sampled in zip(values, completion.action_mask, strict=True) if sampled]
 
 
 def best_of(answers: Answers, n: int, *, kl_bound: float) -> Answers:
-    """Return, per prompt, the one of its first `n` answers that the reward model likes best.
+    """Return, per prompt, the answer with the highest reward model score among its first `n` answers.
 
-    ConfigError when there is no score, or a prompt has fewer than `n` answers.
+    Raises ConfigError if there are no scores, or a prompt has fewer than `n` answers.
     """
     key = f"evaluate.best_of.{answers.name}"
     if not answers.scores:
@@ -141,12 +141,12 @@ def best_of(answers: Answers, n: int, *, kl_bound: float) -> Answers:
 
 
 def win_rate(ours: Answers, theirs: Answers, intervals: Intervals) -> dict[str, Any]:
-    """Return how often ours is the better answer on a prompt that both answered, ties half, over all pairs of answers."""
+    """Return how often our answer is better, over all pairs of answers to shared prompts. A tie counts half."""
     return _paired(ours, theirs, intervals, _wins)
 
 
 def improvement(ours: Answers, theirs: Answers, intervals: Intervals) -> dict[str, Any]:
-    """Return the mean difference of the reward on the prompts that both answered: sharper than two means."""
+    """Return the mean difference of the rewards on shared prompts, which is more precise than comparing two means."""
     return _paired(ours, theirs, intervals, lambda mine, other: fmean(mine) - fmean(other))
 
 

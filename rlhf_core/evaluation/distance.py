@@ -1,4 +1,4 @@
-"""How far answers are from the reference policy: the log-ratios that KL(mu || ref) is the mean of."""
+"""Measure the distance of answers from the reference policy by log-ratios, whose mean is KL(mu || ref)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhf_core.stage.context import StageContext
 from rlhf_core.types import Generation, PolicyRef, TokenSample
 
 KL_BATCH = 256
-"""Answers per call into the reference, so that progress is seen."""
+"""Number of answers per call of the reference, so that progress can be reported."""
 
 
 def log_ratios(
@@ -20,12 +20,12 @@ def log_ratios(
     sampling: Mapping[str, SamplingConfig],
     context: StageContext,
 ) -> dict[str, tuple[float, ...]]:
-    """Return log mu(y) - log ref(y) of each answer y by policy, in nats; mu is the sampler's distribution.
+    """Return log mu(y) - log ref(y) of each answer y by policy, in nats, where mu is the sampler's distribution.
 
-    Of an episode it is the sum over the tokens that the policy sampled: what the environment wrote is given to both.
+    For an episode it is the sum over the tokens that the policy sampled. The environment's tokens are given to both.
 
-    Nothing without a reference, and nothing for greedy or filtered answers: greedy ones are no samples of a
-    distribution, and top_p and top_k renormalise mu over the tokens that are left, but not the reference.
+    The result is empty without a reference, and has no greedy or filtered answers. Greedy answers are not samples of a
+    distribution, and top_p and top_k renormalize mu over the remaining tokens, but not the reference.
     """
     if ref is None:
         return dict.fromkeys(rows, ())

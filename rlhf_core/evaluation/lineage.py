@@ -1,4 +1,4 @@
-"""What an artifact was made from, read from the key records of the store."""
+"""Find the stages that an artifact was made by, from the key records of the store."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhf_core.types import ArtifactRef
 
 @dataclass(frozen=True, slots=True)
 class Ancestor:
-    """One stage on the way to an artifact; `parents` are labels of others, or digests of what no stage made.
+    """A stage that led to an artifact. `parents` are labels of other stages, or digests of artifacts made by no stage.
 
     >>> Ancestor("sft", "sft", "key", "digest", ("prepare_data",), {}).label
     'sft'
@@ -27,14 +27,14 @@ class Ancestor:
     config: dict[str, Any]
 
     def plain(self) -> dict[str, Any]:
-        """Return the fields as JSON-able values."""
+        """Return the fields as JSON-compatible values."""
         return asdict(self)
 
 
 def lineage(records: Sequence[KeyRecord], digests: Iterable[str]) -> list[Ancestor]:
-    """Return the stages that led to the artifacts with `digests`, those made first first; each stands there once.
+    """Return the stages that led to the artifacts with `digests`, each stage once and after its parents.
 
-    An artifact that several stages made with equal content counts for the newest of them.
+    An artifact that several stages made with equal content is assigned to the newest of them.
     """
     makers = {ref.digest: record for record in records for ref in handles(record.handle)}
     found: dict[str, Ancestor] = {}
@@ -45,7 +45,7 @@ def lineage(records: Sequence[KeyRecord], digests: Iterable[str]) -> list[Ancest
             return digest[:12]
         if record.key not in found:
             parents = tuple(dict.fromkeys(visit(parent, (*path, digest)) for parent in record.handle.parents))
-            config = hidden("config", record.payload["config"])  # earlier versions kept secrets in clear
+            config = hidden("config", record.payload["config"])  # earlier versions stored secrets in plain text
             found[record.key] = Ancestor(record.label, record.stage, record.key, record.handle.digest, parents, config)
         return record.label
 

@@ -1,4 +1,4 @@
-"""Statistics of texts, tokens and scores; plain numbers in, plain numbers out."""
+"""Compute statistics of texts, tokens and scores, from plain numbers to plain numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class ReliabilityBin(NamedTuple):
-    """Predictions in one bin of confidence: how sure they were (mean probability) and how often they were right."""
+    """The predictions in one bin of confidence, with their mean probability and how often they were right."""
 
     low: float
     high: float
@@ -20,7 +20,7 @@ class ReliabilityBin(NamedTuple):
 
 
 def distinct_n(sequences: Sequence[Sequence[Hashable]], n: int) -> float:
-    """Return distinct n-grams over all n-grams of all sequences (arXiv 1510.03055); 0.0 when there is no n-gram.
+    """Return distinct n-grams over all n-grams of all sequences (arXiv 1510.03055), or 0.0 if there are no n-grams.
 
     >>> distinct_n([["a", "b", "a", "b"]], 2)  # ab, ba, ab
     0.6666666666666666
@@ -30,7 +30,7 @@ def distinct_n(sequences: Sequence[Sequence[Hashable]], n: int) -> float:
 
 
 def repetition(sequence: Sequence[Hashable], n: int) -> float:
-    """Return the fraction of n-grams of one sequence that occurred in it before; 0.0 when there is no n-gram.
+    """Return the fraction of n-grams of a sequence that occurred in it before, or 0.0 if there are no n-grams.
 
     >>> repetition(["a", "b", "a", "b"], 2)
     0.33333333333333337
@@ -46,7 +46,7 @@ def entropy_estimate(logprobs: Sequence[Sequence[float]]) -> float:
 
 
 def best_of_n_kl(n: int) -> float:
-    """Return log n - (n - 1) / n: an upper bound of KL(best-of-n || policy) (arXiv 2009.01325, 2401.01879), in nats.
+    """Return log n - (n - 1) / n, an upper bound of KL(best-of-n || policy) in nats (arXiv 2009.01325, 2401.01879).
 
     >>> best_of_n_kl(1)
     0.0
@@ -55,7 +55,7 @@ def best_of_n_kl(n: int) -> float:
 
 
 def correlation(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Return Pearson's correlation; 0.0 when one side does not vary."""
+    """Return Pearson's correlation, or 0.0 if one side does not vary."""
     x, y = np.asarray(xs, dtype=np.float64), np.asarray(ys, dtype=np.float64)
     if x.size < 2 or x.std() == 0 or y.std() == 0:
         return 0.0
@@ -63,14 +63,14 @@ def correlation(xs: Sequence[float], ys: Sequence[float]) -> float:
 
 
 def rank_correlation(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Return Spearman's correlation (ties share their mean rank)."""
+    """Return Spearman's correlation, in which ties share their mean rank."""
     return correlation(_ranks(xs), _ranks(ys))
 
 
 def reliability(probabilities: Sequence[float], outcomes: Sequence[float], *, bins: int) -> list[ReliabilityBin]:
-    """Return the bins of equal width over [0, 1] that hold predictions; bin i is [i/bins, (i+1)/bins), the last closed.
+    """Return the non-empty bins of equal width over [0, 1]. Bin i is [i/bins, (i+1)/bins), and the last is closed.
 
-    `outcomes` are 1.0 where the prediction came true, 0.0 where not, 0.5 where it stayed open (a tie).
+    `outcomes` are 1.0 for predictions that came true, 0.0 for those that did not, and 0.5 for undecided ones (ties).
     """
     p = np.asarray(probabilities, dtype=np.float64)
     y = np.asarray(outcomes, dtype=np.float64)

@@ -1,4 +1,4 @@
-"""Figures as PNG bytes, in one style. matplotlib is imported on first use, with the Agg canvas (no display)."""
+"""Draw figures as PNG bytes in one style. matplotlib is imported on first use, with the Agg canvas (no display)."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from typing import Any
 from rlhf_core.evaluation.metrics import ReliabilityBin
 
 PALETTE = ("#2563eb", "#d97706", "#059669", "#db2777", "#7c3aed", "#0891b2", "#65a30d", "#dc2626")
-"""Told apart by colour-blind readers too, on white; the text of a figure names every series as well."""
+"""Colors that color-blind readers can distinguish on white. The text of a figure also names every series."""
 INK, SOFT, GRID = "#1f2937", "#6b7280", "#e5e7eb"
 DPI = 160
 FAR = 3.0
-"""Times the root of the next smaller KL from which on a point is not drawn."""
+"""A point is not drawn if the root of its KL is more than this many times the root of the next smaller KL."""
 BAR_HALF_WIDTH = 12
-"""Pixels around a point and its bar that names keep clear of."""
+"""Pixels on either side of a point and its bar that names must not cover."""
 
 Curve = list[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class FrontierPoint:
-    """A policy on the frontier: distance from the reference (nats) and reward with the ends of its interval."""
+    """A policy on the frontier, with its distance from the reference (nats) and its reward with interval."""
 
     name: str
     kl: float
@@ -37,9 +37,9 @@ class FrontierPoint:
 
 
 def frontier(points: Sequence[FrontierPoint], *, reward_name: str, reference: str) -> bytes:
-    """Draw reward against KL(policy || reference) with intervals; the axis is the root of KL (arXiv 2210.10760).
+    """Draw reward against KL(policy || reference) with intervals. The axis is the root of KL (arXiv 2210.10760).
 
-    A policy so far out that the others would shrink to a spot, such as an untrained one, is named below instead.
+    A policy so far away that the others would shrink to a spot, such as an untrained one, is named below instead.
     """
     figure, axes = _figure(6.4, 4.2)
     points, far = _without_far_ones(points)
@@ -71,11 +71,11 @@ def _without_far_ones(points: Sequence[FrontierPoint]) -> tuple[list[FrontierPoi
 
 
 def _write_names(figure: Any, axes: Any, points: Sequence[FrontierPoint], places: Sequence[float]) -> None:
-    """Write each point's name where it meets no bar, no other name and no edge; further off, a line leads to it."""
+    """Write each point's name where it overlaps no bar, no other name and no edge, with a line if it is far away."""
     from matplotlib.text import Text
     from matplotlib.transforms import Bbox
 
-    figure.draw_without_rendering()  # only now is it known where the points lie
+    figure.draw_without_rendering()  # the positions of the points are known only after this
     taken = []
     for point, x in zip(points, places):
         (left, low), (right, high) = axes.transData.transform([(x, point.low), (x, point.high)])
@@ -87,25 +87,25 @@ def _write_names(figure: Any, axes: Any, points: Sequence[FrontierPoint], places
                 textcoords="offset points", ha="left" if right else "right", va="center", fontsize=9, color=INK,
                 arrowprops={"arrowstyle": "-", "color": SOFT, "linewidth": 0.7} if distance > 9 else None,
             )  # fmt: skip
-            name.get_window_extent()  # puts it into its place
-            box = Text.get_window_extent(name)  # without the line to it
+            name.get_window_extent()  # moves it to its place
+            box = Text.get_window_extent(name)  # excludes the line to the name
             inside = axes.bbox.contains(box.x0, box.y0) and axes.bbox.contains(box.x1, box.y1)
             if inside and not any(box.overlaps(other) for other in taken):
                 break
             name.remove()
-        else:  # no room at all: over the others rather than not at all
+        else:  # no free place: overlap others instead of leaving the name out
             name = axes.annotate(point.name, (x, point.reward), fontsize=9, color=INK)
             box = name.get_window_extent()
         taken.append(box)
 
 
 def _clipped(error: list[list[float]]) -> list[list[float]]:
-    """Return the bars with rounding below zero taken off (the mean of equal values may pass its own interval)."""
+    """Return the bars without negative rounding errors (the mean of equal values may be outside its own interval)."""
     return [[max(0.0, value) for value in side] for side in error]
 
 
 def curves(series: Mapping[str, Curve], *, title: str, y_label: str) -> bytes:
-    """Draw one line per series over steps, with a smoothed line over it when it has more than 30 points."""
+    """Draw one line per series over steps, with a smoothed line over it if it has more than 30 points."""
     figure, axes = _figure(6.4, 3.6)
     for index, (name, points) in enumerate(series.items()):
         colour = PALETTE[index % len(PALETTE)]
@@ -124,7 +124,7 @@ def curves(series: Mapping[str, Curve], *, title: str, y_label: str) -> bytes:
 
 
 def reliability_diagram(rows: Sequence[ReliabilityBin], *, ece: float) -> bytes:
-    """Draw accuracy against confidence per bin; a calibrated model lies on the diagonal."""
+    """Draw accuracy against confidence per bin. A calibrated model is on the diagonal."""
     figure, axes = _figure(4.6, 4.2)
     axes.plot([0, 1], [0, 1], color=SOFT, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
     largest = max((row.pairs for row in rows), default=1)
@@ -144,7 +144,7 @@ def reliability_diagram(rows: Sequence[ReliabilityBin], *, ece: float) -> bytes:
 
 
 def margin_histogram(margins: Sequence[float], *, title: str) -> bytes:
-    """Draw how far chosen answers score above rejected ones; those on the wrong side are another colour."""
+    """Draw a histogram of the margins of chosen over rejected answers, with negative margins in another color."""
     figure, axes = _figure(5.6, 3.6)
     bins = min(40, max(8, int(math.sqrt(len(margins)) * 1.5)))
     _, _, patches = axes.hist(margins, bins=bins, color=PALETTE[0], alpha=0.85, edgecolor="white", linewidth=0.6)
@@ -161,7 +161,7 @@ def margin_histogram(margins: Sequence[float], *, title: str) -> bytes:
 def length_scatter(
     groups: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, x_label: str, y_label: str
 ) -> bytes:
-    """Draw score against length, one colour per group of (lengths, scores), with a large dot at the group's mean."""
+    """Draw score against length, with one color per group of (lengths, scores) and a large dot at the group's mean."""
     figure, axes = _figure(5.6, 3.8)
     for index, (name, (lengths, scores)) in enumerate(groups.items()):
         colour = PALETTE[index % len(PALETTE)]
@@ -180,7 +180,7 @@ def length_scatter(
 
 
 def read_curves(metrics_jsonl: Path) -> dict[str, Curve]:
-    """Return metric name -> (step, value) in order, from a `metrics.jsonl`; a broken last line is left out."""
+    """Return metric name -> (step, value) in order, from a `metrics.jsonl` file. A broken last line is left out."""
     series: dict[str, Curve] = {}
     for line in metrics_jsonl.read_text(encoding="utf-8").splitlines():
         try:
@@ -194,7 +194,7 @@ def read_curves(metrics_jsonl: Path) -> dict[str, Curve]:
 
 
 def smoothed(values: Sequence[float], *, span: int) -> list[float]:
-    """Return the exponential moving average of weight 2 / (span + 1), corrected for its start.
+    """Return the exponential moving average with weight 2 / (span + 1), corrected for the bias of its start.
 
     >>> smoothed([1.0, 1.0, 1.0], span=5)
     [1.0, 1.0, 1.0]

@@ -1,4 +1,4 @@
-"""One HTML file that a person can read anywhere: no network, phone or screen, light or dark."""
+"""Render the report as one HTML file that works offline, on phones and screens, in light and dark mode."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TEMPLATE = Path(__file__).with_name("report.html.jinja")
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A measure of the table: its path in a policy's row, how it is written, and what it means."""
+    """A column of the table: the path of a measure in a policy's row, its name, its number format and its meaning."""
 
     path: str
     name: str
@@ -48,7 +48,7 @@ WITH_BAR = ("gold", "reward_model")
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One prompt with one answer per policy: (policy, text, {"gold": ..., "reward model": ...})."""
+    """A prompt with one answer per policy: (policy, text, {"gold": ..., "reward model": ...})."""
 
     prompt: str
     answers: tuple[tuple[str, str, dict[str, float]], ...]
@@ -61,7 +61,7 @@ def render_report(
     figures: Sequence[tuple[str, bytes]],
     samples: Sequence[Sample],
 ) -> str:
-    """Return the page. `report` is the content of report.json; `figures` are (caption, PNG)."""
+    """Return the HTML page. `report` is the content of report.json, and `figures` are (caption, PNG)."""
     from jinja2 import Environment
 
     policies: dict[str, dict[str, Any]] = report["policies"]
@@ -82,7 +82,7 @@ def render_report(
 
 
 def best_policy(report: Mapping[str, Any]) -> str:
-    """Return the policy with the highest reward; a best-of-n row is no policy and does not count."""
+    """Return the policy with the highest reward. A best-of-n row is not a policy and does not count."""
     measure = report["compared_by"]
     policies = report["policies"]
     names = [name for name in report["order"] if measure in policies[name]]
@@ -124,7 +124,7 @@ def _cards(report: Mapping[str, Any], best: str) -> list[dict[str, str]]:
 def _table(
     title: str, columns: Sequence[Column], policies: Mapping[str, Mapping[str, Any]], best: str
 ) -> dict[str, Any]:
-    """Return the table of those columns that some policy has a value for."""
+    """Return the table of the columns for which at least one policy has a value."""
     shown = [column for column in columns if any(column.path in row for row in policies.values())]
     rows = [
         {"name": name, "best": name == best, "cells": [_cell(row, column, policies) for column in shown]}
@@ -150,7 +150,7 @@ def _cell(row: Mapping[str, Any], column: Column, policies: Mapping[str, Mapping
 
 
 def _tone(column: Column, value: Mapping[str, Any]) -> str:
-    """Colour a comparison only when its interval leaves no doubt about the sign."""
+    """Return the color class of a comparison, or "" if its interval includes equality."""
     even = {"improvement": 0.0, "win_rate": 0.5}
     if column.path not in even:
         return ""
@@ -176,7 +176,7 @@ def _range(value: Mapping[str, float], form: str) -> str:
 
 
 def _number(value: float, form: str) -> str:
-    """Write a number; one that rounds to zero has no sign.
+    """Format a number. A number that rounds to zero has no sign.
 
     >>> _number(-0.0001, ".2f"), _number(-0.2, ".2f")
     ('0.00', '-0.20')

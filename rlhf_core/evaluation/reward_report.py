@@ -1,4 +1,4 @@
-"""How good a reward model is: accuracy with intervals, calibration, dependence on length, margins."""
+"""Evaluate a reward model: accuracy with intervals, calibration, dependence on length, margins."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhf_core.evaluation.metrics import ReliabilityBin, calibration_error, corr
 LEVEL = 0.95
 RESAMPLES = 2000
 BINS = 10
-"""Bins over [0.5, 1]."""
+"""Number of bins over [0.5, 1]."""
 
 
 def reward_model_report(
@@ -25,11 +25,11 @@ def reward_model_report(
     sources: Sequence[str],
     seed: int,
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return the report (JSON-able) and its figures (name -> PNG), one entry of each argument per held-out pair.
+    """Return the report (JSON-compatible) and its figures (name -> PNG). Arguments have one entry per held-out pair.
 
-    `accuracy` counts ties half. `ece` is the calibration error of sigmoid(|score difference|) as
-    the probability that the answer with the higher score is the chosen one. `slices` cuts
-    the pairs by source, and by which answer is longer: a model that follows length is right only where the chosen one is.
+    `accuracy` counts ties half. `ece` is the calibration error of sigmoid(|score difference|) as the probability that
+    the answer with the higher score is the chosen one. `slices` divides the pairs by source, and by which answer is
+    longer: a model that prefers length is right only where the chosen answer is longer.
     """
     margins = [a - b for a, b in zip(chosen_scores, rejected_scores, strict=True)]
     gaps = [a - b for a, b in zip(chosen_lengths, rejected_lengths, strict=True)]
@@ -73,7 +73,7 @@ def reward_model_report(
 
 
 def _reliability(margins: Sequence[float], hits: Sequence[float]) -> list[ReliabilityBin]:
-    """Bin P(the higher-scored answer is the chosen one) = sigmoid(|margin|), in [0.5, 1], against how often it is."""
+    """Return bins over [0.5, 1] of sigmoid(|margin|) = P(the higher-scored answer is the chosen one)."""
     sure = [1 / (1 + math.exp(-min(abs(margin), 700.0))) for margin in margins]
     return reliability(sure, hits, bins=2 * BINS)
 

@@ -1,4 +1,4 @@
-"""How good a process reward model is: which steps it judges right, whether it finds the first error, calibration."""
+"""Evaluate a process reward model: accuracy over steps, detection of the first error, calibration."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ LEVEL = 0.95
 RESAMPLES = 2000
 BINS = 10
 THRESHOLD = 0.5
-"""A step with a lower probability (or label) is wrong."""
+"""A step with a probability (or label) below this is wrong."""
 
 
 def step_report(
     *, logits: Sequence[Sequence[float]], labels: Sequence[Sequence[float]], seed: int
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return the report (JSON-able) and its figures (name -> PNG), one entry of each argument per held-out answer.
+    """Return the report (JSON-compatible) and its figures (name -> PNG). Arguments have one entry per held-out answer.
 
-    `accuracy` is over steps. `first_error_accuracy` is over answers: the first step judged wrong is the first that is, or
-    neither is there; `f1` is the harmonic mean of that over answers with an error and over those without
-    (ProcessBench, arXiv 2412.06559). `ece` is the calibration error of the steps' probabilities.
+    `accuracy` is over steps. `first_error_accuracy` is over answers: the first step judged wrong is the first wrong
+    step, or there is neither. `f1` is the harmonic mean of that accuracy over answers with an error and over those
+    without (ProcessBench, arXiv 2412.06559). `ece` is the calibration error of the steps' probabilities.
     """
     probabilities = [[_sigmoid(logit) for logit in row] for row in logits]
     pairs = [
@@ -63,7 +63,7 @@ def step_report(
 
 
 def first_error(probabilities: Sequence[float]) -> int | None:
-    """Return the first step (from 0) that is more likely wrong than right; None if there is none.
+    """Return the first step (from 0) that is more likely wrong than right, or None if there is none.
 
     >>> first_error([0.9, 0.3, 0.1]), first_error([0.9])
     (1, None)

@@ -1,1 +1,1 @@
-"""Models: loading, heads, LoRA, forward passes and export. transformers and peft are imported inside functions."""
+"""Load, run and export models with heads and LoRA adapters. transformers and peft are imported inside functions."""

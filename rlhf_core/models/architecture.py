@@ -1,7 +1,7 @@
-"""What an architecture asks of the attention and of the length of its rows, read from its configuration.
+"""Check the attention kernel and the length of rows against the configuration of an architecture.
 
-Transformers drops without a word what a kernel does not know, and two ways of scaling rotary positions choose their
-frequencies by the longest row of a batch. Both would make log-probabilities that are not the model's own.
+Transformers silently drops what an attention kernel does not support, and two ways of scaling rotary positions choose
+their frequencies by the longest row of a batch. Both would change the model's log-probabilities.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 from rlhf_core.errors import ConfigError, explain
 
 CAPS = ("attn_logit_softcapping", "attention_logit_softcapping")
-"""Keys of a cap on the logits of attention, which sdpa does not apply (Gemma 2, VaultGemma)."""
+"""Configuration keys of a cap on attention logits, which sdpa does not apply (Gemma 2, VaultGemma)."""
 BY_BATCH = ("dynamic", "longrope")
-"""Types of rotary positions whose frequencies follow the longest row of a batch, beyond the length that they start from."""
+"""Types of rotary positions whose frequencies depend on the longest row of a batch beyond a certain length."""
 
 
 def check_attention(config: Any, attention: str) -> None:
-    """Raise ConfigError for a kernel that leaves out a part of this architecture's attention."""
+    """Raise ConfigError for an attention kernel that omits a part of this architecture's attention."""
     if attention == "sdpa" and caps_attention(config):
         rule = f"it leaves out the cap that a model of type {config.model_type} puts on the logits of its attention"
         raise ConfigError(
@@ -30,17 +30,17 @@ def check_attention(config: Any, attention: str) -> None:
 
 
 def caps_attention(config: Any) -> bool:
-    """Return whether this architecture caps the logits of its attention."""
+    """Return whether this architecture caps its attention logits."""
     text = config.get_text_config()
     return any(getattr(text, name, None) for name in CAPS)
 
 
 def length_limit(config: Any) -> int | None:
-    """Return the tokens of a row up to which its values do not depend on the rows beside it; None without such a limit.
+    """Return the length up to which the values of a row do not depend on other rows, or None if there is no limit.
 
-    `longrope` changes from its short to its long factors beyond `original_max_position_embeddings`, `dynamic` changes its
-    base with each longer batch beyond `max_position_embeddings`. vLLM chooses by its `max_model_len`, once: up to this
-    limit trainer and sampler agree.
+    `longrope` switches from its short to its long factors beyond `original_max_position_embeddings`. `dynamic` changes
+    its base with each longer batch beyond `max_position_embeddings`. vLLM chooses once, by its `max_model_len`. Trainer
+    and sampler agree up to this limit.
     """
     text = config.get_text_config()
     limits = [
@@ -52,7 +52,7 @@ def length_limit(config: Any) -> int | None:
 
 
 def read_config(folder: Path) -> Any:
-    """Return the transformers configuration of the model in `folder`; ConfigError if there is none."""
+    """Return the transformers configuration of the model in `folder`. Raises ConfigError if there is none."""
     from transformers import AutoConfig
 
     check_folder(folder)
@@ -77,7 +77,7 @@ def check_length(config: Any, position_ids_BL: Tensor) -> None:
 
 
 def check_longest(key: str, length: int, folder: Path) -> None:
-    """Raise ConfigError, before anything is computed, if rows of `length` tokens are too long for the model in `folder`."""
+    """Raise ConfigError, before any computation, if rows of `length` tokens are too long for the model in `folder`."""
     config = read_config(folder)
     limit = length_limit(config)
     if limit is not None and length > limit:
@@ -85,7 +85,7 @@ def check_longest(key: str, length: int, folder: Path) -> None:
 
 
 def too_long(key: str, length: int, config: Any, limit: int) -> ConfigError:
-    """Return the error for rows of `length` tokens."""
+    """Return the error for rows of `length` tokens, which exceed `limit`."""
     types = sorted({rope["rope_type"] for rope in _ropes(config.get_text_config())} & set(BY_BATCH))
     rule = (
         f"beyond {limit} tokens the rotary positions of type {' and '.join(types)} change with the longest row of a batch, "
@@ -95,7 +95,7 @@ def too_long(key: str, length: int, config: Any, limit: int) -> ConfigError:
 
 
 def _ropes(text_config: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the rotary parameters, which some architectures have for each type of layer."""
+    """Yield the rotary parameters. Some architectures have several, one for each type of layer."""
     parameters = getattr(text_config, "rope_parameters", None) or {}
     for rope in (parameters, *parameters.values()):
         if isinstance(rope, Mapping) and rope.get("rope_type"):

@@ -1,4 +1,4 @@
-"""From samples of different lengths to one padded or packed batch, and back: the only place where padding exists.
+"""Convert samples to a padded or packed batch and back; the only module that handles padding.
 
 Legend: N samples, B rows, L positions.
 """
@@ -19,10 +19,10 @@ Sample = TokenSample | StepSample | PolicySample | ValueSample
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Samples laid out in rows, padded on the right; with packing, several samples share a row.
+    """Samples in rows, padded on the right. With packing, several samples share a row.
 
-    `position_ids_BL` restart at 0 with each sample and go on counting through the padding after the last one, so that a
-    row with one sample is plain causal attention without a mask. `rows[n]` says where sample n lies.
+    `position_ids_BL` restart at 0 with each sample and continue through the padding after the last one, so that a row
+    with one sample is plain causal attention without a mask. `rows[n]` is the place of sample n.
 
     >>> batch = collate([TokenSample((5, 7, 2), (0, 1, 1)), TokenSample((4,), (0,))], pad_id=0)
     >>> batch.token_ids_BL.tolist(), batch.rows
@@ -34,15 +34,15 @@ class TokenBatch:
     position_ids_BL: Tensor
     """int64"""
     segment_ids_BL: Tensor
-    """int64: 0 is padding, 1.. number the samples of this row."""
+    """int64: 0 for padding, 1, 2, ... for the samples of the row."""
     loss_mask_BL: Tensor
     """float32"""
     rows: tuple[tuple[int, int, int], ...]
-    """(row, start, length) of each sample, in the order in which the samples came."""
+    """(row, start, length) of each sample, in the given order of the samples."""
     fields: dict[str, Tensor]
-    """Further per-token values of the samples by field name (`old_logprobs`, `advantages`, ...): float32 BL, padded with 0.
+    """Other per-token values of the samples by field name (`old_logprobs`, `advantages`, ...): float32 BL, padded by 0.
 
-    A field that the samples leave empty is not there."""
+    Fields that are empty in the samples are left out."""
 
     @property
     def packed(self) -> bool:
@@ -62,11 +62,11 @@ class TokenBatch:
 
 
 def collate(samples: Sequence[Sample], *, pad_id: int, pack_to: int | None = None) -> TokenBatch:
-    """Return the batch of `samples` in order: one row each, or with `pack_to` as many to a row as fit in that length.
+    """Return the batch of `samples` in order: one per row, or with `pack_to` as many per row as fit in that length.
 
-    Packing is first-fit in the order of the samples, so it depends on nothing else. Raises DataError for no samples,
-    samples of different types, an empty sample, one longer than `pack_to`, or one trained on at its first token, and
-    where some samples have a field and some leave it empty.
+    Packing is first-fit and depends only on the order of the samples. Raises DataError for an empty list, samples of
+    different types, an empty sample, a sample longer than `pack_to` or trained at its first token, and a field that
+    only some of the samples have.
     """
     _check(samples, pack_to)
     rows = _one_row_each(samples) if pack_to is None else _first_fit(samples, pack_to)
@@ -93,7 +93,7 @@ def collate(samples: Sequence[Sample], *, pad_id: int, pack_to: int | None = Non
 
 
 def unpack(x_BL: Tensor, batch: TokenBatch) -> list[Tensor]:
-    """Return each sample's span of `x_BL` (padding cut off), in the order in which the samples came."""
+    """Return each sample's span of `x_BL` without padding, in the given order of the samples."""
     return [x_BL[row, start : start + length] for row, start, length in batch.rows]
 
 

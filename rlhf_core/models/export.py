@@ -1,4 +1,4 @@
-"""Writing a trained model where others can read it, and naming a set of weights by its digest."""
+"""Export trained models in Hugging Face layout, and compute digests of weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlhf_core.models.heads import ValueModel
 from rlhf_core.models.lora import has_lora, merged_state_dict, save_adapter
 
 PROBES = 8
-"""How many tensors a weights digest reads."""
+"""Number of tensors whose bytes a weights digest reads."""
 SHARD_SIZE = "5GB"
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -28,13 +28,13 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
 )
-"""What a tokenizer may consist of; the first two of most models, copied byte for byte so that its digest stays."""
+"""Files that a tokenizer may consist of (most have the first two), copied byte for byte so that its digest stays."""
 
 
 def export_model(model: nn.Module, folder: Path, *, tokenizer_from: Path) -> None:
     """Write `model` in Hugging Face layout (safetensors, LoRA merged) with the tokenizer of `tokenizer_from`.
 
-    A model with adapters also gets them alone in `adapter/`. The same weights give the same bytes.
+    Adapters are also written separately to `adapter/`. The same weights give the same bytes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(model, ValueModel):
@@ -48,10 +48,10 @@ def export_model(model: nn.Module, folder: Path, *, tokenizer_from: Path) -> Non
 
 
 def weights_digest(named_tensors: Mapping[str, Tensor]) -> str:
-    """Return the sha256 over every tensor's name, dtype and shape and the bytes of `PROBES` of them.
+    """Return the SHA-256 of every tensor's name, dtype and shape and of the bytes of `PROBES` tensors.
 
-    The probes are spread evenly over the sorted names, first and last included, so that a stale layer, a missing tensor
-    or a wrong cast shows, at a cost that does not grow with the model's depth.
+    The probes are spread evenly over the sorted names, including the first and the last. They detect a stale layer, a
+    missing tensor or a wrong cast at a cost that does not grow with the model's depth.
     """
     digest = hashlib.sha256()
     names = sorted(named_tensors)

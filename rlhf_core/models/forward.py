@@ -1,11 +1,11 @@
-"""Log-probabilities, values and scores of a batch.
+"""Compute log-probabilities, values and scores of a batch.
 
 Legend: N samples, B rows, L positions, H hidden, V vocabulary, T the positions that the loss mask selects.
 
-No attention mask is passed. With right padding a real token never sees padding under causal attention, so rows with
-one sample run as plain causal attention (the fast kernel); samples that share a row are told apart by their restarting
-`position_ids`, from which transformers builds a block-diagonal causal mask. Neither holds for every architecture: `check_rows`
-and `rlhf_core.models.shared_rows` refuse the others.
+No attention mask is passed. With right padding, a real token never sees padding under causal attention, so rows with
+one sample run as plain causal attention (the fast kernel). Samples that share a row are separated by their restarting
+`position_ids`, from which transformers builds a block-diagonal causal mask. Neither works for every architecture:
+`check_rows` and `rlhf_core.models.shared_rows` refuse the others.
 """
 
 from __future__ import annotations
@@ -34,26 +34,27 @@ logger = logging.getLogger(__name__)
 R = TypeVar("R", Tensor, tuple[Tensor, ...])
 
 CHUNK_ELEMENTS = 2**24
-"""Logits held at once: 64 MiB in fp32. Fewer than this are computed in one piece."""
+"""Maximum number of logits in memory at once: 64 MiB in fp32. Fewer are computed in one chunk."""
 INFLUENCE = 1e-5
-"""What a later token may do to an earlier state, relative to what the earlier ones do. It is 0 under a mask; sums by Fourier
-transform leave 1e-7, and 0.001 of a mean over the row is 1e-4."""
+"""Maximum influence of later tokens on an earlier state, relative to that of earlier tokens. It is 0 under a mask; sums
+by Fourier transform leave 1e-7, and adding 0.001 of a mean over the row gives 1e-4."""
 ROUNDING = {True: 1e-4, False: 0.25}
-"""Relative differences that may come of other kernels and groups of experts, in float32 and in shorter numbers: one unit in the
-last place in each of 48 layers of experts made 0.06 to 0.12 in bfloat16. Unrelated states differ by about 1.4."""
+"""Maximum relative difference caused by other kernels and groups of experts, in float32 (True) and lower precision
+(False). One unit in the last place in each of 48 layers of experts made 0.06 to 0.12 in bfloat16. Unrelated states
+differ by about 1.4."""
 FIRST = 1e-2
-"""The same where nothing is rounded differently."""
+"""Maximum relative difference at the first token, where nothing is rounded differently."""
 
 
 def token_logprobs(
     model: nn.Module, batch: TokenBatch, *, temperature: float, with_entropy: bool, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return `logprobs_BL` and, if asked for, `entropy_BL` of the distribution that each token was drawn from.
+    """Return `logprobs_BL` and, if requested, `entropy_BL` of the distribution that each token was drawn from.
 
-    `logprobs_BL[:, t]` is log p(token t | tokens < t) in fp32 from logits / temperature, 0 where the loss mask is 0. The
-    entropy has a gradient with `entropy_gradient` alone: otherwise it is a measurement. The LM head runs only over the
-    masked positions, in chunks that are recomputed in the backward pass, so the [tokens, vocabulary] matrix never exists.
-    `model` is a causal LM of `load_model`. Raises ConfigError if temperature <= 0.
+    `logprobs_BL[:, t]` is log p(token t | tokens < t) in fp32 from logits / temperature, and 0 where the loss mask is
+    0. The entropy has a gradient only with `entropy_gradient`. The LM head runs only over the masked positions, in
+    chunks that are recomputed in the backward pass, so the [tokens, vocabulary] matrix never exists. `model` is a
+    causal LM of `load_model`. Raises ConfigError if temperature <= 0.
     """
     if temperature <= 0:
         raise ConfigError(
@@ -72,12 +73,12 @@ def token_logprobs(
 
 
 def over_logits(model: nn.Module, batch: TokenBatch, compute: Callable[..., R], *inputs_T: Tensor) -> R:
-    """Return `compute(logits_CV, targets_C, *inputs_C)` of the chunks of the masked positions, put together along
-    dimension 0 in order of rows and tokens.
+    """Return `compute(logits_CV, targets_C, *inputs_C)` of all chunks of the masked positions, concatenated along
+    dimension 0 in the order of rows and tokens.
 
-    The logits are fp32 and predict `targets_C`. The chunks are recomputed in the backward pass: what does not fit is
-    never there at once, if `compute` returns less than it is given. That is one tensor, or several without gradients.
-    There is always a chunk, empty if nothing is masked.
+    The logits are fp32 and predict `targets_C`. Chunks are recomputed in the backward pass, so that the full logits
+    never exist at once if `compute` returns less than it is given. It returns one tensor, or several without gradients.
+    If nothing is masked, there is one empty chunk.
     """
     rows_T, before_T = _masked_positions(batch)
     hidden_TH = hidden_states(model, batch)[rows_T, before_T]
@@ -86,7 +87,7 @@ def over_logits(model: nn.Module, batch: TokenBatch, compute: Callable[..., R], 
 
 
 def token_values(model: nn.Module, batch: TokenBatch) -> Tensor:
-    """Return `values_BL`: the value of the state *before* token t (read at t - 1), fp32, 0 where the loss mask is 0.
+    """Return `values_BL`, the value of the state *before* token t (read at t - 1), fp32 and 0 where the loss mask is 0.
 
     `model` is a `rlhf_core.models.heads.ValueModel`.
     """
@@ -98,7 +99,7 @@ def token_values(model: nn.Module, batch: TokenBatch) -> Tensor:
 
 
 def sequence_scores(model: nn.Module, batch: TokenBatch) -> Tensor:
-    """Return `scores_N`: one score per sample, fp32, read at its last token, in the order of the samples.
+    """Return `scores_N`, one score per sample in fp32, read at its last token, in the order of the samples.
 
     `model` is a sequence classifier with one output (`head="score"`).
     """
@@ -111,9 +112,10 @@ def sequence_scores(model: nn.Module, batch: TokenBatch) -> Tensor:
 
 
 def step_scores(model: nn.Module, batch: TokenBatch) -> Tensor:
-    """Return `logits_BL`: the score read *at* each token that the loss mask selects (a step's last), fp32, 0 elsewhere.
+    """Return `logits_BL`, the score *at* each token that the loss mask selects (a step's last), fp32 and 0 elsewhere.
 
-    `model` is a sequence classifier with one output (`head="score"`); at a sequence's last token it is `sequence_scores`.
+    `model` is a sequence classifier with one output (`head="score"`). At a sequence's last token the value equals that
+    of `sequence_scores`.
     """
     classifier: Any = model
     rows_T, at_T = torch.nonzero(batch.loss_mask_BL, as_tuple=True)
@@ -125,8 +127,8 @@ def step_scores(model: nn.Module, batch: TokenBatch) -> Tensor:
 def check_head(model: nn.Module) -> None:
     """Compare the logits that `token_logprobs` computes with the model's own on four tokens.
 
-    Raises ConfigError if they differ: the architecture then does something after its LM head that is not known here, and
-    every log-probability would be wrong.
+    Raises ConfigError if they differ. The architecture then changes the output of its LM head in an unsupported way,
+    and every log-probability would be wrong.
     """
     any_model: Any = model
     ids_1L = torch.arange(4, device=any_model.device).unsqueeze(0)
@@ -146,14 +148,14 @@ def check_head(model: nn.Module) -> None:
 
 @torch.no_grad()
 def check_rows(model: nn.Module) -> None:
-    """Try on eight tokens what rows without an attention mask rely on, and raise ConfigError where it does not hold.
+    """Check on eight tokens that rows need no attention mask. Raises ConfigError if they do.
 
-    No hidden state may depend on a later token: else what follows a token would change its log-probability, and so would the
-    padding of its row. And positions that count from 0 must be the model's own.
+    No hidden state may depend on a later token, since otherwise later tokens and padding would change a token's
+    log-probability. Positions that count from 0 must also be the model's own.
     """
     any_model: Any = model
     backbone = any_model.base_model
-    # Some models number positions by the tokens that are no padding.
+    # Some models count only tokens that are not padding when they number positions.
     real = [token for token in range(9) if token != backbone.config.get_text_config().pad_token_id][:8]
     ids_BL = torch.tensor([real, 2 * real[:4]], device=backbone.device)
     positions_BL = torch.arange(8, device=backbone.device).repeat(2, 1)
@@ -171,18 +173,18 @@ def check_rows(model: nn.Module) -> None:
         raise ConfigError(explain("model.path", type(model).__name__, sees, remedy))
     counts = "it does not number positions from 0, so log-probabilities would not be its own"
     check(backbone(input_ids=ids_BL, use_cache=False).last_hidden_state, ours_BLH, rounding, counts)
-    # The attention to one token is 1 in every kernel, so the first place has no rounding to allow for.
+    # The attention to a single token is 1 in every kernel, so the first position needs no tolerance for rounding.
     own_11H = backbone(input_ids=ids_BL[:1, :1], use_cache=False).last_hidden_state
     check(own_11H, _run(backbone, ids_BL[:1, :1], positions_BL[:1, :1], {}).last_hidden_state, FIRST, counts)
 
 
 def _influence(backbone: Any, ids_BL: Tensor, positions_BL: Tensor, *, until: int) -> float:
     """Return how much the hidden states before the position `until` depend on the embeddings from there on, relative to
-    their dependence on those before it; 0 if that cannot be known.
+    their dependence on those before it, or 0 if this cannot be measured.
 
-    It is measured with a gradient. Masked attention passes none, so the gradient is 0 and not small, whatever the precision,
-    the depth, the kernels and the experts: no rounding hides a leak or looks like one. What depends on later tokens by a
-    choice alone (experts that choose their tokens) has no gradient: it is found by comparison, where it exceeds `ROUNDING`.
+    The dependence is measured with a gradient. Masked attention passes none, so the gradient is exactly 0, whatever the
+    precision, the depth, the kernels and the experts: rounding neither hides a leak nor looks like one. A dependence by
+    choice alone (experts that choose their tokens) has no gradient; comparison finds it where it exceeds `ROUNDING`.
     """
     embeddings: list[Tensor] = []
 
@@ -190,7 +192,7 @@ def _influence(backbone: Any, ids_BL: Tensor, positions_BL: Tensor, *, until: in
         embeddings.append(output.detach().requires_grad_())
         return embeddings[-1].clone()  # a model may scale it in place
 
-    # Without the weights' gradients it costs a pass forward and back over a few tokens, and no memory.
+    # Without gradients of the weights, this costs one forward and backward pass over a few tokens and no memory.
     trained = [parameter for parameter in backbone.parameters() if parameter.requires_grad]
     hook = backbone.get_input_embeddings().register_forward_hook(opened)
     try:
@@ -198,14 +200,14 @@ def _influence(backbone: Any, ids_BL: Tensor, positions_BL: Tensor, *, until: in
             parameter.requires_grad_(False)
         with torch.enable_grad():
             hidden_BPH = _run(backbone, ids_BL, positions_BL, {}).last_hidden_state[:, :until].float()
-            # Any direction will do but one that a norm takes away, as LayerNorm does the mean.
+            # Any direction works, except one that a norm removes, as LayerNorm removes the mean.
             draw = torch.randn(hidden_BPH.shape, generator=torch.Generator().manual_seed(0))
             total = (hidden_BPH * draw.to(hidden_BPH.device)).sum()
             (gradient_BLH,) = torch.autograd.grad(total, embeddings)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        # Kernels and weights for inference alone have no backward pass.
+        # Kernels and weights made for inference have no backward pass.
         logger.warning("%s: what its tokens see was compared only coarsely: %s", type(backbone).__name__, error)
         return 0.0
     finally:
@@ -217,9 +219,9 @@ def _influence(backbone: Any, ids_BL: Tensor, positions_BL: Tensor, *, until: in
 
 
 def hidden_states(model: nn.Module, batch: TokenBatch) -> Tensor:
-    """Return the backbone's last hidden states `hidden_BLH`; samples that share a row do not see each other.
+    """Return the backbone's last hidden states `hidden_BLH`. Samples that share a row do not see each other.
 
-    Where the lengths of the samples differ much, rows that are not packed are computed in fewer, shared ones.
+    If the lengths of the samples differ much, unpacked rows are computed in fewer, shared rows.
     """
     any_model: Any = model
     backbone = any_model.base_model
@@ -227,14 +229,14 @@ def hidden_states(model: nn.Module, batch: TokenBatch) -> Tensor:
         check_packing(backbone.config)
     check_length(backbone.config, batch.position_ids_BL)
     asked = routing_arguments()
-    # Whoever watches the routers takes their logits for those of the batch's own rows.
+    # Code that watches the routers expects their logits in the rows of the batch.
     shared = None if asked or not keeps_apart(backbone.config) else shared_rows(batch)
     ids_BL, positions_BL = batch.token_ids_BL, batch.position_ids_BL
     if shared is not None:
         ids_BL, positions_BL = shared.token_ids_RL, shared.position_ids_RL
     shape = ids_BL.shape
     if (batch.packed or shared is not None) and _is_flash(backbone):
-        # The variable-length kernels read the boundaries from the position ids of one long row only.
+        # The variable-length kernels find sample boundaries only in the position IDs of a single long row.
         ids_BL, positions_BL = ids_BL.reshape(1, -1), positions_BL.reshape(1, -1)
     output = _run(backbone, ids_BL, positions_BL, asked)
     note_routing(backbone, output, batch)
@@ -256,13 +258,13 @@ def _is_flash(backbone: Any) -> bool:
 
 
 def _masked_positions(batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    """Return rows_T and before_T: the positions t - 1 whose hidden state predicts a masked token t."""
+    """Return rows_T and before_T, the positions t - 1 whose hidden states predict the masked tokens t."""
     rows_T, before_T = torch.nonzero(batch.loss_mask_BL[:, 1:], as_tuple=True)
     return rows_T, before_T
 
 
 def _scatter(x_T: Tensor, rows_T: Tensor, positions_T: Tensor, batch: TokenBatch) -> Tensor:
-    # index_put keeps the graph alive when nothing is masked, so that every rank can call backward.
+    # index_put keeps the graph even if nothing is masked, so that every rank can call backward.
     zeros_BL = torch.zeros(batch.token_ids_BL.shape, dtype=torch.float32, device=x_T.device)
     return zeros_BL.index_put((rows_T, positions_T), x_T)
 
@@ -294,7 +296,7 @@ def _by_chunks(model: nn.Module, hidden_TH: Tensor, compute: Callable[..., R], *
 def _chunk_logprobs(
     logits_CV: Tensor, targets_C: Tensor, *, temperature: float, with_entropy: bool, entropy_gradient: bool
 ) -> Tensor:
-    """Return log-probabilities and entropies [C, 2], in one tensor as `in_one_call` wants it."""
+    """Return log-probabilities and entropies [C, 2], in one tensor as `in_one_call` requires."""
     if temperature != 1:
         logits_CV = logits_CV / temperature
     normaliser_C = torch.logsumexp(logits_CV, dim=-1)
@@ -308,7 +310,7 @@ def _chunk_logprobs(
 
 
 def _logits(model: nn.Module, hidden_CH: Tensor) -> Tensor:
-    """Return fp32 logits as the model's own forward pass makes them, from hidden states."""
+    """Return the fp32 logits that the model's own forward pass computes from hidden states."""
     any_model: Any = model
     return _scaled(model, any_model.get_output_embeddings()(hidden_CH))
 

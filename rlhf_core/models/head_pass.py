@@ -1,9 +1,9 @@
-"""One use of an LM head per forward pass, however many pieces its work is cut into.
+"""Call an LM head once per forward pass, regardless of the number of chunks.
 
-Under ZeRO 3 a module's weights are gathered when it is called, in its backward pass once more, and let go in between:
-collective calls, of which every rank must make the same number in the same order. How many pieces there are depends on a
-rank's tokens. So the loop over the pieces runs inside a single call of the head, where its weights stay together, and
-the recomputation of a piece in the backward pass finds them there too.
+Under ZeRO 3, a module's weights are gathered when it is called, released, and gathered again in its backward pass.
+These are collective calls, so every rank must make the same number in the same order, but the number of chunks depends
+on a rank's tokens. The loop over the chunks therefore runs inside a single call of the head, where its weights stay
+gathered, also while a chunk is recomputed in the backward pass.
 
 Legend: T the positions that the loss mask selects, H hidden, V vocabulary.
 """
@@ -19,14 +19,14 @@ R = TypeVar("R", Tensor, tuple[Tensor, ...])
 
 
 def in_one_call(head: nn.Module, compute: Callable[[Callable[[Tensor], Tensor], Tensor], R], hidden_TH: Tensor) -> R:
-    """Return `compute(apply, hidden_TH)`, run as one call of `head`; `apply` is the head's own forward pass.
+    """Return `compute(apply, hidden_TH)`, run as one call of `head`. `apply` is the head's own forward pass.
 
-    What `compute` returns for a backward pass must be one tensor, whatever a rank's share and whatever it is asked for:
-    DeepSpeed gathers at each tensor that a gradient comes in by, and notes each such time.
+    For a backward pass, `compute` must return exactly one tensor on every rank, because DeepSpeed gathers weights at
+    each tensor that receives a gradient, and records each time.
     """
     any_head: Any = head
     apply = any_head.forward
-    # Set on the instance, so that `head(...)` and with it every hook runs around `compute`.
+    # Set on the instance, so that `head(...)` runs all its hooks around `compute`.
     replaced = vars(head).get("forward")
     any_head.forward = lambda hidden: compute(apply, hidden)
     try:

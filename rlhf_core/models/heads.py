@@ -1,4 +1,4 @@
-"""The value model: a backbone with a scalar head, saved as safetensors.
+"""Define the value model, a backbone with a scalar head saved as safetensors.
 
 Legend: B rows, L positions, H hidden.
 """
@@ -15,9 +15,10 @@ VALUE_HEAD_FILE = "value_head.safetensors"
 
 
 class ValueModel(nn.Module):
-    """V(state) = w . hidden; `rlhf_core.models.forward.token_values` shifts it so that values[t] is *before* token t.
+    """A model that computes V(state) = w . hidden.
 
-    The head has no bias, like a reward model's, so that it can start from one.
+    `rlhf_core.models.forward.token_values` shifts the values so that values[t] is *before* token t. The head has no
+    bias, like that of a reward model, so that it can start from one.
     """
 
     def __init__(self, backbone: nn.Module, head_1H: Tensor) -> None:
@@ -28,7 +29,7 @@ class ValueModel(nn.Module):
 
     @property
     def base_model(self) -> nn.Module:
-        """The backbone, under the name that transformers models give theirs."""
+        """The backbone, under the name that transformers models use."""
         return self.backbone
 
     @property
@@ -56,13 +57,13 @@ class ValueModel(nn.Module):
 
 
 def initial_head(hidden_size: int, *, seed: int) -> Tensor:
-    """Return head_1H drawn from N(0, 1/(hidden + 1)) (arXiv 2009.01325), whatever the global random state."""
+    """Return head_1H drawn from N(0, 1/(hidden + 1)) (arXiv 2009.01325), independent of the global random state."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn((1, hidden_size), generator=generator) / (hidden_size + 1) ** 0.5
 
 
 def read_head(folder: Path) -> Tensor | None:
-    """Return the scalar head_1H stored in a value-model or reward-model folder; None for a causal LM's folder."""
+    """Return the scalar head_1H of a value model or reward model in a folder, or None for the folder of a causal LM."""
     if (folder / VALUE_HEAD_FILE).is_file():
         return _read(folder / VALUE_HEAD_FILE, "weight")
     for file in sorted(folder.glob("*.safetensors")):

@@ -1,4 +1,4 @@
-"""A language model from nothing: a byte-level BPE tokenizer trained on the task's own texts, and a small Llama."""
+"""Create a language model from scratch: a byte-level BPE tokenizer trained on the task's texts, and a small Llama."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
-"""Each turn is its role token, its text and the end token; a prompt ends with the assistant's role token."""
+"""Chat template: a turn is its role token, its text and the end token. Prompts end with the assistant's role token."""
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int, folder: Path) -> None:
     """Write to `folder` a byte-level BPE tokenizer of at most `vocab_size` tokens trained on `texts`.
 
-    Every digit is a token of its own (arithmetic needs its columns), nothing is unknown, and no BOS is added. The same
-    texts in the same order give the same bytes. Raises ConfigError if `vocab_size` cannot hold the 256 bytes.
+    Every digit is a separate token (arithmetic needs columns), no text is unknown, and no BOS is added. The same texts
+    in the same order give the same bytes. Raises ConfigError if `vocab_size` cannot hold the 256 bytes.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -58,11 +58,11 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, folder: Path) -> N
 
 
 def initialise_llama(config: InitModel, folder: Path, *, seed: int) -> None:
-    """Write to `folder`, beside its tokenizer, a Llama of the shape of `config` with weights drawn from `seed`.
+    """Write a Llama with the shape of `config` and weights drawn from `seed` to `folder`, beside its tokenizer.
 
-    Embeddings are tied. The same seed gives the same bytes. A head is hidden_size / heads wide; vLLM on a CPU wants 32, 64
-    or more of certain sizes, so 256 / 4 suits it. Raises ConfigError if the tokenizer has more tokens than
-    `vocab_size`, or if the hidden size does not divide into heads of an even width.
+    Embeddings are tied. The same seed gives the same bytes. A head is hidden_size / heads wide. vLLM on a CPU needs 32,
+    64 or certain larger widths, so 256 / 4 works. Raises ConfigError if the tokenizer has more tokens than
+    `vocab_size`, or if the hidden size cannot be divided into heads of an even width.
     """
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM

@@ -1,4 +1,4 @@
-"""Faster kernels where they are installed: FlashAttention 2 and Liger (arXiv 2410.10989). Never required."""
+"""Use faster kernels if they are installed: FlashAttention 2 and Liger (arXiv 2410.10989). They are optional."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LIGER = "liger_kernel"
 
 
 def check_kernels(attention: str, *, liger: bool, device: str) -> None:
-    """Raise ConfigError for kernels that are not installed, or that `device`, a torch device type, does not run."""
+    """Raise ConfigError for kernels that are not installed or do not run on `device`, a torch device type."""
     from transformers.utils import is_flash_attn_2_available
 
     if attention == "flash_attention_2" and not (device == "cuda" and is_flash_attn_2_available()):
@@ -32,9 +32,9 @@ def check_kernels(attention: str, *, liger: bool, device: str) -> None:
 
 
 def use_liger(model: nn.Module) -> None:
-    """Give the norms, rotations and MLPs of `model` Liger's kernels; its losses stay ours.
+    """Replace the norms, rotations and MLPs of `model` with Liger's kernels, but not its losses.
 
-    Raises ConfigError for an architecture that Liger does not know: it would be left as it is without a word.
+    Raises ConfigError for an architecture that Liger does not support, which it would leave unchanged silently.
     """
     any_model: Any = model
     patches = import_module(f"{LIGER}.transformers.monkey_patch")

@@ -1,4 +1,4 @@
-"""From a folder, a Hub name or a GGUF file to a model with the head that its role wears."""
+"""Load a model with the head of its role from a folder, a Hub name or a GGUF file."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from rlhf_core.models.quantised import check_quantiser
 logger = logging.getLogger(__name__)
 
 PAD_CANDIDATES = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>", "<|endoftext|>", "<unk>")
-"""Tokens that may serve as padding when a model has none of its own, in order of preference."""
+"""Tokens to use as padding if a model has no padding token, in order of preference."""
 
 
 def load_model(spec: ModelSpec, *, dtype: str, attention: str, gradient_checkpointing: bool, device: str) -> nn.Module:
-    """Return the model of `spec` on `device`, dropout off, in evaluation mode unless activations are checkpointed.
+    """Load the model of `spec` on `device` without dropout, in evaluation mode unless activations are checkpointed.
 
-    `lm`: a causal LM, with adapters if `spec.lora`. `score`: a sequence classifier with one output. `value`: a
-    `ValueModel`. A missing `score` or `value` head is drawn from N(0, 1/(hidden + 1)) with `spec.seed`; a value model
-    made from a reward model starts from its head. Raises ConfigError if the folder is not a model or lacks weights, if
-    its rows would need an attention mask, and if `attention` leaves out a part of what the architecture computes.
+    The head `lm` gives a causal LM, with adapters if `spec.lora`; `score` a sequence classifier with one output;
+    `value` a `ValueModel`. A missing `score` or `value` head is drawn from N(0, 1/(hidden + 1)) with `spec.seed`. A
+    value model made from a reward model starts from its head. Raises ConfigError if the folder is not a model or lacks
+    weights, if its rows would need an attention mask, or if `attention` omits a part of what the architecture computes.
     """
     folder = Path(spec.path)
     check_folder(folder)
@@ -63,7 +63,7 @@ def load_model(spec: ModelSpec, *, dtype: str, attention: str, gradient_checkpoi
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Return the tokenizer in `folder` (a transformers fast tokenizer). Raises ConfigError if there is none."""
+    """Load the tokenizer in `folder` (a transformers fast tokenizer). Raises ConfigError if there is none."""
     from transformers import AutoTokenizer
 
     if not (folder / "tokenizer_config.json").is_file():
@@ -76,9 +76,9 @@ def load_tokenizer(folder: Path) -> Any:
 def materialise(config: PretrainedModel, folder: Path, *, chat_template: str | None = None) -> None:
     """Write the model of `config` to `folder` in Hugging Face layout: safetensors, tokenizer, chat template.
 
-    `chat_template` replaces the tokenizer's own, or stands in for one that it lacks.
+    `chat_template` replaces the tokenizer's own template, or supplies a missing one.
 
-    Makes sure of a padding token other than the end token, since a reward is read at the last token that is not
+    Ensures that the padding token differs from the end token, because a reward is read at the last token that is not
     padding. Raises ConfigError for a missing folder, package or Hub model, a Hub name without a revision, weights that
     are not safetensors or GGUF, and a tokenizer without a chat template.
     """
@@ -137,7 +137,7 @@ def _load_value(folder: Path, config: Any, seed: int, options: dict[str, Any]) -
 def _from_pretrained(
     auto: Any, folder: Path, config: Any, options: dict[str, Any], allowed_missing: tuple[str, ...]
 ) -> nn.Module:
-    # transformers draws missing weights from the global generator, which must not move: they are set by the caller.
+    # transformers draws missing weights from the global generator, which must not advance. The caller sets the weights.
     with torch.random.fork_rng(devices=[]):
         try:
             model, loading = auto.from_pretrained(
@@ -146,7 +146,7 @@ def _from_pretrained(
         except ValueError as error:
             if "does not support" not in str(error) or "attention" not in str(error):
                 raise
-            # Attention sinks (gpt-oss) are an example of what sdpa cannot do.
+            # sdpa does not support attention sinks (gpt-oss), for example.
             rule = f"transformers does not have it for a model of type {config.model_type}"
             attention = options["attn_implementation"]
             raise ConfigError(
@@ -175,8 +175,8 @@ def _config_without_dropout(folder: Path) -> Any:
 
 
 def _source(config: PretrainedModel) -> tuple[str, dict[str, Any]]:
-    """Return what transformers calls the model and the options that say where it is."""
-    # Said and not left out: without it transformers asks at the terminal.
+    """Return the name of the model for transformers, and the options that locate it."""
+    # Set explicitly, because otherwise transformers asks at the terminal.
     options: dict[str, Any] = {"trust_remote_code": False}
     if config.gguf_file:
         options["gguf_file"] = config.gguf_file
@@ -237,7 +237,7 @@ def _fetch(auto: Any, config: PretrainedModel, source: str, options: dict[str, A
 
 
 def _ensure_padding(model: Any, tokenizer: Any) -> None:
-    """Give the tokenizer and the model a padding token other than the end token."""
+    """Set a padding token other than the end token in the tokenizer and the model."""
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         vocabulary = tokenizer.get_vocab()
         chosen = [t for t in PAD_CANDIDATES if t in vocabulary and t not in (tokenizer.eos_token, tokenizer.bos_token)]

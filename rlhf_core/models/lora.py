@@ -1,11 +1,11 @@
-"""Low-rank adapters (arXiv 2106.09685), rsLoRA and DoRA, and merged weights. The only module that imports peft.
+"""Add low-rank adapters (LoRA, arXiv 2106.09685; rsLoRA, DoRA) and merge them; the only module that imports peft.
 
-Adapters are put inside the model rather than around it, so a model with LoRA has the same class, backbone and head as
-one without.
+Adapters are inserted into the model instead of wrapped around it, so a model with LoRA has the same class, backbone and
+head as one without.
 
-Merging and stacking: a stage's result is always the merged weights, and its adapters alone lie beside them for other
-programs. The next stage starts from the merged weights with adapters of its own, fresh ones; adapters are never stacked,
-loaded again or merged twice. Within a stage a checkpoint holds the adapters, and a resumed stage goes on with them.
+The result of a stage is always the merged weights; the adapters are saved beside them for other programs. The next
+stage starts from the merged weights with fresh adapters. Adapters are never stacked, loaded again or merged twice.
+Within a stage, a checkpoint contains the adapters, and a resumed stage continues with them.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ logger = logging.getLogger(__name__)
 
 _LAYER = ".base_layer."
 _BLOCK_STATE = ".base_layer.weight."
-"""In the names of what a 4-bit weight needs to be made whole."""
+"""Part of the names of the tensors that restore a 4-bit weight."""
 _ADAPTER = "default"
 
 
 def apply_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> nn.Module:
-    """Return `model` with trainable adapters inside and everything else frozen; at first it computes what it did.
+    """Return `model` with trainable adapters and everything else frozen. Its outputs do not change at first.
 
-    A ~ Kaiming-uniform from `seed`, B = 0. With `quantise` the adapted layers' weights are rounded to 4 bits first. Raises
-    ConfigError if no module matches `target_modules`.
+    A ~ Kaiming-uniform from `seed`, B = 0. With `quantise`, the adapted layers' weights are rounded to 4 bits first.
+    Raises ConfigError if no module matches `target_modules`.
     """
     import peft
 
@@ -62,7 +62,7 @@ def apply_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> nn.Module:
     if config.quantise:
         quantise(model, targets)
         any_model.is_loaded_in_4bit = (
-            True  # how peft is told to adapt 4-bit layers; transformers would refuse to move it
+            True  # tells peft to adapt 4-bit layers; deleted below, as transformers would refuse to move the model
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -73,16 +73,17 @@ def apply_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> nn.Module:
 
 
 def has_lora(model: nn.Module) -> bool:
-    """Return whether `apply_lora` has put adapters into `model`."""
+    """Return whether `model` has adapters of `apply_lora`."""
     return any(".lora_A." in name for name, _ in model.named_parameters())
 
 
 def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the weights under Hugging Face checkpoint names, adapters merged, tied duplicates left out.
+    """Return the weights under Hugging Face checkpoint names, with adapters merged and without tied duplicates.
 
-    The live model does not change. Tensors are contiguous and on the CPU; weights without an adapter may share memory with
-    a model on the CPU, so use or copy them before the next optimizer step. The merge is V = W + scaling * B A in fp32,
-    for DoRA every row of V brought to its learnt norm, rounded once to the dtype of W. A 4-bit W is made whole before.
+    The live model does not change. Tensors are contiguous and on the CPU. Weights without an adapter may share memory
+    with a model on the CPU, so use or copy them before the next optimizer step. The merge is V = W + scaling * B A in
+    fp32, with every row of V scaled to its learned norm for DoRA, and rounded once to the dtype of W. A 4-bit W is
+    dequantized first.
     """
     layers = _adapted_layers(model)
     state: dict[str, Tensor] = {}
@@ -97,7 +98,7 @@ def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_adapter(model: nn.Module, folder: Path) -> None:
-    """Write the adapters alone in peft's layout, so that `peft.PeftModel.from_pretrained(base, folder)` loads them."""
+    """Write only the adapters in peft's layout, so that `peft.PeftModel.from_pretrained(base, folder)` loads them."""
     import peft
     from safetensors.torch import save_file
 
@@ -107,7 +108,7 @@ def save_adapter(model: nn.Module, folder: Path) -> None:
     named = {f"base_model.model.{name}": tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     settings = any_model.peft_config[_ADAPTER].to_dict()
-    # The folder that the base came from is a path on one machine; peft is given the base when it loads an adapter.
+    # The folder of the base model is a path on one machine. peft receives the base model when it loads an adapter.
     settings |= {
         "base_model_name_or_path": None,
         "inference_mode": True,
@@ -117,7 +118,7 @@ def save_adapter(model: nn.Module, folder: Path) -> None:
 
 
 def _adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """Return the layers with an adapter by the name of the weight that it changes."""
+    """Return the layers with an adapter, by the name of the weight that it changes."""
     return {
         f"{name}{_LAYER}weight": module
         for name, module in model.named_modules()
@@ -139,7 +140,7 @@ def _merged(weight_OI: Tensor, layer: Any) -> Tensor:
 
 
 def _tied_duplicates(model: nn.Module) -> list[str]:
-    """Return the names that repeat another parameter (a tied LM head)."""
+    """Return the names of parameters that duplicate another one (a tied LM head)."""
     duplicates, seen = [], set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in seen:
@@ -149,7 +150,8 @@ def _tied_duplicates(model: nn.Module) -> list[str]:
 
 
 def _checkpoint_names(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Undo what transformers does to names and tensors on load (fused experts, for one), as `save_pretrained` does."""
+    """Undo the changes that transformers makes to names and tensors on load (fused experts, for example), as
+    `save_pretrained` does."""
     from transformers import PreTrainedModel
     from transformers.core_model_loading import revert_weight_conversion
 

@@ -1,4 +1,4 @@
-"""Models inside installed Python packages. No torch here: keys are made of these folders before an engine is loaded."""
+"""Find models inside installed Python packages, without torch: keys of their folders are made before engines load."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from rlhf_core.errors import ConfigError, explain
 
 PACKAGE = "package:"
-"""What the path of such a model begins with."""
+"""Prefix of the path of such a model."""
 
 
 def package_folder(path: str) -> Path:
-    """Return the folder that `package:<python package>[/<folder>]` names. Raises ConfigError if it is not there."""
+    """Return the folder that `package:<python package>[/<folder>]` names. Raises ConfigError if it does not exist."""
     package, _, inside = path.removeprefix(PACKAGE).partition("/")
     spec = importlib.util.find_spec(package) if package else None
     if spec is None or not spec.submodule_search_locations:

@@ -1,4 +1,4 @@
-"""Frozen weights in 4 bits under their adapters (QLoRA, arXiv 2305.14314). The only module that imports bitsandbytes."""
+"""Store frozen weights under adapters in 4 bits (QLoRA, arXiv 2305.14314); the only module to import bitsandbytes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ QUANTISER = "bitsandbytes"
 
 
 def check_quantiser() -> None:
-    """Raise ConfigError where bitsandbytes is not installed."""
+    """Raise ConfigError if bitsandbytes is not installed."""
     if find_spec(QUANTISER) is None:
         rule = f"needs {QUANTISER}, which is not installed"
         raise ConfigError(explain("lora.quantise", "nf4", rule, f"install {QUANTISER}, or leave lora.quantise empty"))
 
 
 def quantise(model: nn.Module, names: Collection[str]) -> None:
-    """Put 4-bit layers in the place of the linear layers of `model` whose last name is in `names`.
+    """Replace the linear layers of `model` whose last name is in `names` with 4-bit layers.
 
-    NF4 in blocks of 64, the blocks' scales quantised too. A weight is rounded when its layer is moved to a device.
+    Weights are NF4 in blocks of 64, with quantized scales of the blocks. A weight is rounded when its layer is moved to
+    a device.
     """
     bitsandbytes = import_module(QUANTISER)
     for owner in list(model.modules()):
@@ -52,12 +53,12 @@ def quantise(model: nn.Module, names: Collection[str]) -> None:
 
 
 def is_quantised(layer: nn.Module) -> bool:
-    """Return whether `layer` is one of `quantise`."""
+    """Return whether `layer` was made by `quantise`."""
     return type(layer).__name__ == "Linear4bit"
 
 
 def whole_weight(layer: nn.Module) -> Tensor:
-    """Return weight_OI of a layer of `quantise` in the dtype that it had, as the forward pass uses it."""
+    """Return the dequantized weight_OI of a layer made by `quantise`, in its original dtype as in the forward pass."""
     any_layer: Any = layer
     functional = import_module(f"{QUANTISER}.functional")
     weight: Tensor = functional.dequantize_4bit(any_layer.weight.data, any_layer.weight.quant_state)

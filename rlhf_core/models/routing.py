@@ -1,7 +1,7 @@
-"""How evenly the routers of a mixture of experts spread each sample's tokens: the load-balancing loss (arXiv 2101.03961).
+"""Compute the load-balancing loss of a mixture of experts (arXiv 2101.03961).
 
-The loss is taken sequence by sequence (arXiv 2405.04434), as a product of two averages over one sample's tokens. Over a
-micro-batch instead, as in transformers, it would change with the micro-batches; so it is a sum over samples like any
+The loss is computed per sequence (arXiv 2405.04434), as a product of two averages over one sample's tokens. Computed
+over a micro-batch, as in transformers, it would depend on the micro-batches. Here it is a sum over samples, like any
 other loss.
 
 Legend: N samples, T positions of all rows, E experts, K experts per token.
@@ -22,20 +22,20 @@ from rlhf_core.models.batches import TokenBatch
 
 
 class Routing:
-    """The balance of the samples that went through a model while it was watched."""
+    """The routing balance of the samples that passed through a model inside `watching`."""
 
     def __init__(self) -> None:
         self._balance: list[Tensor] = []
 
     def add(self, router_logits: Sequence[Tensor], batch: TokenBatch, *, experts_per_token: int) -> None:
-        """Add the samples of `batch`; `router_logits` are [T, E] per layer, rows one after another."""
+        """Add the samples of `batch`. `router_logits` are [T, E] per layer, with the rows concatenated."""
         layers = [_balance(logits, batch, experts_per_token) for logits in router_logits]
         self._balance.append(torch.stack(layers).mean())
 
     def total(self) -> Tensor:
-        """Return the sum over samples of the mean over layers of E * sum_e (fraction sent to e) * (mean probability of e).
+        """Return the sum over samples of the layers' mean of E * sum_e (fraction sent to e) * (mean probability of e).
 
-        A sample counts K when all experts get the same, and more the less even it is, at most E.
+        A sample contributes K if its tokens are spread evenly over the experts, and more if not, but at most E.
         """
         return torch.stack(self._balance).sum()
 
@@ -45,7 +45,7 @@ _watched: ContextVar[Routing | None] = ContextVar("watched", default=None)
 
 @contextmanager
 def watching() -> Iterator[Routing]:
-    """Collect the routing of every batch whose hidden states are computed inside."""
+    """Collect the routing of every batch whose hidden states are computed inside this context."""
     routing = Routing()
     token = _watched.set(routing)
     try:
@@ -55,12 +55,12 @@ def watching() -> Iterator[Routing]:
 
 
 def routing_arguments() -> dict[str, bool]:
-    """Return what a backbone must be asked for while routing is watched."""
+    """Return the arguments that a backbone needs while routing is watched."""
     return {} if _watched.get() is None else {"output_router_logits": True}
 
 
 def note_routing(backbone: nn.Module, output: Any, batch: TokenBatch) -> None:
-    """Give the router logits in a backbone's `output` for `batch` to whoever watches."""
+    """Add the router logits in a backbone's `output` for `batch` to the active `Routing`, if any."""
     routing = _watched.get()
     if routing is not None:
         any_backbone: Any = backbone
@@ -69,7 +69,7 @@ def note_routing(backbone: nn.Module, output: Any, batch: TokenBatch) -> None:
 
 
 def check_routers(model: nn.Module) -> None:
-    """Raise ConfigError unless `model` is a mixture of experts that transformers knows a load-balancing loss for."""
+    """Raise ConfigError unless `model` is a mixture of experts with a load-balancing loss in transformers."""
     any_model: Any = model
     config = any_model.config.get_text_config()
     if not hasattr(config, "router_aux_loss_coef") or not hasattr(config, "num_experts_per_tok"):
@@ -79,7 +79,7 @@ def check_routers(model: nn.Module) -> None:
 
 
 def _balance(logits: Tensor, batch: TokenBatch, experts_per_token: int) -> Tensor:
-    """Return the summed balance of the samples of `batch` in one layer, in fp32."""
+    """Return the sum of the balances of the samples of `batch` in one layer, in fp32."""
     experts = logits.shape[-1]
     probs_TE = torch.softmax(logits.reshape(-1, experts).float(), dim=-1)
     chosen_TK = probs_TE.detach().topk(experts_per_token, dim=-1).indices
@@ -92,7 +92,7 @@ def _balance(logits: Tensor, batch: TokenBatch, experts_per_token: int) -> Tenso
 
 
 def _samples(batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    """Return the sample that each position belongs to (N for padding), and the samples' lengths as a column."""
+    """Return the sample of each position (N for padding), and the lengths of the samples as a column."""
     sample_BL = torch.full(batch.token_ids_BL.shape, len(batch.rows), dtype=torch.int64)
     for index, (row, start, length) in enumerate(batch.rows):
         sample_BL[row, start : start + length] = index

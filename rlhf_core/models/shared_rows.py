@@ -1,9 +1,9 @@
-"""Which architectures keep samples that share a row apart, and rows of several samples where a batch has one to a row.
+"""Compute several samples in shared rows, for architectures that keep the samples of a row separate.
 
-Restarting position ids keep samples apart only where nothing but attention under transformers' own causal masks passes
-between positions. Convolutions, recurrent states and other masks or positions leak without a word, so packing is refused for
-an architecture that is not known to be separable, and its rows are not shared. Shared rows compute less padding, and the same
-values.
+Restarting position IDs separate samples only if all exchange between positions is attention under transformers' own
+causal masks. Convolutions, recurrent states and other masks or positions leak silently. Packing is therefore refused
+for an architecture that is not known to be separable, and its rows are not shared. Shared rows compute the same values
+with less padding.
 
 Legend: B rows of the batch, R rows of the layout, L positions, H hidden.
 """
@@ -73,48 +73,48 @@ SEPARABLE = frozenset(
         "starcoder2",
     }
 )
-"""`model_type` of the architectures that are known to keep samples apart by their position ids, with and without windows of
-attention: `python -m benchmarks.separable` proves each, and tries all that transformers has."""
+"""`model_type` of the architectures known to separate samples by position IDs, with and without attention windows.
+`python -m benchmarks.separable` proves each of them and tries all architectures of transformers."""
 LAYERS = frozenset({"full_attention", "sliding_attention"})
-"""`layer_types` of which that is known; an architecture may have others in some of its models."""
+"""`layer_types` known to separate samples. Some models of an architecture may have other types."""
 LONGEST = 4096
-"""Attention of shared rows needs a mask of L x L; beyond this it costs more than the padding."""
+"""Maximum length of shared rows. Their attention needs an L x L mask, which costs more than the padding beyond this."""
 WORTHWHILE = 0.9
-"""Rows are shared if at most this part of them remains: a mask is slower than plain causal attention."""
+"""Rows are shared if at most this fraction of them remains, because a mask is slower than plain causal attention."""
 
 
 @dataclass(frozen=True)
 class SharedRows:
-    """Where each position of the fewer rows comes from, and where each of the batch has gone."""
+    """A layout of a batch in fewer rows, with the place of each position of the batch."""
 
     token_ids_RL: Tensor
     position_ids_RL: Tensor
     gone_to: Tensor
-    """[B * L]: the flat place of each position of the batch; padding has none of its own and reads the first."""
+    """[B * L]: flat index into the shared rows of each position of the batch. Padding has none and reads the first."""
 
     def restore(self, hidden_RLH: Tensor, batch: TokenBatch) -> Tensor:
-        """Return the hidden states in the rows of the batch; those of padding mean nothing."""
+        """Return the hidden states in the rows of the batch. Those of padding are meaningless."""
         return hidden_RLH.flatten(0, 1)[self.gone_to].reshape(*batch.token_ids_BL.shape, -1)
 
 
 def keeps_apart(config: Any) -> bool:
-    """Return whether a model of this transformers configuration is known to keep samples in one row apart."""
+    """Return whether a model of this transformers configuration is known to keep the samples of a row separate."""
     types = getattr(config.get_text_config(), "layer_types", None) or ()
     return config.model_type in SEPARABLE and LAYERS.issuperset(types)
 
 
 def check_packing(config: Any) -> None:
-    """Raise ConfigError if a model of this transformers configuration is not known to keep packed samples apart."""
+    """Raise ConfigError if a model of this transformers configuration is not known to keep packed samples separate."""
     if not keeps_apart(config):
         rule = f"a model of type {config.model_type} is not known to keep packed samples apart"
         raise ConfigError(explain("packing", True, rule, "train without packing (packing = false)"))
 
 
 def shared_rows(batch: TokenBatch) -> SharedRows | None:
-    """Return a layout of `batch` in fewer rows as long as its longest, or None where that is impossible or not worth it.
+    """Return a layout of `batch` in fewer rows of its longest length, or None if that is impossible or not worthwhile.
 
-    First-fit from the longest sample down, so it depends on the lengths and their order alone. Only for a model that
-    `keeps_apart`.
+    Samples are placed first-fit from the longest down, so the layout depends only on the lengths and their order. Use
+    it only for a model for which `keeps_apart` is true.
     """
     count, length = batch.token_ids_BL.shape
     if batch.packed or count == 1 or length > LONGEST:
@@ -132,7 +132,7 @@ def shared_rows(batch: TokenBatch) -> SharedRows | None:
     comes_from = torch.zeros(len(used) * length, dtype=torch.int64)
     positions = torch.zeros_like(comes_from)
     gone_to = torch.zeros(count * length, dtype=torch.int64)
-    # In the order of their places: each sample counts on to the end of its row, and the next one takes over.
+    # In the order of places, each sample numbers the positions to the end of its row, and the next one overwrites them.
     for row, _, taken in sorted(batch.rows, key=lambda span: places[span[0]]):
         place = places[row]
         end = (place // length + 1) * length

@@ -1,4 +1,4 @@
-"""Whether two models speak of the same tokens."""
+"""Check whether two models have the same vocabulary."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from rlhf_core.errors import ConfigError, explain
 
 
 def shared_vocabulary(student: Path, teacher: Path) -> int:
-    """Return the size of the vocabulary (rows of the LM head) of two policies; ConfigError if it is not the same one.
+    """Return the vocabulary size (rows of the LM head) of two policies. Raises ConfigError if the vocabularies differ.
 
-    Same means the same token under the same id, and heads of the same width: padded to different sizes, they are
-    distributions over different tokens.
+    They are the same if every ID has the same token and the heads have the same width. Heads padded to different sizes
+    give distributions over different tokens.
     """
     from transformers import AutoConfig, AutoTokenizer
 

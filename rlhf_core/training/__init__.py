@@ -1,1 +1,1 @@
-"""What models are trained for, and the engines and loops that do it."""
+"""Train models: objectives, engines and training loops."""

@@ -1,4 +1,4 @@
-"""AdamW that clips to a global gradient norm and leaves the model alone when the gradient is not finite."""
+"""Provide AdamW with clipping to a global gradient norm, which skips the update if the gradient is not finite."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from rlhf_core.config.engines import OptimizerConfig
 
 LONGEST = 2**18
-"""Squares of float32 that are added up in one go; a CPU adds them one after another, so that a sum of many loses digits."""
+"""Maximum number of float32 squares per sum. A CPU adds them one after another, so that a longer sum loses digits."""
 BLOCK = 2**12
-"""Squares of a longer gradient that are added up first."""
+"""Number of elements per block for which a norm is computed first in longer gradients."""
 
 
 def parameter_groups(module: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
-    """Return the trained parameters in two groups: matrices decay, vectors (norms, biases) do not; empty ones left out."""
+    """Return the non-empty groups of trained parameters: matrices with decay, vectors (norms, biases) without."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
@@ -29,7 +29,7 @@ def parameter_groups(module: nn.Module, *, weight_decay: float) -> list[dict[str
 
 
 def adamw(module: nn.Module, config: OptimizerConfig, *, fused: bool) -> torch.optim.AdamW:
-    """Return plain AdamW (arXiv 1711.05101) over `module`, for engines that clip and check by themselves."""
+    """Return plain AdamW (arXiv 1711.05101) over `module`, for engines that clip and check gradients themselves."""
     return torch.optim.AdamW(
         parameter_groups(module, weight_decay=config.weight_decay),
         lr=config.learning_rate,
@@ -40,9 +40,9 @@ def adamw(module: nn.Module, config: OptimizerConfig, *, fused: bool) -> torch.o
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the norm of all `gradients` together; it holds norms of blocks and no copy of a gradient.
+    """Return the norm of all `gradients` together. It stores norms of blocks, but no copy of a gradient.
 
-    In one go the squares of 40 million elements lose 0.6 % of their sum on a CPU.
+    In a single sum on a CPU, the squares of 40 million elements lose 0.6 % of their sum.
 
     >>> gradient_norm([torch.tensor([3.0]), torch.tensor([[4.0]])]).item()
     5.0
@@ -53,8 +53,8 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
 class ClippedAdamW(torch.optim.AdamW):
     """AdamW whose `step` first clips the gradient to `max_grad_norm`, and does nothing if its norm is not finite.
 
-    A subclass because DeepSpeed at ZeRO stage 0 calls nothing but `step`, and reads `_global_grad_norm` and `overflow`
-    from the optimizer when it has them.
+    It is a subclass because DeepSpeed at ZeRO stage 0 calls only `step`, and reads `_global_grad_norm` and `overflow`
+    from the optimizer if they exist.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], config: OptimizerConfig, *, fused: bool) -> None:
@@ -65,12 +65,12 @@ class ClippedAdamW(torch.optim.AdamW):
 
     @property
     def grad_norm(self) -> float:
-        """The norm before clipping of the last step; infinite if that step was skipped."""
+        """The gradient norm of the last step before clipping, infinite if that step was skipped."""
         return self._global_grad_norm
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Clip, then update unless the gradient is not finite."""
+        """Clip the gradient, then update the weights unless it is not finite."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         total = gradient_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
         clip_grads_with_norm_(parameters, self._max_grad_norm, total)
@@ -82,7 +82,7 @@ class ClippedAdamW(torch.optim.AdamW):
 
 
 def _shortened(gradient: Tensor) -> Tensor:
-    """Return a tensor of the norm of `gradient` and of at most `LONGEST` elements: itself, or the norms of its blocks."""
+    """Return a tensor with the norm of `gradient` and at most `LONGEST` elements: itself, or norms of its blocks."""
     while gradient.numel() > LONGEST:
         flat = gradient.reshape(-1)
         whole = flat.numel() // BLOCK * BLOCK

@@ -1,8 +1,8 @@
-"""Which samples go through the model together, which rank they belong to, and how the ranks' metrics come together.
+"""Divide samples into micro-batches and ranks, and combine the metrics of ranks.
 
-Micro-batches depend on the contents of the samples and not on the order in which they come. The log-probs of a set of
-rollouts are therefore computed in the same micro-batches before the update and in it, bit for bit, and on one rank the
-first ratio of the policy loss is exactly 1.
+Micro-batches depend on the contents of the samples, but not on their order. The log-probs of a set of rollouts are
+therefore computed in the same micro-batches before and during the update, bit for bit, and on one rank the first ratio
+of the policy loss is exactly 1.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Row: TypeAlias = (
 
 
 def ordered(samples: Sequence[Row]) -> list[int]:
-    """Return the indices of `samples`, longest first and then by token ids: the order of micro-batches."""
+    """Return the indices of `samples` in the order of micro-batches: longest first, then by token IDs."""
     keys = [_sides(sample) for sample in samples]
     return sorted(range(len(samples)), key=lambda index: (-row_length(samples[index]), keys[index]))
 
@@ -42,9 +42,9 @@ def ordered(samples: Sequence[Row]) -> list[int]:
 def micro_batches(samples: Sequence[Row], *, rows: int, pack_to: int | None, padded_tokens: int = 0) -> list[list[int]]:
     """Return the indices of each micro-batch in the order of `ordered`.
 
-    A micro-batch has at most `rows` samples or, with `padded_tokens`, as many as are at most so many tokens when all are
-    padded to the longest, and at least one; with packing, samples of at most `rows * pack_to` tokens together, which
-    first-fit lays out in about `rows` rows.
+    A micro-batch has at most `rows` samples. With `padded_tokens`, it has as many samples as have at most that number
+    of tokens when padded to the longest, and at least one. With packing, its samples have at most `rows * pack_to`
+    tokens in total, which first-fit packs into about `rows` rows.
     """
     batches: list[list[int]] = []
     tokens = longest = 0
@@ -65,9 +65,9 @@ def micro_batches(samples: Sequence[Row], *, rows: int, pack_to: int | None, pad
 
 
 def shares(lengths: Sequence[int], world: int) -> list[list[int]]:
-    """Return the indices of each rank's samples: dealt out by length, there and back, so that all have equal work.
+    """Return the indices of each rank's samples, dealt by length in alternating direction so that the work is balanced.
 
-    Ranks differ by at most one sample. One rank keeps the order.
+    The numbers of samples of two ranks differ by at most one. A single rank keeps the order.
 
     >>> shares([5, 1, 4, 2, 3, 6], 2)
     [[3, 4, 5], [0, 1, 2]]
@@ -80,9 +80,9 @@ def shares(lengths: Sequence[int], world: int) -> list[list[int]]:
 
 
 def is_maximum(name: str) -> bool:
-    """Whether a metric is the largest of its parts (micro-batches, ranks, optimizer steps), by its name: the one rule.
+    """Return whether a metric is the maximum over its parts (micro-batches, ranks, optimizer steps).
 
-    Every other metric is a share of its step: shares are added up, and steps averaged.
+    The name alone decides. Every other metric is a share of its step: shares are summed, and steps are averaged.
 
     >>> is_maximum("policy/ratio_max"), is_maximum("policy/loss")
     (True, False)
@@ -91,9 +91,9 @@ def is_maximum(name: str) -> bool:
 
 
 def reduce(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the metrics of a step from those of its ranks: sums, or the largest (`is_maximum`).
+    """Return the metrics of a step from those of its ranks: sums, or maxima (`is_maximum`).
 
-    For what `forward_backward` and `loss` return; what `optim_step` returns is the same on every rank.
+    Use it for the metrics of `forward_backward` and `loss`; those of `optim_step` are the same on every rank.
 
     >>> reduce([{"loss": 0.25, "ratio_max": 1.5}, {"loss": 0.5, "ratio_max": 1.25}])
     {'loss': 0.75, 'ratio_max': 1.5}
@@ -109,7 +109,7 @@ def reduce(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def averaged(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the metrics of several optimizer steps as one: means, or the largest (`is_maximum`).
+    """Return the combined metrics of several optimizer steps: means, or maxima (`is_maximum`).
 
     >>> averaged([{"loss": 0.25, "ratio_max": 1.5}, {"loss": 0.75, "ratio_max": 1.25}])
     {'loss': 0.5, 'ratio_max': 1.5}
@@ -118,12 +118,12 @@ def averaged(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def row_length(sample: Row | tuple[int, ...]) -> int:
-    """Return the tokens of a sample's row, or of the longer one of a pair."""
+    """Return the number of tokens in a sample's row, or in the longer row of a pair."""
     return len(sample) if isinstance(sample, tuple) else max(len(ids) for ids in _sides(sample))
 
 
 def row_count(sample: Row) -> int:
-    """Return how many token rows a sample is in a forward pass: two for a pair."""
+    """Return the number of token rows of a sample in a forward pass, two for a pair."""
     return len(_sides(sample))
 
 

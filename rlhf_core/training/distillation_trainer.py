@@ -1,4 +1,4 @@
-"""Train a student on a teacher's distributions, which are computed piece by piece while the student trains."""
+"""Train a student on the distributions of a teacher, computed in pieces during training."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 PIECE_ELEMENTS = 2**25
-"""Most log-probs of the teacher held at once: 128 MiB in float32, and as much again for the token ids."""
+"""Maximum number of teacher log-probs in memory: 128 MiB in float32, and the same again for the token IDs."""
 
 
 @dataclass(frozen=True)
 class PartOfStep:
-    """An objective whose samples are a part of an optimizer step, with the `counts` of the whole step."""
+    """An objective on a part of the samples of an optimizer step, with the `counts` of the whole step."""
 
     objective: TrainingObjective
     counts: Mapping[str, float]
@@ -44,14 +44,14 @@ class PartOfStep:
         pad_id: int,
         device: torch.device,
     ) -> LossOutput:
-        """Return the share of `samples` as the objective has it."""
+        """Return the objective's share of `samples`."""
         return self.objective.compute(model, samples, denominators, pad_id=pad_id, device=device)
 
 
 def _of_student(
     method: Callable[Concatenate[Trainer, P], T],
 ) -> Callable[Concatenate[DistillationTrainer, P], T]:
-    """Return a method that calls `method` of the student."""
+    """Return a method that calls `method` on the student."""
 
     @functools.wraps(method)
     def call(self: DistillationTrainer, *arguments: P.args, **keywords: P.kwargs) -> T:
@@ -62,10 +62,11 @@ def _of_student(
 
 
 class DistillationTrainer:
-    """The student's `Trainer`: it takes `TokenSample`s and trains on the distributions of `teacher` at their masked tokens.
+    """A `Trainer` of a student on `TokenSample`s, whose targets are the distributions of `teacher` at masked tokens.
 
-    The teacher computes its `k` likeliest tokens (0: all of the `vocabulary`) when a sample is used. The distributions are
-    dropped after use, so that a step or an evaluation of any size holds at most `PIECE_ELEMENTS` log-probs.
+    The teacher computes its `k` most likely tokens (0: all of the `vocabulary`) when a sample is used. The
+    distributions are dropped after use, so that a step or an evaluation of any size holds at most `PIECE_ELEMENTS`
+    log-probs.
     """
 
     def __init__(self, student: Trainer, teacher: Trainer, *, k: int, temperature: float, vocabulary: int) -> None:
@@ -76,14 +77,14 @@ class DistillationTrainer:
         self._width = k or vocabulary
 
     def forward_backward(self, samples: Sequence[Any], objective: Any) -> Metrics:
-        """Accumulate the gradient over all `samples` of the step; return the metrics."""
+        """Accumulate the gradient over all `samples` of the step and return the metrics."""
         part = PartOfStep(objective, step_counts(objective, samples))
         return reduce(
             [self._student.forward_backward(self._with_teacher(piece), part) for piece in self._pieces(samples)]
         )
 
     def loss(self, samples: Sequence[Any], objective: Any) -> Metrics:
-        """Return the metrics without gradients."""
+        """Return the metrics without computing gradients."""
         part = PartOfStep(objective, step_counts(objective, samples))
         return reduce([self._student.loss(self._with_teacher(piece), part) for piece in self._pieces(samples)])
 
@@ -92,7 +93,7 @@ class DistillationTrainer:
         return [DistillationSample(one.token_ids, one.loss_mask, top) for one, top in zip(samples, tops, strict=True)]
 
     def _pieces(self, samples: Sequence[TokenSample]) -> Iterator[list[TokenSample]]:
-        """Yield consecutive samples of at most `PIECE_ELEMENTS` log-probs, or a single one of more."""
+        """Yield lists of consecutive samples with at most `PIECE_ELEMENTS` log-probs, or one sample with more."""
         piece: list[TokenSample] = []
         elements = 0
         for sample in samples:

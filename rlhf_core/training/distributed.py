@@ -1,6 +1,6 @@
-"""Which of how many train workers this process is, and the group through which they talk.
+"""Determine the rank of this train worker and join the process group.
 
-A launcher sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without them the process is alone.
+A launcher sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Without them there is a single process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def _check_reach(host: str, world: int) -> None:
-    """Raise ConfigError if a launcher put ranks on other machines (LOCAL_WORLD_SIZE), which cannot come to `host`."""
+    """Raise ConfigError if a launcher put ranks on other machines (LOCAL_WORLD_SIZE) that cannot reach `host`."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if here < world and is_loopback(host):
         rule = f"{here} of {world} ranks are on this machine, and the others cannot reach this address"
@@ -43,7 +43,7 @@ def _check_reach(host: str, world: int) -> None:
 
 
 def local_device() -> torch.device:
-    """Return the GPU of this process, or the CPU where there is none. A launcher that shows one GPU needs no LOCAL_RANK."""
+    """Return the GPU of this process, or the CPU if there is none. LOCAL_RANK is not needed if one GPU is visible."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     several = torch.cuda.device_count() > 1 and "LOCAL_RANK" in os.environ
@@ -51,9 +51,9 @@ def local_device() -> torch.device:
 
 
 def join() -> None:
-    """Join the process group (NCCL on GPUs, gloo on CPUs); does nothing the second time.
+    """Join the process group (NCCL on GPUs, Gloo on CPUs). Does nothing if it has been joined already.
 
-    A process that is alone makes a group of one without opening a port.
+    A single process makes a group of one without opening a port.
     """
     if dist.is_initialized():
         return
@@ -67,9 +67,10 @@ def join() -> None:
 
 
 def _listen_where_the_others_are(host: str) -> None:
-    """Let gloo, which asks nobody who they are, listen where rank 0 is reached: not where the machine's name leads.
+    """Make Gloo listen on the interface towards rank 0 instead of that of the host name.
 
-    A choice of the user's stays. NCCL, which asks for a key, may take what is fastest.
+    Gloo does not authenticate its peers. An interface chosen by the user is kept. NCCL, which requires a key, may use
+    the fastest interface.
     """
     interface = interface_towards(host)
     if interface:
@@ -77,10 +78,10 @@ def _listen_where_the_others_are(host: str) -> None:
 
 
 def _meeting_point(rank: int, world: int) -> dist.Store | None:
-    """Return the store through which the ranks find each other; rank 0 opens it at MASTER_ADDR alone.
+    """Return the store through which the ranks find each other. Rank 0 opens it on MASTER_ADDR only.
 
-    torch's own (`env://`) listens on every interface of the machine, and whoever reaches it can change what is in it. None
-    leaves it to torch: torchrun has opened it before.
+    The store of torch (`env://`) listens on every interface of the machine, and anyone who reaches it can change its
+    contents. Returns None to leave it to torch, if torchrun has already opened the store.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None
@@ -101,7 +102,7 @@ def _meeting_point(rank: int, world: int) -> dist.Store | None:
 
 
 def largest(value: int) -> int:
-    """Return the largest `value` over all processes of the group (a collective call)."""
+    """Return the maximum of `value` over all processes of the group (a collective call)."""
     device = local_device() if dist.get_backend() == "nccl" else torch.device("cpu")
     tensor = torch.tensor([value], dtype=torch.int64, device=device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)

@@ -1,4 +1,4 @@
-"""The exponential moving average of a model's trained weights."""
+"""Compute the exponential moving average of a model's trained weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from rlhf_core.training.state import trained_parameters
 
 
 class WeightAverage:
-    """average <- decay * average + (1 - decay) * weights after every update, in float32; starts at the weights.
+    """A float32 average of weights that starts at the initial weights.
+
+    After every update, average <- decay * average + (1 - decay) * weights.
 
     >>> model = nn.Linear(1, 1, bias=False)
     >>> _ = model.weight.data.fill_(1.0)
@@ -28,26 +30,26 @@ class WeightAverage:
         self._average = {name: weight.float().clone() for name, weight in trained_parameters(module).items()}
 
     def update(self, module: nn.Module) -> None:
-        """Take in the weights of `module` after an update."""
+        """Add the weights of `module` to the average after an optimizer update."""
         for name, weight in trained_parameters(module).items():
             self._average[name].lerp_(weight.float(), 1 - self._decay)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield what the average takes memory for."""
+        """Yield the tensors of the average."""
         yield from self._average.values()
 
     def state(self) -> dict[str, Tensor]:
-        """Return copies for a checkpoint, on the CPU."""
+        """Return copies of the average on the CPU, for a checkpoint."""
         return {name: weight.to("cpu", copy=True) for name, weight in self._average.items()}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Go on from `state`."""
+        """Restore the average from `state`."""
         for name, weight in self._average.items():
             weight.copy_(state[name])
 
     @contextmanager
     def in_place(self, module: nn.Module) -> Iterator[None]:
-        """Inside, `module` holds the average, rounded to its own precision; afterwards its own weights again."""
+        """Replace the weights of `module` with the average, rounded to their precision, inside this context."""
         weights = trained_parameters(module)
         own = {name: weight.clone() for name, weight in weights.items()}
         try:
@@ -60,7 +62,7 @@ class WeightAverage:
 
 
 def average_of(module: nn.Module, *, decay: float, rank: int) -> WeightAverage | None:
-    """Return the average that this rank keeps: rank 0's where `decay` asks for one, as all ranks hold whole weights."""
+    """Return the average on rank 0 if `decay` is not 0, else None. One is enough, as all ranks hold whole weights."""
     if decay == 0 or rank > 0:
         return None
     with torch.no_grad():

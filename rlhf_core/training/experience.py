@@ -1,7 +1,7 @@
-"""From scored rollouts to training samples: token rewards, advantages and returns.
+"""Convert scored rollouts to training samples: token rewards, advantages and returns.
 
 Shapes: B rollouts, T completion tokens (padded to the longest), P prompts, G samples per prompt; B = P * G, and the
-rollouts of a prompt stand together.
+rollouts of a prompt are consecutive.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from rlhf_core.user_code.dependencies import UserFunction
 
 @dataclass(frozen=True)
 class Experience:
-    """Rollouts as the models see them. `logprobs` and `values` rows are per token of the whole sequence (length L)."""
+    """Rollouts with the outputs of the models. Rows of `logprobs` and `values` cover the whole sequence (length L)."""
 
     rollouts: tuple[Rollout, ...]
     samples: tuple[TokenSample, ...]
     old_logprobs: tuple[tuple[float, ...], ...]
     ref_logprobs: tuple[tuple[float, ...], ...]
-    """One row per sample, or empty where there is no reference."""
+    """One row per sample, or empty if there is no reference."""
     values: tuple[tuple[float, ...], ...]
-    """One row per sample, or empty where there is no value model."""
+    """One row per sample, or empty if there is no value model."""
 
 
 @dataclass(frozen=True)
 class Advantages:
-    """What the losses need: advantages and returns per completion token, and what was measured on the way."""
+    """Advantages and returns per completion token, which the losses need, and the metrics of their computation."""
 
     advantages_BT: Tensor
     returns_BT: Tensor
@@ -53,13 +53,13 @@ class Advantages:
 
 
 def token_sample(rollout: Rollout) -> TokenSample:
-    """Return prompt and completion as one sequence whose actions are the tokens that the policy sampled."""
+    """Return prompt and completion as one sequence with a mask of the tokens that the policy sampled."""
     prompt, completion = rollout.prompt_ids, rollout.completion
     return TokenSample(token_ids=prompt + completion.token_ids, loss_mask=(0,) * len(prompt) + completion.action_mask)
 
 
 def completion_tensor(rows: Sequence[Sequence[float]], experience: Experience) -> Tensor:
-    """Return the completion part of per-token rows (length L each) as a right-padded tensor (B, T)."""
+    """Return the completion part of per-token rows (of length L) as a right-padded tensor (B, T)."""
     parts = [
         torch.tensor(row[len(rollout.prompt_ids) :], dtype=torch.float32)
         for row, rollout in zip(rows, experience.rollouts, strict=True)
@@ -77,22 +77,24 @@ def estimate_advantages(
     turn_weight: float = 0.0,
     function: UserFunction | None = None,
 ) -> Advantages:
-    """Return advantages by `estimator` from rewards with the KL penalty inside (`kl_coef` = 0 leaves it out).
+    """Return advantages of `estimator` from rewards that include the KL penalty (`kl_coef` = 0 leaves it out).
 
-    Token rewards (arXiv 2203.02155): -kl_coef * k1 on every token, k1 = log pi_old - log pi_ref, and the rollout's reward
-    on the last one; with `turn_weight` that much of what each turn earned stands at the turn's own last token. gae and
-    reinforce++ are of these. Group estimators compare whole answers, and the penalty comes in by `kl_credit`:
+    Token rewards (arXiv 2203.02155) are -kl_coef * k1 on every token, with k1 = log pi_old - log pi_ref, plus the
+    rollout's reward on the last token. `turn_weight` moves that fraction of each turn's reward to the turn's own last
+    token. gae and reinforce++ use token rewards. Group estimators compare whole answers, and `kl_credit` sets how the
+    penalty enters:
 
-    `token`: A_t = (reward after the group's baseline) - kl_coef * (sum of k1 from t on). The baseline is of rewards alone,
-    and a token pays for what comes from it on, undiscounted: OpenRLHF's `compute_advantages_and_returns`, whose baseline
-    is subtracted before the penalty is put on each token and summed up; REINFORCE++ (arXiv 2501.03262) has the penalty
-    per token, too.
-    `answer`: A_t = (reward - kl_coef * sum of k1) after the group's baseline, the same on every token. The penalty is part
-    of what an answer earns, and so of the baseline: RLOO (arXiv 2402.14740: r - beta log(pi/pi_ref) of the whole answer
-    is what its baseline is of), as TRL's RLOO and verl (`apply_kl_penalty`) do it.
+    `token`: A_t = (reward after the group's baseline) - kl_coef * (sum of k1 from t on). The baseline contains rewards
+    only, and each token pays the undiscounted penalty from itself on. This is OpenRLHF's
+    `compute_advantages_and_returns`, which subtracts the baseline before it puts the penalty on each token and sums it
+    up. REINFORCE++ (arXiv 2501.03262) has the penalty per token, too.
 
-    What reinforce++-baseline whitens is the result. `function` is that of a custom estimator. Raises ConfigError for
-    groups of fewer than two, and for a penalty without a reference.
+    `answer`: A_t = (reward - kl_coef * sum of k1) after the group's baseline, the same on every token. The penalty is a
+    part of the answer's reward and therefore of the baseline. This is RLOO (arXiv 2402.14740, whose baseline is of
+    r - beta log(pi/pi_ref) of the whole answer), as in TRL's RLOO and verl (`apply_kl_penalty`).
+
+    reinforce++-baseline whitens the result. `function` is that of a custom estimator. Raises ConfigError for groups of
+    fewer than two, and for a penalty without a reference.
     """
     mask_BT = completion_tensor([sample.loss_mask for sample in experience.samples], experience)
     old_BT = completion_tensor(experience.old_logprobs, experience)
@@ -111,8 +113,8 @@ def estimate_advantages(
         move_to_turns(rewards_BT, experience.rollouts, weight=turn_weight)
 
     if isinstance(estimator, GroupAdvantage):
-        # From the scores and not from token rewards that add up to them: of a group that earned the same the sums
-        # differ by rounding, and a spread that is rounding divided by itself looks like an advantage.
+        # Computed from the scores, not from sums of token rewards: the sums of a group with equal rewards differ by
+        # rounding, and a spread of rounding errors divided by itself looks like an advantage.
         answers_B = scores_B - kl_coef * kl_BT.sum(dim=1) if kl_credit == "answer" else scores_B
         advantages_BT = _compared(estimator, answers_B, mask_BT, group_size, function)
         if kl_credit == "token":
@@ -120,7 +122,7 @@ def estimate_advantages(
         returns_BT = advantages_BT
         if estimator.whitened:
             advantages_BT = whiten(advantages_BT, mask_BT)
-        # Of the scores: with a KL penalty inside, no two rewards are equal.
+        # Counted on the scores, because with a KL penalty no two rewards are equal.
         metrics["reward/zero_variance_groups"] = float(zero_variance_groups(scores_B.reshape(-1, group_size)))
     else:
         values_BT = completion_tensor(experience.values, experience) if estimator.uses_values else None
@@ -134,7 +136,7 @@ def estimate_advantages(
 def _compared(
     estimator: GroupAdvantage, answers_B: Tensor, mask_BT: Tensor, group_size: int, function: UserFunction | None
 ) -> Tensor:
-    """Return the advantage of each answer on all of its tokens [B, T]."""
+    """Return the advantage of each answer, repeated on all of its tokens [B, T]."""
     if group_size < 2:
         rule = f"the estimator {estimator.type!r} compares the samples of a prompt, at least 2"
         raise ConfigError(explain("ppo.samples_per_prompt", group_size, rule, "raise it, or use gae or reinforce++"))
@@ -147,7 +149,7 @@ def _compared(
 
 
 def token_rewards(scores_B: Tensor, kl_BT: Tensor, mask_BT: Tensor, *, kl_coef: float) -> Tensor:
-    """Return rewards (B, T): the KL penalty on every action and the score added on the last one."""
+    """Return rewards (B, T): the KL penalty on every action, plus the score on the last action."""
     rewards_BT = -kl_coef * kl_BT * mask_BT
     positions_T = torch.arange(mask_BT.shape[1])
     last_B = torch.where(mask_BT != 0, positions_T, -1).amax(dim=1)
@@ -156,7 +158,7 @@ def token_rewards(scores_B: Tensor, kl_BT: Tensor, mask_BT: Tensor, *, kl_coef: 
 
 
 def move_to_turns(rewards_BT: Tensor, rollouts: Sequence[Rollout], *, weight: float) -> None:
-    """Move `weight` times what each turn earned from the last action to the turn's own last one, in place."""
+    """Move `weight` times the reward of each turn from the last action to the turn's own last action, in place."""
     for row, rollout in zip(rewards_BT, rollouts, strict=True):
         spans = [span for span in rollout.completion.spans if span.end > span.start]
         for span in spans:
@@ -165,7 +167,7 @@ def move_to_turns(rewards_BT: Tensor, rollouts: Sequence[Rollout], *, weight: fl
 
 
 def policy_samples(experience: Experience, advantages: Advantages) -> list[PolicySample]:
-    """Return one training row per rollout; per-token values are 0 on the prompt."""
+    """Return one sample per rollout for the policy loss, with per-token values of 0 on the prompt."""
     return [
         PolicySample(
             token_ids=sample.token_ids,
@@ -187,12 +189,12 @@ def policy_samples(experience: Experience, advantages: Advantages) -> list[Polic
 
 
 def sampled_logprobs(rollouts: Sequence[Rollout]) -> list[tuple[float, ...]]:
-    """Return the sampler's log-probs per token of the whole sequences, 0 on the prompts."""
+    """Return the sampler's log-probs per token of the whole sequences, with 0 on the prompts."""
     return [_after_prompt(rollout, rollout.completion.logprobs) for rollout in rollouts]
 
 
 def value_samples(experience: Experience, advantages: Advantages) -> list[ValueSample]:
-    """Return one row per rollout for the value loss."""
+    """Return one sample per rollout for the value loss."""
     return [
         ValueSample(
             token_ids=sample.token_ids,
@@ -215,7 +217,7 @@ def _reward_metrics(scores_B: Tensor) -> Metrics:
 
 
 def _kl_metrics(kl_BT: Tensor, k3_BT: Tensor, mask_BT: Tensor) -> Metrics:
-    """Return how far the policy is from the reference; `kl_BT` is 0 outside the mask."""
+    """Return metrics of the policy's distance from the reference. `kl_BT` is 0 outside the mask."""
     tokens = mask_BT.sum()
     return {
         "kl/per_token": float(kl_BT.sum() / tokens),

@@ -1,6 +1,6 @@
-"""The loop of epochs over a fixed dataset: the same for SFT, reward models and DPO, resumable at any checkpoint.
+"""Train for several epochs on a fixed dataset (SFT, reward models, DPO), resumable from any checkpoint.
 
-Which samples a step sees depends on the seed and the step alone, so the data cursor *is* the step.
+The samples of a step depend only on the seed and the step, so the step is the position in the data.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LookAhead: TypeAlias = Callable[[Trainer, Sequence[Any]], tuple[Objective, list[
 
 @dataclass(frozen=True)
 class FitResult:
-    """`steps` optimizer steps were made; `initial` and `final` are the evaluation metrics before and after."""
+    """The number of optimizer steps, and the evaluation metrics before (`initial`) and after (`final`) training."""
 
     steps: int
     initial: Metrics
@@ -37,13 +37,13 @@ class FitResult:
 
 
 def total_steps(samples: int, loop: LoopConfig) -> int:
-    """Return the true number of optimizer steps of `loop` over `samples` samples."""
+    """Return the exact number of optimizer steps of `loop` over `samples` samples."""
     steps = math.ceil(samples / loop.batch_size) * loop.epochs
     return min(steps, loop.max_steps) if loop.max_steps else steps
 
 
 def batch_at(step: int, samples: Sequence[Any], *, batch_size: int, seed: int) -> list[Any]:
-    """Return the samples of optimizer step `step`: epoch by epoch in an order drawn from `seed`; the last may be short."""
+    """Return the samples of optimizer step `step`. `seed` orders each epoch, whose last batch may be smaller."""
     per_epoch = math.ceil(len(samples) / batch_size)
     epoch, position = divmod(step, per_epoch)
     order = shuffled(len(samples), derive_seed(seed, "order", epoch))
@@ -61,9 +61,9 @@ def fit(
     context: StageContext,
     look_ahead: LookAhead | None = None,
 ) -> FitResult:
-    """Train on `train`, evaluating on `evaluation`; resume from the newest checkpoint of this stage's key.
+    """Train on `train` and evaluate on `evaluation`, starting from the newest checkpoint of this stage's key if any.
 
-    `look_ahead` sees all samples of a step (or of an evaluation) first, and may change them and the objective.
+    `look_ahead` receives all samples of a step (or of an evaluation) first, and may change them and the objective.
 
     The trainer ends with the last weights, or with the best ones if `loop.keep_best` is set.
     """
@@ -101,7 +101,7 @@ def fit(
             evaluated = _evaluate(trainer, evaluation, objective, look_ahead)
             context.metrics(done, evaluated)
         due = done % loop.checkpoint_every == 0 or done == steps or (evaluated and loop.keep_best)
-        stop = context.stopping()  # asked once: a request that comes after the save waits for the next step
+        stop = context.stopping()  # read once: a request that comes after the save waits for the next step
         if due or stop:
             state = {"initial": initial, "skipped_in_a_row": skipped_in_a_row, "final": evaluated or {}}
             with checkpoints.saving(done, state, metric=-evaluated["eval/loss"] if evaluated else None) as folder:
@@ -114,7 +114,7 @@ def fit(
 def _finish(
     trainer: Trainer, checkpoints: Checkpoints, label: str, loop: LoopConfig, steps: int, initial: Metrics
 ) -> FitResult:
-    # Without evaluation samples no checkpoint has a metric: then the last one is as good as any.
+    # Without evaluation samples no checkpoint has a metric, so the last one is used.
     chosen = (checkpoints.best() if loop.keep_best else None) or checkpoints.latest()
     if chosen is None:
         raise TrainingError(explain(f"{label}.checkpoints", None, "the last checkpoint is gone", "run the stage again"))

@@ -1,4 +1,4 @@
-"""The learning rate of every optimizer step, as a pure function of the step."""
+"""Compute the learning rate of every optimizer step as a pure function of the step."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Schedule = Literal["cosine", "linear", "constant"]
 def learning_rate(
     step: int, *, total_steps: int, peak: float, schedule: Schedule, warmup_fraction: float, min_fraction: float
 ) -> float:
-    """Return the rate of optimizer step `step` (0-based) of `total_steps`, the true number of optimizer steps.
+    """Return the rate of optimizer step `step` (0-based) of `total_steps`, the exact number of optimizer steps.
 
-    The warm-up takes ceil(warmup_fraction * total_steps) steps: the first is above zero, the last is the peak. Then the
-    rate falls from `peak` towards `min_fraction * peak`, which it would reach at step `total_steps`; the rate of the
-    last step is still above it, so that with `min_fraction` 0 no step is spent on nothing.
-    Raises ConfigError if `step` is not one of `total_steps`.
+    The warm-up takes ceil(warmup_fraction * total_steps) steps. Its first rate is above zero, and its last is the peak.
+    The rate then falls from `peak` towards `min_fraction * peak`, which it would reach at step `total_steps`. The rate
+    of the last step is still above it, so that no step is wasted with `min_fraction` 0. Raises ConfigError if `step` is
+    not one of `total_steps`.
 
     >>> learning_rate(0, total_steps=10, peak=1.0, schedule="linear", warmup_fraction=0.2, min_fraction=0.0)
     0.5
@@ -44,7 +44,7 @@ def learning_rate(
 
 
 def scheduled_rate(optimizer: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Return `learning_rate` with the numbers of an optimizer's configuration."""
+    """Return the `learning_rate` of a step for an optimizer configuration."""
     return learning_rate(
         step,
         total_steps=total_steps,

@@ -1,12 +1,12 @@
-"""Ulysses sequence parallelism (arXiv 2309.14509): the ranks of a group each hold a part of every row.
+"""Implement Ulysses sequence parallelism (arXiv 2309.14509), in which each rank of a group holds a part of every row.
 
-Every rank of a group gets the same samples. Its backbone runs over its own part of their positions, so activations are
-divided by the size of the group. Around attention the ranks exchange: parts of the sequence with all heads become the
-whole sequence with a part of the heads, and back. The last hidden states are put together again, so that whatever
-computes a loss from them knows nothing of all this and computes the same on every rank of the group.
+Every rank of a group gets the same samples. Its backbone runs over its own part of their positions, so the activations
+are divided by the size of the group. Around attention, the ranks exchange parts of the sequence with all heads for the
+whole sequence with a part of the heads, and back. The last hidden states are gathered, so that losses need no changes
+and are the same on every rank of the group.
 
-DeepSpeed's own (`UlyssesSPAttentionHF`) is not used: it fixes the number of rows of a batch and the heads of one model
-for the whole process, and with sdpa lets packed samples see each other.
+DeepSpeed's own implementation (`UlyssesSPAttentionHF`) is not used because it fixes the number of rows of a batch and
+the heads of one model for the whole process, and with sdpa lets packed samples see each other.
 
 Legend: N ranks of a group, B rows, L positions, S = L / N positions of a rank, A heads, D size of a head, H hidden.
 """
@@ -28,12 +28,12 @@ from rlhf_core.training.distributed import join, rank_and_world
 KEY = "runtime.trainer.sequence_parallel"
 ATTENTION = "ulysses_sdpa"
 UNKNOWN = ("sliding_window", "softcap", "s_aux")
-"""What an architecture may ask of its attention that plain causal attention does not do."""
+"""Arguments of attention that plain causal attention does not support."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one forward pass: their true length, and which positions see which if samples share rows."""
+    """The rows of one forward pass, with their length before padding and the attention mask if samples share rows."""
 
     group: Any
     length: int
@@ -41,10 +41,10 @@ class Rows:
 
 
 def spread(model: nn.Module, size: int) -> None:
-    """Spread the sequences of `model` over groups of `size` neighbouring ranks.
+    """Distribute the sequences of `model` over groups of `size` consecutive ranks.
 
-    Raises ConfigError if the ranks or the heads cannot be divided so, or if the architecture does not hand keyword
-    arguments on to its attention.
+    Raises ConfigError if `size` does not divide the number of ranks or heads, or if the architecture does not pass
+    position IDs and keyword arguments to its attention.
     """
     import inspect
 
@@ -79,7 +79,7 @@ def _register() -> None:
 
 @lru_cache(maxsize=8)
 def _group(size: int) -> Any:
-    """Return the group of this rank. Every rank makes all groups, in the same order."""
+    """Return the group of this rank. Every rank creates all groups in the same order."""
     rank, world = rank_and_world()
     groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
     return groups[rank // size]
@@ -89,14 +89,14 @@ def _group(size: int) -> Any:
 
 
 def _cut(kwargs: dict[str, Any], group: Any) -> dict[str, Any]:
-    """Return the arguments of the backbone for this rank's part of the rows, padded to a multiple of N."""
+    """Return the backbone's arguments for this rank's part of the rows, which are padded to a multiple of N."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     ids_BL, positions_BL = kwargs["input_ids"], kwargs["position_ids"]
     length = ids_BL.shape[1]
     extra = -length % size
     part = (length + extra) // size
     ids_BL = F.pad(ids_BL, (0, extra))
-    # The padding goes on counting: it belongs to the last sample and comes after all that is read.
+    # Positions continue into the padding: it belongs to the last sample and comes after everything that is read.
     more = positions_BL[:, -1:] + torch.arange(1, extra + 1, device=positions_BL.device)
     positions_BL = torch.cat([positions_BL, more], dim=1)
     own = slice(rank * part, (rank + 1) * part)
@@ -105,7 +105,7 @@ def _cut(kwargs: dict[str, Any], group: Any) -> dict[str, Any]:
 
 
 def _mask(positions_BL: Tensor) -> Tensor | None:
-    """Return where position l (third) sees position m (last): earlier ones of its own sample. None if rows are not shared."""
+    """Return whether position l (third) sees position m (last) of its sample, or None if rows are not shared."""
     starts_BL = positions_BL == 0
     if not bool(starts_BL[:, 1:].any()):
         return None
@@ -135,7 +135,7 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Return the heads' outputs [B, S, A, D] of this rank's positions, as transformers wants them. Keys may have fewer heads."""
+    """Return the heads' outputs [B, S, A, D] at this rank's positions for transformers. Keys may have fewer heads."""
     asked = {name: kwargs[name] for name in UNKNOWN if name in kwargs and kwargs[name] is not None}
     if ulysses is None or asked:
         rule = (
@@ -179,7 +179,7 @@ def _all_heads(x_BALD: Tensor, group: Any, size: int) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """x[n] goes to rank n of the group, and what rank m sent is at [m]."""
+    """An exchange that sends x[n] to rank n of the group and returns what rank m sent at [m]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -195,9 +195,10 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Puts the parts of all ranks together along dimension 1.
+    """A concatenation of the parts of all ranks along dimension 1.
 
-    All ranks of the group compute the same of the whole, so the gradient of a part, a sum over them, is N times its own.
+    All ranks of the group compute the same from the whole, so the gradient of a part, which is the sum over ranks, is N
+    times the gradient of one rank.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Updates that were skipped because loss or gradient were not finite: some are survived, too many end the stage."""
+"""Count updates that were skipped because of a non-finite loss or gradient, and end the stage after too many."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ MAX_SKIPPED_IN_A_ROW = 5
 
 
 def count_skipped(so_far: int, metrics: Metrics, *, label: str, step: int) -> int:
-    """Return how many updates in a row were skipped for a non-finite gradient; refuse to go on after five.
+    """Return how many updates in a row were skipped for a non-finite gradient.
 
-    Raises TrainingError naming the stage and the step.
+    Raises TrainingError, naming the stage and the step, after five in a row.
     """
     if not metrics["skipped"]:
         return 0
@@ -30,7 +30,7 @@ def count_skipped(so_far: int, metrics: Metrics, *, label: str, step: int) -> in
 
 
 def check_updated(history: Sequence[Metrics], *, label: str, step: int) -> None:
-    """Raise TrainingError if every update of a model was skipped in a step: nothing can be learnt from here on."""
+    """Raise TrainingError if every update of a model was skipped in a step, because it then no longer learns."""
     for model in ("policy", "value"):
         skipped = [metrics[f"{model}/skipped"] for metrics in history if f"{model}/skipped" in metrics]
         if skipped and all(skipped):

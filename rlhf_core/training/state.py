@@ -1,7 +1,7 @@
-"""What a resumed run needs beside the checkpoint's own folder: trained weights, optimizer moments, random states.
+"""Save and restore the state of a training run: trained weights, optimizer moments and random states.
 
-Each is taken as a copy in memory, which is written while training goes on. Files are written by `torch.save` and read
-with `weights_only=True`, so that loading one runs no code.
+Each is copied in memory, and the copy is written while training continues. Files are written by `torch.save` and read
+with `weights_only=True`, so that loading a file runs no code.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ ENGINE_FILE = "engine.json"
 
 
 def copied(value: Any) -> Any:
-    """Return `value` with every tensor in it, however deep in dictionaries, lists and tuples, copied to the CPU."""
+    """Return `value` with every tensor in nested dictionaries, lists and tuples copied to the CPU."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if type(value) in (dict, OrderedDict):
-        made = copy.copy(value)  # with the attributes that torch hangs on a state_dict
+        made = copy.copy(value)  # keeps the attributes that torch sets on a state_dict
         for name in made:
             made[name] = copied(made[name])
         return made
@@ -40,7 +40,7 @@ def copied(value: Any) -> Any:
 
 
 def write_states(states: dict[Path, Any]) -> None:
-    """Write every value to its file, and let go of it. Raises the OSError of a full disk as it is."""
+    """Write every value to its file and release it. Passes on the OSError of a full disk."""
     while states:
         file, state = states.popitem()
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -51,14 +51,14 @@ def write_states(states: dict[Path, Any]) -> None:
 def training_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Return copies of the trained parameters and of the optimizer's state.
 
-    Frozen parameters (LoRA's base) come with the model's folder.
+    Frozen parameters (the base model of LoRA) are loaded from the model's folder.
     """
     state: dict[str, Any] = copied({"parameters": trained_parameters(module), "optimizer": optimizer.state_dict()})
     return state
 
 
 def load_training_state(file: Path, module: nn.Module, optimizer: Optimizer) -> None:
-    """Restore a written `training_state`, bit for bit. Raises TrainingError if it is of another model."""
+    """Restore a saved `training_state`, bit for bit. Raises TrainingError if it belongs to another model."""
     state = load_state(file)
     own = trained_parameters(module)
     if {n: t.shape for n, t in own.items()} != {n: t.shape for n, t in state["parameters"].items()}:
@@ -73,17 +73,17 @@ def load_training_state(file: Path, module: nn.Module, optimizer: Optimizer) -> 
 
 
 def trained_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters that an optimizer moves, by name, without their graph; they share memory with the model."""
+    """Return the trained parameters by name, without their graph. They share memory with the model."""
     return {name: parameter.data for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
 def save_engine_settings(folder: Path, settings: Mapping[str, int]) -> None:
-    """Write what a checkpoint's layout depends on: the ZeRO stage and the number of workers."""
+    """Write the settings that a checkpoint's layout depends on: the ZeRO stage and the number of workers."""
     (folder / ENGINE_FILE).write_text(json.dumps(dict(settings)))
 
 
 def engine_settings(folder: Path) -> dict[str, int]:
-    """Return what `save_engine_settings` wrote; the plain engine writes none and needs none."""
+    """Return what `save_engine_settings` wrote, or those of the plain engine, which writes none."""
     file = folder / ENGINE_FILE
     return dict(json.loads(file.read_text())) if file.is_file() else {"zero_stage": 0, "workers": 1}
 
@@ -95,7 +95,7 @@ def refuse_engine_settings(written: Mapping[str, int], settings: Mapping[str, in
 
 
 def random_state() -> dict[str, Any]:
-    """Return the generators of this process: python, numpy, torch and every GPU."""
+    """Return the state of the random generators of this process: Python, NumPy, torch and every GPU."""
     generator: Any = numpy.random.get_state(legacy=False)
     key = torch.from_numpy(generator["state"]["key"].astype("int64"))
     return {
@@ -107,12 +107,12 @@ def random_state() -> dict[str, Any]:
 
 
 def random_file(folder: Path, rank: int) -> Path:
-    """Return the file of the random state of `rank` in a checkpoint."""
+    """Return the file with the random state of `rank` in a checkpoint."""
     return folder / f"random_state_{rank:05d}.pt"
 
 
 def resume_random_state(folder: Path, rank: int, *, seed: int) -> None:
-    """Restore the random state of `rank`; a rank that the checkpoint's run did not have starts one from `seed`."""
+    """Restore the random state of `rank`. A rank that the checkpoint does not have gets a new state from `seed`."""
     file = random_file(folder, rank)
     if rank < engine_settings(folder)["workers"] or file.is_file():
         load_random_state(file)
@@ -124,7 +124,7 @@ def resume_random_state(folder: Path, rank: int, *, seed: int) -> None:
 
 
 def load_random_state(file: Path) -> None:
-    """Restore a written `random_state`; GPU generators only where there are as many GPUs as there were."""
+    """Restore a saved `random_state`. GPU generators are restored only if the number of GPUs is the same."""
     state = load_state(file)
     generator = state["numpy"]
     key = generator["state"]["key"].numpy().astype("uint32")
@@ -136,7 +136,7 @@ def load_random_state(file: Path) -> None:
 
 
 def load_state(file: Path) -> Any:
-    """Return what `write_states` wrote to `file`: tensors and plain values. TrainingError if it is not there."""
+    """Return the tensors and values that `write_states` wrote to `file`. Raises TrainingError if it is missing."""
     if not file.is_file():
         rule = "the checkpoint lacks this file"
         raise TrainingError(explain("checkpoint", str(file), rule, "resume with as many workers as wrote it"))

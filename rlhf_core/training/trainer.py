@@ -1,7 +1,7 @@
-"""One rank's trainer: micro-batches, global denominators and measurements, over any engine.
+"""Train and measure a model on one rank with any engine, with micro-batches and global denominators.
 
-A runtime with several ranks computes the denominators over all samples, gives them to every rank with its `shard`, and
-puts the metrics of `forward_backward` and `loss` together with `reduce`.
+A runtime with several ranks computes the denominators over all samples, passes them to every rank with its `shard`, and
+combines the metrics of `forward_backward` and `loss` with `reduce`.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ T = TypeVar("T")
 
 
 class LocalTrainer:
-    """The `Trainer` of one role on this rank, frozen without an optimizer.
+    """A `Trainer` of one role on this rank. The model is frozen if there is no optimizer.
 
-    `engine` is the one that `config` names unless it is given; a launcher's environment says which rank this is.
+    `engine` defaults to the one that `config` names. The launcher's environment variables determine the rank.
 
     >>> trainer = LocalTrainer(spec, OptimizerConfig(), TrainerConfig(engine="torch"))  # doctest: +SKIP
     >>> trainer.forward_backward(samples, SftObjective(pack_to=None))["loss"]  # doctest: +SKIP
@@ -71,7 +71,7 @@ class LocalTrainer:
         )
         self._copies = HostCopies()
         any_module: Any = self._engine.module
-        # Any token will do where nothing is told apart by it: no sample ever sees its padding.
+        # Any token can be the padding token, because no sample ever sees its padding.
         pad_id = any_module.config.get_text_config().pad_token_id
         self._pad_id = 0 if pad_id is None else int(pad_id)
 
@@ -80,19 +80,20 @@ class LocalTrainer:
     def forward_backward(
         self, samples: Sequence[Any], objective: TrainingObjective, denominators: Mapping[str, float] | None = None
     ) -> Metrics:
-        """Accumulate the gradient of `objective` over `samples`; return their share of its metrics.
+        """Accumulate the gradient of `objective` over `samples` and return their share of its metrics.
 
-        `denominators` count the whole optimizer step; without them `samples` are all of it. A micro-batch whose loss is
-        not finite makes the whole gradient so, on every rank, and `optim_step` will skip it.
+        `denominators` count the whole optimizer step; without them, `samples` are the whole step. A micro-batch with a
+        non-finite loss makes the whole gradient non-finite on every rank, and `optim_step` then skips the update.
         Raises TrainingError for a frozen model.
         """
         self._check_trained("forward_backward")
         return self._run(samples, objective, denominators, backward=True)
 
     def optim_step(self, *, learning_rate: float) -> Metrics:
-        """Clip, update and clear the gradient; return `grad_norm` (before clipping), `learning_rate` and `skipped`.
+        """Clip the gradient, update the weights, clear the gradient and return the metrics.
 
-        `skipped` is 1 if the gradient was not finite: then nothing changed, and `grad_norm` is infinite.
+        The metrics are `grad_norm` (before clipping), `learning_rate` and `skipped`. If the gradient is not finite,
+        nothing changes, `skipped` is 1 and `grad_norm` is infinite.
         """
         self._check_trained("optim_step")
         grad_norm = self._engine.step(learning_rate)
@@ -104,14 +105,14 @@ class LocalTrainer:
     def loss(
         self, samples: Sequence[Any], objective: TrainingObjective, denominators: Mapping[str, float] | None = None
     ) -> Metrics:
-        """Return the metrics of `objective` over `samples`, without gradients."""
+        """Return the metrics of `objective` over `samples` without computing gradients."""
         with torch.no_grad():
             return self._run(samples, objective, denominators, backward=False)
 
     # ------------------------------------------------------------ measuring
 
     def logprobs(self, samples: Sequence[TokenSample], *, temperature: float) -> list[tuple[float, ...]]:
-        """Return log p(token t | tokens < t) per token of each sample, 0.0 where the mask is 0."""
+        """Return log p(token t | tokens < t) per token of each sample, and 0.0 where the mask is 0."""
 
         def compute(module: nn.Module, batch: TokenBatch) -> list[Tensor]:
             return unpack(token_logprobs(module, batch, temperature=temperature, with_entropy=False)[0].cpu(), batch)
@@ -119,7 +120,7 @@ class LocalTrainer:
         return [tuple(row.tolist()) for row in self._measure(samples, compute)]
 
     def top_logprobs(self, samples: Sequence[TokenSample], *, k: int, temperature: float) -> list[TopLogprobs]:
-        """Return the `k` likeliest tokens at each masked position of each sample; all of them, in order, for k = 0."""
+        """Return the `k` most likely tokens at each masked position of each sample, or all in order for k = 0."""
 
         def compute(module: nn.Module, batch: TokenBatch) -> list[TopLogprobs]:
             return top_logprobs(module, batch, k=k, temperature=temperature)
@@ -127,7 +128,7 @@ class LocalTrainer:
         return self._measure(samples, compute)
 
     def values(self, samples: Sequence[TokenSample]) -> list[tuple[float, ...]]:
-        """Return the value before each token, 0.0 where the mask is 0."""
+        """Return the value before each token of each sample, and 0.0 where the mask is 0."""
 
         def compute(module: nn.Module, batch: TokenBatch) -> list[Tensor]:
             return unpack(token_values(module, batch).cpu(), batch)
@@ -143,7 +144,7 @@ class LocalTrainer:
         return [float(score) for score in self._measure(unmasked(sequences), compute)]
 
     def step_scores(self, samples: Sequence[TokenSample]) -> list[tuple[float, ...]]:
-        """Return the process reward model's logit at each masked token of each sample: one per step, in order."""
+        """Return the process reward model's logits at the masked tokens of each sample, one per step, in order."""
 
         def compute(module: nn.Module, batch: TokenBatch) -> list[Tensor]:
             logits, masks = unpack(step_scores(module, batch).cpu(), batch), unpack(batch.loss_mask_BL.cpu(), batch)
@@ -154,9 +155,9 @@ class LocalTrainer:
     # ------------------------------------------------------------ weights and state
 
     def weights(self) -> Weights:
-        """Return the full weights (LoRA merged) as CPU tensors of their own, by Hugging Face name.
+        """Return the full weights (LoRA merged) by Hugging Face name, as CPU tensors separate from the model's.
 
-        Every rank calls it; rank 0 gets the weights, the others none, so that a node holds them once.
+        Every rank must call it. Rank 0 gets the weights and the others none, so that a node holds them once.
         """
         payload: dict[str, Tensor] = {}
         with self._engine.gathered():
@@ -169,7 +170,7 @@ class LocalTrainer:
     def save(self, folder: Path) -> None:
         """Copy weights, optimizer and this rank's random state, and write the copies to `folder` in the background.
 
-        Every rank calls it with the same folder; `checkpoint_parts.wait_for_parts` waits for all of them.
+        Every rank must call it with the same folder. `checkpoint_parts.wait_for_parts` waits for all of them.
         """
         folder.mkdir(parents=True, exist_ok=True)
         states = self._engine.snapshot(folder) | {random_file(folder, self._engine.rank): random_state()}
@@ -178,9 +179,9 @@ class LocalTrainer:
         write_part(folder, f"rank_{self._engine.rank:05d}", partial(write_states, states))
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote. Raises TrainingError if the folder is of another model or of other engine settings.
+        """Restore what `save` wrote. Raises TrainingError if it belongs to another model or other engine settings.
 
-        It may be of another number of ranks: those that it does not know start a random state from the model's seed.
+        The number of ranks may differ. New ranks get a random state from the model's seed.
         """
         wait_for_parts(folder)
         self._engine.load(folder)
@@ -189,9 +190,9 @@ class LocalTrainer:
         resume_random_state(folder, self._engine.rank, seed=self._spec.seed)
 
     def export(self, folder: Path) -> None:
-        """Write the model in Hugging Face layout with its tokenizer; every rank calls it, rank 0 writes.
+        """Write the model in Hugging Face layout with its tokenizer. Every rank must call it, and rank 0 writes.
 
-        With `ema_decay` these are the averaged weights.
+        With `ema_decay`, the averaged weights are written.
         """
         averaged = self._average.in_place(self._engine.module) if self._average else nullcontext()
         with self._engine.gathered(), averaged:
@@ -201,19 +202,19 @@ class LocalTrainer:
     # ------------------------------------------------------------ a GPU that is shared
 
     def rest(self) -> int:
-        """Move all that is kept between steps to host memory; return how many bytes are free on the device now.
+        """Move everything kept between steps to host memory and return the number of bytes freed on the device.
 
-        Nothing but `wake` and `close` may be called until it is back.
+        Only `wake` and `close` may be called until it is restored.
         """
         averaged = self._average.tensors() if self._average else ()
         return self._copies.take(itertools.chain(self._engine.tensors(), averaged), self._engine.device)
 
     def wake(self) -> None:
-        """Take back what `rest` moved, bit for bit."""
+        """Restore what `rest` moved, bit for bit."""
         self._copies.give_back()
 
     def close(self) -> None:
-        """Free the model and the optimizer, and give the memory to whoever else is on the device."""
+        """Free the model and the optimizer, and release their memory to other processes on the device."""
         self._engine.close()
         self._average = None
         self._copies.forget()
@@ -248,7 +249,7 @@ class LocalTrainer:
         return total.floats()
 
     def _measure(self, samples: Sequence[TokenSample], compute: Callable[[nn.Module, TokenBatch], list[T]]) -> list[T]:
-        """Return what `compute` says of each sample, in the order of `samples`."""
+        """Return the result of `compute` for each sample, in the order of `samples`."""
         results: dict[int, T] = {}
         for indices in self._passes(samples, pack_to=None):
             rows = [samples[i] for i in indices] or [self._idle_sample()]
@@ -259,17 +260,17 @@ class LocalTrainer:
         return [results[index] for index in range(len(samples))]
 
     def _passes(self, samples: Sequence[Row], *, pack_to: int | None) -> Iterator[list[int]]:
-        """Yield the indices of each micro-batch, then empty ones while other ranks still work."""
+        """Yield the indices of each micro-batch, then empty lists while other ranks are still working."""
         batches = micro_batches(samples, rows=self._rows, pack_to=pack_to, padded_tokens=self._padded_tokens)
-        # Agreed on before the first pass: ZeRO 2 and 3 talk during passes, and a question in between would deadlock.
+        # Agreed before the first pass: ZeRO 2 and 3 communicate during passes, and a call in between would deadlock.
         idle = self._engine.passes(len(batches)) - len(batches)
         yield from batches
         yield from ([] for _ in range(idle))
 
     def _idle(self, module: nn.Module) -> LossOutput:
-        """Return a zero loss that reaches the weights, so that this rank takes part in the others' reductions."""
+        """Return a zero loss that depends on the weights, so that this rank joins the reductions of the others."""
         batch = collate([self._idle_sample()], pad_id=self._pad_id).to(self._engine.device)
-        # The routers take part as well, if they do in the others' losses: ZeRO 3 notes where gradients come in.
+        # The routers must take part if they do in the losses of other ranks: ZeRO 3 records where gradients come in.
         with watching() if self._router_aux else nullcontext() as routing:
             match self._spec.head:
                 case "lm":
@@ -291,7 +292,7 @@ class LocalTrainer:
 
 
 class _Total:
-    """Adds up the metrics of micro-batches on the device; read once at the end."""
+    """The metrics of micro-batches, combined on the device and read once at the end."""
 
     def __init__(self) -> None:
         self._values: dict[str, Tensor] = {}
@@ -313,8 +314,8 @@ class _Total:
 
 
 def _poisoned(loss: Tensor) -> Tensor:
-    """Return `loss`, or NaN with NaN gradients everywhere if it is not finite.
+    """Return `loss`, or NaN with NaN in all gradients if it is not finite.
 
-    An infinite loss can have a finite gradient; and a NaN in every gradient is how the other ranks learn of it.
+    An infinite loss can have a finite gradient, and the other ranks detect the problem by the NaN in every gradient.
     """
     return loss * torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)

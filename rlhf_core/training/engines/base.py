@@ -1,4 +1,4 @@
-"""What the trainer asks of an engine: forward, backward, step, and a state that can be saved.
+"""Define the engine interface of the trainer: forward, backward, step, and a state that can be saved.
 
 An engine owns one model on this rank and, unless the model is frozen, its optimizer.
 """
@@ -26,11 +26,11 @@ T = TypeVar("T")
 
 
 class Engine(Protocol):
-    """One rank's model and optimizer. Gradients of several `backward` calls add up until `step`."""
+    """The model and optimizer of one rank. Gradients of several `backward` calls accumulate until `step`."""
 
     @property
     def module(self) -> nn.Module:
-        """The bare model, for reading; pass what computes with it to `forward`."""
+        """The bare model, for reading only. Pass computations with it to `forward`."""
         ...
 
     @property
@@ -40,51 +40,53 @@ class Engine(Protocol):
     def rank(self) -> int: ...
 
     def forward(self, compute: Callable[[nn.Module], T]) -> T:
-        """Return `compute(model)`; under ZeRO the weights are there only inside."""
+        """Return `compute(model)`. Under ZeRO, the weights are available only inside `compute`."""
         ...
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of `loss`, a partial sum over global denominators, so that ranks are summed, not averaged."""
+        """Accumulate the gradient of `loss`, a partial sum over global denominators. Ranks are summed, not averaged."""
         ...
 
     def step(self, learning_rate: float) -> float:
-        """Clip, update, clear the gradient; return its norm before clipping, infinite if it was not finite and nothing
-        was updated."""
+        """Clip the gradient, update the weights, clear the gradient and return its norm before clipping.
+
+        The norm is infinite if the gradient was not finite and the update was skipped.
+        """
         ...
 
     def passes(self, wanted: int) -> int:
-        """Return how many forward passes this rank must make when it has work for `wanted` (collective under ZeRO)."""
+        """Return how many forward passes this rank must make if it has work for `wanted` (collective under ZeRO)."""
         ...
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Inside, `module` holds whole weights on every rank; read them, do not change them."""
+        """Gather the whole weights in `module` on every rank inside this context, for reading only."""
         ...
 
     def snapshot(self, folder: Path) -> dict[Path, Any]:
-        """Return what this rank has to write for a checkpoint in `folder`, by file: copies, which training leaves alone.
+        """Return the values that this rank must write for a checkpoint in `folder`, by file, as independent copies.
 
-        Every rank calls it with the same folder.
+        Every rank must call it with the same folder.
         """
         ...
 
     def load(self, folder: Path) -> None:
-        """Restore a written `snapshot`, bit for bit, and forget any gradient."""
+        """Restore a saved `snapshot`, bit for bit, and clear the gradient."""
         ...
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield what this rank keeps between steps: weights, gradients and optimizer states."""
+        """Yield the tensors that this rank keeps between steps: weights, gradients and optimizer states."""
         ...
 
     def close(self) -> None:
-        """Let go of the model and the optimizer; the process stays usable."""
+        """Release the model and the optimizer. The process stays usable."""
         ...
 
 
 def open_engine(spec: ModelSpec, optimizer: OptimizerConfig | None, config: TrainerConfig) -> Engine:
-    """Return the engine of `config` for the model of `spec`, frozen if there is no optimizer.
+    """Return the engine of `config` for the model of `spec`, which is frozen if there is no optimizer.
 
-    A frozen model that fits (ZeRO below stage 3) needs nothing of DeepSpeed and is served by the plain engine.
-    Raises ConfigError where the plain engine is asked to train on several ranks.
+    A frozen model that is not partitioned (ZeRO below stage 3) does not need DeepSpeed and uses the plain engine.
+    Raises ConfigError for training with the plain engine on several ranks.
     """
     rank, world = rank_and_world()
     device = local_device()
@@ -110,11 +112,12 @@ def open_engine(spec: ModelSpec, optimizer: OptimizerConfig | None, config: Trai
     from rlhf_core.training.engines.torch_engine import TorchEngine
 
     if config.engine == "deepspeed":
-        # Beside models that DeepSpeed trains, which compute in bfloat16 weights; there is a float32 copy for updates.
+        # Same dtype as models that DeepSpeed trains: they compute with bfloat16 weights and update a float32 copy.
         module = _load(spec, config, dtype=config.dtype, trained=False, device=device)
         return TorchEngine(module, None, device=device, rank=rank, compute_dtype=None)
-    # Updates of 1e-6 vanish in bfloat16 weights: a trained model keeps float32 ones and computes under autocast. So does
-    # a frozen one, though it needs no such weights: what is not a matrix product is float32 then, and would not be.
+    # Updates of 1e-6 vanish in bfloat16 weights, so a trained model keeps float32 weights and computes under autocast.
+    # A frozen model does the same, because autocast computes all but matrix products in float32, and bfloat16 weights
+    # would not.
     module = _load(spec, config, dtype="float32", trained=optimizer is not None, device=device)
     return TorchEngine(module, optimizer, device=device, rank=rank, compute_dtype=getattr(torch, config.dtype))
 

@@ -1,8 +1,8 @@
-"""The DeepSpeed engine: ZeRO stages 0 to 3, on one rank or several.
+"""Implement the DeepSpeed engine with ZeRO stages 0 to 3, on one rank or several.
 
-Gradient accumulation is ours (`managed_gradient_accumulation: false`): DeepSpeed scales no loss by a number of
-micro-batches and reduces in `step`. It averages gradients over ranks, but losses are partial sums over global
-denominators, so each is multiplied by the number of ranks first.
+The trainer manages gradient accumulation (`managed_gradient_accumulation: false`): DeepSpeed does not scale losses by a
+number of micro-batches, and reduces in `step`. It averages gradients over ranks, but losses are partial sums over
+global denominators, so each loss is first multiplied by the number of ranks.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ ZERO_TAG = "state"
 
 
 class DeepSpeedEngine:
-    """Trains `module` with DeepSpeed; without an optimizer (ZeRO stage 3 only) it serves the partitioned weights.
+    """An engine that trains `module` with DeepSpeed, or serves partitioned weights without an optimizer (ZeRO stage 3).
 
-    In bfloat16, stage 0 runs as stage 1: only there does DeepSpeed accumulate gradients in float32.
+    In bfloat16, stage 0 runs as stage 1, where DeepSpeed accumulates gradients in float32.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class DeepSpeedEngine:
         self.device = device
         self.rank, self._world = rank_and_world()
         self._stage = max(config.zero_stage, 1) if config.dtype == "bfloat16" else config.zero_stage
-        # Ranks that share their rows all have the gradient of the same loss.
+        # All ranks that share their rows have the gradient of the same loss.
         self._parallel = config.tensor_parallel
         self._weight = self._world / (config.sequence_parallel * self._parallel)
         self._trained = optimizer is not None
@@ -69,7 +69,7 @@ class DeepSpeedEngine:
         if self._parallel > 1:
             check_partition(module, self._parallel, self._world)
             settings["tensor_parallel"] = partition_settings(self._parallel)
-            carrier.config = module.config  # the number of heads is read there
+            carrier.config = module.config  # DeepSpeed reads the number of heads from it
         with _quiet():
             deepspeed = _import_deepspeed(device)
             if device.type == "cpu":
@@ -84,36 +84,39 @@ class DeepSpeedEngine:
                 dist_init_required=False,
             )[0]
         if self._parallel > 1:
-            # It compares the arguments of the first forward pass on all ranks, and ours is a function.
+            # This hook compares the arguments of the first forward pass on all ranks, but ours is a function.
             self._engine.first_dataloader_check.remove()
             sum_head_norms(module, deepspeed.utils.groups.get_tensor_model_parallel_group())
 
     def forward(self, compute: Callable[[nn.Module], T]) -> T:
-        """Return `compute(module)`, run through DeepSpeed's own forward so that its hooks see the model and the loss."""
+        """Return `compute(module)`, run in DeepSpeed's forward pass so that its hooks see the model and the loss."""
         visible, result = self._engine(compute)
         if isinstance(result, LossOutput):
-            # ZeRO stage 3 hands back other tensors than it was given: the loss to differentiate is the visible one.
+            # ZeRO stage 3 returns other tensors than it received. The visible loss is the one to differentiate.
             return replace(result, loss=visible)  # type: ignore[return-value]
         return result
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of `loss`; ranks are summed, but for those that share their rows."""
+        """Accumulate the gradient of `loss`. Ranks are summed, except those that share their rows."""
         self._engine.backward(loss * self._weight)
 
     def step(self, learning_rate: float) -> float:
-        """Reduce, clip, update, clear the gradient; return its norm before clipping, infinite if it was skipped."""
+        """Reduce and clip the gradient, update the weights, clear the gradient and return its norm before clipping.
+
+        The norm is infinite if the update was skipped.
+        """
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
         self._engine.step()
         return float(self._engine.get_global_grad_norm()) if self._engine.was_step_applied() else math.inf
 
     def passes(self, wanted: int) -> int:
-        """Return the largest `wanted` of all ranks: ZeRO reduces in every pass (2, 3) or needs every gradient (1)."""
+        """Return the maximum `wanted` of all ranks: ZeRO reduces in every pass (2, 3) or needs every gradient (1)."""
         return wanted if self._world == 1 else largest(wanted)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Inside, `module` holds whole weights on every rank."""
+        """Gather the whole weights in `module` on every rank inside this context."""
         import deepspeed
 
         parameters = list(self.module.parameters())
@@ -123,7 +126,7 @@ class DeepSpeedEngine:
             yield
 
     def snapshot(self, folder: Path) -> dict[Path, Any]:
-        """Return copies of trained weights and optimizer: one file at stage 0 (all ranks are alike), DeepSpeed's above."""
+        """Return copies of trained weights and optimizer: rank 0's at stage 0 (ranks are equal), else DeepSpeed's."""
         if not self._trained:
             return {}
         if self.rank == 0:
@@ -137,9 +140,9 @@ class DeepSpeedEngine:
         return states
 
     def load(self, folder: Path) -> None:
-        """Restore a written `snapshot`, also of another number of ranks.
+        """Restore a saved `snapshot`, which may be from a different number of ranks.
 
-        Raises TrainingError if it is of another ZeRO stage or, with tensor parallelism, of another number of ranks.
+        Raises TrainingError for a different ZeRO stage or, with tensor parallelism, a different number of ranks.
         """
         if not self._trained:
             return
@@ -158,7 +161,7 @@ class DeepSpeedEngine:
                 load_universal(self._engine, folder / ZERO_FOLDER, tag=ZERO_TAG, rank=self.rank)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield weights, or this rank's parts of them, gradients and, of a trained model, the optimizer's states."""
+        """Yield the weights or this rank's parts of them, gradients, and the optimizer states of a trained model."""
         yield from module_tensors(self.module)
         if self._stage == 3:
             yield from (parameter.ds_tensor.data for parameter in self.module.parameters())
@@ -168,7 +171,7 @@ class DeepSpeedEngine:
                 yield self._engine.optimizer.grad_partitions_flat_buffer  # kept from step to step
 
     def close(self) -> None:
-        """Let go of the model and the optimizer; the process group stays for the next engine."""
+        """Release the model and the optimizer. The process group stays for the next engine."""
         self._engine.destroy()
         self._engine = None
         self.module = nn.Module()
@@ -186,7 +189,7 @@ class DeepSpeedEngine:
 
 
 def deepspeed_config(optimizer: OptimizerConfig | None, config: TrainerConfig, *, stage: int) -> dict[str, Any]:
-    """Return DeepSpeed's own configuration. Raises ConfigError for offloading at stage 0, where nothing is partitioned."""
+    """Return the DeepSpeed configuration. Raises ConfigError for offloading at stage 0, which partitions nothing."""
     zero: dict[str, Any] = {"stage": stage}
     if config.offload_optimizer:
         if stage == 0:
@@ -194,7 +197,7 @@ def deepspeed_config(optimizer: OptimizerConfig | None, config: TrainerConfig, *
             raise ConfigError(explain(key, True, "ZeRO stage 0 keeps the optimizer on its device", remedy))
         zero["offload_optimizer"] = {"device": "cpu"}
     settings: dict[str, Any] = {
-        # Batch sizes are ours; DeepSpeed wants numbers that agree with each other.
+        # The trainer sets batch sizes. DeepSpeed only requires consistent numbers.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
@@ -202,7 +205,7 @@ def deepspeed_config(optimizer: OptimizerConfig | None, config: TrainerConfig, *
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": None,
-        # Stage 0 in float32 has no check for a non-finite gradient: there the optimizer clips and checks.
+        # Stage 0 in float32 does not check for a non-finite gradient, so the optimizer clips and checks there.
         "gradient_clipping": 0.0 if stage == 0 or optimizer is None else optimizer.max_grad_norm,
     }
     if config.dtype == "bfloat16":
@@ -212,9 +215,9 @@ def deepspeed_config(optimizer: OptimizerConfig | None, config: TrainerConfig, *
 
 
 class _Carrier(nn.Module):
-    """Gives DeepSpeed one module whose forward pass is whatever the objective computes with the model.
+    """A module for DeepSpeed whose forward pass runs the computation of the objective with the model.
 
-    The loss is returned on its own as well: DeepSpeed looks for tensors in tuples and not in dataclasses.
+    The loss is also returned separately, because DeepSpeed looks for tensors in tuples but not in dataclasses.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -227,9 +230,9 @@ class _Carrier(nn.Module):
 
 
 def _gather_heads_as_one(module: nn.Module) -> None:
-    """Let ZeRO 3 gather an LM head that has layers of its own (adapters) where it is called, not where they are.
+    """Make ZeRO 3 gather an LM head with inner layers (adapters) when the head is called, not when those layers are.
 
-    It computes its tokens in pieces, of which each rank has another number (see `rlhf_core.models.head_pass`).
+    The head computes its tokens in chunks, whose number differs between ranks (see `rlhf_core.models.head_pass`).
     """
     from deepspeed.utils import set_z3_leaf_module
 
@@ -239,7 +242,7 @@ def _gather_heads_as_one(module: nn.Module) -> None:
 
 
 def _import_deepspeed(device: torch.device) -> Any:
-    # Found by probing otherwise; the launcher's variable is required even where no launcher is.
+    # Without it, DeepSpeed probes for the accelerator. The launcher's variable is required even without a launcher.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
     import deepspeed
@@ -249,9 +252,9 @@ def _import_deepspeed(device: torch.device) -> Any:
 
 @cache
 def _build_collectives() -> None:
-    """Compile DeepSpeed's collectives for CPUs, once on a machine, whoever was killed in the middle of it before.
+    """Compile DeepSpeed's collectives for CPUs once per machine, even if a process was killed while compiling them.
 
-    torch guards the compiler by a file that a killed process leaves behind, and whoever comes later waits for it for ever.
+    torch guards the compiler with a lock file. A killed process leaves it behind, and later ones wait for it forever.
     """
     from deepspeed.comm.torch import build_shm_op
     from torch.utils.cpp_extension import get_default_build_root
@@ -265,13 +268,13 @@ def _build_collectives() -> None:
 
 
 def remove_stale_locks(root: Path) -> list[Path]:
-    """Remove the files `lock` below `root` that no living process has open; return them. torch's builders keep theirs open."""
+    """Remove and return the files `lock` below `root` that no process has open. Builders of torch keep theirs open."""
     found = list(root.rglob("lock"))
     if not found:
         return []
     opened = set()
     for link in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             opened.add(link.readlink())
     stale = [path for path in found if path.resolve() not in opened]
     for path in stale:
@@ -281,7 +284,7 @@ def remove_stale_locks(root: Path) -> list[Path]:
 
 @contextmanager
 def _taking(engine: Any, states: dict[Path, Any]) -> Iterator[None]:
-    """Make DeepSpeed's `engine` hand copies of what it would write to `states`, by file."""
+    """Make DeepSpeed's `engine` put copies of what it would write into `states`, by file."""
     writer = engine.checkpoint_engine
 
     def take(state_dict: Any, path: str) -> None:
@@ -296,7 +299,7 @@ def _taking(engine: Any, states: dict[Path, Any]) -> Iterator[None]:
 
 @contextmanager
 def _own_storage(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Take parameters out of the flat buffers that ZeRO keeps them in: safetensors refuses to write parts of a buffer."""
+    """Move parameters out of ZeRO's flat buffers in this context. safetensors refuses to write parts of a buffer."""
     shared = [p for p in parameters if p.untyped_storage().nbytes() > p.numel() * p.element_size()]
     views = [parameter.data for parameter in shared]
     for parameter in shared:
@@ -310,7 +313,7 @@ def _own_storage(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep DeepSpeed's start-up messages (prints, and a logger of its own on stdout) out of the log; errors stay."""
+    """Suppress DeepSpeed's start-up messages (prints, and its own logger on stdout), but not errors."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
     with contextlib.redirect_stdout(io.StringIO()):
@@ -320,7 +323,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _weights_only() -> Iterator[None]:
-    """Make DeepSpeed's `torch.load` refuse to run code from a checkpoint; its three plain value types are let through."""
+    """Make DeepSpeed's `torch.load` refuse to run code from a checkpoint, but allow its three plain value types."""
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address

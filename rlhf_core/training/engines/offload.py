@@ -1,7 +1,7 @@
-"""Giving memory of a GPU back for a while, to an engine that samples on it.
+"""Release GPU memory temporarily, for a sampling engine on the same GPU.
 
-DeepSpeed's own `offload_states` will not do: stage 0 has none, and stage 3 takes DeepSpeed's FusedAdam alone. Here it is the
-storages that are emptied and filled again, so every view of them, DeepSpeed's flat buffers among them, stays as it is.
+DeepSpeed's own `offload_states` is not enough: stage 0 has none, and stage 3 supports only DeepSpeed's FusedAdam. Here
+the storages are emptied and filled again, so that all their views, including DeepSpeed's flat buffers, stay valid.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 
 class HostCopies:
-    """Copies in host memory of tensors whose own memory was given back.
+    """Copies in host memory of tensors whose device memory was released.
 
     >>> whole = torch.arange(4.0)
     >>> part, copies = whole[1:3], HostCopies()
@@ -32,14 +32,14 @@ class HostCopies:
         self._copies: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
 
     def take(self, tensors: Iterable[Tensor], device: torch.device) -> int:
-        """Copy what of `tensors` lies on `device`, and free it there; return how many bytes that is.
+        """Copy those of `tensors` that are on `device`, free them there and return the number of bytes freed.
 
-        Nobody may read or write the tensors until `give_back`.
+        The tensors must not be read or written until `give_back`.
         """
         storages = {}
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            # On CPU some are of a file that is mapped; on a GPU all are of torch's own allocator.
+            # On a CPU some storages are memory-mapped files. On a GPU all come from torch's allocator.
             if storage.device.type == device.type and storage.nbytes() > 0 and storage.resizable():
                 storages[storage.data_ptr()] = storage
         if device.type == "cuda":
@@ -54,15 +54,15 @@ class HostCopies:
         return freed
 
     def give_back(self) -> None:
-        """Put everything back where it was, bit for bit."""
+        """Restore all tensors, bit for bit."""
         while self._copies:
             storage, copy = self._copies[-1]
             storage.resize_(copy.nbytes())
             storage.copy_(copy)
-            self._copies.pop()  # not before: there may be no room, and the copy is the only one
+            self._copies.pop()  # not earlier: memory may be short, and this is the only copy
 
     def forget(self) -> None:
-        """Drop the copies: their tensors are not needed any more."""
+        """Drop the copies, when their tensors are no longer needed."""
         self._copies.clear()
 
 
@@ -76,16 +76,16 @@ def module_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def optimizer_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield the weights that `optimizer` moves, which under ZeRO are parts in float32, and its moments."""
+    """Yield the weights that `optimizer` updates (float32 partitions under ZeRO) and its moments."""
     for group in optimizer.param_groups:
         yield from (parameter.data for parameter in group["params"])
-    for parameter, state in optimizer.state.items():  # ZeRO 3 puts parameters into their group for a step only
+    for parameter, state in optimizer.state.items():  # ZeRO 3 puts parameters into their group only during a step
         yield parameter.data
         yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def release_cached() -> None:
-    """Hand what torch keeps of freed GPU memory back to the driver, where other processes can have it."""
+    """Return the freed GPU memory that torch caches to the driver, so that other processes can use it."""
     if torch.cuda.is_initialized():
         gc.collect()
         torch.cuda.empty_cache()

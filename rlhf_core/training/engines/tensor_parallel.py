@@ -1,10 +1,10 @@
-"""Tensor parallelism by DeepSpeed's AutoTP: the ranks of a group each hold a part of every attention and MLP weight.
+"""Use DeepSpeed's tensor parallelism (AutoTP), which splits every attention and MLP weight over the ranks of a group.
 
-Every rank of a group gets the same samples. Embeddings, norms and the LM head stay whole on every rank, and the gradients
-of those are the same on all of them: between a split layer and the next one lie nothing but a rank's own heads, and what
-comes in and goes out of that region is summed over the group. A whole parameter *inside* the region is another matter:
-each rank has the gradient of its own heads only. Qwen3 and Gemma 3 have such, the norms of queries and keys over the width
-of one head; their gradients are summed over the group too. A model with any other is refused.
+Every rank of a group gets the same samples. Embeddings, norms and the LM head stay whole on every rank, and their
+gradients are the same on all ranks: between two split layers there are only a rank's own heads, and the inputs and
+outputs of that region are summed over the group. For a whole parameter *inside* the region, each rank has the gradient
+of its own heads only. Qwen3 and Gemma 3 have such parameters, the norms of queries and keys over the width of one head,
+and their gradients are summed over the group too. A model with any other such parameter is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlhf_core.errors import ConfigError, explain
 KEY = "runtime.trainer.tensor_parallel"
 SPLIT = {"column": ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), "row": ("o_proj", "down_proj")}
 HEAD_NORMS = ("q_norm", "k_norm")
-"""Norms over the width of one head, the same for all heads of a layer."""
+"""Names of norms over the width of one head, shared by all heads of a layer."""
 PROVEN = frozenset(
     {
         "llama",
@@ -40,11 +40,11 @@ PROVEN = frozenset(
         "helium",
     }
 )
-"""`model_type` of the architectures of which a test shows that two ranks are one."""
+"""`model_type` of the architectures for which a test shows that two ranks give the same result as one."""
 
 
 def check_partition(module: nn.Module, size: int, world: int) -> None:
-    """Raise ConfigError unless `size` divides the ranks and the heads, and the architecture is one that can be split."""
+    """Raise ConfigError unless `size` divides the ranks and the heads, and the architecture can be split."""
     any_module: Any = module
     config = any_module.config.get_text_config()
     if config.model_type not in PROVEN:
@@ -69,9 +69,9 @@ def check_partition(module: nn.Module, size: int, world: int) -> None:
 
 
 def head_norms(module: nn.Module) -> list[nn.Parameter]:
-    """Return the whole parameters that see a rank's own heads only, in the order of the layers.
+    """Return the whole parameters that see only a rank's own heads, in the order of the layers.
 
-    Raises ConfigError if there are others than the norms over one head beside the layers that are split.
+    Raises ConfigError if parameters other than norms over one head are beside the split layers.
     """
     any_module: Any = module
     config = any_module.config.get_text_config()
@@ -93,10 +93,10 @@ def head_norms(module: nn.Module) -> list[nn.Parameter]:
 
 
 def sum_head_norms(module: nn.Module, group: Any) -> None:
-    """Make every backward pass sum the gradients of the norms over one head over the ranks of `group`.
+    """Register hooks that sum the gradients of the norms over one head over the ranks of `group`.
 
-    Each rank has the sum over its own heads, and together they have all. All ranks of the group run the same graph, so
-    they come by here in the same order.
+    Each rank has the sum over its own heads, so the sum over ranks covers all heads. All ranks of the group run the
+    same graph, so the hooks run in the same order on each.
     """
 
     def summed(grad: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def sum_head_norms(module: nn.Module, group: Any) -> None:
 
 
 def partition_settings(size: int) -> dict[str, Any]:
-    """Return DeepSpeed's settings for groups of `size` neighbouring ranks."""
+    """Return the DeepSpeed settings for groups of `size` consecutive ranks."""
     specs = [
         {"patterns": [rf".*\.({'|'.join(names)})\.(weight|bias)$"], "partition_type": kind}
         for kind, names in SPLIT.items()
@@ -119,7 +119,7 @@ def partition_settings(size: int) -> dict[str, Any]:
 
 @contextmanager
 def whole_layers(module: nn.Module) -> Iterator[None]:
-    """Inside, the parts of every weight are together on every rank."""
+    """Gather the parts of every weight on every rank inside this context."""
     parts = []
     for layer in module.modules():
         if hasattr(layer, "gather_params"):
@@ -129,6 +129,6 @@ def whole_layers(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        # The very tensors of before: ZeRO updates them through buffers that they are views of.
+        # Restore the same tensor objects, because ZeRO updates them through the buffers that they are views of.
         for parameter, part in parts:
             parameter.data = part

@@ -1,4 +1,4 @@
-"""The plain engine: one process, torch autograd, clipped AdamW."""
+"""Implement the plain engine: one process, torch autograd, clipped AdamW."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ STATE_FILE = "training_state.pt"
 
 
 class TorchEngine:
-    """Trains `module` in this process, or serves it frozen if there is no optimizer.
+    """An engine that trains `module` in this process, or serves it frozen if there is no optimizer.
 
-    With `compute_dtype` bfloat16 the module, trained or frozen, computes under autocast and keeps its float32 weights, so
-    that a policy and a reference that are the same say the same. None computes in the dtype of the weights.
+    With `compute_dtype` bfloat16, the module computes under autocast and keeps float32 weights, trained or frozen, so
+    that an equal policy and reference give equal results. With None, it computes in the dtype of the weights.
     """
 
     def __init__(
@@ -52,11 +52,14 @@ class TorchEngine:
             return compute(self.module)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of `loss`."""
+        """Accumulate the gradient of `loss`."""
         loss.backward()
 
     def step(self, learning_rate: float) -> float:
-        """Clip, update, clear the gradient; return its norm before clipping, infinite if the update was skipped."""
+        """Clip the gradient, update the weights, clear the gradient and return its norm before clipping.
+
+        The norm is infinite if the update was skipped.
+        """
         optimizer = self._trained()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
@@ -65,31 +68,31 @@ class TorchEngine:
         return optimizer.grad_norm
 
     def passes(self, wanted: int) -> int:
-        """Return `wanted`: there is no other rank to wait for."""
+        """Return `wanted`, since there is no other rank to wait for."""
         return wanted
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Weights are always whole."""
+        """Return a context that does nothing, because the weights are always whole."""
         return nullcontext()
 
     def snapshot(self, folder: Path) -> dict[Path, Any]:
-        """Return copies of trained weights and optimizer, by file; a frozen model has none."""
+        """Return copies of trained weights and optimizer, by file. A frozen model has none."""
         return {folder / STATE_FILE: training_state(self.module, self._optimizer)} if self._optimizer else {}
 
     def load(self, folder: Path) -> None:
-        """Restore a written `snapshot` and forget any gradient."""
+        """Restore a saved `snapshot` and clear the gradient."""
         if self._optimizer is not None:
             load_training_state(folder / STATE_FILE, self.module, self._optimizer)
             self._optimizer.zero_grad(set_to_none=True)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield weights, gradients and, of a trained model, the optimizer's states."""
+        """Yield the weights, the gradients, and the optimizer states of a trained model."""
         yield from module_tensors(self.module)
         if self._optimizer is not None:
             yield from optimizer_tensors(self._optimizer)
 
     def close(self) -> None:
-        """Let go of the model and the optimizer."""
+        """Release the model and the optimizer."""
         self._optimizer = None
         self.module = nn.Module()
 

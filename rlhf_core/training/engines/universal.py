@@ -1,6 +1,6 @@
-"""Resuming ZeRO from a checkpoint of another number of ranks, through DeepSpeed's universal checkpoint.
+"""Resume ZeRO from a checkpoint of a different number of ranks, through DeepSpeed's universal checkpoint.
 
-Rank 0 turns the ranks' partitions into one folder per parameter, beside them; every rank reads its part of each.
+Rank 0 converts the ranks' partitions to one folder per parameter, beside them, and every rank reads its part of each.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _FOLDER = "universal"
 
 
 def load_universal(engine: Any, folder: Path, *, tag: str, rank: int) -> None:
-    """Load the checkpoint `tag` of `folder` into DeepSpeed's `engine`. Every rank calls it, with the same folder.
+    """Load the checkpoint `tag` of `folder` into DeepSpeed's `engine`. Every rank must call it with the same folder.
 
-    Rank 0 needs room for a second copy in `folder` until all have read it.
+    `folder` needs disk space for a second copy until all ranks have read it.
     """
     universal = folder / _FOLDER
     if rank == 0:
@@ -39,7 +39,7 @@ def load_universal(engine: Any, folder: Path, *, tag: str, rank: int) -> None:
 
 
 def _load(engine: Any, universal: Path, tag: str) -> None:
-    config = engine._config  # meant to be set before an engine is made; which checkpoint it is we know only now
+    config = engine._config  # meant to be set before an engine is made, but the checkpoint is known only now
     config.load_universal_checkpoint = True
     try:
         engine.load_checkpoint(str(universal), tag=tag, load_module_strict=False)
@@ -49,9 +49,10 @@ def _load(engine: Any, universal: Path, tag: str) -> None:
 
 @contextmanager
 def _own_groups_and_steps(optimizer: Optimizer) -> Iterator[None]:
-    """Mend what stage 3 makes of them: the first group's weight decay for all, and one counter of steps for all.
+    """Restore parameter groups and step counters, since stage 3 gives all groups the weight decay of the first and one
+    shared step counter.
 
-    The counter would be raised by every group in every step.
+    Every group would increment the shared counter in every step.
     """
     kept = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     yield
@@ -67,12 +68,12 @@ def _convert(partitions: Path, universal: Path) -> None:
     settings = Namespace(
         input_folder=str(partitions),
         output_folder=str(universal),
-        # In this process: children would import torch again, once for each.
+        # Use this process, because every child process would import torch again.
         num_extract_workers=1,
         num_merge_workers=1,
         keep_temp_folder=False,
         strict=True,
-        # What it calls missing is about tensor parallelism, which we have none of.
+        # The state that it calls missing concerns tensor parallelism, which is not used here.
         inject_missing_state=True,
     )
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):

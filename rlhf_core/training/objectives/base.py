@@ -1,7 +1,7 @@
-"""What a model is trained for: a pure loss with its scalars, its denominators and the forward pass that it needs.
+"""Define training objectives: a pure loss with its parameters, its denominators and its forward pass.
 
-Objectives are small frozen values that travel to the workers. `denominators` counts over a whole optimizer step, in
-plain Python; `compute` is one micro-batch's share of the loss and of the metrics of that step.
+Objectives are small frozen values that are sent to the workers. `denominators` counts over a whole optimizer step in
+plain Python. `compute` returns one micro-batch's share of the loss and metrics of that step.
 
 Legend: N samples, B rows, L positions.
 """
@@ -31,7 +31,7 @@ from rlhf_core.user_code.dependencies import UserFunction
 
 
 class TrainingObjective(Protocol):
-    """What the trainer asks of an objective."""
+    """The interface of objectives for the trainer."""
 
     def denominators(self, samples: Sequence[Any]) -> dict[str, float]:
         """Return the counts that the losses of all micro-batches on all ranks are divided by."""
@@ -46,15 +46,15 @@ class TrainingObjective(Protocol):
         pad_id: int,
         device: torch.device,
     ) -> LossOutput:
-        """Return the share of `samples`, one micro-batch, in the loss of the step. The metric `loss` is always there."""
+        """Return the share of `samples`, one micro-batch, in the step's loss and metrics, which include `loss`."""
         ...
 
 
 @dataclass(frozen=True)
 class SftObjective:
-    """Imitate the masked tokens of `TokenSample`s; the mean over the step's tokens, in nats per token.
+    """The loss of imitating the masked tokens of `TokenSample`s, averaged over the step's tokens, in nats per token.
 
-    `pack_to` lets samples share rows of that length without seeing each other; None gives each a row of its own.
+    `pack_to` lets samples share rows of that length without seeing each other; None gives each sample its own row.
     `dft` weights each token by its own probability (arXiv 2508.05629).
     """
 
@@ -62,7 +62,7 @@ class SftObjective:
     dft: bool = False
 
     def denominators(self, samples: Sequence[TokenSample]) -> dict[str, float]:
-        """Return the masked tokens."""
+        """Return the number of masked tokens."""
         return {"tokens": count_tokens(samples)}
 
     def compute(
@@ -74,7 +74,7 @@ class SftObjective:
         pad_id: int,
         device: torch.device,
     ) -> LossOutput:
-        """Return the share of `samples` in the loss; metrics `loss`, `nll`."""
+        """Return the share of `samples` in the loss, with the metrics `loss` and `nll`."""
         batch = collate(samples, pad_id=pad_id, pack_to=self.pack_to).to(device)
         logprobs_BL, _ = token_logprobs(model, batch, temperature=1.0, with_entropy=False)
         output = sft_loss(logprobs_BL, batch.loss_mask_BL, tokens=denominators["tokens"], dft=self.dft)
@@ -83,13 +83,13 @@ class SftObjective:
 
 @dataclass(frozen=True)
 class Scaled:
-    """`coef` times another objective; its metrics are unscaled, but for `loss`."""
+    """Another objective multiplied by `coef`. Of its metrics, only `loss` is scaled."""
 
     objective: TrainingObjective
     coef: float
 
     def denominators(self, samples: Sequence[Any]) -> dict[str, float]:
-        """Return those of the objective."""
+        """Return the denominators of the objective."""
         return self.objective.denominators(samples)
 
     def compute(
@@ -108,12 +108,15 @@ class Scaled:
 
 @dataclass(frozen=True)
 class BradleyTerryObjective:
-    """Score the chosen conversation of each `RewardPair` above the rejected one; both go forward together."""
+    """The Bradley-Terry loss, which scores the chosen conversation of each `RewardPair` above the rejected one.
+
+    Both conversations are in the same forward pass.
+    """
 
     centering_coef: float
 
     def denominators(self, samples: Sequence[RewardPair]) -> dict[str, float]:
-        """Return the pairs."""
+        """Return the number of pairs."""
         return {"pairs": float(len(samples))}
 
     def compute(
@@ -125,7 +128,7 @@ class BradleyTerryObjective:
         pad_id: int,
         device: torch.device,
     ) -> LossOutput:
-        """Return the share of `samples` in the loss; metrics `loss`, `accuracy`, `margin`."""
+        """Return the share of `samples` in the loss, with the metrics `loss`, `accuracy` and `margin`."""
         sequences = [pair.chosen_ids for pair in samples] + [pair.rejected_ids for pair in samples]
         scores_N = sequence_scores(model, collate(unmasked(sequences), pad_id=pad_id).to(device))
         chosen_B, rejected_B = scores_N.split(len(samples))
@@ -137,11 +140,12 @@ class BradleyTerryObjective:
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """A policy gradient on `PolicySample`s by any of `rlhf_core.algorithms.policy`, corrected for the sampler's own probabilities.
+    """A policy gradient on `PolicySample`s, corrected for the sampler's own probabilities.
 
-    `kl_coef` adds a KL penalty to the reference to the loss (k2: its gradient is the reverse KL's, arXiv 2510.01555);
-    0 leaves it out, as when the reward carries the penalty. `entropy_coef` adds an entropy bonus; entropy is measured
-    either way. `max_length` is the constant divisor of the aggregation `constant`.
+    The loss is any of `rlhf_core.algorithms.policy`. `kl_coef` adds a KL penalty to the reference to the loss (k2: its
+    gradient is the reverse KL's, arXiv 2510.01555); 0 leaves it out, as when the reward contains the penalty.
+    `entropy_coef` adds an entropy bonus; entropy is measured in any case. `max_length` is the constant divisor of the
+    aggregation `constant`.
     """
 
     loss: PolicyMethod
@@ -151,10 +155,10 @@ class PolicyObjective:
     entropy_coef: float
     correction: CorrectionConfig
     function: UserFunction | None = None
-    """The user's function, for a loss of type custom."""
+    """User function for a loss of type custom."""
 
     def denominators(self, samples: Sequence[PolicySample]) -> dict[str, float]:
-        """Return the masked tokens and the sequences."""
+        """Return the number of masked tokens and the number of sequences."""
         return {"tokens": count_tokens(samples), "sequences": float(len(samples))}
 
     def compute(
@@ -168,8 +172,9 @@ class PolicyObjective:
     ) -> LossOutput:
         """Return the share of `samples` in the loss.
 
-        Metrics: `loss`, those of `policy_output`, `entropy`, `correction_fraction`; `ref_kl` (k3) where the samples
-        have the reference's log-probs, and `kl_loss` if used. DataError for a penalty without them.
+        The metrics are `loss`, those of `policy_output`, `entropy`, `correction_fraction`, `ref_kl` (k3) if the samples
+        have the reference's log-probs, and `kl_loss` if used. Raises DataError for a penalty without reference
+        log-probs.
         """
         batch = collate(samples, pad_id=pad_id).to(device)
         logprobs_BL, entropy_BL = token_logprobs(
@@ -187,7 +192,7 @@ class PolicyObjective:
         elif self.kl_coef != 0:
             rule = "the samples have no log-probs of the reference"
             raise DataError(explain("kl_coef", self.kl_coef, rule, "measure them, or set it to 0"))
-        # Left out rather than added with coefficient 0: 0 times infinity would poison the gradient.
+        # Left out instead of added with coefficient 0, because 0 times infinity would make the gradient NaN.
         loss = policy.loss
         if self.entropy_coef != 0:
             loss = loss - self.entropy_coef * entropy
@@ -216,14 +221,14 @@ class PolicyObjective:
     def _kl(self, logprobs_BL: Tensor, weights_BL: Tensor, batch: TokenBatch) -> Tensor:
         """Return the sum of k2 over masked tokens, each weighted by pi / mu (detached, truncated at the cap).
 
-        The tokens were drawn from mu: without the weight the penalty's gradient is off after the first update.
+        The tokens were drawn from mu. Without the weight, the penalty's gradient is wrong after the first update.
         """
         ratio_BL = bounded(logprobs_BL.detach() - batch.fields["old_logprobs"]).exp()
         corrected_BL = (weights_BL * ratio_BL).clamp(max=self.correction.cap)
         return masked_sum(corrected_BL * k2(logprobs_BL, batch.fields["ref_logprobs"]), batch.loss_mask_BL)
 
     def _fraction_corrected(self, batch: TokenBatch) -> Tensor:
-        """Return how many tokens of this micro-batch the correction truncated or dropped."""
+        """Return the number of tokens of this micro-batch that the correction truncated or dropped."""
         count = (batch.loss_mask_BL != 0).sum()
         if self.correction.level == "off" or count == 0:
             return torch.zeros((), device=count.device)
@@ -236,12 +241,12 @@ class PolicyObjective:
 
 @dataclass(frozen=True)
 class ValueObjective:
-    """Fit the values of `ValueSample`s to their returns; `clip` None is the plain squared error."""
+    """The loss of fitting values of `ValueSample`s to their returns. `clip` None gives the plain squared error."""
 
     clip: float | None
 
     def denominators(self, samples: Sequence[ValueSample]) -> dict[str, float]:
-        """Return the masked tokens."""
+        """Return the number of masked tokens."""
         return {"tokens": count_tokens(samples)}
 
     def compute(
@@ -253,7 +258,7 @@ class ValueObjective:
         pad_id: int,
         device: torch.device,
     ) -> LossOutput:
-        """Return the share of `samples` in the loss; metrics `loss` and those of `clipped_value_loss`."""
+        """Return the share of `samples` in the loss, with the metrics `loss` and those of `clipped_value_loss`."""
         batch = collate(samples, pad_id=pad_id).to(device)
         output = clipped_value_loss(
             token_values(model, batch),
@@ -267,14 +272,14 @@ class ValueObjective:
 
 
 def unmasked(sequences: Sequence[tuple[int, ...]]) -> list[TokenSample]:
-    """Return samples of `sequences` with an empty loss mask: what is scored and not trained on token by token."""
+    """Return samples of `sequences` with an empty loss mask, for models that score whole sequences."""
     return [TokenSample(ids, (0,) * len(ids)) for ids in sequences]
 
 
 def count_tokens(
     samples: Sequence[TokenSample] | Sequence[PolicySample] | Sequence[ValueSample] | Sequence[DistillationSample],
 ) -> float:
-    """Return the masked tokens. DataError if there are none: an average over nothing."""
+    """Return the number of masked tokens. Raises DataError if there are none to average over."""
     tokens = sum(sum(sample.loss_mask) for sample in samples)
     if tokens == 0:
         rule = "an optimizer step needs a token to train on"
@@ -283,5 +288,5 @@ def count_tokens(
 
 
 def total(loss: Tensor, metrics: Mapping[str, Tensor]) -> LossOutput:
-    """Return `loss`, which is also the metric of that name, with its other metrics."""
+    """Return `loss` with its metrics, and with itself as the metric `loss`."""
     return LossOutput(loss, {name: value.detach() for name, value in {**metrics, "loss": loss}.items()})

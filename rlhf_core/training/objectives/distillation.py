@@ -1,6 +1,6 @@
-"""Distillation: what a teacher says of each masked token, and a student that learns it.
+"""Distill the distributions of a teacher at masked tokens into a student.
 
-Legend: T masked tokens, C those of one chunk, V vocabulary, K the teacher's likeliest tokens.
+Legend: T masked tokens, C those of one chunk, V vocabulary, K the teacher's most likely tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rlhf_core.types import DistillationSample, TokenSample, TopLogprobs
 
 @dataclass(frozen=True)
 class DistillationObjective:
-    """Bring the student near the teacher at the masked tokens of `DistillationSample`s; in nats per token.
+    """The divergence of a student from its teacher at the masked tokens of `DistillationSample`s, in nats per token.
 
     loss = (1 - kl_weight) * CE + kl_weight * divergence.
     """
@@ -36,7 +36,7 @@ class DistillationObjective:
     kl_weight: float
 
     def denominators(self, samples: Sequence[DistillationSample]) -> dict[str, float]:
-        """Return the masked tokens."""
+        """Return the number of masked tokens."""
         return {"tokens": count_tokens(samples)}
 
     def compute(
@@ -48,7 +48,10 @@ class DistillationObjective:
         pad_id: int,
         device: torch.device,
     ) -> LossOutput:
-        """Return the share of `samples` in the loss; metrics `loss`, `divergence`, `agreement` (same likeliest token), `nll`."""
+        """Return the share of `samples` in the loss.
+
+        The metrics are `loss`, `divergence`, `agreement` (same most likely token) and `nll`.
+        """
         plain = [TokenSample(sample.token_ids, sample.loss_mask) for sample in samples]
         batch = collate(plain, pad_id=pad_id).to(device)
         teacher_TK = torch.from_numpy(np.concatenate([sample.teacher.logprobs for sample in samples])).to(device)
@@ -56,7 +59,7 @@ class DistillationObjective:
         compute = partial(self._chunk, tokens=denominators["tokens"])
         parts_N3 = over_logits(model, batch, compute, teacher_TK, ids_TK)
         divergence, agreement, nll = parts_N3.sum(0).unbind()
-        # Left out rather than weighted with 0: 0 times infinity would poison the gradient.
+        # Left out instead of weighted with 0, because 0 times infinity would make the gradient NaN.
         loss = self.kl_weight * divergence
         if self.kl_weight != 1:
             loss = loss + (1 - self.kl_weight) * nll
@@ -68,7 +71,7 @@ class DistillationObjective:
     ) -> Tensor:
         """Return divergence, agreement and negative log-likelihood [1, 3] of a chunk, each divided by `tokens`."""
         if ids_CK.shape[1] == 0:
-            # The softmax of log-probs is what they are the logarithms of, and the loss divides by the temperature.
+            # The softmax of log-probs is their distribution, and the loss divides by the temperature again.
             output = distillation_loss(logits_CV, teacher_CK * self.temperature, **self._divergence(tokens))
         else:
             output = topk_distillation_loss(logits_CV, teacher_CK, ids_CK, **self._divergence(tokens))
@@ -87,9 +90,9 @@ class _Divergence(TypedDict):
 
 
 def top_logprobs(model: nn.Module, batch: TokenBatch, *, k: int, temperature: float) -> list[TopLogprobs]:
-    """Return the `k` likeliest tokens of softmax(logits / temperature) at each masked position of each sample, on the CPU.
+    """Return the `k` most likely tokens of softmax(logits / temperature) at each sample's masked positions, on the CPU.
 
-    All of them for k = 0. `batch` has one sample to a row. Call it without gradients.
+    k = 0 returns all tokens. `batch` must have one sample per row. Call it without gradients.
     """
     tops = over_logits(model, batch, partial(_top, k=k, temperature=temperature))
     logprobs, ids = (part.numpy() for part in tops)

@@ -1,8 +1,8 @@
-"""Objectives on preference data: pairs (DPO and its kin), single answers (KTO), and what some need to know of a step.
+"""Define objectives on preference data: pairs (DPO and variants) and single answers (KTO).
 
-Two losses look at the whole optimizer step before its gradient: KTO at the mean KL, AOT at the order of the log-ratios.
-`look_ahead` measures that over all samples of the step without gradients, so that the loss itself is a sum over samples
-again, whatever the micro-batches and ranks.
+Two losses depend on the whole optimizer step before its gradient: KTO on the mean KL, AOT on the order of the
+log-ratios. `look_ahead` measures these over all samples of the step without gradients. The loss itself is then a sum
+over samples again, whatever the micro-batches and ranks.
 
 Legend: B pairs or answers of a micro-batch, L positions.
 """
@@ -28,21 +28,21 @@ from rlhf_core.user_code.dependencies import UserFunction
 
 @dataclass(frozen=True)
 class PairObjective:
-    """A loss on `PreferenceSample`s, whose reference log-probs were computed before.
+    """A loss on `PreferenceSample`s with precomputed reference log-probs.
 
-    `nll_coef` adds that much of the chosen answers' mean token loss (RPO, arXiv 2404.19733), which has its own
-    denominator. With `length_alpha` < 1 the tokens beyond the other answer's length count so much (LD-DPO, arXiv
-    2409.06411); the samples' references must have been summed in the same way.
+    `nll_coef` adds the chosen answers' mean token loss with that weight (RPO, arXiv 2404.19733), which has its own
+    denominator. With `length_alpha` < 1, tokens beyond the other answer's length have that weight (LD-DPO, arXiv
+    2409.06411); the samples' reference log-probs must have been summed in the same way.
     """
 
     loss: PreferenceMethod
     nll_coef: float
     length_alpha: float
     function: UserFunction | None = None
-    """The user's function, for a loss of type custom."""
+    """User function for a loss of type custom."""
 
     def denominators(self, samples: Sequence[PreferenceSample]) -> dict[str, float]:
-        """Return the pairs, and the masked tokens of the chosen answers."""
+        """Return the number of pairs and the number of masked tokens of the chosen answers."""
         return {"pairs": float(len(samples)), "tokens": count_tokens([sample.chosen for sample in samples])}
 
     def compute(
@@ -54,7 +54,7 @@ class PairObjective:
         pad_id: int,
         device: torch.device,
     ) -> LossOutput:
-        """Return the share of `samples` in the loss; metrics `loss`, `rewards/*`, `logprobs/*` and, if used, `nll`."""
+        """Return the share of `samples` in the loss, with metrics `loss`, `rewards/*`, `logprobs/*` and maybe `nll`."""
         pairs = _forward_pairs(model, samples, self.length_alpha, pad_id=pad_id, device=device)
         references = [[s.ref_chosen_logprob, s.ref_rejected_logprob] for s in samples]
         ref_chosen_B, ref_rejected_B = torch.tensor(references, dtype=torch.float32, device=device).unbind(dim=1)
@@ -79,7 +79,7 @@ class PairObjective:
     def look_ahead(
         self, trainer: Trainer, samples: Sequence[PreferenceSample]
     ) -> tuple[PairObjective, list[PreferenceSample]]:
-        """Return the objective and the samples of a step, rearranged by a loss that looks at all of them (AOT)."""
+        """Return the objective and the samples of a step, rearranged if the loss depends on all of them (AOT)."""
         if not self.loss.looks_ahead:
             return self, list(samples)
         sides = [side for sample in samples for side in (sample.chosen, sample.rejected)]
@@ -89,13 +89,13 @@ class PairObjective:
 
 @dataclass(frozen=True)
 class KTOObjective:
-    """Kahneman-Tversky optimisation (arXiv 2402.01306) on `AnswerSample`s; `kl` is the step's, set by `look_ahead`."""
+    """The loss of Kahneman-Tversky optimization (arXiv 2402.01306) on `AnswerSample`s. `look_ahead` sets `kl`."""
 
     loss: KTOLoss
     kl: float
 
     def denominators(self, samples: Sequence[AnswerSample]) -> dict[str, float]:
-        """Return the answers, and the desirable ones among them."""
+        """Return the number of answers and the number of desirable answers."""
         return {"rows": float(len(samples)), "desirable": float(sum(sample.desirable for sample in samples))}
 
     def compute(
@@ -107,7 +107,10 @@ class KTOObjective:
         pad_id: int,
         device: torch.device,
     ) -> LossOutput:
-        """Return the share of `samples` in the loss; metrics `loss`, `kl`, `rewards/desirable`, `rewards/undesirable`."""
+        """Return the share of `samples` in the loss.
+
+        The metrics are `loss`, `kl`, `rewards/desirable` and `rewards/undesirable`.
+        """
         batch = collate([sample.answer for sample in samples], pad_id=pad_id).to(device)
         logprobs_BL, _ = token_logprobs(model, batch, temperature=1.0, with_entropy=False)
         return self.loss.answer_loss(
@@ -120,7 +123,7 @@ class KTOObjective:
         )
 
     def look_ahead(self, trainer: Trainer, samples: Sequence[AnswerSample]) -> tuple[KTOObjective, list[AnswerSample]]:
-        """Return the objective with the step's KL estimate: the mean log-ratio of answers to other prompts, at least 0."""
+        """Return the objective with the step's KL estimate: mean log-ratio of answers to other prompts, at least 0."""
         sums = [sum(row) for row in trainer.logprobs([sample.mismatched for sample in samples], temperature=1.0)]
         references = [sample.ref_mismatched_logprob for sample in samples]
         kl = kto_kl(torch.tensor(sums), torch.tensor(references))
@@ -128,14 +131,14 @@ class KTOObjective:
 
 
 def answer_logprob(logprobs: Sequence[float], sample: TokenSample, other: TokenSample, *, alpha: float) -> float:
-    """Return the summed log-prob of an answer in which tokens beyond the `other` answer's length count `alpha`."""
+    """Return the summed log-prob of an answer, with weight `alpha` for tokens beyond the `other` answer's length."""
     row_1L, mask_1L, other_1L = (torch.tensor([row]) for row in (logprobs, sample.loss_mask, other.loss_mask))
     return float(length_desensitised(row_1L.double(), mask_1L, other_1L, alpha=alpha))
 
 
 @dataclass(frozen=True)
 class _Pairs:
-    """Summed log-probs of both answers of each pair, and their masked tokens; `plain_chosen_B` counts every token."""
+    """Summed log-probs and masked tokens of both answers of each pair. `plain_chosen_B` counts every token fully."""
 
     chosen_B: Tensor
     rejected_B: Tensor

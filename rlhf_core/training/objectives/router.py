@@ -1,4 +1,4 @@
-"""An objective with the load-balancing loss of a mixture of experts added to it."""
+"""Add the load-balancing loss of a mixture of experts to an objective."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from rlhf_core.training.batching import row_count
 from rlhf_core.training.objectives.base import TrainingObjective, total
 
 ROWS = "router/rows"
-"""The token rows of the whole step, among its denominators: a pair is two."""
+"""Key of the number of token rows of the whole step in its denominators. A pair has two rows."""
 
 
 @dataclass(frozen=True)
 class RoutedObjective:
-    """`objective` plus `coef` times the routers' balance, a mean over the step's token rows; metric `router_aux`."""
+    """`objective` plus `coef` times the routers' balance (metric `router_aux`), averaged over the step's token rows."""
 
     objective: TrainingObjective
     coef: float
 
     def denominators(self, samples: Sequence[Any]) -> dict[str, float]:
-        """Return those of the objective, and the token rows."""
+        """Return the denominators of the objective and the number of token rows."""
         return step_counts(self.objective, samples)
 
     def compute(
@@ -38,7 +38,7 @@ class RoutedObjective:
         pad_id: int,
         device: torch.device,
     ) -> LossOutput:
-        """Return the share of `samples` in both losses."""
+        """Return the share of `samples` in the sum of both losses."""
         with watching() as routing:
             output = self.objective.compute(model, samples, denominators, pad_id=pad_id, device=device)
         balance = routing.total() / denominators[ROWS]
@@ -46,9 +46,9 @@ class RoutedObjective:
 
 
 def step_counts(objective: Any, samples: Sequence[Any]) -> dict[str, float]:
-    """Return the denominators of `objective` over a whole step, and the token rows that a router's balance needs.
+    """Return the denominators of `objective` over a whole step, and the number of token rows for a router's balance.
 
-    An objective that knows the step's token rows, since `samples` are only a part of it, is believed.
+    The objective's own number of token rows takes precedence, if any, because `samples` are then a part of the step.
     """
     rows = float(sum(row_count(sample) for sample in samples))
     counts: dict[str, float] = {ROWS: rows, **objective.denominators(samples)}

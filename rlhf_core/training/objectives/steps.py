@@ -1,4 +1,4 @@
-"""What a process reward model is trained for: the label of every step, at the step's last token."""
+"""Define the objective of process reward models, which predict the label of every step at its last token."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from rlhf_core.types import StepSample
 
 @dataclass(frozen=True)
 class StepObjective:
-    """Binary cross-entropy of each step's score with its hard or soft label; the mean over the steps of the whole step.
+    """The binary cross-entropy of each answer step's score with its hard or soft label.
 
-    arXiv 2305.20050 (labels of people), arXiv 2312.08935 (labels from rollouts).
+    The loss is the mean over the answer steps of the optimizer step. See arXiv 2305.20050 (human labels) and arXiv
+    2312.08935 (labels from rollouts).
     """
 
     def denominators(self, samples: Sequence[StepSample]) -> dict[str, float]:
-        """Return the judged steps."""
+        """Return the number of judged steps."""
         return {"steps": float(sum(sum(sample.loss_mask) for sample in samples))}
 
     def compute(
@@ -35,7 +36,7 @@ class StepObjective:
         pad_id: int,
         device: torch.device,
     ) -> LossOutput:
-        """Return the share of `samples` in the loss; metrics `loss`, `accuracy`, `positive_fraction`."""
+        """Return the share of `samples` in the loss, with the metrics `loss`, `accuracy` and `positive_fraction`."""
         batch = collate(samples, pad_id=pad_id).to(device)
         judged_BL = batch.loss_mask_BL != 0
         logits_S = step_scores(model, batch)[judged_BL]
