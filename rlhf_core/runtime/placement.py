@@ -194,7 +194,7 @@ def _not_there(config: RuntimeConfig, made: Layout, rule: str) -> ConfigError:
 
 
 def _there() -> str:
-    """Return what the cluster has, and what of it is free."""
+    """Return the cluster's resources and how many of them are free."""
     import ray
 
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]

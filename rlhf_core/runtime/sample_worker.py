@@ -82,7 +82,7 @@ class SampleWorker:
     def advance(
         self, new: Sequence[tuple[int, SamplingRequest]], sampling: SamplingConfig
     ) -> list[tuple[int, Completion]]:
-        """Add requests and run the engine until one has finished; return those that have, none if none is in progress."""
+        """Add requests and run the engine until one has finished; return those that have, or [] if none is running."""
         return self._opened().advance(new, sampling)
 
     def load_weights(self, weights: Weights, version: int) -> None:
