@@ -1,4 +1,4 @@
-"""The events of a running pipeline: `Listener` receives them, as the display, a log or a test."""
+"""Define `Listener`, which receives the events of a running pipeline: the display, a log or a test."""
 
 from __future__ import annotations
 

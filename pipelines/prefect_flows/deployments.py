@@ -37,13 +37,11 @@ logger = logging.getLogger(__name__)
 
 ONE_AT_A_TIME = ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.ENQUEUE)
 RUNS_AT_ONCE = 1
-"""Concurrent runs. Two would each start their own Ray on the same cores and GPUs; the second waits and then finds
-cached results.
-"""
+"""Concurrent runs. Two would each start their own Ray on the same cores and GPUs; the second waits, then finds hits."""
 POLL_S = 2.0
 PATIENT_QUESTIONS = 10_000
-"""Failed requests in a row after which the runner ends. Prefect's default of 3 would end it, and the running flows,
-seconds after its server went away.
+"""Failed requests in a row that end the runner. Prefect's default of 3 would end it, and the running flows, seconds
+after its server went away.
 """
 BEAT_EVERY_S = 5.0
 RECONCILE_EVERY_S = 60.0
@@ -77,7 +75,7 @@ def stage_parameters(profile: PipelineConfig) -> dict[str, tuple[Flow[..., Any],
     for stage in STAGES.values():
         config = section_of(profile, stage.section)
         if config is not None:
-            # A section may have keys that belong to the pipeline but are inputs of the stage alone: `ppo.start_from`.
+            # A section may have keys of the pipeline that are inputs when the stage runs alone: `ppo.start_from`.
             known = {field for kind in stage.configs for field in kind.model_fields}
             left_out = set(type(config).model_fields) - known
             form = {"config": _plain(config, left_out), "settings": settings}

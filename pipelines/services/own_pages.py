@@ -22,9 +22,7 @@ SIGN_IN = "/sign-in"
 _SIGN_IN_PAGE = """<!doctype html><title>Prefect</title>
 <script>localStorage.setItem("prefect-password", location.hash.slice(1)); location.replace("/")</script>
 """
-"""Sign-in page. The part after `#` stays in the browser, so no log has it. Prefect's pages read the password under this
-key.
-"""
+"""Sign-in page. The part after `#` stays in the browser, so no log has it. Prefect's pages read this storage key."""
 
 
 def sign_in_link(url: str, auth: str) -> str:

@@ -40,9 +40,7 @@ def check_requests(
 
 
 def check_logprobs(request: SamplingRequest, logprobs: Sequence[float]) -> None:
-    """Raise SamplingError, naming the request, unless all log-probabilities are finite: a policy of NaNs samples
-    too.
-    """
+    """Raise SamplingError, naming the request, if a log-probability is not finite: a policy of NaNs still samples."""
     if not all(map(math.isfinite, logprobs)):
         where = f"request (seed {request.seed}).logprobs"
         raise SamplingError(
