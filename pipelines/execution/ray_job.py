@@ -94,7 +94,7 @@ class RayJobExecutor:
                 raise error_of(ended.outcome, label=spec.label, log=log)
             if not unfit(context.store, spec, ended.submission.job.key):
                 return _result(context, ended, time.monotonic() - began)
-            # We attached to the job of another run, whose settings accept failed answers that ours do not.
+            # We attached to the job of another run, and its answers failed under other settings than ours.
 
     def close(self) -> None:
         """Do nothing: jobs outlive the run."""
