@@ -40,8 +40,8 @@ RUNS_AT_ONCE = 1
 """Concurrent runs. Two would each start their own Ray on the same cores and GPUs; the second waits, then finds hits."""
 POLL_S = 2.0
 PATIENT_QUESTIONS = 10_000
-"""Failed requests in a row that end the runner. Prefect's default of 3 would end it, and with it all running flows,
-within seconds after its server went away.
+"""Failed requests in a row that end the runner. Prefect's default of 3 would end it, and with it the running flows,
+seconds after its server went away.
 """
 BEAT_EVERY_S = 5.0
 RECONCILE_EVERY_S = 60.0

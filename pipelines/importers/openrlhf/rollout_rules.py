@@ -14,7 +14,7 @@ _CRITIC_SCHEDULE = ("critic.lr_scheduler", "critic.lr_warmup_ratio", "critic.min
 
 
 def ppo(one: Sheet, section: str) -> None:
-    """Write policy optimisation, in the order of a step: prompts, answers, rewards, advantages, updates."""
+    """Write policy optimization, in the order of a step: prompts, answers, rewards, advantages, updates."""
     workers(one)
     placement(one)
     trainer(one)

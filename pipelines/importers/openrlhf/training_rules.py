@@ -120,7 +120,7 @@ def workers(one: Sheet) -> None:
 
 
 def optimizer(one: Sheet, key: str, *, head: str = "") -> None:
-    """Write an optimizer; `head` is "" for offline commands, "actor" or "critic" for policy optimisation."""
+    """Write an optimizer; `head` is "" for offline commands, "actor" or "critic" for policy optimization."""
     rate = f"{head}_learning_rate" if head else "learning_rate"
     one.put(f"{key}.learning_rate", one.number(rate), rate)
     betas = _of_head(one, head, "adam_betas", "adam.betas")
