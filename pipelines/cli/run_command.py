@@ -171,7 +171,7 @@ def _keep_log(home: Home, display: PlainDisplay | LiveDisplay) -> None:
 
 
 class _Warnings(logging.Handler):
-    """Passes warnings to the display, which shows them above its table."""
+    """A log handler that shows warnings above the display's table."""
 
     def __init__(self, display: PlainDisplay | LiveDisplay) -> None:
         super().__init__(logging.WARNING)

@@ -71,7 +71,7 @@ class StageOutcome:
 
 
 class StageExecutor(Protocol):
-    """Computes stages whose result is not in the store: `LocalExecutor` in this process, `RayJobExecutor` as Ray jobs."""
+    """An executor of stages whose result is not in the store: `LocalExecutor` here, `RayJobExecutor` as Ray jobs."""
 
     def prepare(self, planned: Sequence[PlannedStage]) -> None:
         """Raise ConfigError if a planned stage could not be executed; start the needed engines in the background."""

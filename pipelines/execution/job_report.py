@@ -109,7 +109,7 @@ class Reporter(logging.Handler):
 
 
 class Watcher:
-    """Reads the report of a job and passes on what is new in it."""
+    """A reader of a job's report that passes on what is new in it."""
 
     def __init__(
         self,

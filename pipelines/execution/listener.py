@@ -14,7 +14,7 @@ CELL_CHARACTERS = 300
 
 
 class Listener(Protocol):
-    """Receives the events of every stage, by label, in order."""
+    """A receiver of the events of every stage, by label, in order."""
 
     def planned(self, label: str, decision: Decision) -> None: ...
 

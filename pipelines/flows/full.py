@@ -216,7 +216,7 @@ def judge(
     asked: dict[str, PromptsRef],
     reward_models: dict[str, RewardModelRef],
 ) -> ReportRef:
-    """Sample answers of every policy to the held-out prompts (in `asked`, its conditioned ones); compare them."""
+    """Sample every policy's answers to the held-out prompts (the conditioned ones in `asked`), and compare them."""
     best_of = config.evaluate.best_of
     generations = {}
     for name, policy in policies.items():

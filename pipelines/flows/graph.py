@@ -61,7 +61,7 @@ FUNCTION_FIELDS = ("function", "gold")
 
 
 class RunStage(Protocol):
-    """Returns the artifact of a stage: from the store, by running it, or (in a plan) as a placeholder."""
+    """A function that returns a stage's artifact: from the store, by running it, or (in a plan) as a placeholder."""
 
     def __call__(self, spec: StageSpec, kind: type[R]) -> R: ...
 

@@ -157,7 +157,7 @@ def iterative_dpo(
 
 
 class Find:
-    """Finds inputs by their kind and the name that the user gave."""
+    """A lookup of inputs by their kind and the name that the user gave."""
 
     def __init__(self, store: Any) -> None:
         self._store = store

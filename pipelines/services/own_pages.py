@@ -47,7 +47,7 @@ def prefect_app() -> Any:
 
 
 class OwnPages:
-    """Answers 403 to requests and WebSockets that come from foreign pages or use foreign host names."""
+    """An application that answers 403 to requests and WebSockets of foreign pages or with foreign host names."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

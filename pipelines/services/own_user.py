@@ -23,7 +23,7 @@ Address = tuple[str, int]
 
 
 class OwnUser:
-    """Answers 403 to connections of other users. Without /proc/net/tcp (macOS), it serves all connections."""
+    """An application that answers 403 to connections of other users; without /proc/net/tcp (macOS) it serves all."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -245,8 +245,7 @@ def _start(cores: int) -> None:
                     logging_level=logging.ERROR,
                     _temp_dir=str(folder),
                     # Our actors have environments of their own, so workers that Ray starts ahead would never be used.
-                    # Ray gives its workers a lower priority than other processes by default, but here everything else
-                    # waits for them.
+                    # By default Ray's workers give way to other processes, but here everything else waits for them.
                     _system_config={
                         "prestart_worker_first_driver": False,
                         "enable_metrics_collection": False,

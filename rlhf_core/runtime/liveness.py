@@ -60,7 +60,7 @@ def asks_for_token(address: str) -> bool:
 
 
 class RayWatch:
-    """Watches Ray's servers from a thread. `lost` describes the one that is lost, "" while all answer.
+    """A thread that watches Ray's servers. `lost` describes the one that is lost, "" while all answer.
 
     With `own`, the servers are children of this process. Once one of them is lost, all processes below them are killed,
     so that none keeps computing or hangs; `kill_family` does the same at the end.

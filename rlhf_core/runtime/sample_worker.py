@@ -18,7 +18,7 @@ from rlhf_core.types import Completion, SamplingRequest
 
 
 class SampleWorker:
-    """Hosts one sampler. `open` reuses the engine if only the weights of the policy differ, else replaces it."""
+    """The host of one sampler. `open` reuses the engine if only the weights of the policy differ, else replaces it."""
 
     def __init__(self, config: AnySamplerConfig, threads: int, *, gpus_per_engine: float = 0.0) -> None:
         self._config = config

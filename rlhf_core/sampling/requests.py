@@ -23,7 +23,7 @@ def most_tokens(request: SamplingRequest, max_tokens: int) -> int:
 def check_requests(
     requests: Sequence[SamplingRequest], *, vocab_size: int, max_tokens: int, max_model_len: int
 ) -> None:
-    """Raise SamplingError, naming the request, if a prompt is empty, too long or has ids outside the vocabulary."""
+    """Raise SamplingError, naming the request, for a prompt that is empty, too long or not of this vocabulary."""
     for index, request in enumerate(requests):
         where = f"requests[{index}] (seed {request.seed})"
         if not request.prompt_ids:

@@ -78,17 +78,17 @@ class MlflowTracker:
 
     @property
     def run_id(self) -> str:
-        """The run's id, or "" until the server has been reached."""
+        """Return the run's id, or "" until the server has been reached."""
         return self._id_of(self._token)
 
     @property
     def token(self) -> str:
-        """Our own name of the run, with which another process can join it."""
+        """Return our own name of the run, with which another process can join it."""
         return self._token
 
     @property
     def offline(self) -> bool:
-        """Whether the server was away at the last attempt; records then wait in the spool."""
+        """Return whether the server was away at the last attempt; records then wait in the spool."""
         return self._outbox.offline
 
     def start(self, name: str, *, run_id: str | None, params: Mapping[str, Any], tags: Mapping[str, str]) -> str:
@@ -149,7 +149,7 @@ class MlflowTracker:
 
 
 class MlflowStageTracker(StageTracker):
-    """Records what happens in one stage; created by `MlflowTracker.stage`."""
+    """The tracker of one stage; created by `MlflowTracker.stage`."""
 
     def __init__(self, tracker: MlflowTracker, key: str) -> None:
         self._tracker = tracker
@@ -157,7 +157,7 @@ class MlflowStageTracker(StageTracker):
 
     @property
     def run_id(self) -> str:
-        """The run's id, or "" until the server has been reached."""
+        """Return the run's id, or "" until the server has been reached."""
         return self._tracker._id_of(self._key)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:

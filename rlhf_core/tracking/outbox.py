@@ -61,7 +61,7 @@ class Outbox:
 
     @property
     def offline(self) -> bool:
-        """Whether the last delivery found no server."""
+        """Return whether the last delivery found no server."""
         return self._offline
 
     def append(self, record: Record) -> None:

@@ -75,7 +75,7 @@ def read_commands(text: str) -> tuple[list[Command], dict[str, str]]:
 
 
 class _Script:
-    """Reads a script from left to right; holds the variables so far and the commands that were found."""
+    """A reader of a script, from left to right, with the variables so far and the commands found."""
 
     def __init__(self, variables: dict[str, list[str]]) -> None:
         self.variables = variables
