@@ -46,7 +46,7 @@ def greet(address: str) -> None:
 
 
 def asks_for_token(address: str) -> bool:
-    """Return whether the Ray head at `address` refuses callers without a token; False if no head answers."""
+    """Return whether the Ray head at `address` refuses callers without a token; False if none is named or answers."""
     import grpc  # type: ignore[import-untyped]
 
     if ":" not in address:  # `auto`
@@ -60,7 +60,7 @@ def asks_for_token(address: str) -> bool:
 
 
 class RayWatch:
-    """A thread that watches Ray's servers. `lost` describes the one that is lost, "" while all answer.
+    """A watch over Ray's servers, kept by a thread. `lost` describes the one that is lost, "" while all answer.
 
     With `own`, the servers are children of this process. Once one of them is lost, all processes below them are killed,
     so that none keeps computing or hangs; `kill_family` does the same at the end.
