@@ -1,4 +1,4 @@
-"""A stage that computes a fixed amount of nothing, to weigh what runs around a stage against the stage itself."""
+"""Run a stage that computes a fixed amount of nothing, to compare the overhead around a stage with the stage itself."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What a checkpoint costs training: seconds that it waits for one, and the share of its time at an interval.
+"""Measure the cost of checkpoints: the seconds that training waits for one, and their share of its time at an interval.
 
     python -m benchmarks.checkpointing
     python -m benchmarks.checkpointing --folder /mnt/store --markdown docs/checkpointing.md
 
-Side by side in one run, three times, on Llamas with random weights. `waiting for the disk` is how it would be without a
-background: the copy, the files, the checksums and the seal, one after the other, before the next step.
+The variants run side by side, three times, on Llamas with random weights. `waiting for the disk` is the cost without a
+background thread: copy, files, checksums and seal, one after the other, before the next step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How much Python there is: files and lines by package, the longest file, the longest function.
+"""Count the Python code: files and lines by package, the longest file, the longest function.
 
 python -m benchmarks.code_size
 """

@@ -1,11 +1,11 @@
-"""Seconds of one GRPO step - sample, score, measure, update - beside TRL's GRPOTrainer, in one run, side by side.
+"""Measure the seconds of one GRPO step (sample, score, measure, update) beside TRL's GRPOTrainer, in one run.
 
     python -m benchmarks.grpo_step --trl-python /path/to/venv-with-trl/bin/python
 
-The same random weights, prompts, group, answer limit, reward, KL to the reference, micro-batches and AdamW in float32.
-TRL generates with transformers; ours with transformers and with vLLM, in this process. Answers of `mixed` lengths end at
-any of a dozen tokens of the vocabulary, so that few of them reach the limit; the others nearly all do. Sides are processes of their own
-that stay warm and take turns. OMP_NUM_THREADS holds for all.
+Both sides use the same random weights, prompts, group, answer limit, reward, KL to the reference, micro-batches and
+AdamW in float32. TRL generates with transformers; ours with transformers and with vLLM, in this process. Answers of
+`mixed` lengths end at any of a dozen tokens of the vocabulary, so that few of them reach the limit; nearly all of the
+others do. Each side is a process of its own that stays warm; they take turns. OMP_NUM_THREADS holds for all.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Kill everything with SIGKILL in the middle of a stage, run the same command again, and compare with a run in peace.
+"""Kill everything with SIGKILL in the middle of a stage, run the command again, and compare with an undisturbed run.
 
     python -m benchmarks.kill_and_resume tiny/full ppo
 
-Both runs share the results of the stages before, through one store that is copied. Exit status 0: the artifact of the
+Both runs share the results of the earlier stages, through one store that is copied. Exit status 0: the artifact of the
 resumed stage has the same digest, byte for byte.
 """
 

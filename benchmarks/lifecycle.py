@@ -1,4 +1,4 @@
-"""How long a profile takes on this machine, and how much memory: on an empty store, then again when all is there.
+"""Measure how long a profile takes on this machine and how much memory: on an empty store, then fully cached.
 
     python -m benchmarks.lifecycle tiny/full
 

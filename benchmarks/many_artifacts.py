@@ -1,11 +1,11 @@
-"""A store with thousands of artifacts: how long `plan`, `runs`, `store ls` and `store verify` take, as a person types them.
+"""Measure how long `plan`, `runs`, `store ls` and `store verify` take on a store with thousands of artifacts.
 
 python -m benchmarks.many_artifacts --artifacts 10000
 python -m benchmarks.many_artifacts --artifacts 10000 --beside OTHER_CHECKOUT
 
-Every stage of `tiny/full` has its record, so the plan is one of hits; the rest are records of the same kind. Each command is
-a process of its own; with `--beside` the same command of another checkout runs in turn, on a store of its own. Printed
-are the least and the median of the repeats, in seconds of wall clock and of CPU.
+Every stage of `tiny/full` has its record, so the plan is one of hits; the rest are records of the same kind. Each command
+is a process of its own. With `--beside`, the same command of another checkout runs in turn, on a store of its own. The
+output is the minimum and the median of the repeats, in seconds of wall clock and of CPU.
 """
 
 from __future__ import annotations

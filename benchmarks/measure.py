@@ -1,9 +1,9 @@
-"""The measures of how easy this code is to read and to extend, each computed from the code.
+"""Compute measures of how easy this code is to read and to extend.
 
     python -m benchmarks.measure
     python -m benchmarks.measure --before v0.1.0
 
-`--before` checks a git revision out beside this one, measures it with this file, and adds a column.
+`--before` checks out a git revision beside this one, measures it with this file, and adds a column.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The walk of one prompt through a PPO step: which files of this repository it enters, and how often it changes file.
+"""Trace one prompt through a PPO step: the files of this repository that it enters, and how often it changes file.
 
     python -m benchmarks.measure_walk
 
-A toy policy is trained with GAE for three steps of one prompt each, on the runtime in this process; the calls of the second
-step are traced. Every function that is entered counts, in every thread. Code that runs at import does not, and what a
-reward does in its own process is not seen. A switch is a call in another file than the call before it.
+A toy policy is trained with GAE for three steps of one prompt each, on the runtime in this process; the calls of the
+second step are traced. Every function that is entered counts, in every thread. Code that runs at import does not count,
+and the work of a reward in its own process is not seen. A switch is a call in another file than the call before it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The methods that `benchmarks.methods` compares: what each is made of, and how one of them learns."""
+"""Define the methods that `benchmarks.methods` compares, and train one of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The judge of steps among the methods: a process reward model on worked sums, and what its favourites are worth."""
+"""Train a process reward model on worked sums, and measure its judgement and the answers that it prefers."""
 
 from __future__ import annotations
 

@@ -1,18 +1,18 @@
-"""Every way to train a policy that there is, from one SFT policy in the tiny world: does it learn?
+"""Train a policy with every available method, from one SFT policy in the tiny world, and measure what it learns.
 
     python -m benchmarks.methods --seeds 3
     python -m benchmarks.methods --only 'dpo/*' 'ppo/rloo*' --pairs 512 --state /tmp/methods
     python -m benchmarks.methods --print
 
 Data, SFT and reward model are those of `tiny/full`. A preference loss trains one epoch on the prepared pairs, or on the
-first `--pairs` of them; an estimator or policy loss makes `--steps` steps of policy optimisation against the reward
-model. `sft/nll` and `sft/dft` imitate the demonstrations from the base; `sft/best of 8` and `sft/conditional` imitate
-SFT's own answers. Distillation has `sft/best of 8` as teacher: `forward` teaches the base on the demonstrations, `own
-answers` teaches SFT on what it says itself. The held-out gold reward, which no training sees, is compared with that of
-SFT; the seeds are those of the method's own stages. `prm` is another world, the worked sums of `tiny/prm`.
+first `--pairs` of them; an estimator or policy loss makes `--steps` steps of policy optimization against the reward
+model. `sft/nll` and `sft/dft` train on the demonstrations from the base; `sft/best of 8` and `sft/conditional` train on
+SFT's own answers. Distillation has `sft/best of 8` as teacher: `forward` trains the base on the demonstrations, `own
+answers` trains SFT on its own answers. The held-out gold reward, which no training sees, is compared with that of SFT;
+the seeds are those of the method's own stages. `prm` is another world, the worked sums of `tiny/prm`.
 
-Every result is a line of `<state>/methods.jsonl` as soon as it is there, and `--print` prints the tables from that file: of
-a method and seed the latest line counts. What is in the store is not made again.
+Every result is appended to `<state>/methods.jsonl` as soon as it exists, and `--print` prints the tables from that
+file: the latest line of a method and seed counts. Results in the store are not computed again.
 """
 
 from __future__ import annotations

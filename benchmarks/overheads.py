@@ -1,11 +1,11 @@
-"""What store, Prefect and MLflow cost, each beside the bare work in one run, three times.
+"""Measure what store, Prefect and MLflow cost, each beside the bare work in one run, three times.
 
     python -m benchmarks.overheads stages commit
     python -m benchmarks.overheads cached --home .rlhf --profile tiny/full      # a state folder in which all is done
 
-`stages`: a stage of 600 logged steps, and a chain of short ones, as Prefect tasks with MLflow and the store, against the
-same work in a bare loop. `commit`: 270 MB into the store against hashing and copying them with one thread. `cached`: the
-whole command `rlhf run` when every stage is a hit.
+`stages`: a stage of 600 logged steps, and a chain of short ones, as Prefect tasks with MLflow and the store, compared
+with the same work in a bare loop. `commit`: 270 MB into the store, compared with hashing and copying them with one
+thread. `cached`: the whole command `rlhf run` when every stage is a hit.
 """
 
 from __future__ import annotations

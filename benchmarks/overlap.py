@@ -1,11 +1,12 @@
-"""Seconds of a step of policy optimisation, sampled and trained in turn or at once: `staleness` 0 beside 1, three times.
+"""Measure the seconds of a policy-optimization step, sampled and trained in turn or at once (`staleness` 0 and 1).
 
     python -m benchmarks.overlap tiny/full --set runtime.cpu_threads=1
     python -m benchmarks.overlap one_gpu/full --hidden 2048 --layers 16 --groups 64 --members 4 --answer 512
 
-The engines are those of the profile, on one runtime for all runs. The model is a Llama with random weights, so nothing is
-downloaded and nearly every answer has its full length. On CPU sampler and trainer share the cores: what overlap can give is
-what one of them leaves idle, so give them as many threads as they would have side by side.
+The two run side by side, three times. The engines are those of the profile, on one runtime for all runs. The model is a
+Llama with random weights, so nothing is downloaded and nearly every answer has its full length. On CPU, sampler and
+trainer share the cores, and overlap can only use what one of them leaves idle: give them as many threads as they would
+have side by side.
 """
 
 from __future__ import annotations

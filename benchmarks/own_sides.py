@@ -1,4 +1,4 @@
-"""Our side of `train_step` and the plain loop: one process, one model, steps on request."""
+"""Run our side of `train_step`, and the plain loop: one process, one model, steps on request."""
 
 from __future__ import annotations
 

@@ -3,9 +3,10 @@
     python -m benchmarks.portable
     python -m benchmarks.portable --selection quick
 
-Two batches that differ in their composition, threads or instruction set give numbers that are equal to rounding only
-(`docs/determinism.md`). A test that forgets it is green here and red on another machine: this makes it red here. One line
-for each setting; `closest` is the largest share of its tolerance that a comparison took. Exit status 0: all passed.
+Two batches that differ in their composition, threads or instruction set give numbers that are equal only up to rounding
+(`docs/determinism.md`). A test that forgets this passes here and fails on another machine; this benchmark makes it fail
+here. It prints one line per setting; `closest` is the largest share of its tolerance that a comparison used. Exit
+status 0: all passed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A command with all the processes below it: how much memory they take together, and their sudden death.
+"""Measure the memory of a command with all its descendants, and kill them together.
 
 python -m benchmarks.processes make demo
 """

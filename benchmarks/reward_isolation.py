@@ -1,9 +1,9 @@
-"""What a process of its own costs a reward function, per 1,000 rewards: in this process, isolated, and from the cache.
+"""Measure the cost of a reward function's own process, per 1,000 rewards: in this process, isolated, and cached.
 
     python -m benchmarks.reward_isolation            # --count 1000 --tokens 200
 
-The function is cheap (`exact_match`), so that what is measured is the way to it: pickling, pipes and, for the cache, the
-digest of each answer. The kinds take turns, three times; wall seconds, since the work is shared by two processes.
+The function is cheap (`exact_match`), so that the overhead is measured: pickling, pipes and, for the cache, the digest
+of each answer. The variants take turns, three times; the figures are wall seconds, since two processes share the work.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Samples a second of rollouts beside `vllm.LLM.generate` of the same requests, and what weights cost to send, in one run.
+"""Measure rollout samples per second beside `vllm.LLM.generate` of the same requests, and the cost of sending weights.
 
     python -m benchmarks.rollout
     python -m benchmarks.rollout --hidden 2048 --layers 16 --gpus 1 --samples 512 --prompt 256 --answer 512
 
-Single turns go through a sampler in this process and through one on Ray; episodes of several turns are played in lockstep
-and continuously, with environments that take `--delay` seconds a turn on average. *plain* is `LLM.generate` on the engine of
-the sampler in this process: of the same requests at once, and for episodes turn by turn as lockstep asked for them, without
-environments. `--clock cpu` counts the seconds that this process and all that it started compute, which others on the machine
-hardly change; waits are not in it. The model is a Llama with random weights, so nothing is downloaded and nearly every answer has its full length.
+Single turns go through a sampler in this process and through one on Ray. Episodes of several turns are played in
+lockstep and continuously, with environments that take `--delay` seconds a turn on average. *plain* is `LLM.generate` on
+the engine of the sampler in this process: of the same requests at once, and for episodes turn by turn as lockstep
+requested them, without environments. `--clock cpu` counts the CPU seconds of this process and its descendants, which
+other load on the machine hardly changes; waits do not count. The model is a Llama with random weights, so nothing is
+downloaded and nearly every answer has its full length.
 """
 
 from __future__ import annotations

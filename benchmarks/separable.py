@@ -1,11 +1,11 @@
-"""Which architectures of transformers keep samples that share a row apart: every family of causal language models, tried.
+"""Test which transformers architectures keep samples that share a row apart: every family of causal language models.
 
     python -m benchmarks.separable                      # all families; a table, and the list that follows from it
     python -m benchmarks.separable llama mistral opt    # some
 
-Each family is built with random weights at a tiny size, with windows and chunks of attention shorter than the samples and
-with every type of layer that its default configuration has. Three numbers are measured with the trainer's own forward pass,
-each the largest difference of a log-probability in float32:
+Each family is built with random weights at a tiny size, with attention windows and chunks shorter than the samples and
+with every type of layer that its default configuration has. Three numbers are measured with the trainer's own forward
+pass, each the largest difference of a log-probability in float32:
 
     packed  samples that share a row, against each sample alone in a row of its own length
     padded  samples in rows that are padded on the right, against the same

@@ -1,8 +1,8 @@
-"""The sides of a comparison: each works in a process of its own, warm, and measures one step whenever it is its turn.
+"""Run the sides of a comparison: each is a warm process of its own and measures one step whenever it is its turn.
 
-A side has a job, a JSON file. It answers first after a step that warms up, then every word `step` with the seconds that
-one took, and `stop` with the highest resident memory of its process. Nothing but the standard library here: the other
-side's interpreter has none of our packages.
+The job of a side is a JSON file. The side answers first after a warm-up step, then every word `step` with the seconds
+of one step, and `stop` with the peak resident memory of its process. Only the standard library is used here, because
+the other side's interpreter has none of our packages.
 """
 
 from __future__ import annotations

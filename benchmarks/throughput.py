@@ -1,4 +1,4 @@
-"""Tokens a second of the sampler and of the trainer of a profile, and seconds of a weight sync, in one run, three times.
+"""Measure tokens per second of a profile's sampler and trainer, and seconds of a weight sync, in one run, three times.
 
     python -m benchmarks.throughput tiny/full
     python -m benchmarks.throughput one_gpu/full --hidden 2048 --layers 16 --samples 64 --prompt 256 --answer 512

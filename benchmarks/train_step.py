@@ -1,11 +1,12 @@
-"""Speed and memory of one training step beside the plain transformers loop and TRL, in one run, side by side.
+"""Measure speed and memory of one training step beside the plain transformers loop and TRL, side by side in one run.
 
     python -m benchmarks.train_step --models tiny --trl-python /path/to/venv-with-trl/bin/python
     python -m benchmarks.train_step --models 135M --smollm2 FOLDER --trl-python ... --markdown table.md
 
-Each side is a process of its own with the same weights, rows, micro-batches and AdamW in float32. They stay warm and
-take turns; a figure is the median of the repeats, by the wall or, where other work is on the cores, by `--clock cpu`. `tokens` are real ones: what a side computes for padding is its own
-loss. TRL is no dependency of ours: without `--trl-python` its lines are not measured. OMP_NUM_THREADS holds for all.
+Each side is a process of its own with the same weights, rows, micro-batches and AdamW in float32. The sides stay warm
+and take turns. A figure is the median of the repeats, by the wall clock or, if other work uses the cores, by `--clock
+cpu`. `tokens` counts real ones: time spent on padding is a side's own loss. TRL is no dependency of ours: without
+`--trl-python` its lines are not measured. OMP_NUM_THREADS holds for all.
 """
 
 from __future__ import annotations

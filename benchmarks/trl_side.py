@@ -1,8 +1,8 @@
-"""TRL's side of `train_step` and `grpo_step`: run by an interpreter that has TRL, and by nothing else.
+"""Run TRL's side of `train_step` and `grpo_step`. Only an interpreter that has TRL runs this file.
 
-The trainers are TRL's own with what a comparison needs: float32, no gradient checkpointing, the rows of a step as its
-whole dataset. A callback holds `train` between steps until it is this side's turn; the clock runs from TRL's beginning
-of a step to its end, so that the loading and padding of its batches costs it nothing.
+The trainers are TRL's own, with the settings of the comparison: float32, no gradient checkpointing, the rows of a step
+as the whole dataset. A callback holds `train` between steps until it is this side's turn. The clock runs from TRL's
+beginning of a step to its end, so the loading and padding of its batches is not counted.
 """
 
 from __future__ import annotations

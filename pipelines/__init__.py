@@ -1,1 +1,1 @@
-"""Flows, deployments and the command line: the only package that knows Prefect."""
+"""Flows, deployments and the command line: the only package that imports Prefect."""

@@ -1,4 +1,4 @@
-"""Kill a small but complete pipeline at random instants, run the same again, and compare with a twin in peace.
+"""Kill a small but complete pipeline at random instants, run it again, and compare it with an undisturbed twin.
 
     python -m benchmarks.durability --kills 200 --seed 0 --markdown durability.md
 

@@ -1,4 +1,4 @@
-"""Pipelines that are killed again and again until they are complete, and compared with a twin that nobody killed."""
+"""Kill pipelines again and again until they are complete, and compare them with a twin that was never killed."""
 
 from __future__ import annotations
 

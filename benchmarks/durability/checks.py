@@ -1,4 +1,4 @@
-"""What a completed pipeline must look like, however often it was killed on the way."""
+"""Check a completed pipeline, however often it was killed on the way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two runs on one store whose clocks are wrong, each in its own way, and with them the clock of the disk."""
+"""Run two runs on one store whose clocks are wrong in different ways, and with them the clock of the disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `rlhf` with leases of seconds, on a machine and with a clock that a campaign makes it believe in.
+"""Run the command `rlhf` with leases of seconds, on a simulated machine and with a simulated clock.
 
 python -m benchmarks.durability.command '{"wall_s": 4000, "age_s": 300, "elsewhere": true}' run tiny/full
 """

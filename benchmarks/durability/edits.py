@@ -1,4 +1,4 @@
-"""A user edits the file of a reward function: between two attempts at a pipeline, or while it runs."""
+"""Edit the file of a reward function, as a user would: between two attempts at a pipeline, or while it runs."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""When a process dies, or is stopped: at a time, before its n-th change of a file, or inside a call. But for the first by
-its own hand.
+"""Kill or stop a process at an instant: at a time, before its n-th change of a file, or inside a call.
 
-A file's change is seen through Python's audit events (and a wrapped `os.fsync`, which has none). Libraries that write
-from C++ (safetensors, torch.save, pyarrow, SQLite) raise no events there: the instants inside calls and the random times
-fall into those.
+In all cases but the first the process does it itself. A change of a file is seen through Python's audit events (and a
+wrapped `os.fsync`, which has none). Libraries that write from C++ (safetensors, torch.save, pyarrow, SQLite) raise no
+events there; the instants inside calls and the random times cover those writes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What happens to a pipeline from its first start to its completion, and the folder that it happens in."""
+"""Take a pipeline from its first start to its completion, in a folder of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The small pipeline of the kill campaign, run in this process with the engines of this process, and what it left."""
+"""Run the small pipeline of the kill campaign with the engines of this process, and read its results."""
 
 from __future__ import annotations
 

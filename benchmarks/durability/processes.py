@@ -1,4 +1,4 @@
-"""Children by fork, their sudden death, and what of them is left."""
+"""Fork children, kill them, and find the processes that remain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same question asked of the real engines: Ray, vLLM and DeepSpeed, through the command that a person types."""
+"""Run the kill campaign with the real engines, Ray, vLLM and DeepSpeed, through the `rlhf` command."""
 
 from __future__ import annotations
 

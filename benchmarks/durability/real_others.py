@@ -1,4 +1,4 @@
-"""What else is done to runs with the real engines: they are taken over, their clocks are wrong, a user edits a file."""
+"""Disturb runs with the real engines in other ways: a takeover, wrong clocks, a file that a user edits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run of the command that a person types, with the real engines, and the twin that all such runs are compared with."""
+"""Run the `rlhf` command once with the real engines, and the twin with which all such runs are compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The campaign's figures for a reader: on a terminal and as a section of a document."""
+"""Format the campaign's figures for the terminal and for a section of a document."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reward function of a user for the campaign of kills, which copies this file to the folder of a run and edits it."""
+"""Reward function for the kill campaign, which copies this file to the folder of a run and edits it."""
 
 from __future__ import annotations
 

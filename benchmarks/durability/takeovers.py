@@ -1,4 +1,4 @@
-"""A run that stands still for so long that another one takes its work over, and then wakes."""
+"""Stop a run for so long that another run takes over its work, and then wake it."""
 
 from __future__ import annotations
 

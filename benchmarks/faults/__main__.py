@@ -1,4 +1,4 @@
-"""Cause every fault that we know of, with the real engines, and print what came of it.
+"""Cause every known fault with the real engines, and print the outcome.
 
     python -m benchmarks.faults
     python -m benchmarks.faults --only hangs --markdown table.md

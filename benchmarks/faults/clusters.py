@@ -1,7 +1,7 @@
-"""Faults of a Ray that was there before us (`RAY_ADDRESS`): a head and two nodes on this machine, each with a made-up GPU.
+"""Cause faults of an existing Ray (`RAY_ADDRESS`): a head and two nodes on this machine, each with a made-up GPU.
 
-The trainer takes the GPU of one node, so the death of that node takes the trainer with it. The sampler is the plain one,
-which needs no GPU.
+The trainer takes the GPU of one node, so the death of that node takes the trainer with it. The sampler is the plain
+one, which needs no GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Faults of a full disk: a real one of a few megabytes, in memory, which needs root (or the right to mount one)."""
+"""Cause faults of a full disk: a real one of a few megabytes, in memory. It needs root or the right to mount one."""
 
 from __future__ import annotations
 

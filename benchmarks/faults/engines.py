@@ -1,4 +1,4 @@
-"""Faults of the engines and of Ray, caused in the middle of PPO on the small pipeline; see `benchmarks.faults.small`."""
+"""Cause faults of the engines and of Ray in the middle of PPO on the small pipeline; see `benchmarks.faults.small`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of environments, each in its own process as in a run, played by a real policy: nothing that failed earns 0."""
+"""Cause faults of environments, each in its own process as in a run, with a real policy: no failure is scored 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the table of faults is made of: a fault that is really caused, and what was seen to come of it."""
+"""Define the entries of the table of faults: a fault that is really caused, and its observed outcome."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fills the disk under a stage, and under MLflow: `python -m benchmarks.faults.full_disk FOLDER`, a small disk of its own.
+"""Fill the disk under a stage and under MLflow: `python -m benchmarks.faults.full_disk FOLDER`, a small disk.
 
 Started by `benchmarks.faults.disk`; prints one line of JSON per fault.
 """

@@ -1,4 +1,4 @@
-"""Finds processes that outlive the fault they were started for, in whatever session they hide."""
+"""Find processes that outlive the fault for which they were started, in any session."""
 
 from __future__ import annotations
 

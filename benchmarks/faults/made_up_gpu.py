@@ -1,4 +1,4 @@
-"""A train worker for GPUs that Ray counts and nobody has."""
+"""Define a train worker for GPUs that Ray counts but that do not exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of reward servers: a real one in a process of its own, which misbehaves as the answer that it is to score says."""
+"""Cause faults of reward servers: a real server in a process of its own misbehaves as the scored answer tells it to."""
 
 from __future__ import annotations
 

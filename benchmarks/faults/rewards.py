@@ -1,4 +1,4 @@
-"""Faults of reward functions, each in its own process as in a run; a sample that could not be scored is never scored 0."""
+"""Cause faults of reward functions, each in its own process as in a run; a sample without a score is never scored 0."""
 
 from __future__ import annotations
 

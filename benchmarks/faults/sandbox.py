@@ -1,6 +1,7 @@
-"""Faults of programs in the sandbox, and of the sandbox itself, through the reward that runs an answer's program.
+"""Cause faults of programs in the sandbox, and of the sandbox itself, through the reward that runs an answer's program.
 
-A program that hits a limit has failed its tests: 0 is its right reward. A program that the sandbox failed to run has none.
+A program that hits a limit has failed its tests: 0 is its correct reward. A program that the sandbox could not run gets
+no reward.
 """
 
 from __future__ import annotations

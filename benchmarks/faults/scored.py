@@ -1,4 +1,4 @@
-"""Two groups of answers, the first answer of which causes a fault, scored as a stage scores them."""
+"""Score two groups of answers as a stage does; the first answer of each causes a fault."""
 
 from __future__ import annotations
 

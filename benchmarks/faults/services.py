@@ -1,4 +1,4 @@
-"""Faults of what surrounds a run: Prefect's server, MLflow's, the deployments, their supervisor, the flow's own process.
+"""Cause faults around a run: in Prefect's server, MLflow's, the deployments, their supervisor, the flow's own process.
 
 The services are real; the stages are a small `prepare_data` and `sft` on the engines of the flow's process.
 """

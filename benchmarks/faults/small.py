@@ -1,4 +1,4 @@
-"""A pipeline of two stages, small enough to be broken many times, with Ray, DeepSpeed and vLLM; and what comes of a fault."""
+"""Run a two-stage pipeline, small enough to be broken many times, with Ray, DeepSpeed and vLLM; check its faults."""
 
 from __future__ import annotations
 

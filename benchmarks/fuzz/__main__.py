@@ -1,4 +1,4 @@
-"""Damaged inputs of four kinds: each must lead to a clear error or to a right result, and to neither a traceback nor a hang.
+"""Feed damaged inputs of four kinds: each must give a clear error or a correct result, never a traceback or a hang.
 
     python -m benchmarks.fuzz                                   # 10,000 of each
     python -m benchmarks.fuzz --count 300 --only rows --seed 1
@@ -11,8 +11,8 @@
 | `scripts` | OpenRLHF command lines | translated, and what comes out loaded |
 | `store` | records, leases, manifests, checkpoints, attempts, pins, notes, objects | plan, explain, runs, ls, verify, gc, reconcile |
 
-Each target runs in a process of its own. If that dies of an input, or does not come back, the input is a finding and the next
-process goes on behind it. The exit status is 1 where there are findings.
+Each target runs in a process of its own. If an input kills or hangs it, the input is a finding, and the next process
+continues with the input after it. The exit status is 1 if there are findings.
 """
 
 from __future__ import annotations

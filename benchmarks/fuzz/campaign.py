@@ -1,4 +1,4 @@
-"""One input after the other, each with a limit in seconds of computing, and what became of it."""
+"""Run one input after the other, each with a limit on CPU seconds, and record the outcome."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damage to bytes and to values, of the kinds that files suffer and people type. All of it follows from one random generator."""
+"""Damage bytes and values as real files and user input are damaged. All damage follows from one random generator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profiles: TOML files as bytes and as values, what they extend, and `--set`."""
+"""Damage profiles: TOML files as bytes and as values, what they extend, and `--set`."""
 
 from __future__ import annotations
 

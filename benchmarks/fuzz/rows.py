@@ -1,4 +1,4 @@
-"""Rows in every format and every kind of file, damaged as values before they are written, as bytes after, or both."""
+"""Damage rows in every format and file type: as values before they are written, as bytes afterwards, or both."""
 
 from __future__ import annotations
 

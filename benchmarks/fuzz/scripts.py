@@ -1,4 +1,4 @@
-"""Scripts of OpenRLHF commands: as bytes, and word by word."""
+"""Damage scripts of OpenRLHF commands: as bytes, and word by word."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store with finished, killed and running stages, in which some files are damaged before the verbs look at it."""
+"""Damage files in a store with finished, killed and running stages, and run the verbs on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rlhf chat`: talk to a policy in the terminal."""
+"""Talk to a policy in the terminal (`rlhf chat`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def talk(options: argparse.Namespace, store: ArtifactStore, console: Console) ->
     policy = store.path(find_artifact(store, PolicyRef, options.policy))
     chat = ChatTemplate.load(policy)
     sampling = SamplingConfig(temperature=options.temperature, max_tokens=options.max_tokens)
-    # A person types one line at a time: plain transformers answers before vLLM would have started.
+    # The user types one line at a time: plain transformers answers before vLLM would have started.
     runtime = open_runtime(RuntimeConfig(type="local", sampler=HFSamplerConfig()))
     history: list[Message] = []
     try:

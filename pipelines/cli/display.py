@@ -1,4 +1,4 @@
-"""What `rlhf run` shows: a live table of the stages on a terminal, plain lines elsewhere, and the table of results."""
+"""Show the progress of `rlhf run` (a live table on a terminal, plain lines elsewhere) and the table of results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PLAIN_PROGRESS_EVERY_S = 15.0
 
 @dataclass
 class Row:
-    """A stage as the table shows it."""
+    """A stage's row in the table."""
 
     decision: str
     reason: str
@@ -44,7 +44,7 @@ class Row:
 
 
 class PlainDisplay:
-    """A `Listener` that prints one line per event; for logs and pipes."""
+    """A `Listener` that prints one line per event, for logs and pipes."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -87,7 +87,7 @@ class PlainDisplay:
 
 
 class LiveDisplay:
-    """A table that is updated as stages progress; for terminals."""
+    """A table that is updated as stages progress, for terminals."""
 
     def __init__(self, console: Console) -> None:
         self._lock = threading.RLock()
@@ -164,7 +164,7 @@ def _cells(label: str, row: Row) -> tuple[RenderableType, ...]:
 
 
 def open_display(console: Console) -> PlainDisplay | LiveDisplay:
-    """Return the display that suits where the console writes to."""
+    """Return the display for the console: live on a terminal, plain otherwise."""
     return LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
 
 
@@ -191,7 +191,7 @@ COLUMNS = {
 
 
 def results_table(report: Mapping[str, Any]) -> Table:
-    """Return the comparison of the policies that `report.json` holds."""
+    """Return the comparison of the policies in `report.json` as a table."""
     rows = report["policies"]
     shown = {measure: title for measure, title in COLUMNS.items() if any(measure in row for row in rows.values())}
     title = f"held-out prompts: mean [{report['settings']['level']:.0%} interval]; win rate against the parent"

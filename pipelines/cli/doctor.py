@@ -1,4 +1,4 @@
-"""`rlhf doctor`: what this machine has, what is missing, and the remedy."""
+"""Report what this machine has and what is missing, with remedies (`rlhf doctor`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ IMPORT_TIMEOUT_S = 180.0
 
 
 def examine(console: Console) -> int:
-    """Print one line per finding; return 1 if something that is needed is missing."""
+    """Print one line per finding; return 1 if a requirement is missing."""
     home = Home.here().make()
     memory = psutil.virtual_memory().available / 2**30
     disk = shutil.disk_usage(home.root).free / 2**30

@@ -1,4 +1,4 @@
-"""The most informative metric of a stage, for one column of a table."""
+"""Choose the most informative metric of a stage, for one column of a table."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ KEY_METRICS = (
     "pairs",
     "demonstrations",
 )
-"""The number that a person looks for first, by the end of its name; the first that a stage has is shown."""
+"""Ends of metric names, the most informative first; the first one that a stage has is shown."""
 
 
 def key_metric(metrics: Mapping[str, float]) -> str:
-    """Return `name value` of the most informative metric of a stage, or an empty text.
+    """Return `name value` of the most informative metric of a stage, or "".
 
-    While a stage runs its label stands before the name. What was measured `before` training is not its result.
+    While a stage runs, its label precedes the name. Metrics measured `before` training are ignored, as they are no
+    result.
     """
     results = {name: value for name, value in metrics.items() if "before" not in name.split("/")}
     for wanted in KEY_METRICS:

@@ -17,7 +17,7 @@ EXIT_INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; return 0, or 2 after one line that says what was refused, or 130 after an interruption."""
+    """Run one verb; return 0, 2 after a one-line error message, or 130 after an interruption."""
     options = _parser().parse_args(arguments)
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -132,7 +132,7 @@ def _profile_options(parser: argparse.ArgumentParser, *, positional: bool = True
 
 
 def _verb(name: str) -> Callable[[argparse.Namespace], int | None]:
-    """Return the function of a verb; it imports what it needs when it is called, so that `rlhf --help` is fast."""
+    """Return the function of a verb. It imports what it needs only when called, so that `rlhf --help` is fast."""
     from pipelines.cli import verbs
 
     table: dict[str, Callable[[argparse.Namespace], int | None]] = {

@@ -1,4 +1,4 @@
-"""`rlhf run`: a pipeline in this process, with a Prefect server for its duration where none is up."""
+"""Run a pipeline in this process (`rlhf run`), with a Prefect server for its duration if none is up."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ OUR_LOGGERS = ("pipelines", "stages", "rlhf_core")
 
 
 def run_profile(options: argparse.Namespace, console: Console) -> None:
-    """Run a profile and print its results; RlhfError for what a person can fix.
+    """Run a profile and print its results; raise RlhfError for errors that the user can fix.
 
-    If every stage is a hit and nobody can be looking, neither Prefect nor MLflow is started.
+    If every stage is cached and nobody can be watching, neither Prefect nor MLflow is started.
     """
     home = Home.here().make()
     config = load_profile(options.profile, options.overrides)
@@ -66,7 +66,7 @@ def _run_recorded(
     home: Home,
     display: Listener,
 ) -> dict[str, ArtifactRef]:
-    """Run the pipeline as a flow of Prefect, tracked in MLflow; return the artifacts by label."""
+    """Run the pipeline as a Prefect flow, tracked in MLflow; return the artifacts by label."""
     with _server(home) as server:
         threading.Thread(target=import_tracker, args=(home,), daemon=True, name="import-tracker").start()
         tracker = open_tracker(config, home)
@@ -79,7 +79,7 @@ def _run_recorded(
 
 @contextmanager
 def _server(home: Home) -> Iterator[PrivateServer | None]:
-    """Point Prefect's client at the user's own server, at that of `rlhf up`, or at one that ends with the run."""
+    """Connect Prefect's client to the user's server, to that of `rlhf up`, or to one that ends with the run."""
     services = running(home)
     theirs = user_prefect(home) or (services.prefect_api if services is not None else "")
     if theirs:
@@ -126,7 +126,7 @@ def _run_flow(
         url = shown(os.environ["PREFECT_API_URL"])
         if not ended:
             raise ServiceError(f"{url}: Prefect does not answer ({error}); what was done is kept: run again") from error
-        # The client has tried again for minutes, and all stages have committed: nothing is lost but a page.
+        # The client has retried for minutes, and all stages have committed: only the page is incomplete.
         logger.warning("%s: Prefect does not answer (%s); the run is complete, its page may say otherwise", url, error)
     finally:
         for flow_run in flow_runs:
@@ -171,7 +171,7 @@ def _keep_log(home: Home, display: PlainDisplay | LiveDisplay) -> None:
 
 
 class _Warnings(logging.Handler):
-    """Hands warnings to the display, above its table."""
+    """A log handler that shows warnings above the display's table."""
 
     def __init__(self, display: PlainDisplay | LiveDisplay) -> None:
         super().__init__(logging.WARNING)

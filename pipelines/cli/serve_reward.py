@@ -1,4 +1,4 @@
-"""`rlhf serve-reward`: a reward function or a reward model over HTTP."""
+"""Serve a reward function or a reward model over HTTP (`rlhf serve-reward`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 def serve(options: argparse.Namespace, store: ArtifactStore, console: Console) -> None:
-    """Serve until SIGTERM or Ctrl-C; requests under way are answered first."""
+    """Serve until SIGTERM or Ctrl-C; pending requests are answered first."""
     import uvicorn
 
     token = read_token(options.token_env, host=options.host)
@@ -36,12 +36,12 @@ def serve(options: argparse.Namespace, store: ArtifactStore, console: Console) -
         config.timeout_graceful_shutdown = int(options.timeout_s) + 1
         url = f"http://{options.host}:{options.port}/get_reward"
         console.print(f"{name} at {url}  (/health, /metrics)", highlight=False, markup=False, soft_wrap=True)
-        with contextlib.suppress(KeyboardInterrupt):  # how uvicorn passes on the signal that ended it
+        with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again for the signal that ended the server
             uvicorn.Server(config).run()
 
 
 def read_token(token_env: str, *, host: str) -> str:
-    """Return the token in the environment variable, empty without one; ConfigError if others could ask without it."""
+    """Return the token in the environment variable, or "". Raise ConfigError if others could call without a token."""
     if not token_env:
         if host not in LOCAL_HOSTS:
             rule = "others can reach it, and there is no token"
@@ -54,7 +54,7 @@ def read_token(token_env: str, *, host: str) -> str:
 
 @contextlib.contextmanager
 def open_score(options: argparse.Namespace, store: ArtifactStore) -> Iterator[Score]:
-    """Yield what scores: the function in a process of its own, or the reward model, verified against its contract."""
+    """Yield the scorer: the function in a process of its own, or the reward model, verified against its contract."""
     if options.function:
         from rlhf_core.rewards.isolation import IsolatedReward
         from rlhf_core.rewards.served import function_score
@@ -70,7 +70,7 @@ def open_score(options: argparse.Namespace, store: ArtifactStore) -> Iterator[Sc
 
 @contextlib.contextmanager
 def open_reward_model(folder: Path, options: argparse.Namespace) -> Iterator[Score]:
-    """Yield a scorer by the reward model in `folder`; it reads as the score stage does, but for text instead of tokens."""
+    """Yield a scorer for the reward model in `folder`, which reads text as the score stage reads tokens."""
     from rlhf_core.data.chat import ChatTemplate
     from rlhf_core.data.pieces import encode as encode_text
     from rlhf_core.interfaces import ModelSpec
@@ -91,7 +91,7 @@ def open_reward_model(folder: Path, options: argparse.Namespace) -> Iterator[Sco
 
 
 def read_arguments(text: str) -> dict[str, Any]:
-    """Return the keyword arguments of the function; ConfigError if the text is no JSON object."""
+    """Return the keyword arguments of the function; raise ConfigError if the text is not a JSON object."""
     try:
         arguments = json.loads(text)
     except ValueError:

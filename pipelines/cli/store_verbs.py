@@ -1,6 +1,6 @@
-"""What `rlhf store` and `rlhf runs` print. Damage is named and the rest is listed all the same.
+"""Print the output of `rlhf store` and `rlhf runs`. Damage is reported, and the rest is still listed.
 
-Lists are read from the store's index and printed as plain lines: tables of rich take seconds for ten thousand rows.
+Lists are read from the store's index and printed as plain lines: rich tables take seconds for ten thousand rows.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def look_after(store: ArtifactStore, options: argparse.Namespace, console: Conso
 
 
 def print_store(layout: StoreLayout, console: Console) -> None:
-    """Print every artifact with its kind and size, and what is wrong with it."""
+    """Print every artifact with its kind, size and problems."""
     if _says_that_it_is_empty(layout, console):
         return
     rows, unreadable = index.rows(layout)

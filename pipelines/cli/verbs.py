@@ -1,4 +1,4 @@
-"""The functions behind the verbs of `rlhf`. Each imports what it needs when it is called."""
+"""Implement the verbs of `rlhf`. Each function imports what it needs when it is called."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def explain(options: argparse.Namespace) -> None:
 
 
 def reconcile(options: argparse.Namespace) -> None:
-    """Set the true state of everything that killed processes left as running, and print each change with its reason."""
+    """Set the true state of everything that killed processes left as running; print each change with its reason."""
     from pipelines.services.reconcile import reconcile_all
 
     home, count = Home.here(), 0
@@ -179,7 +179,7 @@ def import_openrlhf(options: argparse.Namespace) -> None:
 
 
 def store(options: argparse.Namespace) -> None:
-    """Look after the store."""
+    """Run a verb of `rlhf store`."""
     from pipelines.cli.store_verbs import look_after, print_store
 
     if options.store_verb == "ls":
@@ -205,7 +205,7 @@ def _layout(options: argparse.Namespace) -> StoreLayout:
 
 
 def _store_folder(options: argparse.Namespace) -> Path:
-    """Return the folder of the store that the options name: it, that of a profile, or the one in the state folder."""
+    """Return the store's folder: from the options, from the profile, or in the state folder."""
     if options.store:
         return Path(options.store).expanduser()
     if not options.profile:
@@ -238,7 +238,7 @@ def _strictness(options: argparse.Namespace) -> Strictness:
 
 
 def _prefect_page(home: Home, found: Services) -> str:
-    """Return Prefect's address; on a terminal it signs the browser in, elsewhere not, since logs would keep the secret."""
+    """Return Prefect's address. On a terminal it signs the browser in; elsewhere not, as logs would keep the secret."""
     from pipelines.services.own_pages import sign_in_link
 
     if found.prefect_api or not sys.stdout.isatty():
@@ -247,5 +247,5 @@ def _prefect_page(home: Home, found: Services) -> str:
 
 
 def _short(path: Path) -> Path:
-    """Return the path from the working folder, where it lies below it."""
+    """Return the path relative to the working folder if it lies below it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

@@ -1,4 +1,4 @@
-"""Take all results of a run from the store, without engines or servers, where nothing is left to compute."""
+"""Take all results of a run from the store, without engines or servers, if nothing is left to compute."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from rlhf_core.types import ArtifactRef
 
 
 def is_watched(home: Home) -> bool:
-    """Return whether somebody may be looking: then a run is recorded in Prefect and MLflow even if all of it is cached."""
+    """Return whether somebody may be watching: then even a fully cached run is recorded in Prefect and MLflow."""
     return running(home) is not None or "MLFLOW_TRACKING_URI" in os.environ or bool(user_prefect(home))
 
 
 def results_if_all_cached(
     planned: Sequence[PlannedStage], store: ArtifactStore, listener: Listener, *, strict: Strictness
 ) -> dict[str, ArtifactRef] | None:
-    """Return the artifacts by label, and report them to the listener, if every stage is still a hit; else None."""
+    """Return the artifacts by label, and report them to the listener, if every stage is still cached; else None."""
     if any(stage.decision.action != "HIT" for stage in planned):
         return None
     found = {}
     for stage in planned:
         hit = find(store, stage.spec, strict=strict)
-        if hit is None:  # somebody has removed it since the plan
+        if hit is None:  # removed since the plan
             return None
         found[stage.label] = hit
     for label, (record, decision) in found.items():

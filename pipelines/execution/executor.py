@@ -1,4 +1,4 @@
-"""The seam between a run and whatever executes its stages: `StageExecutor`, and the values that cross it."""
+"""Define the interface between a run and the executor of its stages, and the values passed through it."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import ArtifactRef
 
 Progress = Callable[[int, int, str], None]
-"""Called with the steps that are done, the steps in total, and a message."""
+"""Called with the number of finished steps, the total number of steps, and a message."""
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What a person can ask of a run besides its configuration.
+    """The options of a run besides its configuration.
 
     >>> RunOptions(until="sft", force=("prepare_data",)).forces("sft")
     False
     """
 
     until: str = ""
-    """Label of the last stage to run; empty: all of them."""
+    """Label of the last stage to run; if empty, all stages run."""
     force: tuple[str, ...] = ()
     """Labels of the stages that run even if their result is in the store."""
     strict: Strictness = Strictness()
 
     def forces(self, label: str) -> bool:
-        """Return whether the stage is to run even if its result is in the store."""
+        """Return whether the stage must run even if its result is in the store."""
         return label in self.force
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """What every stage of a run shares: configuration, options, store, tracker and listener."""
+    """The values that all stages of a run share: configuration, options, store, tracker and listener."""
 
     config: PipelineConfig
     options: RunOptions
@@ -49,7 +49,7 @@ class RunContext:
     tracker: Tracker
     listener: Listener
     links: Mapping[str, str] = field(default_factory=dict)
-    """Where else a stage can be looked up: kept in its record and as tags of its tracking run."""
+    """Other places where a stage can be looked up; kept in its record and as tags of its tracking run."""
 
     def key_of(self, spec: StageSpec) -> str:
         """Return the key under which the store has, or will have, the result of the stage."""
@@ -58,7 +58,7 @@ class RunContext:
 
 @dataclass(frozen=True)
 class StageOutcome:
-    """The result of a stage, and what its card on Prefect's page shows."""
+    """The result of a stage, and the content of its card on Prefect's page."""
 
     ref: ArtifactRef
     decision: Decision
@@ -71,10 +71,10 @@ class StageOutcome:
 
 
 class StageExecutor(Protocol):
-    """Computes stages whose result is not in the store: `LocalExecutor` in this process, `RayJobExecutor` as Ray jobs."""
+    """An executor of stages whose result is not in the store: `LocalExecutor` here, `RayJobExecutor` as Ray jobs."""
 
     def prepare(self, planned: Sequence[PlannedStage]) -> None:
-        """Raise ConfigError if a planned stage could not be executed, and start the engines that they need, in the background."""
+        """Raise ConfigError if a planned stage could not be executed; start the needed engines in the background."""
 
     def execute(self, spec: StageSpec, show_progress: Progress) -> StageOutcome:
         """Compute a stage, or wait for another process that is computing it, and return the outcome."""
@@ -84,7 +84,7 @@ class StageExecutor(Protocol):
 
 
 def find_result(context: RunContext, spec: StageSpec) -> StageOutcome | None:
-    """Return the outcome of a stage whose result is in the store, and report the HIT; None if it is not there."""
+    """Return the outcome of a stage whose result is in the store, and report the HIT; None if there is no result."""
     found = find(context.store, spec, strict=context.options.strict)
     if found is None:
         return None

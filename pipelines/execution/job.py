@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run_job(job: JobSpec, reporter: Reporter) -> JobOutcome:
-    """Run the stage and return its outcome; raise what the stage raises."""
+    """Run the stage and return its outcome; an error of the stage is raised."""
     _keep_log(reporter)
     store = ArtifactStore(job.store)
     _check_key(store, job)

@@ -1,6 +1,7 @@
-"""How a job reports to the flow that waits for it, through files in a folder that both see: progress and outcome.
+"""Report a job's progress and outcome to the flow that waits for it, through files in a shared folder.
 
-Each file is replaced as a whole, so a reader sees the old or the new one. They outlive the job, the flow and the cluster.
+Each file is replaced as a whole, so a reader sees the old or the new one. The files outlive the job, the flow and the
+cluster.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ WARNINGS_KEPT = 50
 
 @dataclass(frozen=True, slots=True)
 class JobOutcome:
-    """How a job ended. `samples` belong to a stage that is `done`; class and text of the error to one that `failed`."""
+    """The end of a job. `samples` belong to a `done` stage; the error's class and text to a `failed` one."""
 
     status: Literal["done", "failed", "stopped"]
     decision: Decision | None = None
@@ -39,12 +40,12 @@ class JobOutcome:
 
 
 def write_outcome(folder: Path, outcome: JobOutcome) -> None:
-    """Write how the job ended, which is the last thing that it does."""
+    """Write the outcome of the job, as its last action."""
     write_json(folder / OUTCOME, asdict(outcome))
 
 
 def read_outcome(folder: Path) -> JobOutcome | None:
-    """Return how the job ended; None if it is still running, or was killed before it could write that."""
+    """Return the outcome of the job; None if it still runs, or was killed before it could write one."""
     table = read_json(folder / OUTCOME)
     if table is None:
         return None
@@ -53,7 +54,7 @@ def read_outcome(folder: Path) -> JobOutcome | None:
 
 
 class Reporter(logging.Handler):
-    """The `Listener` of a job, which writes events to `progress.json`; also a log handler, which adds warnings to them."""
+    """The `Listener` of a job, which writes events to `progress.json`. As a log handler, it adds warnings to them."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(logging.WARNING)
@@ -108,7 +109,7 @@ class Reporter(logging.Handler):
 
 
 class Watcher:
-    """Reads the report of a job and passes on what is new in it."""
+    """A reader of a job's report that passes on what is new in it."""
 
     def __init__(
         self,
@@ -120,7 +121,7 @@ class Watcher:
         decision: Decision,
     ) -> None:
         self.decision = decision
-        """The decision that was reported last: the newest of the job, or our own to ATTACH."""
+        """The latest reported decision: the newest of the job, or our own to ATTACH."""
         self._folder = folder
         self._label = label
         self._listener = listener
@@ -129,7 +130,7 @@ class Watcher:
 
     def poll(self) -> JobOutcome | None:
         """Pass on what the job has reported since the last call; return its outcome, None while it runs."""
-        outcome = read_outcome(self._folder)  # first: what was reported before the end is not lost
+        outcome = read_outcome(self._folder)  # first, so that nothing reported before the end is lost
         report = read_json(self._folder / PROGRESS)
         if report is not None and report != self._seen:
             self._pass_on(report)
@@ -161,7 +162,7 @@ def failure(error: Exception) -> JobOutcome:
 
 
 def error_of(outcome: JobOutcome, *, label: str, log: str) -> RlhfError:
-    """Return the error of a failed job: an RlhfError with its own class and text, any other with its class named.
+    """Return the error of a failed job: an RlhfError keeps its class and text, any other error is named in the text.
 
     `log` says where the job's log is.
     """

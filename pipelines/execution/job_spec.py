@@ -1,4 +1,4 @@
-"""A stage as a JSON file: what a job needs to run it as the flow would have, and no secrets."""
+"""Store a stage as a JSON file from which a job runs it as the flow would have; the file has no secrets."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from rlhf_core.types import ArtifactRef
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
-    """A stage with its surroundings. `job_id` is the name that the job has on the cluster.
+    """A stage and its surroundings. `job_id` is the name of the job on the cluster.
 
-    `key` is what the submitter computed: a job that comes to another one sees other code or other files. `tracking` is
-    the token of the pipeline run that the stage's tracking run belongs to, "" for a tracker that nobody can join.
+    `key` is the submitter's: a job that computes another key sees other code or other files. `tracking` is the token of
+    the pipeline run to which the stage's tracking run belongs, "" for a tracker that no other process can join.
     """
 
     job_id: str
@@ -52,7 +52,7 @@ def write_spec(path: Path, job: JobSpec) -> None:
 
 
 def read_spec(path: Path) -> JobSpec:
-    """Return the job that `write_spec` wrote; ArtifactError if there is no such file."""
+    """Return the job that `write_spec` wrote; raise ArtifactError if there is no such file."""
     table = read_json(path)
     if table is None:
         rule, remedy = "cannot be read here", "let flow and cluster see the store under the same path"
@@ -70,7 +70,7 @@ def read_spec(path: Path) -> JobSpec:
 
 
 def stored_stage(spec: StageSpec) -> dict[str, Any]:
-    """Return a stage as a JSON table, from which `restore_stage` makes it again."""
+    """Return a stage as a JSON table, from which `restore_stage` rebuilds it."""
     kind = type(spec.config)
     return {
         "name": spec.name,
@@ -87,7 +87,7 @@ def stored_stage(spec: StageSpec) -> dict[str, Any]:
 
 
 def restore_stage(stored: Mapping[str, Any]) -> StageSpec:
-    """Return the stage that `stored_stage` wrote down, with the types that it had, so its key is the same."""
+    """Return the stage that `stored_stage` stored, with its original types, so that its key is the same."""
     module, _, name = stored["config"]["type"].partition(":")
     kind = getattr(importlib.import_module(module), name, None)
     if not (isinstance(kind, type) and issubclass(kind, Config)):

@@ -1,4 +1,4 @@
-"""A runtime that opens when it is first used, so that a pipeline of hits neither imports nor starts an engine."""
+"""Open a runtime at its first use, so that a fully cached pipeline neither imports nor starts an engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhf_core.interfaces import ModelSpec, Role, Runtime, Sampler, Trainer
 
 
 class LazyRuntime:
-    """A `Runtime` that opens the runtime of `config` at the first call and passes all calls on to it."""
+    """A `Runtime` that opens the runtime of `config` at the first call and forwards all calls to it."""
 
     def __init__(self, config: RuntimeConfig) -> None:
         self._config = config

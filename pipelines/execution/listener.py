@@ -1,4 +1,4 @@
-"""The events of a running pipeline: `Listener` receives them, as the display, a log or a test."""
+"""Define `Listener`, which receives the events of a running pipeline: the display, a log or a test."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CELL_CHARACTERS = 300
 
 
 class Listener(Protocol):
-    """Receives the events of every stage, by label, in order."""
+    """A receiver of the events of every stage, by label, in order."""
 
     def planned(self, label: str, decision: Decision) -> None: ...
 

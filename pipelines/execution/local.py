@@ -36,7 +36,7 @@ class LocalExecutor:
     runtime: LazyRuntime
 
     def prepare(self, planned: Sequence[PlannedStage]) -> None:
-        """Check secrets and the address of Ray now, not when the first stage needs them; start engines in a thread."""
+        """Check secrets and Ray's address now instead of when the first stage needs them; start engines in a thread."""
         config, needed = self.context.config.runtime, engines_needed(planned)
         for stage in planned:
             if stage.decision.action in ("RUN", "RESUME"):
@@ -49,7 +49,7 @@ class LocalExecutor:
             threading.Thread(target=_prewarm, args=(self.runtime, needed), daemon=True, name="prewarm").start()
 
     def execute(self, spec: StageSpec, show_progress: Progress) -> StageOutcome:
-        """Return what another process that computes the key makes, or compute it."""
+        """Return the result of another process that is computing the key, or compute it."""
         attached = None if self.context.options.forces(spec.label) else self._attach(spec)
         return attached or self._compute(spec, show_progress)
 
@@ -58,7 +58,7 @@ class LocalExecutor:
         self.runtime.close()
 
     def _attach(self, spec: StageSpec) -> StageOutcome | None:
-        """Wait for another process that computes the key: the tracking run of the stage belongs to it, and is not ours to end."""
+        """Wait for another process that computes the key; the stage's tracking run belongs to that process."""
         key, leases = self.context.key_of(spec), self.context.store.layout.leases
         owner = living_owner(leases, key)
         if owner is None:
@@ -89,7 +89,7 @@ class LocalExecutor:
 
         status: Status = "KILLED"
         try:
-            # One tracking run for all tries; a forced stage begins anew with each.
+            # One tracking run for all tries; with each try, a forced stage starts over.
             ref, decision = retry_lost_workers(
                 lambda: self._call(spec, shown, progress, {"run_id": inner.run_id, **context.links}),
                 label=spec.label,

@@ -1,4 +1,4 @@
-"""Open what a run needs: its store, its tracker, its plan and its executor."""
+"""Open the parts of a run: its store, its tracker, its plan and its executor."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def open_run(
     listener: Listener,
     planned: list[PlannedStage] | None = None,
 ) -> Iterator[PipelineRun]:
-    """Yield a run, with the engines that its plan needs about to start; close them at the end.
+    """Yield a run whose engines start in the background as planned; close them at the end.
 
-    `planned` is what `plan_run` returned for this run a moment ago; None plans it here. A plan that is out of date does
-    no harm: every stage is decided on again before it runs.
+    `planned` is the recent result of `plan_run` for this run; None plans here. An outdated plan does no harm: every
+    stage is decided again before it runs.
     """
     store = store_of(config, home)
     store.create()
@@ -73,7 +73,7 @@ def open_executor(context: RunContext) -> LocalExecutor | RayJobExecutor:
 
 
 def open_tracker(config: PipelineConfig, home: Home, *, join: str = "") -> Tracker:
-    """Return the MLflow tracker of a run; `join` is the token of one that another process has opened."""
+    """Return the MLflow tracker of a run; `join` is the token of a run that another process opened."""
     from rlhf_core.tracking.mlflow import MlflowTracker
 
     uri, place = tracking_uri(home), tracking_place(home)
@@ -96,5 +96,5 @@ def import_tracker(home: Home) -> None:
     try:
         open_client(tracking_uri(home))
     except Exception as error:
-        # The tracker copes with a server that is away, and reports it.
+        # The tracker handles and reports a server that is away.
         logger.debug("tracking: not reached ahead of time: %s", error)

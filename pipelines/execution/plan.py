@@ -1,4 +1,4 @@
-"""Plan a pipeline: the same function over the same stages as a run, with a runner that only decides."""
+"""Plan a pipeline: run the same function over the same stages, with a runner that only decides."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PENDING = "pending://"
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """A stage of the pipeline and the decision that would be made for it now."""
+    """A stage of the pipeline and the decision for it at the moment."""
 
     label: str
     spec: StageSpec
@@ -53,7 +53,7 @@ def plan(
     force: Collection[str] = (),
     strict: Strictness = Strictness(),
 ) -> list[PlannedStage]:
-    """Return the decision for every stage in order; a stage whose input is still to be made is RUN."""
+    """Return the decision for every stage in order; a stage whose input does not exist yet is RUN."""
     planner = Planner(store, until=until, force=frozenset(force), strict=strict)
     with remembered_code(store.layout), suppress(ReachedUntil):
         pipeline(config, Stages(planner, seed=config.seed, runtime=config.runtime))
@@ -62,13 +62,13 @@ def plan(
 
 
 def engines_needed(stages: Sequence[PlannedStage]) -> set[str]:
-    """Return the engines (`trainer`, `sampler`) that the stages without a hit need."""
+    """Return the engines (`trainer`, `sampler`) needed by the stages that are not cached."""
     named = {engine for stage in stages if stage.decision.action != "HIT" for engine in stage.spec.engines}
     return named & {"trainer", "sampler"}
 
 
 def check_labels(stages: list[PlannedStage], named: Mapping[str, Collection[str]]) -> None:
-    """Raise ConfigError if a named stage is not one of the pipeline."""
+    """Raise ConfigError if a named stage is not part of the pipeline."""
     labels = [stage.label for stage in stages]
     for option, wanted in named.items():
         for label in wanted:
@@ -101,7 +101,7 @@ class Planner:
         for ref in spec.refs():
             if ref.uri.startswith(PENDING):
                 upstream = ref.uri.removeprefix(PENDING)
-                # Its content may turn out the same as before; then this stage is a hit after all.
+                # Its content may turn out unchanged; then this stage is a hit after all.
                 return Decision("RUN", f"after {upstream}", "", None)
         return decide(self.store, spec, force=spec.label in self.force, strict=self.strict)
 

@@ -1,7 +1,7 @@
-"""Execute stages as Ray jobs: submit a job or attach to a running one, watch it, and stop it when we are stopped.
+"""Execute stages as Ray jobs: submit a job or attach to a running one, watch it, and stop it when this run is stopped.
 
-The job holds the lease and commits, so the store says whether the stage is done, and not Ray: a cluster that was
-restarted has forgotten its jobs. A flow that is killed leaves its job running, and the next run attaches to it.
+The job holds the lease and commits, so the store decides whether the stage is done, not Ray: a restarted cluster has
+forgotten its jobs. If a flow is killed, its job keeps running, and the next run attaches to it.
 """
 
 from __future__ import annotations
@@ -38,32 +38,32 @@ from rlhf_core.store.artifacts import ArtifactStore
 logger = logging.getLogger(__name__)
 
 JOBS = ".jobs"
-"""Folder in that of a key's attempts: the spec, the progress and the outcome of each job."""
+"""Folder within the folder of a key's attempts, for the spec, the progress and the outcome of each job."""
 POLL_S = 2.0
 TICK_S = 0.25
 SERVER_AWAY_S = 120.0
-"""How long the job server may be silent before we give up watching; the job itself goes on."""
+"""Seconds without an answer of the job server after which the run stops watching; the job itself continues."""
 STOP_WAIT_S = int(stopping.GRACE_S) + 10
-"""Between SIGTERM and SIGKILL, for a stage that saves."""
+"""Seconds between SIGTERM and SIGKILL, in which a stage can save."""
 INHERITED = ("HF_HOME", "HF_HUB_OFFLINE")
-"""Beside these the job has the environment of the cluster, and its tokens: none is sent along."""
+"""Variables that the job inherits. The rest, tokens included, is the cluster's environment; no token is sent."""
 
 
 class JobLost(WorkerLostError):
-    """Raised if a job ended and left no outcome: its process, its node or the cluster died."""
+    """A job ended without an outcome: its process, its node or the cluster died."""
 
 
 @dataclass(frozen=True)
 class RayJobExecutor:
-    """A `StageExecutor` that runs each stage as a job of the Ray at `RAY_ADDRESS`; engines live in the jobs alone."""
+    """A `StageExecutor` that runs each stage as a job of the Ray at `RAY_ADDRESS`; engines run only in the jobs."""
 
     context: RunContext
     connect: Callable[[], Jobs] = open_jobs
 
     def prepare(self, planned: Sequence[PlannedStage]) -> None:
-        """Raise ConfigError unless a job server answers and an address that jobs are given holds no password.
+        """Raise ConfigError unless a job server answers and no address that is passed to jobs contains a password.
 
-        Secrets are not checked here: a job has the environment of its cluster, and checks it when it starts.
+        Secrets are not checked here: a job has the environment of its cluster, and checks them when it starts.
         """
         if all(stage.decision.action == "HIT" for stage in planned):
             return
@@ -73,7 +73,7 @@ class RayJobExecutor:
             _address(REGISTRY, os.environ.get(REGISTRY, ""))
 
     def execute(self, spec: StageSpec, show_progress: Progress) -> StageOutcome:
-        """Return what the stage's job makes; a lost job is submitted again and resumes from the newest checkpoint."""
+        """Return the result of the stage's job; a lost job is resubmitted and resumes from the newest checkpoint."""
         began, context, jobs = time.monotonic(), self.context, self.connect()
 
         def attempt() -> _Ended:
@@ -88,13 +88,13 @@ class RayJobExecutor:
                 where=lambda: reached(context.store, context.key_of(spec)),
                 sleep=time.sleep,
             )
-            # Raised here and not in `attempt`: a job has itself retried before it failed.
+            # Raised here and not in `attempt`, because a job retries by itself before it fails.
             if ended.outcome is not None and ended.outcome.status == "failed":
                 log = f"`ray job logs {ended.submission.job.job_id}`"
                 raise error_of(ended.outcome, label=spec.label, log=log)
             if not unfit(context.store, spec, ended.submission.job.key):
                 return _result(context, ended, time.monotonic() - began)
-            # We attached to the job of another run, which left answers that failed under other settings than ours.
+            # We attached to the job of another run, and its answers failed under other settings than ours.
 
     def close(self) -> None:
         """Do nothing: jobs outlive the run."""
@@ -105,7 +105,7 @@ class RayJobExecutor:
 
 @dataclass(frozen=True, slots=True)
 class _Submission:
-    """A job that was submitted by us, or `attached` to."""
+    """A job that we submitted, or `attached` to."""
 
     job: JobSpec
     folder: Path
@@ -138,7 +138,7 @@ def _attach_or_submit(context: RunContext, spec: StageSpec, key: str, jobs: Jobs
         write_spec(folder / SPEC, job)
         if jobs.submit(job.job_id, _command(folder), environment=_environment(context), metadata=_metadata(job)):
             return _Submission(job, folder, attached=False)
-        known, number = jobs.all(), number + 1  # the name is taken: another run was faster, or another store has it
+        known, number = jobs.all(), number + 1  # the name is taken: another run was faster, or another store uses it
 
 
 def _inline(context: RunContext) -> PipelineConfig:
@@ -148,7 +148,7 @@ def _inline(context: RunContext) -> PipelineConfig:
 
 
 def _next_number(store: ArtifactStore, key: str, known: list[Job]) -> int:
-    """Return the number after the highest of all attempts and jobs at the key."""
+    """Return the number after the highest of all attempts and jobs of the key."""
     names = [path.name for path in _jobs_folder(store, key).glob("*")]
     names += [job.id for job in known if key[:12] in job.id]
     numbers = [int(name.rpartition("-a")[2]) for name in names if name.rpartition("-a")[2].isdecimal()]
@@ -157,7 +157,7 @@ def _next_number(store: ArtifactStore, key: str, known: list[Job]) -> int:
 
 
 def _computes(job: Job, key: str, store: Path, *, force: bool) -> bool:
-    """Return whether the job computes the result that we want; with `force`, only a forced job does."""
+    """Return whether the job computes the wanted result; with `force`, only a forced job does."""
     wanted = {"store.key": key, "store": str(store)} | ({"forced": "yes"} if force else {})
     return wanted.items() <= dict(job.metadata).items()
 
@@ -168,7 +168,7 @@ def _metadata(job: JobSpec) -> dict[str, str]:
 
 
 def _command(folder: Path) -> str:
-    """Return the shell command for the head of the cluster; it runs in our folder, so relative paths stay valid."""
+    """Return the shell command for the cluster's head; it runs in our working folder, so relative paths stay valid."""
     here, python, job = (shlex.quote(str(part)) for part in (Path.cwd(), sys.executable, folder.resolve()))
     return f"cd {here} && exec {python} -P -m pipelines.execution.job {job}"
 
@@ -177,7 +177,7 @@ def _environment(context: RunContext) -> dict[str, str]:
     home = Home.here()
     quiet = {name: value for name, value in quiet_environment(home).items() if not name.startswith(("PREFECT", OWN))}
     worker = worker_environment(threads=threads_per_worker(context.config.runtime, workers=1))
-    del worker["HF_HUB_OFFLINE"]  # the stage itself may fetch a model, as it may in the flow
+    del worker["HF_HUB_OFFLINE"]  # the stage itself may download a model, as it may in the flow
     inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
     tracking = (
         {"MLFLOW_TRACKING_URI": _address("MLFLOW_TRACKING_URI", tracking_uri(home))} if context.tracker.token else {}
@@ -189,7 +189,7 @@ def _environment(context: RunContext) -> dict[str, str]:
 
 
 def _address(name: str, address: str) -> str:
-    """Return an address that may be passed to a job; ConfigError if it holds a password."""
+    """Return an address that may be passed to a job; raise ConfigError if it contains a password."""
     if without_secrets(address) != address:
         rule = "holds a password, which the job server would show to everybody"
         remedy = "give MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD to `ray start` instead"
@@ -206,7 +206,7 @@ def _jobs_folder(store: ArtifactStore, key: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """A job that is over. It has no `outcome` if it was killed after its commit, before it wrote one."""
+    """A job that has ended. `outcome` is None if the job was killed after its commit, before it wrote one."""
 
     submission: _Submission
     outcome: JobOutcome | None
@@ -237,7 +237,7 @@ def _await(context: RunContext, submission: _Submission, show_progress: Progress
 
 
 def _follow(jobs: Jobs, job_id: str, watcher: Watcher, *, pending_s: float) -> Job | None:
-    """Watch until the job has written its outcome or has ended; return it as Ray last described it."""
+    """Watch until the job has written its outcome or has ended; return the job as Ray last described it."""
     began = answered = time.monotonic()
     due, stopped = began, False
     job: Job | None = None
@@ -287,7 +287,7 @@ def _check_stopped(submission: _Submission, ended: Job | None, outcome: JobOutco
     message = explain(
         "Ray job", submission.job.job_id, "was stopped", "run again: it goes on from the newest checkpoint"
     )
-    # Whoever it was that stopped the run which had submitted the job, this run wants the result.
+    # Whoever stopped the run that submitted the job, this run still wants the result.
     raise JobLost(message) if submission.attached else TrainingError(message)
 
 
@@ -314,7 +314,7 @@ def _result(context: RunContext, ended: _Ended, seconds: float) -> StageOutcome:
         rule = f"Ray job {job.job_id} is done, and its record is not here"
         raise ArtifactError(explain("store", str(job.store), rule, "let flow and cluster share one file system"))
     run_id = record.tracking["run_id"] if "run_id" in record.tracking else ""
-    if attached:  # its tracking run lies below another run of the pipeline
+    if attached:  # its tracking run belongs to another pipeline run
         context.tracker.cached(job.stage.label, run_id=run_id, key=job.key)
     reported = None if outcome is None or attached else outcome.decision
     samples = [] if outcome is None else outcome.samples

@@ -1,4 +1,4 @@
-"""`rlhf resume`: run an unfinished run again. Finished stages are taken from the store."""
+"""Run an unfinished run again (`rlhf resume`). Finished stages are taken from the store."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from pipelines.services.flow_runs import FLOW_NAME, ours, reconcile
 from rlhf_core.errors import RlhfError, nearest
 
 LOOKED_AT = 50
-"""So many of the newest runs are offered by name."""
+"""Number of the newest runs that are read, to find an unfinished one and to suggest names."""
 
 
 class ResumeError(RlhfError, ValueError):
-    """Raised if a run cannot be resumed as asked; the message gives the remedy."""
+    """A run cannot be resumed as requested; the message gives the remedy."""
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """What `resume` did, and what is left to do.
+    """The result of `resume`, and the remaining action.
 
-    `nothing`: there is nothing to do, and `message` says why. `scheduled`: `rlhf up` runs it again. `foreground`: it was
-    run by `rlhf run`, and the caller must run it again with `options`.
+    `nothing`: there is nothing to do, and `message` says why. `scheduled`: `rlhf up` will run it again. `foreground`:
+    it was started by `rlhf run`, and the caller must run it again with `options`.
     """
 
     kind: Literal["nothing", "scheduled", "foreground"]
@@ -38,7 +38,7 @@ class Resumption:
 
 
 def resume(wanted: str, *, served: bool) -> Resumption:
-    """Resume the flow run of this name or id; "" means the newest that has not completed.
+    """Resume the flow run with this name or id; "" means the newest that has not completed.
 
     `served` says whether the deployments are up. Prefect's client must point at the server.
     """
@@ -65,7 +65,7 @@ def resume(wanted: str, *, served: bool) -> Resumption:
 
 
 def _find(client: SyncPrefectClient, wanted: str) -> FlowRun | None:
-    """Return the run of our flow with this name or id; on a shared server other flows and state folders have runs too."""
+    """Return the run of our flow with this name or id; a shared server has runs of other flows and folders too."""
     flow = FlowFilter(name={"any_": [FLOW_NAME]})
     found = client.read_flow_runs(flow_filter=flow, sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=LOOKED_AT)
     newest = ours(found)

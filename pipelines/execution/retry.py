@@ -16,14 +16,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PAUSE_S = 5.0
-"""Pause between tries that make no progress; it grows with each."""
+"""Seconds between tries without progress; the pause grows with each try."""
 
 Reached = tuple[int, int]
 """Step of the newest checkpoint, -1 without one, and the number of files (shards) beside the checkpoints."""
 
 
 def reached(store: ArtifactStore, key: str) -> Reached:
-    """Return how far the attempts at `key` have come; more progress compares greater."""
+    """Return the progress of the attempts at `key`; more progress compares greater."""
     folder = store.layout.attempt(key)
     checkpoint = Checkpoints(attempts.checkpoints(folder)).latest()
     entries = [attempts.latest_work(folder) / name for name in attempts.unfinished_work(folder)]
@@ -34,10 +34,10 @@ def reached(store: ArtifactStore, key: str) -> Reached:
 def retry_lost_workers(
     attempt: Callable[[], T], *, label: str, retries: int, where: Callable[[], Reached], sleep: Callable[[float], None]
 ) -> T:
-    """Return what `attempt` returns; after a WorkerLostError call it again, to resume from its last checkpoint.
+    """Return the result of `attempt`; after a WorkerLostError call it again, to resume from its last checkpoint.
 
-    A try that makes more progress than those before it resets the count of `retries`. When they are used up, an error of
-    the same class is raised with the number of tries. Any other error is raised at once.
+    A try that makes more progress than those before it resets the count of `retries`. When they are used up, an error
+    of the same class is raised with the number of tries. Any other error is raised at once.
     """
     best, failures = where(), 0
     while True:
@@ -50,7 +50,7 @@ def retry_lost_workers(
             failures += 1
             if failures > retries:
                 raise type(error)(_given_up(label, failures, error)) from error
-            what = str(error).partition("; ")[0]  # without the remedy, which is for a person
+            what = str(error).partition("; ")[0]  # without the remedy, which is for the user
             logger.warning("%s: %s; going on from %s (%d of %d)", label, what, _place(now), failures, retries)
             sleep(PAUSE_S * (failures - 1))
 

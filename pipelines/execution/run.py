@@ -1,4 +1,4 @@
-"""One run of a pipeline: each stage taken from the store or handed to the executor, in order. No Prefect."""
+"""Run a pipeline once: each stage, in order, is taken from the store or passed to the executor. No Prefect."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class PipelineRun:
     context: RunContext
     executor: StageExecutor
     planned: list[PlannedStage] = field(default_factory=list)
-    """The plan that was shown before the run; empty where nobody asked for one."""
+    """The plan that was shown before the run; empty if none was made."""
     results: dict[str, ArtifactRef] = field(default_factory=dict)
     started: int = 0
-    """Number of stages that were begun, hits included."""
+    """Number of stages that were started, cached ones included."""
 
     def stage(self, spec: StageSpec, show_progress: Progress) -> StageOutcome:
         """Return the outcome of a stage, from the store or by executing it; report the end to the listener."""

@@ -1,4 +1,4 @@
-"""Where a run is tracked, as the run sees it: the protocols of MLflow's tracker and of the one in memory."""
+"""Define the protocols of a run's tracker, which MLflow's tracker and the one in memory implement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stage was made with and would be made with now: packages, tokenizers, chat templates."""
+"""Compare the packages, tokenizers and chat templates of a stage's result with the current ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHAT_TEMPLATE = "chat_template.jinja"
 
 
 def version_lines(store: ArtifactStore, spec: StageSpec, record: KeyRecord | None) -> Iterator[str]:
-    """Yield the differences to the versions that made the stage: those of `record`, or of the last result with its label.
+    """Yield the differences to the versions that made the stage, from `record` or the last result with its label.
 
     Packages count only with `--strict-env`; tokenizers and chat templates are files of the inputs and always count.
     """
@@ -42,7 +42,7 @@ def version_lines(store: ArtifactStore, spec: StageSpec, record: KeyRecord | Non
 
 
 def input_versions(store: ArtifactStore, uris: Iterable[str]) -> dict[str, str]:
-    """Return one digest of all tokenizers and one of all chat templates among the inputs that are still there."""
+    """Return one digest of all tokenizers and one of all chat templates among the inputs that still exist."""
     tokenizers, templates = [], []
     for uri in uris:
         folder = store.folder(uri)

@@ -1,4 +1,4 @@
-"""The whole lifecycle, in the order of the figure: data, imitation, preference, search, optimisation, judgement.
+"""Run the whole lifecycle in the order of the figure: data, SFT, preferences, search, optimization, evaluation.
 
 prepare_data -> sft -> reward_model -+-> rejection sampling -+
              process_reward_model ---+-> conditional SFT ----+
@@ -40,7 +40,7 @@ R = TypeVar("R", bound=ArtifactRef)
 
 @dataclass
 class Made:
-    """What the lifecycle has made so far. `asked` are the prompts of policies that were taught to hear others."""
+    """The artifacts of the lifecycle so far. `asked` holds the prompts of policies trained on conditioned prompts."""
 
     data: PreparedDataRef
     policies: dict[str, PolicyRef]
@@ -53,10 +53,10 @@ class Made:
 
 
 def lifecycle(config: PipelineConfig, stages: Stages) -> dict[str, PolicyRef]:
-    """Run every stage that the profile has a section for; return the policies by name, in order of making."""
+    """Run every stage that the profile has a section for; return the policies by name, in the order they were made."""
     data = stages.prepare_data("prepare_data", config.prepare_data)
     made = Made(data, {"base": part(data, "base", PolicyRef)})
-    if config.import_reward_model:  # first: one that cannot be used is found before anything is trained
+    if config.import_reward_model:  # first, so that an unusable one is found before anything is trained
         made.reward_models["reward_model"] = stages.import_reward_model(
             "import_reward_model", config.import_reward_model, policy=made.policies["base"]
         )
@@ -85,7 +85,7 @@ def lifecycle(config: PipelineConfig, stages: Stages) -> dict[str, PolicyRef]:
 
 
 def train_reward_models(config: PipelineConfig, stages: Stages, made: Made) -> None:
-    """Train the judges of answers, and of steps, from the imitating policy."""
+    """Train the reward model and the process reward model, both from the SFT policy (or the base without SFT)."""
     if config.reward_model:
         preferences = part(made.data, "preferences", PreferencesRef)
         made.reward_models["reward_model"] = stages.reward_model(
@@ -99,7 +99,7 @@ def train_reward_models(config: PipelineConfig, stages: Stages, made: Made) -> N
 
 
 def learn_from_own_answers(config: PipelineConfig, stages: Stages, made: Made) -> None:
-    """Imitate the best of one's own answers, or all of them with what they are worth."""
+    """Fine-tune on the best of the policy's own answers, or on all of them conditioned on their scores."""
     if config.rejection_sampling:
         made.policies["rejection_sampling"] = sample_and_imitate(
             config.rejection_sampling,
@@ -126,7 +126,7 @@ def learn_from_own_answers(config: PipelineConfig, stages: Stages, made: Made) -
 
 
 def optimise_preferences(config: PipelineConfig, stages: Stages, made: Made) -> None:
-    """Learn from pairs: the prepared ones, or those of one's own answers, round by round."""
+    """Run DPO on the prepared pairs, and iterative DPO on pairs of the policy's own answers, round by round."""
     if config.dpo:
         start = made.policies[config.dpo.start_from]
         preferences = part(made.data, "preferences", PreferencesRef)
@@ -142,7 +142,7 @@ def optimise_preferences(config: PipelineConfig, stages: Stages, made: Made) -> 
 
 
 def optimise_policy(config: PipelineConfig, stages: Stages, made: Made) -> None:
-    """Learn from rewards, and teach what was learnt to a student."""
+    """Run policy optimization on rewards, and distillation into a student."""
     if config.ppo:
         start = made.policies[config.ppo.start_from]
         made.policies["ppo"] = stages.ppo(
@@ -172,7 +172,7 @@ def sample_and_imitate(
     prompts: PromptsRef,
     reward_models: dict[str, RewardModelRef],
 ) -> PolicyRef:
-    """Rejection sampling (arXiv 2307.09288, section 3.2.3): imitate the best of n of one's own answers."""
+    """Run rejection sampling (arXiv 2307.09288, section 3.2.3): SFT on the best of n of the policy's own answers."""
     generations = stages.generate("rejection_sampling/generate", config.generate, policy=policy, prompts=prompts)
     rollouts = stages.score(
         "rejection_sampling/score", config.score, generations=generations, reward_models=reward_models
@@ -189,7 +189,7 @@ def condition_and_imitate(
     prompts: PromptsRef,
     reward_models: dict[str, RewardModelRef],
 ) -> tuple[PolicyRef, RolloutsRef]:
-    """Conditional SFT (arXiv 2308.12050): imitate one's own answers, told how good each is; and the scored answers."""
+    """Run conditional SFT (arXiv 2308.12050) on the policy's own answers; return the policy and the rollouts."""
     generations = stages.generate("conditional_sft/generate", config.generate, policy=policy, prompts=prompts)
     rollouts = stages.score("conditional_sft/score", config.score, generations=generations, reward_models=reward_models)
     levels = stages.condition_demonstrations("conditional_sft/condition", config.condition, rollouts=rollouts)
@@ -199,7 +199,7 @@ def condition_and_imitate(
 def distil(
     config: DistillationConfig, stages: Stages, *, policy: PolicyRef, teacher: PolicyRef, data: PreparedDataRef
 ) -> PolicyRef:
-    """Teach the student `policy` on its own answers to the prompts, or on the demonstrations."""
+    """Distill the teacher into the student `policy`, on its own answers to the prompts or on demonstrations."""
     if config.on_policy:
         prompts = part(data, "prompts", PromptsRef)
         return stages.distill("distill", config, policy=policy, teacher=teacher, prompts=prompts)
@@ -216,7 +216,7 @@ def judge(
     asked: dict[str, PromptsRef],
     reward_models: dict[str, RewardModelRef],
 ) -> ReportRef:
-    """Let every policy answer the held-out prompts, those in `asked` as it has been taught to; compare the answers."""
+    """Sample every policy's answers to the held-out prompts (the conditioned ones in `asked`), and compare them."""
     best_of = config.evaluate.best_of
     generations = {}
     for name, policy in policies.items():
@@ -239,7 +239,7 @@ def judge(
 
 
 def part(data: PreparedDataRef, name: str, kind: type[R]) -> R:
-    """Return one of the artifacts inside the prepared data; ConfigError if this data has none."""
+    """Return an artifact of the prepared data by name; raise ConfigError if this data has none."""
     ref = getattr(data, name)
     if not isinstance(ref, kind):
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""The stages as typed calls. A pipeline is a function over `Stages`; running it and planning it share that function.
+"""Define the stages as typed calls. A pipeline is a function over `Stages`, which both runs and plans call.
 
-What a stage reads and leases stands in its row of `stages.table`; the calls here give the built-in stages types.
+The inputs and engines of a stage are in its row of `stages.table`; the calls here give the built-in stages types.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ from stages.table import STAGES, Input, Stage
 
 R = TypeVar("R", bound=ArtifactRef)
 GivenInput: TypeAlias = ArtifactRef | Mapping[str, ArtifactRef] | None
-"""What a pipeline hands to a stage; None for an input that is left out."""
+"""An input that a pipeline passes to a stage; None if it is left out."""
 
 FUNCTION_FIELDS = ("function", "gold")
 
 
 class RunStage(Protocol):
-    """Returns the artifact of a stage: from the store, by running it, or (in a plan) as a placeholder."""
+    """A function that returns a stage's artifact: from the store, by running it, or (in a plan) as a placeholder."""
 
     def __call__(self, spec: StageSpec, kind: type[R]) -> R: ...
 
 
 @dataclass(frozen=True)
 class Stages:
-    """Every stage as a typed call; `label` names the node in tables, graphs and the tracker, not in the key."""
+    """Every stage as a typed call. `label` names the node in tables, graphs and the tracker, not in the key."""
 
     run_stage: RunStage
     seed: int
@@ -204,9 +204,9 @@ class Stages:
     def run(self, name: str, label: str, config: Config, kind: type[R], **given: GivenInput) -> R:
         """Run the stage `name` of the table and return its artifact, of type `kind`.
 
-        `given` are its inputs by name; None, and what the stage does not read under this configuration, is left out.
-        Raises TypeError for inputs that the stage does not take, and ConfigError, before any stage runs, for what the
-        configuration asks and is not there.
+        `given` are its inputs by name; None, and inputs that the stage does not read under this configuration, are left
+        out. Raises TypeError for inputs that the stage does not take, and ConfigError, before any stage runs, if
+        something that the configuration needs is missing.
         """
         stage = STAGES[name]
         path = label.replace("/", ".")
@@ -222,14 +222,14 @@ class Stages:
         if "registry" in stage.engines:
             engines["registry"] = registry(Home.here())
         functions = reward_functions(config, path)
-        for key, function in functions.items():  # now, and not when the stages before have run for hours
+        for key, function in functions.items():  # now, not after earlier stages have run for hours
             user_code_digest(function, key=key)
         callables = tuple(dict.fromkeys(functions.values()))
         spec = stage.spec(config, inputs, label=label, seed=self.seed, engines=engines, callables=callables)
         return self.run_stage(spec, kind)
 
     def _check_reward_models(self, path: str, config: Any, inputs: Mapping[str, Any]) -> None:
-        """Raise ConfigError now, and not when the stages before have run for hours, for a judge that is not there."""
+        """Raise ConfigError for a missing reward model now, not after earlier stages have run for hours."""
         if "reward_models" not in inputs:
             return
         try:
@@ -238,7 +238,7 @@ class Stages:
             raise ConfigError(f"{path}.{error}") from None
 
     def _check_episodes(self, path: str, config: Any) -> None:
-        """Raise ConfigError for episodes that may outgrow the sampler: the first that did would end the run."""
+        """Raise ConfigError for episodes that may exceed the sampler's length: the first such one would end the run."""
         agent: AgentConfig | None = getattr(config, "agent", None)
         longest: int | None = getattr(self.runtime.sampler, "max_model_len", None)
         if agent is not None and longest is not None and agent.max_episode_tokens > longest:
@@ -247,7 +247,7 @@ class Stages:
 
 
 def inputs_of(stage: Stage, config: Config, given: Mapping[str, GivenInput]) -> dict[str, StageInput]:
-    """Return what the stage reads under `config` of the inputs `given`; TypeError if they are not those of its row."""
+    """Return the `given` inputs that the stage reads under `config`; raise TypeError if its row has no such input."""
     unknown = given.keys() - stage.inputs.keys()
     if unknown:
         raise TypeError(f"{stage.name}: takes no input {', '.join(sorted(unknown))}")
@@ -271,7 +271,7 @@ def _checked(stage: str, name: str, row: Input, value: ArtifactRef | Mapping[str
 
 
 def agent_digests(config: Any, key: str) -> dict[str, str]:
-    """Return the digests of the files that decide what a configuration's agent does; ConfigError if one is missing."""
+    """Return the digests of the files that an agent's behavior depends on; raise ConfigError if one is missing."""
     agent = getattr(config, "agent", None)
     if not isinstance(agent, EpisodeLimits):
         return {}
@@ -282,7 +282,7 @@ def agent_digests(config: Any, key: str) -> dict[str, str]:
 
 
 def reward_functions(config: Any, key: str) -> dict[str, str]:
-    """Return dotted key -> function that a configuration names, in fields called `function` or `gold`."""
+    """Return dotted key -> function that a configuration names in a field called `function` or `gold`."""
     found: dict[str, str] = {}
     if isinstance(config, EpisodeLimits):
         found |= {f"{key}.{function}": function for function in config.callables()}

@@ -1,4 +1,4 @@
-"""How a person names an artifact: the label of the stage that made it, a digest, or a folder of their own."""
+"""Find an artifact by the label of the stage that made it, by its digest, or by the path of a folder."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ SHORTEST_DIGEST = 8
 
 
 def find_artifact(store: ArtifactStore, kind: type[R], name: str) -> R:
-    """Return the newest artifact that `name` means: `sft`, `prepare_data.base`, `3fa9c1d2`, or a folder's path.
+    """Return the newest artifact with this name: `sft`, `prepare_data.base`, `3fa9c1d2`, or a folder's path.
 
-    A label that was made several times means what that stage last made or found. ArtifactError if nothing of `kind` is meant.
+    A label that was made several times means what that stage last made or found. Raises ArtifactError if no artifact of
+    `kind` has the name.
     """
     label, _, part = name.partition(".")
     latest = store.latest(label)

@@ -1,4 +1,4 @@
-"""Iterative DPO (arXiv 2312.11456, 2405.07863): answer, score, pair the best with the worst, prefer; again."""
+"""Run iterative DPO (arXiv 2312.11456, 2405.07863): sample, score, pair the best with the worst, train; repeat."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def dpo_round(
     prompts: PromptsRef,
     reward_models: dict[str, RewardModelRef],
 ) -> PolicyRef:
-    """One round: generate -> score -> select (pairs) -> dpo. Every round salts its samples' seeds anew."""
+    """Run one round: generate -> score -> select (pairs) -> dpo. Every round uses new sampling seeds."""
     label = f"iterative_dpo/round_{number}"
     generate = config.generate.model_copy(update={"round": config.generate.round + number - 1})
     generations = stages.generate(f"{label}/generate", generate, policy=policy, prompts=prompts)

@@ -1,8 +1,8 @@
-"""The configuration of a pipeline run, and how a TOML profile becomes one.
+"""Define the configuration of a pipeline run, and load it from a TOML profile.
 
-A section that a profile leaves out switches that part of the pipeline off. A profile may start from another one,
-`extends = "full.toml"` (a path from there) or `"tiny/full"` (a shipped one); tables are merged, everything else is
-replaced, `"none"` takes a section away.
+A section that a profile leaves out switches that part of the pipeline off. A profile may extend another one: `extends =
+"full.toml"` (a relative path) or `"tiny/full"` (a shipped profile). Tables are merged, everything else is replaced, and
+`"none"` removes a section.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ POLICY_SECTIONS = ("sft", "rejection_sampling", "conditional_sft", "dpo", "itera
 
 
 class RejectionSamplingConfig(Config):
-    """Sample, score, keep the best, imitate it: generate -> score -> select -> sft."""
+    """Sample and score answers, keep the best, fine-tune on them: generate -> score -> select -> sft."""
 
     generate: GenerateConfig
     score: ScoreConfig
@@ -53,7 +53,7 @@ class RejectionSamplingConfig(Config):
 
 
 class ConditionalSFTConfig(Config):
-    """Sample, score, tell how good each answer is, imitate all: generate -> score -> condition -> sft."""
+    """Sample, score, and fine-tune on all answers conditioned on the score: generate -> score -> condition -> sft."""
 
     generate: GenerateConfig
     score: ScoreConfig
@@ -62,19 +62,19 @@ class ConditionalSFTConfig(Config):
 
 
 class OfflineDPOConfig(DPOConfig):
-    """Preference optimisation on the prepared pairs, and the policy that it starts from, which is also its reference."""
+    """Preference optimization on the prepared pairs, and its initial policy, which is also its reference."""
 
     start_from: Annotated[Literal["base", "sft", "rejection_sampling"], OPERATIONAL] = "sft"
-    """Not part of the key: the digest of the policy is."""
+    """The policy that training starts from. Not part of the key, because the digest of the policy is."""
 
 
 class IterativeDPOConfig(Config):
-    """Rounds of generate -> score -> select (pairs) -> dpo, each from the policy of the round before."""
+    """Rounds of generate -> score -> select (pairs) -> dpo, each starting from the policy of the previous round."""
 
     rounds: int = Field(2, ge=1)
     start_from: Literal["base", "sft", "rejection_sampling"] = "sft"
     reference: Literal["initial", "previous"] = "initial"
-    """`initial` holds every round near the first policy; `previous` lets the reference follow."""
+    """Reference policy: `initial` keeps every round close to the first policy, `previous` uses the last round's."""
     generate: GenerateConfig
     score: ScoreConfig
     select: SelectConfig
@@ -82,40 +82,40 @@ class IterativeDPOConfig(Config):
 
 
 class PolicyOptimisationConfig(PPOConfig):
-    """Policy optimisation and the policy that it starts from, which is also its reference."""
+    """Policy optimization and its initial policy, which is also its reference."""
 
     start_from: Annotated[Start, OPERATIONAL] = "sft"
-    """Not part of the key: the digest of the policy is."""
+    """The policy that training starts from. Not part of the key, because the digest of the policy is."""
 
 
 class DistillationConfig(DistillConfig):
-    """Distillation, its student and its teacher; on-policy it uses the prompts, else the demonstrations."""
+    """Distillation, its student and its teacher. On-policy it uses the prompts, otherwise the demonstrations."""
 
     start_from: Annotated[Start, OPERATIONAL] = "base"
-    """The student. Not part of the key: the digest of the policy is; so for the teacher."""
+    """The student. Not part of the key, because the digest of the policy is; the same holds for the teacher."""
     teacher: Annotated[Literal["sft", "rejection_sampling", "dpo", "iterative_dpo", "ppo"], OPERATIONAL] = "ppo"
 
 
 class EvaluationConfig(Config):
-    """Every policy answers the held-out prompts; one report compares them."""
+    """Sampling of every policy's answers to the held-out prompts, and their comparison in one report."""
 
     generate: GenerateConfig
-    """A policy in `evaluate.best_of` answers each prompt that often."""
+    """Sampling of the answers. A policy in `evaluate.best_of` answers each prompt as often as given there."""
     evaluate: EvaluateConfig = EvaluateConfig()
 
 
 class PipelineConfig(Config):
-    """Everything about a run of the pipeline."""
+    """The configuration of a pipeline run."""
 
     name: str = "rlhf"
-    """Name of the run, and of the experiment in MLflow."""
+    """Name of the run and of the MLflow experiment."""
     seed: int = Field(17, ge=0)
     store: Annotated[str, OPERATIONAL] = ""
-    """Folder of the artifact store; empty: `store` in the state folder (`.rlhf`, or `RLHF_HOME`)."""
+    """Folder of the artifact store; if empty, `store` in the state folder (`.rlhf`, or `RLHF_HOME`)."""
     runtime: RuntimeConfig = RuntimeConfig()
     prepare_data: PrepareDataConfig
     import_reward_model: ImportRewardModelConfig | None = None
-    """A reward model from outside, in place of one that is trained."""
+    """An external reward model, used instead of a trained one."""
     sft: SFTConfig | None = None
     reward_model: RewardModelConfig | None = None
     process_reward_model: ProcessRewardModelConfig | None = None
@@ -198,7 +198,7 @@ def parse(tree: Mapping[str, Any], *, origin: str) -> PipelineConfig:
 
 
 def with_overrides(config: PipelineConfig, overrides: Sequence[str]) -> PipelineConfig:
-    """Return `config` with `dotted.key=value` changes; ConfigError as from a profile."""
+    """Return `config` with `dotted.key=value` changes; raise ConfigError as for a profile."""
     if not overrides:
         return config
     tree = config.model_dump(mode="json", exclude_none=True)
@@ -261,7 +261,7 @@ def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _parse_toml(text: str) -> dict[str, Any]:
-    """Return the tree of a TOML text; ValueError says what is wrong with it, also where its reader gives up."""
+    """Return the parsed TOML text; raise ValueError if it is invalid or exceeds the parser's limits."""
     try:
         return tomllib.loads(text)
     except RecursionError:
@@ -271,7 +271,7 @@ def _parse_toml(text: str) -> dict[str, Any]:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # a name too long for the disk
+    except OSError:  # a name too long for the file system
         return False
 
 
@@ -292,7 +292,7 @@ def _merge(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_another_type(table: Mapping[str, Any], changes: Mapping[str, Any]) -> bool:
-    """Return whether `changes` choose another `type`: the options of the one before are not its own."""
+    """Return whether `changes` select another `type`: the options of the previous type do not apply to it."""
     return "type" in changes and "type" in table and changes["type"] != table["type"]
 
 
@@ -318,7 +318,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 
 
 def _value(key: str, text: str) -> Any:
-    """Return what `--set` gives a key: a value of TOML, and what is none as the text that it is."""
+    """Return the value of `--set`: parsed as TOML, or as plain text if it is not TOML."""
     try:
         tree = _parse_toml(f"value = {text}")
     except tomllib.TOMLDecodeError:

@@ -1,4 +1,4 @@
-"""Errors in a profile, as a person reads them: *key = value: rule; remedy*."""
+"""Format errors in a profile: *key = value: rule; remedy*."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from pydantic import BaseModel, ValidationError
 from rlhf_core.secrets.redaction import hidden
 
 _LONGEST_SHOWN = 500
-"""Characters of a value in an error."""
+"""Maximum number of characters of a value in an error."""
 
 
 def first_error(error: ValidationError, tree: Mapping[str, Any], model: type[BaseModel], *, origin: str) -> str:
-    """Return what a person reads of an invalid profile: its first unknown key, or else the first key that breaks a rule.
+    """Return the error message for an invalid profile: its first unknown key, else the first key that breaks a rule.
 
-    `tree` is the parsed profile, `model` what it was to become, `origin` where it comes from.
+    `tree` is the parsed profile, `model` the target type, `origin` the source of the profile.
     """
     unknown = [one for one in error.errors() if one["type"] == "extra_forbidden"]
     first = (unknown or error.errors())[0]
     location, given = first["loc"], first["input"]
     if first["type"] == "value_error" and isinstance(given, Mapping) and location and location[-1] == given.get("type"):
-        location = location[:-1]  # the rule is of a whole table, and this the tag of its union
+        location = location[:-1]  # the rule is about a whole table, and this is the tag of its union
     keys = _real_keys(location, tree)
     dotted = ".".join(keys)
     if first["type"] == "extra_forbidden":
         near = _nearest(keys, model)
-        if near == dotted:  # pydantic names the type that it chose between the table and the key
+        if near == dotted:  # pydantic puts the chosen type between the table and the key
             shown = shown_value(keys[-1], first["input"])
             return f"{dotted} = {shown}: no option of type {location[-2]!r}; remove it, as --set {dotted}=none does"
         remedy = f"did you mean {near}?" if near else "remove it"
@@ -45,16 +45,16 @@ def first_error(error: ValidationError, tree: Mapping[str, Any], model: type[Bas
 
 
 def shown_value(key: str, value: Any) -> str:
-    """Return a value of a profile as an error shows it: without secrets, and not longer than a paragraph."""
+    """Return a profile's value for an error message: without secrets, and shortened to a paragraph."""
     try:
         text = repr(hidden(key, value))
-    except RecursionError:  # tables in tables, as many as a dotted key may name
+    except RecursionError:  # a dotted key may nest tables arbitrarily deep
         return "{...}"
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]} ..."
 
 
 def _real_keys(location: Sequence[int | str], tree: Any) -> list[str]:
-    """Return the keys of `location` that stand in the file: pydantic adds the tag of the union that it chose."""
+    """Return the keys of `location` that are in the file: pydantic adds the tag of the union that it chose."""
     keys = []
     for position, key in enumerate(location):
         if isinstance(tree, Mapping) and key in tree:

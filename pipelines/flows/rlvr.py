@@ -1,7 +1,7 @@
-"""Reinforcement learning from verifiable rewards: prepare_data -> sft -> policy optimisation -> evaluate.
+"""Run reinforcement learning from verifiable rewards: prepare_data -> sft -> policy optimization -> evaluate.
 
-The lifecycle without preferences: the reward checks the answer against the prompt's label (arXiv 2411.15124), so no
-reward model is trained. The profile says which estimator is used; `grpo` is the usual one.
+This is the lifecycle without preferences: the reward checks the answer against the prompt's label (arXiv 2411.15124),
+so no reward model is trained. The profile selects the estimator, usually `grpo`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rlhf_core.types import PolicyRef
 
 
 def verifiable_rewards(config: PipelineConfig, stages: Stages) -> dict[str, PolicyRef]:
-    """Run the lifecycle of a profile that has no learned reward; ConfigError if it has one."""
+    """Run the lifecycle of a profile that has no learned reward; raise ConfigError if it has one."""
     for section in (
         "import_reward_model",
         "reward_model",

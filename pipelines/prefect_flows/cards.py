@@ -1,4 +1,4 @@
-"""What Prefect's pages show about a stage: its card, its sample table and its progress."""
+"""Show a stage on Prefect's pages: its card, its sample table and its progress."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def artifact_key(*parts: str) -> str:
 
 
 def show_stage(spec: StageSpec, outcome: StageOutcome) -> None:
-    """Attach the card of a stage to its task run: decision and reason, key, inputs, metrics, and where to look on."""
+    """Attach the card of a stage to its task run: decision and reason, key, inputs, metrics, and links."""
     decision = outcome.decision
     lines = [
         f"# {spec.label}",
@@ -62,7 +62,7 @@ def show_samples(label: str, rows: list[dict[str, str]]) -> None:
 
 
 def show_plan(rows: list[tuple[str, Decision]]) -> None:
-    """Attach the plan to the flow run: Prefect draws no node before it runs."""
+    """Attach the plan to the flow run, because Prefect draws no node before it runs."""
     lines = ["| stage | decision | why |", "|---|---|---|"]
     lines += [f"| {label} | {decision.action} | {decision.reason.replace('|', ' ')} |" for label, decision in rows]
     _quietly(create_markdown_artifact, key="plan", markdown="\n".join(lines))
@@ -90,13 +90,13 @@ class ProgressCard:
 
 
 class _Away:
-    """Until when a server that did not answer is not asked again."""
+    """Time until which a server that did not answer is not asked again."""
 
     until = 0.0
 
 
 def _quietly(call, **arguments):  # type: ignore[no-untyped-def]  # five functions of Prefect without a common type
-    """A page that cannot be updated must neither end nor delay a stage that runs for hours."""
+    """Call a Prefect function and log its errors: a failed page update must neither end nor delay a stage of hours."""
     if time.monotonic() < _Away.until:
         return None
     try:

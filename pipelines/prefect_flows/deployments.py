@@ -1,6 +1,7 @@
-"""What `rlhf up` serves: `rlhf-pipeline/full`, `/rlvr`, and one deployment per stage, each with a typed form.
+"""Serve the deployments of `rlhf up`: `rlhf-pipeline/full`, `/rlvr`, and one per stage, each with a typed form.
 
-This process also sees to it, at its start and every minute, that no run is shown at work whose process is gone.
+At its start and every minute, this process also corrects the state of runs that are shown as running although their
+process is gone.
 """
 
 from __future__ import annotations
@@ -36,21 +37,22 @@ logger = logging.getLogger(__name__)
 
 ONE_AT_A_TIME = ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.ENQUEUE)
 RUNS_AT_ONCE = 1
-"""Two runs would each start a Ray of their own, on the same cores and GPUs; the second waits and then finds hits."""
+"""Concurrent runs. Two would each start their own Ray on the same cores and GPUs; the second waits, then finds hits."""
 POLL_S = 2.0
 PATIENT_QUESTIONS = 10_000
-"""So often the server may fail to answer in a row. Prefect's own 3 would end the runner, and with it the flows that run,
-seconds after its server went away."""
+"""Failed requests in a row that end the runner. Prefect's default of 3 would end it, and with it the running flows,
+seconds after its server went away.
+"""
 BEAT_EVERY_S = 5.0
 RECONCILE_EVERY_S = 60.0
 FORMS = ("tiny/distill", "tiny/conditional", "tiny/prm", "tiny/full")
-"""The profiles that fill the forms of single stages; where several have a section, the last one does."""
+"""Profiles that fill the forms of single stages. If several have a section, the last one is used."""
 SAVE_TIMEOUT_S = 25.0
-"""So long a flow that is asked to end may take to save; then it is killed, and resumes from its last checkpoint."""
+"""Seconds that a flow may take to save when asked to end. Then it is killed, and resumes from its last checkpoint."""
 
 
 def deployments() -> list[Any]:
-    """Return the deployments; their forms are filled from the tiny profiles, so that each runs as it is."""
+    """Return the deployments; their forms are filled from the tiny profiles, so that each can run unchanged."""
     profile = load_profile("tiny/full")
     forms: dict[str, tuple[Flow[..., Any], dict[str, Any]]] = {
         _dashed(name): (stages.STAGE_FLOWS[name], {"settings": _settings(profile)})
@@ -67,13 +69,13 @@ def deployments() -> list[Any]:
 
 
 def stage_parameters(profile: PipelineConfig) -> dict[str, tuple[Flow[..., Any], dict[str, Any]]]:
-    """Return deployment name -> flow and the parameters that its form starts with, for what the profile configures."""
+    """Return deployment name -> flow and the initial parameters of its form, for each stage in the profile."""
     settings = _settings(profile)
     parameters: dict[str, tuple[Flow[..., Any], dict[str, Any]]] = {}
     for stage in STAGES.values():
         config = section_of(profile, stage.section)
         if config is not None:
-            # A section may have keys that are the pipeline's and inputs of the stage alone: `ppo.start_from`.
+            # A section may have keys of the pipeline that are inputs when the stage runs alone: `ppo.start_from`.
             known = {field for kind in stage.configs for field in kind.model_fields}
             left_out = set(type(config).model_fields) - known
             form = {"config": _plain(config, left_out), "settings": settings}
@@ -121,16 +123,16 @@ def _plain(config: BaseModel, left_out: Collection[str] = ()) -> dict[str, Any]:
 
 
 class InterruptingRunner(Runner):
-    """A runner that, asked to end, first writes down that its runs are interrupted, then lets them save.
+    """A runner that, when asked to end, first marks its runs as interrupted and then lets them save.
 
-    Prefect's own way kills them and leaves them Running, or calls them Cancelled.
+    Prefect's own runner kills them and leaves them Running, or marks them Cancelled.
     """
 
     def handle_sigterm(self, *args: Any, **kwargs: Any) -> NoReturn:
         try:
             for mended in interrupt():
                 logger.warning("%s", mended)
-        except Exception as error:  # the flows must be told all the same
+        except Exception as error:  # the flows must be told in any case
             logger.warning("the runs under way could not be marked as interrupted: %s", error)
         flows_under_way = psutil.Process().children()
         for process in flows_under_way:
@@ -149,14 +151,14 @@ async def _serve(runner: Runner, mark: Path) -> None:
 
 
 async def _beat(mark: Path) -> None:
-    """Touch `mark` from the loop that serves, so that it grows old when that loop stands still."""
+    """Touch `mark` from the serving loop, so that it grows old if that loop hangs."""
     while True:
         mark.touch()
         await asyncio.sleep(BEAT_EVERY_S)
 
 
 def _keep_true(log: Path) -> None:
-    """Reconcile everything once, and again whenever Prefect turns out to have shown something that is not so."""
+    """Reconcile everything once, and again whenever Prefect turns out to have shown a wrong state."""
     _reconcile_all(log)
     while True:
         time.sleep(RECONCILE_EVERY_S)
@@ -172,7 +174,7 @@ def _keep_true(log: Path) -> None:
 
 
 def _reconcile_all(log: Path) -> None:
-    # In a process of its own: MLflow takes 200 MB, and is needed here once in a while only.
+    # In a process of its own: MLflow takes 200 MB and is needed here only now and then.
     with log.open("ab") as stream:
         subprocess.run(
             [sys.executable, "-P", "-m", "pipelines.cli.main", "reconcile"], stdout=stream, stderr=stream, check=False
@@ -180,13 +182,13 @@ def _reconcile_all(log: Path) -> None:
 
 
 def main(mark: Path) -> None:
-    """Serve the deployments; the file `mark` is there, and young, while they can be triggered."""
+    """Serve the deployments; the file `mark` exists and is recent while they can be triggered."""
     logging.basicConfig(format="%(asctime)s %(message)s")
     tag = home_tag(Home.here())
     reconcile()
     runner = InterruptingRunner(limit=RUNS_AT_ONCE, query_seconds=POLL_S)
     for deployment in deployments():
-        deployment.tags = [tag]  # its runs inherit it: that they are ours is known before they start
+        deployment.tags = [tag]  # inherited by its runs, so that they are known to be ours before they start
         runner.add_deployment(deployment)
     log = mark.parent / "logs" / "reconcile.log"
     threading.Thread(target=_keep_true, args=(log,), daemon=True, name="reconcile").start()

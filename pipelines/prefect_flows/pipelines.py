@@ -1,4 +1,4 @@
-"""The pipelines as Prefect flows with typed parameters: what the served deployments run."""
+"""Define the pipelines as Prefect flows with typed parameters, which the served deployments run."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def full(
     strict_code: bool = False,
     strict_env: bool = False,
 ) -> dict[str, str]:
-    """The whole lifecycle: every section of `config` that is there, in order.
+    """Run the whole lifecycle: every section that `config` has, in order.
 
-    `overrides` are `dotted.key=value` changes of `config`; `until` ends after that stage; `force` runs stages anew.
+    `overrides` are `dotted.key=value` changes of `config`; `until` ends after that stage; `force` reruns stages.
     """
     options = RunOptions(until=until, force=tuple(force), strict=Strictness(code=strict_code, env=strict_env))
     return run_served(with_overrides(config, overrides), lifecycle, options)
@@ -44,17 +44,17 @@ def rlvr(
     strict_code: bool = False,
     strict_env: bool = False,
 ) -> dict[str, str]:
-    """Policy optimisation on verifiable rewards; the profile has no learned reward."""
+    """Optimize the policy on verifiable rewards; the profile has no learned reward."""
     options = RunOptions(until=until, force=tuple(force), strict=Strictness(code=strict_code, env=strict_env))
     return run_served(with_overrides(config, overrides), verifiable_rewards, options)
 
 
 def run_served(config: PipelineConfig, pipeline: Pipeline, options: RunOptions) -> dict[str, str]:
-    """Run a pipeline in the flow that is active; return label -> digest of what it made."""
+    """Run a pipeline in the active flow; return label -> digest of its artifacts."""
     home = Home.here().make()
     context = FlowRunContext.get()
     if context is not None and context.flow_run is not None:
-        own(context.flow_run.id)  # before the plan: a run that is retried still names the process that died
+        own(context.flow_run.id)  # before the plan: a retried run still names the process that died
     with open_run(
         config, pipeline, options, home=home, tracker=open_tracker(config, home), listener=Silent()
     ) as pipeline_run:

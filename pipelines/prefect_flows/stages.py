@@ -1,7 +1,7 @@
-"""Each stage as a flow of its own, with a typed form. An input is the label of a stage that made it, a digest or a path.
+"""Define each stage as a flow with a typed form. An input is the label of the stage that made it, a digest or a path.
 
-The flows of single stages are made from their rows in `stages.table`. The same stage in the full pipeline and here has the
-same key, so each finds the other's results.
+The flows of single stages are made from their rows in `stages.table`. A stage has the same key here as in the full
+pipeline, so each finds the other's results.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ class Settings(Config):
     """Where and how the stage runs."""
 
     name: str = "rlhf"
-    """Name of the run, and of the experiment in MLflow."""
+    """Name of the run and of the MLflow experiment."""
     seed: int = Field(17, ge=0)
     store: str = ""
-    """Folder of the artifact store; empty: the one in the state folder."""
+    """Folder of the artifact store; if empty, the one in the state folder."""
     runtime: RuntimeConfig = RuntimeConfig()
     force: bool = False
-    """Run it although its result is there."""
+    """Run the stage even if its result exists."""
 
 
 # ---------------------------------------------------------------- single stages
 
 
 def stage_flow(stage: Stage) -> Flow[..., dict[str, str]]:
-    """Return the flow of a stage; its form has the configuration, the settings and a name for every input."""
+    """Return the flow of a stage; its form has the configuration, the settings and a field for every input."""
     signature = form_signature(stage)
 
     def alone(*args: Any, **kwargs: Any) -> dict[str, str]:
@@ -63,7 +63,7 @@ def stage_flow(stage: Stage) -> Flow[..., dict[str, str]]:
 
         return _run(settings, stage.name, body)
 
-    # Prefect makes the form, and checks what it is filled with, from the signature, and finds the flow by its name.
+    # Prefect builds the form and validates its values from the signature, and finds the flow by its name.
     alone.__name__ = alone.__qualname__ = stage.name
     alone.__doc__ = stage.about
     alone.__dict__["__signature__"] = signature
@@ -73,7 +73,7 @@ def stage_flow(stage: Stage) -> Flow[..., dict[str, str]]:
 
 
 def form_signature(stage: Stage) -> Signature:
-    """Return the signature that Prefect makes the form of a stage from.
+    """Return the signature from which Prefect builds the form of a stage.
 
     >>> print(form_signature(STAGES["publish"]).parameters["report"])
     report: str = 'evaluate'
@@ -104,7 +104,7 @@ def rejection_sampling(
     prompts: str = "prepare_data.prompts",
     reward_models: dict[str, str] = {"reward_model": "reward_model"},  # noqa: B006
 ) -> dict[str, str]:
-    """Sample, score, keep the best, imitate it."""
+    """Sample and score answers, keep the best, and fine-tune on them."""
 
     def body(stages: Stages, find: Find) -> PolicyRef:
         models = find.all(RewardModelRef, reward_models)
@@ -123,7 +123,7 @@ def conditional_sft(
     prompts: str = "prepare_data.prompts",
     reward_models: dict[str, str] = {"reward_model": "reward_model"},  # noqa: B006
 ) -> dict[str, str]:
-    """Sample, score, tell how good each answer is, imitate all."""
+    """Sample and score answers, add the score to each prompt, and fine-tune on all of them."""
 
     def body(stages: Stages, find: Find) -> PolicyRef:
         models = find.all(RewardModelRef, reward_models)
@@ -142,7 +142,7 @@ def iterative_dpo(
     prompts: str = "prepare_data.prompts",
     reward_models: dict[str, str] = {"reward_model": "reward_model"},  # noqa: B006
 ) -> dict[str, str]:
-    """Rounds of generate, score, pair, dpo. `policy` takes the place of `config.start_from`."""
+    """Run rounds of generate, score, pair, dpo. `policy` replaces `config.start_from`."""
 
     def body(stages: Stages, find: Find) -> PolicyRef:
         models = find.all(RewardModelRef, reward_models)
@@ -153,11 +153,11 @@ def iterative_dpo(
     return _run(settings, "iterative_dpo/round_1/dpo", body)
 
 
-# ---------------------------------------------------------------- what they share
+# ---------------------------------------------------------------- shared helpers
 
 
 class Find:
-    """Finds an input of a kind by the name that a person gave."""
+    """A lookup of inputs by their kind and the name that the user gave."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -166,14 +166,14 @@ class Find:
         return find_artifact(self._store, kind, name)
 
     def input(self, stage: Stage, name: str, named: str | Mapping[str, str]) -> GivenInput:
-        """Return the input `name` of a stage by what the form names it; None for an optional one without a name."""
+        """Return the input that the form names for `name` of a stage; None for an optional input without a name."""
         row = stage.inputs[name]
         if isinstance(named, str):
             return None if row.optional and not named else self(row.kind, named)
         return self.all(row.kind, named)
 
     def all(self, kind: type[R], names: Mapping[str, str]) -> dict[str, R]:
-        """Return the inputs of a table of names, under the same keys."""
+        """Return the artifacts for a table of names, under the same keys."""
         return {key: self(kind, name) for key, name in names.items()}
 
 
@@ -194,5 +194,5 @@ def _run(settings: Settings, label: str, body: Callable[[Stages, Find], Artifact
 
 
 STAGE_FLOWS = {name: stage_flow(stage) for name, stage in STAGES.items()}
-"""The flow of each stage by its name."""
-globals().update(STAGE_FLOWS)  # Prefect finds a flow by the name that it has in this module
+"""Name of a stage -> its flow."""
+globals().update(STAGE_FLOWS)  # Prefect finds a flow by its name in this module

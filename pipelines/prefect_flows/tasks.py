@@ -1,6 +1,6 @@
-"""Stages as Prefect tasks: the store decides, Prefect shows. A hit is a task in state Cached, with its edges.
+"""Run stages as Prefect tasks. The store decides what runs; a cached result is a task in state Cached, with its edges.
 
-Prefect's own caching is off: it remembers return values, sees neither changed files nor changed code, and its locks
+Prefect's own caching is off: it remembers return values, notices neither changed files nor changed code, and its locks
 outlive their owner.
 """
 
@@ -37,11 +37,11 @@ R = TypeVar("R", bound=ArtifactRef)
 
 
 def run_in_flow(run: PipelineRun, pipeline: Pipeline) -> dict[str, ArtifactRef]:
-    """Run the pipeline inside the flow that is active, each stage as a task; return the artifacts by label."""
+    """Run the pipeline inside the active flow, each stage as a task; return the artifacts by label."""
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
         raise RuntimeError("run_in_flow: no flow is active; call it inside a flow")
-    own(context.flow_run.id)  # first: a run that is retried still names the process that died
+    own(context.flow_run.id)  # first: a retried run still names the process that died
     reconcile()
     show_plan([(stage.label, stage.decision) for stage in run.planned])
     with time_limit(run.context.config.runtime.time_limit_s), on_signals():
@@ -49,7 +49,7 @@ def run_in_flow(run: PipelineRun, pipeline: Pipeline) -> dict[str, ArtifactRef]:
 
 
 def settle(flow_run_id: UUID, tasks: int, *, patience_s: float = 10.0) -> None:
-    """Wait until the server has written down the end of `tasks` tasks: it does so a little later, from events."""
+    """Wait until the server has recorded the end of `tasks` tasks, which it does a little later, from events."""
 
     def all_written() -> bool:
         task_runs = client.read_task_runs(flow_run_filter=flow_run)
@@ -61,7 +61,7 @@ def settle(flow_run_id: UUID, tasks: int, *, patience_s: float = 10.0) -> None:
         with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), get_client(sync_client=True) as client:
             wait_for(all_written, patience_s)
     except Exception as error:
-        # The run has ended, well or not, and its result must not hang on what the page shows.
+        # The run has ended, successfully or not, and its result must not depend on what the page shows.
         logger.warning("Prefect may show tasks of this run as running: %s", error)
 
 
@@ -71,13 +71,13 @@ class TaskRunner:
     def __init__(self, run: PipelineRun) -> None:
         self._run = run
         self._made: dict[str, State[bool]] = {}
-        """Uri of an artifact -> the task that made it or found it."""
+        """Uri of an artifact -> the task that made or found it."""
 
     def __call__(self, spec: StageSpec, kind: type[R]) -> R:
         run, refs = self._run, []
 
-        # Handles go past Prefect, and what a stage waits for draws the edges: as arguments and results they would draw
-        # false ones, since Prefect goes by the identity of every value in them, down to the digests of parents.
+        # Handles bypass Prefect, and `wait_for` draws the edges. As arguments and results they would draw wrong edges,
+        # since Prefect compares the identity of every value in them, down to the digests of parents.
         @task(name=spec.label, task_run_name=spec.label, cache_policy=NO_CACHE, persist_result=False)
         def stage() -> State[bool]:
             outcome = run.stage(spec, ProgressCard(spec.label).show)
@@ -89,7 +89,7 @@ class TaskRunner:
 
         before = {self._made[ref.uri].id: self._made[ref.uri] for ref in spec.refs() if ref.uri in self._made}
         state = stage(wait_for=list(before.values()), return_state=True)
-        state.result()  # raises what the stage raised
+        state.result()  # raises the error of the stage
         ref: R = expect(refs[0], kind, spec.label)
         self._made |= dict.fromkeys([ref.uri, *(part.uri for part in parts(ref))], state)
         return ref

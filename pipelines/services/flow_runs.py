@@ -1,11 +1,12 @@
-"""Set the true state of flow runs whose process was killed (kill -9, power cut): Crashed, or Cancelled if a person had
-asked for that. Either can be run again and resumes.
+"""Set the true state of flow runs whose process was killed (kill -9, power cut).
 
-Prefect marks such runs only when its runner outlives them, and never their tasks. We write the owner of a run on it,
-and look whether that process is still there. Runs that wait for a person are never touched, nor those of processes
-that live or that this machine cannot see, nor those of others: a server may be shared. Ours are runs of our flow that this
-state folder started, which says a label, or that its deployments are to start, which says a tag; on a server of our own
-also those that name no state folder, as earlier versions left them.
+It is Crashed, or Cancelled if that was requested. Both can be run again and resume.
+
+Prefect marks such runs only if its runner outlives them, and never marks their tasks. We label a run with its owner and
+check whether that process still exists. Runs that wait for a person are never changed, nor are runs whose process is
+alive or invisible from this machine, nor runs of others, since a server may be shared. Ours are runs of our flow that
+this state folder started (shown by a label) or that its deployments will start (shown by a tag). On a server of our own
+they also include runs without a state folder, as earlier versions left them.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ FLOW_NAME = "rlhf-pipeline"
 HOME_LABEL = "rlhf.home"
 HOME_TAG = "rlhf-home-"
 RUN_COUNT = "owner.run_count"
-"""Label: the run count of the start that the owner belongs to. A retry keeps the labels of the process that died."""
+"""Label: the run count of the start to which the owner belongs. A retry keeps the labels of the process that died."""
 SETTLED_AFTER = timedelta(seconds=60)
-"""The ends of tasks reach the server a little after that of their flow."""
+"""The ends of tasks reach the server a little after the end of their flow."""
 STARTED_AFTER = timedelta(minutes=5)
-"""A process that was to start a run and has not done so by then never will."""
+"""A run that its process has not started by then counts as lost."""
 
 _FLOW = FlowFilter(name={"any_": [FLOW_NAME]})
 
@@ -62,14 +63,14 @@ def own(flow_run_id: UUID) -> None:
 
 
 def home_tag(home: Home) -> str:
-    """Return the tag of the deployments that a state folder serves, which their runs inherit."""
+    """Return the tag of the deployments of a state folder, which their runs inherit."""
     return f"{HOME_TAG}{home.identity}"
 
 
 def ours(flow_runs: Iterable[FlowRun]) -> list[FlowRun]:
-    """Return the runs of our flow that were started from this state folder, or are to be started by its deployments.
+    """Return the runs of our flow that this state folder started or that its deployments will start.
 
-    Runs of earlier versions say nothing of a state folder: ours on a server of our own, and left alone on a shared one.
+    Runs of earlier versions have no state folder: they are ours on a server of our own, and left alone on a shared one.
     """
     home = Home.here()
     alone = not shares_prefect(home)
@@ -77,14 +78,14 @@ def ours(flow_runs: Iterable[FlowRun]) -> list[FlowRun]:
 
 
 def _home_of(flow_run: FlowRun) -> str:
-    """Return the identity of the state folder that a run belongs to, or an empty text."""
+    """Return the identity of the state folder that a run belongs to, or ""."""
     if HOME_LABEL in flow_run.labels:
         return str(flow_run.labels[HOME_LABEL])
     return next((tag.removeprefix(HOME_TAG) for tag in flow_run.tags if tag.startswith(HOME_TAG)), "")
 
 
 def reconcile() -> list[Reconciled]:
-    """End our runs of dead processes of this machine, and the tasks of runs that have ended; return what was changed."""
+    """End our runs of dead processes of this machine, and the tasks of runs that have ended; return the changes."""
     with get_client(sync_client=True) as client:
         active = FlowRunFilter(state={"type": {"any_": ["RUNNING", "CANCELLING", "PENDING"]}})
         ended = []
@@ -96,7 +97,7 @@ def reconcile() -> list[Reconciled]:
 
 
 def interrupt() -> list[Reconciled]:
-    """Mark the running runs of our deployments as interrupted, before their processes are stopped; return them."""
+    """Mark the running runs of our deployments as interrupted before their processes are stopped; return them."""
     with get_client(sync_client=True) as client:
         active = FlowRunFilter(
             state={"type": {"any_": ["RUNNING", "CANCELLING", "PENDING"]}}, deployment_id={"is_null_": False}
@@ -106,10 +107,10 @@ def interrupt() -> list[Reconciled]:
 
 
 def served_elsewhere() -> str:
-    """Return a description of a deployment of our flow that others serve on this server, or an empty text.
+    """Return a description of a deployment of our flow that others serve on this server, or "".
 
-    Prefect has one deployment of a name: ours would take the place of theirs, and run what was meant for them. One of a
-    state folder that has not asked for work in the last minute counts as left behind.
+    Prefect has one deployment per name: ours would replace theirs and execute their runs. A deployment of a state
+    folder that has not asked for work in the last minute counts as abandoned.
     """
     tag = home_tag(Home.here())
     with get_client(sync_client=True) as client:
@@ -127,7 +128,7 @@ def _ours(client: SyncPrefectClient, wanted: FlowRunFilter) -> list[FlowRun]:
 
 
 def _why_gone(flow_run: FlowRun) -> str:
-    """Return why no process works on the run any more, or an empty text."""
+    """Return why no process works on the run anymore, or ""."""
     if flow_run.state is None:
         return ""
     if flow_run.state.is_pending():
@@ -139,7 +140,7 @@ def _why_gone(flow_run: FlowRun) -> str:
         return ""
     of_this_start = RUN_COUNT not in labels or labels[RUN_COUNT] == str(flow_run.run_count)
     if not of_this_start and _age(flow_run.state) < STARTED_AFTER:
-        return ""  # it was started again just now, and its new process will write itself down
+        return ""  # it has just been started again, and its new process will label it
     return f"its {process} ended without a word"
 
 
@@ -159,7 +160,7 @@ def _active_tasks(client: SyncPrefectClient, *flow_runs: UUID) -> list[TaskRun]:
 
 
 def _end_tasks_left_behind(client: SyncPrefectClient) -> list[Reconciled]:
-    """End the tasks that Prefect still shows as running although their flow run has ended some time ago."""
+    """End the tasks that Prefect still shows as running although their flow run ended some time ago."""
     task_runs = [task_run for task_run in _active_tasks(client) if task_run.flow_run_id is not None]
     flow_runs = _read_ours(client, [task_run.flow_run_id for task_run in task_runs])
     ended = []

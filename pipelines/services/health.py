@@ -1,4 +1,4 @@
-"""Ask servers whether they answer, and wait until they do."""
+"""Check whether servers answer, and wait until they do."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from rlhf_core.errors import RlhfError
 ANSWER_TIMEOUT_S = 5.0
 
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Our services are on this machine: a proxy of the network does not reach them."""
+"""Opener without proxies: our services are on this machine, which a network proxy cannot reach."""
 
 
 class ServiceError(RlhfError, RuntimeError):
-    """Raised if a service could not be started or does not answer; names its log."""
+    """A service could not be started or does not answer; the message names its log."""
 
 
 def healthy(url: str) -> bool:
-    """Return whether `url` answers with success within a few seconds."""
+    """Return whether `url` answers with status 200 within a few seconds."""
     try:
         with _DIRECT.open(url, timeout=ANSWER_TIMEOUT_S) as response:
             return bool(response.status == 200)
@@ -32,7 +32,7 @@ def healthy(url: str) -> bool:
 
 
 def answers(url: str) -> bool:
-    """Return whether a server elsewhere answers at all, even if only to ask for a password; proxies are used."""
+    """Return whether a remote server answers at all, even with an error such as a missing password. Uses proxies."""
     try:
         with urllib.request.urlopen(url, timeout=ANSWER_TIMEOUT_S):
             return True
@@ -43,7 +43,7 @@ def answers(url: str) -> bool:
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Return whether `condition` came true in time."""
+    """Return whether `condition` became true in time."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
@@ -53,7 +53,7 @@ def wait_for(condition: Callable[[], bool], timeout_s: float) -> bool:
 
 
 def await_health(url: str, process: subprocess.Popen[bytes], timeout_s: float, log: Path) -> None:
-    """Return when `url` answers; ServiceError if the process ends first or the time is up."""
+    """Return when `url` answers; raise ServiceError if the process ends first or the time is up."""
     deadline = time.monotonic() + timeout_s
     while not healthy(url):
         if process.poll() is not None:

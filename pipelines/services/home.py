@@ -1,4 +1,4 @@
-"""The state folder of one project on one machine, and the environment that its services share."""
+"""Define the state folder of a project on one machine, and the environment that its services share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlhf_core.errors import ConfigError, explain
 LOOPBACK = "127.0.0.1"
 _OWNER_ONLY = 0o600
 ID_TRIES, ID_WAIT_S = 50, 0.1
-"""How often, and at what distance, the identity is read while another process may still be writing it."""
+"""Number and interval of attempts to read the identity while another process may still be writing it."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Home:
 
     @property
     def mlflow_uri(self) -> str:
-        """Address of MLflow's database, for a client without a server."""
+        """Return the address of MLflow's database, for a client without a server."""
         return f"sqlite:///{self.root / 'mlflow.db'}"
 
     @property
@@ -58,12 +58,12 @@ class Home:
 
     @property
     def services(self) -> Path:
-        """File with the process ids and addresses of what `rlhf up` started."""
+        """Return the file with the process ids and addresses of the services that `rlhf up` started."""
         return self.root / "services.json"
 
     @property
     def prefect_address(self) -> Path:
-        """File with the address of the Prefect server that `rlhf up` started last, whether it is still up or not."""
+        """Return the file with the address of the Prefect server that `rlhf up` last started, running or not."""
         return self.root / "prefect_address"
 
     @property
@@ -73,7 +73,7 @@ class Home:
 
     @property
     def prefect_auth(self) -> Path:
-        """File of the auth string of our Prefect server, which none but its owner can read."""
+        """Return the file of our Prefect server's auth string, which only its owner can read."""
         return self.root / "prefect_auth"
 
     @property
@@ -88,7 +88,7 @@ class Home:
 
 
 def _read_or_create(path: Path, make: Callable[[], str]) -> str:
-    """Return the text of a small file, which the first process that needs it creates; no other user can read it."""
+    """Return the text of a small file; the first process that needs it creates it, readable by this user only."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         _write_first(path, make())
@@ -96,20 +96,20 @@ def _read_or_create(path: Path, make: Callable[[], str]) -> str:
         text = path.read_text().strip()
         if text:
             return text
-        time.sleep(ID_WAIT_S)  # without hard links its maker creates the file first, and then writes it
+        time.sleep(ID_WAIT_S)  # without hard links, the file is created first and written afterwards
     raise ConfigError(explain("file", str(path), "is empty: its writer was killed", "remove it; it is made anew"))
 
 
 def _write_first(path: Path, text: str) -> None:
-    """Write a small file unless another process has written it: the first process wins, and the others read its text."""
+    """Write a small file unless another process has done so: the first process wins, and the others read its text."""
     part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")  # process ids repeat between machines and containers
     part.touch(mode=_OWNER_ONLY)
     part.write_text(text)
     try:
-        os.link(part, path)  # it is there as a whole, or not at all
+        os.link(part, path)  # appears complete or not at all
     except FileExistsError:
         pass
-    except OSError:  # exFAT, many FUSE and network file systems have no hard links
+    except OSError:  # exFAT and many FUSE and network file systems have no hard links
         try:
             with open(path, "x", opener=lambda name, flags: os.open(name, flags, _OWNER_ONLY)) as made:
                 made.write(text)
@@ -120,10 +120,10 @@ def _write_first(path: Path, text: str) -> None:
 
 
 def quiet_environment(home: Home) -> dict[str, str]:
-    """Return the settings of every process: state under `home`, nothing reported to anyone.
+    """Return the settings of every process: state under `home`, no telemetry.
 
-    PREFECT_HOME alone does not move results and the memo store (Prefect 3.7), so each is named. A database that the user
-    set for Prefect's servers stays, and so does the profile.
+    PREFECT_HOME alone does not move results and the memo store (Prefect 3.7), so each is set. A database that the user
+    set for Prefect's servers is kept, and so is the profile.
     """
     past = [os.environ[name] for name in ("no_proxy", "NO_PROXY") if os.environ.get(name)][:1]
     direct = ",".join([*past, LOOPBACK, "localhost"])
@@ -157,14 +157,14 @@ def quiet_environment(home: Home) -> dict[str, str]:
 
 
 def _without_our_auth(home: Home) -> dict[str, str]:
-    """Return what keeps the auth string of our own server, if a shell was given it, from a server of the user's."""
+    """Return settings that keep our server's auth string, if the shell has it, from being sent to the user's server."""
     given = os.environ.get(user_settings.AUTH)
     ours = bool(given) and home.prefect_auth.exists() and given == home.prefect_auth_string
     return {user_settings.AUTH: "", "PREFECT_SERVER_API_AUTH_STRING": ""} if ours else {}
 
 
 def client_environment(home: Home, *, prefect_port: int = 0, prefect_api: str = "") -> dict[str, str]:
-    """Return the settings of a process that talks to our Prefect server on `prefect_port`, or to the user's own."""
+    """Return the settings of a process that uses our Prefect server on `prefect_port`, or the user's own."""
     quiet = quiet_environment(home)
     if prefect_api:
         api = {user_settings.API_URL: prefect_api} | _without_our_auth(home)
@@ -180,9 +180,9 @@ def client_environment(home: Home, *, prefect_port: int = 0, prefect_api: str = 
         quiet
         | api
         | {
-            # With five retries of the client a server may be away for a minute, or hang for three, and be started again.
+            # With five retries, the client bridges a restart of a server that was down for a minute, or hung for three.
             "PREFECT_API_REQUEST_TIMEOUT": "20",
-            # Prefect's pages keep every log line; the terminal belongs to our own display.
+            # Prefect's pages keep every log line; the terminal is for our own display.
             "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
             "PREFECT_INTERNAL_LOGGING_LEVEL": "CRITICAL",
             "PREFECT_LOGGING_EXTRA_LOGGERS": "rlhf_core,stages,pipelines",

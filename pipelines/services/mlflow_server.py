@@ -1,8 +1,8 @@
-"""`mlflow server` for this user's own programs and pages: `python -m pipelines.services.mlflow_server server OPTIONS`.
+"""Run `mlflow server` for this user's programs and pages: `python -m pipelines.services.mlflow_server server OPTIONS`.
 
-MLflow's command sets up its stores and then starts uvicorn with its application. It takes another application from
-installed plugins alone, and knows none that asks who is there without a user data base; so the command that it builds is
-given ours.
+MLflow's command sets up its stores and then starts uvicorn with its application. It takes other applications only from
+installed plugins, and has none that checks the caller without a user database. We therefore replace the application in
+the command that it builds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _build = mlflow.server._build_uvicorn_command
 
 
 def app() -> Any:
-    """Return MLflow's application behind `OwnPages` and `OwnUser`; uvicorn's factory."""
+    """Return MLflow's application behind `OwnPages` and `OwnUser`; a factory for uvicorn."""
     from mlflow.server.fastapi_app import app as theirs
 
     return OwnPages(OwnUser(theirs))
@@ -30,7 +30,7 @@ def uvicorn_command(
 ) -> list[str]:
     """Return the command that MLflow would start, with our application.
 
-    Headers of a proxy say who is there only where a proxy is: anybody could send them.
+    Proxy headers that name the client are ignored, because without a proxy anybody could send them.
     """
     direct = f"{options or ''} --no-proxy-headers".strip()
     return _build(direct, host, port, workers, "pipelines.services.mlflow_server:app", env_file, True)  # type: ignore[no-any-return]

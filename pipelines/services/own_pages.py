@@ -1,10 +1,11 @@
-"""Prefect's server for this machine's own pages and programs alone.
+"""Restrict Prefect's server to pages and programs of this machine.
 
-Whoever can create a flow run can run commands: deployments take agent programs and paths. The server listens on loopback, where
-every page in a browser reaches it, too: by requests that ask no leave (no preflight), and under a name of the page's own that
-resolves to 127.0.0.1 (DNS rebinding). So a request must name this machine in `Host`, and if a page sent it, that page
-must be this server's. Programs send no `Origin`. Other users of the machine are kept out by Prefect's auth string, which
-every request to the API must bring (`Home.prefect_auth`); its pages ask for it once, or take it from a link.
+Anyone who can create a flow run can run commands, because deployments take agent programs and paths. The server listens
+on loopback, but any page in a browser can reach it there: with requests that need no preflight, and through a host name
+of the page's own that resolves to 127.0.0.1 (DNS rebinding). A request must therefore name this machine in `Host`, and
+if a page sent it, the page must be from this server. Programs send no `Origin`. Other users of the machine are kept out
+by Prefect's auth string, which every API request must carry (`Home.prefect_auth`); Prefect's pages ask for it once, or
+take it from a link.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ SIGN_IN = "/sign-in"
 _SIGN_IN_PAGE = """<!doctype html><title>Prefect</title>
 <script>localStorage.setItem("prefect-password", location.hash.slice(1)); location.replace("/")</script>
 """
-"""What comes after `#` stays in the browser, so that no log has it. The key is where Prefect's pages look."""
+"""Sign-in page. The part after `#` stays in the browser, so no log has it. Prefect's pages read this storage key."""
 
 
 def sign_in_link(url: str, auth: str) -> str:
-    """Return the address that signs a browser in at the server of `url`; whoever reads it can do the same.
+    """Return the address that signs a browser in at the server of `url`; anyone who reads it can sign in.
 
     >>> sign_in_link("http://127.0.0.1:4200", "me:word")
     'http://127.0.0.1:4200/sign-in#bWU6d29yZA=='
@@ -34,25 +35,25 @@ def sign_in_link(url: str, auth: str) -> str:
 
 
 def basic(auth: str) -> str:
-    """Return an auth string as the header `Authorization: Basic` has it."""
+    """Return an auth string encoded for the header `Authorization: Basic`."""
     return base64.b64encode(auth.encode()).decode()
 
 
 def prefect_app() -> Any:
-    """Return Prefect's application behind `OwnPages`; uvicorn's factory."""
+    """Return Prefect's application behind `OwnPages`; a factory for uvicorn."""
     from prefect.server.api.server import create_app
 
     return OwnPages(create_app())
 
 
 class OwnPages:
-    """Answers 403 to requests and WebSockets of foreign pages, and under foreign names."""
+    """An application that answers 403 to requests and WebSockets of foreign pages or with foreign host names."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve, or refuse before anything is read."""
+        """Serve the request, or refuse it before reading its body."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -73,7 +74,7 @@ class OwnPages:
 
 
 def refused(hosts: list[str], origins: list[str]) -> str:
-    """Return why a request with these headers is refused; an empty text if it is not.
+    """Return why a request with these headers is refused, or "" if it is accepted.
 
     >>> refused(["127.0.0.1:4200"], []), refused(["localhost:4200"], ["http://127.0.0.1:4200"])
     ('', '')
@@ -91,7 +92,7 @@ def refused(hosts: list[str], origins: list[str]) -> str:
 
 
 def _place(address: str) -> int | None:
-    """Return the port of an address on this machine; None if it is not one."""
+    """Return the port of an address on this machine; None for any other address."""
     try:
         parts = urlsplit(address)
         port = parts.port

@@ -1,7 +1,7 @@
-"""A server on the loopback for the user who started it: nobody else on the machine is answered.
+"""Restrict a loopback server to the user who started it.
 
-MLflow's server asks nobody who they are. Linux knows: the user of the socket at the other end of a connection stands in
-/proc/net/tcp, as long as the connection is established. Neither clients nor browsers need a password for that.
+MLflow's server does not authenticate its callers. Linux lists the user of the socket at the other end of a connection
+in /proc/net/tcp while the connection is established, so neither clients nor browsers need a password.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 CONNECTIONS = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
-"""Where Linux has all connections of the network that this process sees; elsewhere these files are missing."""
+"""Files in which Linux lists all connections of this process's network namespace; other systems do not have them."""
 ESTABLISHED = "01"
-"""In other states, as after a close, the user reads 0, which is root."""
+"""State code of an open connection. In other states, as after a close, the user reads 0, which is root."""
 
 Address = tuple[str, int]
 
 
 class OwnUser:
-    """Answers 403 to connections that another user made. Where no /proc/net/tcp is (macOS), it answers all."""
+    """An application that answers 403 to connections of other users; without /proc/net/tcp (macOS) it serves all."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve, or refuse before anything is read."""
+        """Serve the request, or refuse it before reading its body."""
         if (
             scope["type"] == "lifespan"
             or not CONNECTIONS[0].exists()
@@ -55,7 +55,7 @@ def user_at(client: Address, server: Address) -> int | None:
 
 
 def _spelled(address: Address, family: socket.AddressFamily) -> str:
-    """Return an IPv4 address as /proc/net/tcp has it, or mapped into IPv6 as tcp6 has it; "" for any other.
+    """Return an IPv4 address in the format of /proc/net/tcp, or mapped into IPv6 for tcp6; "" for any other.
 
     >>> _spelled(("127.0.0.1", 5000), socket.AF_INET)
     '0100007F:1388'
@@ -67,5 +67,5 @@ def _spelled(address: Address, family: socket.AddressFamily) -> str:
         return ""
     if family == socket.AF_INET6:
         packed = bytes(10) + b"\xff\xff" + packed
-    words = struct.unpack(f"={len(packed) // 4}I", packed)  # as this machine keeps integers
+    words = struct.unpack(f"={len(packed) // 4}I", packed)  # in this machine's byte order
     return f"{''.join(f'{word:08X}' for word in words)}:{port:04X}"

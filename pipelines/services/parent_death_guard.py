@@ -1,13 +1,13 @@
 """Run a service that ends with the process that started it: `python -m ...parent_death_guard PATIENCE COMMAND...`.
 
 The starter holds the other end of standard input. When the starter ends, however it ends, that end closes and the
-command is stopped with all its children: with SIGTERM, and after PATIENCE seconds with SIGKILL. So a killed `rlhf run` or
-`rlhf up` leaves no process behind. If this guard itself is killed, the kernel kills the command.
+command is stopped with all its children: with SIGTERM, and after PATIENCE seconds with SIGKILL. So a killed `rlhf run`
+or `rlhf up` leaves no process behind. If this guard itself is killed, the kernel kills the command.
 
-Why not `rlhf_core.processes.parent_death_guard`: that one becomes the command (`exec`), so that an agent program has its
-own streams and status, and kills at once. A service needs a guard that stays its parent: SIGTERM to the guard is a
-request with patience, and what a crashed service leaves of its group is killed before the service is started again,
-because it would still hold the port.
+This differs from `rlhf_core.processes.parent_death_guard`, which becomes the command (`exec`), so that an agent program
+has its own streams and status, and which kills at once. A service needs a guard that stays its parent. SIGTERM to the
+guard then leaves the service time to end, and after a crash the guard kills the rest of the service's process group,
+which would still hold the port, before the service is restarted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ports of 127.0.0.1: which are free, and which a process has claimed for a server that does not listen yet."""
+"""Find free ports of 127.0.0.1, and claim ports for servers that do not listen yet."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MLFLOW_PORT = 5000
 PORTS_TRIED = 200
 
 _CLAIMS: list[IO[str]] = []
-"""Locked files, one per port that this process gave to a server."""
+"""Locked files, one per port that this process claimed for a server."""
 
 
 def claim_port(wanted: int) -> int:
-    """Return `wanted`, or the next port that nobody listens on, and claim it, so that no other caller gets it.
+    """Claim `wanted`, or the next free port, for this process, and return it.
 
-    A server takes seconds before it listens: without a claim two runs that start together would choose the same port,
-    and one of them would talk to the other's server until that ends. A claim ends with its process.
+    A server needs seconds before it listens. Without a claim, two runs that start together would choose the same port,
+    and one of them would use the other's server until that ends. A claim ends with its process.
     """
     for port in range(wanted, wanted + PORTS_TRIED):
         claim = _claim_file(port).open("w")
@@ -42,7 +42,7 @@ def claim_port(wanted: int) -> int:
 
 
 def is_claimed(port: int) -> bool:
-    """Return whether a process of rlhf has claimed the port for a server of its own."""
+    """Return whether an rlhf process has claimed the port for its server."""
     with _claim_file(port).open("w") as claim:
         try:
             fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -52,7 +52,7 @@ def is_claimed(port: int) -> bool:
 
 
 def is_free(port: int) -> bool:
-    """Return whether nobody listens on a port of 127.0.0.1."""
+    """Return whether no process listens on a port of 127.0.0.1."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,4 +1,4 @@
-"""`rlhf reconcile`: set the true state of what killed processes left as running, in stores, MLflow and Prefect."""
+"""Correct the state of runs of killed processes in stores, MLflow and Prefect (`rlhf reconcile`)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def reconcile_mlflow(home: Home) -> Iterator[str]:
 
 
 def was_used(home: Home) -> bool:
-    """Return whether Prefect may know runs of this state folder: nothing is started, or asked, to find that it has none."""
+    """Return whether Prefect may know runs of this state folder. Nothing is started or queried to find out."""
     if not home.root.exists():
         return False
     theirs = user_prefect(home) or user_settings.has_prefect_database()
@@ -66,9 +66,9 @@ def was_used(home: Home) -> bool:
 
 @contextmanager
 def some_prefect(home: Home) -> Iterator[bool]:
-    """Point Prefect's client at the user's own server, at that of `rlhf up`, or at one that lives as long as this block.
+    """Connect Prefect's client to the user's server, to that of `rlhf up`, or to one that lives as long as this block.
 
-    Gives whether `rlhf up` serves deployments there. ServiceError if a server that is to be there does not answer.
+    Yields whether `rlhf up` serves deployments there. Raises ServiceError if a server that should run does not answer.
     """
     services = running(home)
     theirs = user_prefect(home) or (services.prefect_api if services is not None else "")

@@ -1,4 +1,4 @@
-"""Where runs are tracked and models registered."""
+"""Find where runs are tracked and models registered."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OWN = "of the state folder"
 
 
 def tracking_uri(home: Home) -> str:
-    """Return the user's own MLflow server, that of `rlhf up`, or the database itself."""
+    """Return the address of the user's own MLflow server, of that of `rlhf up`, or of the database itself."""
     if "MLFLOW_TRACKING_URI" in os.environ:
         return os.environ["MLFLOW_TRACKING_URI"]
     services = running(home)
@@ -21,16 +21,16 @@ def tracking_uri(home: Home) -> str:
 
 
 def tracking_place(home: Home) -> str:
-    """Return one address for what is behind `tracking_uri`: our own server and its database count as one."""
+    """Return one address for the place behind `tracking_uri`: our own server and its database count as one."""
     uri, services = tracking_uri(home), running(home)
     ours = services is not None and not services.mlflow_uri and uri == services.mlflow_url
     return home.mlflow_uri if ours else uri
 
 
 def registry(home: Home) -> str:
-    """Return which registry a model goes to, for the key of `publish`: without user, password and query."""
+    """Return the registry of a model, for the key of `publish`: without user, password and query."""
     place = os.environ[REGISTRY] if os.environ.get(REGISTRY) else tracking_place(home)
     if place == home.mlflow_uri:
-        return OWN  # wherever the state folder lies: it is moved and copied with its database
-    # Up to the last @, however badly a password is escaped: better to lose a part of the address than to keep a secret.
+        return OWN  # independent of the state folder's path: the folder is moved and copied with its database
+    # Up to the last @, even if a password is badly escaped: better to lose a part of the address than to keep a secret.
     return re.sub(r"://.*@", "://", place).partition("?")[0].rstrip("/")

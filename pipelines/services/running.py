@@ -1,4 +1,4 @@
-"""The note that `rlhf up` leaves in the state folder: which services run, where they listen, and who supervises them."""
+"""Read and write the record of running services in the state folder: their addresses, and who supervises them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from rlhf_core.tracking.owner import from_tags
 
 @dataclass(frozen=True)
 class Services:
-    """What `rlhf up` started: the supervisor's identity, the addresses, and whether all of them answer."""
+    """The services that `rlhf up` started: the supervisor's identity, the addresses, and whether all of them answer."""
 
     owner: dict[str, str]
-    """Which process the supervisor is, so that a recycled process id is not mistaken for it."""
+    """Identity of the supervisor process, so that a recycled process id is not mistaken for it."""
     prefect_port: int
     mlflow_port: int
     ready: bool
     prefect_api: str = ""
-    """Address of the API of the user's own Prefect server, in place of ours; not to be printed as it is."""
+    """Address of the API of the user's own Prefect server, used instead of ours. It must not be printed as it is."""
     mlflow_uri: str = ""
-    """The user's own MLflow server, in place of ours; not to be printed as it is."""
+    """Address of the user's own MLflow server, used instead of ours. It must not be printed as it is."""
     shared_database: bool = field(default_factory=user_settings.has_prefect_database)
-    """Whether our Prefect server runs on a database that the user set, in which others may have runs too."""
+    """Whether our Prefect server uses a database that the user set, in which others may have runs too."""
 
     @property
     def pid(self) -> int:
@@ -36,24 +36,24 @@ class Services:
 
     @property
     def prefect_url(self) -> str:
-        """Return the address for a browser; it holds no password and may be printed."""
+        """Return the address for a browser; it contains no password and may be printed."""
         if self.prefect_api:
             return shown(self.prefect_api).removesuffix("/api")
         return f"http://{LOOPBACK}:{self.prefect_port}"
 
     @property
     def mlflow_url(self) -> str:
-        """Return the address for a browser; it holds no password and may be printed."""
+        """Return the address for a browser; it contains no password and may be printed."""
         return shown(self.mlflow_uri) if self.mlflow_uri else f"http://{LOOPBACK}:{self.mlflow_port}"
 
     @property
     def tracking_uri(self) -> str:
-        """Return the address for a client of MLflow; it may hold a password."""
+        """Return the address for an MLflow client; it may contain a password."""
         return self.mlflow_uri or self.mlflow_url
 
     @property
     def health(self) -> dict[str, str]:
-        """Return, for each service of ours, an address that answers with status 200 when the service is well."""
+        """Return, for each service of ours, an address that answers with status 200 while the service works."""
         prefect = {} if self.prefect_api else {"prefect": f"{self.prefect_url}/api/health"}
         return prefect | ({} if self.mlflow_uri else {"mlflow": f"{self.mlflow_url}/health"})
 
@@ -62,13 +62,13 @@ class Services:
         return self.ready and all(healthy(url) for url in self.health.values())
 
     def environment(self, home: Home) -> dict[str, str]:
-        """Return the settings of a process that talks to this Prefect server."""
+        """Return the settings of a process that uses this Prefect server."""
         return client_environment(home, prefect_port=self.prefect_port, prefect_api=self.prefect_api)
 
     def write(self, home: Home) -> None:
-        """Write the note into the state folder, readable by this user alone."""
+        """Write the record into the state folder, readable by this user only."""
         part = home.services.with_suffix(".part")
-        part.touch(mode=0o600)  # an address of the user's may hold a password
+        part.touch(mode=0o600)  # an address of the user's may contain a password
         part.write_text(json.dumps(asdict(self)))
         part.replace(home.services)
         if not self.prefect_api:
@@ -82,7 +82,7 @@ def running(home: Home) -> Services | None:
 
 
 def read_note(home: Home) -> Services | None:
-    """Return the services that were noted last, whether they run or not; None without a readable note."""
+    """Return the services that were last recorded, running or not; None without a readable record."""
     try:
         return Services(**json.loads(home.services.read_text()))
     except (FileNotFoundError, ValueError, TypeError):
@@ -90,6 +90,6 @@ def read_note(home: Home) -> Services | None:
 
 
 def alive(owner: Mapping[str, str]) -> bool:
-    """Return whether the process that `rlhf_core.tracking.owner.tags` described is still there."""
+    """Return whether the process that `rlhf_core.tracking.owner.tags` described still exists."""
     process = from_tags(owner)
     return process is not None and not is_gone(process)

@@ -1,6 +1,6 @@
-"""Start and stop the servers of a project: `rlhf up`, `rlhf down`, and a Prefect server for one run. All on 127.0.0.1.
+"""Start and stop a project's servers on 127.0.0.1: `rlhf up`, `rlhf down`, and a Prefect server for one run.
 
-A Prefect or MLflow server that the user set takes the place of ours, and none of ours is started then.
+A Prefect or MLflow server that the user set is used instead of ours, which is then not started.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ UP_TIMEOUT_S = 240.0
 DOWN_TIMEOUT_S = 75.0
 SERVER_TIMEOUT_S = START_TIMEOUT_S
 MLFLOW_STORE = "MLFLOW_BACKEND_STORE_URI"
-"""What `mlflow server` reads in place of `--backend-store-uri`."""
+"""Environment variable that `mlflow server` reads in place of `--backend-store-uri`."""
 
 
 def up(home: Home, *, foreground: bool, new_auth: bool = False) -> Services:
     """Start Prefect, MLflow and the deployments; return when all of them answer.
 
-    The auth string of Prefect is that of the last time, which shells and browsers have, unless a new one is asked for.
+    Prefect keeps its last auth string, which shells and browsers already have, unless a new one is requested.
     """
     services = running(home)
     if new_auth and services is not None:
@@ -94,7 +94,7 @@ def _ready(home: Home) -> bool:
 
 
 def down(home: Home) -> bool:
-    """Stop what `up` started; return whether there was anything. A Ray that others use is left alone."""
+    """Stop the services that `up` started; return whether there were any. A Ray that others use is left alone."""
     services = running(home)
     if services is None:
         home.services.unlink(missing_ok=True)
@@ -125,7 +125,7 @@ def states(home: Home, services: Services) -> dict[str, bool]:
 class PrivateServer:
     """A Prefect server for the length of one run, on the database that `rlhf up` uses too.
 
-    From its first answer on it is started again, on the same port, when it dies or hangs.
+    After its first answer it is restarted, on the same port, whenever it dies or hangs.
     """
 
     child: Child
@@ -137,7 +137,7 @@ class PrivateServer:
         return f"http://{LOOPBACK}:{self.port}"
 
     def wait(self) -> None:
-        """Return when it answers; ServiceError if it ends or takes too long."""
+        """Return when the server answers; raise ServiceError if it ends or takes too long."""
         assert self.child.process is not None
         await_health(f"{self.url}/api/health", self.child.process, SERVER_TIMEOUT_S, self.child.log)
         threading.Thread(target=keep_alive, args=(self.child, self.stopped), daemon=True, name="keep-prefect").start()
@@ -149,7 +149,7 @@ class PrivateServer:
 
 @contextmanager
 def private_server(home: Home) -> Iterator[PrivateServer]:
-    """Start a Prefect server at once, without waiting for it; it stops when the block, or this process, ends."""
+    """Start a Prefect server without waiting for it; it stops when the block, or this process, ends."""
     home.make()
     port = claim_port(PREFECT_PORT)
     log = home.logs / "prefect_run.log"
@@ -169,19 +169,20 @@ def private_server(home: Home) -> Iterator[PrivateServer]:
 
 
 SAFE_PATH = {"PYTHONSAFEPATH": "1", "UVICORN_APP_DIR": str(Path(__file__).parents[2])}
-"""Environment of the services: nothing in the folder that they were started in is imported. `-P` alone does not do it:
-uvicorn adds that folder to the path, and MLflow and Prefect start processes of their own."""
+"""Environment of the services that prevents imports from the folder in which they were started. `-P` alone is not
+enough: uvicorn adds that folder to the path, and MLflow and Prefect start processes of their own.
+"""
 
 
 def prefect_command(port: int) -> list[str]:
-    """Return the command of the Prefect server: what `prefect server start` runs, without the wait for its own CLI.
+    """Return the command of the Prefect server: the one of `prefect server start`, without waiting for its CLI.
 
-    It answers this machine's own pages alone. Start it with `SAFE_PATH` in its environment.
+    It answers only this machine's own pages. Start it with `SAFE_PATH` in its environment.
     """
     return [
         *(sys.executable, "-P", "-m", "uvicorn", "--factory", "pipelines.services.own_pages:prefect_app"),
         *("--host", LOOPBACK, "--port", str(port), "--timeout-keep-alive", "5", "--log-level", "warning"),
-        # A stage may hold Python's lock for a while; its process is not gone because it does not answer a ping.
+        # A stage may hold Python's global lock for a while; a missed ping does not mean that its process is gone.
         *("--ws-ping-interval", "60", "--ws-ping-timeout", "300"),
     ]
 
@@ -189,9 +190,9 @@ def prefect_command(port: int) -> list[str]:
 def mlflow_command(home: Home, port: int) -> list[str]:
     """Return the command of the MLflow server: one worker and no job runners (0.5 GB instead of 2.4).
 
-    It answers this user alone, and this machine's own pages.
+    It answers only this user and this machine's own pages.
 
-    A database of the user's is not in it, since any user of the machine can read it: see `mlflow_environment`.
+    The user's database is not in the command, since any user of the machine could read it: see `mlflow_environment`.
     """
     store = () if user_settings.tracking_store() else ("--backend-store-uri", home.mlflow_uri)
     return [

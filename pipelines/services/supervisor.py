@@ -1,7 +1,8 @@
-"""Keeps the services of `rlhf up` alive: `python -m pipelines.services.supervisor STATE_FOLDER`.
+"""Keep the services of `rlhf up` alive: `python -m pipelines.services.supervisor STATE_FOLDER`.
 
-A service that dies is started again within seconds, one that hangs within about a minute (see `pipelines.services.watchdog`).
-When the supervisor itself is killed its services end with it, and the next `rlhf up` starts anew.
+A service that dies is restarted within seconds, one that hangs within about a minute (see
+`pipelines.services.watchdog`). If the supervisor itself is killed, its services end with it, and the next `rlhf up`
+starts new ones.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from rlhf_core.tracking import owner
 logger = logging.getLogger("rlhf.supervisor")
 
 DEPLOYED_MARK = "deployments.ready"
-"""A file that the deployments touch as long as they are well."""
+"""File that the deployments touch as long as they work."""
 BEAT_LATE_S = 15.0
 LAST_TIMEOUT_S = 20.0
 DEPLOYMENTS_PATIENCE_S = 32.0
-"""Flows that run are asked to save and end."""
+"""Seconds for the deployments to end: running flows are asked to save first."""
 
 
 def supervise(home: Home) -> None:
-    """Start the services, note their addresses, restart what dies or hangs, stop all on SIGTERM or Ctrl-C."""
+    """Start the services, record their addresses, restart what dies or hangs, and stop all on SIGTERM or Ctrl-C."""
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -65,14 +66,14 @@ def supervise(home: Home) -> None:
         stop.set()
         for keeper in keepers:
             keeper.join()
-        for child in [deployments, *servers]:  # the deployments first: they write down what they interrupt
+        for child in [deployments, *servers]:  # the deployments first: they record the runs that they interrupt
             child.stop()
         mark.unlink(missing_ok=True)
         home.services.unlink(missing_ok=True)
 
 
 def await_end_of_last(home: Home) -> None:
-    """Wait until the services of a supervisor that was killed have released their ports; they end soon after it."""
+    """Wait until the services of a killed supervisor have released their ports; they end soon after it."""
     last = read_note(home)
     if last is not None:
         ports = [] if last.prefect_api else [last.prefect_port]
@@ -81,7 +82,7 @@ def await_end_of_last(home: Home) -> None:
 
 
 def _planned(home: Home) -> Services:
-    """Return the services that are to be started; a server of the user's own needs no port."""
+    """Return the services to start; the user's own servers need no port."""
     prefect_api, mlflow_uri = user_prefect(home), user_settings.remote_tracking_uri()
     return Services(
         owner.tags(),

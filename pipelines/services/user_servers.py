@@ -1,6 +1,6 @@
-"""A Prefect server of the user's own: whether there is one, whether it answers, and how to talk to it.
+"""Find the user's own Prefect server, check that it answers, and connect to it.
 
-Servers that the user set take the place of ours; `pipelines.services.user_settings` reads where they were set.
+Servers that the user set are used instead of ours; `pipelines.services.user_settings` reads the settings.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from rlhf_core.secrets.redaction import shown, without_secrets
 
 
 def user_prefect(home: Home) -> str:
-    """Return the address of the API of the user's own Prefect server, empty where there is none.
+    """Return the API address of the user's own Prefect server, or "" if there is none.
 
-    `rlhf up` prints an address to export: that of our own server is none of the user's, also when it is down again.
+    `rlhf up` prints an address to export: the address of our own server does not count as the user's, even after it
+    ended.
     """
     api = user_settings.prefect_api()
     services = running(home)
@@ -43,9 +44,9 @@ def shares_prefect(home: Home) -> bool:
 
 
 def prefect_trouble(environment: Mapping[str, str]) -> str:
-    """Return why the user's own Prefect server cannot be used with these settings, or an empty text.
+    """Return why the user's own Prefect server cannot be used with these settings, or "".
 
-    Prefect's client asks: proxies, certificates and keys of the user are its business.
+    The check uses Prefect's client, which handles the user's proxies, certificates and keys.
     """
     os.environ.update(environment)
     from prefect.client.orchestration import get_client
@@ -56,7 +57,7 @@ def prefect_trouble(environment: Mapping[str, str]) -> str:
     try:
         with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), get_client(sync_client=True) as client:
             client.read_flows(limit=1)
-    except Exception as error:  # whatever it is, the person is told
+    except Exception as error:  # any error is reported to the user
         url = environment[user_settings.API_URL]
         said = str(error).splitlines()[:1] or [""]
         return f"{type(error).__name__}: {without_secrets(said[0].replace(url, shown(url)))}"
@@ -64,7 +65,7 @@ def prefect_trouble(environment: Mapping[str, str]) -> str:
 
 
 def connect_user_prefect(home: Home, api: str) -> None:
-    """Point Prefect's client at the user's own server; ServiceError if it does not answer."""
+    """Connect Prefect's client to the user's own server; raise ServiceError if it does not answer."""
     trouble = prefect_trouble(client_environment(home, prefect_api=api))
     if trouble:
         remedy = (

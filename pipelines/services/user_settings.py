@@ -1,7 +1,7 @@
-"""What the user set of Prefect and MLflow: servers and databases of their own, which `rlhf` uses and never replaces.
+"""Read the user's settings of Prefect and MLflow: servers and databases that `rlhf` uses and never replaces.
 
-Prefect itself is not asked, since its import takes seconds; the places are its own, in its order: the environment, `.env`,
-`prefect.toml`, `pyproject.toml`, and the active profile, which is what `prefect config set` writes.
+Prefect itself is not imported for this, since that takes seconds. The places are Prefect's, in its order: the
+environment, `.env`, `prefect.toml`, `pyproject.toml`, and the active profile, which `prefect config set` writes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dotenv import dotenv_values
 from rlhf_core.errors import ConfigError, explain
 
 OWN = "RLHF_OWN_SETTINGS"
-"""Environment variable: the settings that `rlhf` itself gave to its processes, so that they do not pass for the user's."""
+"""Environment variable with the settings that `rlhf` gave to its own processes, to tell them from the user's."""
 API_URL = "PREFECT_API_URL"
 AUTH = "PREFECT_API_AUTH_STRING"
 _DATABASE = {
@@ -30,7 +30,7 @@ _REMOTE_TRACKERS = ("http://", "https://", "databricks")
 
 
 def prefect_api() -> str:
-    """Return the address of the Prefect API that the user set (a server, Prefect Cloud), or an empty text."""
+    """Return the address of the Prefect API that the user set (a server, Prefect Cloud), or ""."""
     return _setting((API_URL,), ("api", "url")).rstrip("/")
 
 
@@ -40,18 +40,18 @@ def has_prefect_database() -> bool:
 
 
 def remote_tracking_uri() -> str:
-    """Return the MLflow server that the user set, or an empty text; a database of theirs needs a server of ours."""
+    """Return the MLflow server that the user set, or "". A database of theirs needs a server of ours."""
     uri = _tracking_uri()
     return uri if uri.startswith(_REMOTE_TRACKERS) else ""
 
 
 def tracking_store() -> str:
-    """Return the database or folder that the user set for MLflow's runs, or an empty text; it may hold a password."""
+    """Return the database or folder that the user set for MLflow's runs, or ""; it may contain a password."""
     return "" if remote_tracking_uri() else _tracking_uri()
 
 
 def profiles_path() -> Path:
-    """Return the file of the user's Prefect profiles, wherever our own `PREFECT_HOME` is."""
+    """Return the file of the user's Prefect profiles, independent of our own `PREFECT_HOME`."""
     named = _environment("PREFECT_PROFILES_PATH")
     home = Path(_environment("PREFECT_HOME") or "~/.prefect")
     return (Path(named) if named else home / "profiles.toml").expanduser()
@@ -60,7 +60,7 @@ def profiles_path() -> Path:
 def marked(settings: Mapping[str, str]) -> dict[str, str]:
     """Return our own settings with the variable that marks them as ours.
 
-    What `rlhf` gave to this process itself stays marked: a process that it starts in turn inherits those settings, too.
+    Settings that this process got from `rlhf` stay marked, because the processes that it starts inherit them.
     """
     inherited = {name: value for name, value in _given().items() if os.environ.get(name) == value}
     return {**settings, OWN: json.dumps({**inherited, **settings})}
@@ -116,5 +116,5 @@ def _toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text())
     except tomllib.TOMLDecodeError as error:
-        # Passed over, a server that the user set would be replaced in silence.
+        # If this error were ignored, a server that the user set would be silently replaced.
         raise ConfigError(explain("file", str(path), f"is not valid TOML ({error})", "mend it")) from error

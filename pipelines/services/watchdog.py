@@ -18,20 +18,20 @@ import psutil
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 2.0
-"""How soon a death is noticed."""
+"""Seconds between checks for a death."""
 ASK_EVERY_S = 10.0
 MISSED_ANSWERS = 4
-"""So many questions in a row without an answer, and a service hangs: 40 to 60 s after it stopped answering."""
+"""Number of unanswered checks in a row after which a service counts as hung: 40 to 60 s after its last answer."""
 START_TIMEOUT_S = 180.0
 LONGEST_PAUSE_S = 60.0
 STOP_PATIENCE_S = 8.0
 KILL_AFTER_S = 4.0
-"""Seconds after its patience is over until the guard of a service is killed itself."""
+"""Seconds after the end of its patience until the guard of a service is killed itself."""
 
 
 @dataclass
 class Child:
-    """A service: how to start it, how to ask whether it is well, where it writes, and its process."""
+    """A service: its command, its health check, its log file and its process."""
 
     name: str
     command: list[str]
@@ -39,7 +39,7 @@ class Child:
     well: Callable[[], bool]
     log: Path
     patience_s: float = STOP_PATIENCE_S
-    """How long it may take to end when it is asked to."""
+    """Seconds that it may take to end when asked to."""
     process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -60,9 +60,9 @@ class Child:
 
 
 def keep_alive(child: Child, stop: threading.Event) -> None:
-    """Start `child` again whenever it has ended or hangs, until `stop` is set; it was started, and well, before.
+    """Restart `child` whenever it ends or hangs, until `stop` is set. It must have been started and answered before.
 
-    One that ends before it was well again is started after ever longer pauses.
+    The pauses grow if it ends before it has answered again.
     """
     pause_s, answered = LOOK_EVERY_S, True
     while (ailment := _ailment(child, stop, answered=answered)) is not None:
@@ -77,7 +77,7 @@ def keep_alive(child: Child, stop: threading.Event) -> None:
 
 
 def _ailment(child: Child, stop: threading.Event, *, answered: bool) -> tuple[bool, str] | None:
-    """Return whether the child was well since its start, and what is wrong with it now; None when `stop` is set."""
+    """Return whether the child has answered since its start, and what is wrong with it now; None when `stop` is set."""
     missed = 0
     began = asked = time.monotonic()
     while not stop.wait(LOOK_EVERY_S):
@@ -114,7 +114,7 @@ def start_guarded(
 
 
 def stop_process(process: subprocess.Popen[bytes], *, patience_s: float) -> None:
-    """Stop a child with SIGTERM; if it has not ended after `patience_s`, kill it with all that it started."""
+    """Stop a child with SIGTERM; if it has not ended after `patience_s`, kill it and all its descendants."""
     if process.poll() is None:
         process.terminate()
         try:

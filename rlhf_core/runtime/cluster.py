@@ -37,9 +37,7 @@ KERNEL_CHOICES = (
     "MKL_CBWR",
     "MKL_ENABLE_INSTRUCTIONS",
 )
-"""Environment variables that pin torch's math libraries to an instruction set. They are read when the libraries
-load.
-"""
+"""Environment variables that pin torch's math libraries to an instruction set; read when the libraries load."""
 CONNECT_TIMEOUT_S = 300.0
 """Time limit for starting or joining Ray, which starts about six processes, perhaps on a very busy machine."""
 RECONNECT_TIMEOUT_S, RECONNECT_EVERY_S = 120.0, 2.0
@@ -142,8 +140,7 @@ def threads_per_worker(config: RuntimeConfig, *, workers: int) -> int:
 
 
 def keep_token_private() -> None:
-    """Make Ray's token readable by this user only: whoever has it can run commands as this user, on any port of the
-    Ray.
+    """Make Ray's token readable by this user only: whoever has it can run commands as this user, on any port of Ray.
 
     Ray creates the file readable by everybody, which matters if others may enter the home folder. Raises ConfigError if
     the file cannot be made private.
@@ -248,8 +245,7 @@ def _start(cores: int) -> None:
                     logging_level=logging.ERROR,
                     _temp_dir=str(folder),
                     # Our actors have environments of their own, so workers that Ray starts ahead would never be used.
-                    # By default Ray gives its workers a lower priority than other processes, but here everything else
-                    # waits for them.
+                    # By default Ray's workers give way to other processes, but here everything else waits for them.
                     _system_config={
                         "prestart_worker_first_driver": False,
                         "enable_metrics_collection": False,
@@ -268,9 +264,7 @@ def _start(cores: int) -> None:
 
 @contextmanager
 def _this_machine_alone() -> Iterator[None]:
-    """Make a Ray that is started inside listen on 127.0.0.1; restored at the end, as a later `ray start` must not
-    inherit it.
-    """
+    """Make a Ray started inside listen on 127.0.0.1. Undone at the end, as a later `ray start` must not inherit it."""
     from ray._private import ray_constants
 
     name, enabled = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER

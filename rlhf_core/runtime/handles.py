@@ -22,8 +22,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-# Each of these functions makes a method of `RayTrainer` from one of `Trainer`, with the same signature; the ranks run
-# it.
+# Each function makes a method of `RayTrainer` from one of `Trainer`: the same signature, executed by the ranks.
 
 
 def _in_order(method: Callable[Concatenate[Trainer, P], list[T]]) -> Callable[Concatenate[RayTrainer, P], list[T]]:
@@ -92,9 +91,7 @@ class RayTrainer:
     export = _on_all(Trainer.export)
 
     def weights(self) -> Weights:
-        """Return a reference to the full weights, which stay in the object store, or on rank 0 if GPUs will send
-        them.
-        """
+        """Return a reference to the full weights, in the object store, or on rank 0 if GPUs will send them."""
         if self._transfer:
             ticket, digest = self._call("stage_weights")[0]
             return Weights(payload=DeviceWeights(self._workers, ticket), digest=digest)
@@ -162,9 +159,7 @@ class RaySampler:
     def advance(
         self, new: Sequence[tuple[int, SamplingRequest]], sampling: SamplingConfig
     ) -> list[tuple[int, Completion]]:
-        """Give each new request to the engine with the fewest; return the requests that finished first on each
-        engine.
-        """
+        """Give each new request to the least busy engine; return the requests that finished first on each engine."""
         parts: list[list[tuple[int, SamplingRequest]]] = [[] for _ in self._workers.actors]
         load = Counter(self._sampled.values())
         for number, request in new:

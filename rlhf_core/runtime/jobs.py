@@ -60,9 +60,7 @@ class Jobs(Protocol):
         """Run `command` (a shell command line) on the head; return False if the name was used before."""
 
     def stop(self, job_id: str) -> None:
-        """Send SIGTERM to the job's processes, later SIGKILL, and return at once. A job that has ended keeps its
-        state.
-        """
+        """Send SIGTERM to the job's processes, later SIGKILL; return at once. An ended job keeps its state."""
 
 
 def open_jobs() -> Jobs:

@@ -20,9 +20,7 @@ logger = logging.getLogger(__name__)
 PROBE_TIMEOUT_S = 5.0
 WATCH_EVERY_S = 2.0
 REFUSALS, SILENCES = 2, 5
-"""Number of refused connections in a row after which a process counts as gone, and of time-outs after which it
-hangs.
-"""
+"""Refused connections in a row after which a process counts as gone, and time-outs after which it counts as hung."""
 KILL_WAIT_S = 10.0
 HTTP2_SETTINGS = 4
 HTTP2_FRAME_HEADER = 9
@@ -48,9 +46,7 @@ def greet(address: str) -> None:
 
 
 def asks_for_token(address: str) -> bool:
-    """Return whether the Ray head at `address` refuses callers without a token; False if no head is named or
-    answers.
-    """
+    """Return whether the Ray head at `address` refuses callers without a token; False if none is named or answers."""
     import grpc  # type: ignore[import-untyped]
 
     if ":" not in address:  # `auto`
@@ -64,7 +60,7 @@ def asks_for_token(address: str) -> bool:
 
 
 class RayWatch:
-    """Watches Ray's servers from a thread. `lost` describes the one that is lost, "" while all answer.
+    """A watch over Ray's servers, kept by a thread. `lost` describes the one that is lost, "" while all answer.
 
     With `own`, the servers are children of this process. Once one of them is lost, all processes below them are killed,
     so that none keeps computing or hangs; `kill_family` does the same at the end.
@@ -101,9 +97,7 @@ class RayWatch:
         self._note_family()
 
     def kill_family(self) -> None:
-        """Kill the remaining processes of our own Ray, stopped and orphaned ones too. A Ray that was joined is left
-        alone.
-        """
+        """Kill the remaining processes of our own Ray, stopped and orphaned ones too; do nothing to a joined Ray."""
         if not self._own:
             return
         self._note_family()

@@ -79,8 +79,7 @@ def _plain(number: float) -> float:
 
 
 def by_node(made: Layout, nodes: Mapping[int, str]) -> Layout:
-    """Return `made` with workers of one kind in neighboring places, node by node; `nodes` gives the node of each
-    bundle.
+    """Return `made` with workers of one kind in neighboring places, node by node; `nodes` is the node of each bundle.
 
     Bundles of the same size are interchangeable; the node that has most of them comes first.
 
@@ -105,8 +104,7 @@ def _node_order(bundles: Sequence[int] | set[int] | range, nodes: Mapping[int, s
 
 
 def gpu_order(gpus: Sequence[Sequence[str]]) -> list[int]:
-    """Return the order of the workers by node (in order of appearance), then by GPU; `gpus` lists each worker's
-    `node:index`.
+    """Return the order of workers by node, as nodes appear, then by GPU; `gpus` has each worker's `node:index`.
 
     >>> gpu_order([["b:1"], ["b:0"], ["a:10"], ["a:9"]])
     [1, 0, 3, 2]
@@ -194,7 +192,7 @@ def _not_there(config: RuntimeConfig, made: Layout, rule: str) -> ConfigError:
 
 
 def _there() -> str:
-    """Return what the cluster has, and what of it is free."""
+    """Return the cluster's resources and how many of them are free."""
     import ray
 
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]

@@ -1,4 +1,4 @@
-"""Work that must not take the cores from anybody."""
+"""Run work at low priority, so that it does not slow down other threads."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from typing import TypeVar
 R = TypeVar("R")
 
 LOW = 10
-"""The nice value of such work: a tenth of the share of a busy thread at 0. With 19, a seventieth, an import of vLLM took
-longer than `runtime.worker_timeout_s` on a machine whose cores were all taken by others."""
+"""Nice value of such work: a tenth of the CPU share of a busy thread at 0. With 19, a seventieth, an import of vLLM
+took longer than `runtime.worker_timeout_s` on a machine whose cores were all busy.
+"""
 
 
 def at_low_priority(work: Callable[[], R]) -> R:
-    """Return `work()`, called in a thread of low priority; only Linux has priorities per thread.
+    """Return `work()`, called in a thread of low priority. Only Linux has priorities per thread.
 
-    A trainer whose threads wait for each other thousands of times a second becomes several times slower when one of
-    them has to share its core with an import as heavy as vLLM's.
+    A trainer whose threads wait for each other thousands of times a second becomes several times slower if one of them
+    shares its core with an import as heavy as vLLM's.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="low-priority", initializer=_give_way) as pool:
         return pool.submit(work).result()
@@ -29,5 +30,5 @@ def at_low_priority(work: Callable[[], R]) -> R:
 def _give_way() -> None:
     if sys.platform == "linux":
         thread = threading.get_native_id()
-        # Only a superuser may take a nice value back that is higher already.
+        # Only a superuser may lower a nice value that is already higher.
         os.setpriority(os.PRIO_PROCESS, thread, max(LOW, os.getpriority(os.PRIO_PROCESS, thread)))

@@ -1,4 +1,4 @@
-"""Engines on Ray: warm worker processes that stages lease from."""
+"""Run engines on Ray, in warm worker processes that stages lease."""
 
 from __future__ import annotations
 

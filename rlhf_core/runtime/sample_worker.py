@@ -18,7 +18,7 @@ from rlhf_core.types import Completion, SamplingRequest
 
 
 class SampleWorker:
-    """Hosts one sampler. `open` reuses the engine if only the weights of the policy differ, else replaces it."""
+    """The host of one sampler. `open` reuses the engine if only the weights of the policy differ, else replaces it."""
 
     def __init__(self, config: AnySamplerConfig, threads: int, *, gpus_per_engine: float = 0.0) -> None:
         self._config = config
@@ -82,7 +82,7 @@ class SampleWorker:
     def advance(
         self, new: Sequence[tuple[int, SamplingRequest]], sampling: SamplingConfig
     ) -> list[tuple[int, Completion]]:
-        """Add requests and run the engine until one has finished; return those that have, none if none is in progress."""
+        """Add requests and run the engine until one has finished; return those that have, or [] if none is running."""
         return self._opened().advance(new, sampling)
 
     def load_weights(self, weights: Weights, version: int) -> None:

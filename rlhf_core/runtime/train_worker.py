@@ -136,8 +136,7 @@ class TrainWorker:
         return self.versions()
 
     def _check_meeting_point(self) -> None:
-        """Raise ConfigError if rank 0 is on another machine and its address is a loopback address, unreachable from
-        here.
+        """Raise ConfigError if rank 0 is on another machine but has a loopback address, which is unreachable from here.
 
         The check is not in `join`, because nobody waits for its result.
         """
@@ -157,8 +156,7 @@ class TrainWorker:
     # ------------------------------------------------------------ shared GPU
 
     def rest(self, offload: bool) -> int:
-        """Free unused memory for the other users of the GPU; with `offload`, move all models to host memory until
-        `wake`.
+        """Free unused memory for other users of the GPU; with `offload`, move all models to host memory until `wake`.
 
         Return how many bytes of the models were moved to host memory.
         """

@@ -76,9 +76,7 @@ class DeviceSender:
         return not self._ipc or _largest(tensors) <= self._buffer_bytes
 
     def send(self, tensors: Mapping[str, Any]) -> None:
-        """Send name -> CPU tensor to all engines and let them check what arrived. Raises SamplingError if it
-        differs.
-        """
+        """Send name -> CPU tensor to all engines, which check what arrived. Raises SamplingError if it differs."""
         from rlhf_core.sampling.vllm_worker import probe_weights
 
         self._source.tensors = tensors
@@ -90,9 +88,7 @@ class DeviceSender:
 
 
 class EngineClient:
-    """vLLM's `VLLMWeightSyncClient` for several one-process engines (vLLM's own gives all of them the same NCCL
-    ranks).
-    """
+    """vLLM's `VLLMWeightSyncClient` for several one-process engines (vLLM's own gives all the same NCCL ranks)."""
 
     def __init__(self, engines: Sequence[Any], *, tensor_parallel: int) -> None:
         self._engines = engines
@@ -137,8 +133,7 @@ IPC_BUFFER_BYTES = 1 << 30
 
 
 def ipc_buffer_bytes(tensors: Mapping[str, Any]) -> int:
-    """Return the buffer size for `tensors`: vLLM refuses a tensor larger than the buffer, and wastes space beyond the
-    total.
+    """Return the buffer size for `tensors`: vLLM refuses a tensor larger than the buffer; a larger buffer is wasted.
 
     >>> import torch
     >>> ipc_buffer_bytes({"norm": torch.ones(8), "head": torch.ones(4, 8)})
@@ -159,9 +154,7 @@ def _bytes(tensor: Any) -> int:
 
 
 def init_info(transfer: Transfer, *, world: int, host: str, buffer_bytes: int) -> Any:
-    """Return the initial settings of vLLM's trainer side. With NCCL, chunks grow as needed and `buffer_bytes` is not
-    used.
-    """
+    """Return the initial settings of vLLM's trainer side. With NCCL, chunks grow as needed, without `buffer_bytes`."""
     if transfer == "ipc":
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 

@@ -1,6 +1,4 @@
-"""Keep weights in Ray's object store: rank 0 packs them once, in buckets, and every engine reads them without a
-copy.
-"""
+"""Keep weights in Ray's object store: rank 0 packs them once, in buckets, and every engine reads them uncopied."""
 
 from __future__ import annotations
 

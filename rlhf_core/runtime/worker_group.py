@@ -20,9 +20,7 @@ from rlhf_core.errors import (
 LOOK_EVERY_S = 1.0
 """Seconds between checks, during a call, that Ray itself is still there."""
 OTHERS_GRACE_S = 10.0
-"""Seconds to wait for other ranks' errors: if a rank dies, its peers' collectives often fail before Ray notices the
-death.
-"""
+"""Seconds to wait for other ranks' errors: if a rank dies, its peers often fail in a collective before Ray notices."""
 
 
 class WorkerGroup:

@@ -1,1 +1,1 @@
-"""Samplers: vLLM and Hugging Face engines behind the `Sampler` protocol. Importing this package imports no engine."""
+"""Provide vLLM and Hugging Face samplers behind the `Sampler` protocol. Importing this package imports no engine."""

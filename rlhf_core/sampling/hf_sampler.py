@@ -1,4 +1,4 @@
-"""Sampling with plain transformers: for tests and machines without vLLM. Never chosen silently.
+"""Sample with plain transformers: for tests and machines without vLLM. Never chosen silently.
 
 Legend: B rows of a batch, L positions, V vocabulary.
 """
@@ -36,7 +36,7 @@ class HFSampler:
     def __init__(self, policy: Path, config: HFSamplerConfig) -> None:
         spec = ModelSpec(path=str(policy), head="lm", lora=None, seed=0)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        # This engine has no setting for it: sdpa would leave out the cap on the logits of some models' attention.
+        # Attention is fixed here: sdpa would omit the cap on attention logits that some models have.
         attention = "eager" if caps_attention(read_config(policy)) else "sdpa"
         self._model: Any = load_model(
             spec, dtype=config.dtype, attention=attention, gradient_checkpointing=False, device=device
@@ -66,7 +66,7 @@ class HFSampler:
     def advance(
         self, new: Sequence[tuple[int, SamplingRequest]], sampling: SamplingConfig
     ) -> list[tuple[int, Completion]]:
-        """Return the completions of `new`, all of them: this engine has no batch that others could join."""
+        """Return the completions of all of `new`: this engine has no running batch that requests could join."""
         completions = self.generate([request for _, request in new], sampling)
         return [(number, completion) for (number, _), completion in zip(new, completions, strict=True)]
 
@@ -102,7 +102,7 @@ class HFSampler:
     # ------------------------------------------------------------ one batch
 
     def _fill(self, rows: list[_Row], sampling: SamplingConfig) -> None:
-        """Run the rows together, left-padded, until each has a stop token or as many tokens as it may."""
+        """Run the rows together, left-padded, until each has a stop token or its maximum number of tokens."""
         ids_BL, mask_BL = _left_pad([row.request.prompt_ids for row in rows], device=self._model.device)
         positions_BL = (mask_BL.cumsum(-1) - 1).clamp(min=0)
         cache = None
@@ -169,7 +169,7 @@ def processed_logprobs(logits_BV: Tensor, sampling: SamplingConfig) -> Tensor:
         scaled_BV = scaled_BV.masked_fill(scaled_BV < kth_B1, -torch.inf)
     if sampling.top_p < 1:
         sorted_BV, order_BV = scaled_BV.sort(dim=-1, descending=True, stable=True)
-        # A token stays if the tokens before it hold less than top_p, so the most likely one always does.
+        # A token stays if the tokens before it hold less than top_p, so the most likely one always stays.
         before_BV = sorted_BV.softmax(-1).cumsum(-1) - sorted_BV.softmax(-1)
         drop_BV = torch.zeros_like(before_BV, dtype=torch.bool).scatter(-1, order_BV, before_BV >= sampling.top_p)
         scaled_BV = scaled_BV.masked_fill(drop_BV, -torch.inf)
@@ -181,12 +181,12 @@ def inverse_cdf(logprobs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     cumulative_BV = logprobs_BV.double().exp().cumsum(-1)
     thresholds_B1 = uniforms_B[:, None] * cumulative_BV[:, -1:]
     tokens_B = torch.searchsorted(cumulative_BV, thresholds_B1, right=True).squeeze(-1)
-    return tokens_B.clamp(max=logprobs_BV.shape[-1] - 1)  # NaN finds no place; its log-probability will tell
+    return tokens_B.clamp(max=logprobs_BV.shape[-1] - 1)  # NaN falls past the end; its log-probability reveals it
 
 
 @dataclass
 class _Row:
-    """A request being answered by `most` tokens at most; `uniforms` are the draws in [0, 1) of all its steps."""
+    """A request in progress, of at most `most` tokens; `uniforms` are the draws in [0, 1) of all its steps."""
 
     request: SamplingRequest
     most: int

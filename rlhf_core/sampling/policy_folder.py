@@ -1,4 +1,4 @@
-"""What a sampler reads of a policy's folder beside its weights: tokenizer, stop tokens, architecture."""
+"""Read the tokenizer, stop tokens and architecture from a policy's folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOT_ARCHITECTURE = {
     *("transformers_version", "_name_or_path", "use_cache", "dtype", "torch_dtype"),
     *("eos_token_id", "bos_token_id", "pad_token_id"),
 }
-"""Keys of a config that a re-export may change and that the engine does not read, or gets from us."""
+"""Config keys that a re-export may change. The engine does not read them, or gets their values from us."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,9 @@ class PolicyFolder:
 
     @classmethod
     def read(cls, policy: Path, *, max_model_len: int) -> Self:
-        """Read the folder. Raises ConfigError if it is none, or has fewer positions than `max_model_len`, or if the engine
-        would turn its positions in another way than the trainer."""
+        """Read the folder. Raises ConfigError if it is no policy folder, if it has fewer positions than
+        `max_model_len`, or if the engine would compute rotary positions differently from the trainer.
+        """
         from rlhf_core.models.architecture import check_longest
         from rlhf_core.models.loading import load_tokenizer
 
@@ -60,7 +61,7 @@ class PolicyFolder:
     def completion(
         self, request: SamplingRequest, token_ids: tuple[int, ...], logprobs: tuple[float, ...], *, version: int
     ) -> Completion:
-        """Return what an engine sampled as a `Completion`. Raises SamplingError if a log-probability is not finite."""
+        """Return the engine's output as a `Completion`. Raises SamplingError if a log-probability is not finite."""
         if not token_ids:
             raise SamplingError(explain(f"request (seed {request.seed})", (), "no token came back", "see the log"))
         check_logprobs(request, logprobs)
@@ -75,7 +76,7 @@ class PolicyFolder:
 
 
 def architecture(policy: Path) -> dict[str, Any]:
-    """Return what two policies must share to be served by one engine."""
+    """Return the config entries that two policies must share to be served by one engine."""
     return {key: value for key, value in _read_config(policy).items() if key not in NOT_ARCHITECTURE}
 
 

@@ -22,7 +22,7 @@ def tensors_of(weights: Weights) -> Mapping[str, Any]:
 
 
 def received_tensors(weights: Weights) -> Mapping[str, Any]:
-    """Return name -> CPU tensor. Raises SamplingError if they are not the tensors that the trainer sent, by their digest."""
+    """Return name -> CPU tensor. Raises SamplingError if the digest differs from that of the tensors that were sent."""
     from rlhf_core.models.export import weights_digest  # imports torch, which planning must not
 
     tensors = tensors_of(weights)

@@ -1,4 +1,4 @@
-"""What every sampler does with requests before and after the engine: length checks, stop tokens, completions."""
+"""Check requests before sampling, and stop tokens and log-probabilities after it, for every sampler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhf_core.types import FinishReason, SamplingRequest
 
 
 def most_tokens(request: SamplingRequest, max_tokens: int) -> int:
-    """Return how many tokens may be sampled for `request` where `max_tokens` is the sampling configuration's.
+    """Return the maximum number of tokens for `request`; `max_tokens` is the limit of the sampling configuration.
 
     >>> most_tokens(SamplingRequest((1, 2), seed=7, max_tokens=3), 64)
     3
@@ -23,7 +23,7 @@ def most_tokens(request: SamplingRequest, max_tokens: int) -> int:
 def check_requests(
     requests: Sequence[SamplingRequest], *, vocab_size: int, max_tokens: int, max_model_len: int
 ) -> None:
-    """Raise SamplingError, naming the request, if a prompt is empty, foreign to the vocabulary or leaves too little room."""
+    """Raise SamplingError, naming the request, for a prompt that is empty, too long or not of this vocabulary."""
     for index, request in enumerate(requests):
         where = f"requests[{index}] (seed {request.seed})"
         if not request.prompt_ids:
@@ -40,7 +40,7 @@ def check_requests(
 
 
 def check_logprobs(request: SamplingRequest, logprobs: Sequence[float]) -> None:
-    """Raise SamplingError, naming the request, unless every log-probability is finite: a policy of NaNs still samples."""
+    """Raise SamplingError, naming the request, if a log-probability is not finite: a policy of NaNs still samples."""
     if not all(map(math.isfinite, logprobs)):
         where = f"request (seed {request.seed}).logprobs"
         raise SamplingError(

@@ -1,9 +1,10 @@
-"""Sampling with vLLM, the engine core in the calling process. The only module that imports vLLM's engine.
+"""Sample with vLLM, with the engine core in the calling process. Only this module imports vLLM's engine.
 
-The engine core lives in-process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`): no second import of torch and no child to leak;
-whoever wants isolation runs this class in a Ray actor. Asynchronous scheduling is off, and so is prefix caching unless it
-is asked for: the same requests make the same batches and hence, on CPU, bitwise the same completions after a restart. The
-engine has no tokenizer: token ids go in and come out, text is decoded here, once, with the policy's tokenizer.
+The engine core runs in-process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`), so torch is not imported twice and no child
+process can leak; for isolation, run this class in a Ray actor. Asynchronous scheduling is off, and prefix caching is
+off unless requested: the same requests then form the same batches and, on CPU, give bitwise the same completions after
+a restart. The engine has no tokenizer: token ids go in and come out, and text is decoded here, once, with the policy's
+tokenizer.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ LOOPBACK = "127.0.0.1"
 class VllmSampler:
     """A `Sampler` over one vLLM engine (tensor parallel over `config.tensor_parallel` GPUs).
 
-    `threads` is the number of OpenMP threads on CPU; it is part of what makes CPU results reproducible. `transfer` names
-    the backend of vLLM's weight transfer (`nccl`, `ipc`), "" when weights come through host memory.
+    `threads` is the number of OpenMP threads on CPU, on which reproducible CPU results depend. `transfer` names the
+    backend of vLLM's weight transfer (`nccl`, `ipc`), or is "" if weights come through host memory.
 
     >>> sampler = VllmSampler(Path("policy"), VllmSamplerConfig(), threads=2, transfer="")  # doctest: +SKIP
     >>> sampler.generate([SamplingRequest((1, 2, 3), seed=7)], SamplingConfig())            # doctest: +SKIP
@@ -73,7 +74,7 @@ class VllmSampler:
     def advance(
         self, new: Sequence[tuple[int, SamplingRequest]], sampling: SamplingConfig
     ) -> list[tuple[int, Completion]]:
-        """Add requests to those that are being sampled and run the engine until one has finished; return those that have.
+        """Add requests to the running batch and run the engine until one has finished; return all that have.
 
         Raises SamplingError naming a request that does not fit.
         """
@@ -96,9 +97,9 @@ class VllmSampler:
         return finished
 
     def load_weights(self, weights: Weights, *, version: int) -> None:
-        """Replace the policy by `weights` (payload: name -> CPU tensor, Hugging Face names); completions carry `version`.
+        """Replace the policy by `weights` (payload: Hugging Face name -> CPU tensor); completions carry `version`.
 
-        Raises SamplingError if what arrived is not what the trainer sent, or if the engine refuses it.
+        Raises SamplingError if the received weights differ from those that were sent, or if the engine refuses them.
         """
         from rlhf_core.sampling.vllm_worker import probe_weights
 
@@ -110,7 +111,7 @@ class VllmSampler:
     # ------------------------------------------------------------ warm engine
 
     def accepts(self, policy: Path) -> bool:
-        """Return whether `policy` has this engine's architecture and vocabulary, so that its weights can be loaded in place."""
+        """Return whether `policy` has this engine's architecture and vocabulary, so that it can be loaded in place."""
         return architecture(policy) == self._architecture
 
     def load_policy(self, policy: Path) -> None:
@@ -119,7 +120,7 @@ class VllmSampler:
         self._policy = PolicyFolder.read(policy, max_model_len=self.config.max_model_len)
         self.version = 0
 
-    # ------------------------------------------------------------ a GPU that is shared
+    # ------------------------------------------------------------ shared GPU
 
     def sleep(self) -> None:
         """Move the weights to host memory and drop the KV cache, unless something is being sampled (`config.sleep`)."""
@@ -128,7 +129,7 @@ class VllmSampler:
             self._asleep = True
 
     def wake(self) -> None:
-        """Take the memory back; must come before anything else is asked of an engine that sleeps."""
+        """Take the memory back. Must be called before anything else on an engine that sleeps."""
         if self._asleep:
             self._llm.wake_up()
             self._asleep = False
@@ -145,12 +146,12 @@ class VllmSampler:
         self._forget_prefixes()
 
     def _forget_prefixes(self) -> None:
-        """Let nothing that other weights computed be found again: what is cached is salted with the number of loads."""
+        """Prevent reuse of prefixes that other weights computed: cache keys are salted with the number of loads."""
         self._loads += 1
         self._llm.reset_prefix_cache()
 
     def check_probes(self, probes: Probes) -> None:
-        """Raise SamplingError if the engine holds other values than `probes` (of `vllm_worker.probe_weights`)."""
+        """Raise SamplingError if the engine's weights differ from `probes` (of `vllm_worker.probe_weights`)."""
         for wrong in self._llm.collective_rpc("mismatched_weights", args=(probes,)):
             if wrong:
                 rule = "the engine still holds other values than were sent"
@@ -163,7 +164,7 @@ class VllmSampler:
         return {**prompt, "cache_salt": str(self._loads)} if self.config.prefix_caching else prompt
 
     def _abandon(self) -> None:
-        """Drop what `advance` added and nobody came back for, because its caller failed."""
+        """Drop the requests of `advance` whose caller failed and did not collect them."""
         if self._sampled:
             self._llm.llm_engine.abort_request(list(self._sampled))
             self._sampled.clear()
@@ -178,7 +179,7 @@ class VllmSampler:
             top_k=0 if greedy else sampling.top_k,
             max_tokens=most_tokens(request, sampling.max_tokens),
             seed=None if greedy else request.seed,
-            logprobs=0,  # the sampled token's log-probability and no other
+            logprobs=0,  # the sampled token's log-probability only
             stop_token_ids=list(self._policy.stops),
             detokenize=False,
         )
@@ -191,7 +192,7 @@ class VllmSampler:
     # ------------------------------------------------------------ device transfer
 
     def transfer(self, verb: TransferVerb, info: object) -> None:
-        """Take one step of vLLM's weight transfer (`rlhf_core.runtime.weight_sync` drives it from the trainer)."""
+        """Run one step of vLLM's weight transfer (`rlhf_core.runtime.weight_sync` drives it from the trainer)."""
         if verb == "init":
             self._llm.init_weight_transfer_engine({"init_info": info})
         elif verb == "start":
@@ -204,13 +205,13 @@ class VllmSampler:
             self._forget_prefixes()
 
     def adopt(self, version: int) -> None:
-        """Give the weights that `transfer` brought their version."""
+        """Set the version of the weights that `transfer` brought."""
         self.version = version
 
     # ------------------------------------------------------------ engine
 
     def versions(self) -> dict[str, str]:
-        """Return the versions of torch and vLLM. The CPU build of vLLM is a distribution of another name."""
+        """Return the versions of torch and vLLM. The CPU build of vLLM has another distribution name."""
         try:
             vllm = installed_version("vllm")
         except PackageNotFoundError:
@@ -229,7 +230,7 @@ def import_vllm(config: VllmSamplerConfig, *, threads: int) -> None:
     prepare_environment(config, threads=threads)
     import vllm
 
-    _ = vllm.LLM  # lazily imported, most of the start-up time
+    _ = vllm.LLM  # imported lazily; most of the start-up time
 
 
 def built_for() -> str:
@@ -248,9 +249,9 @@ ENGINE = SamplerEngine[VllmSamplerConfig](open=open_sampler, warm=import_vllm, b
 
 
 def prepare_environment(config: VllmSamplerConfig, *, threads: int) -> None:
-    """Set what vLLM reads at import. Must run before the first `import vllm` of the process."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve whoever shares the cores
-    # An engine is on one machine, and so are its processes: what they open must be out of reach for others.
+    """Set the variables that vLLM reads at import. Must run before the first `import vllm` of the process."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve other processes on the same cores
+    # All processes of an engine are on one machine, so their ports must not be reachable from others.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_towards(LOOPBACK))
     os.environ.setdefault("VLLM_HOST_IP", LOOPBACK)
     os.environ.setdefault("VLLM_LOOPBACK_IP", LOOPBACK)
@@ -266,7 +267,7 @@ def prepare_environment(config: VllmSamplerConfig, *, threads: int) -> None:
         }
     )
     if config.enforce_eager:
-        # vLLM compiles a helper of its logprobs even then: half a minute, and a C++ compiler, for nothing.
+        # Even then vLLM compiles a helper of its logprobs, which needs half a minute and a C++ compiler for no benefit.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 
@@ -278,7 +279,7 @@ def _start_engine(policy: Path, config: VllmSamplerConfig, *, transfer: Transfer
     place: dict[str, Any] = (
         {"gpu_memory_utilization": config.gpu_memory_fraction}
         if on_gpu
-        # A prompt that is cut between two passes sets its generator back, which torch's generators on CPU cannot do.
+        # A prompt that is split between two passes resets its generator, which torch's CPU generators cannot do.
         else {"kv_cache_memory_bytes": int(config.kv_cache_gib * GIB), "enable_chunked_prefill": False}
     )
     if transfer:

@@ -1,7 +1,7 @@
-"""One `vllm serve` process by its wire: what is asked of it, what it answers, and what is wrong with it.
+"""Send requests to one `vllm serve` process over HTTP, and check its answers and settings.
 
-Completions come from `/inference/v1/generate` (tokens in, tokens out), which says for each token the version of the weights
-that sampled it: a server that was restarted, or that another run has loaded, cannot pass for one that is up to date.
+Completions come from `/inference/v1/generate` (tokens in, tokens out), which reports for each token the version of the
+weights that sampled it. A server that was restarted, or loaded by another run, is therefore never taken for current.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from rlhf_core.types import SamplingRequest
 PROBE_TIMEOUT_S = 30.0
 CONNECT_S = 10.0
 RELOADING = "reloading"
-"""Version of weights of which nobody knows how much of them has arrived."""
+"""Version of weights that may have been loaded only in part."""
 LEAST_LOGPROB = -9999.0
-"""What a server writes for a log-probability that JSON cannot hold."""
+"""Value that a server writes for a log-probability that JSON cannot hold."""
 SHOWN_CHARACTERS = 300
-"""Of an answer that is an error."""
+"""Number of characters shown of an error response."""
 
 
 class ServerFailed(Exception):
-    """A server did not do what it was asked. `refused`: it never will, nor would another one."""
+    """A server did not do what was requested. `refused` means that it never will, nor would another one."""
 
     def __init__(self, url: str, reason: str, *, status: int = 0) -> None:
         super().__init__(without_secrets(f"{url} {reason}"))
@@ -45,17 +45,17 @@ class ServerFailed(Exception):
 
 @dataclass
 class Server:
-    """A server with what is known of it. `failures` counts those since it last took weights."""
+    """A server and its state. `failures` counts its failures since it last loaded weights."""
 
     url: str
     client: httpx.AsyncClient
     in_flight: int = 0
     failures: int = 0
     stale: bool = False
-    """It did not take the weights that the others have, and must take some before it is asked again."""
+    """Whether the server missed the current weights. It must load weights before it gets requests again."""
 
     async def check(self, config: VllmServerSamplerConfig) -> str:
-        """Return its vLLM version. Raises ConfigError if it was not started as `config` needs it."""
+        """Return the server's vLLM version. Raises ConfigError if it was not started as `config` requires."""
         try:
             answer = await self._call_workers("settings", timeout_s=PROBE_TIMEOUT_S)
         except ServerFailed as failure:
@@ -84,7 +84,7 @@ class Server:
             raise ConfigError(explain("runtime.sampler.urls", self.url, rule, f"start it with {options}"))
 
     async def _check_route(self) -> None:
-        """An empty request is refused by the route if it is there, and otherwise by what stands in its place."""
+        """Check that the route exists: it refuses an empty request with another status than a missing route."""
         try:
             await self.ask("POST", "/inference/v1/generate", body={}, timeout_s=PROBE_TIMEOUT_S)
         except ServerFailed as failure:
@@ -95,10 +95,10 @@ class Server:
                 raise
 
     async def load(self, folder: str, digest: str, label: str) -> None:
-        """Load the safetensors of `folder`, and answer under the version `label` from now on.
+        """Load the safetensors of `folder`; the server then answers under the version `label`.
 
-        Raises SamplingError if other weights arrived than those of `digest`. Whatever fails on the way leaves the server
-        under a version that is nobody's.
+        Raises SamplingError if the weights do not have `digest`. After any failure the server keeps a version that
+        matches no run.
         """
         await self._post("/pause", params={"mode": "wait"})
         try:
@@ -124,7 +124,7 @@ class Server:
             return [str(failure)]
 
     async def _resume(self) -> None:
-        await self.ask("POST", "/resume", timeout_s=PROBE_TIMEOUT_S)  # also where the deadline of the load is over
+        await self.ask("POST", "/resume", timeout_s=PROBE_TIMEOUT_S)  # also after the deadline of the load
 
     async def generate(self, body: Mapping[str, Any], label: str, *, timeout_s: float) -> tuple[list[int], list[float]]:
         """Return the tokens that the weights `label` sampled, and their log-probabilities."""
@@ -154,7 +154,7 @@ class Server:
         body: Mapping[str, Any] | None = None,
         params: Mapping[str, str] | None = None,
     ) -> Any:
-        """Return the JSON that the server answers within the deadline, else ServerFailed."""
+        """Return the server's JSON response. Raises ServerFailed if it does not come within the deadline."""
         try:
             async with asyncio.timeout(timeout_s):
                 response = await self.client.request(method, f"{self.url}{route}", json=body, params=params)
@@ -179,7 +179,7 @@ class Server:
         return await self.ask("POST", route, body=body, params=params, timeout_s=None)
 
     async def _call_workers(self, method: str, *arguments: str, timeout_s: float | None = None) -> list[Any]:
-        """Return what each worker process answers to a method of `vllm_worker.WeightReload`."""
+        """Call a method of `vllm_worker.WeightReload` on each worker process; return the results."""
         body = {"method": method, "args": list(arguments)}
         results: list[Any] = (await self.ask("POST", "/collective_rpc", body=body, timeout_s=timeout_s))["results"]
         return results
@@ -188,7 +188,7 @@ class Server:
 def generate_body(
     request: SamplingRequest, sampling: SamplingConfig, *, stops: tuple[int, ...], salt: str
 ) -> dict[str, Any]:
-    """Return the body that asks for one completion; `salt` keeps prefixes apart that other weights have computed."""
+    """Return the request body for one completion; `salt` separates the cached prefixes of different weights."""
     greedy = sampling.temperature == 0
     return {
         "token_ids": list(request.prompt_ids),
@@ -207,6 +207,6 @@ def generate_body(
 
 
 def open_client(headers: Mapping[str, str], *, connections: int) -> httpx.AsyncClient:
-    """Return a client whose deadlines are those of each call; connecting has its own."""
+    """Return a client without a read time-out (each call has its own deadline); connecting has one."""
     limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
     return httpx.AsyncClient(headers=headers, timeout=httpx.Timeout(None, connect=CONNECT_S), limits=limits)

@@ -1,16 +1,16 @@
-"""Sampling with `vllm serve` processes that somebody else started, on other machines perhaps.
+"""Sample with `vllm serve` processes that somebody else started, perhaps on other machines.
 
     VLLM_SERVER_DEV_MODE=1 vllm serve <policy> --enable-scale-out --logprobs-mode processed_logprobs --dtype float32
         --max-model-len 256 --worker-extension-cls rlhf_core.sampling.vllm_worker.WeightReload
 
-`--dtype` and `--max-model-len` are those of `runtime.sampler`. Of the CPU build only `python -m
-vllm.entrypoints.openai.api_server --model <policy>` starts, with the same options. This package must be installed there
-too: its worker extension loads weights and checks what arrived. Weights travel through a folder that the servers and this
-process see under one path. In that mode whoever reaches a server can load weights into it, whatever its `--api-key`: keep
-it in a private network.
+`--dtype` and `--max-model-len` are those of `runtime.sampler`. The CPU build starts only with `python -m
+vllm.entrypoints.openai.api_server --model <policy>` and the same options. This package must be installed there too: its
+worker extension loads weights and checks what arrived. Weights travel through a folder that the servers and this process
+see under one path. In this mode anyone who reaches a server can load weights into it, whatever its `--api-key`: keep it
+in a private network.
 
-Requests are spread over the servers, and sent elsewhere if one fails. The same seeds give the same answers up to rounding:
-which requests share a batch is up to the servers.
+Requests are spread over the servers, and sent elsewhere if one fails. The same seeds give the same answers up to
+rounding: the servers decide which requests share a batch.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ T = TypeVar("T")
 Sampled = concurrent.futures.Future[tuple[list[int], list[float]]]
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 4.0
-"""Before a server is asked again that failed the same request, and at most; it doubles."""
+"""Pause before retrying a server that failed the same request: the first, and the longest. It doubles each time."""
 KEY = "runtime.sampler.urls"
 
 
 class VllmServerSampler:
     """A `Sampler` over several servers of one policy. Close it: it has a thread, connections and a folder.
 
-    A server that cannot be reached is left out with a warning until the next weights; with none left SamplerLostError says
-    so. Other weights than those that were sent are an error at once.
+    A server that cannot be reached is left out with a warning until the next weights. If none is left, SamplerLostError
+    is raised. A server with other weights than those that were sent is an error at once.
 
     >>> VllmServerSampler(Path("policy"), config).generate(requests, SamplingConfig())   # doctest: +SKIP
     """
@@ -88,12 +88,12 @@ class VllmServerSampler:
         try:
             return [self._completion(request, future) for request, future in zip(requests, asked, strict=True)]
         finally:
-            self._cancel(asked)  # those that wait, where another one failed
+            self._cancel(asked)  # cancels those that still wait if another one failed
 
     def advance(
         self, new: Sequence[tuple[int, SamplingRequest]], sampling: SamplingConfig
     ) -> list[tuple[int, Completion]]:
-        """Add requests to those that are being sampled and wait until one has finished; return those that have."""
+        """Add requests to those in progress and wait until one has finished; return all that have."""
         self._policy.check([request for _, request in new], sampling)
         for number, request in new:
             self._sampled[self._start(self._answered(request, sampling))] = (number, request)
@@ -143,7 +143,7 @@ class VllmServerSampler:
         return {"vllm": self.served_version}
 
     def close(self) -> None:
-        """Drop what is being sampled, and remove the folder. The servers go on with the weights that they have."""
+        """Drop the requests in progress and remove the folder. The servers keep their weights."""
         self._abandon()
         self._run(self._client.aclose())
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -160,7 +160,7 @@ class VllmServerSampler:
     def _load(self, folder: Path, digest: str) -> None:
         self._abandon()
         self._label = (
-            f"{self._folder.name}-{folder.name}"  # before the servers have it, so that old answers are refused
+            f"{self._folder.name}-{folder.name}"  # set before the servers have it, so that old answers are refused
         )
         for server in self._servers:
             server.stale = True
@@ -225,7 +225,7 @@ class VllmServerSampler:
         raise SamplerLostError(explain(f"request (seed {request.seed})", "unanswered", _reasons(failed), remedy))
 
     def _next_server(self, asked: set[str]) -> Server | None:
-        """Return the server with the fewest requests among those that have not failed, as far as there are any."""
+        """Return the server with the fewest requests, preferring those that have not failed; None if all are stale."""
         usable = [server for server in self._servers if not server.stale]
         return min(usable, key=lambda one: (one.url in asked, one.failures > 0, one.in_flight), default=None)
 
@@ -234,12 +234,12 @@ class VllmServerSampler:
         return self._policy.completion(request, tuple(token_ids), tuple(logprobs), version=self.version)
 
     def _abandon(self) -> None:
-        """Drop what `advance` added and nobody came back for; a server gives up what nobody waits for."""
+        """Drop the requests of `advance` that were not collected; a server stops requests whose client is gone."""
         self._cancel(self._sampled)
         self._sampled.clear()
 
     def _cancel(self, asked: Iterable[Sampled]) -> None:
-        """Give up what is not done yet, and wait until the connections are closed, so that the servers notice."""
+        """Cancel what is not done yet, and wait until the connections are closed, so that the servers notice."""
         cancelled = [future for future in asked if future.cancel()]
         if cancelled:
             self._run(_others_ended())

@@ -1,4 +1,4 @@
-"""What we add to vLLM's worker: finishing a reload on CPU, and comparing what it holds with what the trainer sent."""
+"""Extend vLLM's worker: finish a reload on CPU, and compare its weights with those that the trainer sent."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Probes = dict[str, tuple[tuple[int, ...], Tensor]]
 
 
 class WeightReload:
-    """Mixed into vLLM's worker by `worker_extension_cls`, so that `collective_rpc("repack_heads")` finds it."""
+    """Mixin for vLLM's worker, added by `worker_extension_cls`, so that `collective_rpc("repack_heads")` finds it."""
 
     model_runner: Any
     vllm_config: Any
 
     def settings(self) -> dict[str, str | int]:
-        """Return what decides which log-probabilities this engine reports."""
+        """Return the settings that determine the log-probabilities of this engine."""
         model = self.vllm_config.model_config
         return {
             "dtype": str(model.dtype).removeprefix("torch."),
@@ -31,7 +31,7 @@ class WeightReload:
         }
 
     def load_folder(self, folder: str, digest: str) -> list[str]:
-        """Load the safetensors of `folder` if they are those of `digest`; return what is wrong, nothing if all is well."""
+        """Load the safetensors of `folder` if they have `digest`; return a list of problems, empty on success."""
         from rlhf_core.models.export import weights_digest
 
         tensors = read_tensors(Path(folder))
@@ -44,17 +44,17 @@ class WeightReload:
         return [f"{name} still has other values" for name in self.mismatched_weights(probe_weights(tensors))]
 
     def repack_heads(self) -> None:
-        """Pack the LM head again from its weight.
+        """Repack the LM head from its weight.
 
         On CPU a head computes with a packed copy, which vLLM makes when it loads the head's weight. A head tied to the
-        embedding has no weight to load: without this it would go on with the old one after a reload.
+        embedding has no weight to load: without this call it would keep using the old copy after a reload.
         """
         for layer in self.model_runner.get_model().modules():
             if hasattr(layer, "cpu_linear") and layer.weight.numel() > 0:
                 layer.quant_method.process_weights_after_loading(layer)
 
     def mismatched_weights(self, probes: Probes) -> list[str]:
-        """Return the names whose values here are not the probed ones, among those that this worker holds as they came.
+        """Return the names of tensors that differ from `probes`, among those that this worker stores unchanged.
 
         Linear layers are fused, sharded or repacked; norms and, without tensor parallelism, embeddings are not.
         """
@@ -69,7 +69,7 @@ class WeightReload:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors of the safetensors files in `folder`; they stay on the disk until they are read."""
+    """Return all tensors of the safetensors files in `folder`; they stay on disk until they are read."""
     from safetensors.torch import load_file
 
     tensors: dict[str, Tensor] = {}
@@ -79,7 +79,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def probe_weights(tensors: Mapping[str, Tensor]) -> Probes:
-    """Return some rows of the tensors that an engine may keep as they are: vectors, and the embedding."""
+    """Return some rows of the tensors that an engine may store unchanged: vectors, and the embedding."""
     return {
         name: (tuple(tensor.shape), _rows(tensor.detach()).float().cpu())
         for name, tensor in tensors.items()
@@ -88,7 +88,7 @@ def probe_weights(tensors: Mapping[str, Tensor]) -> Probes:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """Return some `PROBE_ROWS` rows, evenly spread over the first dimension."""
+    """Return about `PROBE_ROWS` rows, evenly spread over the first dimension."""
     return tensor[:: max(1, tensor.shape[0] // PROBE_ROWS)]
 
 

@@ -1,1 +1,1 @@
-"""Where runs are recorded: in MLflow, or in memory for tests. The store, not the tracker, is the source of truth."""
+"""Record runs in MLflow, or in memory for tests. The store, not the tracker, is the source of truth."""

@@ -1,4 +1,4 @@
-"""A tracker that keeps everything in lists, for tests and for runs without a server."""
+"""Record runs in lists in memory, for tests and for runs without a server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 @dataclass
 class MemoryStageTracker(StageTracker):
-    """What one stage recorded. Also usable alone: `MemoryStageTracker()`."""
+    """The records of one stage. Can also be used alone: `MemoryStageTracker()`."""
 
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     label: str = ""
@@ -69,7 +69,7 @@ class MemoryTracker:
     def __init__(self) -> None:
         self.run_id = ""
         self.token = ""
-        """Empty: no other process can join what is in the memory of this one."""
+        """Always empty: no other process can join a run in this process's memory."""
         self.status = ""
         self.note = ""
         self.params: dict[str, str] = {}
@@ -88,7 +88,7 @@ class MemoryTracker:
     def stage(
         self, label: str, *, key: str, params: Mapping[str, Any], tags: Mapping[str, str], fresh: bool = False
     ) -> MemoryStageTracker:
-        """Return the tracker of the stage with `key`; the same one when it was opened before, unless it is `fresh`."""
+        """Return the tracker of the stage with `key`; the same one if it was opened before, unless it is `fresh`."""
         if fresh:
             self.stages.pop(key, None)
         tracker = self.stages.setdefault(key, MemoryStageTracker(label=label, key=key))
@@ -99,7 +99,7 @@ class MemoryTracker:
         return tracker
 
     def cached(self, label: str, *, run_id: str | None, key: str) -> None:
-        """Note a stage that was taken from the store."""
+        """Record that a stage was taken from the store."""
         known = self.stages[key].run_id if key in self.stages else ""
         self.tags[f"stage.{label}"] = f"{run_id or known or key} (cached)"
 
@@ -111,5 +111,5 @@ class MemoryTracker:
         """Leave the run as it is."""
 
     def url(self, run_id: str) -> str:
-        """Return an address of the run; nothing is served there."""
+        """Return an identifier of the run in the form of a URL; nothing is served there."""
         return f"memory:///runs/{run_id}"

@@ -41,23 +41,23 @@ logger = logging.getLogger(__name__)
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 OPEN_SECONDS = 120.0
-"""The first contact may import MLflow on a cold disk and create a database; later ones take milliseconds."""
+"""Time limit of the first contact, which may import MLflow and create a database; later ones take milliseconds."""
 CLOSE_SECONDS = 30.0
 LARGEST_FILE = 64 * 2**20
-"""Bytes. Files for people (figures, reports); weights and data stay in the store."""
+"""Maximum size in bytes of a file for readers (figures, reports); weights and data stay in the store."""
 
 
 class TrackingError(RlhfError, RuntimeError):
-    """MLflow was asked something by a person and could not answer. Runs never raise it: they record later."""
+    """MLflow could not answer a user's command. Runs never raise it: they record later."""
 
 
 class MlflowTracker:
     """One pipeline run. `uri` is a server (`http://127.0.0.1:5000`) or a database (`sqlite:////data/mlflow.db`).
 
-    `artifact_root` is where a new experiment keeps its files; None leaves that to the server. `spool` keeps records
-    that are not delivered yet (a folder of the machine; shared by runs; by default beside the database or the root).
-    `place` names what is behind `uri` if that has several addresses: a run through the database delivers what was left
-    by one through the server. `join` is the token of a run that another process has opened and will end.
+    `artifact_root` is where a new experiment keeps its files; None leaves that to the server. `spool` is the folder for
+    undelivered records: on this machine, shared by runs, by default beside the database or the root. `place` names the
+    MLflow behind `uri` if it has several addresses: a run through the database then delivers the records that a run
+    through the server left. `join` is the token of a run that another process opened and will end.
     """
 
     def __init__(
@@ -78,23 +78,23 @@ class MlflowTracker:
 
     @property
     def run_id(self) -> str:
-        """The run's id; "" as long as the server has not been reached."""
+        """Return the run's id, or "" until the server has been reached."""
         return self._id_of(self._token)
 
     @property
     def token(self) -> str:
-        """Our own name of the run, by which another process can join it."""
+        """Return our own name of the run, with which another process can join it."""
         return self._token
 
     @property
     def offline(self) -> bool:
-        """Whether the server was away when last asked; records then wait in the spool."""
+        """Return whether the server was away at the last attempt; records then wait in the spool."""
         return self._outbox.offline
 
     def start(self, name: str, *, run_id: str | None, params: Mapping[str, Any], tags: Mapping[str, str]) -> str:
-        """Open the parent run, or `run_id` again; return its id ("" while the server is away).
+        """Open the parent run, or reopen `run_id`; return its id ("" while the server is away).
 
-        Runs that a killed process left RUNNING on this machine are ended as KILLED.
+        Runs of killed processes of this machine that are still RUNNING are ended as KILLED.
         """
         self._append(
             "open_run", self._token, run_id=run_id or "", name=name, params=redaction.flatten(params),
@@ -119,7 +119,7 @@ class MlflowTracker:
         return MlflowStageTracker(self, key)
 
     def cached(self, label: str, *, run_id: str | None, key: str) -> None:
-        """Note on the parent run that `label` was taken from the store, with the run that made it."""
+        """Record on the parent run that `label` was taken from the store, and the run that made it."""
         self._append("cached", self._token, label=label, run_id=run_id or "", key=key)
 
     def finish(self, status: Status, *, note: str) -> None:
@@ -144,12 +144,12 @@ class MlflowTracker:
     def _reconcile(self) -> None:
         try:
             reconcile(self._delivery.client(), self._delivery.experiment_id)
-        except Exception as error:  # tidying up must not cost a run its start
+        except Exception as error:  # a failed cleanup must not keep the run from starting
             logger.warning("tracking: runs of dead processes could not be ended: %s", error)
 
 
 class MlflowStageTracker(StageTracker):
-    """Where one stage records what happened; made by `MlflowTracker.stage`."""
+    """The tracker of one stage; created by `MlflowTracker.stage`."""
 
     def __init__(self, tracker: MlflowTracker, key: str) -> None:
         self._tracker = tracker
@@ -157,7 +157,7 @@ class MlflowStageTracker(StageTracker):
 
     @property
     def run_id(self) -> str:
-        """The run's id; "" as long as the server has not been reached."""
+        """Return the run's id, or "" until the server has been reached."""
         return self._tracker._id_of(self._key)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
@@ -196,7 +196,7 @@ class MlflowStageTracker(StageTracker):
         return self._tracker._delivery.versions.get(token, "pending")
 
     def flush(self) -> bool:
-        """Deliver what is waiting, for instance at a checkpoint; return whether everything arrived."""
+        """Deliver waiting records, for instance at a checkpoint; return whether everything arrived."""
         return self._tracker._outbox.flush(CLOSE_SECONDS, retry=False)
 
     def finish(self, status: Status) -> None:
@@ -219,9 +219,9 @@ class Ended:
 
 
 def reconcile(client: Any, experiment_id: str, *, experiment: str = "") -> list[Ended]:
-    """End, as KILLED, the RUNNING runs whose process is gone; return them.
+    """End the RUNNING runs whose process is gone as KILLED; return them.
 
-    Only processes of this machine are judged: those of another one may well be alive.
+    Only processes of this machine are checked: those of another machine may still be alive.
     """
     ended = []
     for run in client.search_runs([experiment_id], filter_string="attributes.status = 'RUNNING'"):
@@ -233,12 +233,12 @@ def reconcile(client: Any, experiment_id: str, *, experiment: str = "") -> list[
 
 
 def reconcile_all(uri: str) -> list[Ended]:
-    """End the runs of dead processes in every experiment behind `uri`; TrackingError if it does not answer."""
+    """End the runs of dead processes in every experiment behind `uri`; raise TrackingError if it does not answer."""
     try:
         client = open_client(uri)
         experiments = client.search_experiments()
         return [run for one in experiments for run in reconcile(client, one.experiment_id, experiment=one.name)]
-    except Exception as error:  # whatever the server or the database said: it is the person's to mend
+    except Exception as error:  # any error of the server or the database: the user must fix it
         text = without_secrets(f"{type(error).__name__}: {error}".splitlines()[0][:300])
         raise TrackingError(f"MLflow at {without_secrets(uri)}: does not answer ({text}); try again") from error
 

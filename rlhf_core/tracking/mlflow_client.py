@@ -1,4 +1,4 @@
-"""Opens MLflow: the client, a new database, the address of a run."""
+"""Open MLflow: the client, a new database, the address of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhf_core.secrets.redaction import without_secrets
 
 logger = logging.getLogger(__name__)
 
-_SETTINGS = {  # short: a server that is down must be noticed in seconds, and we try again ourselves
+_SETTINGS = {  # short: a server that is down must be noticed in seconds, and we retry ourselves
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -24,15 +24,15 @@ _SETTINGS = {  # short: a server that is down must be noticed in seconds, and we
 
 
 def open_client(uri: str) -> Any:
-    """Return an MlflowClient of `uri`; an SQLite database that is not there is created (4-6 s, once)."""
+    """Return an MlflowClient of `uri`; a missing SQLite database is created (4-6 s, once)."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     import mlflow
     from mlflow import MlflowClient
 
-    # A database that is locked or full is told by us, in one line, and asked again.
+    # We report a locked or full database ourselves, in one line, and retry.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
-    # The registry of a direct SQLite store looks the model up through the process's own tracking URI.
+    # The registry of a direct SQLite store looks up the model through the process's own tracking URI.
     mlflow.set_tracking_uri(uri)
     if uri.startswith("sqlite:///"):
         create_database(Path(uri.removeprefix("sqlite:///")))
@@ -43,10 +43,10 @@ _CREATING = threading.Lock()
 
 
 def create_database(path: Path) -> None:
-    """Create MLflow's SQLite database at `path` if it is not there.
+    """Create MLflow's SQLite database at `path` if it does not exist.
 
-    Its 60 or so migrations commit one by one, so they run in memory-backed storage where there is some (4 s instead of
-    6 s and more on a slow disk); the finished database then appears at once, also for a process that waits for it.
+    Its 60 or so migrations commit one by one, so they run in memory-backed storage where available (4 s instead of 6 s
+    and more on a slow disk). The finished database then appears at once, also for a process that waits for it.
     """
     with _CREATING:
         if path.exists() and path.stat().st_size:
@@ -66,11 +66,13 @@ def create_database(path: Path) -> None:
             source.close()
             target.close()
         try:
-            os.link(ready, path)  # unlike a rename, this does not replace what another process has made meanwhile
+            os.link(
+                ready, path
+            )  # unlike a rename, this does not replace a database that another process has made meanwhile
         except FileExistsError:
             if not path.stat().st_size:
                 ready.replace(path)
-        except OSError:  # a disk without hard links: whoever comes second finds the same empty tables
+        except OSError:  # a disk without hard links: a second process finds the same empty tables
             if not path.exists() or not path.stat().st_size:
                 ready.replace(path)
         ready.unlink(missing_ok=True)

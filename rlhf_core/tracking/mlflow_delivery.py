@@ -1,7 +1,7 @@
-"""Applies records to MLflow. With `mlflow.py` the only place that knows MLflow; it is imported on first use.
+"""Apply records to MLflow. Only this module and `mlflow.py` know MLflow, which is imported on first use.
 
-Only `MlflowClient` with explicit run ids is used: the fluent API keeps a run stack per thread. Every operation may come
-twice and then changes nothing.
+Only `MlflowClient` with explicit run ids is used: the fluent API keeps a run stack per thread. Every operation may be
+repeated and then changes nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ATTEMPT_TAG = "attempt"
 NOTE_TAG = "mlflow.note.content"
 PARENT_TAG = "mlflow.parentRunId"
 KIND = {"mlflow.experimentKind": "custom_model_development"}
-"""Opens an experiment on the pages for training instead of those for applications."""
+"""Tag that shows an experiment on MLflow's training pages instead of those for applications."""
 TABLES_TAG = "mlflow.loggedArtifacts"
 EXTERNAL_TAG = "mlflow.model.isExternal"
 VERSIONS_TAG = "mlflow.modelVersions"
@@ -38,11 +38,11 @@ VERSIONS_TAG = "mlflow.modelVersions"
 METRICS_PER_REQUEST = 1000
 PARAMS_PER_REQUEST = 100
 DATASET_DIGEST = 32
-"""MLflow takes at most 36 characters."""
+"""Length of a dataset digest; MLflow takes at most 36 characters."""
 TRIES_OF_ONE_RECORD = 3
 
 _BUSY = "TEMPORARILY_UNAVAILABLE"
-"""What MLflow says of a database that is locked, full or away: reading it may work all the while."""
+"""MLflow's error code for a database that is locked, full or away; reading it may still work."""
 _REFUSED = {
     "BAD_REQUEST",
     "ENDPOINT_NOT_FOUND",
@@ -58,7 +58,7 @@ _REFUSED = {
 
 @dataclass
 class Run:
-    """A run as MLflow has it. `last_step` is the watermark: metric name -> last step that was recorded."""
+    """A run as stored in MLflow. `last_step` is the watermark: metric name -> last recorded step."""
 
     run_id: str
     params: dict[str, str]
@@ -67,7 +67,7 @@ class Run:
 
 
 class Delivery:
-    """The connection to one experiment. Called by the outbox's thread alone; `runs` and `versions` may be read."""
+    """The connection to one experiment. Only the outbox's thread calls it; `runs` and `versions` may be read."""
 
     def __init__(self, uri: str, *, experiment: str, artifact_root: Path | None) -> None:
         self._uri = uri
@@ -82,7 +82,7 @@ class Delivery:
         """Token of a register record -> version."""
 
     def __call__(self, records: Sequence[Record]) -> int:
-        """Apply the oldest of `records`; return how many are done with (see `Outbox`)."""
+        """Apply the oldest of `records`; return how many are finished (see `Outbox`)."""
         batch = _same_run_metrics(records)
         try:
             client = self.client()
@@ -105,7 +105,7 @@ class Delivery:
         return self._client
 
     def _may_recover(self, error: Exception, record: Record) -> bool:
-        """Say whether the same record may go through later: not if MLflow refused it, nor if only it keeps failing."""
+        """Return whether the record may succeed later: not if MLflow refused it, nor if it alone keeps failing."""
         if self._client is None or getattr(error, "error_code", "") == _BUSY:
             return True
         if isinstance(error, (FileNotFoundError, KeyError, TypeError)) or getattr(error, "error_code", "") in _REFUSED:
@@ -131,7 +131,7 @@ class Delivery:
     def _open_stage(self, client: Any, record: Record) -> None:
         parent = self._run(client, record["parent"])
         key, label = record["run"], record["label"]
-        # The record of a fresh run may come twice: then the run of this very attempt is there.
+        # The record of a fresh run may be delivered twice; the second time, the run of this attempt exists.
         found = self._search(client, *(("attempt.id", record["attempt"]) if record["fresh"] else (KEY_TAG, key)))
         tags = redaction.tags(record["tags"]) | {KEY_TAG: key, PARENT_TAG: parent.run_id, "stage": label}
         link = f"[pipeline run]({run_url(self._uri, self.experiment_id, parent.run_id)})"
@@ -181,12 +181,12 @@ class Delivery:
         client.set_terminated(run.run_id, status=record["status"])
 
     def _is_anothers(self, client: Any, run: Run) -> bool:
-        """Say whether another process has opened the run of a stage since: it took the stage over, and ends its run."""
+        """Return whether another process has opened the stage's run since: it took the stage over and will end it."""
         attempt = client.get_run(run.run_id).data.tags.get("attempt.id")
         return KEY_TAG in run.tags and bool(attempt != run.tags.get("attempt.id"))
 
     def _run(self, client: Any, token: str) -> Run:
-        """Return the run that we call `token`; one that an earlier process opened is found by its tag."""
+        """Return the run with our name `token`; a run that an earlier process opened is found by its tag."""
         if token not in self.runs:
             found = self._search(client, KEY_TAG, token) or self._search(client, RUN_TAG, token)
             if found is None:
@@ -201,7 +201,7 @@ class Delivery:
     # ---------------------------------------------------------------- what happened in a run
 
     def _metrics(self, client: Any, records: Sequence[Record]) -> None:
-        """Log the points that are new: MLflow keeps both points of a step that is logged twice (saw-tooth charts)."""
+        """Log the new points only: MLflow keeps both points of a step that is logged twice (saw-tooth charts)."""
         from mlflow.entities import Metric
 
         run = self._run(client, records[0]["run"])
@@ -303,8 +303,7 @@ class Delivery:
         return found[0].model_id if found else None
 
     def _create_model(self, client: Any, name: str, digest: str, uri: str, run_id: str | None) -> str:
-        """Create an external model (`mlflow.create_external_model` without its global state); weights stay where they
-        are."""
+        """Create an external model (`mlflow.create_external_model` without global state); weights are not copied."""
         from mlflow.models.utils import get_external_mlflow_model_spec
 
         tags = {DIGEST_TAG: digest, EXTERNAL_TAG: "true"} | ({"store.uri": uri} if uri else {})
@@ -312,7 +311,7 @@ class Delivery:
         model = client.create_logged_model(
             self.experiment_id, name=name, source_run_id=run_id, tags=tags, model_type="causal-lm"
         )
-        with tempfile.TemporaryDirectory() as folder:  # the registry wants to see an MLmodel file
+        with tempfile.TemporaryDirectory() as folder:  # the registry requires an MLmodel file
             get_external_mlflow_model_spec(model).save(str(Path(folder) / "MLmodel"))
             client.log_model_artifacts(model.model_id, folder)
         client.finalize_logged_model(model.model_id, "READY")
@@ -320,7 +319,7 @@ class Delivery:
 
 
 def registry_name(name: str) -> str:
-    """Return `name` as the registry takes it."""
+    """Return `name` with the characters that the registry refuses replaced."""
     return re.sub(r"[/:]", "-", name)
 
 
@@ -330,7 +329,7 @@ def _experiment_id(client: Any, name: str, artifact_root: Path | None) -> str:
         location = None if artifact_root is None else artifact_root.resolve().as_uri()
         try:
             return str(client.create_experiment(name, artifact_location=location, tags=KIND))
-        except Exception:  # another process was faster, or the server is away: the next line tells
+        except Exception:  # another process was faster, or the server is away: the next line shows which
             found = client.get_experiment_by_name(name)
             if found is None:
                 raise
@@ -350,7 +349,7 @@ def _get_run(client: Any, run_id: str) -> Any:
 
 
 def _as_run(entity: Any) -> Run:
-    # `_metric_objs` is the latest point of every metric with its step; the public history is one request per metric.
+    # `_metric_objs` has the latest point of every metric with its step; the public history is one request per metric.
     last = {metric.key: metric.step for metric in entity.data._metric_objs}
     return Run(entity.info.run_id, dict(entity.data.params), dict(entity.data.tags), last)
 

@@ -1,8 +1,8 @@
-"""Records on their way to a tracking server: written to a spool file first, delivered by a thread in the background.
+"""Queue records for a tracking server: they are written to a spool file first and delivered by a background thread.
 
-A server that is slow, down or gone costs the caller one line in a file. What was not delivered when the process ended,
-killed or not, is delivered by the next process that opens the same folder. A record may be delivered twice (a kill
-between delivery and its removal from the spool), so delivery must be idempotent.
+A server that is slow, down or gone costs the caller one line in a file. Records that are undelivered when the process
+ends, killed or not, are delivered by the next process that opens the same folder. A record may be delivered twice
+(after a kill between its delivery and its removal from the spool), so delivery must be idempotent.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ LONGEST_RETRY_SECONDS = 60.0
 
 
 class Unreachable(Exception):
-    """The server could not be asked; the same records are tried again later."""
+    """The server could not be reached; the same records are retried later."""
 
 
 class Outbox:
-    """An ordered queue of records with a file behind it.
+    """An ordered queue of records, backed by a file.
 
-    `deliver(records)` gets the oldest records, delivers some of them and returns how many are done with (delivered or
-    given up, at least one); it raises `Unreachable` when it cannot go on now. It is called in the outbox's own thread.
+    `deliver(records)` gets the oldest records, delivers some of them and returns how many are finished (delivered or
+    given up, at least one). It raises `Unreachable` if it cannot continue now. It runs in the outbox's own thread.
     """
 
     def __init__(self, folder: Path, deliver: Callable[[Sequence[Record]], int]) -> None:
@@ -61,7 +61,7 @@ class Outbox:
 
     @property
     def offline(self) -> bool:
-        """Whether the last delivery found no server."""
+        """Return whether the last delivery found no server."""
         return self._offline
 
     def append(self, record: Record) -> None:
@@ -74,7 +74,7 @@ class Outbox:
             try:
                 self._file.write(line)
                 self._file.flush()
-            except OSError as error:  # a full disk costs the spool its safety, not the caller its training
+            except OSError as error:  # a full disk costs the spool its durability, but must not stop the training
                 logger.warning("tracking: %s: %s; the record is kept in memory only", self._path, error)
             self._queue.append(record)
             self._appended += 1
@@ -83,9 +83,9 @@ class Outbox:
                 self._condition.notify_all()
 
     def flush(self, timeout_s: float, *, retry: bool) -> bool:
-        """Wait until everything queued so far is delivered; return False when the server is away or time is up.
+        """Wait until everything queued so far is delivered; return False if the server is away or time is up.
 
-        While the server is known to be away, only `retry` asks it again.
+        A server that is known to be away is asked again only with `retry`.
         """
         with self._condition:
             if self._closing or (self._offline and not retry):
@@ -114,7 +114,7 @@ class Outbox:
         return delivered
 
     def _adopt(self) -> None:
-        """Take over the records of processes that are gone: those whose lock on their spool file is free."""
+        """Take over the records of processes that are gone: those whose spool file is not locked."""
         for path in sorted(self.folder.glob("*.jsonl"), key=_modified):
             if path == self._path:
                 continue
@@ -135,7 +135,7 @@ class Outbox:
             except Unreachable as error:
                 retry_s = min(2 * retry_s, LONGEST_RETRY_SECONDS) if self._offline else FIRST_RETRY_SECONDS
                 self._went_offline(error)
-            except Exception:  # a defect of the delivery must not end the thread, and through it the records
+            except Exception:  # a bug in the delivery must not end the thread, and with it the records
                 logger.exception("tracking: delivery failed")
                 self._went_offline(None)
 
@@ -185,7 +185,7 @@ class Outbox:
 def _modified(path: Path) -> float:
     try:
         return path.stat().st_mtime
-    except FileNotFoundError:  # another process adopted it just now
+    except FileNotFoundError:  # another process has just adopted it
         return 0.0
 
 
@@ -194,7 +194,7 @@ def _points(record: Record) -> int:
 
 
 def _read(file: IO[str]) -> list[Record]:
-    """Return the whole records of a spool file; a line that a kill or a full disk cut short is left out."""
+    """Return the complete records of a spool file; a line that a kill or a full disk cut short is left out."""
     records = []
     for line in file:
         try:

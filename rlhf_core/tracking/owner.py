@@ -1,4 +1,4 @@
-"""Which process a run belongs to, as tags of the run."""
+"""Store the process that a run belongs to in the run's tags."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def tags() -> dict[str, str]:
 
 
 def from_tags(values: Mapping[str, str]) -> Owner | None:
-    """Return the owner that `tags` described; None for a run of something else.
+    """Return the owner that `tags` described; None if the run is not one of ours.
 
-    It never expires: without a heartbeat in the tags, a process of another machine cannot be judged.
+    It never expires: the tags have no heartbeat, so whether a process of another machine is alive cannot be decided.
     """
     if any(f"owner.{name}" not in values for name in _FIELDS):
         return None

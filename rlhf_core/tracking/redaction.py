@@ -1,4 +1,4 @@
-"""What may be written to a tracking server: flat and short. `rlhf_core.secrets.redaction` takes the secrets out."""
+"""Flatten and shorten values for a tracking server. `rlhf_core.secrets.redaction` removes the secrets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ODD = re.compile(r"[^\w\-. :/]")
 
 
 def flatten(values: Mapping[str, Any] | BaseModel) -> dict[str, str]:
-    """Return dotted key -> text of every leaf, secrets hidden, values cut to what MLflow takes.
+    """Return dotted key -> text of every leaf, with secrets hidden and values cut to MLflow's limits.
 
     >>> flatten({"ppo": {"kl_coef": 0.05, "hf_token": "abc"}, "seed": 17})
     {'ppo.kl_coef': '0.05', 'ppo.hf_token': '***', 'seed': '17'}
@@ -27,7 +27,7 @@ def flatten(values: Mapping[str, Any] | BaseModel) -> dict[str, str]:
 
 
 def tags(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return `values` as tags: text, secrets hidden, cut to what MLflow takes."""
+    """Return `values` as tags: text with secrets hidden, cut to MLflow's limits."""
     return {
         _ODD.sub("_", key)[:KEY_CHARACTERS]: str(hidden(key, value))[:TAG_CHARACTERS] for key, value in values.items()
     }

@@ -1,4 +1,5 @@
-"""From OpenRLHF command lines (0.6 to 0.11) to a profile: `rlhf import-openrlhf SCRIPT`.
+"""Translate OpenRLHF command lines (0.6 to 0.11) to a profile: `rlhf import-openrlhf SCRIPT`.
 
-shell -> the commands of a script, arguments -> their flags, rules -> the profile and what became of each flag, toml -> text.
+shell -> the commands of a script, arguments -> their flags, rules -> the profile and the outcome of each flag, toml ->
+text.
 """

@@ -1,4 +1,4 @@
-"""The words of one OpenRLHF command as flags with values, by the table of flags."""
+"""Parse the words of one OpenRLHF command into flags with values, using the table of flags."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from pipelines.importers.openrlhf.shell import Command
 from rlhf_core.errors import ConfigError, explain, nearest
 
 SYNTAX = {"--module", "-m", "--"}
-"""Words of a launcher that only lead to the command."""
+"""Words of a launcher that only precede the command."""
 LAUNCHER_SWITCHES = {*SYNTAX, "--no_local_rank", "--standalone", "--no-wait", "--verbose", "--overlap", "--exclusive"}
 
 
 class Given(NamedTuple):
-    """One flag as it was written, with its words."""
+    """One flag as written in the script, with its words."""
 
     flag: str
     words: tuple[str, ...]
 
     @property
     def text(self) -> str:
-        """The value as it was written; empty for a switch."""
+        """Return the value as written; empty for a switch."""
         return " ".join(self.words)
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The flags of one command: by name as OpenRLHF reads them, and those that it does not read or reads later anew."""
+    """The flags of one command: by name as OpenRLHF reads them, the unknown ones, and those that are repeated later."""
 
     module: str
     command: str
@@ -40,18 +40,18 @@ class Arguments:
 
     @property
     def dotted(self) -> bool:
-        """Whether the command speaks the dotted language of 0.10.2 and later."""
+        """Return whether the command uses the dotted flags of 0.10.2 and later."""
         return any("." in given.flag for given in self.given.values())
 
     def default(self, name: str) -> str | None:
-        """Return OpenRLHF's default, None where the flag has none that a profile needs."""
+        """Return OpenRLHF's default, None if the flag has none that a profile needs."""
         for group in ("ppo dotted" if self.dotted and self.command == "ppo" else "", self.command, "all"):
             if group in DEFAULTS and name in DEFAULTS[group]:
                 return DEFAULTS[group][name]
         return None
 
     def spelling(self, name: str) -> str:
-        """Return the flag as it was written, or as this language spells it."""
+        """Return the flag as the script spells it, or else as the command's version does."""
         if name in self.given:
             return self.given[name].flag
         others = [other for flag in FLAGS if flag.name == name for other in flag.others.split() if "." in other]
@@ -60,7 +60,7 @@ class Arguments:
 
 
 def read_arguments(command: Command, *, lenient: bool) -> Arguments:
-    """Return the flags of a command; ConfigError for words that OpenRLHF would refuse, unless `lenient`."""
+    """Return the flags of a command; raise ConfigError for words that OpenRLHF would refuse, unless `lenient`."""
     name = COMMANDS[command.module]
     known = {spelt: flag for flag in FLAGS if name in flag.commands.split() for spelt in _spellings(flag)}
     given: dict[str, Given] = {}
@@ -87,7 +87,7 @@ def _spellings(flag: Flag) -> list[str]:
 
 
 def _split(words: Sequence[str], known: dict[str, Flag]) -> list[Given]:
-    """Return each flag with the words up to the next one; a launcher's flags, which are not `known`, have at most one."""
+    """Return each flag with the words up to the next one. A launcher's flags (not `known`) have at most one word."""
     found: list[Given] = []
     for word in words:
         flag, separator, value = word.partition("=")

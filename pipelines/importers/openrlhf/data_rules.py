@@ -1,4 +1,4 @@
-"""Rules of what is read: data sets with their columns, limits in tokens, chat templates."""
+"""Translate the flags for inputs: data sets with their columns, limits in tokens, chat templates."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import PurePosixPath
 from pipelines.importers.openrlhf.draft import Sheet, Source
 
 _ALL_ROWS = 1_000_000
-"""OpenRLHF's default of --max_samples offline; more means every row."""
+"""OpenRLHF's default of --max_samples for offline commands; this many or more means every row."""
 _FILES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".gz", ".py")
 
 
 def datasets(one: Sheet, use: str, *, row_format: str, columns: dict[str, str], head: str = "dataset") -> None:
-    """Write each data set of a comma list as a source of the table `use`; `columns` names the flags of its columns."""
+    """Write each data set of a comma-separated list as a source of the table `use`; `columns` names the flags."""
     paths = [path.strip() for path in one.needed(head).split(",") if path.strip()]
     probabilities = f"{head}_probs"
     weights = one.numbers(probabilities, ",")
@@ -33,7 +33,7 @@ def datasets(one: Sheet, use: str, *, row_format: str, columns: dict[str, str], 
 
 
 def add_source(one: Sheet, fields: dict[str, object], use: str, comment: str) -> None:
-    """Add a source, or another use of one that is read the same way."""
+    """Add a source, or add a use to an identical one."""
     for known in one.draft.sources:
         if {**known.fields, "name": ""} == {**fields, "name": ""}:
             known.uses += [] if use in known.uses else [use]
@@ -47,7 +47,7 @@ def add_source(one: Sheet, fields: dict[str, object], use: str, comment: str) ->
 
 
 def source(one: Sheet, path: str, *, row_format: str, columns: dict[str, str]) -> dict[str, object]:
-    """Return the fields of a source but its use; one of the Hub has a commit to be set."""
+    """Return the fields of a source except its use; a source on the Hub needs a commit."""
     location, _, folder = path.partition("@")
     name = PurePosixPath(location).name or "data"
     for suffix in reversed(_FILES):
@@ -66,7 +66,7 @@ def source(one: Sheet, path: str, *, row_format: str, columns: dict[str, str]) -
 
 
 def max_rows(one: Sheet) -> None:
-    """Write the most rows; both sides count them per table, after mixing."""
+    """Write the maximum number of rows; both sides count per table, after mixing."""
     if not one.has("max_samples"):
         return
     rows = one.integer("max_samples")
@@ -77,7 +77,7 @@ def max_rows(one: Sheet) -> None:
 
 
 def held_out(one: Sheet) -> None:
-    """Say that held-out rows are a share of the same data; offline commands may name another data set."""
+    """Report that held-out rows are a share of the training data; offline commands may name another data set."""
     nearest = "prepare_data.data.eval_fraction, a share of the prompts"
     one.refuse("eval_dataset", "rows for evaluation are held out of the training data", nearest)
     if one.has("eval_dataset"):
@@ -86,7 +86,7 @@ def held_out(one: Sheet) -> None:
 
 
 def chat(one: Sheet) -> None:
-    """Write the chat template: the model's, the one in the flags, or one that writes what the input template wrote."""
+    """Write the chat template: the model's, the one in the flags, or one equivalent to the input template."""
     if one.has("tokenizer_chat_template"):
         one.draft.template = one.text("tokenizer_chat_template")
         one.put(
@@ -105,7 +105,7 @@ def chat(one: Sheet) -> None:
 
 
 def _raw_text(one: Sheet) -> None:
-    """Write a template for text that OpenRLHF takes as it is, with the input template around each prompt."""
+    """Write a template for text that OpenRLHF uses unchanged, with the input template around each prompt."""
     template = one.text("input_template") or "{}"
     if one.arguments.command in ("sft", "kto") and not one.has("input_template"):
         template = "User: {}\nAssistant: "

@@ -1,4 +1,4 @@
-"""What a translation writes down: the values of the profile with their origin, and what became of every flag."""
+"""Collect the result of a translation: the profile's values with their origin, and the outcome of every flag."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pipelines.importers.openrlhf.arguments import Arguments, Given
 from rlhf_core.errors import ConfigError, explain
 
 LARGEST_WINS = {"prepare_data.max_prompt_tokens", "prepare_data.max_tokens", "runtime.sampler.max_model_len"}
-"""Limits that have to do for every command of a script."""
+"""Limits that must be large enough for every command of a script."""
 
 Fate = Literal["translated", "ignored", "not translatable"]
 _FATES: tuple[Fate, ...] = ("ignored", "translated", "not translatable")
 
 
 class Value(NamedTuple):
-    """A value of the profile, where it comes from, and whether the script gave it (else it is OpenRLHF's default)."""
+    """A value of the profile, its origin, and whether the script gave it (otherwise it is OpenRLHF's default)."""
 
     value: Any
     comment: str
@@ -25,7 +25,7 @@ class Value(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What became of one flag."""
+    """The outcome of one flag."""
 
     command: str
     flag: str
@@ -36,7 +36,7 @@ class Outcome:
 
 @dataclass
 class Source:
-    """A data set that is read, and the tables that it is for."""
+    """A data set that is read, and the tables that use it."""
 
     fields: dict[str, Any]
     comment: str
@@ -52,19 +52,19 @@ class Draft:
     outcomes: list[Outcome] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     made: dict[str, str] = field(default_factory=dict)
-    """Path that an earlier command wrote -> the section whose result it is."""
+    """Path that an earlier command wrote -> the section that makes it."""
     template: str = ""
-    """A chat template that the profile needs in a file of its own; empty: none."""
+    """Chat template that the profile needs in a separate file; empty if it needs none."""
     template_file: str = "openrlhf.jinja"
 
     def note(self, text: str) -> None:
-        """Remember what a person has to know or do, once."""
+        """Add a note that the user must know or act on, once."""
         if text not in self.notes:
             self.notes.append(text)
 
 
 class Sheet:
-    """One command being translated: its flags, and the places where rules write what became of them."""
+    """One command in translation: its flags, and the methods with which rules record their outcome."""
 
     def __init__(self, arguments: Arguments, draft: Draft) -> None:
         self.arguments = arguments
@@ -90,11 +90,11 @@ class Sheet:
         return "" if default is None else default
 
     def number(self, name: str) -> float:
-        """Return a number; ConfigError where it is none."""
+        """Return a number; raise ConfigError if the value is none."""
         return self._numbers(name, [self.text(name)])[0]
 
     def integer(self, name: str) -> int:
-        """Return a whole number; ConfigError where it is none."""
+        """Return a whole number; raise ConfigError if the value is none."""
         number = self.number(name)
         if not number.is_integer():
             raise ConfigError(explain(self.flag(name), self.text(name), "must be a whole number", "change it"))
@@ -105,14 +105,14 @@ class Sheet:
         return self._numbers(name, [part for part in self.text(name).split(separator) if part.strip()])
 
     def pair(self, name: str) -> tuple[float, float]:
-        """Return two numbers; ConfigError for any other count."""
+        """Return two numbers; raise ConfigError for any other count."""
         numbers = self.numbers(name)
         if len(numbers) != 2:
             raise ConfigError(explain(self.flag(name), self.text(name), "takes two numbers", "give both"))
         return numbers[0], numbers[1]
 
     def needed(self, name: str) -> str:
-        """Return the value of a flag that a command cannot do without."""
+        """Return the value of a flag that the command requires."""
         if not self.text(name):
             raise ConfigError(explain(self.flag(name), "", f"{self.arguments.module} needs it", "add it"))
         return self.text(name)
@@ -124,7 +124,7 @@ class Sheet:
     # ------------------------------------------------------------ writing
 
     def put(self, key: str, value: Any, *names: str, note: str = "") -> None:
-        """Set a key of the profile because of the flags `names`; another command's value stands, and that is reported."""
+        """Set a key of the profile from the flags `names`. Another command's value is kept, and that is reported."""
         given = [name for name in names if self.has(name)]
         before = self.draft.values.get(key)
         if before and key in LARGEST_WINS and before.value > value:
@@ -141,23 +141,23 @@ class Sheet:
         self._record(given, "translated", f"{key} = {_shown(value)}" + (f" ({note})" if note else ""))
 
     def says(self, name: str, what: str) -> None:
-        """Record a flag as translated where its value shows elsewhere in the profile."""
+        """Record a flag as translated whose value appears elsewhere in the profile."""
         self._record([name] if self.has(name) else [], "translated", what)
 
     def ignore(self, name: str, reason: str) -> None:
-        """Record that a flag does not matter here."""
+        """Record that a flag has no effect here."""
         self._record([name] if self.has(name) else [], "ignored", reason)
 
     def refuse(self, name: str, reason: str, nearest: str) -> None:
-        """Record that we have nothing like a flag, and what comes nearest."""
+        """Record that a flag has no equivalent, and the nearest feature."""
         self._record([name] if self.has(name) else [], "not translatable", f"{reason}; nearest: {nearest}")
 
     def extra(self, given: Given, fate: Fate, what: str) -> None:
-        """Record words that are no flag of the command: the launcher's, unknown ones, and those given again later."""
+        """Record words that are no flags of the command: the launcher's, unknown ones, and repeated ones."""
         self.draft.outcomes.append(Outcome(self.arguments.module, given.flag, given.text, fate, [what]))
 
     def close(self) -> None:
-        """Hand the outcomes to the draft; a flag that no rule has read is not translatable."""
+        """Pass the outcomes to the draft; a flag that no rule has read is not translatable."""
         for name, given in self.arguments.given.items():
             if name not in self._outcomes:
                 self.refuse(name, "nothing here reads it", "none")
@@ -168,7 +168,7 @@ class Sheet:
     # ------------------------------------------------------------ private
 
     def _record(self, names: list[str], fate: Fate, what: str) -> None:
-        """A flag has one fate, the last of `_FATES` that any rule gave it."""
+        """Record the fate of flags: of several fates that rules give one flag, the last in `_FATES` counts."""
         for name in names:
             old = self._outcomes.get(name)
             if old is None or _FATES.index(fate) > _FATES.index(old.fate):

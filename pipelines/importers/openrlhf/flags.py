@@ -1,4 +1,4 @@
-"""The flags of OpenRLHF's commands, 0.6 to 0.11.2, and their defaults: data, no rules."""
+"""List the flags of OpenRLHF's commands, 0.6 to 0.11.2, and their defaults. Data only, no rules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COMMANDS = {
     "train_ppo_ray": "ppo",
     "batch_inference": "infer",
 }
-"""Module of `openrlhf.cli` -> the name that the table of flags uses."""
+"""Module of `openrlhf.cli` -> its name in the table of flags."""
 
 OTHER_COMMANDS = {
     "train_prm": "[process_reward_model] trains on rows of prompt, completions and labels",
@@ -22,7 +22,7 @@ OTHER_COMMANDS = {
     "lora_combiner": "adapters are merged when a policy is exported",
     "interactive_chat": "`rlhf chat` talks to a policy",
 }
-"""Commands that are not read -> what we have instead."""
+"""Command that is not translated -> its equivalent here."""
 
 OFFLINE = "sft rm dpo kto"
 TRAIN = "sft rm dpo kto ppo"
@@ -30,7 +30,7 @@ ALL = "sft rm dpo kto ppo infer"
 
 
 class Flag(NamedTuple):
-    """One flag: its name here, which is the older spelling where there is one, and how else it is spelt."""
+    """One flag: its name here (the older spelling, if there are two), and its other spellings."""
 
     name: str
     others: str
@@ -358,5 +358,7 @@ DEFAULTS: dict[str, dict[str, str]] = {
         "post_processor": "",
     },
 }
-"""Defaults that a profile must repeat, by command; `ppo dotted` from 0.10.2 on. lambd was 0.95 before 0.6.4, value_clip
-0.2 before 0.8.3."""
+"""Defaults that a profile must repeat, by command; `ppo dotted` is for 0.10.2 and later.
+
+lambd was 0.95 before 0.6.4, value_clip 0.2 before 0.8.3.
+"""

@@ -1,4 +1,4 @@
-"""The verb `import-openrlhf`: reads a script, writes a profile, shows the report."""
+"""Implement the verb `import-openrlhf`: read a script, write a profile, show the report."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ REPORT_WIDTH = 160
 
 
 def import_script(script: str, *, out: str, lenient: bool, console: Console) -> Translation:
-    """Write the profile of `script` to the file `out` and the report to `console`; without `out` the profile goes to
-    standard output and the report to standard error.
+    """Write the profile of `script` to the file `out` and the report to `console`.
 
-    ConfigError for a script that is not there or has something that cannot be read, and where `out` is there already.
+    Without `out` the profile goes to standard output and the report to standard error. Raises ConfigError if the script
+    does not exist or cannot be read in part, or if `out` exists already.
     """
     target = Path(out).expanduser() if out else Path("openrlhf.toml")
     template = target.with_suffix(".jinja")

@@ -1,4 +1,4 @@
-"""Rules of the commands that learn from rows: train_sft, train_rm, train_dpo, train_kto."""
+"""Translate the commands that learn from rows: train_sft, train_rm, train_dpo, train_kto."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pipelines.importers.openrlhf.training_rules import (
 )
 
 STARTS = ("base", "sft", "rejection_sampling")
-"""Policies that [dpo] may start from."""
+"""Policies from which [dpo] may start."""
 MADE_BY_SELECTION = "the rows are made by [{section}.select]"
 
 
 def sft(one: Sheet, section: str) -> None:
-    """Write supervised fine-tuning: `section` is "sft", or the flow whose answers it imitates."""
+    """Write supervised fine-tuning. `section` is "sft", or the flow on whose answers it trains."""
     key = "sft" if section == "sft" else f"{section}.sft"
     _training(one, key)
     _seed_and_lengths(one, f"{key}.max_length")
@@ -88,7 +88,7 @@ def dpo(one: Sheet, section: str) -> None:
 
 
 def preference_loss(one: Sheet, key: str) -> None:
-    """Write the loss of DPO; with --ipo OpenRLHF does not read the label smoothing."""
+    """Write the loss of DPO; with --ipo OpenRLHF ignores the label smoothing."""
     if one.has("ipo"):
         one.put(f"{key}.loss.type", "ipo", "ipo")
         one.put(f"{key}.loss.length_average", False, "ipo", note="OpenRLHF sums log-probs")
@@ -128,7 +128,7 @@ def _training(one: Sheet, key: str) -> None:
 
 
 def _seed_and_lengths(one: Sheet, key: str) -> None:
-    """Write the seed and the limit: prompt and answer together on both sides."""
+    """Write the seed and the length limit, which covers prompt and answer together on both sides."""
     one.put("seed", one.integer("seed"), "seed")
     length = one.integer("max_len")
     one.put(key, length, "max_len")
@@ -137,7 +137,7 @@ def _seed_and_lengths(one: Sheet, key: str) -> None:
 
 
 def _preferences(one: Sheet) -> None:
-    """Write pairs: with a column for the prompt, or with the prompt inside both answers."""
+    """Write preference pairs: with a column for the prompt, or with the prompt inside both answers."""
     held_out(one)
     answers = {"chosen": "chosen_key", "rejected": "rejected_key"}
     if one.text("prompt_key"):
@@ -149,7 +149,7 @@ def _preferences(one: Sheet) -> None:
 
 
 def _made_rows(one: Sheet, section: str, columns: tuple[str, ...]) -> None:
-    """Say that the rows come from the flow itself."""
+    """Record that the flow itself makes the rows."""
     for name in ("dataset", "dataset_probs", "dataset_split", *columns):
         one.says(name, MADE_BY_SELECTION.format(section=section))
     for name in ("max_samples", "eval_dataset", "eval_split", "input_template", "apply_chat_template"):

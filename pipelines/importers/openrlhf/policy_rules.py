@@ -1,4 +1,4 @@
-"""Rules of train_ppo and train_ppo_ray: what is learnt from rollouts, and how."""
+"""Translate the training flags of train_ppo and train_ppo_ray: advantages, losses, KL, rewards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _AGGREGATIONS = {"token-mean": "token_mean", "seq-mean-token-mean": "seq_mean_to
 
 
 def advantage(one: Sheet) -> None:
-    """Write the estimator: OpenRLHF reads gamma for gae and reinforce alone, and lambda for gae."""
+    """Write the estimator. OpenRLHF reads gamma only for gae and reinforce, and lambda only for gae."""
     said = one.text("advantage_estimator")
     ours = _ADVANTAGES.get(said, "reinforce++")
     if said in _ADVANTAGES:
@@ -40,7 +40,7 @@ def advantage(one: Sheet) -> None:
 
 
 def policy_loss(one: Sheet) -> None:
-    """Write the clipped loss; two bounds win over one, and gspo has its own aggregation."""
+    """Write the clipped loss. Two bounds take precedence over one, and gspo has its own aggregation."""
     kind = "gspo" if one.text("policy_loss_type") == "gspo" else "clip"
     one.put("ppo.loss.type", kind, "policy_loss_type")
     name = "eps_clip_low_high" if one.has("eps_clip_low_high") else "eps_clip"
@@ -63,7 +63,7 @@ def policy_loss(one: Sheet) -> None:
 
 
 def kl(one: Sheet) -> None:
-    """Write the penalty: k1 in the reward or k2 in the loss; the other estimators have no right gradient there."""
+    """Write the KL penalty: k1 in the reward or k2 in the loss; the other estimators have no correct gradient there."""
     one.put("ppo.kl_coef", one.number("init_kl_coef"), "init_kl_coef")
     estimator = "k3" if one.has("use_kl_estimator_k3") else one.text("kl_estimator")
     name = "use_kl_estimator_k3" if one.has("use_kl_estimator_k3") else "kl_estimator"
@@ -92,7 +92,7 @@ def kl(one: Sheet) -> None:
 
 
 def correction(one: Sheet) -> None:
-    """Write the importance weights between sampler and trainer, in the language of 0.8.11, of 0.9.2 or of 0.11.2."""
+    """Write the importance weights between sampler and trainer, from the flags of 0.8.11, 0.9.2 or 0.11.2."""
     level, mode = "algo.advantage.is_correction_level", "algo.advantage.is_correction_mode"
     gating = "algo.advantage.is_correction_gating"
     names = ("vllm_is_correction_type", "vllm_is_truncated_threshold", "use_icepop", mode, gating)
@@ -127,7 +127,7 @@ def correction(one: Sheet) -> None:
 
 
 def shaping(one: Sheet, answer_tokens: int) -> None:
-    """Write what is done to a reward: normalisation, clip, penalty for overlong answers."""
+    """Write the changes to a reward: normalization, clip, penalty for overlong answers."""
     if one.has("normalize_reward") and one.has("dynamic_filtering"):
         reason = "the bounds of dynamic sampling are of rewards as they are"
         one.refuse("normalize_reward", reason, "reward_model.centering_coef, or ppo.rewards.clip")

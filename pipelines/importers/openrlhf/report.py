@@ -1,4 +1,4 @@
-"""What `rlhf import-openrlhf` shows: every flag of the script in one of three lists, and what is left to do."""
+"""Format the report of `rlhf import-openrlhf`: every flag in one of three lists, and what is left to do."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def report(translation: Translation) -> Iterator[RenderableType]:
         for column in ("command", "flag", heading):
             table.add_column(column, overflow="fold")
         for row in rows:
-            # Text, since a value such as [ppo] would be read as markup.
+            # Text, because a value such as [ppo] would be read as markup.
             cells = (row.command, f"{row.flag} {row.text}".strip(), "; ".join(row.what))
             table.add_row(*(Text(cell) for cell in cells))
         yield table

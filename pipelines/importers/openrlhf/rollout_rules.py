@@ -1,4 +1,4 @@
-"""Rules of train_ppo and train_ppo_ray: what a step is made of, where it runs, and what is rewarded."""
+"""Translate the rollout flags of train_ppo and train_ppo_ray: batch sizes, placement and rewards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CRITIC_SCHEDULE = ("critic.lr_scheduler", "critic.lr_warmup_ratio", "critic.min
 
 
 def ppo(one: Sheet, section: str) -> None:
-    """Write policy optimisation, in the order of a step: prompts, answers, rewards, advantages, updates."""
+    """Write policy optimization, in the order of a step: prompts, answers, rewards, advantages, updates."""
     workers(one)
     placement(one)
     trainer(one)
@@ -43,9 +43,9 @@ def ppo(one: Sheet, section: str) -> None:
 
 
 def lengths(one: Sheet) -> int:
-    """Write the limits in tokens; return the most tokens of an answer.
+    """Write the limits in tokens; return the maximum number of tokens of an answer.
 
-    Up to 0.9.9 prompts and answers have a limit each, later the two together and, if it is given, the answer.
+    Up to 0.9.9, prompts and answers have a limit each; later versions limit both together and, if given, the answer.
     """
     total_is_said = one.arguments.dotted or one.has("max_new_tokens")
     names = ("max_len", "max_new_tokens") if total_is_said else ("prompt_max_len", "generate_max_len")
@@ -74,7 +74,7 @@ def lengths(one: Sheet) -> int:
 
 
 def steps(one: Sheet) -> None:
-    """Write a step: R prompts of n samples each, and optimizer steps over `train_batch_size` of the R * n rollouts."""
+    """Write the step: R prompts of n samples each, and optimizer steps over `train_batch_size` of R * n rollouts."""
     prompts, samples, batch = (
         one.integer(name) for name in ("rollout_batch_size", "n_samples_per_prompt", "train_batch_size")
     )
@@ -107,7 +107,7 @@ def steps(one: Sheet) -> None:
 
 
 def placement(one: Sheet) -> None:
-    """Write workers and engines; a GPU is shared by halves, by one train worker and one engine of one GPU."""
+    """Write workers and engines. A shared GPU is split in halves between one train worker and one single-GPU engine."""
     if one.arguments.module == "train_ppo_ray":
         number = one.integer("actor_num_nodes") * one.integer("actor_num_gpus_per_node")
         one.put("runtime.train_workers", number, "actor_num_nodes", "actor_num_gpus_per_node")
@@ -150,7 +150,7 @@ def placement(one: Sheet) -> None:
 
 
 def rewards(one: Sheet) -> None:
-    """Write the terms of the reward: an agent's own, a `reward_func` file or servers as they are, or the reward model."""
+    """Write the reward terms: an agent's own, a `reward_func` file or servers unchanged, or the reward model."""
     if one.text("agent_func_path").endswith(".py"):
         agent(one)
         return
@@ -174,7 +174,7 @@ def rewards(one: Sheet) -> None:
 
 
 def agent(one: Sheet) -> None:
-    """Write the agent, whose file is taken as it is and whose rewards are the only ones."""
+    """Write the agent: its file is used unchanged, and its rewards are the only ones."""
     one.put("ppo.agent.type", "openrlhf", "agent_func_path")
     one.put("ppo.agent.file", one.text("agent_func_path"), "agent_func_path")
     one.put("ppo.agent.max_turns", _MOST_TURNS, note="OpenRLHF counts tokens and not turns")
@@ -201,7 +201,7 @@ def overlap(one: Sheet) -> None:
 
 
 def value_model(one: Sheet) -> None:
-    """Write the value model's optimizer; it starts from the reward model, or the policy, on both sides."""
+    """Write the value model's optimizer. The value model starts from the reward model, or the policy, on both sides."""
     if one.text("advantage_estimator") == "gae":
         optimizer(one, "ppo.value_optimizer", head="critic")
         if one.text("critic_pretrain") not in ("", one.text("reward_pretrain")):
@@ -224,7 +224,7 @@ def demonstrations(one: Sheet) -> None:
 
 
 def saving(one: Sheet) -> None:
-    """Write how often the state is saved."""
+    """Write how often checkpoints are saved."""
     if one.has("save_steps") and one.integer("save_steps") > 0:
         one.put("ppo.checkpoint_every", one.integer("save_steps"), "save_steps")
     one.ignore("save_steps", "every stage saves; `checkpoint_every` says how often")
@@ -232,7 +232,7 @@ def saving(one: Sheet) -> None:
 
 
 def evaluation(one: Sheet, answer_tokens: int) -> None:
-    """Write the judgement of the policy; here it is a stage after training."""
+    """Write the evaluation of the policy, which is a stage after training here."""
     one.ignore("eval_steps", "[evaluate] judges the policy after training")
     if not one.has("eval_dataset"):
         for name in ("eval_split", "eval_temperature", "eval_n_samples_per_prompt"):

@@ -1,4 +1,4 @@
-"""Rules of batch_inference: the answers and scores of rejection sampling, iterative DPO and conditional SFT."""
+"""Translate batch_inference: the answers and scores of rejection sampling, iterative DPO and conditional SFT."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pipelines.importers.openrlhf.draft import Sheet
 from pipelines.importers.openrlhf.training_rules import attention, base_model, precision, start_from, workers
 
 FLOWS = {"rs": "rejection_sampling", "iter_dpo": "iterative_dpo", "csft": "conditional_sft"}
-"""Value of --post_processor -> the section that does all of it."""
+"""Value of --post_processor -> the section that replaces the whole flow."""
 _LAST = {"rejection_sampling": "sft", "iterative_dpo": "dpo", "conditional_sft": "sft"}
 _OWN_SECTIONS = {"sft": "sft", "rm": "reward_model", "dpo": "dpo", "kto": "dpo", "ppo": "ppo", "infer": "evaluate"}
 
 
 def sections(commands: Sequence[Arguments]) -> list[str]:
-    """Return the section of each command: of its own, or of the flow that a generate, a score and a train command make."""
+    """Return the section of each command: its own, or the flow formed by a generate, a score and a train command."""
     found = [_OWN_SECTIONS[one.command] for one in commands]
     for last, training in enumerate(commands):
         scoring = _writer(commands, training, last)
@@ -31,7 +31,7 @@ def sections(commands: Sequence[Arguments]) -> list[str]:
 
 
 def _writer(commands: Sequence[Arguments], reader: Arguments, before: int) -> int | None:
-    """Return the last command before `before` that wrote what `reader` reads."""
+    """Return the last command before `before` whose output `reader` reads."""
     written = [
         number
         for number, one in enumerate(commands[:before])
@@ -47,7 +47,7 @@ def _text(one: Arguments, name: str) -> str:
 
 
 def generate(one: Sheet, section: str) -> None:
-    """Write the sampling of a flow; on its own it answers the prompts of [evaluate]."""
+    """Write the sampling of a flow; outside a flow it answers the prompts of [evaluate]."""
     _engines(one)
     table = "eval_prompts" if section == "evaluate" else "prompts"
     datasets(one, table, row_format="prompt", columns={"prompt": "input_key"})
@@ -86,7 +86,7 @@ def _lengths(one: Sheet, key: str) -> None:
 
 
 def score(one: Sheet, section: str) -> None:
-    """Write the rewards of a flow and what is selected by them."""
+    """Write the rewards of a flow and the selection by them."""
     if section == "evaluate":
         for name in one.arguments.given:
             one.refuse(name, "scores are part of a flow", "[rejection_sampling], [iterative_dpo] or [conditional_sft]")
@@ -113,7 +113,7 @@ def score(one: Sheet, section: str) -> None:
 
 
 def reward_model(one: Sheet, name: str, key: str) -> None:
-    """Write a term for the reward model of the profile: one that the script trains, or one from outside, imported."""
+    """Write a reward term for the profile's reward model: one that the script trains, or an external one, imported."""
     path = one.text(name)
     one.put(f"{key}.terms.reward_model.type", "reward_model", *([name] if path in one.draft.made else []))
     if path in one.draft.made:

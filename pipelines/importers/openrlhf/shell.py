@@ -1,8 +1,8 @@
-"""The OpenRLHF commands in a shell script: as much of the shell as such scripts use, and nothing is run.
+"""Read the OpenRLHF commands in a shell script. It handles the syntax that such scripts use, and runs nothing.
 
-Read are quotes, escapes, continued lines, comments (also between continued lines, where a shell would stop), heredocs
+It handles quotes, escapes, continued lines, comments (also between continued lines, where a shell would stop), heredocs
 that fill a variable, arrays, `NAME=value`, `$NAME`, `${NAME:-default}`, and scripts inside `bash -c "..."`. A variable
-that has no value in the script stays as it is written; an assignment inside `if` counts only for a name without a value.
+without a value in the script is left as written. An assignment inside `if` counts only for a name without a value.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def read_commands(text: str) -> tuple[list[Command], dict[str, str]]:
 
 
 class _Script:
-    """Reads a script from left to right; holds the variables so far and the commands that were found."""
+    """A reader of a script, from left to right, with the variables so far and the commands found."""
 
     def __init__(self, variables: dict[str, list[str]]) -> None:
         self.variables = variables
@@ -89,7 +89,7 @@ class _Script:
         self._drop_next = False
 
     def read(self, text: str) -> None:
-        """Read all of `text`; ConfigError for a quote that never ends."""
+        """Read all of `text`; raise ConfigError for an unterminated quote."""
         self._text = _HEREDOC.sub(self._keep_body, _joined(text)) + "\n"
         while self._at < len(self._text):
             self._step(self._text[self._at])
@@ -191,7 +191,7 @@ class _Script:
     # ------------------------------------------------------------ expansion
 
     def _expansion(self) -> tuple[list[str], bool]:
-        """Return the words that the `$` at the cursor stands for, and whether they stay words inside quotes."""
+        """Return the words that the `$` at the cursor expands to, and whether they stay words inside quotes."""
         start = self._at
         if self._text[start] == "`":
             return [f"`{self._until('`')}`"], False
@@ -213,7 +213,7 @@ class _Script:
         return (self.variables[found[0]] if found and found[0] in self.variables else [literal]), False
 
     def _computed(self, text: str) -> str:
-        """Return the value of `$((a * 2 + 1))` where all its names have one; anything else stays as it is written."""
+        """Return the value of `$((a * 2 + 1))` if all its names have one; anything else is left as written."""
         bare = _NAME.sub(lambda found: " ".join(self.variables.get(found[0], [found[0]])), text[3:-2].replace("$", ""))
         if not text.startswith("$((") or not re.fullmatch(r"[\d\s+*/%()-]+", bare):
             return text
@@ -223,7 +223,7 @@ class _Script:
             return text
 
     def _until(self, mark: str, *, escapes: bool = False) -> str:
-        """Return the text between the mark at the cursor and the next one, and move behind it."""
+        """Return the text between the mark at the cursor and the next one; move the cursor behind it."""
         start = self._at + 1
         end = self._text.find(mark, start)
         while escapes and end > 0 and self._text[end - 1] == "\\":
@@ -234,7 +234,7 @@ class _Script:
         return self._text[start:end]
 
     def _closing(self, start: int, opened: str, closed: str) -> int:
-        """Return the position behind the bracket that closes the one at `start`."""
+        """Return the position after the bracket that closes the one at `start`."""
         depth = 0
         for at in range(start, len(self._text)):
             depth += (self._text[at] == opened) - (self._text[at] == closed)
@@ -275,13 +275,13 @@ class _Script:
                 return
             if _INSIDE.search(word) and not word.startswith(("$", "`")):
                 inner = _Script(self.variables)
-                inner._bodies = self._bodies  # a heredoc inside quotes is still to be filled in
+                inner._bodies = self._bodies  # a heredoc inside quotes is not filled in yet
                 inner.read(word)
                 self.commands += inner.commands
 
 
 def _arithmetic(node: ast.expr) -> int:
-    """Return the value of whole numbers joined by + - * / %; a quotient is cut to a whole number."""
+    """Return the value of whole numbers joined by + - * / %; a quotient is truncated to a whole number."""
     match node:
         case ast.Constant(value=int(value)):
             return value
@@ -292,13 +292,13 @@ def _arithmetic(node: ast.expr) -> int:
 
 
 def _joined(text: str) -> str:
-    """Return `text` with continued lines joined; lines that are comments go first, so that they interrupt nothing."""
+    """Return `text` with continued lines joined; comment lines are removed first, so that they do not interrupt any."""
     without = re.sub(r"(?m)^[ \t]*#.*\n?", "", text.replace("\r\n", "\n"))
     return re.sub(r"\\[ \t]*(\n|\Z)", " ", without)
 
 
 def _expanded(body: str, variables: dict[str, list[str]]) -> str:
-    """Return a heredoc's body with the variables that have a value."""
+    """Return a heredoc's body with the known variables replaced."""
 
     def value(found: re.Match[str]) -> str:
         name = found[1] or found[2]

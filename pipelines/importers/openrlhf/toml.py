@@ -1,4 +1,4 @@
-"""A draft as the text of a TOML profile: a comment behind each value says which flag it came from."""
+"""Render a draft as a TOML profile; a comment after each value names the flag that it came from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SOURCES = "prepare_data.data"
 
 
 def render(draft: Draft, *, name: str) -> str:
-    """Return the profile; tables stand in the order of a pipeline."""
+    """Return the profile; the tables are in the order of a pipeline."""
     tables: dict[str, list[str]] = {"": [f"name = {_literal(name)}"]}
     for key, value in draft.values.items():
         table, _, last = key.rpartition(".")
@@ -30,7 +30,7 @@ def render(draft: Draft, *, name: str) -> str:
 
 
 def _order(table: str) -> tuple[int, str]:
-    """Return the place of a table; those inside another follow it, `[prepare_data]` before `[prepare_data.data]`."""
+    """Return the sort key of a table; nested tables follow their parent."""
     sections = ["", *PipelineConfig.model_fields]
     return sections.index(table.partition(".")[0]), table
 
@@ -54,10 +54,10 @@ def _literal(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(_literal(inner) for inner in value) + "]"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON may hold it, and TOML may not
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON allows it, TOML does not
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _one_line(text: str) -> str:
-    """Return `text` as a comment may hold it: without line ends and control characters."""
+    """Return `text` in a form that a comment allows: without line ends and control characters."""
     return "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))

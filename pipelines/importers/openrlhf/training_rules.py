@@ -1,4 +1,4 @@
-"""Rules of what all training commands share: model, workers, trainer, optimizer, loop, adapters."""
+"""Translate the flags that all training commands share: model, workers, trainer, optimizer, loop, adapters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ATTENTION = ("sdpa", "eager", "flash_attention_2")
 
 
 def base_model(one: Sheet) -> str:
-    """Write the model that a command starts from; return the section that made it, "base" for one from outside."""
+    """Write the model that a command starts from; return the section that made it, "base" for an external model."""
     path = one.needed("pretrain")
     if path in one.draft.made:
         one.says("pretrain", f"the result of [{one.draft.made[path]}]")
@@ -29,7 +29,7 @@ def base_model(one: Sheet) -> str:
 
 
 def start_from(one: Sheet, section: str, allowed: tuple[str, ...]) -> None:
-    """Write the policy that a section starts from, which is its reference on both sides; not every result may be one."""
+    """Write the policy that a section starts from, also its reference on both sides; some results are not allowed."""
     start = base_model(one)
     if start in allowed:
         one.put(f"{section}.start_from", start, "pretrain")
@@ -39,7 +39,7 @@ def start_from(one: Sheet, section: str, allowed: tuple[str, ...]) -> None:
 
 
 def trainer(one: Sheet) -> None:
-    """Write how models are trained; per-rank rows and partitioning mean the same on both sides."""
+    """Write the trainer's settings; rows per rank and partitioning mean the same on both sides."""
     precision(one)
     one.put("runtime.trainer.zero_stage", one.integer("zero_stage"), "zero_stage")
     one.put("runtime.trainer.micro_batch", one.integer("micro_train_batch_size"), "micro_train_batch_size")
@@ -57,7 +57,7 @@ def trainer(one: Sheet) -> None:
 
 
 def split(one: Sheet) -> None:
-    """Write how many workers share a row or a weight; rows are shared by heads (Ulysses) and not in a ring."""
+    """Write how many workers share a row or a weight; rows are split by heads (Ulysses), not in a ring."""
     ring, tensor = _parts(one, "ring_attn_size"), _parts(one, "ds_tensor_parallel_size")
     if "runtime.train_workers" not in one.draft.values and ring * tensor > 1:
         one.put("runtime.train_workers", ring * tensor, note="the fewest that can share")
@@ -74,7 +74,7 @@ def split(one: Sheet) -> None:
 
 
 def precision(one: Sheet) -> None:
-    """Write the precision of training, and of sampling where there is any: bfloat16, whatever else is asked for."""
+    """Write the precision of training, and of sampling if there is any: always bfloat16, whatever the flags say."""
     name = "bf16" if one.has("bf16") and not one.has("param_dtype") else "param_dtype"
     names = [name] if name == "bf16" or one.text(name) == "bf16" else []
     one.put("runtime.trainer.dtype", "bfloat16", *names)
@@ -87,7 +87,7 @@ def precision(one: Sheet) -> None:
 
 
 def attention(one: Sheet) -> None:
-    """Write the implementation of attention, where the script names one."""
+    """Write the implementation of attention, if the script names one."""
     if not one.has("attn_implementation"):
         return
     if _parts(one, "ring_attn_size") > 1:
@@ -120,7 +120,7 @@ def workers(one: Sheet) -> None:
 
 
 def optimizer(one: Sheet, key: str, *, head: str = "") -> None:
-    """Write an optimizer; `head` is "" for offline commands, "actor" or "critic" for policy optimisation."""
+    """Write an optimizer; `head` is "" for offline commands, "actor" or "critic" for policy optimization."""
     rate = f"{head}_learning_rate" if head else "learning_rate"
     one.put(f"{key}.learning_rate", one.number(rate), rate)
     betas = _of_head(one, head, "adam_betas", "adam.betas")
@@ -136,7 +136,7 @@ def optimizer(one: Sheet, key: str, *, head: str = "") -> None:
 
 
 def schedule(one: Sheet, key: str, *, head: str) -> None:
-    """Write the learning rate's course: "constant" has no warm-up there, "cosine" and "linear" end at zero."""
+    """Write the learning-rate schedule: OpenRLHF's "constant" has no warm-up, "cosine" and "linear" end at zero."""
     name = _of_head(one, head, "lr_scheduler", "lr_scheduler")
     said = one.text(name)
     if said not in _SCHEDULES:
@@ -158,7 +158,7 @@ def schedule(one: Sheet, key: str, *, head: str) -> None:
 
 
 def loop(one: Sheet, key: str) -> None:
-    """Write the loop over the data; a batch is one optimizer step over all ranks on both sides."""
+    """Write the training loop; a batch is one optimizer step over all ranks on both sides."""
     one.put(f"{key}.batch_size", one.integer("train_batch_size"), "train_batch_size")
     one.put(f"{key}.epochs", one.integer("max_epochs"), "max_epochs")
     for name, ours, otherwise in (
@@ -173,7 +173,7 @@ def loop(one: Sheet, key: str) -> None:
 
 
 def adapters(one: Sheet, key: str | None) -> None:
-    """Write the adapters; `key` is None where the models of a stage have none."""
+    """Write the adapters; `key` is None if the stage's models have none."""
     others = ("lora_alpha", "target_modules")
     if one.integer("lora_rank") == 0:
         for name in ("lora_rank", *others):
@@ -200,5 +200,5 @@ def _parts(one: Sheet, name: str) -> int:
 
 
 def _of_head(one: Sheet, head: str, older: str, dotted: str) -> str:
-    """Return the flag that a head's optimizer reads: the value model has its own only in the dotted language."""
+    """Return the flag that a head's optimizer reads: only the dotted flags have one for the value model."""
     return f"critic.{dotted}" if head == "critic" and (one.arguments.dotted or one.has(f"critic.{dotted}")) else older

@@ -1,4 +1,4 @@
-"""A script of OpenRLHF commands to a checked profile and what became of every flag."""
+"""Translate a script of OpenRLHF commands to a validated profile, with the outcome of every flag."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ _RULES: dict[str, Callable[[Sheet, str], None]] = {
     "ppo": ppo,
 }
 _ROUNDS = "TRAINING_ITERS"
-"""The variable that OpenRLHF's own script of iterative DPO counts to."""
+"""Loop limit variable in OpenRLHF's own script of iterative DPO."""
 
 
 @dataclass(frozen=True)
 class Translation:
-    """A profile that `load_profile` accepts, and the account of the script."""
+    """A profile that `load_profile` accepts, and the report on the script."""
 
     profile: str
     outcomes: tuple[Outcome, ...]
     notes: tuple[str, ...]
-    """What a person has to know or to do before the first run."""
+    """Notes that the user must read or act on before the first run."""
     template: str
-    """Content of the chat template's file, empty where the profile needs none."""
+    """Content of the chat template's file, empty if the profile needs none."""
 
 
 def translate(script: str, *, name: str, template_file: str, lenient: bool = False) -> Translation:
-    """Return the profile of a script and what became of each of its flags.
+    """Return the profile of a script and the outcome of each of its flags.
 
-    ConfigError for a script without a command that is read, an unknown flag (unless `lenient`), and settings that no
-    profile may have.
+    Raises ConfigError for a script without a command that is translated, an unknown flag (unless `lenient`), and
+    settings that no profile may have.
     """
     commands, variables = read_commands(script)
     draft = Draft(template_file=template_file)
@@ -92,7 +92,7 @@ def _translate(one: Sheet, section: str) -> None:
 
 
 def _unread(one: Sheet) -> None:
-    """Account for what is no flag of the command, or not the last word on it."""
+    """Record words that are no flag of the command, and flags that a later one replaces."""
     for given in one.arguments.repeated:
         one.extra(given, "ignored", "is given again later, and the last one counts")
     for given in one.arguments.unknown:

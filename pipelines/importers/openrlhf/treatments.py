@@ -1,4 +1,4 @@
-"""Flags that need no rule: those that do not matter here, and those that we have nothing like. Data, no rules."""
+"""List the flags that need no rule: those without effect here, and those without an equivalent. Data only, no rules."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ IGNORED = {
     "reward_template": "[conditional_sft.condition] template writes the reward into the prompt",
     "csft_prompt": "[conditional_sft.condition] asks for the best level",
 }
-"""Flag -> why it does not matter here."""
+"""Flag -> why it has no effect here."""
 
 
 class Missing(NamedTuple):
-    """What we have not: the value that means "off" (then the flag does not matter), why not, and what comes nearest."""
+    """A missing feature: the value that means "off" (then the flag has no effect), the reason, the nearest feature."""
 
     off: str
     reason: str
@@ -114,4 +114,4 @@ MISSING = {
     "repetition_penalty": Missing("1", "answers are drawn from the policy as it is", "sampling.temperature"),
     "enable_csft": Missing("", "a prompt's wish is part of [conditional_sft]", "[conditional_sft.condition]"),
 }
-"""Flag -> what we have not; a switch has no value that means "off"."""
+"""Flag -> the missing feature; a switch has no value that means "off"."""
