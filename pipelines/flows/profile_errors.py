@@ -28,10 +28,10 @@ def first_error(error: ValidationError, tree: Mapping[str, Any], model: type[Bas
     dotted = ".".join(keys)
     if first["type"] == "extra_forbidden":
         near = _nearest(keys, model)
-        if near == dotted:  # pydantic puts the chosen type between the table and the key
+        if near == dotted and len(location) > len(keys):  # pydantic puts the chosen type between table and key
             shown = shown_value(keys[-1], first["input"])
             return f"{dotted} = {shown}: no option of type {location[-2]!r}; remove it, as --set {dotted}=none does"
-        remedy = f"did you mean {near}?" if near else "remove it"
+        remedy = f"did you mean {near}?" if near not in ("", dotted) else "remove it"
         return f"{dotted} = {shown_value(keys[-1], first['input'])}: unknown key; {remedy}"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":

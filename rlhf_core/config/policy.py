@@ -47,9 +47,10 @@ class DynamicSampling(Config):
     """
 
     low: float | None = None
-    """Keep a prompt only if the mean of its scores, or rewards, is above this ..."""
+    """Lower bound: a prompt is kept only if the mean of its scores, or rewards, is above it."""
     high: float | None = None
-    """... and below that. Without either a prompt is kept whose scores, or rewards, differ."""
+    """Upper bound: a prompt is kept only if the mean of its scores, or rewards, is below it. Without either bound a prompt is
+    kept if its scores, or rewards, differ."""
     max_rounds: int = Field(3, ge=2)
     """Maximum number of sampling rounds in a step; after that missing groups are replaced by rejected ones."""
 

@@ -11,8 +11,8 @@ import pytest
 from benchmarks.measure_walk import ROOT, CallTrace, trace_step
 
 PAGE = ROOT / "docs" / "where_a_prompt_goes.md"
-MOST_FILES, MOST_SWITCHES = 48, 235
-"""Measured: 46 files and 226 switches. A change that needs more than these limits has to say why."""
+MOST_FILES, MOST_SWITCHES = 52, 285
+"""Measured: 50 files and 272 switches, since each method has a file of its own. A change that needs more has to say why."""
 STEP = re.compile(r"`([\w/]+\.py)` `([\w.]+)`")
 
 

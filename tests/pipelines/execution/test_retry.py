@@ -113,13 +113,13 @@ def test_a_stage_whose_trainer_is_killed_ends_with_the_same_bytes_in_the_same_ru
             return run.stage(spec, progress if spec.label == "sft" else lambda *_: None).ref
 
         run_stages(run, lifecycle, run_stage, tags={})  # type: ignore[arg-type]
-        return next(record for record in run.store.records() if record.label == "sft")
+        return next(record for record in run.context.store.records() if record.label == "sft")
 
     config = load_profile(write_mini(tmp_path), ["runtime.type=ray", "sft.loop.checkpoint_every=1"])
     notes, tracker, until = Notes(), MemoryTracker(), RunOptions(until="sft")
     with open_run(config, lifecycle, until, home=home, tracker=tracker, listener=notes) as run:
         in_peace = run_sft(lambda *_: None)
-        run.store.layout.key(in_peace.key).unlink()
+        run.context.store.layout.key(in_peace.key).unlink()
         broken = run_sft(kill_the_trainer)
     assert broken.handle == in_peace.handle
     assert len(killed) == 1 and broken.attempts == in_peace.attempts + 2 and broken.resumed_from in (1, 2)
