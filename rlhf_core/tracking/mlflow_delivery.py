@@ -169,6 +169,14 @@ class Delivery:
             found = self._search(client, KEY_TAG, record["key"])
             run_id = found.info.run_id if found else f"key {record['key'][:12]}"
         client.set_tag(parent.run_id, f"stage.{record['label']}", f"{run_id} (cached)")
+        if record["run_id"].isalnum():
+            self._finish_killed(client, run_id)
+
+    def _finish_killed(self, client: Any, run_id: str) -> None:
+        """End the run that made a committed artifact as FINISHED if it is KILLED: a kill came between commit and end."""
+        killed = f"attributes.run_id = '{run_id}' and attributes.status = 'KILLED'"
+        for found in client.search_runs([self.experiment_id], filter_string=killed, max_results=1):
+            client.set_terminated(run_id, status="FINISHED", end_time=found.info.end_time)
 
     def _finish(self, client: Any, record: Record) -> None:
         run = self._run(client, record["run"])

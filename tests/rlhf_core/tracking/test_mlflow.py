@@ -143,6 +143,26 @@ def test_a_cached_stage_opens_no_run_and_is_noted_on_the_parent(make: Made, clie
     assert len(client.search_runs([client.get_experiment_by_name("rlhf").experiment_id])) == 2
 
 
+def test_a_run_that_was_killed_after_its_commit_is_finished_once_its_stage_is_a_hit(
+    make: Made, client: MlflowClient
+) -> None:
+    """The kill came between the commit and the end of the run; the campaign of kills found one left KILLED."""
+    tracker = make()
+    tracker.start("run", run_id=None, params={}, tags={})
+    ended, failed = (tracker.stage(label, key=label, params={}, tags={}).run_id for label in ("sft", "dpo"))
+    tracker.finish("KILLED", note="")
+    client.set_terminated(ended, status="KILLED", end_time=1_700_000_000_000)
+    client.set_terminated(failed, status="FAILED")
+    again = make()
+    again.start("run", run_id=None, params={}, tags={})
+    again.cached("sft", run_id=ended, key="sft")
+    again.cached("dpo", run_id=failed, key="dpo")
+    again.finish("FINISHED", note="")
+    info = client.get_run(ended).info
+    assert (info.status, info.end_time) == ("FINISHED", 1_700_000_000_000)
+    assert client.get_run(failed).info.status == "FAILED", "its error came after the commit, and is true"
+
+
 def test_tables_and_files_arrive_even_when_the_original_is_moved_away(
     make: Made, client: MlflowClient, tmp_path: Path
 ) -> None:
