@@ -28,7 +28,7 @@ from prefect.runner import _scheduled_run_poller as poller
 from pydantic import BaseModel
 
 from pipelines.flows.profile import PipelineConfig, load_profile
-from pipelines.prefect_flows import pipelines, stages
+from pipelines.prefect_flows import pipeline_flows, stage_flows
 from pipelines.services.flow_runs import home_tag, interrupt, reconcile
 from pipelines.services.home import Home
 from stages.table import STAGES
@@ -55,15 +55,15 @@ def deployments() -> list[Any]:
     """Return the deployments; their forms are filled from the tiny profiles, so that each can run unchanged."""
     profile = load_profile("tiny/full")
     forms: dict[str, tuple[Flow[..., Any], dict[str, Any]]] = {
-        _dashed(name): (stages.STAGE_FLOWS[name], {"settings": _settings(profile)})
+        _dashed(name): (stage_flows.STAGE_FLOWS[name], {"settings": _settings(profile)})
         for name, stage in STAGES.items()
         if not stage.section
     }
     for name in FORMS:
         forms |= stage_parameters(load_profile(name))
     return [
-        _deploy(pipelines.full, "full", {"config": _plain(profile)}),
-        _deploy(pipelines.rlvr, "rlvr", {"config": _plain(load_profile("tiny/rlvr"))}),
+        _deploy(pipeline_flows.full, "full", {"config": _plain(profile)}),
+        _deploy(pipeline_flows.rlvr, "rlvr", {"config": _plain(load_profile("tiny/rlvr"))}),
         *(_deploy(flow, name, parameters) for name, (flow, parameters) in forms.items()),
     ]
 
@@ -79,8 +79,8 @@ def stage_parameters(profile: PipelineConfig) -> dict[str, tuple[Flow[..., Any],
             known = {field for kind in stage.configs for field in kind.model_fields}
             left_out = set(type(config).model_fields) - known
             form = {"config": _plain(config, left_out), "settings": settings}
-            parameters[_dashed(stage.name)] = (stages.STAGE_FLOWS[stage.name], form)
-    for flow in (stages.rejection_sampling, stages.conditional_sft, stages.iterative_dpo):
+            parameters[_dashed(stage.name)] = (stage_flows.STAGE_FLOWS[stage.name], form)
+    for flow in (stage_flows.rejection_sampling, stage_flows.conditional_sft, stage_flows.iterative_dpo):
         config = section_of(profile, flow.fn.__name__)
         if config is not None:
             parameters[_dashed(flow.fn.__name__)] = (flow, {"config": _plain(config), "settings": settings})

@@ -23,7 +23,8 @@ def methods_in(package: str, path: Iterable[str], family: type[M], *, first: Seq
     package's own `__path__`: `rlhf_core.store.fingerprint` takes that as the import of all modules beside it.
     """
     found: dict[str, type[M]] = {}
-    for module in sorted(f"{package}.{entry.name}" for entry in pkgutil.iter_modules(path)):
+    files = (entry for entry in pkgutil.iter_modules(path) if not entry.ispkg)
+    for module in sorted(f"{package}.{entry.name}" for entry in files):
         for kind in vars(importlib.import_module(module)).values():
             if isinstance(kind, type) and issubclass(kind, family) and kind.__module__ == module:
                 field = kind.model_fields.get("type")

@@ -18,7 +18,7 @@ from typing import Any
 from rlhf_core.errors import ArtifactError, ConfigError, explain
 
 OUR_PACKAGES = ("stages", "rlhf_core")
-PLUMBING = ("rlhf_core.errors", "rlhf_core.secrets", "rlhf_core.stage", "rlhf_core.store")
+PLUMBING = ("rlhf_core.errors", "rlhf_core.schema.secrets", "rlhf_core.secrets", "rlhf_core.stage", "rlhf_core.store")
 """Modules and packages that store artifacts but never compute their content: a change there changes no key."""
 
 _FEW_BYTES = 1 << 20

@@ -23,7 +23,7 @@ from pipelines.execution.plan import plan
 from pipelines.execution.run import run_stages
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig, load_profile
-from pipelines.prefect_flows import pipelines
+from pipelines.prefect_flows import pipeline_flows
 from pipelines.services.home import Home
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards import remote
@@ -275,9 +275,9 @@ def test_prefect_keeps_the_references_of_a_flow_runs_parameters(
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     given: list[PipelineConfig] = []
-    monkeypatch.setattr(pipelines, "run_served", lambda config, *rest: given.append(config))
+    monkeypatch.setattr(pipeline_flows, "run_served", lambda config, *rest: given.append(config))
     profile = load_profile(write_profile(tmp_path / "mine", "127.0.0.1:1"))
-    pipelines.full(profile.model_dump(mode="json", exclude_none=True))
+    pipeline_flows.full(profile.model_dump(mode="json", exclude_none=True))
     (run_of_flow,) = [one for one in api("/flow_runs/filter", {"limit": 50}) if one["name"] == "mini"]
     stored = run_of_flow["parameters"]["config"]["rejection_sampling"]
     assert stored["score"]["rewards"]["terms"]["mine"]["arguments"]["api_key"] == "env:FUNCTION_SECRET"

@@ -14,7 +14,7 @@ import pytest
 import stages.config
 import stages.table
 from pipelines.flows.graph import Stages
-from pipelines.prefect_flows.stages import stage_flow
+from pipelines.prefect_flows.stage_flows import stage_flow
 from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.data.tables import read_demonstrations
 from rlhf_core.stage.key import StageSpec, key_payload

@@ -15,7 +15,7 @@ import pytest
 
 from pipelines.execution.plan import plan
 from pipelines.flows.profile import load_profile
-from pipelines.prefect_flows.stages import STAGE_FLOWS
+from pipelines.prefect_flows.stage_flows import STAGE_FLOWS
 from rlhf_core.stage.context import StageContext
 from rlhf_core.stage.key import key_payload, payload_key
 from rlhf_core.store.artifacts import ArtifactStore

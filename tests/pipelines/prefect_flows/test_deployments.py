@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -176,3 +178,17 @@ def test_a_server_that_is_away_for_a_while_does_not_end_the_runner(tmp_path: Pat
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(deployments._serve(SimpleNamespace(start=start), tmp_path / "ready"))
     assert len(asked) == 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["full", "sft"])
+def test_a_declared_flow_loads_in_a_process_that_has_loaded_nothing_else(name: str, tmp_path: Path) -> None:
+    """Prefect puts the folder of the file first on the path: a file called as a package of ours would hide it."""
+    program = (
+        "import sys; from prefect.flows import load_flow_from_entrypoint\n"
+        "print(load_flow_from_entrypoint(sys.argv[1], use_placeholder_flow=False).name)"
+    )
+    command = [sys.executable, "-c", program, declared()[name]["entrypoint"]]
+    environment = os.environ | {"PREFECT_HOME": str(tmp_path), "PYTHONPATH": str(CHECKOUT)}
+    done = subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.strip() == "rlhf-pipeline", done.stderr[-2000:]

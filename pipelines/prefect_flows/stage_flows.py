@@ -20,7 +20,7 @@ from pipelines.flows.graph import GivenInput, Stages
 from pipelines.flows.inputs import find_artifact
 from pipelines.flows.iterative_dpo import iterate_dpo
 from pipelines.flows.profile import ConditionalSFTConfig, IterativeDPOConfig, PipelineConfig, RejectionSamplingConfig
-from pipelines.prefect_flows.pipelines import run_served
+from pipelines.prefect_flows.pipeline_flows import run_served
 from pipelines.services.flow_runs import FLOW_NAME
 from pipelines.services.home import Home
 from rlhf_core.config.engines import RuntimeConfig
