@@ -51,11 +51,12 @@ def run_profile(options: argparse.Namespace, console: Console) -> None:
     with open_display(console) as display:
         _keep_log(home, display)
         planned = plan_run(config, lifecycle, wanted, store=store)
-        results = None if is_watched(home) else results_if_all_cached(planned, store, display, strict=strict)
+        watched = is_watched(home)
+        results = None if watched else results_if_all_cached(planned, store, display, strict=strict)
         if results is None:
-            # Stages that were all cached a moment ago and are not any more are planned again, with their checks.
-            gone = not is_watched(home) and all(stage.decision.action == "HIT" for stage in planned)
-            results = _run_recorded(config, None if gone else planned, wanted, options, home, display)
+            # If all stages were cached a moment ago, a result is gone now: the run plans again, with the checks of a plan.
+            stale = not watched and all(stage.decision.action == "HIT" for stage in planned)
+            results = _run_recorded(config, None if stale else planned, wanted, options, home, display)
     _print_results(results, store, console)
     _say_where_to_look(home, console)
 
