@@ -1,0 +1,35 @@
+"""What tests that share a process leave to each other: nothing, except what a process cannot take back."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rlhf_core.secrets import redaction
+
+# Ray sets it in the first process that starts one, and its C++ part keeps what it read: without the variable, a cluster
+# started next asks for no tokens while this process does, so that the cluster cannot call it and drops its actors.
+KEPT = {"RAY_AUTH_MODE"}
+
+
+@contextmanager
+def process_taken_back() -> Iterator[None]:
+    """Take back what the block changes of its process: the program sets variables, and learns secrets, for good."""
+    environment, factory = dict(os.environ), logging.getLogRecordFactory()
+    hooks = sys.excepthook, threading.excepthook
+    known = redaction._Known.values, redaction._Known.pattern
+    yield
+    logging.setLogRecordFactory(factory)
+    sys.excepthook, threading.excepthook = hooks
+    redaction._Known.values, redaction._Known.pattern = known
+    environment |= {name: os.environ[name] for name in KEPT & os.environ.keys()}
+    if dict(os.environ) != environment:
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+        if "prefect.context" in sys.modules:
+            sys.modules["prefect.context"].refresh_global_settings_context()

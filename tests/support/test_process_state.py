@@ -1,0 +1,24 @@
+"""What a test leaves to the next one in its process."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.support.process_state import process_taken_back
+
+
+def test_variables_are_as_before_except_those_that_the_process_has_read_for_good(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CHANGED", "before")
+    monkeypatch.setenv("REMOVED", "before")
+    monkeypatch.delenv("MADE", raising=False)
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    with process_taken_back():
+        os.environ |= {"CHANGED": "after", "MADE": "after", "RAY_AUTH_MODE": "token"}
+        del os.environ["REMOVED"]
+    assert (os.environ["CHANGED"], os.environ["REMOVED"]) == ("before", "before")
+    assert "MADE" not in os.environ
+    assert os.environ["RAY_AUTH_MODE"] == "token"  # or the next Ray of this process cannot call it
