@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from pipelines.flows.graph import Stages
 from pipelines.flows.iterative_dpo import iterate_dpo
+from pipelines.flows.online import run_online
 from pipelines.flows.profile import (
     ConditionalSFTConfig,
     DistillationConfig,
@@ -142,7 +143,19 @@ def optimise_preferences(config: PipelineConfig, stages: Stages, made: Made) -> 
 
 
 def optimise_policy(config: PipelineConfig, stages: Stages, made: Made) -> None:
-    """Run policy optimization on rewards, and distillation into a student."""
+    """Run the online loop, policy optimization on rewards, and distillation into a student."""
+    if config.online:
+        start = made.policies[config.online.start_from]
+        made.policies |= run_online(
+            config.online,
+            stages,
+            policy=start,
+            reference=start,
+            reward_start=made.imitator,
+            reward_model=made.reward_models["reward_model"],
+            preferences=made.data.preferences,
+            prompts=part(made.data, "prompts", PromptsRef),
+        )
     if config.ppo:
         start = made.policies[config.ppo.start_from]
         made.policies["ppo"] = stages.ppo(
