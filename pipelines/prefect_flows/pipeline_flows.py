@@ -15,6 +15,7 @@ from pipelines.flows.rlvr import verifiable_rewards
 from pipelines.prefect_flows.tasks import run_in_flow
 from pipelines.services.flow_runs import FLOW_NAME, own
 from pipelines.services.home import Home
+from rlhf_core.errors import ConfigError
 from rlhf_core.stage.key import Strictness
 
 
@@ -47,6 +48,23 @@ def rlvr(
     """Optimize the policy on verifiable rewards; the profile has no learned reward."""
     options = RunOptions(until=until, force=tuple(force), strict=Strictness(code=strict_code, env=strict_env))
     return run_served(with_overrides(config, overrides), verifiable_rewards, options)
+
+
+@flow(name=FLOW_NAME, flow_run_name="{config.name}", persist_result=False)
+def online(
+    config: PipelineConfig,
+    overrides: list[str] = [],  # noqa: B006
+    until: str = "",
+    force: list[str] = [],  # noqa: B006
+    strict_code: bool = False,
+    strict_env: bool = False,
+) -> dict[str, str]:
+    """Run rounds in which annotators judge the policy's answers, the reward model learns it, and the policy moves."""
+    options = RunOptions(until=until, force=tuple(force), strict=Strictness(code=strict_code, env=strict_env))
+    profile = with_overrides(config, overrides)
+    if profile.online is None:
+        raise ConfigError("online = None: the online pipeline runs the rounds of [online]; add that section")
+    return run_served(profile, lifecycle, options)
 
 
 def run_served(config: PipelineConfig, pipeline: Pipeline, options: RunOptions) -> dict[str, str]:
