@@ -15,7 +15,7 @@ from pipelines.execution.plan import Pipeline, PlannedStage, plan
 from pipelines.execution.ray_job import RayJobExecutor
 from pipelines.execution.run import PipelineRun
 from pipelines.execution.tracker import Tracker
-from pipelines.flows.profile import PipelineConfig
+from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.services.home import Home
 from pipelines.services.registry import tracking_place, tracking_uri
 from rlhf_core.store.artifacts import ArtifactStore
@@ -26,6 +26,11 @@ logger = logging.getLogger(__name__)
 def store_of(config: PipelineConfig, home: Home) -> ArtifactStore:
     """Return the store that a profile names, or the one in the state folder."""
     return ArtifactStore(Path(config.store).expanduser() if config.store else home.store)
+
+
+def store_of_profile(profile: str) -> ArtifactStore:
+    """Return the store that the profile of this name uses."""
+    return store_of(load_profile(profile), Home.here())
 
 
 def plan_run(
