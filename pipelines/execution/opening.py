@@ -19,6 +19,8 @@ from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.services.home import Home
 from pipelines.services.registry import tracking_place, tracking_uri
 from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.tracking.mlflow import MlflowTracker
+from rlhf_core.tracking.mlflow_client import open_client
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +81,6 @@ def open_executor(context: RunContext) -> LocalExecutor | RayJobExecutor:
 
 def open_tracker(config: PipelineConfig, home: Home, *, join: str = "") -> Tracker:
     """Return the MLflow tracker of a run; `join` is the token of a run that another process opened."""
-    from rlhf_core.tracking.mlflow import MlflowTracker
-
     uri, place = tracking_uri(home), tracking_place(home)
     ours = place == home.mlflow_uri
     tracker: Tracker = MlflowTracker(
@@ -96,8 +96,6 @@ def open_tracker(config: PipelineConfig, home: Home, *, join: str = "") -> Track
 
 def import_tracker(home: Home) -> None:
     """Import MLflow and create its database if needed, so that `Tracker.start` does not wait for either."""
-    from rlhf_core.tracking.mlflow_client import open_client
-
     try:
         open_client(tracking_uri(home))
     except Exception as error:

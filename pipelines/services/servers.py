@@ -78,7 +78,7 @@ def _check_user_servers(home: Home) -> None:
     api, tracking = user_prefect(home), user_settings.remote_tracking_uri()
     if api:
         connect_user_prefect(home, api)
-        from pipelines.services.flow_runs import served_elsewhere
+        from pipelines.services.flow_runs import served_elsewhere  # imports Prefect, whose settings were just made
 
         elsewhere = served_elsewhere()
         if elsewhere:
