@@ -242,11 +242,8 @@ class Delivery:
     def _dataset(self, client: Any, record: Record) -> None:
         source = json.dumps({"digest": record["digest"]})
         dataset = self._mlflow.entities.Dataset(record["name"], record["digest"][:DATASET_DIGEST], "store", source)
-        inputs = [
-            self._mlflow.entities.DatasetInput(
-                dataset, [self._mlflow.entities.InputTag("mlflow.data.context", record["context"])]
-            )
-        ]
+        tag = self._mlflow.entities.InputTag("mlflow.data.context", record["context"])
+        inputs = [self._mlflow.entities.DatasetInput(dataset, [tag])]
         client.log_inputs(self._run(client, record["run"]).run_id, datasets=inputs)
 
     # ---------------------------------------------------------------- models, by reference
