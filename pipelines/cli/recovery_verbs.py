@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from pipelines.cli import run_command
 from pipelines.cli.common import console, store_folder
 from pipelines.services.home import Home
 from pipelines.services.reconcile import reconcile_all, some_prefect, was_used
@@ -33,4 +32,6 @@ def resume(options: argparse.Namespace) -> None:
         found = resume_flow_run(options.run, served=served)
     console.print(found.message, highlight=False, markup=False, soft_wrap=True)
     if found.options is not None:
+        from pipelines.cli import run_command  # 0.6 s, for a run that is to be run here
+
         run_command.run(found.options)
