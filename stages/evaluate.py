@@ -62,7 +62,7 @@ def check_names(config: EvaluateConfig, names: Sequence[str]) -> None:
     for key, name in named.items():
         if name not in names:
             raise ConfigError(
-                explain(f"evaluate.{key}", name, f"is not evaluated ({', '.join(names)})", "name one that is")
+                explain(f"evaluate.{key}", name, f"is not evaluated ({', '.join(names)})", "name one of these")
             )
 
 
@@ -131,7 +131,7 @@ def ended(name: str, generations: Sequence[Generation]) -> list[Generation]:
     kept = [one for one in generations if not one.completion.failure]
     if generations and not kept:
         rule = f"all {len(generations)} episodes failed; the first: {generations[0].completion.failure}"
-        raise DataError(explain("evaluate.generations", name, rule, "mend the environment, and generate again"))
+        raise DataError(explain("evaluate.generations", name, rule, "fix the environment, and generate again"))
     return kept
 
 

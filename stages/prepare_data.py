@@ -90,7 +90,7 @@ def _as_planned(config: PrepareDataConfig, planned: Mapping[str, str]) -> Iterat
     digests = content_digests(config)
     for name, (key, _) in files.items():
         if name in planned and planned[name] != digests[name]:
-            remedy = "run it again: its new content gets a key of its own"
+            remedy = "run again: the new content gets its own key"
             raise DataError(explain(key, name, "has changed since the run was planned", remedy))
     try:
         yield
@@ -98,7 +98,7 @@ def _as_planned(config: PrepareDataConfig, planned: Mapping[str, str]) -> Iterat
         for name, (key, path) in files.items():
             if _statuses(path) != before[name]:
                 raise DataError(
-                    explain(key, name, "changed while it was read", "run it again, when nothing writes to it")
+                    explain(key, name, "changed while it was read", "run again when no other process writes to it")
                 )
 
 
@@ -143,7 +143,7 @@ def _base_model(config: PrepareDataConfig, tables: Tables, folder: Path, *, seed
             explain(
                 "prepare_data.chat_template",
                 config.chat_template,
-                "an initialised model has a template of its own",
+                "an initialized model has its own template",
                 f'set it to "{MODEL_TEMPLATE}"',
             )
         )
@@ -195,8 +195,8 @@ def _write(tables: Tables, report: DropReport, out: Path) -> dict[str, tuple[str
             explain(
                 "prepare_data.data",
                 0,
-                "no row is left",
-                f"raise the limits or mend the data; reasons: {report.counts()}",
+                "no rows are left",
+                f"raise the limits or fix the data; reasons: {report.counts()}",
             )
         )
     return children

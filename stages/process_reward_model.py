@@ -38,8 +38,8 @@ def run(
     rows = {split: read_steps(context.path(steps) / f"{split}.parquet") for split in ("train", "eval")}
     samples = {split: step_samples(chat, splitter, rows[split], config) for split in rows}
     if not samples["train"]:
-        rule = f"no answer of {len(rows['train'])} has steps that are found again between separators"
-        remedy = "take a separator that no step holds, or raise max_length"
+        rule = f"none of the {len(rows['train'])} answers can be split into its steps at the separator"
+        remedy = "use a separator that no step contains, or raise max_length"
         raise DataError(explain(f"{context.label}.separator", config.separator, rule, remedy))
     context.tracker.dataset("steps", steps.digest, "training")
     context.tracker.input_model(policy.digest)

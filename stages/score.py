@@ -37,7 +37,7 @@ def run(
     source = context.path(generations)
     rows = read_generations(source)
     if not rows:
-        raise DataError(explain("score.generations", generations.uri, "holds no generation", "generate again"))
+        raise DataError(explain("score.generations", generations.uri, "contains no generations", "generate again"))
     context.tracker.dataset("generations", generations.digest, "evaluation")
     for ref in reward_models.values():
         context.tracker.input_model(ref.digest)
@@ -83,10 +83,10 @@ def score_shards(
 
 
 def check_some_are_valid(rollouts: Sequence[Rollout], folder: Path) -> None:
-    """Raise RewardError when no rollout has a reward; their shards are removed, so that the next attempt scores again."""
+    """Raise RewardError when none of the rollouts has a reward; their shards are removed, so that the next attempt scores again."""
     if all(rollout.invalid for rollout in rollouts):
         shutil.rmtree(folder)
-        raise RewardError(explain("rewards", rollouts[0].invalid, "no rollout has a reward", "mend the reward"))
+        raise RewardError(explain("rewards", rollouts[0].invalid, "none of the rollouts has a reward", "fix the reward"))
 
 
 def keep(score: Scorer, folder: Path, shard: int) -> None:

@@ -166,7 +166,7 @@ _ROWS = (
         engines=(),
         section="prepare_data",
         page="prepare_data.md",
-        about="Read or invent the data, and make the base model.",
+        about="Read or generate the data, and make the base model.",
         files=prepare_data.content_digests,
     ),
     Stage(
@@ -322,7 +322,7 @@ _ROWS = (
         engines=("trainer",),
         section="iterative_dpo.dpo",
         page="dpo.md",
-        about="Direct preference optimisation of `policy` on `preferences`.",
+        about="Direct preference optimization of `policy` on `preferences`.",
     ),
     Stage(
         name="ppo",
@@ -345,7 +345,7 @@ _ROWS = (
         section="ppo",
         page="ppo.md",
         about=(
-            "Policy optimisation of `policy` on `prompts`, held near `reference`, which is not looked for if nothing asks it.\n\n"
+            "Policy optimization of `policy` on `prompts`, kept close to `reference`, which is not needed if no setting uses it.\n\n"
             "`demonstrations` are for `config.ptx`."
         ),
     ),

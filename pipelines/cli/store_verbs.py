@@ -27,8 +27,8 @@ def look_after(store: ArtifactStore, options: argparse.Namespace, console: Conso
         damage = store.verify()
         for found in damage:
             _line(console, str(found))
-        said = f"{len(damage)} damaged; they are in quarantine and will be made again"
-        console.print(said if damage else "all sound", highlight=False)
+        said = f"{len(damage)} damaged, now in quarantine; the next run makes them again"
+        console.print(said if damage else "no damage found", highlight=False)
     elif options.store_verb == "pin":
         store.pin(options.target, note=options.note)
         _line(console, f"pinned {options.target}")
@@ -91,7 +91,7 @@ def _collect(store: ArtifactStore, options: argparse.Namespace, console: Console
     for found in report.held_back:
         _line(console, f"not readable: {found}")
     if report.held_back:
-        _line(console, "nobody knows what these need, so records and objects stay: `rlhf store verify` first; mend or "
+        _line(console, "what these need is unknown, so records and objects are kept: run `rlhf store verify` first; fix or "
               "remove a pin by hand")  # fmt: skip
     verb = "would free" if options.dry_run else "freed"
     console.print(f"{verb} {report.bytes / 2**20:.1f} MiB in {len(report.items)} items", highlight=False)
@@ -106,8 +106,8 @@ def _print_columns(heading: Sequence[str], rows: Sequence[Sequence[str]], consol
 def _says_that_it_is_empty(layout: StoreLayout, console: Console) -> bool:
     if any(layout.keys.glob("*/*.json")) or any(layout.objects.glob("*/*")) or layout.attempts.is_dir():
         return False
-    state = "is empty" if layout.root.is_dir() else "is not there yet"
-    _line(console, f"the store {layout.root} {state}: `rlhf run tiny/full` fills it")
+    state = "is empty" if layout.root.is_dir() else "does not exist yet"
+    _line(console, f"the store {layout.root} {state}: fill it with `rlhf run tiny/full`")
     return True
 
 

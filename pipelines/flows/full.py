@@ -244,6 +244,6 @@ def part(data: PreparedDataRef, name: str, kind: type[R]) -> R:
     if not isinstance(ref, kind):
         raise ConfigError(
             f"prepare_data.{name} = {ref!r}: a later stage needs {kind.__name__}; "
-            f"let prepare_data make {name}, or take the section that reads it out of the profile"
+            f"let prepare_data make {name}, or remove the section that reads it from the profile"
         )
     return ref

@@ -69,7 +69,7 @@ def connect_user_prefect(home: Home, api: str) -> None:
     trouble = prefect_trouble(client_environment(home, prefect_api=api))
     if trouble:
         remedy = (
-            "start it or mend the address and the key; unset it (also `prefect config unset`) for a server of our own"
+            "start it, or fix the address and the key; if it is unset (also with `prefect config unset`), rlhf starts a server"
         )
         raise ServiceError(f"PREFECT_API_URL = {shown(api)}: does not answer ({trouble}); {remedy}")
 

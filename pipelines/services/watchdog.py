@@ -68,7 +68,7 @@ def keep_alive(child: Child, stop: threading.Event) -> None:
     while (ailment := _ailment(child, stop, answered=answered)) is not None:
         answered, trouble = ailment
         pause_s = LOOK_EVERY_S if answered else min(2 * pause_s, LONGEST_PAUSE_S)
-        logger.warning("%s %s; started again", child.name, trouble)
+        logger.warning("%s %s; restarted", child.name, trouble)
         child.kill()
         if not answered and stop.wait(pause_s):
             return

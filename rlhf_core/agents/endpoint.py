@@ -206,7 +206,7 @@ class Endpoint:
     def _unknown(self, request: Request) -> Response | None:
         given = request.headers.get("authorization", "").encode()
         if not hmac.compare_digest(given, f"Bearer {self._api_key}".encode()):
-            return problem(401, "invalid_api_key", "the API key is not that of this run")
+            return problem(401, "invalid_api_key", "the API key is not the one of this run")
         if request.path_params["name"] not in self._sessions:
             return problem(404, "unknown_session", "there is no episode at this address, or it is over")
         return None
@@ -216,12 +216,12 @@ class Endpoint:
         for name, harmless in REFUSED.items():
             if name in given and given[name] not in harmless:
                 raise RequestRefused(
-                    "unsupported_parameter", f"{name} = {given[name]!r} would change what a turn is; leave it"
+                    "unsupported_parameter", f"{name} = {given[name]!r} would change what a turn is; remove it"
                 )
         for name in IGNORED:
             if given.get(name) is not None and name not in self._warned:
                 self._warned.add(name)
-                LOG.warning("an agent asks for %s = %r: ignored, `sampling` of the stage decides", name, given[name])
+                LOG.warning("an agent requested %s = %r: ignored, because `sampling` of the stage sets it", name, given[name])
 
     def _chat_reply(self, asked: AskedChat, turn: PolicyTurn, name: str) -> dict[str, Any]:
         sampled, reason = turn.message, turn.answer.finish_reason

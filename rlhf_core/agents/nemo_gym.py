@@ -45,7 +45,7 @@ def open_resources(config: NemoGymAgent, *, tokenizer: str) -> Program:
         described = asked(client, "/openapi.json")
     lacking = [route for route in ROUTES if route not in described.get("paths", {})]
     if lacking:
-        raise ConfigError(explain("agent.url", config.url, f"it has no {lacking[0]}", "name a resources server"))
+        raise ConfigError(explain("agent.url", config.url, f"it lacks {lacking[0]}", "name a resources server"))
     template = ChatTemplate.load(Path(tokenizer))
 
     async def program(prompt: Mapping[str, Any], seed: int, engine: ProgramEngine) -> ProgramResult:

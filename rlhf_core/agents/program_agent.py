@@ -80,7 +80,7 @@ def earned(output: str) -> dict[str, Any]:
         return {"rewards": (), "extras": extras}
     if not isinstance(reward, (int, float)) or not math.isfinite(reward):
         raise EpisodeFailed(
-            explain("reward", reward, "the program's last line must hold a finite number", "mend the program")
+            explain("reward", reward, "the program's last line must hold a finite number", "fix the program")
         )
     return {"rewards": (float(reward),), "extras": extras}
 
@@ -90,5 +90,5 @@ def failure(command: tuple[str, ...], status: int, errors: str) -> str:
     shown = without_secrets(errors.strip())[-SHOWN_CHARACTERS:]
     how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
     return explain(
-        "agent.command", list(command), f"{how}:\n{shown}", "run it by hand with a line of JSON as its input"
+        "agent.command", list(command), f"{how}:\n{shown}", "run it by hand with a line of JSON as input"
     )

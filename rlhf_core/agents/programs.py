@@ -75,7 +75,7 @@ class ProgramEngine:
         """
         if self._answer is not None:
             raise RuntimeError(
-                "a turn was asked for while another one is being sampled; an episode is one conversation"
+                "a turn was requested while another one is being sampled; an episode is one conversation"
             )
         self._answer = asyncio.get_running_loop().create_future()
         try:

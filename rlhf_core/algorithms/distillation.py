@@ -64,8 +64,8 @@ def topk_distillation_loss(
     K leaves no rest.
     """
     if teacher_ids_TK.shape[1] >= logits_TV.shape[1]:
-        rule = f"the vocabulary has {logits_TV.shape[1]} tokens and the rest bucket needs one"
-        raise ConfigError(explain("top_k", teacher_ids_TK.shape[1], rule, "lower it, or distil the full vocabulary"))
+        rule = f"the vocabulary has {logits_TV.shape[1]} tokens, and the bucket for the rest needs one of them"
+        raise ConfigError(explain("top_k", teacher_ids_TK.shape[1], rule, "lower it, or distill the full vocabulary"))
     scaled_TV = at_least_fp32(logits_TV) / temperature
     log_norm_T1 = scaled_TV.logsumexp(dim=-1, keepdim=True)
     # Summed over the others rather than 1 - the K: the difference would cancel where the K have nearly all.

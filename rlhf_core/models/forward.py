@@ -140,8 +140,8 @@ def check_head(model: nn.Module) -> None:
             explain(
                 "model.path",
                 type(model).__name__,
-                "its logits are not those of its LM head and the known scalings",
-                "teach rlhf_core.models.forward the architecture's rule, or use another model",
+                "its logits differ from the output of its LM head with the known scalings",
+                "add the scaling of this architecture to rlhf_core.models.forward, or use another model",
             )
         )
 
@@ -166,12 +166,12 @@ def check_rows(model: nn.Module) -> None:
             raise ConfigError(explain("model.path", type(model).__name__, rule, remedy))
 
     rounding = ROUNDING[backbone.dtype == torch.float32]
-    sees = "its tokens see what follows them, so padding would change log-probabilities"
+    sees = "its tokens attend to later tokens, so padding would change log-probabilities"
     ours_BLH = _run(backbone, ids_BL, positions_BL, {}).last_hidden_state
     check(ours_BLH[0, :4], ours_BLH[1, :4], rounding, sees)
     if _influence(backbone, ids_BL, positions_BL, until=4) > INFLUENCE:
         raise ConfigError(explain("model.path", type(model).__name__, sees, remedy))
-    counts = "it does not number positions from 0, so log-probabilities would not be its own"
+    counts = "it does not number positions from 0, so log-probabilities would be wrong"
     check(backbone(input_ids=ids_BL, use_cache=False).last_hidden_state, ours_BLH, rounding, counts)
     # The attention to a single token is 1 in every kernel, so the first position needs no tolerance for rounding.
     own_11H = backbone(input_ids=ids_BL[:1, :1], use_cache=False).last_hidden_state
@@ -208,7 +208,7 @@ def _influence(backbone: Any, ids_BL: Tensor, positions_BL: Tensor, *, until: in
         raise
     except RuntimeError as error:
         # Kernels and weights made for inference have no backward pass.
-        logger.warning("%s: what its tokens see was compared only coarsely: %s", type(backbone).__name__, error)
+        logger.warning("%s: causal attention could be checked only approximately: %s", type(backbone).__name__, error)
         return 0.0
     finally:
         hook.remove()

@@ -18,7 +18,7 @@ def check_quantiser() -> None:
     """Raise ConfigError if bitsandbytes is not installed."""
     if find_spec(QUANTISER) is None:
         rule = f"needs {QUANTISER}, which is not installed"
-        raise ConfigError(explain("lora.quantise", "nf4", rule, f"install {QUANTISER}, or leave lora.quantise empty"))
+        raise ConfigError(explain("lora.quantise", "nf4", rule, f"install {QUANTISER}, or remove lora.quantise"))
 
 
 def quantise(model: nn.Module, names: Collection[str]) -> None:

@@ -114,12 +114,12 @@ class BatchedReward:
             except RewardError as error:
                 if attempt < self._retries and isinstance(error, BatchFailed) and error.divisible:
                     pause = min(FIRST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S)
-                    logger.warning("%s; tried again in %g s (%d of %d)", error, pause, attempt + 1, self._retries)
+                    logger.warning("%s; retrying in %g s (retry %d of %d)", error, pause, attempt + 1, self._retries)
                     self._pause(pause)
                     continue
                 if self.on_failure == "fail":
                     raise
-                logger.warning("%s; looking for the answers that cause it", error)
+                logger.warning("%s; searching for the answers that cause it", error)
                 parts = cut(batch, 1, compares=self._compares)
                 return told_apart(ask, batch, error, parts=parts, failed_calls=self._failed_calls)
         raise AssertionError("the last try returns or raises")

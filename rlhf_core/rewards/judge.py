@@ -46,7 +46,7 @@ class Judge:
         if failures and self._config.on_failure == "fail":
             at, reason = next(iter(failures.items()))
             key = f"rewards.{self._name}[prompt {generations[at].prompt.id}]"
-            raise RewardError(explain(key, reason, "the judge gave no score", "mend the template, or the server"))
+            raise RewardError(explain(key, reason, "the judge gave no score", "fix the template or the server"))
         values = tuple(None if isinstance(verdict, str) else verdict for verdict in verdicts)
         return RewardOutcome(values, failures)
 

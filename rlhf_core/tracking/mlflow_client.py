@@ -53,7 +53,7 @@ def create_database(path: Path) -> None:
             return
         from mlflow import MlflowClient
 
-        logger.info("tracking: creating %s (some seconds, once)", path)
+        logger.info("tracking: creating %s (takes a few seconds, only once)", path)
         clock = time.monotonic()
         path.parent.mkdir(parents=True, exist_ok=True)
         memory = Path("/dev/shm")

@@ -34,7 +34,7 @@ class KTOLoss(ReferencedMethod):
 
     def loss(self, pairs: PairBatch) -> LossOutput:
         """Raise ConfigError: the loss is on single answers, `answer_loss`."""
-        raise ConfigError(explain("dpo.loss.type", self.type, "judges single answers", "use KTOObjective"))
+        raise ConfigError(explain("dpo.loss.type", self.type, "trains on single answers", "use KTOObjective"))
 
     def answer_loss(
         self,

@@ -88,21 +88,21 @@ class SandboxFusion:
                 for piece in response.iter_bytes():
                     answer += piece
                     if len(answer) > LARGEST_ANSWER or time.monotonic() > deadline:
-                        raise _NoResult("answers too slowly, or too much", final=True)
+                        raise _NoResult("is too slow, or returns too much", final=True)
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.RemoteProtocolError) as error:
-            raise _NoResult(f"cannot be asked: {error!r}") from None
+            raise _NoResult(f"cannot be reached: {error!r}") from None
         except httpx.TimeoutException:
             raise _NoResult(f"took longer than {timeout_s:g} s", final=True) from None
         except httpx.HTTPError as error:
-            raise _NoResult(f"cannot be asked: {error!r}") from None
+            raise _NoResult(f"cannot be reached: {error!r}") from None
         if response.status_code == 200:
             return _read(answer)
         said = _shortened(answer)
         if response.status_code in REFUSED_FOR_GOOD:
-            rule = f"answered status {response.status_code}: {said}"
-            remedy = "give the address of a SandboxFusion server, and sandbox_headers if it asks for a key"
+            rule = f"returned status {response.status_code}: {said}"
+            remedy = "give the address of a SandboxFusion server, and sandbox_headers if it requires a key"
             raise ConfigError(explain("sandbox_url", shown(self._url), rule, remedy))
-        raise _NoResult(f"answered status {response.status_code}: {said}")
+        raise _NoResult(f"returned status {response.status_code}: {said}")
 
 
 class _NoResult(Exception):
@@ -117,7 +117,7 @@ def _read(answer: bytes) -> Any:
     try:
         return json.loads(answer)
     except (ValueError, RecursionError):
-        raise _NoResult(f"answered what is no JSON: {_shortened(answer)!r}") from None
+        raise _NoResult(f"returned invalid JSON: {_shortened(answer)!r}") from None
 
 
 def _shortened(answer: bytes) -> str:
@@ -139,8 +139,8 @@ def _execution(answer: Any, limits: Limits) -> Execution:
             out_of_memory = status in KILLED or stderr.rstrip().rpartition("\n")[2].startswith("MemoryError")
             return Execution("memory" if out_of_memory else "error", status, stdout, stderr)
         case {"status": "SandboxError"}:
-            raise _NoResult(f"failed itself: {without_secrets(str(answer.get('message')))[:200]}")
-    raise _NoResult(f"answered no result of a run: {without_secrets(str(answer))[:200]}")
+            raise _NoResult(f"reported an internal error: {without_secrets(str(answer.get('message')))[:200]}")
+    raise _NoResult(f"returned no result of a run: {without_secrets(str(answer))[:200]}")
 
 
 def _text(ran: Mapping[str, Any], name: str) -> str:
