@@ -71,10 +71,12 @@ def reward_levels(rewards: Sequence[float], *, levels: int) -> list[int]:
 def check_levels(config: ConditionConfig, levels: Sequence[int], context: StageContext) -> None:
     """Raise DataError where all answers have one level, which would say nothing."""
     if len(set(levels)) < 2:
-        rule = (
-            f"{len(levels)} complete answers fall into {len(set(levels))} of the {config.levels} levels; at least 2 are needed"
+        rule = f"{len(levels)} complete answers fall into {len(set(levels))} of the {config.levels} levels; at least 2 are needed"
+        raise DataError(
+            explain(
+                f"{context.label}.rollouts", sorted(set(levels)), rule, "sample more answers, or use a finer reward"
+            )
         )
-        raise DataError(explain(f"{context.label}.rollouts", sorted(set(levels)), rule, "sample more answers, or use a finer reward"))
 
 
 def asking(prompt: Prompt, level: int, *, template: str) -> Prompt:

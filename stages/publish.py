@@ -77,7 +77,9 @@ def name_of(config: PublishConfig, policy: PolicyRef, report: Mapping[str, Any])
         return config.policy
     if not names:
         raise ConfigError(
-            explain("publish.policy", policy.digest[:12], "was not evaluated in this report", "evaluate it, then publish it")
+            explain(
+                "publish.policy", policy.digest[:12], "was not evaluated in this report", "evaluate it, then publish it"
+            )
         )
     return names[-1]
 

@@ -86,7 +86,9 @@ def check_some_are_valid(rollouts: Sequence[Rollout], folder: Path) -> None:
     """Raise RewardError when none of the rollouts has a reward; their shards are removed, so that the next attempt scores again."""
     if all(rollout.invalid for rollout in rollouts):
         shutil.rmtree(folder)
-        raise RewardError(explain("rewards", rollouts[0].invalid, "none of the rollouts has a reward", "fix the reward"))
+        raise RewardError(
+            explain("rewards", rollouts[0].invalid, "none of the rollouts has a reward", "fix the reward")
+        )
 
 
 def keep(score: Scorer, folder: Path, shard: int) -> None:

@@ -146,7 +146,7 @@ def _dies(folder: Path) -> Outcome:
             again = right(scorer(groups("x", "xx")), _query_length)
             took = time.monotonic() - began
         left = watch.left()
-    if all(part in said for part in (f"rewards.{TERM}", "p0", url, "mend the server")) and again and not left:
+    if all(part in said for part in (f"rewards.{TERM}", "p0", url, "fix the server")) and again and not left:
         return Outcome("one error", noticed, took, said)
     return Outcome("not handled", noticed, None, f"{said}; scored again: {again}; {len(left)} processes are left")
 

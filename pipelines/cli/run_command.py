@@ -91,7 +91,9 @@ def _server(home: Home) -> Iterator[PrivateServer | None]:
         return
     if services is not None:
         if not wait_for(lambda: healthy(services.health["prefect"]), SERVER_TIMEOUT_S):
-            raise ServiceError(f"{services.prefect_url}: does not answer; read the logs in {home.logs}, or stop the services with `rlhf down`")
+            raise ServiceError(
+                f"{services.prefect_url}: does not answer; read the logs in {home.logs}, or stop the services with `rlhf down`"
+            )
         os.environ.update(services.environment(home))
         yield None
         return
@@ -128,9 +130,13 @@ def _run_flow(
     except TransportError as error:
         url = shown(os.environ["PREFECT_API_URL"])
         if not ended:
-            raise ServiceError(f"{url}: Prefect does not answer ({error}); finished work is kept: run the same command again") from error
+            raise ServiceError(
+                f"{url}: Prefect does not answer ({error}); finished work is kept: run the same command again"
+            ) from error
         # The client has retried for minutes, and all stages have committed: only the page is incomplete.
-        logger.warning("%s: Prefect does not answer (%s); the run is complete, but its page may show another state", url, error)
+        logger.warning(
+            "%s: Prefect does not answer (%s); the run is complete, but its page may show another state", url, error
+        )
     finally:
         for flow_run in flow_runs:
             settle(flow_run, pipeline_run.started)

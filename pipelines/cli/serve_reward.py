@@ -46,7 +46,9 @@ def read_token(token_env: str, *, host: str) -> str:
         if host not in LOCAL_HOSTS:
             rule = "other machines can reach this address, and no token is set"
             raise ConfigError(
-                explain("--host", host, rule, "name the environment variable that holds a token: --token-env REWARD_TOKEN")
+                explain(
+                    "--host", host, rule, "name the environment variable that holds a token: --token-env REWARD_TOKEN"
+                )
             )
         return ""
     return bearer("--token-env", token_env)["Authorization"].removeprefix("Bearer ")

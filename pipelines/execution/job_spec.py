@@ -55,7 +55,10 @@ def read_spec(path: Path) -> JobSpec:
     """Return the job that `write_spec` wrote; raise ArtifactError if there is no such file."""
     table = read_json(path)
     if table is None:
-        rule, remedy = "cannot be read here", "make the store available to the flow and to the cluster under the same path"
+        rule, remedy = (
+            "cannot be read here",
+            "make the store available to the flow and to the cluster under the same path",
+        )
         raise ArtifactError(explain("job", str(path), rule, remedy))
     return JobSpec(
         job_id=table["job_id"],

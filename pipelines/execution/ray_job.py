@@ -268,7 +268,9 @@ def _tolerate_silence(error: JobServerError, job_id: str, *, silent_s: float) ->
     logger.debug("the job server does not answer: %s", error)
     if silent_s > SERVER_AWAY_S:
         rule = f"the job server has not answered for {silent_s:.0f} s ({error}); the job may still be running"
-        raise TrainingError(explain("Ray job", job_id, rule, "run again: it attaches to the job, or resumes it")) from error
+        raise TrainingError(
+            explain("Ray job", job_id, rule, "run again: it attaches to the job, or resumes it")
+        ) from error
 
 
 def _stop(jobs: Jobs, job_id: str) -> None:
@@ -312,7 +314,14 @@ def _result(context: RunContext, ended: _Ended, seconds: float) -> StageOutcome:
     record = context.store.record(job.key)
     if record is None:
         rule = f"Ray job {job.job_id} has finished, but its record is not in this store"
-        raise ArtifactError(explain("store", str(job.store), rule, "make the store available to the flow and to the cluster under the same path"))
+        raise ArtifactError(
+            explain(
+                "store",
+                str(job.store),
+                rule,
+                "make the store available to the flow and to the cluster under the same path",
+            )
+        )
     run_id = record.tracking["run_id"] if "run_id" in record.tracking else ""
     if attached:  # its tracking run belongs to another pipeline run
         context.tracker.cached(job.stage.label, run_id=run_id, key=job.key)

@@ -100,5 +100,7 @@ def _options(flow_run: FlowRun) -> argparse.Namespace:
         names = ("profile", "overrides", "until", "force", "strict_code", "strict_env")
         options = {name: stored[name] for name in names}
     except KeyError as error:
-        raise ResumeError(f"resume = {flow_run.name!r}: is not a run of rlhf (its parameters have no {error})") from None
+        raise ResumeError(
+            f"resume = {flow_run.name!r}: is not a run of rlhf (its parameters have no {error})"
+        ) from None
     return argparse.Namespace(**options)

@@ -242,7 +242,10 @@ class Stages:
         agent: AgentConfig | None = getattr(config, "agent", None)
         longest: int | None = getattr(self.runtime.sampler, "max_model_len", None)
         if agent is not None and longest is not None and agent.max_episode_tokens > longest:
-            rule, remedy = f"the sampler takes at most {longest} tokens", "lower it or raise runtime.sampler.max_model_len"
+            rule, remedy = (
+                f"the sampler takes at most {longest} tokens",
+                "lower it or raise runtime.sampler.max_model_len",
+            )
             raise ConfigError(explain(f"{path}.agent.max_episode_tokens", agent.max_episode_tokens, rule, remedy))
 
 

@@ -244,7 +244,9 @@ def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         tree = _parse_toml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         rule = f"there is neither such a file, relative to {seen[-1]}, nor a shipped profile of that name"
-        raise ConfigError(f"extends = {str(path)!r}: {rule}; the shipped profiles are {', '.join(profile_names())}") from None
+        raise ConfigError(
+            f"extends = {str(path)!r}: {rule}; the shipped profiles are {', '.join(profile_names())}"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}; a profile is a TOML file in UTF-8") from None
     except ValueError as error:

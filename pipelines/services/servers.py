@@ -39,7 +39,9 @@ def up(home: Home, *, foreground: bool, new_auth: bool = False) -> Services:
     """
     services = running(home)
     if new_auth and services is not None:
-        raise ServiceError("--new-auth: the servers are using the current auth string; stop them with `rlhf down` first")
+        raise ServiceError(
+            "--new-auth: the servers are using the current auth string; stop them with `rlhf down` first"
+        )
     if new_auth:
         home.prefect_auth.unlink(missing_ok=True)
     api = user_prefect(home)

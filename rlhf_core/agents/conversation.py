@@ -101,7 +101,9 @@ class Conversation:
         if self._text is not None:
             raise RequestRefused("mixed", "this conversation began with plain text; start another one")
         if self._past and any(sorted_json(tool) not in self._shown for tool in tools):
-            raise RequestRefused("tools", "one of the tools was not in the first request, and only the first request can define tools")
+            raise RequestRefused(
+                "tools", "one of the tools was not in the first request, and only the first request can define tools"
+            )
         prompt_ids = self._following(messages) if self._past else self._opening(messages, tools)
         answer = await self._sampled(prompt_ids, max_tokens)
         calls = parse_calls(answer.text) if tools else []
@@ -159,7 +161,9 @@ class Conversation:
         """Return the tokens of `prompt`, of which only the new end is tokenized."""
         text = self._text or ""
         if not prompt.startswith(text):
-            raise RequestRefused("history", "the prompt does not begin with the text of this conversation so far; send it unchanged")
+            raise RequestRefused(
+                "history", "the prompt does not begin with the text of this conversation so far; send it unchanged"
+            )
         added = prompt[len(text) :]
         if not self._token_ids:
             return encode(self._template.tokenizer, added)
@@ -199,7 +203,9 @@ def _chat_message(message: Mapping[str, Any]) -> ChatMessage:
     content = message.get("content")
     if isinstance(content, list):
         if any(part.get("type") not in ("text", "output_text", "input_text") for part in content):
-            raise RequestRefused("content", "a message contains something other than text, and the policy reads only text")
+            raise RequestRefused(
+                "content", "a message contains something other than text, and the policy reads only text"
+            )
         content = "".join(str(part["text"]) for part in content)
     role = str(message.get("role", ""))
     if not role or not isinstance(content or "", str):

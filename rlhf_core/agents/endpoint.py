@@ -221,7 +221,9 @@ class Endpoint:
         for name in IGNORED:
             if given.get(name) is not None and name not in self._warned:
                 self._warned.add(name)
-                LOG.warning("an agent requested %s = %r: ignored, because `sampling` of the stage sets it", name, given[name])
+                LOG.warning(
+                    "an agent requested %s = %r: ignored, because `sampling` of the stage sets it", name, given[name]
+                )
 
     def _chat_reply(self, asked: AskedChat, turn: PolicyTurn, name: str) -> dict[str, Any]:
         sampled, reason = turn.message, turn.answer.finish_reason

@@ -197,7 +197,9 @@ class _Child:
             return loaded
         status = self.close()
         if message is None:
-            raise AgentError(explain("agent", status, "its process ended before the code was loaded", "see its error output"))
+            raise AgentError(
+                explain("agent", status, "its process ended before the code was loaded", "see its error output")
+            )
         raise ConfigError(message[1] if message[0] == "refused" else explain("agent", None, message[1], "fix it"))
 
     def send(self, call: Call) -> None:

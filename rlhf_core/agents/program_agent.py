@@ -89,6 +89,4 @@ def failure(command: tuple[str, ...], status: int, errors: str) -> str:
     """Return why a command's episode could not be played."""
     shown = without_secrets(errors.strip())[-SHOWN_CHARACTERS:]
     how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-    return explain(
-        "agent.command", list(command), f"{how}:\n{shown}", "run it by hand with a line of JSON as input"
-    )
+    return explain("agent.command", list(command), f"{how}:\n{shown}", "run it by hand with a line of JSON as input")

@@ -128,9 +128,7 @@ def checked_step(result: Any) -> StepResult:
     if isinstance(observation, str):
         observation = plain_text(observation)
     elif not isinstance(observation, Sequence):
-        raise TypeError(
-            f"step returned a {type(observation).__name__} as observation; it must return text or messages"
-        )
+        raise TypeError(f"step returned a {type(observation).__name__} as observation; it must return text or messages")
     else:
         observation = [{key: plain_text(turn[key]) for key in ("role", "content")} for turn in observation]
     extras = {plain_text(str(name)): float(value) for name, value in result.extras.items()}

@@ -117,7 +117,10 @@ def load_tools(specs: Sequence[str]) -> dict[str, Tool]:
         except Exception as error:  # TypeHintParsingException, DocstringParsingException
             raise ConfigError(
                 explain(
-                    "agent.tools", spec, f"no schema can be derived from it ({error})", "add types and documentation to its arguments"
+                    "agent.tools",
+                    spec,
+                    f"no schema can be derived from it ({error})",
+                    "add types and documentation to its arguments",
                 )
             ) from error
         name = schema["function"]["name"]

@@ -146,7 +146,9 @@ class Runner:
     def _check(self, said: Mapping[str, Any]) -> None:
         if "refused" in said:
             where = f"could not be loaded by {self._config.python}: {said['refused']}"
-            raise ConfigError(explain("agent.environment", self._config.environment, where, "try to load it there by hand"))
+            raise ConfigError(
+                explain("agent.environment", self._config.environment, where, "try to load it there by hand")
+            )
         wanted, found = self._config.version, str(said["version"])
         if wanted and f"{found}.".find(f"{wanted}.") != 0:
             problem = f"{self._config.python} has verifiers {found}"

@@ -334,7 +334,9 @@ class RewardsConfig(Config):
         gates = set(self.composition.gates) if isinstance(self.composition, GatedProduct) else set()
         unknown = sorted(gates - set(self.terms))
         if unknown:
-            raise ValueError(f"composition.gates = {unknown}: must be names of terms; the terms are {sorted(self.terms)}")
+            raise ValueError(
+                f"composition.gates = {unknown}: must be names of terms; the terms are {sorted(self.terms)}"
+            )
         if not any(spec.weight or spec.weight_end for name, spec in self.terms.items() if name not in gates):
             raise ValueError("terms = {...}: no term has a weight, so every reward would be equal; give one a weight")
         own = sorted(name for name, spec in self.terms.items() if spec.normalise != "none")
@@ -362,7 +364,5 @@ def _address(url: str) -> str:
     except ValueError:
         found = None
     if not found:
-        raise ValueError(
-            f"{hidden('url', url)!r}: has no host, or an invalid port; write it as http://host:port/path"
-        )
+        raise ValueError(f"{hidden('url', url)!r}: has no host, or an invalid port; write it as http://host:port/path")
     return url

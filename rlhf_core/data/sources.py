@@ -150,7 +150,12 @@ def _json(path: Path, source: Source) -> Iterator[Record]:
         content = lists[0] if len(lists) == 1 else content
     if not isinstance(content, list):
         raise DataError(
-            explain(f"data.sources[{source.name}].path", source.path, "does not contain a list of rows", "give a list of objects")
+            explain(
+                f"data.sources[{source.name}].path",
+                source.path,
+                "does not contain a list of rows",
+                "give a list of objects",
+            )
         )
     yield from _records(source.path, content)
 

@@ -44,7 +44,9 @@ class Answers:
 
     def __post_init__(self) -> None:
         if not self.generations:
-            raise DataError(explain(f"evaluate.generations.{self.name}", 0, "contains no answers", "generate answers first"))
+            raise DataError(
+                explain(f"evaluate.generations.{self.name}", 0, "contains no answers", "generate answers first")
+            )
         for measure in (self.gold, self.scores, self.log_ratios):
             if measure and len(measure) != len(self.generations):
                 raise ValueError(f"{self.name}: {len(measure)} values for {len(self.generations)} answers")
@@ -120,7 +122,9 @@ def best_of(answers: Answers, n: int, *, kl_bound: float) -> Answers:
     """
     key = f"evaluate.best_of.{answers.name}"
     if not answers.scores:
-        raise ConfigError(explain(key, n, "needs a reward model to choose the best answer", "train one, or remove best_of"))
+        raise ConfigError(
+            explain(key, n, "needs a reward model to choose the best answer", "train one, or remove best_of")
+        )
     places = answers.by_prompt(range(len(answers.generations)))
     least = min(len(group) for group in places.values())
     if least < n:

@@ -130,7 +130,9 @@ def _check(samples: Sequence[Sample], pack_to: int | None) -> None:
         raise DataError(explain("samples", 0, "a batch needs at least one sample", "skip the empty batch"))
     types = {type(sample).__name__ for sample in samples}
     if len(types) > 1:
-        raise DataError(explain("samples", sorted(types), "a batch must contain one type of sample", "collate each type separately"))
+        raise DataError(
+            explain("samples", sorted(types), "a batch must contain one type of sample", "collate each type separately")
+        )
     for index, sample in enumerate(samples):
         length = len(sample.token_ids)
         if length == 0:

@@ -39,7 +39,9 @@ def load_model(spec: ModelSpec, *, dtype: str, attention: str, gradient_checkpoi
     folder = Path(spec.path)
     check_folder(folder)
     if spec.lora is not None and spec.head != "lm":
-        raise ConfigError(explain("lora", spec.head, "adapters are only supported with the LM head", "remove lora from this role"))
+        raise ConfigError(
+            explain("lora", spec.head, "adapters are only supported with the LM head", "remove lora from this role")
+        )
     if spec.lora is not None and spec.lora.quantise:
         check_quantiser()
     config = _config_without_dropout(folder)

@@ -43,11 +43,16 @@ def apply_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> nn.Module:
     if not targets:
         raise ConfigError(
             explain(
-                "lora.target_modules", config.target_modules, "the model has none of these modules", f"choose from {sorted(linear)}"
+                "lora.target_modules",
+                config.target_modules,
+                "the model has none of these modules",
+                f"choose from {sorted(linear)}",
             )
         )
     if len(targets) < len(config.target_modules):
-        logger.warning("lora: %s has no modules named %s", type(model).__name__, sorted(set(config.target_modules) - linear))
+        logger.warning(
+            "lora: %s has no modules named %s", type(model).__name__, sorted(set(config.target_modules) - linear)
+        )
     settings = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,

@@ -43,7 +43,9 @@ def check_classifier(folder: Path) -> None:
         raise _refused(folder, "needs its own code (auto_map)", 'serve it, and configure the server: type = "remote"')
     shapes = _shapes(folder)
     if not shapes:
-        raise _refused(folder, "contains no safetensors files", "load it with transformers and save it with save_pretrained")
+        raise _refused(
+            folder, "contains no safetensors files", "load it with transformers and save it with save_pretrained"
+        )
     if HEAD not in shapes:
         other = next((name for name in _other_heads(config) if name in shapes), "")
         if other:
@@ -56,9 +58,7 @@ def check_classifier(folder: Path) -> None:
     if "score.bias" in shapes:
         raise _refused(folder, "its score head has a bias, which would be ignored", 'serve it: type = "remote"')
     if config.get("normalize_reward") and (config.get("mean", 0.0), config.get("std", 1.0)) != (0.0, 1.0):
-        rule = (
-            f"OpenRLHF subtracts {config.get('mean')} from its scores and divides by {config.get('std')}, which this program does not"
-        )
+        rule = f"OpenRLHF subtracts {config.get('mean')} from its scores and divides by {config.get('std')}, which this program does not"
         remedy = 'set normalize_reward to false in its config.json and normalise = "running" in the reward\'s term'
         raise _refused(folder, rule, remedy)
     _check_template(folder)
@@ -82,7 +82,9 @@ def _other_heads(config: dict[str, Any]) -> tuple[str, ...]:
 def _check_template(folder: Path) -> None:
     tokenizer = folder / "tokenizer_config.json"
     if not tokenizer.is_file():
-        raise _refused(folder, "contains no tokenizer", "save the tokenizer that it was trained with in the same folder")
+        raise _refused(
+            folder, "contains no tokenizer", "save the tokenizer that it was trained with in the same folder"
+        )
     inside = "chat_template" in _table(folder, tokenizer.name)
     if not inside and not (folder / "chat_template.jinja").is_file():
         remedy = "add the template that it was trained with as chat_template.jinja"
@@ -116,7 +118,9 @@ def _unreadable(folder: Path, name: str, rule: str) -> ConfigError:
     with (folder / name).open("rb") as file:
         pointer = file.read(len(GIT_LFS)) == GIT_LFS
     if pointer:
-        return _refused(folder, f"its {name} is a git-lfs pointer, not the file itself", "run `git lfs pull` in that folder")
+        return _refused(
+            folder, f"its {name} is a git-lfs pointer, not the file itself", "run `git lfs pull` in that folder"
+        )
     return _refused(folder, f"its {name} {rule}", "download the file again")
 
 

@@ -140,7 +140,12 @@ class IsolatedReward:
             raise ConfigError(f"rewards.{self._name}.{answer}")
         problem = "did not load" if kind == "died" else f"did not load within {START_TIMEOUT_S:g} s"
         raise ConfigError(
-            explain(f"rewards.{self._name}.function", self._function, problem, "import it in a Python shell to see the error")
+            explain(
+                f"rewards.{self._name}.function",
+                self._function,
+                problem,
+                "import it in a Python shell to see the error",
+            )
         )
 
     def _exchange(self, process: subprocess.Popen[bytes], message: Any, *, timeout_s: float) -> tuple[str, Any]:

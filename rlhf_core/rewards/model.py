@@ -53,7 +53,9 @@ class Contract:
             )
         except (OSError, KeyError, ValueError) as error:
             raise ArtifactError(
-                explain("reward_model", str(path), f"is not a valid contract ({error!r})", "train the reward model again")
+                explain(
+                    "reward_model", str(path), f"is not a valid contract ({error!r})", "train the reward model again"
+                )
             ) from error
 
 

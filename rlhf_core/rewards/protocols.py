@@ -121,7 +121,9 @@ def adapt(function: Callable[..., Any], *, protocol: FunctionProtocol, arguments
     unknown = [name for name in arguments if name not in parameters]
     if unknown and not takes_all:
         has = f"use one of {', '.join(parameters)}"
-        raise ConfigError(explain(f"arguments.{unknown[0]}", arguments[unknown[0]], "is not a parameter of the function", has))
+        raise ConfigError(
+            explain(f"arguments.{unknown[0]}", arguments[unknown[0]], "is not a parameter of the function", has)
+        )
     chosen = told_by(parameters, arguments) if protocol == "auto" else protocol
     return Adapted(function, chosen, dict(arguments))
 

@@ -104,7 +104,9 @@ class WorkerGroup:
         self._check_ray(role, method)
         if self._killed:
             raise self._lost(
-                explain(f"{self.kind}.{role}", method, "its worker has been stopped", "leave this lease and take a new one")
+                explain(
+                    f"{self.kind}.{role}", method, "its worker has been stopped", "leave this lease and take a new one"
+                )
             )
 
     def _check_ray(self, role: str, method: str) -> None:

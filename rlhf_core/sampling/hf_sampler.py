@@ -89,7 +89,9 @@ class HFSampler:
     def load_policy(self, policy: Path) -> None:
         """Raise SamplingError: this sampler accepts no other policy."""
         rule = "a sampler of transformers cannot load another policy"
-        raise SamplingError(explain("policy", str(policy), rule, "close this sampler and open a new one, which is as fast"))
+        raise SamplingError(
+            explain("policy", str(policy), rule, "close this sampler and open a new one, which is as fast")
+        )
 
     def versions(self) -> dict[str, str]:
         """Return the versions of torch and transformers."""

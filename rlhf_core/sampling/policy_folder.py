@@ -63,7 +63,9 @@ class PolicyFolder:
     ) -> Completion:
         """Return the engine's output as a `Completion`. Raises SamplingError if a log-probability is not finite."""
         if not token_ids:
-            raise SamplingError(explain(f"request (seed {request.seed})", (), "no tokens were returned", "see the log of the engine"))
+            raise SamplingError(
+                explain(f"request (seed {request.seed})", (), "no tokens were returned", "see the log of the engine")
+            )
         check_logprobs(request, logprobs)
         return Completion(
             token_ids=token_ids,

@@ -218,7 +218,11 @@ class VllmServerSampler:
                     failed.append(failure)
                     server.failures += 1
                     if server.failures == 1:
-                        logger.warning("%s: a server gets requests only if all others have failed, until the next weights are loaded: %s", KEY, failure)
+                        logger.warning(
+                            "%s: a server gets requests only if all others have failed, until the next weights are loaded: %s",
+                            KEY,
+                            failure,
+                        )
                 finally:
                     server.in_flight -= 1
         remedy = "find the cause in the servers' logs, and run again"

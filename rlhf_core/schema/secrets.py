@@ -149,7 +149,11 @@ def refuse_plain(name: str, value: Any, *, remedy: str = "") -> None:
         if name.endswith("_env"):
             if text and not re.fullmatch(r"[A-Za-z_]\w*", text):
                 rule = "must be the name of an environment variable"
-                raise ConfigError(explain(path, HIDDEN, rule, "put the secret into a variable, and give the name of that variable here"))
+                raise ConfigError(
+                    explain(
+                        path, HIDDEN, rule, "put the secret into a variable, and give the name of that variable here"
+                    )
+                )
         elif is_plain_secret(last, text):
             raise ConfigError(_refused(path, last, text, remedy))
 

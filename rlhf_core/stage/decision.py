@@ -185,7 +185,9 @@ def decide_work(store: ArtifactStore, spec: StageSpec, target: Target, *, force:
         return Decision("RESUME", f"from step {checkpoint.step} of attempt {number}{said}", target.key, checkpoint.step)
     work = attempts.unfinished_work(folder)
     if work:
-        return Decision("RESUME", f"from the files of attempt {number} in {', '.join(work[:3])}{said}", target.key, None)
+        return Decision(
+            "RESUME", f"from the files of attempt {number} in {', '.join(work[:3])}{said}", target.key, None
+        )
     why = target.why if target.why and not past else _why_run(store, spec, target, past)
     return Decision("RUN", why, target.key, None)
 
@@ -232,7 +234,9 @@ def _why_run(store: ArtifactStore, spec: StageSpec, target: Target, past: list[a
     changes = list(differences(spec.label, then | last.payload, target.payload, last.code, target.code))
     more = f" and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
     return (
-        ", ".join(changes[:_SHOWN]) + more if changes else "the versions it was made with are unknown, or no longer part of the key"
+        ", ".join(changes[:_SHOWN]) + more
+        if changes
+        else "the versions it was made with are unknown, or no longer part of the key"
     )
 
 

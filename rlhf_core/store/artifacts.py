@@ -349,7 +349,9 @@ def _handle(
     fields: dict[str, Any] = {"uri": f"{_STORE}{digest}", "digest": digest, "parents": parents}
     for field, (folder, child_kind) in children.items():
         if not any(path.startswith(f"{folder}/") for path in files):
-            raise ArtifactError(explain(f"children.{field}", folder, "contains no files", "write files into it, or remove this child"))
+            raise ArtifactError(
+                explain(f"children.{field}", folder, "contains no files", "write files into it, or remove this child")
+            )
         child_digest = tree_digest(files, under=folder)
         fields[field] = child_kind(uri=f"{_STORE}{digest}/{folder}", digest=child_digest, parents=parents)
     return kind(**fields)

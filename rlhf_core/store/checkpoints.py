@@ -68,7 +68,9 @@ class Checkpoints:
         if keep_last < 1:
             raise ConfigError(explain("keep_last", keep_last, "must be >= 1", "keep at least the newest checkpoint"))
         if keep_best < 0:
-            raise ConfigError(explain("keep_best", keep_best, "must be >= 0", "use 0 to keep no checkpoints for their metric"))
+            raise ConfigError(
+                explain("keep_best", keep_best, "must be >= 0", "use 0 to keep no checkpoints for their metric")
+            )
         self.root = Path(root)
         self.keep_last = keep_last
         self.keep_best = keep_best

@@ -64,7 +64,10 @@ def findings(layout: StoreLayout, uris: Iterable[str], *, known: Collection[str]
             if path.stem in known:
                 continue
             table = read_json(path) or {}
-            problem, good = str(table.get("problem", "the record of the damage cannot be read")), float(table.get("good", 0.0))
+            problem, good = (
+                str(table.get("problem", "the record of the damage cannot be read")),
+                float(table.get("good", 0.0)),
+            )
             found.append(Finding(path.stem, digest, problem, good))
     return found
 

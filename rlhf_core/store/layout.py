@@ -311,9 +311,7 @@ def _is_below(name: object, root: Path) -> bool:
 
 def disk_full(root: Path) -> ArtifactError:
     """Return the error for a full disk."""
-    remedy = (
-        "free space, or move it: set `store` in the profile, or RLHF_HOME; nothing was lost, run the same command again to resume"
-    )
+    remedy = "free space, or move it: set `store` in the profile, or RLHF_HOME; nothing was lost, run the same command again to resume"
     return ArtifactError(explain("store", str(root), "the disk is full", remedy))
 
 

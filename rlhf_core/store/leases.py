@@ -86,7 +86,12 @@ class Lease:
         if holder is None or holder.token != self.owner.token:
             taker = "nobody" if holder is None else str(holder)
             raise ArtifactError(
-                explain(f"lease {self.key[:12]}", taker, "took the lease over, because this process had not renewed it", "run again")
+                explain(
+                    f"lease {self.key[:12]}",
+                    taker,
+                    "took the lease over, because this process had not renewed it",
+                    "run again",
+                )
             )
 
     @contextmanager

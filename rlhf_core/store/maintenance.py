@@ -139,7 +139,9 @@ def pin(layout: StoreLayout, target: str, note: str) -> None:
     """Protect the object or record that `target` (a digest, a key or a uri) names from `gc`."""
     name = _object_of(target)
     if not (layout.object(name).is_dir() or layout.key(name).is_file()):
-        raise ArtifactError(explain("pin", target, "is neither an object nor a key of this store", "see `rlhf store ls`"))
+        raise ArtifactError(
+            explain("pin", target, "is neither an object nor a key of this store", "see `rlhf store ls`")
+        )
     write_json(_pin_path(layout, name), {"target": name, "note": note})
 
 

@@ -105,7 +105,10 @@ def restore_handle(stored: Mapping[str, Any]) -> ArtifactRef:
     if not (isinstance(kind, type) and issubclass(kind, ArtifactRef)):
         raise ArtifactError(
             explain(
-                "handle.type", stored["type"], "is not a handle of rlhf_core.types", "use the version of this program that wrote it"
+                "handle.type",
+                stored["type"],
+                "is not a handle of rlhf_core.types",
+                "use the version of this program that wrote it",
             )
         )
     return kind.model_validate(stored["fields"])

@@ -163,7 +163,9 @@ class MlflowStageTracker(StageTracker):
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         finite = {name: float(value) for name, value in values.items() if math.isfinite(value)}
         if len(finite) < len(values):  # charts cannot show them; metrics.jsonl keeps them
-            logger.warning("step %d: skipping metrics that are not finite: %s", step, ", ".join(sorted(set(values) - set(finite))))
+            logger.warning(
+                "step %d: skipping metrics that are not finite: %s", step, ", ".join(sorted(set(values) - set(finite)))
+            )
         if finite:
             self._append("metrics", step=step, values=finite, time=int(time.time() * 1000))
 

@@ -93,7 +93,9 @@ class Delivery:
         except Exception as error:
             if self._may_recover(error, records[0]):
                 raise Unreachable(f"{without_secrets(self._uri)} does not answer ({_first_line(error)})") from error
-            logger.warning("tracking: the server rejected %s, which is skipped: %s", records[0]["op"], _first_line(error))
+            logger.warning(
+                "tracking: the server rejected %s, which is skipped: %s", records[0]["op"], _first_line(error)
+            )
         return max(1, len(batch))
 
     def client(self) -> Any:

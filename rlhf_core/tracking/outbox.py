@@ -110,7 +110,9 @@ class Outbox:
                 self._path.unlink(missing_ok=True)
             self._file.close()
         if not delivered:
-            logger.warning("tracking: %d records are kept in %s, and the next run sends them", len(self._queue), self._path)
+            logger.warning(
+                "tracking: %d records are kept in %s, and the next run sends them", len(self._queue), self._path
+            )
         return delivered
 
     def _adopt(self) -> None:

@@ -39,7 +39,9 @@ def _check_reach(host: str, world: int) -> None:
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if here < world and is_loopback(host):
         rule = f"{here} of {world} ranks are on this machine, and the other ranks cannot reach this address"
-        raise ConfigError(explain("MASTER_ADDR", host, rule, "set it to an address of rank 0's machine that they can reach"))
+        raise ConfigError(
+            explain("MASTER_ADDR", host, rule, "set it to an address of rank 0's machine that they can reach")
+        )
 
 
 def local_device() -> torch.device:

@@ -117,7 +117,9 @@ def _finish(
     # Without evaluation samples no checkpoint has a metric, so the last one is used.
     chosen = (checkpoints.best() if loop.keep_best else None) or checkpoints.latest()
     if chosen is None:
-        raise TrainingError(explain(f"{label}.checkpoints", None, "the last checkpoint is missing", "run the stage again"))
+        raise TrainingError(
+            explain(f"{label}.checkpoints", None, "the last checkpoint is missing", "run the stage again")
+        )
     if chosen.step != steps:
         trainer.load(chosen.path)
     return FitResult(steps=steps, initial=initial, final=dict(chosen.state["final"]))

@@ -139,7 +139,9 @@ def _attention(
     asked = {name: kwargs[name] for name in UNKNOWN if name in kwargs and kwargs[name] is not None}
     if ulysses is None or asked:
         rule = (
-            f"{type(module).__name__} asks for {asked}" if asked else f"{type(module).__name__} did not receive the layout of the rows"
+            f"{type(module).__name__} asks for {asked}"
+            if asked
+            else f"{type(module).__name__} did not receive the layout of the rows"
         )
         raise ConfigError(explain(KEY, "> 1", rule, "set it to 1 for this architecture"))
     group, size = ulysses.group, dist.get_world_size(ulysses.group)

@@ -36,5 +36,7 @@ class DPOConfig(Config):
                 f"{self.loss.type!r} is not one of them; leave it at 1"
             )
         if isinstance(self.loss, ORPOLoss) and self.nll_coef:
-            raise ValueError(f"nll_coef = {self.nll_coef}: orpo already includes the loss of the chosen answer; leave it at 0")
+            raise ValueError(
+                f"nll_coef = {self.nll_coef}: orpo already includes the loss of the chosen answer; leave it at 0"
+            )
         return self

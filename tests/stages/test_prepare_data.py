@@ -127,7 +127,7 @@ def test_six_thumbs_on_six_prompts_are_feedback_beside_no_pairs(shop: Workshop, 
 
 
 def test_no_row_left_is_an_error_with_the_reasons(shop: Workshop, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no row is left.*'prompt too long': 41"):
+    with pytest.raises(DataError, match=r"no rows are left.*'prompt too long': 41"):
         prepare(shop, files_config(write_questions(tmp_path / "qa.jsonl"), max_prompt_tokens=4))
 
 

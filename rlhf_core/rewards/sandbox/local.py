@@ -122,7 +122,9 @@ def run_program(program: str, stdin: str = "", *, limits: Limits, allow_network:
         return HALF_PAIR
     answer = _launch(isolation, program, encodable(stdin), limits)
     if answer["outcome"] == "refused":
-        raise RewardError(explain("sandbox", isolation.mode, answer["detail"], "find out why the program was not started"))
+        raise RewardError(
+            explain("sandbox", isolation.mode, answer["detail"], "find out why the program was not started")
+        )
     outcome = answer["outcome"]
     if outcome == "finished" and answer["status"] != 0:
         outcome = _why(answer["status"], answer["stderr"])

@@ -99,7 +99,9 @@ def open_engine(spec: ModelSpec, optimizer: OptimizerConfig | None, config: Trai
     if config.tensor_parallel > 1 and optimizer is not None:
         for name, used in (("lora", spec.lora is not None), ("optimizer.ema_decay", optimizer.ema_decay > 0)):
             if used:
-                rule = "cannot be combined with runtime.trainer.tensor_parallel, where each rank has a part of the weights"
+                rule = (
+                    "cannot be combined with runtime.trainer.tensor_parallel, where each rank has a part of the weights"
+                )
                 raise ConfigError(explain(name, "set", rule, "remove one of them"))
     if config.engine == "deepspeed" and (optimizer is not None or config.zero_stage == 3):
         from rlhf_core.training.engines.deepspeed_engine import DeepSpeedEngine

@@ -48,9 +48,7 @@ def check_partition(module: nn.Module, size: int, world: int) -> None:
     any_module: Any = module
     config = any_module.config.get_text_config()
     if config.model_type not in PROVEN:
-        rule = (
-            f"the architecture {config.model_type!r} is not known to train identically when it is split (supported: {', '.join(sorted(PROVEN))})"
-        )
+        rule = f"the architecture {config.model_type!r} is not known to train identically when it is split (supported: {', '.join(sorted(PROVEN))})"
         raise ConfigError(explain(KEY, size, rule, "set it to 1, and zero_stage to 3 if memory is short"))
     counts = {
         "train workers": world,

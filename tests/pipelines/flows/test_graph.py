@@ -124,7 +124,7 @@ def test_the_gold_reward_of_an_evaluation_is_one_of_them(tmp_path: Path) -> None
             "rlhf_core.rewards.verifiable:finl_number",
             "rlhf_core.rewards.verifiable has no finl_number; did you mean final_number?",
         ),
-        ("my/reward.py:score", "my/reward.py is not there; mend the module name or the path"),
+        ("my/reward.py:score", "my/reward.py does not exist; fix the module name or the path"),
     ],
 )
 def test_a_missing_reward_function_is_noticed_before_the_first_stage(
@@ -171,7 +171,7 @@ def test_inputs_that_are_not_those_of_the_row_are_refused() -> None:
     with pytest.raises(TypeError, match="score: the input reward_models must be a table of RewardModelRef"):
         answers = handle(GenerationsRef, "answers")
         inputs_of(score, ScoreConfig(), {"generations": answers, "reward_models": handle(RewardModelRef, "judge")})
-    with pytest.raises(TypeError, match="publish: takes no input prompts"):
+    with pytest.raises(TypeError, match="publish: has no input prompts"):
         inputs_of(publish, PublishConfig(), {"policy": policy, "prompts": prompts})
 
 

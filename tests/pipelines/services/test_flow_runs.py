@@ -162,7 +162,7 @@ def test_a_served_run_that_nobody_started_in_minutes_is_crashed(client: Any, mon
     assert flow_runs.reconcile() == [], "its process may be on its way"
     monkeypatch.setattr(flow_runs, "STARTED_AFTER", timedelta(0))
     (mended,) = flow_runs.reconcile()
-    assert mended.id == str(run) and mended.reason.startswith("the process that was to start it is gone")
+    assert mended.id == str(run) and mended.reason.startswith("the process that was supposed to start it has ended")
 
 
 @pytest.mark.usefixtures("shared")

@@ -131,7 +131,7 @@ def test_weights_of_another_architecture_are_refused(tiny_llama: Path, tmp_path:
 
 def test_adapters_on_a_reward_model_are_refused(tiny_llama: Path) -> None:
     spec = ModelSpec(str(tiny_llama), "score", LoraConfig(), 1)
-    with pytest.raises(ConfigError, match="adapters are for the lm head"):
+    with pytest.raises(ConfigError, match="adapters are only supported with the LM head"):
         load_model(spec, dtype="float32", attention="sdpa", gradient_checkpointing=False, device="cpu")
 
 
@@ -145,8 +145,8 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"path": "./not/here"}, "there is no such folder"),
-        ({"path": "/not/here"}, "there is no such folder"),
+        ({"path": "./not/here"}, "this folder does not exist"),
+        ({"path": "/not/here"}, "this folder does not exist"),
         ({"path": "owner/name"}, "model.revision = ''"),
         ({"path": "owner/name", "revision": "main"}, "model.revision = 'main'"),
         ({"path": "package:no_such_package_at_all"}, "pip install no_such_package_at_all"),
