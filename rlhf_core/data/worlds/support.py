@@ -90,10 +90,7 @@ def facts_of(prompt: Prompt) -> Facts:
     except (ValueError, TypeError) as error:
         raise RewardError(
             explain(
-                f"prompt[{prompt.id}].label",
-                prompt.label,
-                "has no facts",
-                "use evaluation prompts, which alone have a gold reward",
+                f"prompt[{prompt.id}].label", prompt.label, "has no facts", "only evaluation prompts have a gold reward"
             )
         ) from error
 
