@@ -36,9 +36,9 @@ def run(
     best = max(levels)
     if prompts is not None:
         context.tracker.dataset("prompts", prompts.digest, "evaluation")
-        asked = [asking(prompt, best, template=config.template) for prompt in read_prompts(context.path(prompts))]
-        write_prompts(context.out, asked)
-        return context.commit(PromptsRef, metrics={"prompts": len(asked), "level": best})
+        conditioned = [asking(prompt, best, template=config.template) for prompt in read_prompts(context.path(prompts))]
+        write_prompts(context.out, conditioned)
+        return context.commit(PromptsRef, metrics={"prompts": len(conditioned), "level": best})
 
     evaluation = held_out((one.prompt.id for one in kept), fraction=config.eval_fraction, seed=context.seed)
     rows = demonstrations(kept, levels, template=config.template)

@@ -31,7 +31,7 @@ from rlhf_core.data.worlds.arithmetic import make_tables as arithmetic
 from rlhf_core.data.worlds.support import make_tables as support
 from rlhf_core.errors import ConfigError, DataError, explain
 from rlhf_core.models.initialise import initialise_llama, train_tokenizer
-from rlhf_core.models.loading import materialise
+from rlhf_core.models.loading import materialize
 from rlhf_core.stage.context import StageContext
 from rlhf_core.types import (
     ArtifactRef,
@@ -136,7 +136,7 @@ def _base_model(config: PrepareDataConfig, tables: Tables, folder: Path, *, seed
     """Write the base model to `folder`: initialised from nothing, or a pretrained one in one common layout."""
     template = _template(config.chat_template)
     if isinstance(config.model, PretrainedModel):
-        materialise(config.model, folder, chat_template=template)
+        materialize(config.model, folder, chat_template=template)
         return
     if template is not None:
         raise ConfigError(

@@ -122,13 +122,13 @@ class Stage:
         """
         return (self.config,) if isinstance(self.config, type) else get_args(get_args(self.config)[0])
 
-    def asks(self, name: str, config: Config) -> bool:
+    def reads_input(self, name: str, config: Config) -> bool:
         """Return whether the stage reads the input `name` under this configuration."""
         return self.inputs[name].when(config)
 
-    def asked(self, config: Config) -> list[str]:
+    def inputs_read(self, config: Config) -> list[str]:
         """Return the names of the inputs that the stage reads under this configuration."""
-        return [name for name in self.inputs if self.asks(name, config)]
+        return [name for name in self.inputs if self.reads_input(name, config)]
 
     def spec(
         self,
@@ -241,7 +241,7 @@ _ROWS = (
         engines=("sampler",),
         section="rejection_sampling.generate",
         page="generate.md",
-        about="Answers of `policy` to `prompts`, which `asked` may put to it in other words (`conditional_sft/ask`).",
+        about="Answers of `policy` to `prompts`, which `inputs_read` may put to it in other words (`conditional_sft/ask`).",
     ),
     Stage(
         name="score",

@@ -40,7 +40,7 @@ R = TypeVar("R", bound=ArtifactRef)
 
 @dataclass
 class LifecycleState:
-    """The artifacts of the lifecycle so far. `conditioned_prompts` holds the prompts of policies trained on conditioned prompts."""
+    """The artifacts of the lifecycle so far; `conditioned_prompts` holds the prompts of policies that need them."""
 
     data: PreparedDataRef
     policies: dict[str, PolicyRef]
@@ -216,7 +216,7 @@ def evaluate_policies(
     conditioned_prompts: dict[str, PromptsRef],
     reward_models: dict[str, RewardModelRef],
 ) -> ReportRef:
-    """Sample every policy's answers to the held-out prompts (the conditioned ones in `conditioned_prompts`), and compare them."""
+    """Sample every policy's answers to the held-out prompts (or to its `conditioned_prompts`), and compare them."""
     best_of = config.evaluate.best_of
     generations = {}
     for name, policy in policies.items():

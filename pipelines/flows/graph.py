@@ -256,11 +256,11 @@ def inputs_of(stage: Stage, config: Config, given: Mapping[str, GivenInput]) -> 
         raise TypeError(f"{stage.name}: has no input {', '.join(sorted(unknown))}")
     inputs: dict[str, StageInput] = {}
     for name, row in stage.inputs.items():
-        asked = stage.asks(name, config)
-        value = given.get(name if asked else row.instead)
+        reads = stage.reads_input(name, config)
+        value = given.get(name if reads else row.instead)
         if value is not None:
             inputs[name] = _checked(stage.name, name, row, value)
-        elif asked and not row.optional:
+        elif reads and not row.optional:
             raise TypeError(f"{stage.name}: the input {name} is missing")
     return inputs
 

@@ -81,7 +81,7 @@ class IterativeDPOConfig(Config):
     dpo: DPOConfig
 
 
-class PolicyOptimisationConfig(PPOConfig):
+class PolicyOptimizationConfig(PPOConfig):
     """Policy optimization and its initial policy, which is also its reference."""
 
     start_from: Annotated[Start, OPERATIONAL] = "sft"
@@ -123,7 +123,7 @@ class PipelineConfig(Config):
     conditional_sft: ConditionalSFTConfig | None = None
     dpo: OfflineDPOConfig | None = None
     iterative_dpo: IterativeDPOConfig | None = None
-    ppo: PolicyOptimisationConfig | None = None
+    ppo: PolicyOptimizationConfig | None = None
     distill: DistillationConfig | None = None
     evaluate: EvaluationConfig | None = None
     publish: PublishConfig | None = None

@@ -459,11 +459,11 @@ def _binds(kind: Any, **arguments: Any) -> bool:
     return True
 
 
-def _slot(asked: str) -> EpisodeSlot:
+def _slot(name_used: str) -> EpisodeSlot:
     try:
         return EPISODE_SLOT.get()
     except LookupError:
-        raise RuntimeError(f"{asked} was used outside of execute, where no episode is running") from None
+        raise RuntimeError(f"{name_used} was used outside of execute, where no episode is running") from None
 
 
 def as_result(result: Mapping[str, Any]) -> ProgramResult:

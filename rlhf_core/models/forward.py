@@ -228,9 +228,9 @@ def hidden_states(model: nn.Module, batch: TokenBatch) -> Tensor:
     if batch.packed:
         check_packing(backbone.config)
     check_length(backbone.config, batch.position_ids_BL)
-    asked = routing_arguments()
+    routing = routing_arguments()
     # Code that watches the routers expects their logits in the rows of the batch.
-    shared = None if asked or not keeps_apart(backbone.config) else shared_rows(batch)
+    shared = None if routing or not keeps_apart(backbone.config) else shared_rows(batch)
     ids_BL, positions_BL = batch.token_ids_BL, batch.position_ids_BL
     if shared is not None:
         ids_BL, positions_BL = shared.token_ids_RL, shared.position_ids_RL
@@ -238,15 +238,15 @@ def hidden_states(model: nn.Module, batch: TokenBatch) -> Tensor:
     if (batch.packed or shared is not None) and _is_flash(backbone):
         # The variable-length kernels find sample boundaries only in the position IDs of a single long row.
         ids_BL, positions_BL = ids_BL.reshape(1, -1), positions_BL.reshape(1, -1)
-    output = _run(backbone, ids_BL, positions_BL, asked)
+    output = _run(backbone, ids_BL, positions_BL, routing)
     note_routing(backbone, output, batch)
     hidden_BLH = output.last_hidden_state.reshape(*shape, -1)
     return hidden_BLH if shared is None else shared.restore(hidden_BLH, batch)
 
 
-def _run(backbone: Any, ids_BL: Tensor, positions_BL: Tensor, asked: Mapping[str, bool]) -> Any:
+def _run(backbone: Any, ids_BL: Tensor, positions_BL: Tensor, routing: Mapping[str, bool]) -> Any:
     positions = {"position_ids": positions_BL} if _takes_positions(backbone) else {}
-    return backbone(input_ids=ids_BL, use_cache=False, **positions, **asked)
+    return backbone(input_ids=ids_BL, use_cache=False, **positions, **routing)
 
 
 def _takes_positions(backbone: nn.Module) -> bool:
@@ -299,13 +299,13 @@ def _chunk_logprobs(
     """Return log-probabilities and entropies [C, 2], in one tensor as `in_one_call` requires."""
     if temperature != 1:
         logits_CV = logits_CV / temperature
-    normaliser_C = torch.logsumexp(logits_CV, dim=-1)
-    logprobs_C = logits_CV.gather(-1, targets_C.unsqueeze(-1)).squeeze(-1) - normaliser_C
+    normalizer_C = torch.logsumexp(logits_CV, dim=-1)
+    logprobs_C = logits_CV.gather(-1, targets_C.unsqueeze(-1)).squeeze(-1) - normalizer_C
     if not with_entropy:
-        return torch.stack([logprobs_C, torch.zeros_like(normaliser_C)], dim=1)
+        return torch.stack([logprobs_C, torch.zeros_like(normalizer_C)], dim=1)
     with nullcontext() if entropy_gradient else torch.no_grad():
-        probs_CV = torch.exp(logits_CV - normaliser_C.unsqueeze(-1))
-        entropy_C = normaliser_C - (probs_CV * logits_CV).sum(-1)
+        probs_CV = torch.exp(logits_CV - normalizer_C.unsqueeze(-1))
+        entropy_C = normalizer_C - (probs_CV * logits_CV).sum(-1)
     return torch.stack([logprobs_C, entropy_C], dim=1)
 
 

@@ -20,7 +20,7 @@ from rlhf_core.models.forward import check_head, check_rows
 from rlhf_core.models.heads import ValueModel, initial_head, read_head
 from rlhf_core.models.lora import apply_lora
 from rlhf_core.models.packages import PACKAGE, package_folder
-from rlhf_core.models.quantised import check_quantiser
+from rlhf_core.models.quantised import check_quantizer
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def load_model(spec: ModelSpec, *, dtype: str, attention: str, gradient_checkpoi
             explain("lora", spec.head, "adapters are only supported with the LM head", "remove lora from this role")
         )
     if spec.lora is not None and spec.lora.quantise:
-        check_quantiser()
+        check_quantizer()
     config = _config_without_dropout(folder)
     check_attention(config, attention)
     load = {"lm": _load_lm, "score": _load_score, "value": _load_value}[spec.head]
@@ -75,7 +75,7 @@ def load_tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def materialise(config: PretrainedModel, folder: Path, *, chat_template: str | None = None) -> None:
+def materialize(config: PretrainedModel, folder: Path, *, chat_template: str | None = None) -> None:
     """Write the model of `config` to `folder` in Hugging Face layout: safetensors, tokenizer, chat template.
 
     `chat_template` replaces the tokenizer's own template, or supplies a missing one.

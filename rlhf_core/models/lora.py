@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rlhf_core.config.engines import LoraConfig
 from rlhf_core.errors import ConfigError, explain
-from rlhf_core.models.quantised import is_quantised, quantise, whole_weight
+from rlhf_core.models.quantised import is_quantized, quantise, whole_weight
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ def _adapted_layers(model: nn.Module) -> dict[str, Any]:
 @torch.no_grad()
 def _merged(weight_OI: Tensor, layer: Any) -> Tensor:
     base = layer.get_base_layer()
-    if is_quantised(base):
+    if is_quantized(base):
         weight_OI = whole_weight(base)
     a_RI, b_OR = layer.lora_A[_ADAPTER].weight.float(), layer.lora_B[_ADAPTER].weight.float()
     merged_OI = weight_OI.float() + (b_OR @ a_RI) * layer.scaling[_ADAPTER]

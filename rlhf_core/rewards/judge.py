@@ -79,12 +79,12 @@ class Judge:
                 return shortened(str(error))
         return shortened(problem)
 
-    def _said(self, asked: str) -> str:
+    def _said(self, prompt: str) -> str:
         """Return what the judge said; httpx.HTTPError for a fault, ReadTimeout after the deadline of the whole answer."""
         config = self._config
         body = {
             "model": config.model,
-            "messages": [{"role": "user", "content": asked}],
+            "messages": [{"role": "user", "content": prompt}],
             "max_tokens": config.max_tokens,
             "temperature": config.temperature,
         }

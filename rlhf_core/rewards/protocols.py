@@ -124,11 +124,11 @@ def adapt(function: Callable[..., Any], *, protocol: FunctionProtocol, arguments
         raise ConfigError(
             explain(f"arguments.{unknown[0]}", arguments[unknown[0]], "is not a parameter of the function", has)
         )
-    chosen = told_by(parameters, arguments) if protocol == "auto" else protocol
+    chosen = protocol_of(parameters, arguments) if protocol == "auto" else protocol
     return Adapted(function, chosen, dict(arguments))
 
 
-def told_by(parameters: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]) -> Protocol:
+def protocol_of(parameters: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]) -> Protocol:
     """Return the protocol that the names of the parameters tell; ConfigError if none."""
     named = [
         name

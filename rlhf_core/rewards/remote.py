@@ -149,10 +149,10 @@ class RemoteRewardClient:
             raise _NoRewards(f"returned invalid JSON: {text!r}") from None
 
     def _failure(self, batch: Sequence[Generation], problems: Mapping[str, _NoRewards]) -> BatchFailed:
-        told = "; ".join(f"{url} {problem.reason}" for url, problem in problems.items())
+        reasons = "; ".join(f"{url} {problem.reason}" for url, problem in problems.items())
         ids = f"prompts {batch[0].prompt.id} to {batch[-1].prompt.id}"
-        message = explain(f"rewards.{self._name}", ids, told, "fix the server, or raise timeout_s or retries")
-        return BatchFailed(message, reason=told, divisible=not any(problem.final for problem in problems.values()))
+        message = explain(f"rewards.{self._name}", ids, reasons, "fix the server, or raise timeout_s or retries")
+        return BatchFailed(message, reason=reasons, divisible=not any(problem.final for problem in problems.values()))
 
 
 def read_answer(answer: Any, count: int) -> RewardOutcome:

@@ -163,8 +163,8 @@ def _wait(group: Any, config: RuntimeConfig, made: Layout, over: Callable[[], st
         now = time.monotonic()
         reason = over()
         if reason:
-            asked = _spelled(made.bundles)
-            raise WorkerLostError(explain("runtime", asked, f"stopped waiting: {reason}", "run again"))
+            wanted = _spelled(made.bundles)
+            raise WorkerLostError(explain("runtime", wanted, f"stopped waiting: {reason}", "run again"))
         if now - began > config.placement_timeout_s:
             limit = f"runtime.placement_timeout_s = {config.placement_timeout_s:g}"
             raise _not_there(config, made, f"not all of this became available within {limit} s")

@@ -53,7 +53,7 @@ def execute(
     the beginning and replaces the record. `tracking` (run ids, urls) is kept in the record.
     """
 
-    def told(decision: Decision) -> Decision:
+    def reported(decision: Decision) -> Decision:
         logger.info("%s: %s: %s", spec.label, decision.action, decision.reason)
         if on_decision is not None:
             on_decision(decision)
@@ -62,20 +62,20 @@ def execute(
     target = target_of(store, spec, strict=strict)
     found = None if force else _take(store, spec, target)
     if found is not None:
-        return found[0].handle, told(found[1])
+        return found[0].handle, reported(found[1])
 
     attached: list[Decision] = []
 
     def attach(owner: Owner) -> None:
-        attached.append(told(Decision("ATTACH", f"{owner} is computing it", target.key, None)))
+        attached.append(reported(Decision("ATTACH", f"{owner} is computing it", target.key, None)))
 
     with naming_disk_errors(store.root), store.lease(target.key, on_wait=attach) as lease:
         if not unfit(store, spec, target.key):
             found = None if force else _take(store, spec, target)
             if found is not None:
-                return found[0].handle, attached[0] if attached else told(found[1])
+                return found[0].handle, attached[0] if attached else reported(found[1])
             check_secrets(spec)
-            decision = told(decide_work(store, spec, target, force=force))
+            decision = reported(decide_work(store, spec, target, force=force))
             _remember(store, spec, target)
             run = _begin(store, spec, target, lease, decision, force=force, tracking=tracking)
             return _finish(store, run, runtime, tracker, progress), decision

@@ -136,11 +136,11 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Return the heads' outputs [B, S, A, D] at this rank's positions for transformers. Keys may have fewer heads."""
-    asked = {name: kwargs[name] for name in UNKNOWN if name in kwargs and kwargs[name] is not None}
-    if ulysses is None or asked:
+    unsupported = {name: kwargs[name] for name in UNKNOWN if name in kwargs and kwargs[name] is not None}
+    if ulysses is None or unsupported:
         rule = (
-            f"{type(module).__name__} asks for {asked}"
-            if asked
+            f"{type(module).__name__} asks for {unsupported}"
+            if unsupported
             else f"{type(module).__name__} did not receive the layout of the rows"
         )
         raise ConfigError(explain(KEY, "> 1", rule, "set it to 1 for this architecture"))

@@ -61,7 +61,7 @@ class SandboxFusion:
         """Return how the program ended; a limit that it hit is its own failure."""
         if encodable(program) != program:
             return HALF_PAIR
-        asked = {
+        body = {
             "code": program,
             "language": "python",
             "stdin": encodable(stdin),
@@ -73,18 +73,18 @@ class SandboxFusion:
             if attempt:
                 time.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
             try:
-                return _execution(self._ask(asked, limits.timeout_s + QUEUE_S), limits)
+                return _execution(self._ask(body, limits.timeout_s + QUEUE_S), limits)
             except _NoResult as none:
                 problem = str(none)
                 if none.final:
                     break
         raise RewardError(explain("sandbox_url", shown(self._url), problem, "see the server's log, or start it"))
 
-    def _ask(self, asked: Mapping[str, Any], timeout_s: float) -> Any:
+    def _ask(self, body: Mapping[str, Any], timeout_s: float) -> Any:
         deadline, answer = time.monotonic() + timeout_s, b""
         timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
         try:
-            with self._client.stream("POST", self._url, json=asked, timeout=timeout) as response:
+            with self._client.stream("POST", self._url, json=body, timeout=timeout) as response:
                 for piece in response.iter_bytes():
                     answer += piece
                     if len(answer) > LARGEST_ANSWER or time.monotonic() > deadline:
