@@ -1,4 +1,4 @@
-"""Preference optimisation without a reward model in the loop: DPO (arXiv 2305.18290) and its kin.
+"""Preference optimization without a reward model in the loop: DPO (arXiv 2305.18290) and its kin.
 
 With a = log pi(y_c) - log pi_ref(y_c), b likewise for the rejected answer and h = a - b, the loss of a pair is
   dpo  -log sigmoid(beta h)          ipo  (h - 1/(2 beta))^2          simpo, orpo  without a reference

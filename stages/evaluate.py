@@ -239,7 +239,7 @@ def draw(
     measure, reference = report["compared_by"], report["reference"]
     label = {"gold": "gold reward", "reward_model": "reward-model score", "": ""}[measure]
     rows = report["policies"]
-    ordered = sorted(rows, key=lambda name: name not in report["order"])  # so that colours agree between the figures
+    ordered = sorted(rows, key=lambda name: name not in report["order"])  # so that colors agree between the figures
     points = [
         plots.FrontierPoint(
             name, rows[name]["kl"]["mean"], *(rows[name][measure][end] for end in ("mean", "low", "high"))
@@ -264,7 +264,7 @@ def draw(
 
 
 def training_figures(training: Mapping[str, Path]) -> dict[str, tuple[str, bytes]]:
-    """Return one figure per trained stage: reward for policy optimisation, loss for the rest."""
+    """Return one figure per trained stage: reward for policy optimization, loss for the rest."""
     figures = {}
     for label, path in training.items():
         series = {name.removeprefix(f"{label}/"): curve for name, curve in plots.read_curves(path).items()}

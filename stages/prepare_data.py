@@ -133,7 +133,7 @@ def _rows(
 
 
 def _base_model(config: PrepareDataConfig, tables: Tables, folder: Path, *, seed: int) -> None:
-    """Write the base model to `folder`: initialised from nothing, or a pretrained one in one common layout."""
+    """Write the base model to `folder`: initialized from nothing, or a pretrained one in one common layout."""
     template = _template(config.chat_template)
     if isinstance(config.model, PretrainedModel):
         materialize(config.model, folder, chat_template=template)

@@ -69,7 +69,7 @@ def score_shards(
     with open_scorer(config.rewards, reward_models, context) as score:
         restore(score, folder, done)
         for index in range(done, len(pieces)):
-            score.at_step(0)  # nothing is optimised here: weights are those of the start
+            score.at_step(0)  # nothing is optimized here: weights are those of the start
             rollouts = score(pieces[index])
             keep(score, folder, index)  # before its shard: a shard that is there has its state
             metrics = reward_metrics(rollouts) | score.logs()

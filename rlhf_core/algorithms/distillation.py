@@ -59,7 +59,7 @@ def topk_distillation_loss(
     """Return the divergence of distributions over the teacher's K likeliest tokens and one bucket for all the others.
 
     A lower bound of the full divergence (merging classes never raises it), and equal to it at K = V - 1. The teacher's
-    log-probs are those of its full softmax at the same `temperature`, not renormalised over the K; `teacher_ids_TK`
+    log-probs are those of its full softmax at the same `temperature`, not renormalized over the K; `teacher_ids_TK`
     must not repeat an id within a row. Logits must be finite. Metrics as `distillation_loss`. Raises ConfigError where
     K leaves no rest.
     """

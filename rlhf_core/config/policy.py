@@ -227,7 +227,7 @@ class PPOConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _the_penalty_is_not_normalised(self) -> PPOConfig:
+    def _the_penalty_is_not_normalized(self) -> PPOConfig:
         if self.advantage.divides_by_spread and self.kl_in == "reward" and self.kl_coef > 0:
             raise ValueError(
                 f"kl_in = 'reward': {self.advantage.type} divides by the spread of a group, which consists only of the penalty where all answers "

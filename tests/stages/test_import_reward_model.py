@@ -218,7 +218,9 @@ def test_files_that_changed_between_the_plan_and_the_copy_are_refused(
         weights(outside, lambda one: {**one, "score.weight": -one["score.weight"]})
     else:
         (outside / changed).write_bytes((kept or b"{}") + b"\n")
-    with pytest.raises(ConfigError, match=r"import_reward_model\.path.*have changed since the run was planned; run it"):
+    with pytest.raises(
+        ConfigError, match=r"import_reward_model\.path.*have changed since the run was planned; run again"
+    ):
         execute_it()
     (outside / changed).unlink()
     if kept is not None:
@@ -272,5 +274,5 @@ def test_a_profile_that_openrlhfs_script_became_imports_its_reward_model(tmp_pat
 
 
 def test_a_run_has_one_reward_model() -> None:
-    with pytest.raises(ConfigError, match="in place of \\[reward_model\\]"):
+    with pytest.raises(ConfigError, match="takes the place of \\[reward_model\\]"):
         load_profile("tiny/full", ["import_reward_model.path=rm"])

@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimization: single answers, each labelled desirable or not.
+"""Kahneman-Tversky optimization: single answers, each labeled desirable or not.
 
 Formula: w (1 - sigmoid(+-beta (log-ratio - z))), + for desirable answers, z the mean KL of the step.
 Reference: arXiv 2402.01306 eq. 8.

@@ -74,7 +74,7 @@ def test_a_job_that_cannot_read_its_spec_says_so(tmp_path: Path) -> None:
 def test_a_cluster_that_sees_other_code_is_noticed_by_the_key(tmp_path: Path) -> None:
     status, outcome = ended(job_of(tmp_path, toy_spec(), key="0" * 64), tmp_path)
     assert (status, outcome.error_class) == (1, "ConfigError")
-    assert outcome.error.startswith("toy.key = '000000000000': here it is ")
+    assert outcome.error.startswith("toy.key = '000000000000': the cluster computes ")
     assert ArtifactStore(tmp_path / "store").records() == []
 
 

@@ -160,7 +160,7 @@ def test_a_teacher_that_the_profile_does_not_make_is_refused() -> None:
     [
         (b'name = "caf\xe9"', "cannot be read: 'utf-8' codec"),
         (b"seed = " + b"9" * 5000, "not valid TOML: Exceeds the limit"),
-        (b"seed = " + b"[" * 5000, "not valid TOML: brackets too deep"),
+        (b"seed = " + b"[" * 5000, "not valid TOML: brackets are nested too deeply"),
         (b"extends = 5", "extends = 5: must be the name of a file; give the path of a profile"),
         (b'extends = ["tiny/full"]', r"extends = \['tiny/full'\]: must be the name of a file"),
         (b'extends = "a\\u0000b"', "must be the name of a file"),
@@ -179,7 +179,7 @@ def test_a_profile_that_cannot_be_read_says_why(content: bytes, rule: str, tmp_p
     ("override", "rule"),
     [
         ("seed=" + "9" * 5000, r"--set seed = '9+' \.\.\.: cannot be read: Exceeds the limit"),
-        ("seed=" + "[" * 5000, "cannot be read: brackets too deep"),
+        ("seed=" + "[" * 5000, "cannot be read: brackets are nested too deeply"),
         ("a." * 3000 + "b=1", r"a = \{\.\.\.\}: unknown key"),
         ("name=half \ud83d", "must be valid UTF-8"),
     ],

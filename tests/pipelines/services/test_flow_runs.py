@@ -98,7 +98,9 @@ def test_a_run_whose_process_is_gone_is_crashed_with_its_tasks_and_others_are_le
     task_run = a_task_of(client, dead)
     (mended,) = reconcile()
     assert (mended.id, mended.state) == (str(dead), "Crashed")
-    assert "process 1 on" in str(mended) and "ended without a word; run it again and it resumes" in str(mended)
+    assert "process 1 on" in str(mended) and "ended without reporting a result; run it again and it resumes" in str(
+        mended
+    )
     assert client.read_flow_run(dead).state.name == client.read_task_run(task_run).state.name == "Crashed"
     states = [client.read_flow_run(left).state.name for left in (alive, unknown, elsewhere, waiting)]
     assert states == ["Running", "Running", "Running", "Paused"]

@@ -197,7 +197,7 @@ def test_parts_of_text_are_one_text_and_pictures_are_refused() -> None:
     parts = [{"type": "text", "text": "What "}, {"type": "text", "text": "is 3?"}]
     assert chat_message({"role": "user", "content": parts}) == chat_message(USER)
     assert chat_message({"role": "tool", "content": "half a \ud83d"}).content == "half a ?", "no tokenizer takes it"
-    with pytest.raises(RequestRefused, match="text alone"):
+    with pytest.raises(RequestRefused, match="reads only text"):
         chat_message({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]})
 
 

@@ -145,13 +145,15 @@ def test_a_disk_that_is_full_before_the_stage_begins_is_named_too(
 
     with monkeypatch.context() as patch:
         patch.setattr("rlhf_core.store.attempts.write_json", full)
-        with pytest.raises(ArtifactError, match=r"the disk is full; free space, or .*the same command resumes"):
+        with pytest.raises(
+            ArtifactError, match=r"the disk is full; free space, or .*run the same command again to resume"
+        ):
             _run(store, toy_spec())
     assert _run(store, toy_spec())[1].action == "RUN"
 
 
 def test_a_full_disk_in_a_stage_is_named_and_the_next_run_goes_on(store: ArtifactStore) -> None:
-    with pytest.raises(ArtifactError, match=r"the disk is full; free space, or .*the same command resumes"):
+    with pytest.raises(ArtifactError, match=r"the disk is full; free space, or .*run the same command again to resume"):
         _run(store, toy_spec(ToyConfig(trouble="full")))
     assert store.record(stage_key(toy_spec())) is None
     assert _run(store, toy_spec())[1].reason == "from step 3 of attempt 1"

@@ -144,7 +144,7 @@ def test_an_artifact_that_cannot_be_kept_is_refused(store: ArtifactStore, files:
 def test_links_are_refused(store: ArtifactStore) -> None:
     out = _out(store, {"a": "1"})
     (out / "link").symlink_to(out / "a")
-    with pytest.raises(ArtifactError, match="is a link"):
+    with pytest.raises(ArtifactError, match="is a symbolic link"):
         store.commit(KEY, out, PolicyRef, children={}, record=PROVENANCE)
 
 
@@ -278,7 +278,9 @@ def test_a_store_of_a_newer_version_is_refused_before_it_is_touched(store: Artif
 def test_a_marker_that_cannot_be_read_is_refused_with_what_to_do(store: ArtifactStore, content: str) -> None:
     store.create()
     (store.root / "store.json").write_text(content)
-    with pytest.raises(ArtifactError, match=r"its store\.json cannot be read; delete .*store\.json if this version"):
+    with pytest.raises(
+        ArtifactError, match=r"the file store\.json in it cannot be read; delete .*store\.json if this version"
+    ):
         ArtifactStore(store.root)
 
 

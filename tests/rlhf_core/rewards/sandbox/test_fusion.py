@@ -95,7 +95,7 @@ def answers(*given: Answer) -> Callable[[dict[str, Any]], Answer]:
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [
-        (said("SandboxError", message="no room"), "failed itself: no room"),
+        (said("SandboxError", message="no room"), "reported an internal error: no room"),
         (said("Failed", run_result=ran("Error", stderr="lost")), "returned no result of a run"),
         (said("Success"), "returned no result of a run"),
         (said("Success", run_result=ran("Finished", return_code=None)), "returned no result of a run"),
