@@ -75,9 +75,9 @@ server.serve_forever()
 LEFT_OUT = {
     "disconnects in the middle": "RemoteProtocolError",
     "hangs": "took longer than 2 s",
-    "answers NaN": "no finite number",
+    "answers NaN": "is not a finite number",
     "answers too many numbers": "rewards for 1 answers",
-    "answers no JSON": "no JSON",
+    "answers no JSON": "invalid JSON",
 }
 """What happens to one answer -> what its reason must name."""
 RECOVERED = {
@@ -154,7 +154,7 @@ def _dies(folder: Path) -> Outcome:
 def _wrong_token(folder: Path) -> Outcome:
     with _server() as url, _variables({TOKEN_ENV: "wrong"}):
         spec = _spec(url, retries=5, token_env=TOKEN_ENV)
-        outcome = one_error(spec, folder, groups("wants a token", "x"), named="answered status 401")
+        outcome = one_error(spec, folder, groups("wants a token", "x"), named="returned status 401")
     if "wrong" in outcome.said:
         return Outcome("not handled", None, None, "the token stands in the message")
     return outcome

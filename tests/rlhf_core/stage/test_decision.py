@@ -138,7 +138,7 @@ def test_shards_of_an_earlier_attempt_are_resumed(store: ArtifactStore) -> None:
     _fail(store, "shards")
     assert _said(store, toy_spec()) == (
         "RESUME",
-        "from the files of attempt 1 left in shard-1.txt, shard-2.txt, shard-3.txt",
+        "from the files of attempt 1: shard-1.txt, shard-2.txt, shard-3.txt",
     )
 
 
