@@ -185,9 +185,7 @@ def decide_work(store: ArtifactStore, spec: StageSpec, target: Target, *, force:
         return Decision("RESUME", f"from step {checkpoint.step} of attempt {number}{said}", target.key, checkpoint.step)
     work = attempts.unfinished_work(folder)
     if work:
-        return Decision(
-            "RESUME", f"from the files of attempt {number}: {', '.join(work[:3])}{said}", target.key, None
-        )
+        return Decision("RESUME", f"from the files of attempt {number}: {', '.join(work[:3])}{said}", target.key, None)
     why = target.why if target.why and not past else _why_run(store, spec, target, past)
     return Decision("RUN", why, target.key, None)
 

@@ -131,9 +131,7 @@ class Sheet:
             self._record(given, "translated", f"{key} is larger already")
             return
         if before and before.value != value and before.given and key not in LARGEST_WINS:
-            what = (
-                f"{key} applies to the whole run and is already {before.value!r} ({before.comment}); import this command on its own"
-            )
+            what = f"{key} applies to the whole run and is already {before.value!r} ({before.comment}); import this command on its own"
             self._record(given, "not translatable", what)
             return
         if before is None or given or before.value != value:

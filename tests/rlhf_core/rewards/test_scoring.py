@@ -134,7 +134,7 @@ def test_every_model_of_every_kind_of_term_must_be_there_and_of_its_kind() -> No
         check_reward_models(RewardsConfig(terms={"e": missing}), given)
     whole = RewardModelReward(model="process_reward_model")
     with pytest.raises(
-        ConfigError, match=r"terms\.w\.model .* scores steps, not whole answers .*type = \"process_reward_model\""
+        ConfigError, match=r"terms\.w\.model .* scores steps, not whole answers; .*type = \"process_reward_model\""
     ):
         check_reward_models(RewardsConfig(terms={"w": whole}), given)
 

@@ -61,7 +61,9 @@ def test_every_flag_of_a_script_is_in_one_of_the_three_lists(name: str, tmp_path
     said = [word.partition("=")[0] for word in (*command.launcher, *command.words) if word.startswith("--")]
     written = sorted(flag for flag in said if flag not in ("--", "--module"))
     assert sorted(outcome.flag for outcome in translation.outcomes) == written
-    assert all(outcome.what and "this program does not use it" not in outcome.what[0] for outcome in translation.outcomes)
+    assert all(
+        outcome.what and "this program does not use it" not in outcome.what[0] for outcome in translation.outcomes
+    )
 
 
 @pytest.mark.parametrize("command", sorted(set(COMMANDS.values())))
