@@ -179,7 +179,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a broken config": (
         lambda folder: (folder / "config.json").write_text("{"),
-        "its config.json is no JSON .*; download the file again",
+        "its config.json is not valid JSON .*; download the file again",
     ),
     "a config that is a list": (
         lambda folder: (folder / "config.json").write_text("[]"),
@@ -187,7 +187,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a broken tokenizer": (
         lambda folder: (folder / "tokenizer_config.json").write_bytes(b'{"a": "\xff"}'),
-        "its tokenizer_config.json is no JSON .*utf-8",
+        "its tokenizer_config.json is not valid JSON .*utf-8",
     ),
 }
 
