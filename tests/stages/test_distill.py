@@ -134,7 +134,7 @@ def test_prompts_are_needed_on_policy_and_demonstrations_off_it(tmp_path: Path, 
     for config, missing in ((ON_POLICY, "prompts"), (CONFIG, "demonstrations")):
         shop, inputs = shop_and_inputs(tmp_path / missing, policy, policy, config)
         del inputs[missing]
-        with pytest.raises(ConfigError, match=rf"distill\.{missing} = None: on_policy = \w+ learns on {missing}"):
+        with pytest.raises(ConfigError, match=rf"distill\.{missing} = None: on_policy = \w+ trains on {missing}"):
             shop.run("distill", config, inputs)
 
 
