@@ -158,7 +158,7 @@ def test_the_store_of_a_profile_or_a_folder_can_be_looked_at(here: Path, capsys:
     profile.write_text(f'store = "{here}/own"\n' + profile.read_text())
     for which in (["--profile", str(profile)], ["--store", f"{here}/own"]):
         assert main(["runs", *which]) == main(["store", "ls", *which]) == 0
-        assert capsys.readouterr().out.count(f"{here}/own is not there yet") == 2
+        assert capsys.readouterr().out.count(f"{here}/own does not exist yet") == 2
 
 
 @pytest.mark.parametrize(
