@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -99,8 +100,18 @@ def edited_while_running(folder: Path, peace: Peace, number: int, seed: int) -> 
     return life
 
 
+def published_before(events: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether `publish` began before the event `edited`, so that it may have registered the policy of then.
+
+    >>> published_before([{"event": "edited"}, {"event": "started", "label": "publish", "action": "RUN"}])
+    False
+    """
+    before = itertools.takewhile(lambda event: event["event"] != "edited", events)
+    return any((event["event"], event.get("label")) == ("started", PUBLISH) for event in before)
+
+
 def published_again(twin: Mapping[str, StageResult], home: Path) -> Mapping[str, StageResult]:
-    """Return the twin with what `publish` gave in `home`, where the pipeline was complete before an edit.
+    """Return the twin with what `publish` gave in `home`, where it had begun before an edit.
 
     Each published policy has the number of its version in MLflow in its card, and the twin's is the first.
     """
@@ -169,5 +180,7 @@ def _examine(life: Life, setup: Setup, peace: Peace, what: Edit, began: float) -
         if what == "comment"
         else {peace.results[label].key for label in touched_by_result(peace.results, peace.edited)}
     )
-    twin = peace.results if what == "comment" else peace.edited
+    twin: Mapping[str, StageResult] = peace.results if what == "comment" else peace.edited
+    if what == "result" and setup.mlflow and published_before(read_events(setup.events)):
+        twin = published_again(twin, setup.home)
     lives.examine(life, setup, twin, began, unfinished=old)

@@ -91,7 +91,6 @@ def edited_between(peace: RealPeace, number: int, *, what: Edit) -> Life:
     home = real_runs.new_home(peace.folder / f"edit-{number:03d}")
     planned = source.randint(1, MOST_KILLS)
     edit_after = source.randrange(planned)
-    complete_before = False
     for attempt in range(planned):
         moment = peace.moment(source, reach=2 / (planned + 1))
         if attempt == edit_after and source.random() < IN_USER:
@@ -99,7 +98,6 @@ def edited_between(peace: RealPeace, number: int, *, what: Edit) -> Life:
         how = real_runs.killed(life, real_runs.start(home), moment, alone=source.random() < 0.5)
         if how not in ("killed", "completed"):
             life.problems.append(f"the pipeline {how}; read {real_runs.logs(home)[-1]}")
-        complete_before |= how == "completed" and attempt <= edit_after
         if attempt == edit_after:
             at = real_runs.stage(real_runs.logs(home)[-1])
             life.others.append(Kill(f"reward file edited after a kill: {what}", at, "", 0.0))
@@ -108,8 +106,9 @@ def edited_between(peace: RealPeace, number: int, *, what: Edit) -> Life:
     how = complete(life, home)
     if how != "completed":
         life.problems.append(f"the pipeline {how}; read {real_runs.logs(home)[-1]}")
-    life.problems += edits.wrong_actions(real_runs.events(*real_runs.logs(home)), touched)
-    if complete_before and what == "result":
+    events = real_runs.events(*real_runs.logs(home))
+    life.problems += edits.wrong_actions(events, touched)
+    if what == "result" and edits.published_before(events):
         twin = edits.published_again(twin, home)
     old = {peace.results[label].key for label in touched}
     lives.examine(life, Setup(home, mlflow=True), twin, began, unfinished=old)

@@ -27,9 +27,9 @@ from benchmarks.processes import family, kill_family
 from pipelines.services import servers
 from pipelines.services.health import healthy, wait_for
 from pipelines.services.home import Home
-from pipelines.services.own_pages import basic
 from pipelines.services.ports import MLFLOW_PORT, claim_port
 from pipelines.services.running import running
+from pipelines.services.sign_in import basic
 
 PROFILE = """
 name = "faults"
@@ -52,7 +52,7 @@ DEATH_S = 10.0
 HANG_S = 75.0
 """Four questions, ten seconds apart and five seconds long, with some slack."""
 
-PREFECT = "pipelines.services.own_pages"
+PREFECT = "pipelines.services.prefect_server"
 MLFLOW = "mlflow"
 DEPLOYMENTS = "pipelines.prefect_flows.deployments"
 NAMES = {PREFECT: "prefect", MLFLOW: "mlflow", DEPLOYMENTS: "deployments"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import os
 import platform
@@ -12,6 +13,7 @@ import sys
 import psutil
 from rich.console import Console
 
+from pipelines.cli.common import console
 from pipelines.services.home import Home, client_environment
 from pipelines.services.ports import MLFLOW_PORT, PREFECT_PORT, is_free
 from pipelines.services.running import running
@@ -23,6 +25,11 @@ ENGINES = ("torch", "transformers", "ray", "deepspeed", "vllm", "prefect", "mlfl
 LEAST_MEMORY_GIB = 6.0
 LEAST_DISK_GIB = 5.0
 IMPORT_TIMEOUT_S = 180.0
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Check this machine; return 1 if something required is missing."""
+    return examine(console)
 
 
 def examine(console: Console) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import signal
 import sys
@@ -15,13 +16,32 @@ from rlhf_core.secrets.redaction import without_secrets
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
 
+VERBS = {
+    "up": "pipelines.cli.services_verbs:up",
+    "down": "pipelines.cli.services_verbs:down",
+    "status": "pipelines.cli.services_verbs:status",
+    "run": "pipelines.cli.run_command:run",
+    "plan": "pipelines.cli.plan_verbs:plan",
+    "explain": "pipelines.cli.plan_verbs:explain",
+    "reconcile": "pipelines.cli.recovery_verbs:reconcile",
+    "resume": "pipelines.cli.recovery_verbs:resume",
+    "runs": "pipelines.cli.store_lists:runs",
+    "chat": "pipelines.cli.chat:chat",
+    "serve-reward": "pipelines.cli.serve_reward:serve_reward",
+    "doctor": "pipelines.cli.doctor:doctor",
+    "import-openrlhf": "pipelines.cli.import_openrlhf:import_openrlhf",
+    "store": "pipelines.cli.store_verbs:store",
+    "store ls": "pipelines.cli.store_lists:store_ls",
+}
+"""Verb -> the function that does it, which is given the options. Only the module of the verb is imported."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; return 0, 2 after a one-line error message, or 130 after an interruption."""
     options = _parser().parse_args(arguments)
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        return int(_verb(options.verb)(options) or 0)
+        return int(_verb(options)(options) or 0)
     except RlhfError as error:
         sys.stderr.write(f"{without_secrets(str(error))}\n")
         return EXIT_REFUSED
@@ -131,27 +151,12 @@ def _profile_options(parser: argparse.ArgumentParser, *, positional: bool = True
     parser.add_argument("--strict-env", action="store_true", help="other versions of Python and of packages count")
 
 
-def _verb(name: str) -> Callable[[argparse.Namespace], int | None]:
-    """Return the function of a verb. It imports what it needs only when called, so that `rlhf --help` is fast."""
-    from pipelines.cli import verbs
-
-    table: dict[str, Callable[[argparse.Namespace], int | None]] = {
-        "up": verbs.up,
-        "down": verbs.down,
-        "status": verbs.status,
-        "run": verbs.run,
-        "plan": verbs.plan,
-        "explain": verbs.explain,
-        "reconcile": verbs.reconcile,
-        "resume": verbs.resume,
-        "runs": verbs.runs,
-        "chat": verbs.chat,
-        "serve-reward": verbs.serve_reward,
-        "doctor": verbs.doctor,
-        "import-openrlhf": verbs.import_openrlhf,
-        "store": verbs.store,
-    }
-    return table[name]
+def _verb(options: argparse.Namespace) -> Callable[[argparse.Namespace], int | None]:
+    """Return the function of a verb, whose module is imported now, so that `rlhf --help` is fast."""
+    name = options.verb if options.verb != "store" or options.store_verb != "ls" else "store ls"
+    module, function = VERBS[name].split(":")
+    found: Callable[[argparse.Namespace], int | None] = getattr(importlib.import_module(module), function)
+    return found
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

@@ -9,18 +9,16 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from uuid import UUID
 
 from rich.console import Console
 
+from pipelines.cli.common import console
 from pipelines.cli.display import LiveDisplay, PlainDisplay, open_display, results_table
 from pipelines.execution.all_cached import is_watched, results_if_all_cached
 from pipelines.execution.executor import RunOptions
 from pipelines.execution.listener import Listener
 from pipelines.execution.opening import import_tracker, open_run, open_tracker, plan_run, store_of
 from pipelines.execution.plan import PlannedStage
-from pipelines.execution.run import PipelineRun
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.services.health import ServiceError, healthy, wait_for
@@ -33,9 +31,12 @@ from rlhf_core.stage.key import Strictness
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import ArtifactRef, ReportRef
 
-logger = logging.getLogger(__name__)
-
 OUR_LOGGERS = ("pipelines", "stages", "rlhf_core")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run a pipeline in this process."""
+    run_profile(options, console)
 
 
 def run_profile(options: argparse.Namespace, console: Console) -> None:
@@ -76,7 +77,10 @@ def _run_recorded(
         with open_run(
             config, lifecycle, wanted, home=home, tracker=tracker, listener=display, planned=planned
         ) as pipeline_run:
-            _run_flow(pipeline_run, config, options, server)
+            # Prefect takes two seconds, which a run of cached stages does without, and reads the settings made above.
+            from pipelines.cli.command_flow import run_flow
+
+            run_flow(pipeline_run, config, options, server)
     return pipeline_run.results
 
 
@@ -100,52 +104,6 @@ def _server(home: Home) -> Iterator[PrivateServer | None]:
     with private_server(home) as server:
         os.environ.update(client_environment(home, prefect_port=server.port))
         yield server
-
-
-def _run_flow(
-    pipeline_run: PipelineRun, config: PipelineConfig, options: argparse.Namespace, server: PrivateServer | None
-) -> None:
-    from httpx import TransportError
-    from prefect import flow
-    from prefect.context import FlowRunContext
-
-    from pipelines.prefect_flows.tasks import run_in_flow, settle
-    from pipelines.services.flow_runs import FLOW_NAME
-
-    @flow(name=FLOW_NAME, flow_run_name=config.name, validate_parameters=False, persist_result=False)
-    def full(
-        profile: str, overrides: list[str], until: str, force: list[str], strict_code: bool, strict_env: bool
-    ) -> None:
-        flow_runs.append(FlowRunContext.get().flow_run.id)
-        run_in_flow(pipeline_run, lifecycle)
-        ended.append(True)
-
-    if server is not None:
-        server.wait()
-    flow_runs: list[UUID] = []
-    ended: list[bool] = []
-    try:
-        strict = (options.strict_code, options.strict_env)
-        full(_whereabouts(options.profile), options.overrides, options.until, options.force, *strict)
-    except TransportError as error:
-        url = shown(os.environ["PREFECT_API_URL"])
-        if not ended:
-            raise ServiceError(
-                f"{url}: Prefect does not answer ({error}); finished work is kept: run the same command again"
-            ) from error
-        # The client has retried for minutes, and all stages have committed: only the page is incomplete.
-        logger.warning(
-            "%s: Prefect does not answer (%s); the run is complete, but its page may show another state", url, error
-        )
-    finally:
-        for flow_run in flow_runs:
-            settle(flow_run, pipeline_run.started)
-
-
-def _whereabouts(profile: str) -> str:
-    """Return the name of a shipped profile, or the absolute path of a file: `rlhf resume` may run in another folder."""
-    path = Path(profile)
-    return str(path.resolve()) if path.is_file() else profile
 
 
 def _print_results(results: Mapping[str, ArtifactRef], store: ArtifactStore, console: Console) -> None:

@@ -10,12 +10,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import uvicorn
 from rich.console import Console
 
+from pipelines.cli.common import console, store_folder
 from pipelines.flows.inputs import find_artifact
 from rlhf_core.config.engines import HFSamplerConfig, RuntimeConfig
+from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.data.pieces import encode as encode_text
 from rlhf_core.errors import ConfigError, explain
+from rlhf_core.interfaces import ModelSpec
+from rlhf_core.rewards.isolation import IsolatedReward
+from rlhf_core.rewards.model import Contract, verify_contract
+from rlhf_core.rewards.served import as_it_stands, function_score, rendered, reward_model_score
 from rlhf_core.rewards.server import Score, ServerLimits, create_app
+from rlhf_core.rewards.worker import WorkerSettings
+from rlhf_core.runtime.factory import open_runtime
 from rlhf_core.schema.secrets import bearer, refuse_plain
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import RewardModelRef
@@ -23,10 +33,13 @@ from rlhf_core.types import RewardModelRef
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
+def serve_reward(options: argparse.Namespace) -> None:
+    """Serve a reward over HTTP."""
+    serve(options, ArtifactStore(store_folder(options)), console)
+
+
 def serve(options: argparse.Namespace, store: ArtifactStore, console: Console) -> None:
     """Serve until SIGTERM or Ctrl-C; pending requests are answered first."""
-    import uvicorn
-
     token = read_token(options.token_env, host=options.host)
     limits = ServerLimits(max_batch=options.max_batch, max_wait_s=options.max_wait_ms / 1000)
     name = options.function or options.reward_model
@@ -58,10 +71,6 @@ def read_token(token_env: str, *, host: str) -> str:
 def open_score(options: argparse.Namespace, store: ArtifactStore) -> Iterator[Score]:
     """Yield the scorer: the function in a process of its own, or the reward model, verified against its contract."""
     if options.function:
-        from rlhf_core.rewards.isolation import IsolatedReward
-        from rlhf_core.rewards.served import function_score
-        from rlhf_core.rewards.worker import WorkerSettings
-
         settings = WorkerSettings(arguments=read_arguments(options.arguments))
         with IsolatedReward("served", options.function, timeout_s=options.timeout_s, settings=settings) as reward:
             yield function_score(reward.outcome)
@@ -73,15 +82,7 @@ def open_score(options: argparse.Namespace, store: ArtifactStore) -> Iterator[Sc
 @contextlib.contextmanager
 def open_reward_model(folder: Path, options: argparse.Namespace) -> Iterator[Score]:
     """Yield a scorer for the reward model in `folder`, which reads text as the score stage reads tokens."""
-    from rlhf_core.data.chat import ChatTemplate
-    from rlhf_core.data.pieces import encode as encode_text
-    from rlhf_core.interfaces import ModelSpec
-    from rlhf_core.rewards.model import Contract, verify_contract
-    from rlhf_core.rewards.served import as_it_stands, rendered, reward_model_score
-    from rlhf_core.runtime.factory import open_runtime
-
     contract, chat = Contract.read(folder), ChatTemplate.load(folder)
-
     encode = rendered(chat.answered_ids) if options.render else as_it_stands(partial(encode_text, chat.tokenizer))
     runtime = open_runtime(RuntimeConfig(type="local", sampler=HFSamplerConfig()))
     try:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rlhf_core.config.engines import OptimizerConfig, RuntimeConfig
 from rlhf_core.interfaces import ModelSpec, Role, Runtime, Sampler, Trainer
+from rlhf_core.runtime.factory import open_runtime
 
 
 class LazyRuntime:
@@ -42,7 +43,5 @@ class LazyRuntime:
     def _open(self) -> Runtime:
         with self._lock:
             if self._runtime is None:
-                from rlhf_core.runtime.factory import open_runtime
-
                 self._runtime = open_runtime(self._config)
             return self._runtime

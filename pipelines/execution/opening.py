@@ -15,10 +15,12 @@ from pipelines.execution.plan import Pipeline, PlannedStage, plan
 from pipelines.execution.ray_job import RayJobExecutor
 from pipelines.execution.run import PipelineRun
 from pipelines.execution.tracker import Tracker
-from pipelines.flows.profile import PipelineConfig
+from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.services.home import Home
 from pipelines.services.registry import tracking_place, tracking_uri
 from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.tracking.mlflow import MlflowTracker
+from rlhf_core.tracking.mlflow_client import open_client
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +28,11 @@ logger = logging.getLogger(__name__)
 def store_of(config: PipelineConfig, home: Home) -> ArtifactStore:
     """Return the store that a profile names, or the one in the state folder."""
     return ArtifactStore(Path(config.store).expanduser() if config.store else home.store)
+
+
+def store_of_profile(profile: str) -> ArtifactStore:
+    """Return the store that the profile of this name uses."""
+    return store_of(load_profile(profile), Home.here())
 
 
 def plan_run(
@@ -74,8 +81,6 @@ def open_executor(context: RunContext) -> LocalExecutor | RayJobExecutor:
 
 def open_tracker(config: PipelineConfig, home: Home, *, join: str = "") -> Tracker:
     """Return the MLflow tracker of a run; `join` is the token of a run that another process opened."""
-    from rlhf_core.tracking.mlflow import MlflowTracker
-
     uri, place = tracking_uri(home), tracking_place(home)
     ours = place == home.mlflow_uri
     tracker: Tracker = MlflowTracker(
@@ -91,8 +96,6 @@ def open_tracker(config: PipelineConfig, home: Home, *, join: str = "") -> Track
 
 def import_tracker(home: Home) -> None:
     """Import MLflow and create its database if needed, so that `Tracker.start` does not wait for either."""
-    from rlhf_core.tracking.mlflow_client import open_client
-
     try:
         open_client(tracking_uri(home))
     except Exception as error:

@@ -18,7 +18,7 @@ from rlhf_core.config.agents import AgentConfig, EpisodeLimits
 from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.errors import ConfigError, explain
-from rlhf_core.rewards.terms import check_reward_models
+from rlhf_core.rewards.model_inputs import check_reward_models
 from rlhf_core.schema.base import Config, keyed
 from rlhf_core.stage.key import StageInput, StageSpec
 from rlhf_core.store.fingerprint import hash_file

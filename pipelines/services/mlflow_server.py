@@ -20,7 +20,7 @@ _build = mlflow.server._build_uvicorn_command
 
 def app() -> Any:
     """Return MLflow's application behind `OwnPages` and `OwnUser`; a factory for uvicorn."""
-    from mlflow.server.fastapi_app import app as theirs
+    from mlflow.server.fastapi_app import app as theirs  # reads the settings that the command made for its workers
 
     return OwnPages(OwnUser(theirs))
 

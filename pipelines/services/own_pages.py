@@ -10,40 +10,18 @@ take it from a link.
 
 from __future__ import annotations
 
-import base64
-from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.responses import HTMLResponse, PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from pipelines.services.sign_in import SIGN_IN
+
 LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
-SIGN_IN = "/sign-in"
 _SIGN_IN_PAGE = """<!doctype html><title>Prefect</title>
 <script>localStorage.setItem("prefect-password", location.hash.slice(1)); location.replace("/")</script>
 """
 """Sign-in page. The part after `#` stays in the browser, so no log has it. Prefect's pages read this storage key."""
-
-
-def sign_in_link(url: str, auth: str) -> str:
-    """Return the address that signs a browser in at the server of `url`; anyone who reads it can sign in.
-
-    >>> sign_in_link("http://127.0.0.1:4200", "me:word")
-    'http://127.0.0.1:4200/sign-in#bWU6d29yZA=='
-    """
-    return f"{url}{SIGN_IN}#{basic(auth)}"
-
-
-def basic(auth: str) -> str:
-    """Return an auth string encoded for the header `Authorization: Basic`."""
-    return base64.b64encode(auth.encode()).decode()
-
-
-def prefect_app() -> Any:
-    """Return Prefect's application behind `OwnPages`; a factory for uvicorn."""
-    from prefect.server.api.server import create_app
-
-    return OwnPages(create_app())
 
 
 class OwnPages:

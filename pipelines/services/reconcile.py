@@ -18,6 +18,7 @@ from rlhf_core.store import leases
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.layout import sweep_temporaries
 from rlhf_core.store.recovery import tidy
+from rlhf_core.tracking import mlflow
 
 
 def reconcile_all(home: Home, stores: list[ArtifactStore]) -> Iterator[str]:
@@ -27,6 +28,7 @@ def reconcile_all(home: Home, stores: list[ArtifactStore]) -> Iterator[str]:
     yield from reconcile_mlflow(home)
     if was_used(home):
         with some_prefect(home):
+            # Prefect reads its settings when it is imported, and `some_prefect` has just made them.
             from pipelines.services.flow_runs import reconcile
 
             yield from map(str, reconcile())
@@ -50,9 +52,7 @@ def reconcile_mlflow(home: Home) -> Iterator[str]:
     uri = tracking_uri(home)
     if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists():
         return
-    from rlhf_core.tracking.mlflow import reconcile_all
-
-    for run in reconcile_all(uri):
+    for run in mlflow.reconcile_all(uri):
         yield f"MLflow {run.experiment}/{run.name} ({run.run_id}) -> KILLED: its {run.owner} ended without reporting a result"
 
 

@@ -80,7 +80,7 @@ def _check_user_servers(home: Home) -> None:
     api, tracking = user_prefect(home), user_settings.remote_tracking_uri()
     if api:
         connect_user_prefect(home, api)
-        from pipelines.services.flow_runs import served_elsewhere
+        from pipelines.services.flow_runs import served_elsewhere  # imports Prefect, whose settings were just made
 
         elsewhere = served_elsewhere()
         if elsewhere:
@@ -182,7 +182,7 @@ def prefect_command(port: int) -> list[str]:
     It answers only this machine's own pages. Start it with `SAFE_PATH` in its environment.
     """
     return [
-        *(sys.executable, "-P", "-m", "uvicorn", "--factory", "pipelines.services.own_pages:prefect_app"),
+        *(sys.executable, "-P", "-m", "uvicorn", "--factory", "pipelines.services.prefect_server:app"),
         *("--host", LOOPBACK, "--port", str(port), "--timeout-keep-alive", "5", "--log-level", "warning"),
         # A stage may hold Python's global lock for a while; a missed ping does not mean that its process is gone.
         *("--ws-ping-interval", "60", "--ws-ping-timeout", "300"),

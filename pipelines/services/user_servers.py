@@ -49,6 +49,7 @@ def prefect_trouble(environment: Mapping[str, str]) -> str:
     The check uses Prefect's client, which handles the user's proxies, certificates and keys.
     """
     os.environ.update(environment)
+    # Two seconds, which `rlhf status` and runs of cached stages do without unless the user has a server.
     from prefect.client.orchestration import get_client
     from prefect.context import refresh_global_settings_context
     from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings

@@ -25,6 +25,7 @@ from typing import Any, TypeAlias
 from rlhf_core.agents.drivers import rewarded
 from rlhf_core.agents.programs import EpisodeCut, Program, ProgramEngine, ProgramResult
 from rlhf_core.config.agents import OpenRLHFAgent
+from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.data.pieces import encode, following
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.types import plain_text
@@ -360,14 +361,12 @@ def open_executor(config: OpenRLHFAgent, *, tokenizer: str) -> Program:
     provide_modules()
     path = Path(config.file)
     module = load_file("agent.file", path)
-    from transformers import AutoTokenizer  # after the file: it takes seconds, and the file may be wrong
-
     if hasattr(module, "AgentExecutor"):
         _check_constructor(config, module.AgentExecutor)
-        loaded = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
+        loaded = load_tokenizer(Path(tokenizer))
         play = _executor_play(config, module.AgentExecutor, loaded)
     elif inspect.iscoroutinefunction(getattr(module, "step", None)):
-        loaded = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
+        loaded = load_tokenizer(Path(tokenizer))
         play = _step_play(config, path, loaded)
     else:
         rule = "defines neither a class AgentExecutor nor a function `async def step(observation, action, label, **kwargs)`"

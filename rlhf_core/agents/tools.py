@@ -108,7 +108,7 @@ def as_text(result: Any) -> str:
 
 def load_tools(specs: Sequence[str]) -> dict[str, Tool]:
     """Return name -> tool; ConfigError if a function has no types, or a docstring that does not describe its arguments."""
-    from transformers.utils import get_json_schema
+    from transformers.utils import get_json_schema  # 1.7 s, and only this function needs it
 
     tools: dict[str, Tool] = {}
     for spec, function in zip(specs, load_callables("agent.tools", specs), strict=True):

@@ -38,6 +38,9 @@ class Overheard(logging.Handler):
             problems.append(record.getMessage())
 
 
+# Each class imports `verifiers` where it is used: only the interpreter of the environment has it, and in one version.
+
+
 class Legacy:
     """An environment of `verifiers` 0.1."""
 

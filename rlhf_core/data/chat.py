@@ -54,6 +54,14 @@ _PROBE = (Message("user", "Hi"), Message("assistant", "Hello"))
 _ANSWERED = (Message("user", "Hi"), Message("assistant", "An-answer-like-no-other"))
 
 
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of the policy in `folder`. Nothing is downloaded."""
+    # Five seconds: agents and reward servers import this module, and most of them tokenize nothing.
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+
+
 class ChatTemplate:
     """A tokenizer with its chat template, loaded from a policy's folder.
 
@@ -91,11 +99,9 @@ class ChatTemplate:
     @classmethod
     def load(cls, folder: Path) -> ChatTemplate:
         """Return the template of the policy in `folder` (`tokenizer.json`, `chat_template.jinja`)."""
-        from transformers import AutoTokenizer
-
         if not folder.is_dir():
             raise ConfigError(explain("policy", str(folder), "is not a folder", "give the folder of a policy"))
-        return cls(AutoTokenizer.from_pretrained(str(folder), local_files_only=True))
+        return cls(load_tokenizer(folder))
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatTemplate:
         """Return this template with `tools` (JSON schemas) in its prompts. Raises ConfigError if it omits them."""

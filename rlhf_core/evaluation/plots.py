@@ -1,4 +1,4 @@
-"""Draw figures as PNG bytes in one style. matplotlib is imported on first use, with the Agg canvas (no display)."""
+"""Draw figures as PNG bytes in one style, with matplotlib's Agg canvas (no display)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 
 from rlhf_core.evaluation.metrics import ReliabilityBin
 
@@ -72,9 +77,6 @@ def _without_far_ones(points: Sequence[FrontierPoint]) -> tuple[list[FrontierPoi
 
 def _write_names(figure: Any, axes: Any, points: Sequence[FrontierPoint], places: Sequence[float]) -> None:
     """Write each point's name where it overlaps no bar, no other name and no edge, with a line if it is far away."""
-    from matplotlib.text import Text
-    from matplotlib.transforms import Bbox
-
     figure.draw_without_rendering()  # the positions of the points are known only after this
     taken = []
     for point, x in zip(points, places):
@@ -208,9 +210,6 @@ def smoothed(values: Sequence[float], *, span: int) -> list[float]:
 
 
 def _figure(width: float, height: float) -> tuple[Any, Any]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

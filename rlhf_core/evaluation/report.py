@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment
+
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 
 
@@ -62,8 +64,6 @@ def render_report(
     samples: Sequence[Sample],
 ) -> str:
     """Return the HTML page. `report` is the content of report.json, and `figures` are (caption, PNG)."""
-    from jinja2 import Environment
-
     policies: dict[str, dict[str, Any]] = report["policies"]
     best = best_policy(report)
     page = Environment(autoescape=True, trim_blocks=False).from_string(TEMPLATE.read_text(encoding="utf-8"))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
+from rlhf_core.algorithms.lazy_torch import torch
 from rlhf_core.algorithms.reward import EnsembleReduction, ensemble_score
 from rlhf_core.interfaces import RewardFunction
 from rlhf_core.types import Generation

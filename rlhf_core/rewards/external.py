@@ -11,6 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.types import Message
 
@@ -92,8 +94,6 @@ def _check_template(folder: Path) -> None:
 
 
 def _shapes(folder: Path) -> dict[str, list[int]]:
-    from safetensors import SafetensorError, safe_open
-
     shapes: dict[str, list[int]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:

@@ -10,8 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Protocol, cast, get_args
 
-import torch
-
+from rlhf_core.algorithms.lazy_torch import torch
 from rlhf_core.algorithms.process_reward import StepReduction, reduce_steps
 from rlhf_core.errors import ArtifactError, explain
 from rlhf_core.interfaces import Trainer

@@ -16,9 +16,10 @@ from rlhf_core.config.rewards import GatedProduct, OverlongPenalty, RewardsConfi
 from rlhf_core.interfaces import Metrics
 from rlhf_core.rewards.batches import BatchedReward
 from rlhf_core.rewards.composition import compose, in_group
+from rlhf_core.rewards.model_inputs import check_reward_models
 from rlhf_core.rewards.outcomes import Logs, Reward, RewardOutcome, as_outcome, merged_logs, screened
 from rlhf_core.rewards.shaping import RunningNormalizer, clipped, linear_weight, soft_overlong
-from rlhf_core.rewards.terms import check_reward_models, open_terms
+from rlhf_core.rewards.terms import open_terms
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.failures import Counts
 from rlhf_core.types import Generation, RewardModelRef, Rollout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,18 +23,27 @@ from rlhf_core.config.rewards import (
     RewardSpec,
     Term,
 )
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.data.steps import StepSplitter
 from rlhf_core.interfaces import ModelSpec, RewardFunction
+from rlhf_core.rewards import remote
 from rlhf_core.rewards.batches import BatchedReward
 from rlhf_core.rewards.cache import ResultCache
+from rlhf_core.rewards.ensemble import score_with_ensemble
 from rlhf_core.rewards.isolation import IsolatedReward
+from rlhf_core.rewards.judge import Judge
 from rlhf_core.rewards.model import Contract, score_with_reward_model, verify_contract
 from rlhf_core.rewards.outcomes import Reward, RewardOutcome
+from rlhf_core.rewards.process_model import (
+    ProcessContract,
+    score_with_process_reward_model,
+    verify_process_contract,
+)
 from rlhf_core.rewards.worker import WorkerSettings
 from rlhf_core.schema.base import keyed
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.fingerprint import canonical_json, sha256_text
-from rlhf_core.types import Generation, ProcessRewardModelRef, RewardModelRef
+from rlhf_core.types import Generation, RewardModelRef
 from rlhf_core.user_code.dependencies import user_code_digest
 
 SHAPING = frozenset({"weight", "weight_end", "weight_steps", "normalise", "clip"})
@@ -90,8 +98,6 @@ def open_elsewhere(
                 cache=cache,
             )
         case RemoteReward():
-            from rlhf_core.rewards import remote
-
             client = remote.RemoteRewardClient(
                 name,
                 spec.urls,
@@ -113,8 +119,6 @@ def open_elsewhere(
                 cache=cache,
             )
         case JudgeReward():
-            from rlhf_core.rewards.judge import Judge
-
             judge = leases.enter_context(Judge(name, spec))
             return BatchedReward(
                 name,
@@ -149,21 +153,6 @@ def episode_reward(generations: Sequence[Generation]) -> RewardOutcome:
         tuple(sum(span.reward for span in spans) if spans else None for spans in episodes),
         scores=scores if any(score is not None for score in scores) else (),
     )
-
-
-def check_reward_models(config: RewardsConfig, reward_models: Mapping[str, RewardModelRef]) -> None:
-    """Raise ConfigError when a term names a reward model that is not among the inputs, or one that judges steps."""
-    for name, spec in config.terms.items():
-        for key, model in _models_of(spec):
-            if model not in reward_models:
-                near = difflib.get_close_matches(model, reward_models, n=1)
-                given = f"did you mean {near[0]}?" if near else f"the stage has {sorted(reward_models) or 'none'}"
-                rule = "the stage was not given this reward model"
-                raise ConfigError(explain(f"rewards.terms.{name}.{key}", model, rule, given))
-            steps = isinstance(reward_models[model], ProcessRewardModelRef)
-            if steps and not isinstance(spec, ProcessRewardModelReward):
-                rule, remedy = "it scores steps, not whole answers", 'set type = "process_reward_model"'
-                raise ConfigError(explain(f"rewards.terms.{name}.{key}", model, rule, remedy))
 
 
 def _start_workers(
@@ -205,8 +194,6 @@ def _open_here(
         case ProcessRewardModelReward():
             return _open_process_reward_model(spec, reward_models[spec.model], context, leases)
         case EnsembleReward():
-            from rlhf_core.rewards.ensemble import score_with_ensemble
-
             members = [_open_reward_model(reward_models[name], context, leases) for name in spec.models]
             return partial(score_with_ensemble, members, reduce=spec.reduce, k=spec.k)
         case EpisodeReward():
@@ -216,8 +203,6 @@ def _open_here(
 
 
 def _open_reward_model(ref: RewardModelRef, context: StageContext, leases: ExitStack) -> RewardFunction:
-    from rlhf_core.data.chat import ChatTemplate
-
     folder = context.path(ref)
     contract, chat = Contract.read(folder), ChatTemplate.load(folder)
     spec = ModelSpec(path=str(folder), head="score", lora=None, seed=context.seed)
@@ -229,14 +214,6 @@ def _open_reward_model(ref: RewardModelRef, context: StageContext, leases: ExitS
 def _open_process_reward_model(
     term: ProcessRewardModelReward, ref: RewardModelRef, context: StageContext, leases: ExitStack
 ) -> RewardFunction:
-    from rlhf_core.data.chat import ChatTemplate
-    from rlhf_core.data.steps import StepSplitter
-    from rlhf_core.rewards.process_model import (
-        ProcessContract,
-        score_with_process_reward_model,
-        verify_process_contract,
-    )
-
     folder = context.path(ref)
     contract, chat = ProcessContract.read(folder), ChatTemplate.load(folder)
     spec = ModelSpec(path=str(folder), head="score", lora=None, seed=context.seed)
@@ -250,14 +227,3 @@ def _open_process_reward_model(
         max_length=contract.max_length,
         reduce=contract.reduce if term.reduce == "model" else term.reduce,
     )
-
-
-def _models_of(spec: RewardSpec) -> list[tuple[str, str]]:
-    """Return key -> name of the reward models that a term asks for."""
-    match spec:
-        case RewardModelReward() | ProcessRewardModelReward():
-            return [("model", spec.model)]
-        case EnsembleReward():
-            return [(f"models[{index}]", model) for index, model in enumerate(spec.models)]
-        case _:
-            return []

@@ -24,7 +24,7 @@ from typing import Any
 
 from rlhf_core.store import fingerprint
 from rlhf_core.store.fingerprint import sha256_text
-from rlhf_core.store.layout import MANIFEST, StoreLayout, read_json, write_text
+from rlhf_core.store.layout import MANIFEST, StoreLayout, folder_bytes, read_json, write_text
 
 logger = logging.getLogger(__name__)
 
@@ -169,8 +169,7 @@ def _manifest(folder: Path, entry: list[Any] | None) -> list[Any] | None:
 
 def _state(folder: Path, entry: list[Any] | None) -> State:
     if entry is None or not _as_listed(f"{folder}{os.sep}", entry[1], checked=entry[0][2]):
-        from rlhf_core.store.layout import folder_bytes
-        from rlhf_core.store.object_check import object_damage
+        from rlhf_core.store.object_check import object_damage  # imports pydantic, and sound objects need no check
 
         size = folder_bytes(folder) if folder.is_dir() else None
         return State(size, object_damage(folder, deep=False))

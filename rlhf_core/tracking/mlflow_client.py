@@ -23,20 +23,25 @@ _SETTINGS = {  # short: a server that is down must be noticed in seconds, and we
 }
 
 
-def open_client(uri: str) -> Any:
-    """Return an MlflowClient of `uri`; a missing SQLite database is created (4-6 s, once)."""
+def import_mlflow() -> Any:
+    """Return MLflow, imported with our settings. It takes 3 s, so the thread that delivers records does it."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
-    import mlflow
-    from mlflow import MlflowClient
+    import mlflow  # reads the settings when it is imported
 
+    return mlflow
+
+
+def open_client(uri: str) -> Any:
+    """Return an MlflowClient of `uri`; a missing SQLite database is created (4-6 s, once)."""
+    mlflow = import_mlflow()
     # We report a locked or full database ourselves, in one line, and retry.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     # The registry of a direct SQLite store looks up the model through the process's own tracking URI.
     mlflow.set_tracking_uri(uri)
     if uri.startswith("sqlite:///"):
         create_database(Path(uri.removeprefix("sqlite:///")))
-    return MlflowClient(tracking_uri=uri)
+    return mlflow.MlflowClient(tracking_uri=uri)
 
 
 _CREATING = threading.Lock()
@@ -51,15 +56,14 @@ def create_database(path: Path) -> None:
     with _CREATING:
         if path.exists() and path.stat().st_size:
             return
-        from mlflow import MlflowClient
-
+        mlflow = import_mlflow()
         logger.info("tracking: creating %s (takes a few seconds, only once)", path)
         clock = time.monotonic()
         path.parent.mkdir(parents=True, exist_ok=True)
         memory = Path("/dev/shm")
         with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
             draft = Path(folder) / "mlflow.db"
-            MlflowClient(tracking_uri=f"sqlite:///{draft}").search_experiments(max_results=1)
+            mlflow.MlflowClient(tracking_uri=f"sqlite:///{draft}").search_experiments(max_results=1)
             ready = path.with_name(f".{path.name}.{os.getpid()}")
             source, target = sqlite3.connect(draft), sqlite3.connect(ready)
             source.backup(target)

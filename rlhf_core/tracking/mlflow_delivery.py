@@ -18,7 +18,7 @@ from typing import Any
 
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.tracking import redaction
-from rlhf_core.tracking.mlflow_client import open_client, run_url
+from rlhf_core.tracking.mlflow_client import import_mlflow, open_client, run_url
 from rlhf_core.tracking.outbox import Record, Unreachable
 
 logger = logging.getLogger(__name__)
@@ -74,6 +74,7 @@ class Delivery:
         self._experiment = experiment
         self._artifact_root = artifact_root
         self._client: Any = None
+        self._mlflow: Any = None
         self._failing: tuple[Record | None, int] = (None, 0)
         self.experiment_id = ""
         self.runs: dict[str, Run] = {}
@@ -103,7 +104,7 @@ class Delivery:
         if self._client is None:
             client = open_client(self._uri)
             self.experiment_id = _experiment_id(client, self._experiment, self._artifact_root)
-            self._client = client
+            self._client, self._mlflow = client, import_mlflow()
         return self._client
 
     def _may_recover(self, error: Exception, record: Record) -> bool:
@@ -142,8 +143,6 @@ class Delivery:
         client.set_tag(parent.run_id, f"stage.{label}", run.run_id)
 
     def _open(self, client: Any, record: Record, found: Any, name: str, tags: dict[str, str]) -> Run:
-        from mlflow.entities import Param, RunTag
-
         first = found is None
         entity = client.create_run(self.experiment_id, tags=tags, run_name=name) if first else found
         run = _as_run(entity)
@@ -155,10 +154,10 @@ class Delivery:
         tags |= {f"attempt.{key}"[: redaction.KEY_CHARACTERS]: value for key, value in changed.items()}
         if not first:
             client.update_run(run.run_id, status="RUNNING")
-        rows = [Param(key, value) for key, value in new.items()]
+        rows = [self._mlflow.entities.Param(key, value) for key, value in new.items()]
         for start in range(0, len(rows), PARAMS_PER_REQUEST):
             client.log_batch(run.run_id, params=rows[start : start + PARAMS_PER_REQUEST])
-        client.log_batch(run.run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+        client.log_batch(run.run_id, tags=[self._mlflow.entities.RunTag(key, value) for key, value in tags.items()])
         run.tags |= tags
         run.params |= new
         self.runs[record["run"]] = run
@@ -212,8 +211,6 @@ class Delivery:
 
     def _metrics(self, client: Any, records: Sequence[Record]) -> None:
         """Log the new points only: MLflow keeps both points of a step that is logged twice (saw-tooth charts)."""
-        from mlflow.entities import Metric
-
         run = self._run(client, records[0]["run"])
         last = dict(run.last_step)
         points = []
@@ -222,7 +219,7 @@ class Delivery:
                 if name in last and record["step"] <= last[name]:
                     continue
                 last[name] = record["step"]
-                points.append(Metric(name, value, record["time"], record["step"]))
+                points.append(self._mlflow.entities.Metric(name, value, record["time"], record["step"]))
         for start in range(0, len(points), METRICS_PER_REQUEST):
             client.log_batch(run.run_id, metrics=points[start : start + METRICS_PER_REQUEST])
         run.last_step = last
@@ -245,33 +242,28 @@ class Delivery:
         shutil.rmtree(copy.parent, ignore_errors=True)
 
     def _dataset(self, client: Any, record: Record) -> None:
-        from mlflow.entities import Dataset, DatasetInput, InputTag
-
         source = json.dumps({"digest": record["digest"]})
-        dataset = Dataset(record["name"], record["digest"][:DATASET_DIGEST], "store", source)
-        inputs = [DatasetInput(dataset, [InputTag("mlflow.data.context", record["context"])])]
+        dataset = self._mlflow.entities.Dataset(record["name"], record["digest"][:DATASET_DIGEST], "store", source)
+        tag = self._mlflow.entities.InputTag("mlflow.data.context", record["context"])
+        inputs = [self._mlflow.entities.DatasetInput(dataset, [tag])]
         client.log_inputs(self._run(client, record["run"]).run_id, datasets=inputs)
 
     # ---------------------------------------------------------------- models, by reference
 
     def _model(self, client: Any, record: Record) -> None:
-        from mlflow.entities import LoggedModelOutput
-
         run = self._run(client, record["run"])
         model_id = self._find_model(client, record["digest"])
         model_id = model_id or self._create_model(client, record["name"], record["digest"], record["uri"], run.run_id)
         outputs = client.get_run(run.run_id).outputs
         if model_id not in {output.model_id for output in (outputs.model_outputs if outputs else ())}:
-            client.log_outputs(run.run_id, [LoggedModelOutput(model_id, 0)])
+            client.log_outputs(run.run_id, [self._mlflow.entities.LoggedModelOutput(model_id, 0)])
 
     def _input_model(self, client: Any, record: Record) -> None:
-        from mlflow.entities import LoggedModelInput
-
         run = self._run(client, record["run"])
         model_id = self._find_model(client, record["digest"])
         if model_id is None:  # a model that no stage made, such as a user's own
             model_id = self._create_model(client, "input", record["digest"], "", None)
-        client.log_inputs(run.run_id, models=[LoggedModelInput(model_id)])
+        client.log_inputs(run.run_id, models=[self._mlflow.entities.LoggedModelInput(model_id)])
 
     def _register(self, client: Any, record: Record) -> None:
         name, digest = registry_name(record["name"]), record["digest"]
@@ -314,15 +306,13 @@ class Delivery:
 
     def _create_model(self, client: Any, name: str, digest: str, uri: str, run_id: str | None) -> str:
         """Create an external model (`mlflow.create_external_model` without global state); weights are not copied."""
-        from mlflow.models.utils import get_external_mlflow_model_spec
-
         tags = {DIGEST_TAG: digest, EXTERNAL_TAG: "true"} | ({"store.uri": uri} if uri else {})
         name = re.sub(r"[/:.%\"']", "-", name)
         model = client.create_logged_model(
             self.experiment_id, name=name, source_run_id=run_id, tags=tags, model_type="causal-lm"
         )
         with tempfile.TemporaryDirectory() as folder:  # the registry requires an MLmodel file
-            get_external_mlflow_model_spec(model).save(str(Path(folder) / "MLmodel"))
+            self._mlflow.models.utils.get_external_mlflow_model_spec(model).save(str(Path(folder) / "MLmodel"))
             client.log_model_artifacts(model.model_id, folder)
         client.finalize_logged_model(model.model_id, "READY")
         return str(model.model_id)

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from rlhf_core.config.data import DataConfig, Files, SupportWorld
 from rlhf_core.config.engines import BaseModelConfig, InitModel, PretrainedModel
+from rlhf_core.data.file_types import is_hub
 from rlhf_core.errors import DataError, explain
 from rlhf_core.models.packages import PACKAGE, package_folder
 from rlhf_core.schema.base import Config
@@ -51,8 +52,6 @@ def local_files(config: PrepareDataConfig) -> dict[str, tuple[str, Path]]:
     """Return the configuration key and the path of each local file and folder that `config` names, by name."""
     named: dict[str, str] = {}
     if isinstance(config.data, Files):
-        from rlhf_core.data.sources import is_hub  # imports pyarrow, which is slow and not needed to plan without files
-
         named |= {source.path: f"data.sources[{source.name}]" for source in config.data.sources if not is_hub(source)}
     if isinstance(config.model, PretrainedModel) and Path(config.model.path).expanduser().is_dir():
         named[config.model.path] = "prepare_data.model.path"

@@ -100,3 +100,11 @@ def test_what_goes_on_from_another_file_and_what_is_made_twice_is_named(tmp_path
     assert run(setup) == "completed"
     twice = Peace(peace.edited, peace.edited, Census(), Census(), (), Path())
     assert [line.split(": ")[1] for line in edits.mixtures(setup.home, twice)] == ["in no twin"]
+
+
+def test_a_policy_that_was_published_before_the_edit_has_the_first_version() -> None:
+    """So that of the edited file has the second one in its card, and the twin, which has the first, is no measure."""
+    began = {"event": "started", "label": "publish", "action": "RUN"}
+    assert edits.published_before([began, {"event": "edited"}])
+    assert not edits.published_before([{"event": "edited"}, began])
+    assert not edits.published_before([{"event": "started", "label": "ppo", "action": "RUN"}, {"event": "edited"}])

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import argparse
+import importlib
+import inspect
 import os
 import re
 import subprocess
@@ -9,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.cli.main import main
+from pipelines.cli.main import VERBS, _parser, main
 from pipelines.execution.plan import PlannedStage
 from pipelines.flows.profile import load_profile
 from rlhf_core.stage.decision import Decision, decide
@@ -79,7 +82,7 @@ def test_explain_names_what_the_key_cannot_see(
     decision = Decision("RUN", "first run", "k" * 64, None)
     stage = PlannedStage("ppo", toy_spec(callables=("mine.py:reward",)), decision)
     monkeypatch.chdir(here)
-    monkeypatch.setattr("pipelines.cli.verbs._plan", lambda options: [stage])
+    monkeypatch.setattr("pipelines.cli.plan_verbs._plan", lambda options: [stage])
     assert main(["explain", "ppo", "--profile", str(write_mini(here))]) == 0
     assert (
         "not in the key: mine.py reads files (open, line 1); what counts: DEPENDS_ON there" in capsys.readouterr().out
@@ -165,13 +168,25 @@ def test_the_store_of_a_profile_or_a_folder_can_be_looked_at(here: Path, capsys:
     "verb",
     [
         "import pipelines.cli.main",
-        "import pipelines.flows.full, pipelines.execution.plan, pipelines.execution.opening, pipelines.cli.verbs",
+        f"import {', '.join(sorted({place.partition(':')[0] for place in VERBS.values()}))}",
     ],
 )
 def test_no_engine_is_imported_before_it_is_needed(verb: str) -> None:
     code = f"{verb}; import sys; print([name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_table_of_verbs_names_functions_that_take_the_options() -> None:
+    for place in VERBS.values():
+        module, _, function = place.partition(":")
+        found = getattr(importlib.import_module(module), function)
+        assert list(inspect.signature(found).parameters) == ["options"], place
+
+
+def test_the_table_of_verbs_has_every_verb_of_the_parser() -> None:
+    verbs = next(one for one in _parser()._actions if isinstance(one, argparse._SubParsersAction))
+    assert set(VERBS) == {*verbs.choices, "store ls"}
 
 
 @pytest.mark.engine

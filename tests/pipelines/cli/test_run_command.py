@@ -2,15 +2,10 @@ from __future__ import annotations
 
 import argparse
 import io
-import logging
 import os
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import httpx
 import pytest
 from rich.console import Console
 
@@ -26,56 +21,6 @@ from rlhf_core.types import ArtifactRef
 from tests.support.small_pipeline import write_mini
 
 OPTIONS = argparse.Namespace(profile="tiny/full", overrides=[], until="", force=[], strict_code=False, strict_env=False)
-
-
-def losing_prefect(monkeypatch: pytest.MonkeyPatch, *, before_the_body: bool) -> list[str]:
-    """Prefect's client gives up, before the pipeline or when its end is to be written down; return what was run."""
-    done: list[str] = []
-
-    def flow(**_: object) -> Callable[[Callable[..., None]], Callable[..., None]]:
-        def decorate(body: Callable[..., None]) -> Callable[..., None]:
-            def call(*arguments: object) -> None:
-                if not before_the_body:
-                    body(*arguments)
-                raise httpx.ConnectError("Connection refused")
-
-            return call
-
-        return decorate
-
-    context = SimpleNamespace(get=lambda: SimpleNamespace(flow_run=SimpleNamespace(id="1")))
-    monkeypatch.setattr("prefect.flow", flow)
-    monkeypatch.setattr("prefect.context.FlowRunContext", context)
-    monkeypatch.setattr("pipelines.prefect_flows.tasks.run_in_flow", lambda *_: done.append("ran"))
-    monkeypatch.setattr("pipelines.prefect_flows.tasks.settle", lambda *_: done.append("settled"))
-    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
-    return done
-
-
-def run_flow() -> None:
-    run: Any = SimpleNamespace(started=0)
-    config: Any = SimpleNamespace(name="night")
-    run_command._run_flow(run, config, OPTIONS, None)
-
-
-def test_a_run_that_is_complete_ends_well_though_prefect_is_gone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    done = losing_prefect(monkeypatch, before_the_body=False)
-    # On the logger itself: Prefect sets up the loggers above it when it is first asked, and keeps their records to itself.
-    monkeypatch.setattr(run_command.logger, "handlers", [caplog.handler])
-    with caplog.at_level(logging.WARNING):
-        run_flow()
-    assert done == ["ran", "settled"]
-    assert "http://127.0.0.1:9/api: Prefect does not answer (Connection refused); the run is complete" in caplog.text
-
-
-def test_a_run_that_prefect_could_not_begin_is_one_error_that_names_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    losing_prefect(monkeypatch, before_the_body=True)
-    with pytest.raises(
-        ServiceError, match=r"^http://127.0.0.1:9/api: Prefect does not answer .*: run the same command again$"
-    ):
-        run_flow()
 
 
 @pytest.mark.slow
@@ -117,17 +62,8 @@ def test_a_run_is_planned_once(tmp_path: Path, home: Home, monkeypatch: pytest.M
     monkeypatch.setattr(run_command, "_server", lambda home: nullcontext())
     monkeypatch.setattr(run_command, "open_tracker", lambda config, home: MemoryTracker())
     monkeypatch.setattr(run_command, "import_tracker", lambda home: None)
-    monkeypatch.setattr(run_command, "_run_flow", run_flow)
+    monkeypatch.setattr("pipelines.cli.command_flow.run_flow", run_flow)
     monkeypatch.setattr(LazyRuntime, "prewarm", lambda self, **_: None)
     options = argparse.Namespace(**vars(OPTIONS) | {"profile": str(write_mini(tmp_path)), "until": "sft"})
     run_command.run_profile(options, Console(file=io.StringIO()))
     assert planned == shown == ["prepare_data", "sft"]
-
-
-def test_a_profile_is_stored_with_its_whole_path_so_that_it_can_be_resumed_from_anywhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "mine.toml").write_text("")
-    monkeypatch.chdir(tmp_path)
-    assert run_command._whereabouts("mine.toml") == str(tmp_path / "mine.toml")
-    assert run_command._whereabouts("tiny/full") == "tiny/full"

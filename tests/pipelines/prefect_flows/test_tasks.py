@@ -16,7 +16,7 @@ from pipelines.execution.opening import open_run
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.services.home import Home
-from pipelines.services.own_pages import basic
+from pipelines.services.sign_in import basic
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import PolicyRef, PreparedDataRef
 from tests.support.listener import Notes

@@ -16,7 +16,8 @@ from starlette.testclient import TestClient
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from pipelines.services.home import Home
-from pipelines.services.own_pages import OwnPages, basic, sign_in_link
+from pipelines.services.own_pages import OwnPages
+from pipelines.services.sign_in import basic, sign_in_link
 
 OWN = "127.0.0.1:4200"
 FOREIGN_PAGES = [

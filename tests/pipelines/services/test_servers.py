@@ -15,8 +15,8 @@ from pipelines.cli.main import main
 from pipelines.services import servers
 from pipelines.services.health import healthy, wait_for
 from pipelines.services.home import Home
-from pipelines.services.own_pages import basic
 from pipelines.services.running import Services, running
+from pipelines.services.sign_in import basic
 from rlhf_core.tracking import owner
 
 

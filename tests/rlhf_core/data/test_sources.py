@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhf_core.config.data import Source, Use
-from rlhf_core.data.sources import file_type, is_hub, read
+from rlhf_core.data.file_types import file_type, is_hub
+from rlhf_core.data.sources import read
 from rlhf_core.errors import ConfigError, DataError
 
 ROWS = [{"prompt": "a, b", "completion": "1"}, {"prompt": "c\nd", "completion": "2"}]

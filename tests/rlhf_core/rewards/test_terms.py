@@ -302,7 +302,7 @@ class Paid:
 
 
 def test_a_verdict_is_kept_as_soon_as_it_is_paid_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_core.rewards.judge.Judge", Paid)
+    monkeypatch.setattr("rlhf_core.rewards.terms.Judge", Paid)
     spec = JudgeReward(url="http://a/v1", model="m", template="{completion}", concurrency=1, cache=True)
     for asked in (["a", "bb", "bad"], ["bad"]):
         with ExitStack() as leases, pytest.raises(RewardError, match="no score"):

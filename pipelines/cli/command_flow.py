@@ -1,0 +1,65 @@
+"""The Prefect flow of a run in this process (`rlhf run`). Import it when Prefect's settings are made: it imports Prefect."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from pathlib import Path
+from uuid import UUID
+
+from httpx import TransportError
+from prefect import flow
+from prefect.context import FlowRunContext
+
+from pipelines.execution.run import PipelineRun
+from pipelines.flows.full import lifecycle
+from pipelines.flows.profile import PipelineConfig
+from pipelines.prefect_flows.tasks import run_in_flow, settle
+from pipelines.services.flow_runs import FLOW_NAME
+from pipelines.services.health import ServiceError
+from pipelines.services.servers import PrivateServer
+from rlhf_core.secrets.redaction import shown
+
+logger = logging.getLogger(__name__)
+
+
+def run_flow(
+    pipeline_run: PipelineRun, config: PipelineConfig, options: argparse.Namespace, server: PrivateServer | None
+) -> None:
+    """Run the pipeline as a flow; raise ServiceError if Prefect's server is gone before the last stage is done."""
+
+    @flow(name=FLOW_NAME, flow_run_name=config.name, validate_parameters=False, persist_result=False)
+    def full(
+        profile: str, overrides: list[str], until: str, force: list[str], strict_code: bool, strict_env: bool
+    ) -> None:
+        flow_runs.append(FlowRunContext.get().flow_run.id)
+        run_in_flow(pipeline_run, lifecycle)
+        ended.append(True)
+
+    if server is not None:
+        server.wait()
+    flow_runs: list[UUID] = []
+    ended: list[bool] = []
+    try:
+        strict = (options.strict_code, options.strict_env)
+        full(whereabouts(options.profile), options.overrides, options.until, options.force, *strict)
+    except TransportError as error:
+        url = shown(os.environ["PREFECT_API_URL"])
+        if not ended:
+            raise ServiceError(
+                f"{url}: Prefect does not answer ({error}); finished work is kept: run the same command again"
+            ) from error
+        # The client has retried for minutes, and all stages have committed: only the page is incomplete.
+        logger.warning(
+            "%s: Prefect does not answer (%s); the run is complete, but its page may show another state", url, error
+        )
+    finally:
+        for flow_run in flow_runs:
+            settle(flow_run, pipeline_run.started)
+
+
+def whereabouts(profile: str) -> str:
+    """Return the name of a shipped profile, or the absolute path of a file: `rlhf resume` may run in another folder."""
+    path = Path(profile)
+    return str(path.resolve()) if path.is_file() else profile

@@ -1,0 +1,37 @@
+"""Set right what killed processes left, and run it again (`rlhf reconcile`, `rlhf resume`)."""
+
+from __future__ import annotations
+
+import argparse
+
+from pipelines.cli.common import console, store_folder
+from pipelines.services.home import Home
+from pipelines.services.reconcile import reconcile_all, some_prefect, was_used
+from rlhf_core.store.artifacts import ArtifactStore
+
+
+def reconcile(options: argparse.Namespace) -> None:
+    """Set the true state of everything that killed processes left as running; print each change with its reason."""
+    home, count = Home.here(), 0
+    for line in reconcile_all(home, [ArtifactStore(store_folder(options))]):
+        count += 1
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print("nothing to mend: all that is shown at work is at work" if not count else f"{count} set right")
+
+
+def resume(options: argparse.Namespace) -> None:
+    """Run an unfinished run again."""
+    home = Home.here()
+    if not was_used(home):
+        console.print(f"nothing was run yet in {home.root}: `rlhf run tiny/full` is a start", highlight=False)
+        return
+    with some_prefect(home) as served:
+        # Prefect reads its settings when it is imported, and `some_prefect` has just made them.
+        from pipelines.execution.resume import resume as resume_flow_run
+
+        found = resume_flow_run(options.run, served=served)
+    console.print(found.message, highlight=False, markup=False, soft_wrap=True)
+    if found.options is not None:
+        from pipelines.cli import run_command  # 0.6 s, for a run that is to be run here
+
+        run_command.run(found.options)
