@@ -32,7 +32,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, folder: Path) -> N
     smallest = 256 + len(SPECIAL_TOKENS)
     if vocab_size < smallest:
         raise ConfigError(
-            explain("model.vocab_size", vocab_size, f"must be >= {smallest}", "bytes and special tokens need that")
+            explain("model.vocab_size", vocab_size, f"must be >= {smallest}", "bytes and special tokens need as many")
         )
     tokenizer = Tokenizer(models.BPE())
     digits = pre_tokenizers.Digits(individual_digits=True)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rlhf_core.config.engines import LoraConfig
 from rlhf_core.errors import ConfigError, explain
-from rlhf_core.models.quantised import is_quantised, quantise, whole_weight
+from rlhf_core.models.quantised import is_quantized, quantise, whole_weight
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +43,16 @@ def apply_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> nn.Module:
     if not targets:
         raise ConfigError(
             explain(
-                "lora.target_modules", config.target_modules, "none is in the model", f"choose from {sorted(linear)}"
+                "lora.target_modules",
+                config.target_modules,
+                "the model has none of these modules",
+                f"choose from {sorted(linear)}",
             )
         )
     if len(targets) < len(config.target_modules):
-        logger.warning("lora: %s has no modules %s", type(model).__name__, sorted(set(config.target_modules) - linear))
+        logger.warning(
+            "lora: %s has no modules named %s", type(model).__name__, sorted(set(config.target_modules) - linear)
+        )
     settings = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
@@ -129,7 +134,7 @@ def _adapted_layers(model: nn.Module) -> dict[str, Any]:
 @torch.no_grad()
 def _merged(weight_OI: Tensor, layer: Any) -> Tensor:
     base = layer.get_base_layer()
-    if is_quantised(base):
+    if is_quantized(base):
         weight_OI = whole_weight(base)
     a_RI, b_OR = layer.lora_A[_ADAPTER].weight.float(), layer.lora_B[_ADAPTER].weight.float()
     merged_OI = weight_OI.float() + (b_OR @ a_RI) * layer.scaling[_ADAPTER]

@@ -114,7 +114,7 @@ def worker_environment(*, threads: int) -> dict[str, str]:
     """
     spec = importlib.util.find_spec("rlhf_core")
     if spec is None or spec.origin is None:
-        raise ConfigError(explain("rlhf_core", None, "is not importable", "install the package"))
+        raise ConfigError(explain("rlhf_core", None, "is not importable", "install this package"))
     root = str(Path(spec.origin).parents[1])
     inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != root]
     return {
@@ -155,8 +155,8 @@ def keep_token_private() -> None:
         if path.stat().st_mode & 0o077:
             path.chmod(0o600)
     except OSError as error:
-        rule = f"cannot be kept from other users ({error.strerror})"
-        remedy = "let it be a file of yours, or name one with RAY_AUTH_TOKEN_PATH"
+        rule = f"cannot be hidden from other users ({error.strerror})"
+        remedy = "make it a file that you own, or set RAY_AUTH_TOKEN_PATH to one"
         raise ConfigError(explain("Ray's token", str(path), rule, remedy)) from error
 
 
@@ -206,8 +206,8 @@ def in_lasting_thread(start: Callable[[], object], *, what: str, timeout_s: floa
     except TimeoutError as error:
         if started.done():
             raise  # the TimeoutError is that of `start`
-        rule = f"not done within {timeout_s:g} s"
-        raise WorkerLostError(explain("Ray", what, rule, "see whether Ray and its machines are well")) from error
+        rule = f"not finished within {timeout_s:g} s"
+        raise WorkerLostError(explain("Ray", what, rule, "check Ray and its machines")) from error
 
 
 def _join(address: str) -> None:
@@ -257,7 +257,7 @@ def _start(cores: int) -> None:
             ray.shutdown()
             if attempt + 1 == START_ATTEMPTS:
                 rule = f"Ray could not start: {error}"
-                remedy = f"look into {folder}/session_latest/logs, or free memory and cores"
+                remedy = f"see the logs in {folder}/session_latest/logs, or free memory and cores"
                 raise ConfigError(explain("runtime.type", "ray", rule, remedy)) from error
             logger.warning("Ray did not start (%s); trying again", error)
 

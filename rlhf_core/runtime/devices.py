@@ -22,7 +22,7 @@ def check_gpus(key: str, value: float, reserved: Sequence[str], *, built_for: st
         return
     blind = "" if torch.cuda.is_available() else f"torch {torch.__version__} sees no CUDA device"
     if built_for == "cpu":
-        blind = "vLLM is built for the CPU"
+        blind = "vLLM was built for CPUs"
     if blind:
         rule = f"Ray reserved GPU {', '.join(_short(gpu) for gpu in reserved)}, but {blind}"
         raise ConfigError(

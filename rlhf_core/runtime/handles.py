@@ -186,7 +186,7 @@ class RaySampler:
                     self._receive(trainers, ticket)
                     self._workers.call("policy", "adopt", version)
             case other:
-                rule, remedy = "is not from this runtime's trainer", "load what its trainer.weights() returned"
+                rule, remedy = "does not come from this runtime's trainer", "load what its trainer.weights() returned"
                 raise SamplingError(explain("weights.payload", type(other).__name__, rule, remedy))
 
     def _receive(self, trainers: WorkerGroup, ticket: int) -> None:

@@ -133,7 +133,7 @@ class RayWatch:
             return f"did not answer {SILENCES} times in a row" if self._silences[name] >= SILENCES else ""
         except (OSError, ValueError):
             self._refusals[name] += 1
-            return "is gone" if self._refusals[name] >= REFUSALS else ""
+            return "has stopped" if self._refusals[name] >= REFUSALS else ""
         self._refusals[name] = self._silences[name] = 0
         return ""
 

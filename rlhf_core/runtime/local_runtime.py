@@ -40,7 +40,7 @@ class LocalRuntime:
         """Lease a sampler of `policy`, version 0; an engine that only needs other weights is reused."""
         if self._sampler_leased:
             raise SamplingError(
-                explain("sampler", str(policy), "the engine is leased already", "leave the other `with` block first")
+                explain("sampler", str(policy), "the engine is already leased", "leave the other `with` block first")
             )
         threads = threads_per_worker(self._config, workers=1)
         warm, self._sampler = self._sampler, None  # not kept if opening fails

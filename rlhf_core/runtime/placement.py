@@ -132,7 +132,7 @@ def reserve(config: RuntimeConfig, *, fixed: bool = False, over: Callable[[], st
 
     made = layout(config)
     if fixed and _beyond(made, ray.cluster_resources()):
-        raise _not_there(config, made, "a Ray of our own does not grow")
+        raise _not_there(config, made, "a Ray cluster that rlhf has started does not grow")
     group = placement_group([dict(bundle) for bundle in made.bundles], strategy="PACK")
     try:
         _wait(group, config, made, over)
@@ -163,11 +163,11 @@ def _wait(group: Any, config: RuntimeConfig, made: Layout, over: Callable[[], st
         now = time.monotonic()
         reason = over()
         if reason:
-            asked = _spelled(made.bundles)
-            raise WorkerLostError(explain("runtime", asked, f"no longer waited for: {reason}", "run again"))
+            wanted = _spelled(made.bundles)
+            raise WorkerLostError(explain("runtime", wanted, f"stopped waiting: {reason}", "run again"))
         if now - began > config.placement_timeout_s:
             limit = f"runtime.placement_timeout_s = {config.placement_timeout_s:g}"
-            raise _not_there(config, made, f"all of it was not there within {limit} s")
+            raise _not_there(config, made, f"not all of this became available within {limit} s")
         if now - said_at > SAY_EVERY_S:
             said_at = now
             left = config.placement_timeout_s - (now - began)
@@ -184,8 +184,8 @@ def _not_there(config: RuntimeConfig, made: Layout, rule: str) -> ConfigError:
         explain(
             "runtime.gpus_per_train_worker, gpus_per_engine",
             (config.gpus_per_train_worker, config.gpus_per_engine),
-            f"{gpus:g} GPUs are needed and {cpus:g} CPUs, {_spelled(made.bundles)}; {_there()}; {rule}",
-            "use fewer workers, or 0 GPUs to run on CPUs; start nodes that are missing; "
+            f"{gpus:g} GPUs and {cpus:g} CPUs are needed, {_spelled(made.bundles)}; {_there()}; {rule}",
+            "use fewer workers, or 0 GPUs to run on CPUs; start the missing nodes; "
             "or raise runtime.placement_timeout_s for a cluster that grows",
         )
     )

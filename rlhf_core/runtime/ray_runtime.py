@@ -100,7 +100,7 @@ class RayRuntime:
         """Lease the engines with the weights of `policy`, version 0. One lease at a time."""
         if self._sampler_leased:
             raise SamplingError(
-                explain("sampler", str(policy), "the engines are leased already", "leave the other `with` block first")
+                explain("sampler", str(policy), "the engines are already leased", "leave the other `with` block first")
             )
         workers = self._sample_workers()
         self._sampler_leased = True
@@ -269,7 +269,7 @@ class RayRuntime:
                     raise
                 time.sleep(RECONNECT_EVERY_S)
             except (ray.exceptions.RayError, ConnectionError) as error:
-                rule = f"Ray failed meanwhile ({error})"
+                rule = f"Ray failed at the same time ({error})"
                 raise WorkerLostError(explain("runtime", "reserving the workers' places", rule, "run again")) from error
 
     def _no_use_waiting(self) -> str:

@@ -90,7 +90,7 @@ class SampleWorker:
         import ray
 
         if not isinstance(weights.payload, StoredWeights):
-            kind, rule = type(weights.payload).__name__, "must be where the object store has them"
+            kind, rule = type(weights.payload).__name__, "must be in the object store"
             raise SamplingError(explain("weights.payload", kind, rule, "load what the trainer's weights() returned"))
         tensors: dict[str, Any] = {}
         for bucket in ray.get(list(weights.payload.refs)):

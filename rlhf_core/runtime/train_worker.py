@@ -142,8 +142,8 @@ class TrainWorker:
         """
         there = self._meeting_point
         if there is not None and there.network != network() and is_loopback(there.host):
-            rule = f"rank 0 is on another machine than rank {self._rank}, and this address leads nowhere from there"
-            remedy = "start Ray's nodes with --node-ip-address, an address that the others reach; or use one machine"
+            rule = f"rank 0 is on another machine than rank {self._rank}, which cannot reach this address"
+            remedy = "start Ray's nodes with --node-ip-address, set to an address that the others can reach; or use one machine"
             raise ConfigError(explain("MASTER_ADDR", there.host, rule, remedy))
 
     def release(self, lease: str) -> None:
@@ -215,8 +215,8 @@ class TrainWorker:
     def send_weights(self, ticket: int, engines: Sequence[Any], transfer: Transfer, tensor_parallel: int) -> None:
         """Send the weights of `ticket` to `engines`, GPU to GPU. Only the newest can be sent, and only once."""
         if ticket != self._ticket or self._staged is None:
-            remedy = "load weights before asking for newer ones"
-            raise TrainingError(explain("weights", ticket, f"is not the newest staged, {self._ticket}", remedy))
+            remedy = "load weights before requesting newer ones"
+            raise TrainingError(explain("weights", ticket, f"is not the newest ticket, {self._ticket}", remedy))
         staged, self._staged = self._staged, None
         if self._sender is None or self._sender_engines != list(engines) or not self._sender.fits(staged):
             self._sender_engines = list(engines)

@@ -104,7 +104,9 @@ class WorkerGroup:
         self._check_ray(role, method)
         if self._killed:
             raise self._lost(
-                explain(f"{self.kind}.{role}", method, "its worker is gone", "leave this lease and take a new one")
+                explain(
+                    f"{self.kind}.{role}", method, "its worker has been stopped", "leave this lease and take a new one"
+                )
             )
 
     def _check_ray(self, role: str, method: str) -> None:
@@ -181,7 +183,7 @@ class WorkerGroup:
                 f"{self.kind}.{role}",
                 f"{method} on worker {rank}",
                 f"no answer within runtime.worker_timeout_s = {self._timeout_s:g}",
-                f"raise it, or look for the cause in {self._log_folder}",
+                f"raise it, or find the cause in {self._log_folder}",
             )
         )
 
@@ -192,7 +194,7 @@ class WorkerGroup:
         return self._lost(explain(f"{self.kind}.{role}", f"{method} on worker {rank}", reason, remedy))
 
 
-_RUN_AGAIN = "run again, it goes on from the last checkpoint"
+_RUN_AGAIN = "run again to resume from the last checkpoint"
 _SMALLER = {
     "trainer": "lower runtime.trainer.micro_batch, or set runtime.trainer.gradient_checkpointing",
     "sampler": "lower runtime.sampler.gpu_memory_fraction, kv_cache_gib or max_num_seqs",

@@ -29,5 +29,7 @@ def received_tensors(weights: Weights) -> Mapping[str, Any]:
     received = weights_digest(tensors)
     if received != weights.digest:
         rule = f"the trainer sent {weights.digest[:12]}"
-        raise SamplingError(explain("weights.digest", received[:12], rule, "report this: the transfer is broken"))
+        raise SamplingError(
+            explain("weights.digest", received[:12], rule, "please report this as a bug in the transfer")
+        )
     return tensors

@@ -154,8 +154,8 @@ class VllmSampler:
         """Raise SamplingError if the engine's weights differ from `probes` (of `vllm_worker.probe_weights`)."""
         for wrong in self._llm.collective_rpc("mismatched_weights", args=(probes,)):
             if wrong:
-                rule = "the engine still holds other values than were sent"
-                raise SamplingError(explain("weights", wrong[:3], rule, "report this: the reload is broken"))
+                rule = "the engine has other values than those sent"
+                raise SamplingError(explain("weights", wrong[:3], rule, "please report this as a bug in the reload"))
 
     # ------------------------------------------------------------ one request
 

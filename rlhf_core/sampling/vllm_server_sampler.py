@@ -191,7 +191,7 @@ class VllmServerSampler:
                 explain(KEY, list(self.config.urls), _reasons(lost), "start the servers, and run again")
             )
         for failure in lost:
-            logger.warning("%s: left out until the next weights: %s", KEY, failure)
+            logger.warning("%s: a server is not used until the next weights are loaded: %s", KEY, failure)
         return [result for result in results if not isinstance(result, BaseException)]
 
     # ------------------------------------------------------------ requests
@@ -218,10 +218,14 @@ class VllmServerSampler:
                     failed.append(failure)
                     server.failures += 1
                     if server.failures == 1:
-                        logger.warning("%s: asked last until the next weights: %s", KEY, failure)
+                        logger.warning(
+                            "%s: a server gets requests only if all others have failed, until the next weights are loaded: %s",
+                            KEY,
+                            failure,
+                        )
                 finally:
                     server.in_flight -= 1
-        remedy = "look for the cause in the servers' logs, and run again"
+        remedy = "find the cause in the servers' logs, and run again"
         raise SamplerLostError(explain(f"request (seed {request.seed})", "unanswered", _reasons(failed), remedy))
 
     def _next_server(self, asked: set[str]) -> Server | None:

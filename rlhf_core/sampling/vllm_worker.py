@@ -41,7 +41,7 @@ class WeightReload:
         worker: Any = self
         worker.reload_weights(weights_path=folder)
         self.repack_heads()
-        return [f"{name} still has other values" for name in self.mismatched_weights(probe_weights(tensors))]
+        return [f"{name} has other values than those sent" for name in self.mismatched_weights(probe_weights(tensors))]
 
     def repack_heads(self) -> None:
         """Repack the LM head from its weight.

@@ -60,7 +60,7 @@ def spread(model: nn.Module, size: int) -> None:
     parameters = inspect.signature(backbone.forward).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if not takes_any or "position_ids" not in parameters:
-        rule = f"{type(backbone).__name__} does not hand position ids and keyword arguments on to its attention"
+        rule = f"{type(backbone).__name__} does not pass position ids and keyword arguments to its attention"
         raise ConfigError(explain(KEY, size, rule, "set it to 1"))
     _register()
     join()
@@ -136,10 +136,12 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Return the heads' outputs [B, S, A, D] at this rank's positions for transformers. Keys may have fewer heads."""
-    asked = {name: kwargs[name] for name in UNKNOWN if name in kwargs and kwargs[name] is not None}
-    if ulysses is None or asked:
+    unsupported = {name: kwargs[name] for name in UNKNOWN if name in kwargs and kwargs[name] is not None}
+    if ulysses is None or unsupported:
         rule = (
-            f"{type(module).__name__} asks for {asked}" if asked else f"{type(module).__name__} was not told the rows"
+            f"{type(module).__name__} asks for {unsupported}"
+            if unsupported
+            else f"{type(module).__name__} did not receive the layout of the rows"
         )
         raise ConfigError(explain(KEY, "> 1", rule, "set it to 1 for this architecture"))
     group, size = ulysses.group, dist.get_world_size(ulysses.group)

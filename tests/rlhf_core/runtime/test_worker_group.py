@@ -149,7 +149,7 @@ def test_a_dead_rank_is_seen_while_the_others_wait_for_it(new_group: Callable[..
     with pytest.raises(TrainerLostError, match=r"die_or_wait on worker 1'.*worker died.*last checkpoint.*/logs"):
         group.call_each("policy", "die_or_wait", [(False,), (True,)])
     assert time.monotonic() - start < 20
-    with pytest.raises(TrainingError, match="its worker is gone"):
+    with pytest.raises(TrainingError, match="its worker has been stopped"):
         group.call("policy", "double", 1)
 
 

@@ -17,7 +17,9 @@ def test_the_tensors_that_were_sent_are_returned() -> None:
 
 def test_other_tensors_than_were_sent_are_refused() -> None:
     changed = SENT | {"norm": torch.zeros(8)}
-    with pytest.raises(SamplingError, match=r"weights\.digest = .*: the trainer sent .*the transfer is broken"):
+    with pytest.raises(
+        SamplingError, match=r"weights\.digest = .*: the trainer sent .*please report this as a bug in the transfer"
+    ):
         received_tensors(Weights(changed, weights_digest(SENT)))
 
 

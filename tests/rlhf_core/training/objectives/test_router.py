@@ -149,6 +149,8 @@ def test_a_distilled_step_in_pieces_has_the_balance_of_the_step_in_one(
 
 
 def test_a_dense_model_is_refused_and_a_frozen_one_is_not_asked(policy_spec: ModelSpec) -> None:
-    with pytest.raises(ConfigError, match=r"router_aux_coef .* LlamaForCausalLM has no routers"):
+    with pytest.raises(
+        ConfigError, match=r"router_aux_coef .* LlamaForCausalLM has no experts with a load-balancing loss"
+    ):
         open_engine(policy_spec, OptimizerConfig(), CONFIG)
     open_engine(policy_spec, None, CONFIG)
