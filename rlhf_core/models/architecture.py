@@ -53,6 +53,7 @@ def length_limit(config: Any) -> int | None:
 
 def read_config(folder: Path) -> Any:
     """Return the transformers configuration of the model in `folder`. Raises ConfigError if there is none."""
+    # Stages import this module with the losses; transformers takes seconds.
     from transformers import AutoConfig
 
     check_folder(folder)

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from torch import nn
+from transformers.utils import is_flash_attn_2_available
 
 from rlhf_core.errors import ConfigError, explain
 
@@ -15,8 +16,6 @@ LIGER = "liger_kernel"
 
 def check_kernels(attention: str, *, liger: bool, device: str) -> None:
     """Raise ConfigError for kernels that are not installed or do not run on `device`, a torch device type."""
-    from transformers.utils import is_flash_attn_2_available
-
     if attention == "flash_attention_2" and not (device == "cuda" and is_flash_attn_2_available()):
         rule, remedy = (
             f"FlashAttention 2 is not available (device {device})",

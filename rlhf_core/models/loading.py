@@ -10,6 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GgufConfig,
+)
 
 from rlhf_core.config.engines import PretrainedModel
 from rlhf_core.errors import ConfigError, explain
@@ -66,8 +73,6 @@ def load_model(spec: ModelSpec, *, dtype: str, attention: str, gradient_checkpoi
 
 def load_tokenizer(folder: Path) -> Any:
     """Load the tokenizer in `folder` (a transformers fast tokenizer). Raises ConfigError if there is none."""
-    from transformers import AutoTokenizer
-
     if not (folder / "tokenizer_config.json").is_file():
         raise ConfigError(
             explain("tokenizer", str(folder), "has no tokenizer_config.json", "give a complete model folder")
@@ -84,8 +89,6 @@ def materialize(config: PretrainedModel, folder: Path, *, chat_template: str | N
     padding. Raises ConfigError for a missing folder, package or Hub model, a Hub name without a revision, weights that
     are not safetensors or GGUF, and a tokenizer without a chat template.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     source, options = _source(config)
     tokenizer = _fetch(AutoTokenizer, config, source, options)
     if chat_template is not None:
@@ -105,14 +108,10 @@ def materialize(config: PretrainedModel, folder: Path, *, chat_template: str | N
 
 
 def _load_lm(folder: Path, config: Any, seed: int, options: dict[str, Any]) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
     return _from_pretrained(AutoModelForCausalLM, folder, config, options, allowed_missing=())
 
 
 def _load_score(folder: Path, config: Any, seed: int, options: dict[str, Any]) -> nn.Module:
-    from transformers import AutoModelForSequenceClassification
-
     head_1H = read_head(folder)
     config.num_labels = 1
     if config.pad_token_id is None:
@@ -127,8 +126,6 @@ def _load_score(folder: Path, config: Any, seed: int, options: dict[str, Any]) -
 
 
 def _load_value(folder: Path, config: Any, seed: int, options: dict[str, Any]) -> nn.Module:
-    from transformers import AutoModel
-
     backbone = _from_pretrained(AutoModel, folder, config, options, allowed_missing=())
     head_1H = read_head(folder)
     if head_1H is None:
@@ -220,8 +217,6 @@ def _check_local(config: PretrainedModel, folder: Path) -> None:
 def _weights_options(config: PretrainedModel) -> dict[str, Any]:
     if not config.gguf_file:
         return {"use_safetensors": True, "dtype": "auto"}
-    from transformers import GgufConfig
-
     return {"quantization_config": GgufConfig(dequantize=True), "dtype": torch.float32}
 
 

@@ -15,8 +15,12 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf_core.config.engines import LoraConfig
 from rlhf_core.errors import ConfigError, explain
@@ -36,8 +40,6 @@ def apply_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> nn.Module:
     A ~ Kaiming-uniform from `seed`, B = 0. With `quantise`, the adapted layers' weights are rounded to 4 bits first.
     Raises ConfigError if no module matches `target_modules`.
     """
-    import peft
-
     linear = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     targets = [name for name in config.target_modules if name in linear]
     if not targets:
@@ -104,9 +106,6 @@ def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 def save_adapter(model: nn.Module, folder: Path) -> None:
     """Write only the adapters in peft's layout, so that `peft.PeftModel.from_pretrained(base, folder)` loads them."""
-    import peft
-    from safetensors.torch import save_file
-
     any_model: Any = model
     folder.mkdir(parents=True, exist_ok=True)
     weights = peft.get_peft_model_state_dict(model, adapter_name=_ADAPTER)
@@ -157,9 +156,6 @@ def _tied_duplicates(model: nn.Module) -> list[str]:
 def _checkpoint_names(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Undo the changes that transformers makes to names and tensors on load (fused experts, for example), as
     `save_pretrained` does."""
-    from transformers import PreTrainedModel
-    from transformers.core_model_loading import revert_weight_conversion
-
     if not isinstance(model, PreTrainedModel):
         return state
     return {name: tensor.contiguous() for name, tensor in revert_weight_conversion(model, state).items()}

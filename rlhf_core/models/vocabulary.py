@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from transformers import AutoConfig, AutoTokenizer
+
 from rlhf_core.errors import ConfigError, explain
 
 
@@ -13,8 +15,6 @@ def shared_vocabulary(student: Path, teacher: Path) -> int:
     They are the same if every ID has the same token and the heads have the same width. Heads padded to different sizes
     give distributions over different tokens.
     """
-    from transformers import AutoConfig, AutoTokenizer
-
     sizes = [
         int(AutoConfig.from_pretrained(str(folder), local_files_only=True).get_text_config().vocab_size)
         for folder in (student, teacher)

@@ -16,7 +16,7 @@ def check_gpus(key: str, value: float, reserved: Sequence[str], *, built_for: st
     `built_for` is the platform of the worker's engine if the engine does not use torch's. Every worker of `key` calls
     this before it loads a model.
     """
-    import torch
+    import torch  # is for workers; the driver imports this module too
 
     if not reserved:
         return

@@ -29,7 +29,7 @@ class LocalRuntime:
     @contextlib.contextmanager
     def trainer(self, role: Role, model: ModelSpec, optimizer: OptimizerConfig | None) -> Iterator[Trainer]:
         """Load `model`, with an optimizer if it is to be trained; it is freed at the end of the `with` block."""
-        from rlhf_core.training.trainer import LocalTrainer
+        from rlhf_core.training.trainer import LocalTrainer  # torch and transformers, which sampling may not need
 
         self._served.update(trainer_versions(self._config.trainer))
         with contextlib.closing(LocalTrainer(model, optimizer, self._config.trainer)) as trainer:

@@ -35,6 +35,7 @@ class PolicyFolder:
         """Read the folder. Raises ConfigError if it is no policy folder, if it has fewer positions than
         `max_model_len`, or if the engine would compute rotary positions differently from the trainer.
         """
+        # These import torch and transformers, before which a sampler may have to set variables.
         from rlhf_core.models.architecture import check_longest
         from rlhf_core.models.loading import load_tokenizer
 

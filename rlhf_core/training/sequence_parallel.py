@@ -13,6 +13,7 @@ Legend: N ranks of a group, B rows, L positions, S = L / N positions of a rank, 
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import AttentionInterface
 
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.training.distributed import join, rank_and_world
@@ -46,8 +48,6 @@ def spread(model: nn.Module, size: int) -> None:
     Raises ConfigError if `size` does not divide the number of ranks or heads, or if the architecture does not pass
     position IDs and keyword arguments to its attention.
     """
-    import inspect
-
     any_model: Any = model
     backbone = any_model.base_model
     _, world = rank_and_world()
@@ -72,8 +72,6 @@ def spread(model: nn.Module, size: int) -> None:
 
 @lru_cache(maxsize=1)
 def _register() -> None:
-    from transformers import AttentionInterface
-
     AttentionInterface.register(ATTENTION, _attention)
 
 

@@ -20,6 +20,8 @@ from rlhf_core.models.kernels import check_kernels, use_liger
 from rlhf_core.models.loading import load_model
 from rlhf_core.models.routing import check_routers
 from rlhf_core.training.distributed import local_device, rank_and_world
+from rlhf_core.training.engines.deepspeed_setup import quiet, set_environment
+from rlhf_core.training.engines.torch_engine import TorchEngine
 from rlhf_core.training.sequence_parallel import spread
 
 T = TypeVar("T")
@@ -104,15 +106,14 @@ def open_engine(spec: ModelSpec, optimizer: OptimizerConfig | None, config: Trai
                 )
                 raise ConfigError(explain(name, "set", rule, "remove one of them"))
     if config.engine == "deepspeed" and (optimizer is not None or config.zero_stage == 3):
-        from rlhf_core.training.engines.deepspeed_engine import DeepSpeedEngine
-
         module = _load(spec, config, dtype=config.dtype, trained=optimizer is not None, device=device)
+        set_environment(device)
+        with quiet():  # 8 to 15 s, which only models that DeepSpeed holds are worth
+            from rlhf_core.training.engines.deepspeed_engine import DeepSpeedEngine
         return DeepSpeedEngine(module, optimizer, config, device=device)
     if optimizer is not None and world > 1:
         rule = f"trains in one process, but there are {world} train workers"
         raise ConfigError(explain("runtime.trainer.engine", "torch", rule, "use deepspeed, or one worker"))
-    from rlhf_core.training.engines.torch_engine import TorchEngine
-
     if config.engine == "deepspeed":
         # Same dtype as models that DeepSpeed trains: they compute with bfloat16 weights and update a float32 copy.
         module = _load(spec, config, dtype=config.dtype, trained=False, device=device)

@@ -16,7 +16,8 @@ import pytest
 
 from rlhf_core.runtime import liveness
 from rlhf_core.runtime.cluster import free_port
-from rlhf_core.runtime.liveness import RayWatch, asks_for_token, greet
+from rlhf_core.runtime.connection import asks_for_token
+from rlhf_core.runtime.liveness import RayWatch, greet
 
 SETTINGS = bytes((0, 0, 0, liveness.HTTP2_SETTINGS, 0, 0, 0, 0, 0))
 

@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_core.config.engines import HFSamplerConfig, RuntimeConfig, VllmSamplerConfig
 from rlhf_core.errors import ConfigError
-from rlhf_core.runtime.cluster import connect
+from rlhf_core.runtime.connection import connect
 from rlhf_core.runtime.placement import by_node, engine_count, gpu_order, layout, reserve
 
 THREE = VllmSamplerConfig(engines=3)

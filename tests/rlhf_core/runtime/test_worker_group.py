@@ -17,7 +17,7 @@ from rlhf_core.errors import (
     TrainingError,
     WorkerLostError,
 )
-from rlhf_core.runtime.cluster import connect
+from rlhf_core.runtime.connection import connect
 from rlhf_core.runtime.worker_group import WorkerGroup
 
 pytestmark = pytest.mark.engine

@@ -15,7 +15,7 @@ import pytest
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.training.batching import reduce
-from rlhf_core.training.engines.deepspeed_engine import deepspeed_config
+from rlhf_core.training.engines.deepspeed_setup import deepspeed_config
 from tests.rlhf_core.training.conftest import TINY
 from tests.support.tolerances import assert_same_updates, near, of_training
 

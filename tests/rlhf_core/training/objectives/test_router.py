@@ -15,11 +15,11 @@ from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.training import distillation_trainer
+from rlhf_core.training.batching import step_counts
 from rlhf_core.training.distillation_trainer import DistillationTrainer
 from rlhf_core.training.engines.base import open_engine
 from rlhf_core.training.objectives.base import BradleyTerryObjective, SftObjective
 from rlhf_core.training.objectives.distillation import DistillationObjective
-from rlhf_core.training.objectives.router import step_counts
 from rlhf_core.training.trainer import LocalTrainer
 from rlhf_core.types import PreferenceSample, RewardPair, TokenSample
 from tests.rlhf_core.training.conftest import TINY
