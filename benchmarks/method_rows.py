@@ -15,7 +15,7 @@ from pipelines.execution.lazy_runtime import LazyRuntime
 from pipelines.execution.listener import Silent
 from pipelines.execution.local import LocalExecutor
 from pipelines.execution.run import PipelineRun
-from pipelines.flows.full import condition_and_imitate, judge, part, sample_and_imitate
+from pipelines.flows.full import condition_and_imitate, evaluate_policies, part, sample_and_imitate
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import (
     ConditionalSFTConfig,
@@ -23,7 +23,7 @@ from pipelines.flows.profile import (
     EvaluationConfig,
     OfflineDPOConfig,
     PipelineConfig,
-    PolicyOptimisationConfig,
+    PolicyOptimizationConfig,
     load_profile,
 )
 from rlhf_core.config.policy import GROUP_ADVANTAGES, PPOConfig
@@ -163,7 +163,7 @@ def methods(config: PipelineConfig, steps: int) -> dict[str, Method]:
         "distill/own answers": distilling(distill.model_copy(update=online | {"optimizer": slower})),
     }
     made |= {f"dpo/{name}": preferring(section) for name, section in preference_sections(config).items()}
-    made |= {f"ppo/{name}": optimising(section) for name, section in policy_sections(config, steps).items()}
+    made |= {f"ppo/{name}": optimizing(section) for name, section in policy_sections(config, steps).items()}
     return made
 
 
@@ -180,7 +180,7 @@ def policy_sections(config: PipelineConfig, steps: int) -> dict[str, PPOConfig]:
     online = config.ppo.model_dump() | {"steps": steps, "checkpoint_every": steps}
     made: dict[str, PPOConfig] = {}
     for name, changes in POLICY.items():
-        one = PolicyOptimisationConfig.model_validate(online | {"samples_per_prompt": GROUP} | changes)
+        one = PolicyOptimizationConfig.model_validate(online | {"samples_per_prompt": GROUP} | changes)
         if not isinstance(one.advantage, GROUP_ADVANTAGES):
             one = one.model_copy(update={"samples_per_prompt": 1})
         else:
@@ -255,7 +255,7 @@ def preferring(section: OfflineDPOConfig) -> Method:
     return learn
 
 
-def optimising(section: PPOConfig) -> Method:
+def optimizing(section: PPOConfig) -> Method:
     """Return the optimisation of the policy against the reward model."""
 
     def learn(config: PipelineConfig, stages: Stages, start: Start) -> Learnt:
@@ -328,12 +328,12 @@ def judged(
     config = bench.config
     assert config.evaluate is not None
     plain = config.evaluate.evaluate.model_copy(update={"best_of": {}, "parents": {}})
-    report = judge(
+    report = evaluate_policies(
         EvaluationConfig(generate=config.evaluate.generate, evaluate=plain),
         bench.stages("judge"),
         policies=policies,
         prompts=start.eval_prompts,
-        asked={name: prompts for name, prompts in asked.items() if prompts is not None},
+        conditioned_prompts={name: prompts for name, prompts in asked.items() if prompts is not None},
         reward_models=start.reward_models,
     )
     found: dict[str, Any] = json.loads((bench.store.path(report) / "report.json").read_text())["policies"]

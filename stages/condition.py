@@ -36,9 +36,9 @@ def run(
     best = max(levels)
     if prompts is not None:
         context.tracker.dataset("prompts", prompts.digest, "evaluation")
-        asked = [asking(prompt, best, template=config.template) for prompt in read_prompts(context.path(prompts))]
-        write_prompts(context.out, asked)
-        return context.commit(PromptsRef, metrics={"prompts": len(asked), "level": best})
+        conditioned = [asking(prompt, best, template=config.template) for prompt in read_prompts(context.path(prompts))]
+        write_prompts(context.out, conditioned)
+        return context.commit(PromptsRef, metrics={"prompts": len(conditioned), "level": best})
 
     evaluation = held_out((one.prompt.id for one in kept), fraction=config.eval_fraction, seed=context.seed)
     rows = demonstrations(kept, levels, template=config.template)
@@ -71,10 +71,12 @@ def reward_levels(rewards: Sequence[float], *, levels: int) -> list[int]:
 def check_levels(config: ConditionConfig, levels: Sequence[int], context: StageContext) -> None:
     """Raise DataError where all answers have one level, which would say nothing."""
     if len(set(levels)) < 2:
-        rule = (
-            f"{len(levels)} whole answers have {len(set(levels))} of the {config.levels} levels; at least 2 are needed"
+        rule = f"{len(levels)} complete answers fall into {len(set(levels))} of the {config.levels} levels; at least 2 are needed"
+        raise DataError(
+            explain(
+                f"{context.label}.rollouts", sorted(set(levels)), rule, "sample more answers, or use a finer reward"
+            )
         )
-        raise DataError(explain(f"{context.label}.rollouts", sorted(set(levels)), rule, "sample more, or score finer"))
 
 
 def asking(prompt: Prompt, level: int, *, template: str) -> Prompt:

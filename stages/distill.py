@@ -125,7 +125,9 @@ def drawn(config: DistillConfig, prompts: PromptsRef | None, context: StageConte
     context.tracker.dataset("prompts", ref.digest, "training")
     rows = read_prompts(context.path(ref))
     if not rows:
-        raise DataError(explain(f"{context.label}.prompts", 0, "there is nothing to answer", "prepare more prompts"))
+        raise DataError(
+            explain(f"{context.label}.prompts", 0, "there are no prompts to answer", "prepare more prompts")
+        )
     evaluation = held_out((row.id for row in rows), fraction=config.eval_fraction, seed=context.seed)
     return {
         "train": [Draw(row, epoch) for epoch in range(config.loop.epochs) for row in rows if row.id not in evaluation],
@@ -136,7 +138,7 @@ def drawn(config: DistillConfig, prompts: PromptsRef | None, context: StageConte
 def needed(ref: Any, name: str, config: DistillConfig, context: StageContext) -> ArtifactRef:
     """Return the input `ref`; ConfigError if it was not given."""
     if not isinstance(ref, ArtifactRef):
-        rule = f"on_policy = {str(config.on_policy).lower()} learns on {name}"
+        rule = f"on_policy = {str(config.on_policy).lower()} trains on {name}"
         raise ConfigError(explain(f"{context.label}.{name}", None, rule, f"give {name}, or change on_policy"))
     return ref
 

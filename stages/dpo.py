@@ -1,4 +1,4 @@
-"""Preference optimisation without a reward model in the loop: DPO (arXiv 2305.18290) and its kin.
+"""Preference optimization without a reward model in the loop: DPO (arXiv 2305.18290) and its kin.
 
 With a = log pi(y_c) - log pi_ref(y_c), b likewise for the rejected answer and h = a - b, the loss of a pair is
   dpo  -log sigmoid(beta h)          ipo  (h - 1/(2 beta))^2          simpo, orpo  without a reference
@@ -90,18 +90,18 @@ def check_data(config: DPOConfig, pairs: int, single: int, judged: int, context:
     key, loss = f"{context.label}.loss.type", config.loss.type
     if isinstance(config.loss, KTOLoss):
         if not pairs and not single:
-            rule = "no answer is left to train on"
+            rule = "no answers are left to train on"
             raise DataError(explain(key, loss, rule, "raise max_length, or see the validation report of prepare_data"))
         return
     if not pairs and judged:
-        rule = f"compares two answers, and the data are {judged} judged single answers"
-        raise DataError(explain(key, loss, rule, "set loss = {type = 'kto'}, or give pairs"))
+        rule = f"compares two answers, but the data has {judged} single labeled answers"
+        raise DataError(explain(key, loss, rule, "set loss = {type = 'kto'}, or provide preference pairs"))
     if not pairs:
-        rule = "no pair is left to train on"
+        rule = "no pairs are left to train on"
         raise DataError(explain(key, loss, rule, "raise max_length, or see the validation report of prepare_data"))
     if judged:
         logger.warning(
-            "%s = %r compares two answers: %d judged single answers are left out; kto learns from them, too",
+            "%s = %r compares two answers: %d single labeled answers are ignored; kto can train on them, too",
             key,
             loss,
             judged,
@@ -195,7 +195,7 @@ def stranger_of(index: int, answers: Sequence[TokenSample], others: Sequence[Tok
     for other in itertools.chain(own, others):
         if prompt_of(other) != prompt:
             return other
-    rule = "all answers are to one prompt, so there is none to another"
+    rule = "all answers belong to the same prompt"
     raise DataError(explain("preferences", len(answers), rule, "kto needs answers to at least two prompts"))
 
 

@@ -62,7 +62,7 @@ def check_names(config: EvaluateConfig, names: Sequence[str]) -> None:
     for key, name in named.items():
         if name not in names:
             raise ConfigError(
-                explain(f"evaluate.{key}", name, f"is not evaluated ({', '.join(names)})", "name one that is")
+                explain(f"evaluate.{key}", name, f"is not evaluated ({', '.join(names)})", "name one of these")
             )
 
 
@@ -131,7 +131,7 @@ def ended(name: str, generations: Sequence[Generation]) -> list[Generation]:
     kept = [one for one in generations if not one.completion.failure]
     if generations and not kept:
         rule = f"all {len(generations)} episodes failed; the first: {generations[0].completion.failure}"
-        raise DataError(explain("evaluate.generations", name, rule, "mend the environment, and generate again"))
+        raise DataError(explain("evaluate.generations", name, rule, "fix the environment, and generate again"))
     return kept
 
 
@@ -239,7 +239,7 @@ def draw(
     measure, reference = report["compared_by"], report["reference"]
     label = {"gold": "gold reward", "reward_model": "reward-model score", "": ""}[measure]
     rows = report["policies"]
-    ordered = sorted(rows, key=lambda name: name not in report["order"])  # so that colours agree between the figures
+    ordered = sorted(rows, key=lambda name: name not in report["order"])  # so that colors agree between the figures
     points = [
         plots.FrontierPoint(
             name, rows[name]["kl"]["mean"], *(rows[name][measure][end] for end in ("mean", "low", "high"))
@@ -264,7 +264,7 @@ def draw(
 
 
 def training_figures(training: Mapping[str, Path]) -> dict[str, tuple[str, bytes]]:
-    """Return one figure per trained stage: reward for policy optimisation, loss for the rest."""
+    """Return one figure per trained stage: reward for policy optimization, loss for the rest."""
     figures = {}
     for label, path in training.items():
         series = {name.removeprefix(f"{label}/"): curve for name, curve in plots.read_curves(path).items()}

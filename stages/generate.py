@@ -82,7 +82,9 @@ def chosen(prompts: Sequence[Prompt], config: GenerateConfig) -> list[Prompt]:
     """Return the prompts to answer; DataError if there are none."""
     found = list(prompts[: config.max_prompts] if config.max_prompts else prompts)
     if not found:
-        raise DataError(explain("generate.prompts", len(found), "there is nothing to answer", "prepare more prompts"))
+        raise DataError(
+            explain("generate.prompts", len(found), "there are no prompts to answer", "prepare more prompts")
+        )
     return found
 
 

@@ -40,9 +40,9 @@ def run(config: ImportRewardModelConfig, *, policy: PolicyRef, context: StageCon
     with context.runtime.trainer("reward_model", spec, None) as trainer:
         scores = trainer.scores(probe)
     if not all(map(math.isfinite, scores)):
-        rule = f"scores the probes {scores}"
+        rule = f"its scores of the probe texts are {scores}"
         raise ConfigError(
-            explain("import_reward_model.path", config.path, rule, "its weights are damaged; fetch it again")
+            explain("import_reward_model.path", config.path, rule, "its weights are damaged; download it again")
         )
     contract = {
         "max_length": config.max_length,
@@ -66,7 +66,7 @@ def check_copy(names: list[str], config: ImportRewardModelConfig, context: Stage
     planned = context.files  # empty: run without a pipeline
     if planned and tree_digest(hash_files(context.out, names)) != planned["reward_model"]:
         rule = "its files have changed since the run was planned"
-        remedy = "run it again when nothing writes there any more"
+        remedy = "run again when no other process writes to it"
         raise ConfigError(explain("import_reward_model.path", config.path, rule, remedy))
 
 
@@ -78,8 +78,8 @@ def check_tokens(chat: ChatTemplate, policys: ChatTemplate, config: ImportReward
             for one in (chat, policys)
         )
         if theirs != ours:
-            rule = f"its tokenizer or chat template makes other tokens of {messages[0].content!r} than the policy's"
-            remedy = 'take one trained from a model of the policy\'s family, or serve it as text: type = "remote"'
+            rule = f"its tokenizer or chat template turns {messages[0].content!r} into other tokens than the policy's"
+            remedy = 'use one trained from a model of the policy\'s family, or serve it as text: type = "remote"'
             raise ConfigError(explain("import_reward_model.path", config.path, rule, remedy))
 
 
@@ -92,6 +92,6 @@ def probes(chat: ChatTemplate, max_length: int) -> list[tuple[int, ...]]:
             end = max(position for position, trained in enumerate(sample.loss_mask) if trained) + 1
             found.append(sample.token_ids[:end])
     if not found:
-        rule = "no probe has room for an answer"
+        rule = "it leaves no room for an answer in any probe text"
         raise ConfigError(explain("import_reward_model.max_length", max_length, rule, "raise it"))
     return found

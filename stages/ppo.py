@@ -185,12 +185,12 @@ def token_samples(
     if config.ptx is None:
         return []
     if demonstrations is None:
-        raise ConfigError(explain("ppo.ptx", config.ptx.coef, "there are no demonstrations to mix in", "give some"))
+        raise ConfigError(explain("ppo.ptx", config.ptx.coef, "there are no demonstrations to mix in", "provide some"))
     rows = read_demonstrations(context.path(demonstrations) / "train.parquet")
     made = [chat.conversation(row.messages, max_length=config.ptx.max_length) for row in rows]
     samples = [sample for sample in made if sample is not None]
     if not samples:
-        rule = "leaves no token of any demonstration to train on"
+        rule = "leaves no tokens of the demonstrations to train on"
         raise DataError(explain("ppo.ptx.max_length", config.ptx.max_length, rule, "raise it"))
     return samples
 

@@ -31,7 +31,7 @@ from rlhf_core.data.worlds.arithmetic import make_tables as arithmetic
 from rlhf_core.data.worlds.support import make_tables as support
 from rlhf_core.errors import ConfigError, DataError, explain
 from rlhf_core.models.initialise import initialise_llama, train_tokenizer
-from rlhf_core.models.loading import materialise
+from rlhf_core.models.loading import materialize
 from rlhf_core.stage.context import StageContext
 from rlhf_core.types import (
     ArtifactRef,
@@ -90,7 +90,7 @@ def _as_planned(config: PrepareDataConfig, planned: Mapping[str, str]) -> Iterat
     digests = content_digests(config)
     for name, (key, _) in files.items():
         if name in planned and planned[name] != digests[name]:
-            remedy = "run it again: its new content gets a key of its own"
+            remedy = "run again: the new content gets its own key"
             raise DataError(explain(key, name, "has changed since the run was planned", remedy))
     try:
         yield
@@ -98,7 +98,7 @@ def _as_planned(config: PrepareDataConfig, planned: Mapping[str, str]) -> Iterat
         for name, (key, path) in files.items():
             if _statuses(path) != before[name]:
                 raise DataError(
-                    explain(key, name, "changed while it was read", "run it again, when nothing writes to it")
+                    explain(key, name, "changed while it was read", "run again when no other process writes to it")
                 )
 
 
@@ -133,17 +133,17 @@ def _rows(
 
 
 def _base_model(config: PrepareDataConfig, tables: Tables, folder: Path, *, seed: int) -> None:
-    """Write the base model to `folder`: initialised from nothing, or a pretrained one in one common layout."""
+    """Write the base model to `folder`: initialized from nothing, or a pretrained one in one common layout."""
     template = _template(config.chat_template)
     if isinstance(config.model, PretrainedModel):
-        materialise(config.model, folder, chat_template=template)
+        materialize(config.model, folder, chat_template=template)
         return
     if template is not None:
         raise ConfigError(
             explain(
                 "prepare_data.chat_template",
                 config.chat_template,
-                "an initialised model has a template of its own",
+                "an initialized model has its own template",
                 f'set it to "{MODEL_TEMPLATE}"',
             )
         )
@@ -195,8 +195,8 @@ def _write(tables: Tables, report: DropReport, out: Path) -> dict[str, tuple[str
             explain(
                 "prepare_data.data",
                 0,
-                "no row is left",
-                f"raise the limits or mend the data; reasons: {report.counts()}",
+                "no rows are left",
+                f"raise the limits or fix the data; reasons: {report.counts()}",
             )
         )
     return children

@@ -38,8 +38,8 @@ def run(
     rows = {split: read_steps(context.path(steps) / f"{split}.parquet") for split in ("train", "eval")}
     samples = {split: step_samples(chat, splitter, rows[split], config) for split in rows}
     if not samples["train"]:
-        rule = f"no answer of {len(rows['train'])} has steps that are found again between separators"
-        remedy = "take a separator that no step holds, or raise max_length"
+        rule = f"none of the {len(rows['train'])} answers can be split into its steps at the separator"
+        remedy = "use a separator that no step contains, or raise max_length"
         raise DataError(explain(f"{context.label}.separator", config.separator, rule, remedy))
     context.tracker.dataset("steps", steps.digest, "training")
     context.tracker.input_model(policy.digest)
@@ -101,7 +101,7 @@ def write_contract(
     trainer: Trainer, samples: Sequence[StepSample], chat: ChatTemplate, config: ProcessRewardModelConfig, folder: Path
 ) -> None:
     """Write `contract.json`: what a user of the scores must reproduce, with the probes' step scores to check it by."""
-    probe = [unlabelled(sample) for sample in samples[:PROBES]]
+    probe = [unlabeled(sample) for sample in samples[:PROBES]]
     scores = trainer.step_scores(probe)
     every = [score for row in scores for score in row]
     contract = {
@@ -125,7 +125,7 @@ def write_report(
     """Write `report.json` and its figures into the artifact; return the headline figures of the held-out answers."""
     if not samples:
         return {}
-    logits = trainer.step_scores([unlabelled(sample) for sample in samples])
+    logits = trainer.step_scores([unlabeled(sample) for sample in samples])
     labels = [judgements(sample) for sample in samples]
     report, figures = step_report(logits=logits, labels=labels, seed=context.seed)
     (context.out / "report.json").write_text(json.dumps(report, indent=2))
@@ -141,7 +141,7 @@ def write_report(
     return {f"held_out/{name}": report[name] for name in headline if report[name] is not None}
 
 
-def unlabelled(sample: StepSample) -> TokenSample:
+def unlabeled(sample: StepSample) -> TokenSample:
     """Return the sample as the trainer scores it."""
     return TokenSample(sample.token_ids, sample.loss_mask)
 

@@ -63,21 +63,23 @@ def name_of(config: PublishConfig, policy: PolicyRef, report: Mapping[str, Any])
         if config.policy not in report["order"]:
             known = ", ".join(report["order"])
             raise ConfigError(
-                explain("publish.policy", config.policy, f"is not in the report ({known})", "name one that is")
+                explain("publish.policy", config.policy, f"is not in the report ({known})", "name one of these")
             )
         if config.policy not in names:
             raise ConfigError(
                 explain(
                     "publish.policy",
                     config.policy,
-                    "has other weights in the report",
-                    "publish the policy that was judged",
+                    "the report evaluates other weights under this name",
+                    "publish the policy that was evaluated",
                 )
             )
         return config.policy
     if not names:
         raise ConfigError(
-            explain("publish.policy", policy.digest[:12], "was not judged in this report", "evaluate it, then publish")
+            explain(
+                "publish.policy", policy.digest[:12], "was not evaluated in this report", "evaluate it, then publish it"
+            )
         )
     return names[-1]
 
@@ -104,7 +106,7 @@ def metric(report: Mapping[str, Any], policy: str, path: str, key: str) -> float
     """Return the number at `path` in the policy's row; ConfigError naming what there is when it is not there."""
     if policy not in report["policies"]:
         known = ", ".join(report["policies"])
-        raise ConfigError(explain(key, path, f"the report has no policy {policy!r} ({known})", "name one that it has"))
+        raise ConfigError(explain(key, path, f"the report has no policy {policy!r} ({known})", "name one of these"))
     here: Any = report["policies"][policy]
     for part in path.replace("/", ".").split("."):
         if not isinstance(here, Mapping) or part not in here:

@@ -65,10 +65,10 @@ def no_pairs(context: StageContext, preferences: PreferencesRef, *, dropped: int
     """Return the error for preferences without a pair to train on; it says what they have instead."""
     feedback = len(read_feedback(context.path(preferences), "train"))
     if feedback:
-        rule = f"a reward model compares two answers, and the data are {feedback} judged single answers"
-        remedy = "give pairs, or train on single answers with dpo.loss = {type = 'kto'}"
+        rule = f"a reward model compares two answers, but the data has {feedback} single labeled answers"
+        remedy = "provide preference pairs, or train on single answers with dpo.loss = {type = 'kto'}"
     else:
-        rule = f"no pair is left to train on: {dropped} of {dropped} became equal or empty when they were cut"
+        rule = f"no pairs are left to train on: {dropped} of {dropped} became equal or empty when they were cut"
         remedy = "raise max_length, or see the validation report of prepare_data"
     return DataError(explain(f"{context.label}.preferences", 0, rule, remedy))
 

@@ -37,7 +37,7 @@ def run(
     source = context.path(generations)
     rows = read_generations(source)
     if not rows:
-        raise DataError(explain("score.generations", generations.uri, "holds no generation", "generate again"))
+        raise DataError(explain("score.generations", generations.uri, "contains no generations", "generate again"))
     context.tracker.dataset("generations", generations.digest, "evaluation")
     for ref in reward_models.values():
         context.tracker.input_model(ref.digest)
@@ -69,7 +69,7 @@ def score_shards(
     with open_scorer(config.rewards, reward_models, context) as score:
         restore(score, folder, done)
         for index in range(done, len(pieces)):
-            score.at_step(0)  # nothing is optimised here: weights are those of the start
+            score.at_step(0)  # nothing is optimized here: weights are those of the start
             rollouts = score(pieces[index])
             keep(score, folder, index)  # before its shard: a shard that is there has its state
             metrics = reward_metrics(rollouts) | score.logs()
@@ -83,10 +83,12 @@ def score_shards(
 
 
 def check_some_are_valid(rollouts: Sequence[Rollout], folder: Path) -> None:
-    """Raise RewardError when no rollout has a reward; their shards are removed, so that the next attempt scores again."""
+    """Raise RewardError when none of the rollouts has a reward; their shards are removed, so that the next attempt scores again."""
     if all(rollout.invalid for rollout in rollouts):
         shutil.rmtree(folder)
-        raise RewardError(explain("rewards", rollouts[0].invalid, "no rollout has a reward", "mend the reward"))
+        raise RewardError(
+            explain("rewards", rollouts[0].invalid, "none of the rollouts has a reward", "fix the reward")
+        )
 
 
 def keep(score: Scorer, folder: Path, shard: int) -> None:

@@ -182,7 +182,7 @@ def split_by_prompt(
             explain(
                 "select",
                 config.model_dump(mode="json"),
-                f"leaves {len(rows)} of the rollouts and none to train on",
+                f"keeps {len(rows)} of the rollouts, and none of them to train on",
                 "lower minimum or margin_threshold, sample more per prompt, or raise sampling.max_tokens",
             )
         )

@@ -127,13 +127,13 @@ class Stage:
         """
         return (self.config,) if isinstance(self.config, type) else get_args(get_args(self.config)[0])
 
-    def asks(self, name: str, config: Config) -> bool:
+    def reads_input(self, name: str, config: Config) -> bool:
         """Return whether the stage reads the input `name` under this configuration."""
         return self.inputs[name].when(config)
 
-    def asked(self, config: Config) -> list[str]:
+    def inputs_read(self, config: Config) -> list[str]:
         """Return the names of the inputs that the stage reads under this configuration."""
-        return [name for name in self.inputs if self.asks(name, config)]
+        return [name for name in self.inputs if self.reads_input(name, config)]
 
     def spec(
         self,
@@ -171,7 +171,7 @@ _ROWS = (
         engines=(),
         section="prepare_data",
         page="prepare_data.md",
-        about="Read or invent the data, and make the base model.",
+        about="Read or generate the data, and make the base model.",
         files=prepare_data.content_digests,
     ),
     Stage(
@@ -246,7 +246,7 @@ _ROWS = (
         engines=("sampler",),
         section="rejection_sampling.generate",
         page="generate.md",
-        about="Answers of `policy` to `prompts`, which `asked` may put to it in other words (`conditional_sft/ask`).",
+        about="Answers of `policy` to `prompts`, which `inputs_read` may put to it in other words (`conditional_sft/ask`).",
     ),
     Stage(
         name="score",
@@ -382,7 +382,7 @@ _ROWS = (
         engines=("trainer",),
         section="iterative_dpo.dpo",
         page="dpo.md",
-        about="Direct preference optimisation of `policy` on `preferences`.",
+        about="Direct preference optimization of `policy` on `preferences`.",
     ),
     Stage(
         name="ppo",
@@ -405,7 +405,7 @@ _ROWS = (
         section="ppo",
         page="ppo.md",
         about=(
-            "Policy optimisation of `policy` on `prompts`, held near `reference`, which is not looked for if nothing asks it.\n\n"
+            "Policy optimization of `policy` on `prompts`, kept close to `reference`, which is not needed if no setting uses it.\n\n"
             "`demonstrations` are for `config.ptx`."
         ),
     ),

@@ -165,8 +165,8 @@ def test_the_pages_count_the_stages_right(
         (
             'ppo.rewards.terms.correct={type = "function", function = "my/reward.py:f"}',
             (
-                "ppo.rewards.terms.correct.function = 'my/reward.py:f': my/reward.py is not there; "
-                "mend the module name or the path"
+                "ppo.rewards.terms.correct.function = 'my/reward.py:f': my/reward.py does not exist; "
+                "fix the module name or the path"
             ),
         ),
         (

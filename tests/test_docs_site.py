@@ -44,7 +44,7 @@ def test_the_reference_has_a_row_for_every_key(reference: dict[str, str]) -> Non
     assert "[GAEAdvantage](#gaeadvantage) or [ReinforcePPAdvantage](#reinforceppadvantage)" in reference["ppo"]
     assert "| `table_every` | integer, >= 1 | `10` | no |" in reference["ppo"]
     assert (
-        "| [`ppo`](ppo.md) | [PolicyOptimisationConfig](ppo.md#policyoptimisationconfig) | none |" in reference["index"]
+        "| [`ppo`](ppo.md) | [PolicyOptimizationConfig](ppo.md#policyoptimizationconfig) | none |" in reference["index"]
     )
 
 

@@ -1,6 +1,6 @@
 """Every example in a docstring is run, or is named here with what it needs.
 
-One process imports the modules that have examples, and none of the engines: an example that needs one is marked
+One process imports the modules that have examples, and neither vLLM nor DeepSpeed: an example that needs one is marked
 `# doctest: +SKIP`.
 """
 

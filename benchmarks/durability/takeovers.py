@@ -17,7 +17,7 @@ from benchmarks.durability.pipeline import LOG, Setup, read_events
 from rlhf_core.store import layout, leases
 
 KIND = "stopped, taken over, and woken"
-SENTENCE = "took over while this process was not heard of"
+SENTENCE = "took the lease over, because this process had not renewed it"
 TAKEN_WITHIN_S = 8.0
 """A takeover that takes longer waits for the stopped process itself, which holds the lock of the leases: it is woken."""
 ELSEWHERE = ("another-machine", "another-boot", "another-namespace")

@@ -26,7 +26,8 @@ from benchmarks.processes import kill_family
 from pipelines.execution.listener import Silent
 from rlhf_core.errors import RlhfError
 from rlhf_core.runtime import liveness, ray_runtime
-from rlhf_core.runtime.cluster import RECONNECT_TIMEOUT_S, free_port
+from rlhf_core.runtime.cluster import free_port
+from rlhf_core.runtime.connection import RECONNECT_TIMEOUT_S
 
 OVERRIDES = ("runtime.gpus_per_train_worker=1", "runtime.trainer.engine=torch", 'runtime.sampler={type = "hf"}')
 UP_TIMEOUT_S = 120.0

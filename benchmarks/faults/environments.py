@@ -158,8 +158,8 @@ LEFT_OUT = {
     "disconnects": "Connect call failed",
     "earns NaN": "the reward is nan, and must be finite",
     "earns a text": "could not convert string to float: 'good'",
-    "returns a table": "step returned a dict, and must return a StepResult",
-    "returns nothing": "step returned a NoneType, and must return a StepResult",
+    "returns a table": "step returned a dict; it must return a StepResult",
+    "returns nothing": "step returned a NoneType; it must return a StepResult",
 }
 """What the environment of one episode does -> what its reason must name."""
 RECOVERED = {

@@ -75,9 +75,9 @@ server.serve_forever()
 LEFT_OUT = {
     "disconnects in the middle": "RemoteProtocolError",
     "hangs": "took longer than 2 s",
-    "answers NaN": "no finite number",
+    "answers NaN": "is not a finite number",
     "answers too many numbers": "rewards for 1 answers",
-    "answers no JSON": "no JSON",
+    "answers no JSON": "invalid JSON",
 }
 """What happens to one answer -> what its reason must name."""
 RECOVERED = {
@@ -146,7 +146,7 @@ def _dies(folder: Path) -> Outcome:
             again = right(scorer(groups("x", "xx")), _query_length)
             took = time.monotonic() - began
         left = watch.left()
-    if all(part in said for part in (f"rewards.{TERM}", "p0", url, "mend the server")) and again and not left:
+    if all(part in said for part in (f"rewards.{TERM}", "p0", url, "fix the server")) and again and not left:
         return Outcome("one error", noticed, took, said)
     return Outcome("not handled", noticed, None, f"{said}; scored again: {again}; {len(left)} processes are left")
 
@@ -154,7 +154,7 @@ def _dies(folder: Path) -> Outcome:
 def _wrong_token(folder: Path) -> Outcome:
     with _server() as url, _variables({TOKEN_ENV: "wrong"}):
         spec = _spec(url, retries=5, token_env=TOKEN_ENV)
-        outcome = one_error(spec, folder, groups("wants a token", "x"), named="answered status 401")
+        outcome = one_error(spec, folder, groups("wants a token", "x"), named="returned status 401")
     if "wrong" in outcome.said:
         return Outcome("not handled", None, None, "the token stands in the message")
     return outcome

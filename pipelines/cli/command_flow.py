@@ -63,9 +63,13 @@ def run_flow(
     except TransportError as error:
         url = shown(os.environ["PREFECT_API_URL"])
         if not ended:
-            raise ServiceError(f"{url}: Prefect does not answer ({error}); what was done is kept: run again") from error
+            raise ServiceError(
+                f"{url}: Prefect does not answer ({error}); finished work is kept: run the same command again"
+            ) from error
         # The client has retried for minutes, and all stages have committed: only the page is incomplete.
-        logger.warning("%s: Prefect does not answer (%s); the run is complete, its page may say otherwise", url, error)
+        logger.warning(
+            "%s: Prefect does not answer (%s); the run is complete, but its page may show another state", url, error
+        )
     finally:
         for flow_run in flow_runs:
             settle(flow_run, pipeline_run.started)

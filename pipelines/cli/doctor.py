@@ -73,7 +73,7 @@ def _imports(engine: str) -> tuple[bool, str, str]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        return False, f"import {engine}: not done after {IMPORT_TIMEOUT_S:.0f} s", "look at the load of the machine"
+        return False, f"import {engine}: not finished after {IMPORT_TIMEOUT_S:.0f} s", "check the load of the machine"
     last = done.stderr.strip().splitlines()[-1:] if done.returncode else []
     return done.returncode == 0, f"import {engine} {' '.join(last)}".rstrip(), "make clean-venv install"
 
@@ -96,5 +96,5 @@ def _services(home: Home) -> tuple[bool, str, str]:
     if services is not None:
         return True, f"services are up: {services.prefect_url} {services.mlflow_url}", ""
     taken = [str(port) for port in (PREFECT_PORT, MLFLOW_PORT) if not is_free(port)]
-    others = f" (in use: {', '.join(taken)}; the next free ones are taken)" if taken else ""
+    others = f" (in use: {', '.join(taken)}; the next free ports are used)" if taken else ""
     return True, f"ports for `rlhf up`: {PREFECT_PORT} and {MLFLOW_PORT}{others}", ""

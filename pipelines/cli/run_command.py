@@ -95,7 +95,9 @@ def _server(home: Home) -> Iterator[PrivateServer | None]:
         return
     if services is not None:
         if not wait_for(lambda: healthy(services.health["prefect"]), SERVER_TIMEOUT_S):
-            raise ServiceError(f"{services.prefect_url}: does not answer; read {home.logs}, or rlhf down")
+            raise ServiceError(
+                f"{services.prefect_url}: does not answer; read the logs in {home.logs}, or stop the services with `rlhf down`"
+            )
         os.environ.update(services.environment(home))
         yield None
         return
@@ -118,7 +120,7 @@ def _say_where_to_look(home: Home, console: Console) -> None:
     if theirs and (services is None or services.prefect_api != theirs):
         console.print(f"Prefect {shown(theirs).removesuffix('/api')}", highlight=False)
     elif services is None:
-        console.print("look at it in a browser (Prefect and MLflow): make up, or rlhf up", highlight=False)
+        console.print("to see runs in a browser (Prefect and MLflow): make up, or rlhf up", highlight=False)
     else:
         console.print(f"Prefect {services.prefect_url}   MLflow {services.mlflow_url}", highlight=False)
 

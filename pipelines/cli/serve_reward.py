@@ -57,9 +57,11 @@ def read_token(token_env: str, *, host: str) -> str:
     """Return the token in the environment variable, or "". Raise ConfigError if others could call without a token."""
     if not token_env:
         if host not in LOCAL_HOSTS:
-            rule = "others can reach it, and there is no token"
+            rule = "other machines can reach this address, and no token is set"
             raise ConfigError(
-                explain("--host", host, rule, "name the variable that holds one: --token-env REWARD_TOKEN")
+                explain(
+                    "--host", host, rule, "name the environment variable that holds a token: --token-env REWARD_TOKEN"
+                )
             )
         return ""
     return bearer("--token-env", token_env)["Authorization"].removeprefix("Bearer ")
@@ -99,7 +101,7 @@ def read_arguments(text: str) -> dict[str, Any]:
         arguments = None
     if not isinstance(arguments, dict):
         raise ConfigError(
-            explain("--arguments", text, "is no JSON object", """write it like '{"pattern": "[0-9]+"}'""")
+            explain("--arguments", text, "is not a JSON object", """write it like '{"pattern": "[0-9]+"}'""")
         )
     refuse_plain("--arguments", arguments)
     return arguments

@@ -82,8 +82,8 @@ def is_empty(layout: StoreLayout, console: Console) -> bool:
     """Return whether the store holds nothing; if so, say it."""
     if any(layout.keys.glob("*/*.json")) or any(layout.objects.glob("*/*")) or layout.attempts.is_dir():
         return False
-    state = "is empty" if layout.root.is_dir() else "is not there yet"
-    print_line(console, f"the store {layout.root} {state}: `rlhf run tiny/full` fills it")
+    state = "is empty" if layout.root.is_dir() else "does not exist yet"
+    print_line(console, f"the store {layout.root} {state}: fill it with `rlhf run tiny/full`")
     return True
 
 

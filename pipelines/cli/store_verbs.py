@@ -24,8 +24,8 @@ def look_after(store: ArtifactStore, options: argparse.Namespace, console: Conso
         damage = store.verify()
         for found in damage:
             print_line(console, str(found))
-        said = f"{len(damage)} damaged; they are in quarantine and will be made again"
-        console.print(said if damage else "all sound", highlight=False)
+        said = f"{len(damage)} damaged, now in quarantine; the next run makes them again"
+        console.print(said if damage else "no damage found", highlight=False)
     elif options.store_verb == "pin":
         store.pin(options.target, note=options.note)
         print_line(console, f"pinned {options.target}")
@@ -43,7 +43,7 @@ def _collect(store: ArtifactStore, options: argparse.Namespace, console: Console
     for found in report.held_back:
         print_line(console, f"not readable: {found}")
     if report.held_back:
-        rule = "nobody knows what these need, so records and objects stay"
-        print_line(console, f"{rule}: `rlhf store verify` first; mend or remove a pin by hand")
+        rule = "what these need is unknown, so records and objects are kept"
+        print_line(console, f"{rule}: run `rlhf store verify` first; fix or remove a pin by hand")
     verb = "would free" if options.dry_run else "freed"
     console.print(f"{verb} {report.bytes / 2**20:.1f} MiB in {len(report.items)} items", highlight=False)

@@ -80,9 +80,9 @@ def _tracker(job: JobSpec) -> Iterator[Tracker]:
 def _check_key(store: ArtifactStore, job: JobSpec) -> None:
     key = target_of(store, job.stage, strict=job.strict).key
     if key != job.key:
-        rule = f"here it is {key[:12]}: the cluster sees another version of our code, or of the files that it names"
+        rule = f"the cluster computes {key[:12]}: it sees another version of this program, or of the files that the profile names"
         raise ConfigError(
-            explain(f"{job.stage.label}.key", job.key[:12], rule, "share one checkout and one data folder")
+            explain(f"{job.stage.label}.key", job.key[:12], rule, "use the same checkout and data folder on both")
         )
 
 

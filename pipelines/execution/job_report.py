@@ -169,7 +169,7 @@ def error_of(outcome: JobOutcome, *, label: str, log: str) -> RlhfError:
     kinds = {kind.__name__: kind for kind in _family(RlhfError)}
     if outcome.error_class in kinds:
         return kinds[outcome.error_class](outcome.error)
-    return RlhfError(f"{label}: {outcome.error_class}: {outcome.error}; its log says where: {log}")
+    return RlhfError(f"{label}: {outcome.error_class}: {outcome.error}; for the traceback see {log}")
 
 
 def _empty_report() -> dict[str, Any]:

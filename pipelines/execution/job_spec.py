@@ -55,7 +55,10 @@ def read_spec(path: Path) -> JobSpec:
     """Return the job that `write_spec` wrote; raise ArtifactError if there is no such file."""
     table = read_json(path)
     if table is None:
-        rule, remedy = "cannot be read here", "let flow and cluster see the store under the same path"
+        rule, remedy = (
+            "cannot be read here",
+            "make the store available to the flow and to the cluster under the same path",
+        )
         raise ArtifactError(explain("job", str(path), rule, remedy))
     return JobSpec(
         job_id=table["job_id"],
@@ -91,7 +94,7 @@ def restore_stage(stored: Mapping[str, Any]) -> StageSpec:
     module, _, name = stored["config"]["type"].partition(":")
     kind = getattr(importlib.import_module(module), name, None)
     if not (isinstance(kind, type) and issubclass(kind, Config)):
-        rule, remedy = "is not the class of a configuration", "use the version that wrote it"
+        rule, remedy = "is not a configuration class", "use the version of this program that wrote it"
         raise ArtifactError(explain("stage.config.type", stored["config"]["type"], rule, remedy))
     return StageSpec(
         name=stored["name"],

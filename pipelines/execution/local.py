@@ -138,4 +138,4 @@ def _prewarm(runtime: LazyRuntime, needed: set[str]) -> None:
         runtime.prewarm(trainer="trainer" in needed, sampler="sampler" in needed)
     except Exception as error:
         # The stage that needs the engine fails with the same error, and reports it.
-        logger.debug("engines could not be started ahead: %s", error)
+        logger.debug("could not start the engines in advance: %s", error)

@@ -100,4 +100,4 @@ def import_tracker(home: Home) -> None:
         open_client(tracking_uri(home))
     except Exception as error:
         # The tracker handles and reports a server that is away.
-        logger.debug("tracking: not reached ahead of time: %s", error)
+        logger.debug("tracking: could not connect in advance: %s", error)

@@ -191,7 +191,7 @@ def _environment(context: RunContext) -> dict[str, str]:
 def _address(name: str, address: str) -> str:
     """Return an address that may be passed to a job; raise ConfigError if it contains a password."""
     if without_secrets(address) != address:
-        rule = "holds a password, which the job server would show to everybody"
+        rule = "contains a password, which the job server would show to all of its users"
         remedy = "give MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD to `ray start` instead"
         raise ConfigError(explain(name, without_secrets(address), rule, remedy))
     return address
@@ -267,15 +267,17 @@ def _tolerate_silence(error: JobServerError, job_id: str, *, silent_s: float) ->
     """Raise TrainingError if the job server has not answered for `SERVER_AWAY_S`."""
     logger.debug("the job server does not answer: %s", error)
     if silent_s > SERVER_AWAY_S:
-        rule = f"the job server has not answered for {silent_s:.0f} s ({error}); the job may well be at work"
-        raise TrainingError(explain("Ray job", job_id, rule, "run again: it attaches, or goes on")) from error
+        rule = f"the job server has not answered for {silent_s:.0f} s ({error}); the job may still be running"
+        raise TrainingError(
+            explain("Ray job", job_id, rule, "run again: it attaches to the job, or resumes it")
+        ) from error
 
 
 def _stop(jobs: Jobs, job_id: str) -> None:
     try:
         jobs.stop(job_id)
     except JobServerError as error:
-        logger.warning("Ray job %s could not be stopped (%s); `ray job stop %s` does it", job_id, error, job_id)
+        logger.warning("Ray job %s could not be stopped (%s); stop it with `ray job stop %s`", job_id, error, job_id)
 
 
 def _check_stopped(submission: _Submission, ended: Job | None, outcome: JobOutcome | None) -> None:
@@ -285,7 +287,7 @@ def _check_stopped(submission: _Submission, ended: Job | None, outcome: JobOutco
     if outcome is None and (ended is None or ended.state != "STOPPED"):
         return
     message = explain(
-        "Ray job", submission.job.job_id, "was stopped", "run again: it goes on from the newest checkpoint"
+        "Ray job", submission.job.job_id, "was stopped", "run again: it resumes from the newest checkpoint"
     )
     # Whoever stopped the run that submitted the job, this run still wants the result.
     raise JobLost(message) if submission.attached else TrainingError(message)
@@ -293,14 +295,14 @@ def _check_stopped(submission: _Submission, ended: Job | None, outcome: JobOutco
 
 def _pending(job: Job, pending_s: float) -> ConfigError:
     rule = f"Ray job {job.id} was still PENDING ({job.message}) and was stopped"
-    return ConfigError(explain("runtime.job_pending_timeout_s", pending_s, rule, "see `ray status`, or raise it"))
+    return ConfigError(explain("runtime.job_pending_timeout_s", pending_s, rule, "check `ray status`, or raise it"))
 
 
 def _lost(job_id: str, ended: Job | None) -> str:
     if ended is None:
-        rule = "Ray does not know it any more: the cluster was restarted"
+        rule = "Ray no longer knows this job: the cluster was restarted"
     else:
-        rule = f"ended as {ended.state} without a word, so it was killed ({ended.message.rstrip(':')})"
+        rule = f"ended as {ended.state} without writing its outcome, so it was killed ({ended.message.rstrip(':')})"
     return explain("Ray job", job_id, rule, f"see `ray job logs {job_id}` and `ray status`")
 
 
@@ -311,8 +313,15 @@ def _result(context: RunContext, ended: _Ended, seconds: float) -> StageOutcome:
     job, outcome, attached = ended.submission.job, ended.outcome, ended.submission.attached
     record = context.store.record(job.key)
     if record is None:
-        rule = f"Ray job {job.job_id} is done, and its record is not here"
-        raise ArtifactError(explain("store", str(job.store), rule, "let flow and cluster share one file system"))
+        rule = f"Ray job {job.job_id} has finished, but its record is not in this store"
+        raise ArtifactError(
+            explain(
+                "store",
+                str(job.store),
+                rule,
+                "make the store available to the flow and to the cluster under the same path",
+            )
+        )
     run_id = record.tracking["run_id"] if "run_id" in record.tracking else ""
     if attached:  # its tracking run belongs to another pipeline run
         context.tracker.cached(job.stage.label, run_id=run_id, key=job.key)

@@ -46,22 +46,22 @@ def resume(wanted: str, *, served: bool) -> Resumption:
     with get_client(sync_client=True) as client:
         flow_run = _find(client, wanted)
         if flow_run is None:
-            return Resumption("nothing", "nothing is left to resume: no run failed, crashed or was cancelled")
+            return Resumption("nothing", "nothing to resume: no run has failed, crashed or been cancelled")
         state = flow_run.state
         named = f"{flow_run.name} ({flow_run.id})"
         if state is None or not state.is_final():
             return Resumption("nothing", f"{named} is {'unknown' if state is None else state.name}: {_wait(flow_run)}")
         if state.is_completed():
-            return Resumption("nothing", f"{named} has completed: nothing is left to resume")
+            return Resumption("nothing", f"{named} has completed: nothing to resume")
         why = f"{named} was {state.name}" + (f" ({state.message})" if state.message else "")
         if flow_run.deployment_id is None:
             return Resumption("foreground", why, _options(flow_run))
         if not served:
             raise ResumeError(
-                f"resume = {wanted or flow_run.name!r}: it was served by a deployment; rlhf up, then again"
+                f"resume = {wanted or flow_run.name!r}: it runs in a deployment; start the services with `rlhf up`, then try again"
             )
         client.set_flow_run_state(flow_run.id, Scheduled(message="resumed by rlhf resume"), force=True)
-        return Resumption("scheduled", f"{why}; it runs again in the deployments and goes on where it was")
+        return Resumption("scheduled", f"{why}; the deployments run it again, and it resumes where it stopped")
 
 
 def _find(client: SyncPrefectClient, wanted: str) -> FlowRun | None:
@@ -89,8 +89,8 @@ def _find(client: SyncPrefectClient, wanted: str) -> FlowRun | None:
 def _wait(flow_run: FlowRun) -> str:
     assert flow_run.state is not None
     if flow_run.state.is_paused():
-        return "it waits for a person, in Prefect's page"
-    return "it will start by itself" if flow_run.state.is_scheduled() else "its process is at work"
+        return "it is waiting for input on its page in Prefect"
+    return "it will start by itself" if flow_run.state.is_scheduled() else "its process is running"
 
 
 def _options(flow_run: FlowRun) -> argparse.Namespace:
@@ -100,5 +100,7 @@ def _options(flow_run: FlowRun) -> argparse.Namespace:
         names = ("profile", "overrides", "until", "force", "strict_code", "strict_env")
         options = {name: stored[name] for name in names}
     except KeyError as error:
-        raise ResumeError(f"resume = {flow_run.name!r}: no run of rlhf (its parameters have no {error})") from None
+        raise ResumeError(
+            f"resume = {flow_run.name!r}: is not a run of rlhf (its parameters have no {error})"
+        ) from None
     return argparse.Namespace(**options)

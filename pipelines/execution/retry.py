@@ -51,7 +51,7 @@ def retry_lost_workers(
             if failures > retries:
                 raise type(error)(_given_up(label, failures, error)) from error
             what = str(error).partition("; ")[0]  # without the remedy, which is for the user
-            logger.warning("%s: %s; going on from %s (%d of %d)", label, what, _place(now), failures, retries)
+            logger.warning("%s: %s; retrying from %s (retry %d of %d)", label, what, _place(now), failures, retries)
             sleep(PAUSE_S * (failures - 1))
 
 
@@ -59,14 +59,14 @@ def _place(at: Reached) -> str:
     step, files = at
     if step >= 0:
         return f"the checkpoint of step {step}"
-    return f"the {files} files that are finished" if files else "its beginning"
+    return f"the {files} finished files" if files else "the beginning"
 
 
 def _given_up(label: str, failures: int, error: WorkerLostError) -> str:
     if failures == 1:
         return f"{label}: {error}"
     remedy = (
-        "mend the cause and run again, it goes on from there; if memory ran out: lower runtime.trainer.micro_batch "
+        "fix the cause and run again, it resumes from there; if memory ran out: lower runtime.trainer.micro_batch "
         "or runtime.sampler.kv_cache_gib"
     )
-    return explain(label, f"lost its workers {failures} times without getting further", str(error), remedy)
+    return explain(label, f"lost its workers {failures} times without making progress", str(error), remedy)

@@ -34,11 +34,11 @@ def version_lines(store: ArtifactStore, spec: StageSpec, record: KeyRecord | Non
         yield from (f"{name}: {digest[:12]}" for name, digest in now.items())
         return
     others = other_versions(made.environment)
-    yield from others or ["packages: the versions that it was made with"]
+    yield from others or ["packages: the same versions as when it was made"]
     then = input_versions(store, made.inputs)
     for name in sorted(then.keys() | now.keys()):
         before, after = (table[name][:12] if name in table else "none" for table in (then, now))
-        yield f"{name}: {after}, as when it was made" if before == after else f"{name}: {before} -> {after}"
+        yield f"{name}: {after}, the same as when it was made" if before == after else f"{name}: {before} -> {after}"
 
 
 def input_versions(store: ArtifactStore, uris: Iterable[str]) -> dict[str, str]:

@@ -40,140 +40,140 @@ R = TypeVar("R", bound=ArtifactRef)
 
 
 @dataclass
-class Made:
-    """The artifacts of the lifecycle so far. `asked` holds the prompts of policies trained on conditioned prompts."""
+class LifecycleState:
+    """The artifacts of the lifecycle so far; `conditioned_prompts` holds the prompts of policies that need them."""
 
     data: PreparedDataRef
     policies: dict[str, PolicyRef]
     reward_models: dict[str, RewardModelRef] = field(default_factory=dict)
-    asked: dict[str, PromptsRef] = field(default_factory=dict)
+    conditioned_prompts: dict[str, PromptsRef] = field(default_factory=dict)
 
     @property
-    def imitator(self) -> PolicyRef:
+    def sft_or_base(self) -> PolicyRef:
         return self.policies["sft"] if "sft" in self.policies else self.policies["base"]
 
 
 def lifecycle(config: PipelineConfig, stages: Stages) -> dict[str, PolicyRef]:
     """Run every stage that the profile has a section for; return the policies by name, in the order they were made."""
     data = stages.prepare_data("prepare_data", config.prepare_data)
-    made = Made(data, {"base": part(data, "base", PolicyRef)})
+    state = LifecycleState(data, {"base": part(data, "base", PolicyRef)})
     if config.import_reward_model:  # first, so that an unusable one is found before anything is trained
-        made.reward_models["reward_model"] = stages.import_reward_model(
-            "import_reward_model", config.import_reward_model, policy=made.policies["base"]
+        state.reward_models["reward_model"] = stages.import_reward_model(
+            "import_reward_model", config.import_reward_model, policy=state.policies["base"]
         )
     if config.sft:
         demonstrations = part(data, "demonstrations", DemonstrationsRef)
-        made.policies["sft"] = stages.sft(
-            "sft", config.sft, policy=made.policies["base"], demonstrations=demonstrations
+        state.policies["sft"] = stages.sft(
+            "sft", config.sft, policy=state.policies["base"], demonstrations=demonstrations
         )
-    train_reward_models(config, stages, made)
-    learn_from_own_answers(config, stages, made)
-    optimise_preferences(config, stages, made)
-    optimise_policy(config, stages, made)
+    train_reward_models(config, stages, state)
+    learn_from_own_answers(config, stages, state)
+    optimize_preferences(config, stages, state)
+    optimize_policy(config, stages, state)
     if config.evaluate:
-        report = judge(
+        report = evaluate_policies(
             config.evaluate,
             stages,
-            policies=made.policies,
+            policies=state.policies,
             prompts=part(data, "eval_prompts", PromptsRef),
-            asked=made.asked,
-            reward_models=made.reward_models,
+            conditioned_prompts=state.conditioned_prompts,
+            reward_models=state.reward_models,
         )
         if config.publish:
-            chosen = config.publish.policy or list(made.policies)[-1]
-            stages.publish("publish", config.publish, policy=made.policies[chosen], report=report)
-    return made.policies
+            chosen = config.publish.policy or list(state.policies)[-1]
+            stages.publish("publish", config.publish, policy=state.policies[chosen], report=report)
+    return state.policies
 
 
-def train_reward_models(config: PipelineConfig, stages: Stages, made: Made) -> None:
+def train_reward_models(config: PipelineConfig, stages: Stages, state: LifecycleState) -> None:
     """Train the reward model and the process reward model, both from the SFT policy (or the base without SFT)."""
     if config.reward_model:
-        preferences = part(made.data, "preferences", PreferencesRef)
-        made.reward_models["reward_model"] = stages.reward_model(
-            "reward_model", config.reward_model, policy=made.imitator, preferences=preferences
+        preferences = part(state.data, "preferences", PreferencesRef)
+        state.reward_models["reward_model"] = stages.reward_model(
+            "reward_model", config.reward_model, policy=state.sft_or_base, preferences=preferences
         )
     if config.process_reward_model:
-        steps = part(made.data, "steps", StepsRef)
-        made.reward_models["process_reward_model"] = stages.process_reward_model(
-            "process_reward_model", config.process_reward_model, policy=made.imitator, steps=steps
+        steps = part(state.data, "steps", StepsRef)
+        state.reward_models["process_reward_model"] = stages.process_reward_model(
+            "process_reward_model", config.process_reward_model, policy=state.sft_or_base, steps=steps
         )
 
 
-def learn_from_own_answers(config: PipelineConfig, stages: Stages, made: Made) -> None:
+def learn_from_own_answers(config: PipelineConfig, stages: Stages, state: LifecycleState) -> None:
     """Fine-tune on the best of the policy's own answers, or on all of them conditioned on their scores."""
     if config.rejection_sampling:
-        made.policies["rejection_sampling"] = sample_and_imitate(
+        state.policies["rejection_sampling"] = sample_and_imitate(
             config.rejection_sampling,
             stages,
-            policy=made.imitator,
-            prompts=part(made.data, "prompts", PromptsRef),
-            reward_models=made.reward_models,
+            policy=state.sft_or_base,
+            prompts=part(state.data, "prompts", PromptsRef),
+            reward_models=state.reward_models,
         )
     if config.conditional_sft:
-        made.policies["conditional_sft"], rollouts = condition_and_imitate(
+        state.policies["conditional_sft"], rollouts = condition_and_imitate(
             config.conditional_sft,
             stages,
-            policy=made.imitator,
-            prompts=part(made.data, "prompts", PromptsRef),
-            reward_models=made.reward_models,
+            policy=state.sft_or_base,
+            prompts=part(state.data, "prompts", PromptsRef),
+            reward_models=state.reward_models,
         )
         if config.evaluate:
-            made.asked["conditional_sft"] = stages.condition_prompts(
+            state.conditioned_prompts["conditional_sft"] = stages.condition_prompts(
                 "conditional_sft/ask",
                 config.conditional_sft.condition,
                 rollouts=rollouts,
-                prompts=part(made.data, "eval_prompts", PromptsRef),
+                prompts=part(state.data, "eval_prompts", PromptsRef),
             )
 
 
-def optimise_preferences(config: PipelineConfig, stages: Stages, made: Made) -> None:
+def optimize_preferences(config: PipelineConfig, stages: Stages, state: LifecycleState) -> None:
     """Run DPO on the prepared pairs, and iterative DPO on pairs of the policy's own answers, round by round."""
     if config.dpo:
-        start = made.policies[config.dpo.start_from]
-        preferences = part(made.data, "preferences", PreferencesRef)
-        made.policies["dpo"] = stages.dpo("dpo", config.dpo, policy=start, reference=start, preferences=preferences)
+        start = state.policies[config.dpo.start_from]
+        preferences = part(state.data, "preferences", PreferencesRef)
+        state.policies["dpo"] = stages.dpo("dpo", config.dpo, policy=start, reference=start, preferences=preferences)
     if config.iterative_dpo:
-        made.policies["iterative_dpo"] = iterate_dpo(
+        state.policies["iterative_dpo"] = iterate_dpo(
             config.iterative_dpo,
             stages,
-            policy=made.policies[config.iterative_dpo.start_from],
-            prompts=part(made.data, "prompts", PromptsRef),
-            reward_models=made.reward_models,
+            policy=state.policies[config.iterative_dpo.start_from],
+            prompts=part(state.data, "prompts", PromptsRef),
+            reward_models=state.reward_models,
         )
 
 
-def optimise_policy(config: PipelineConfig, stages: Stages, made: Made) -> None:
+def optimize_policy(config: PipelineConfig, stages: Stages, state: LifecycleState) -> None:
     """Run the online loop, policy optimization on rewards, and distillation into a student."""
     if config.online:
-        start = made.policies[config.online.start_from]
-        made.policies |= run_online(
+        start = state.policies[config.online.start_from]
+        state.policies |= run_online(
             config.online,
             stages,
             policy=start,
             reference=start,
-            reward_start=made.imitator,
-            reward_model=made.reward_models["reward_model"],
-            preferences=made.data.preferences,
-            prompts=part(made.data, "prompts", PromptsRef),
+            reward_start=state.sft_or_base,
+            reward_model=state.reward_models["reward_model"],
+            preferences=state.data.preferences,
+            prompts=part(state.data, "prompts", PromptsRef),
         )
     if config.ppo:
-        start = made.policies[config.ppo.start_from]
-        made.policies["ppo"] = stages.ppo(
+        start = state.policies[config.ppo.start_from]
+        state.policies["ppo"] = stages.ppo(
             "ppo",
             config.ppo,
             policy=start,
             reference=start,
-            prompts=part(made.data, "prompts", PromptsRef),
-            reward_models=made.reward_models,
-            demonstrations=part(made.data, "demonstrations", DemonstrationsRef) if config.ppo.ptx else None,
+            prompts=part(state.data, "prompts", PromptsRef),
+            reward_models=state.reward_models,
+            demonstrations=part(state.data, "demonstrations", DemonstrationsRef) if config.ppo.ptx else None,
         )
     if config.distill:
-        made.policies["distill"] = distil(
+        state.policies["distill"] = distill(
             config.distill,
             stages,
-            policy=made.policies[config.distill.start_from],
-            teacher=made.policies[config.distill.teacher],
-            data=made.data,
+            policy=state.policies[config.distill.start_from],
+            teacher=state.policies[config.distill.teacher],
+            data=state.data,
         )
 
 
@@ -209,7 +209,7 @@ def condition_and_imitate(
     return stages.sft("conditional_sft/sft", config.sft, policy=policy, demonstrations=levels), rollouts
 
 
-def distil(
+def distill(
     config: DistillationConfig, stages: Stages, *, policy: PolicyRef, teacher: PolicyRef, data: PreparedDataRef
 ) -> PolicyRef:
     """Distill the teacher into the student `policy`, on its own answers to the prompts or on demonstrations."""
@@ -220,16 +220,16 @@ def distil(
     return stages.distill("distill", config, policy=policy, teacher=teacher, demonstrations=demonstrations)
 
 
-def judge(
+def evaluate_policies(
     config: EvaluationConfig,
     stages: Stages,
     *,
     policies: dict[str, PolicyRef],
     prompts: PromptsRef,
-    asked: dict[str, PromptsRef],
+    conditioned_prompts: dict[str, PromptsRef],
     reward_models: dict[str, RewardModelRef],
 ) -> ReportRef:
-    """Sample every policy's answers to the held-out prompts (the conditioned ones in `asked`), and compare them."""
+    """Sample every policy's answers to the held-out prompts (or to its `conditioned_prompts`), and compare them."""
     best_of = config.evaluate.best_of
     generations = {}
     for name, policy in policies.items():
@@ -240,7 +240,7 @@ def judge(
             generate,
             policy=policy,
             prompts=prompts,
-            asked=asked[name] if name in asked else None,
+            asked=conditioned_prompts[name] if name in conditioned_prompts else None,
         )
     return stages.evaluate(
         "evaluate",
@@ -257,6 +257,6 @@ def part(data: PreparedDataRef, name: str, kind: type[R]) -> R:
     if not isinstance(ref, kind):
         raise ConfigError(
             f"prepare_data.{name} = {ref!r}: a later stage needs {kind.__name__}; "
-            f"let prepare_data make {name}, or take the section that reads it out of the profile"
+            f"let prepare_data make {name}, or remove the section that reads it from the profile"
         )
     return ref

@@ -276,7 +276,10 @@ class Stages:
         agent: AgentConfig | None = getattr(config, "agent", None)
         longest: int | None = getattr(self.runtime.sampler, "max_model_len", None)
         if agent is not None and longest is not None and agent.max_episode_tokens > longest:
-            rule, remedy = f"the sampler takes {longest} tokens", "lower it or raise runtime.sampler.max_model_len"
+            rule, remedy = (
+                f"the sampler takes at most {longest} tokens",
+                "lower it or raise runtime.sampler.max_model_len",
+            )
             raise ConfigError(explain(f"{path}.agent.max_episode_tokens", agent.max_episode_tokens, rule, remedy))
 
 
@@ -284,14 +287,14 @@ def inputs_of(stage: Stage, config: Config, given: Mapping[str, GivenInput]) -> 
     """Return the `given` inputs that the stage reads under `config`; raise TypeError if its row has no such input."""
     unknown = given.keys() - stage.inputs.keys()
     if unknown:
-        raise TypeError(f"{stage.name}: takes no input {', '.join(sorted(unknown))}")
+        raise TypeError(f"{stage.name}: has no input {', '.join(sorted(unknown))}")
     inputs: dict[str, StageInput] = {}
     for name, row in stage.inputs.items():
-        asked = stage.asks(name, config)
-        value = given.get(name if asked else row.instead)
+        reads = stage.reads_input(name, config)
+        value = given.get(name if reads else row.instead)
         if value is not None:
             inputs[name] = _checked(stage.name, name, row, value)
-        elif asked and not row.optional:
+        elif reads and not row.optional:
             raise TypeError(f"{stage.name}: the input {name} is missing")
     return inputs
 
@@ -300,7 +303,7 @@ def _checked(stage: str, name: str, row: Input, value: ArtifactRef | Mapping[str
     refs = [value] if isinstance(value, ArtifactRef) else list(value.values())
     if isinstance(value, ArtifactRef) == row.many or not all(isinstance(ref, row.kind) for ref in refs):
         kind = f"a table of {row.kind.__name__}" if row.many else row.kind.__name__
-        raise TypeError(f"{stage}: the input {name} must be {kind}, and is {value!r}")
+        raise TypeError(f"{stage}: the input {name} must be {kind}, not {value!r}")
     return value if isinstance(value, ArtifactRef) else dict(value)
 
 
@@ -311,7 +314,7 @@ def agent_digests(config: Any, key: str) -> dict[str, str]:
         return {}
     for name in agent.read_files():
         if not Path(name).is_file():
-            raise ConfigError(explain(f"{key}.agent", name, f"there is no such file in {Path.cwd()}", "mend the path"))
+            raise ConfigError(explain(f"{key}.agent", name, f"there is no such file in {Path.cwd()}", "fix the path"))
     return {name: hash_file(Path(name)) for name in agent.read_files()}
 
 

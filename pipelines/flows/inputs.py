@@ -39,8 +39,12 @@ def find_artifact(store: ArtifactStore, kind: type[R], name: str) -> R:
         return store.external(kind, folder)
     labels = sorted({record.label for record in store.records()})
     raise ArtifactError(
-        f"input = {name!r}: no {kind.__name__} has this label or digest and no folder this path; "
-        + (f"the store has {', '.join(labels)}" if labels else "the store is empty: run `rlhf run tiny/full` first")
+        f"input = {name!r}: no {kind.__name__} has this label or digest, and no folder has this path; "
+        + (
+            f"the store contains {', '.join(labels)}"
+            if labels
+            else "the store is empty: run `rlhf run tiny/full` first"
+        )
     )
 
 

@@ -110,7 +110,7 @@ class OnlineConfig(Config):
         return self
 
 
-class PolicyOptimisationConfig(PPOConfig):
+class PolicyOptimizationConfig(PPOConfig):
     """Policy optimization and its initial policy, which is also its reference."""
 
     start_from: Annotated[Start, OPERATIONAL] = "sft"
@@ -153,7 +153,7 @@ class PipelineConfig(Config):
     dpo: OfflineDPOConfig | None = None
     iterative_dpo: IterativeDPOConfig | None = None
     online: OnlineConfig | None = None
-    ppo: PolicyOptimisationConfig | None = None
+    ppo: PolicyOptimizationConfig | None = None
     distill: DistillationConfig | None = None
     evaluate: EvaluationConfig | None = None
     publish: PublishConfig | None = None
@@ -162,7 +162,7 @@ class PipelineConfig(Config):
     def _starts_exist(self) -> PipelineConfig:
         if self.import_reward_model is not None and self.reward_model is not None:
             raise ValueError(
-                "import_reward_model = {...}: is the reward model of the run in place of [reward_model]; take one of them out"
+                "import_reward_model = {...}: takes the place of [reward_model]; remove one of the two sections"
             )
         starts = {
             "dpo": self.dpo,
@@ -186,7 +186,7 @@ class PipelineConfig(Config):
             )
         if self.distill is not None and self.distill.teacher == self.distill.start_from:
             raise ValueError(
-                f"distill.teacher = {self.distill.teacher!r}: is also where the student starts; name another policy"
+                f"distill.teacher = {self.distill.teacher!r}: the student starts from the same policy; name another policy"
             )
         if self.evaluate is not None:
             reference = self.evaluate.evaluate.reference
@@ -262,7 +262,7 @@ def find_profile(profile: str | Path) -> Path:
             return candidate
     names = profile_names()
     near = difflib.get_close_matches(name.removesuffix(".toml"), names, n=1, cutoff=0.4)
-    remedy = f"did you mean {near[0]}?" if near else f"shipped are {', '.join(names)}"
+    remedy = f"did you mean {near[0]}?" if near else f"the shipped profiles are {', '.join(names)}"
     raise ConfigError(f"profile = {name!r}: no such file or shipped profile; {remedy}")
 
 
@@ -283,13 +283,15 @@ def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     path = Path(os.path.realpath(path))
     if path in seen:
         raise ConfigError(
-            f"extends = {path.name!r}: {' -> '.join(p.name for p in (*seen, path))} is a circle; break it"
+            f"extends = {path.name!r}: {' -> '.join(p.name for p in (*seen, path))} is a cycle; remove one of these `extends`"
         )
     try:
         tree = _parse_toml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        rule = f"no such file seen from {seen[-1]}, and no shipped profile"
-        raise ConfigError(f"extends = {str(path)!r}: {rule}; shipped are {', '.join(profile_names())}") from None
+        rule = f"there is neither such a file, relative to {seen[-1]}, nor a shipped profile of that name"
+        raise ConfigError(
+            f"extends = {str(path)!r}: {rule}; the shipped profiles are {', '.join(profile_names())}"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}; a profile is a TOML file in UTF-8") from None
     except ValueError as error:
@@ -310,7 +312,7 @@ def _parse_toml(text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except RecursionError:
-        raise ValueError("brackets too deep") from None
+        raise ValueError("brackets are nested too deeply") from None
 
 
 def _is_file(path: Path) -> bool:
@@ -347,14 +349,14 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     if not separator or not key:
         raise ConfigError(f"--set {shown_value('', override)}: must read key=value; for example --set ppo.kl_coef=0.1")
     if encodable(override) != override:
-        raise ConfigError(f"--set {shown_value('', override)}: must be text that UTF-8 can hold; write it anew")
+        raise ConfigError(f"--set {shown_value('', override)}: must be valid UTF-8; type it again")
     value = _value(key, text)
     *sections, last = key.split(".")
     for section in sections:
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
             raise ConfigError(
-                f"{key} = {shown_value(key, value)}: {section} is a value and has no keys; remove what follows it"
+                f"{key} = {shown_value(key, value)}: {section} is a value, not a table, and has no keys; remove what follows it"
             )
     if value == "none":
         tree.pop(last, None)

@@ -30,7 +30,7 @@ def first_error(error: ValidationError, tree: Mapping[str, Any], model: type[Bas
         near = _nearest(keys, model)
         if near == dotted and len(location) > len(keys):  # pydantic puts the chosen type between table and key
             shown = shown_value(keys[-1], first["input"])
-            return f"{dotted} = {shown}: no option of type {location[-2]!r}; remove it, as --set {dotted}=none does"
+            return f"{dotted} = {shown}: is not an option of type {location[-2]!r}; remove it, for example with --set {dotted}=none"
         remedy = f"did you mean {near}?" if near not in ("", dotted) else "remove it"
         return f"{dotted} = {shown_value(keys[-1], first['input'])}: unknown key; {remedy}"
     message = first["msg"].removeprefix("Value error, ")

@@ -26,7 +26,7 @@ def verifiable_rewards(config: PipelineConfig, stages: Stages) -> dict[str, Poli
     ):
         if getattr(config, section) is not None:
             raise ConfigError(
-                f"{section} = {{...}}: the rlvr pipeline learns from verifiable rewards alone; "
-                f"take [{section}] out of the profile, or run the full pipeline"
+                f"{section} = {{...}}: the rlvr pipeline learns only from verifiable rewards; "
+                f"remove [{section}] from the profile, or run the full pipeline"
             )
     return lifecycle(config, stages)

@@ -105,7 +105,7 @@ def _quietly(call, **arguments):  # type: ignore[no-untyped-def]  # five functio
     except Exception as error:
         _Away.until = time.monotonic() + AWAY_S
         shown = arguments["key"] if "key" in arguments else "progress"
-        logger.warning("Prefect could not show %s, the next try is in %.0f s: %s", shown, AWAY_S, error)
+        logger.warning("Prefect could not show %s, trying again in %.0f s: %s", shown, AWAY_S, error)
         return None
 
 

@@ -134,7 +134,7 @@ class InterruptingRunner(Runner):
             for mended in interrupt():
                 logger.warning("%s", mended)
         except Exception as error:  # the flows must be told in any case
-            logger.warning("the runs under way could not be marked as interrupted: %s", error)
+            logger.warning("could not mark the active runs as interrupted: %s", error)
         flows_under_way = psutil.Process().children()
         for process in flows_under_way:
             process.send_signal(signal.SIGTERM)
@@ -166,7 +166,7 @@ def _keep_true(log: Path) -> None:
         try:
             mended = reconcile()
         except Exception as error:  # the server may be away for a while
-            logger.warning("runs of dead processes could not be looked for: %s", error)
+            logger.warning("could not search for runs of dead processes: %s", error)
             continue
         for found in mended:
             logger.warning("%s", found)

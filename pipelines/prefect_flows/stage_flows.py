@@ -58,7 +58,7 @@ def stage_flow(stage: Stage) -> Flow[..., dict[str, str]]:
         config, settings, *_ = form.arguments.values()
 
         def body(stages: Stages, find: Find) -> ArtifactRef:
-            inputs = {name: find.input(stage, name, form.arguments[name]) for name in stage.asked(config)}
+            inputs = {name: find.input(stage, name, form.arguments[name]) for name in stage.inputs_read(config)}
             return stages.run(stage.name, stage.name, config, stage.output, **inputs)
 
         return _run(settings, stage.name, body)

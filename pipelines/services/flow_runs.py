@@ -133,7 +133,7 @@ def _why_gone(flow_run: FlowRun) -> str:
         return ""
     if flow_run.state.is_pending():
         late = flow_run.deployment_id is not None and _age(flow_run.state) > STARTED_AFTER
-        return "the process that was to start it is gone" if late else ""
+        return "the process that was supposed to start it has ended" if late else ""
     labels = {name: str(value) for name, value in flow_run.labels.items()}
     process = owner.from_tags(labels)
     if process is None or not is_gone(process):
@@ -141,7 +141,7 @@ def _why_gone(flow_run: FlowRun) -> str:
     of_this_start = RUN_COUNT not in labels or labels[RUN_COUNT] == str(flow_run.run_count)
     if not of_this_start and _age(flow_run.state) < STARTED_AFTER:
         return ""  # it has just been started again, and its new process will label it
-    return f"its {process} ended without a word"
+    return f"its {process} ended without reporting a result"
 
 
 def _end(client: SyncPrefectClient, flow_run: FlowRun, message: str) -> Reconciled:
@@ -169,7 +169,7 @@ def _end_tasks_left_behind(client: SyncPrefectClient) -> list[Reconciled]:
         if flow_run is None or flow_run.state is None or not flow_run.state.is_final():
             continue
         if _age(flow_run.state) > SETTLED_AFTER:
-            reason = f"its flow run {flow_run.name} is {flow_run.state.name}, and nothing was heard of its own end"
+            reason = f"its flow run {flow_run.name} is {flow_run.state.name}, but the task did not report its own end"
             done = flow_run.state.is_completed()
             state: State = Completed(message=reason) if done else Crashed(message=reason)
             client.set_task_run_state(task_run.id, state, force=True)

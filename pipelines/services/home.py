@@ -97,7 +97,7 @@ def _read_or_create(path: Path, make: Callable[[], str]) -> str:
         if text:
             return text
         time.sleep(ID_WAIT_S)  # without hard links, the file is created first and written afterwards
-    raise ConfigError(explain("file", str(path), "is empty: its writer was killed", "remove it; it is made anew"))
+    raise ConfigError(explain("file", str(path), "is empty: its writer was killed", "remove it; a new one is written"))
 
 
 def _write_first(path: Path, text: str) -> None:

@@ -57,15 +57,15 @@ def refused(hosts: list[str], origins: list[str]) -> str:
     >>> refused(["127.0.0.1:4200"], []), refused(["localhost:4200"], ["http://127.0.0.1:4200"])
     ('', '')
     >>> refused(["evil.example:4200"], [])
-    'this server answers to 127.0.0.1 and localhost alone'
+    'this server answers only requests to 127.0.0.1 and localhost'
     >>> refused(["127.0.0.1:4200"], ["https://evil.example"])
-    'this server answers its own pages alone'
+    'this server answers only requests from its own pages'
     """
     places = [_place(f"//{host}") for host in hosts]
     if len(places) != 1 or places[0] is None:
-        return "this server answers to 127.0.0.1 and localhost alone"
+        return "this server answers only requests to 127.0.0.1 and localhost"
     if any(_place(origin) != places[0] or not origin.startswith("http://") for origin in origins):
-        return "this server answers its own pages alone"
+        return "this server answers only requests from its own pages"
     return ""
 
 

@@ -40,7 +40,7 @@ class OwnUser:
             await receive()
             await send({"type": "websocket.close", "code": 1008, "reason": "of another user"})
         else:
-            await PlainTextResponse("this server answers the user who started it alone\n", 403)(scope, receive, send)
+            await PlainTextResponse("this server answers only the user who started it\n", 403)(scope, receive, send)
 
 
 def user_at(client: Address, server: Address) -> int | None:

@@ -38,7 +38,9 @@ def claim_port(wanted: int) -> int:
             _CLAIMS.append(claim)
             return port
         claim.close()
-    raise ServiceError(f"port = {wanted}: this and the {PORTS_TRIED} after it are taken; stop what listens there")
+    raise ServiceError(
+        f"port = {wanted}: this port and the {PORTS_TRIED} after it are in use; stop the programs that listen there"
+    )
 
 
 def is_claimed(port: int) -> bool:

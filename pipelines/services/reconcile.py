@@ -53,7 +53,7 @@ def reconcile_mlflow(home: Home) -> Iterator[str]:
     if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists():
         return
     for run in mlflow.reconcile_all(uri):
-        yield f"MLflow {run.experiment}/{run.name} ({run.run_id}) -> KILLED: its {run.owner} ended without a word"
+        yield f"MLflow {run.experiment}/{run.name} ({run.run_id}) -> KILLED: its {run.owner} ended without reporting a result"
 
 
 def was_used(home: Home) -> bool:
@@ -78,8 +78,8 @@ def some_prefect(home: Home) -> Iterator[bool]:
         return
     if services is not None:
         if not healthy(services.health["prefect"]):
-            rule = "does not answer; if it hangs it is started again within a minute or two"
-            raise ServiceError(f"{services.prefect_url}: {rule}; read {home.logs}")
+            rule = "does not answer; if it hangs, it is restarted within a minute or two"
+            raise ServiceError(f"{services.prefect_url}: {rule}; read the logs in {home.logs}")
         os.environ.update(services.environment(home))
         yield True
         return

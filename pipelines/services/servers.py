@@ -39,13 +39,15 @@ def up(home: Home, *, foreground: bool, new_auth: bool = False) -> Services:
     """
     services = running(home)
     if new_auth and services is not None:
-        raise ServiceError("--new-auth: the servers run with the present auth string; rlhf down first")
+        raise ServiceError(
+            "--new-auth: the servers are using the current auth string; stop them with `rlhf down` first"
+        )
     if new_auth:
         home.prefect_auth.unlink(missing_ok=True)
     api = user_prefect(home)
     if services is not None and api and services.prefect_api != api:
-        rule = f"rlhf up runs with Prefect at {services.prefect_url}"
-        raise ServiceError(f"PREFECT_API_URL = {shown(api)}: {rule}; rlhf down first, or unset it")
+        rule = f"the services that are running use Prefect at {services.prefect_url}"
+        raise ServiceError(f"PREFECT_API_URL = {shown(api)}: {rule}; stop them with `rlhf down` first, or unset it")
     if services is not None and services.well():
         return services
     _check_user_servers(home)
@@ -67,7 +69,7 @@ def up(home: Home, *, foreground: bool, new_auth: bool = False) -> Services:
         raise
     if not settled or not _ready(home):
         raise ServiceError(
-            f"rlhf up: Prefect, MLflow or the deployments did not start; read {home.logs}, then rlhf down"
+            f"rlhf up: Prefect, MLflow or the deployments did not start; read the logs in {home.logs}, then clean up with `rlhf down`"
         )
     services = running(home)
     assert services is not None
@@ -82,9 +84,9 @@ def _check_user_servers(home: Home) -> None:
 
         elsewhere = served_elsewhere()
         if elsewhere:
-            raise ServiceError(f"{elsewhere}; rlhf down there, delete that deployment, or use another server")
+            raise ServiceError(f"{elsewhere}; run `rlhf down` there, delete that deployment, or use another server")
     if tracking.startswith("http") and not answers(tracking):
-        remedy = "start it, or unset it for a server of our own"
+        remedy = "start it, or unset the variable and `rlhf up` starts a server"
         raise ServiceError(f"MLFLOW_TRACKING_URI = {shown(tracking)}: does not answer; {remedy}")
 
 

@@ -69,9 +69,7 @@ def connect_user_prefect(home: Home, api: str) -> None:
     """Connect Prefect's client to the user's own server; raise ServiceError if it does not answer."""
     trouble = prefect_trouble(client_environment(home, prefect_api=api))
     if trouble:
-        remedy = (
-            "start it or mend the address and the key; unset it (also `prefect config unset`) for a server of our own"
-        )
+        remedy = "start it, or fix the address and the key; if it is unset (also with `prefect config unset`), rlhf starts a server"
         raise ServiceError(f"PREFECT_API_URL = {shown(api)}: does not answer ({trouble}); {remedy}")
 
 

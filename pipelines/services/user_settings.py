@@ -117,4 +117,4 @@ def _toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text())
     except tomllib.TOMLDecodeError as error:
         # If this error were ignored, a server that the user set would be silently replaced.
-        raise ConfigError(explain("file", str(path), f"is not valid TOML ({error})", "mend it")) from error
+        raise ConfigError(explain("file", str(path), f"is not valid TOML ({error})", "fix it")) from error

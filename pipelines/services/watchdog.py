@@ -68,7 +68,7 @@ def keep_alive(child: Child, stop: threading.Event) -> None:
     while (ailment := _ailment(child, stop, answered=answered)) is not None:
         answered, trouble = ailment
         pause_s = LOOK_EVERY_S if answered else min(2 * pause_s, LONGEST_PAUSE_S)
-        logger.warning("%s %s; started again", child.name, trouble)
+        logger.warning("%s %s; restarted", child.name, trouble)
         child.kill()
         if not answered and stop.wait(pause_s):
             return
@@ -79,17 +79,17 @@ def keep_alive(child: Child, stop: threading.Event) -> None:
 def _ailment(child: Child, stop: threading.Event, *, answered: bool) -> tuple[bool, str] | None:
     """Return whether the child has answered since its start, and what is wrong with it now; None when `stop` is set."""
     missed = 0
-    began = asked = time.monotonic()
+    began = last_check = time.monotonic()
     while not stop.wait(LOOK_EVERY_S):
         if child.dead():
             assert child.process is not None
             return answered, f"ended with status {child.process.returncode}"
-        if answered and time.monotonic() - asked < ASK_EVERY_S:
+        if answered and time.monotonic() - last_check < ASK_EVERY_S:
             continue
-        asked = time.monotonic()
+        last_check = time.monotonic()
         if child.well():
             answered, missed = True, 0
-        elif answered or asked - began > START_TIMEOUT_S:
+        elif answered or last_check - began > START_TIMEOUT_S:
             missed += 1
         if missed >= MISSED_ANSWERS:
             return answered, f"did not answer {missed} times in a row"

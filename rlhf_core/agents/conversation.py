@@ -99,9 +99,11 @@ class Conversation:
         self, messages: tuple[ChatMessage, ...], tools: Sequence[Mapping[str, Any]], max_tokens: int
     ) -> PolicyTurn:
         if self._text is not None:
-            raise RequestRefused("mixed", "this conversation was begun with plain text; begin another one")
+            raise RequestRefused("mixed", "this conversation began with plain text; start another one")
         if self._past and any(sorted_json(tool) not in self._shown for tool in tools):
-            raise RequestRefused("tools", "a tool was not in the first request, and only that one shows tools")
+            raise RequestRefused(
+                "tools", "one of the tools was not in the first request, and only the first request can define tools"
+            )
         prompt_ids = self._following(messages) if self._past else self._opening(messages, tools)
         answer = await self._sampled(prompt_ids, max_tokens)
         calls = parse_calls(answer.text) if tools else []
@@ -115,7 +117,7 @@ class Conversation:
     def _opening(self, messages: tuple[ChatMessage, ...], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         if not messages or any(message.calls for message in messages):
             raise RequestRefused(
-                "messages", "the first request holds no message, or calls of tools that were not sampled"
+                "messages", "the first request has no messages, or has tool calls that the policy did not sample"
             )
         try:
             self._template = self._template.with_tools(tools)
@@ -132,7 +134,7 @@ class Conversation:
             )
             raise RequestRefused(
                 "history",
-                f"message {differs + 1} is not what was said in this conversation, whose tokens are kept as they were "
+                f"message {differs + 1} differs from this conversation, whose tokens are kept as they were "
                 f"sampled: send its {len(self._past)} messages unchanged and add to them",
             )
         self._check_open()
@@ -146,10 +148,10 @@ class Conversation:
 
     async def _continue(self, prompt: str | Sequence[int], max_tokens: int) -> PolicyTurn:
         if self._past:
-            raise RequestRefused("mixed", "this conversation was begun with messages; begin another one")
+            raise RequestRefused("mixed", "this conversation began with messages; start another one")
         prompt_ids = self._text_ids(prompt) if isinstance(prompt, str) else tuple(prompt)
         if not prompt_ids or prompt_ids[: len(self._token_ids)] != self._token_ids:
-            raise RequestRefused("history", "the prompt does not begin with what was said so far")
+            raise RequestRefused("history", "the prompt does not begin with the text of this conversation so far")
         before = prompt if isinstance(prompt, str) else self._template.decode(prompt_ids)
         answer = await self._sampled(prompt_ids, max_tokens)
         self._text = before + answer.text
@@ -159,7 +161,9 @@ class Conversation:
         """Return the tokens of `prompt`, of which only the new end is tokenized."""
         text = self._text or ""
         if not prompt.startswith(text):
-            raise RequestRefused("history", "the prompt does not begin with what was said so far; send it unchanged")
+            raise RequestRefused(
+                "history", "the prompt does not begin with the text of this conversation so far; send it unchanged"
+            )
         added = prompt[len(text) :]
         if not self._token_ids:
             return encode(self._template.tokenizer, added)
@@ -191,7 +195,7 @@ def chat_message(message: Mapping[str, Any]) -> ChatMessage:
     try:
         return _chat_message(message)
     except (AttributeError, KeyError, TypeError) as error:
-        problem = f"a message has not the form of the chat protocol ({type(error).__name__}: {error})"
+        problem = f"a message does not have the form of the chat protocol ({type(error).__name__}: {error})"
         raise RequestRefused("messages", problem) from error
 
 
@@ -199,7 +203,9 @@ def _chat_message(message: Mapping[str, Any]) -> ChatMessage:
     content = message.get("content")
     if isinstance(content, list):
         if any(part.get("type") not in ("text", "output_text", "input_text") for part in content):
-            raise RequestRefused("content", "a message holds something else than text, and the policy reads text alone")
+            raise RequestRefused(
+                "content", "a message contains something other than text, and the policy reads only text"
+            )
         content = "".join(str(part["text"]) for part in content)
     role = str(message.get("role", ""))
     if not role or not isinstance(content or "", str):

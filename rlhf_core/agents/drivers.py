@@ -191,9 +191,9 @@ class ProgramDriver:
         chosen = []
         for start, end in result.actions:
             found = [
-                (asked, said)
-                for asked, said in self._turns
-                if len(asked) == start and asked + said.token_ids == result.token_ids[:end]
+                (prompt_ids, said)
+                for prompt_ids, said in self._turns
+                if len(prompt_ids) == start and prompt_ids + said.token_ids == result.token_ids[:end]
             ]
             if not found:
                 raise EpisodeFailed(
@@ -206,16 +206,16 @@ class ProgramDriver:
         prompt_ids = turns[0][0] if turns else self._prompt_ids
         text = Transcript(prompt_ids, seed=self._seed, limit=self._limits.max_episode_tokens)
         so_far: tuple[int, ...] = prompt_ids
-        for number, (asked, said) in enumerate(turns):
-            if asked[: len(so_far)] != so_far:
+        for number, (prompt_ids, said) in enumerate(turns):
+            if prompt_ids[: len(so_far)] != so_far:
                 if strict:
                     raise EpisodeFailed(
                         f"turn {number + 1} was asked for with another past than what was said before it"
                     )
                 break
-            text.add_text(asked[len(so_far) :])
+            text.add_text(prompt_ids[len(so_far) :])
             text.add_action(said)
-            so_far = asked + said.token_ids
+            so_far = prompt_ids + said.token_ids
         return text
 
 

@@ -61,7 +61,7 @@ BODY = BodyLimits()
 LOG = logging.getLogger(__name__)
 
 
-class Asked(BaseModel):
+class CompletionRequest(BaseModel):
     """What both kinds of request have; further keys are looked at by `check_parameters`."""
 
     model_config = ConfigDict(extra="allow")
@@ -78,14 +78,14 @@ class Asked(BaseModel):
         return self.max_completion_tokens or self.max_tokens or 0
 
 
-class AskedChat(Asked):
+class ChatCompletionRequest(CompletionRequest):
     """A request for a chat completion."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
 
 
-class AskedText(Asked):
+class TextCompletionRequest(CompletionRequest):
     """A request for a plain completion: text, or tokens, of one prompt."""
 
     prompt: str | list[int]
@@ -166,31 +166,31 @@ class Endpoint:
         )
 
     async def _chat(self, request: Request) -> Response:
-        async def answer(asked: AskedChat, conversation: Conversation) -> dict[str, Any]:
-            turn = await conversation.chat(asked.messages, tools=asked.tools or (), max_tokens=asked.most_tokens)
-            return self._chat_reply(asked, turn, f"chatcmpl-{request.path_params['name']}-{len(conversation.turns)}")
+        async def answer(wanted: ChatCompletionRequest, conversation: Conversation) -> dict[str, Any]:
+            turn = await conversation.chat(wanted.messages, tools=wanted.tools or (), max_tokens=wanted.most_tokens)
+            return self._chat_reply(wanted, turn, f"chatcmpl-{request.path_params['name']}-{len(conversation.turns)}")
 
-        return await self._answered(request, AskedChat, answer)
+        return await self._answered(request, ChatCompletionRequest, answer)
 
     async def _complete(self, request: Request) -> Response:
-        async def answer(asked: AskedText, conversation: Conversation) -> dict[str, Any]:
-            turn = await conversation.continue_text(asked.prompt, max_tokens=asked.most_tokens)
-            return self._text_reply(asked, turn, f"cmpl-{request.path_params['name']}-{len(conversation.turns)}")
+        async def answer(wanted: TextCompletionRequest, conversation: Conversation) -> dict[str, Any]:
+            turn = await conversation.continue_text(wanted.prompt, max_tokens=wanted.most_tokens)
+            return self._text_reply(wanted, turn, f"cmpl-{request.path_params['name']}-{len(conversation.turns)}")
 
-        return await self._answered(request, AskedText, answer)
+        return await self._answered(request, TextCompletionRequest, answer)
 
     async def _answered(self, request: Request, kind: Any, answer: Any) -> Response:
         refusal = self._unknown(request)
         if refusal is not None:
             return refusal
         try:
-            asked = kind.model_validate_json(await read_body(request, BODY))
-            self._check_parameters(asked)
+            wanted = kind.model_validate_json(await read_body(request, BODY))
+            self._check_parameters(wanted)
             refusal = self._unknown(request)  # again: the episode may have ended while the request was read
             if refusal is not None:
                 return refusal
             async with asyncio.timeout(self._request_timeout_s):
-                reply = await answer(asked, self._sessions[request.path_params["name"]])
+                reply = await answer(wanted, self._sessions[request.path_params["name"]])
         except BodyRefused as refused:
             return problem(refused.status, "invalid_request", str(refused))
         except ValidationError as error:
@@ -201,29 +201,33 @@ class Endpoint:
             return problem(400, "context_length_exceeded", f"the episode is over: {error}")
         except TimeoutError:
             return problem(504, "timeout", f"no turn was sampled within {self._request_timeout_s:g} s")
-        return StreamingResponse(events(reply), media_type="text/event-stream") if asked.stream else JSONResponse(reply)
+        return (
+            StreamingResponse(events(reply), media_type="text/event-stream") if wanted.stream else JSONResponse(reply)
+        )
 
     def _unknown(self, request: Request) -> Response | None:
         given = request.headers.get("authorization", "").encode()
         if not hmac.compare_digest(given, f"Bearer {self._api_key}".encode()):
-            return problem(401, "invalid_api_key", "the API key is not that of this run")
+            return problem(401, "invalid_api_key", "the API key is not the one of this run")
         if request.path_params["name"] not in self._sessions:
             return problem(404, "unknown_session", "there is no episode at this address, or it is over")
         return None
 
-    def _check_parameters(self, asked: Asked) -> None:
-        given = asked.model_extra or {}
+    def _check_parameters(self, wanted: CompletionRequest) -> None:
+        given = wanted.model_extra or {}
         for name, harmless in REFUSED.items():
             if name in given and given[name] not in harmless:
                 raise RequestRefused(
-                    "unsupported_parameter", f"{name} = {given[name]!r} would change what a turn is; leave it"
+                    "unsupported_parameter", f"{name} = {given[name]!r} would change what a turn is; remove it"
                 )
         for name in IGNORED:
             if given.get(name) is not None and name not in self._warned:
                 self._warned.add(name)
-                LOG.warning("an agent asks for %s = %r: ignored, `sampling` of the stage decides", name, given[name])
+                LOG.warning(
+                    "an agent requested %s = %r: ignored, because `sampling` of the stage sets it", name, given[name]
+                )
 
-    def _chat_reply(self, asked: AskedChat, turn: PolicyTurn, name: str) -> dict[str, Any]:
+    def _chat_reply(self, wanted: ChatCompletionRequest, turn: PolicyTurn, name: str) -> dict[str, Any]:
         sampled, reason = turn.message, turn.answer.finish_reason
         message: dict[str, Any] = {"role": "assistant", "content": sampled.content}
         if sampled.calls:
@@ -238,38 +242,38 @@ class Endpoint:
             "index": 0,
             "message": message,
             "finish_reason": "tool_calls" if sampled.calls and reason == "stop" else reason,
-            "logprobs": {"content": rows} if asked.logprobs else None,
+            "logprobs": {"content": rows} if wanted.logprobs else None,
         }
-        return reply("chat.completion", asked, turn, choice, name)
+        return reply("chat.completion", wanted, turn, choice, name)
 
-    def _text_reply(self, asked: AskedText, turn: PolicyTurn, name: str) -> dict[str, Any]:
+    def _text_reply(self, wanted: TextCompletionRequest, turn: PolicyTurn, name: str) -> dict[str, Any]:
         rows = {"tokens": self._texts(turn), "token_logprobs": list(turn.answer.logprobs)}
         choice = {
             "index": 0,
             "text": turn.answer.text,
             "finish_reason": turn.answer.finish_reason,
             # 0 asks for the log-probabilities of the sampled tokens alone, and no others are kept.
-            "logprobs": None if asked.logprobs is None or asked.logprobs is False else rows,
+            "logprobs": None if wanted.logprobs is None or wanted.logprobs is False else rows,
         }
-        return reply("text_completion", asked, turn, choice, name)
+        return reply("text_completion", wanted, turn, choice, name)
 
     def _texts(self, turn: PolicyTurn) -> list[str]:
         tokenizer = self._template.tokenizer
         return [token_text(tokenizer, token, skip_special_tokens=False) for token in turn.answer.token_ids]
 
 
-def reply(kind: str, asked: Asked, turn: PolicyTurn, choice: dict[str, Any], name: str) -> dict[str, Any]:
+def reply(kind: str, wanted: CompletionRequest, turn: PolicyTurn, choice: dict[str, Any], name: str) -> dict[str, Any]:
     """Return the answer to a request; with `return_token_ids` it holds the tokens as vLLM's server does."""
     prompt, said = len(turn.prompt_ids), len(turn.answer.token_ids)
     body: dict[str, Any] = {
         "id": name,
         "object": kind,
         "created": 0,
-        "model": asked.model,
+        "model": wanted.model,
         "choices": [choice],
         "usage": {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said},
     }
-    if asked.return_token_ids:
+    if wanted.return_token_ids:
         choice["token_ids"] = list(turn.answer.token_ids)
         (choice if kind == "text_completion" else body)["prompt_token_ids"] = list(turn.prompt_ids)
     return body

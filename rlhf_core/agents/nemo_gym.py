@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from rlhf_core.agents.conversation import ChatMessage, Conversation, PolicyTurn, ToolUse
 from rlhf_core.agents.drivers import EpisodeFailed, label_columns
 from rlhf_core.agents.endpoint import MODEL
-from rlhf_core.agents.openenv import PROBE_TIMEOUT_S, asked, authorization
+from rlhf_core.agents.openenv import PROBE_TIMEOUT_S, authorization, get_object
 from rlhf_core.agents.programs import EpisodeCut, Program, ProgramEngine, ProgramResult
 from rlhf_core.config.agents import NemoGymAgent
 from rlhf_core.data.chat import ChatTemplate
@@ -42,10 +42,10 @@ class Verified(BaseModel):
 def open_resources(config: NemoGymAgent, *, tokenizer: str) -> Program:
     """Probe the server; return its episodes as a program. ConfigError if it is no resources server."""
     with httpx.Client(base_url=config.url, headers=authorization(config), timeout=PROBE_TIMEOUT_S) as client:
-        described = asked(client, "/openapi.json")
+        described = get_object(client, "/openapi.json")
     lacking = [route for route in ROUTES if route not in described.get("paths", {})]
     if lacking:
-        raise ConfigError(explain("agent.url", config.url, f"it has no {lacking[0]}", "name a resources server"))
+        raise ConfigError(explain("agent.url", config.url, f"it lacks {lacking[0]}", "name a resources server"))
     template = ChatTemplate.load(Path(tokenizer))
 
     async def program(prompt: Mapping[str, Any], seed: int, engine: ProgramEngine) -> ProgramResult:

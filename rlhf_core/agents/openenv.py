@@ -139,19 +139,19 @@ class InvalidAction(Exception):
 def open_server(config: OpenEnvAgent) -> Callable[[], OpenEnvEpisode]:
     """Probe the server; return a factory of episodes. ConfigError if it does not speak the protocol or is of another version."""
     with httpx.Client(base_url=config.url, headers=authorization(config), timeout=PROBE_TIMEOUT_S) as client:
-        health = asked(client, "/health")
+        health = get_object(client, "/health")
         if health.get("status") != "healthy":
-            raise ConfigError(explain("agent.url", config.url, f"the server says {health}", "mend the server"))
-        schema = asked(client, "/schema")
-        said = str(asked(client, "/metadata").get("version") or "")
+            raise ConfigError(explain("agent.url", config.url, f"the server reports {health}", "fix the server"))
+        schema = get_object(client, "/schema")
+        said = str(get_object(client, "/metadata").get("version") or "")
     if config.version and said and said != config.version:
         raise ConfigError(
-            explain("agent.version", config.version, f"the server at {config.url} is {said}", "change one")
+            explain("agent.version", config.version, f"the server at {config.url} is {said}", "change one of them")
         )
     return partial(OpenEnvEpisode, config, wire_of(config, schema))
 
 
-def asked(client: httpx.Client, path: str) -> dict[str, Any]:
+def get_object(client: httpx.Client, path: str) -> dict[str, Any]:
     """Return what the server says at `path`; ConfigError if it says nothing of the kind."""
     try:
         response = client.get(path)
@@ -162,7 +162,7 @@ def asked(client: httpx.Client, path: str) -> dict[str, Any]:
         raise ConfigError(explain("agent.url", str(client.base_url), problem, "start the server there")) from error
     if not isinstance(body, dict):
         raise ConfigError(
-            explain("agent.url", str(client.base_url), f"{path} is no object", "see the server's protocol")
+            explain("agent.url", str(client.base_url), f"{path} is not a JSON object", "see the server's protocol")
         )
     return body
 

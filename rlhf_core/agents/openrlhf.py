@@ -290,14 +290,14 @@ class LLMEngine:
     ) -> RequestOutput:
         """Return one continuation. ValueError for parameters that the trainer does not know of, and for images."""
         if multi_modal_data:
-            raise ValueError("images were given to generate, and the policy reads text alone")
+            raise ValueError("generate was called with images, and the policy reads only text")
         for name in ("temperature", "top_p", "top_k", "n", "stop"):
             wanted, allowed = getattr(sampling_params, name), getattr(self._allowed, name)
             if name == "top_k" and wanted == -1:
                 wanted = 0
             if wanted != allowed and not (name == "stop" and not wanted):
                 raise ValueError(
-                    f"sampling_params.{name} = {wanted!r}: the trainer takes it to be {allowed!r}; leave it"
+                    f"sampling_params.{name} = {wanted!r}: the trainer assumes {allowed!r}; do not change it"
                 )
         ids = tuple(int(token) for token in prompt_token_ids)
         answer = await self._engine.generate(ids, max_tokens=int(sampling_params.max_tokens or 0))
@@ -388,8 +388,8 @@ def _executor_play(config: OpenRLHFAgent, kind: type[AgentExecutorBase], tokeniz
     try:
         executor: Any = kind(**dict(zip(CONSTRUCTOR, given, strict=True))) if early else kind()
     except Exception as error:
-        rule = f"has no AgentExecutor that can be made: {error!r}"
-        raise ConfigError(explain("agent.file", config.file, rule, "mend the file")) from error
+        rule = f"its AgentExecutor cannot be constructed: {error!r}"
+        raise ConfigError(explain("agent.file", config.file, rule, "fix the file")) from error
     if early:
 
         async def play_early(
@@ -399,7 +399,7 @@ def _executor_play(config: OpenRLHFAgent, kind: type[AgentExecutorBase], tokeniz
             EPISODE_SLOT.set(slot)  # of this episode's task and those that it starts
             await executor.execute(prompt, label, params)
             if slot.episode is None:
-                raise RuntimeError("execute ended and put no episode on result_queue")
+                raise RuntimeError("execute ended without putting an episode on result_queue")
             return slot.episode
 
         return play_early
@@ -446,7 +446,7 @@ def _is_early(kind: type[AgentExecutorBase]) -> bool:
 def _check_constructor(config: OpenRLHFAgent, kind: Any) -> None:
     """Raise ConfigError for a class that no version of OpenRLHF could construct."""
     if not _binds(kind) and not _binds(kind, **dict.fromkeys(CONSTRUCTOR)):
-        rule = f"AgentExecutor{inspect.signature(kind)} can be made neither without arguments nor with {', '.join(CONSTRUCTOR)}"
+        rule = f"AgentExecutor{inspect.signature(kind)} can be constructed neither without arguments nor with {', '.join(CONSTRUCTOR)}"
         raise ConfigError(explain("agent.file", config.file, rule, "give further arguments a default"))
 
 
@@ -458,11 +458,11 @@ def _binds(kind: Any, **arguments: Any) -> bool:
     return True
 
 
-def _slot(asked: str) -> EpisodeSlot:
+def _slot(name_used: str) -> EpisodeSlot:
     try:
         return EPISODE_SLOT.get()
     except LookupError:
-        raise RuntimeError(f"{asked} was used outside of execute, where no episode is being played") from None
+        raise RuntimeError(f"{name_used} was used outside of execute, where no episode is running") from None
 
 
 def as_result(result: Mapping[str, Any]) -> ProgramResult:
@@ -474,7 +474,7 @@ def as_result(result: Mapping[str, Any]) -> ProgramResult:
     if scores is not None:
         if not is_number(scores) or not math.isfinite(scores):
             raise ValueError(
-                f"scores = {scores!r}: must be one finite number, or None; mend what execute or step returns"
+                f"scores = {scores!r}: must be one finite number, or None; fix what execute or step returns"
             )
         extras["score"] = scores
     return ProgramResult(

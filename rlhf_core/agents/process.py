@@ -197,8 +197,10 @@ class _Child:
             return loaded
         status = self.close()
         if message is None:
-            raise AgentError(explain("agent", status, "its process ended before the code was loaded", "see its errors"))
-        raise ConfigError(message[1] if message[0] == "refused" else explain("agent", None, message[1], "mend it"))
+            raise AgentError(
+                explain("agent", status, "its process ended before the code was loaded", "see its error output")
+            )
+        raise ConfigError(message[1] if message[0] == "refused" else explain("agent", None, message[1], "fix it"))
 
     def send(self, call: Call) -> None:
         if call.verb != "end":
@@ -257,6 +259,6 @@ class _Child:
         except (EOFError, pickle.UnpicklingError):
             return None
         except Exception as error:  # whatever loading a class of the user's may raise: unsaid, all would wait for ever
-            LOG.exception("a reply of an agent's process cannot be read")
+            LOG.exception("a reply of an agent's process cannot be unpickled")
             self.verdict = f"its reply cannot be read outside its process: {error!r}"
             return None

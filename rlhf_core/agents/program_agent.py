@@ -18,10 +18,10 @@ from rlhf_core.agents.programs import Program, ProgramEngine, ProgramResult
 from rlhf_core.config.agents import ProgramAgent
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import explain
-from rlhf_core.processes.guarded import leashed
+from rlhf_core.processes.guarded import guarded_process
 from rlhf_core.secrets.redaction import without_secrets
 
-TOLD = ("id", "messages", "source")
+PROMPT_FIELDS = ("id", "messages", "source")
 """What a program is told of a prompt unless it is given the label."""
 SHOWN_CHARACTERS = 2000
 """Of a program's errors, from the end."""
@@ -39,8 +39,8 @@ def open_program(config: ProgramAgent, *, tokenizer: str) -> Program:
                 "OPENAI_MODEL": MODEL,
                 "RLHF_SEED": str(seed),
             }
-            told = {name: value for name, value in prompt.items() if config.give_label or name in TOLD}
-            status, output, errors = await run(config.command, environment, json.dumps(told | {"seed": seed}))
+            visible = {name: value for name, value in prompt.items() if config.give_label or name in PROMPT_FIELDS}
+            status, output, errors = await run(config.command, environment, json.dumps(visible | {"seed": seed}))
             cut = session.conversation.cut
             # A program that fails because no token is left was cut; without `needs_reward` that is a valid end.
             if status != 0 and (config.needs_reward or not cut):
@@ -53,7 +53,7 @@ def open_program(config: ProgramAgent, *, tokenizer: str) -> Program:
 
 async def run(command: tuple[str, ...], environment: Mapping[str, str], line: str) -> tuple[int, str, str]:
     """Run `command` with `line` as its input; return its exit status, output and errors."""
-    async with leashed(command, environment=environment) as process:
+    async with guarded_process(command, environment=environment) as process:
         output, errors = await process.communicate(f"{line}\n".encode())
         status = await process.wait()
     return status, output.decode(errors="replace"), errors.decode(errors="replace")
@@ -80,7 +80,7 @@ def earned(output: str) -> dict[str, Any]:
         return {"rewards": (), "extras": extras}
     if not isinstance(reward, (int, float)) or not math.isfinite(reward):
         raise EpisodeFailed(
-            explain("reward", reward, "the program's last line must hold a finite number", "mend the program")
+            explain("reward", reward, "the program's last line must hold a finite number", "fix the program")
         )
     return {"rewards": (float(reward),), "extras": extras}
 
@@ -89,6 +89,4 @@ def failure(command: tuple[str, ...], status: int, errors: str) -> str:
     """Return why a command's episode could not be played."""
     shown = without_secrets(errors.strip())[-SHOWN_CHARACTERS:]
     how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-    return explain(
-        "agent.command", list(command), f"{how}:\n{shown}", "run it by hand with a line of JSON as its input"
-    )
+    return explain("agent.command", list(command), f"{how}:\n{shown}", "run it by hand with a line of JSON as input")

@@ -65,7 +65,7 @@ class ProgramEngine:
     """
 
     def __init__(self) -> None:
-        self._asked: asyncio.Queue[Ask] = asyncio.Queue()
+        self._requests: asyncio.Queue[Ask] = asyncio.Queue()
         self._answer: asyncio.Future[Answer] | None = None
 
     async def generate(self, prompt_ids: tuple[int, ...], *, max_tokens: int = 0) -> Answer:
@@ -75,18 +75,18 @@ class ProgramEngine:
         """
         if self._answer is not None:
             raise RuntimeError(
-                "a turn was asked for while another one is being sampled; an episode is one conversation"
+                "a turn was requested while another one is being sampled; an episode is one conversation"
             )
         self._answer = asyncio.get_running_loop().create_future()
         try:
-            self._asked.put_nowait(Ask(tuple(prompt_ids), max_tokens))
+            self._requests.put_nowait(Ask(tuple(prompt_ids), max_tokens))
             return await self._answer
         finally:
             self._answer = None
 
-    async def asked(self) -> Ask:
+    async def next_request(self) -> Ask:
         """Return the next turn that the program asks for."""
-        return await self._asked.get()
+        return await self._requests.get()
 
     def answer(self, answer: Answer | str) -> None:
         """Hand over the turn that was asked for, or why there is none."""
@@ -126,10 +126,10 @@ class ProgramSession:
 
     async def _next(self) -> ProgramEvent:
         assert self._running is not None
-        asked = asyncio.ensure_future(self._engine.asked())
+        next_request = asyncio.ensure_future(self._engine.next_request())
         try:
-            both: list[asyncio.Future[Any]] = [self._running, asked]
+            both: list[asyncio.Future[Any]] = [self._running, next_request]
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            return ("asks", asked.result()) if asked.done() else ("finished", self._running.result())
+            return ("asks", next_request.result()) if next_request.done() else ("finished", self._running.result())
         finally:
-            asked.cancel()
+            next_request.cancel()

@@ -57,7 +57,7 @@ class EnvironmentSession:
         self._wanted = wanted_keywords(self._environment.step)
         added = await resolved(self._environment.reset(prompt, seed)) if hasattr(self._environment, "reset") else None
         if added is not None and not isinstance(added, str):
-            raise TypeError(f"reset returned a {type(added).__name__}, and must return a text or None")
+            raise TypeError(f"reset returned a {type(added).__name__}; it must return a text or None")
         return "observed", None if added is None else plain_text(added)
 
     async def step(self, action: str, info: Mapping[str, Any]) -> tuple[str, StepResult]:
@@ -122,14 +122,12 @@ def wanted_keywords(function: Callable[..., Any]) -> frozenset[str] | None:
 def checked_step(result: Any) -> StepResult:
     """Return `result` if it is a StepResult of the right shape, its numbers as floats; TypeError otherwise."""
     if not isinstance(result, StepResult):
-        raise TypeError(f"step returned a {type(result).__name__}, and must return a StepResult")
+        raise TypeError(f"step returned a {type(result).__name__}; it must return a StepResult")
     observation: Any = result.observation  # what a user gave
     if isinstance(observation, str):
         observation = plain_text(observation)
     elif not isinstance(observation, Sequence):
-        raise TypeError(
-            f"step returned a {type(observation).__name__} as observation, and must return text or messages"
-        )
+        raise TypeError(f"step returned a {type(observation).__name__} as observation; it must return text or messages")
     else:
         observation = [{key: plain_text(turn[key]) for key in ("role", "content")} for turn in observation]
     extras = {plain_text(str(name)): float(value) for name, value in result.extras.items()}

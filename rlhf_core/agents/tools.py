@@ -117,11 +117,14 @@ def load_tools(specs: Sequence[str]) -> dict[str, Tool]:
         except Exception as error:  # TypeHintParsingException, DocstringParsingException
             raise ConfigError(
                 explain(
-                    "agent.tools", spec, f"no schema can be made of it ({error})", "type and document its arguments"
+                    "agent.tools",
+                    spec,
+                    f"no schema can be derived from it ({error})",
+                    "add types and documentation to its arguments",
                 )
             ) from error
         name = schema["function"]["name"]
         if name in tools:
-            raise ConfigError(explain("agent.tools", spec, f"there are two tools named {name}", "rename one"))
+            raise ConfigError(explain("agent.tools", spec, f"two tools are named {name}", "rename one"))
         tools[name] = Tool(function, schema)
     return tools

@@ -98,7 +98,7 @@ class Runner:
         finally:
             self._waiting.pop(number, None)
         if "ended" in reply:
-            raise RunnerEnded(f"{self._config.environment}: its interpreter has ended")
+            raise RunnerEnded(f"{self._config.environment}: its interpreter has exited")
         return reply
 
     async def _kill_if_hung(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -108,7 +108,7 @@ class Runner:
                 with contextlib.suppress(RunnerEnded):
                     await self._asked(loop, {"ping": True})
         except TimeoutError:
-            LOG.warning("%s hangs without waiting: its interpreter is restarted", self._config.environment)
+            LOG.warning("%s blocks its event loop: restarting its interpreter", self._config.environment)
             kill_group(process)
 
     def _start(self) -> subprocess.Popen[str]:
@@ -139,14 +139,16 @@ class Runner:
             said = first.get(timeout=START_TIMEOUT_S)
         except queue.Empty:
             process.kill()
-            said = {"refused": f"it was not loaded within {START_TIMEOUT_S:g} s"}
+            said = {"refused": f"it did not load within {START_TIMEOUT_S:g} s"}
         self._check(said)
         return process
 
     def _check(self, said: Mapping[str, Any]) -> None:
         if "refused" in said:
             where = f"could not be loaded by {self._config.python}: {said['refused']}"
-            raise ConfigError(explain("agent.environment", self._config.environment, where, "load it there by hand"))
+            raise ConfigError(
+                explain("agent.environment", self._config.environment, where, "try to load it there by hand")
+            )
         wanted, found = self._config.version, str(said["version"])
         if wanted and f"{found}.".find(f"{wanted}.") != 0:
             problem = f"{self._config.python} has verifiers {found}"
@@ -156,7 +158,7 @@ class Runner:
         """Hand on what the process says; when it ends, fail what still waits. Runs in a thread of its own."""
         assert process.stdout is not None
         lines = (json.loads(line) for line in process.stdout if line.endswith("\n"))  # the last may be half a line
-        first.put(next(lines, {"refused": "its interpreter ended at once; see its errors"}))
+        first.put(next(lines, {"refused": "its interpreter exited immediately; see its error output"}))
         for reply in lines:
             self._hand_on(reply["id"], reply)
         os.close(held)

@@ -36,7 +36,9 @@ class CorrectionConfig(Config):
     @model_validator(mode="after")
     def _a_bypass_leaves_nothing_to_correct(self) -> CorrectionConfig:
         if self.pi_old == "sampler" and self.level != "off":
-            raise ValueError(f"level = {self.level!r}: with pi_old = 'sampler' q is 1 everywhere; set level = \"off\"")
+            raise ValueError(
+                f"level = {self.level!r}: with pi_old = 'sampler' the ratio q is 1 everywhere; set level = \"off\""
+            )
         return self
 
 

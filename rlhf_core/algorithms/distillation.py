@@ -59,13 +59,13 @@ def topk_distillation_loss(
     """Return the divergence of distributions over the teacher's K likeliest tokens and one bucket for all the others.
 
     A lower bound of the full divergence (merging classes never raises it), and equal to it at K = V - 1. The teacher's
-    log-probs are those of its full softmax at the same `temperature`, not renormalised over the K; `teacher_ids_TK`
+    log-probs are those of its full softmax at the same `temperature`, not renormalized over the K; `teacher_ids_TK`
     must not repeat an id within a row. Logits must be finite. Metrics as `distillation_loss`. Raises ConfigError where
     K leaves no rest.
     """
     if teacher_ids_TK.shape[1] >= logits_TV.shape[1]:
-        rule = f"the vocabulary has {logits_TV.shape[1]} tokens and the rest bucket needs one"
-        raise ConfigError(explain("top_k", teacher_ids_TK.shape[1], rule, "lower it, or distil the full vocabulary"))
+        rule = f"the vocabulary has {logits_TV.shape[1]} tokens, and the bucket for the rest needs one of them"
+        raise ConfigError(explain("top_k", teacher_ids_TK.shape[1], rule, "lower it, or distill the full vocabulary"))
     scaled_TV = at_least_fp32(logits_TV) / temperature
     log_norm_T1 = scaled_TV.logsumexp(dim=-1, keepdim=True)
     # Summed over the others rather than 1 - the K: the difference would cancel where the K have nearly all.

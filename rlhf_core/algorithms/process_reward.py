@@ -51,7 +51,7 @@ def reduce_steps(probs: Tensor, *, how: StepReduction) -> Tensor:
     model. Raises DataError for an answer without steps.
     """
     if probs.shape[-1] == 0:
-        raise DataError(explain("steps", 0, "an answer without steps has no step score", "check the step separator"))
+        raise DataError(explain("steps", 0, "an answer without steps has no step scores", "check the step separator"))
     match how:
         case "min":
             return probs.amin(dim=-1)

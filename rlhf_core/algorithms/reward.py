@@ -45,7 +45,7 @@ def bradley_terry_loss(
 def ensemble_score(scores_MB: Tensor, *, reduce: EnsembleReduction, k: float = 1.0) -> Tensor:
     """Return one score [B] per row from those of M reward models [M, B].
 
-    `min` is worst-case optimisation and `mean_minus_std`, mean - `k` std, a form of uncertainty-weighted optimisation
+    `min` is worst-case optimization and `mean_minus_std`, mean - `k` std, a form of uncertainty-weighted optimization
     (arXiv 2310.02743, which subtracts the variance). The standard deviation is the population's: 0 for one
     model.
     """

@@ -133,7 +133,7 @@ class ProgramAgent(RewardingAgent):
     @model_validator(mode="after")
     def _shows_no_secrets(self) -> Self:
         # References are refused too: every user of the machine can read the arguments of a command.
-        refuse_plain_options("command", self.command, remedy="give it to the program in variables")
+        refuse_plain_options("command", self.command, remedy="pass it to the program with `variables`")
         return self
 
 

@@ -194,7 +194,7 @@ class Files(Config):
     def _names_differ(self) -> Files:
         names = [source.name for source in self.sources]
         if len(set(names)) != len(names):
-            raise ValueError(f"source names {names}: each source needs a name of its own")
+            raise ValueError(f"source names {names}: each source needs its own name")
         return self
 
 

@@ -83,8 +83,8 @@ def refuse_average(optimizer: OptimizerConfig) -> None:
     """Raise ValueError for averaged weights of a reward model: its report and probe scores use the trained weights."""
     if optimizer.ema_decay:
         raise ValueError(
-            f"optimizer.ema_decay = {optimizer.ema_decay}: the report and the probe scores are of the trained "
-            "weights, not of their average; leave it at 0"
+            f"optimizer.ema_decay = {optimizer.ema_decay}: the report and the probe scores use the trained "
+            "weights, not their average; leave it at 0"
         )
 
 
@@ -135,7 +135,7 @@ class TrainerConfig(Config):
                 if getattr(self, name) not in values:
                     choice = " or ".join(repr(value) for value in values)
                     raise ValueError(
-                        f"{kind} = {getattr(self, kind)}: {name} = {getattr(self, name)!r} does not go with it; set {name} "
+                        f"{kind} = {getattr(self, kind)}: {name} = {getattr(self, name)!r} cannot be combined with it; set {name} "
                         f"to {choice}, or {kind} to 1"
                     )
         return self
@@ -163,7 +163,7 @@ class SamplingConfig(Config):
         # vLLM raises it to 0.01 (`_MAX_TEMP` of its sampling_params.py) with only a warning.
         if 0 < temperature < LEAST_TEMPERATURE:
             raise ValueError(
-                f"vLLM would sample at {LEAST_TEMPERATURE}, and the trainer would take it to be {temperature}; set it to "
+                f"vLLM would sample at {LEAST_TEMPERATURE}, but the trainer would assume {temperature}; set it to "
                 f"0 (greedy) or to {LEAST_TEMPERATURE} or more"
             )
         return temperature
@@ -254,7 +254,7 @@ class VllmServerSamplerConfig(BaseSamplerConfig):
     @classmethod
     def _is_the_same_path_everywhere(cls, folder: str) -> str:
         if not folder.startswith("/"):
-            raise ValueError("must be an absolute path, since servers resolve it too; begin it with /")
+            raise ValueError("must be an absolute path, because servers resolve it too; start it with /")
         return folder
 
 
@@ -322,17 +322,17 @@ class RuntimeConfig(Config):
         if self.shares_gpus and round(train + engine, 4) > 1:
             raise ValueError(
                 f"gpus_per_train_worker, gpus_per_engine = {train:g}, {engine:g}: a train worker and an engine with "
-                "fractions share one GPU, and these are more than one; make their sum at most 1, or give each 1"
+                "fractions share one GPU, and their sum is more than 1; make it at most 1, or set both to 1"
             )
         if engine > 1 and engine != int(engine):
             raise ValueError(
-                f"gpus_per_engine = {engine:g}: beyond one, GPUs are whole; use a whole number, or a fraction below 1"
+                f"gpus_per_engine = {engine:g}: above 1 it must be a whole number; use a whole number, or a fraction below 1"
             )
         parallel = self.sampler.needs().tensor_parallel
         if parallel > max(1.0, engine) and (train > 0 or engine > 0):
             raise ValueError(
-                f"sampler.tensor_parallel = {parallel}: runtime.gpus_per_engine = {engine:g} is less; give each engine as "
-                "many GPUs, which it then shares with nobody"
+                f"sampler.tensor_parallel = {parallel}: runtime.gpus_per_engine = {engine:g} is smaller; give each engine as "
+                "many GPUs, which it then does not share"
             )
         return self
 

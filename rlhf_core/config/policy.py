@@ -147,7 +147,7 @@ class PPOConfig(Config):
             )
         if isinstance(self.advantage, GroupAdvantage) and self.samples_per_prompt < 2:
             raise ValueError(
-                f"samples_per_prompt = {self.samples_per_prompt}: {self.advantage.type} compares the samples of a prompt, "
+                f"samples_per_prompt = {self.samples_per_prompt}: {self.advantage.type} compares the samples of a prompt and needs "
                 "at least 2; raise it, or use gae or reinforce++"
             )
         return self
@@ -157,8 +157,8 @@ class PPOConfig(Config):
         comparing = ["dynamic_sampling"] * bool(self.dynamic_sampling) + _what_compares_groups(self.rewards)
         if comparing and self.samples_per_prompt < 2:
             raise ValueError(
-                f"samples_per_prompt = {self.samples_per_prompt}: {comparing[0]} compares the samples of a prompt, "
-                f"at least 2; raise it, or take {comparing[0]} out"
+                f"samples_per_prompt = {self.samples_per_prompt}: {comparing[0]} compares the samples of a prompt and needs "
+                f"at least 2; raise it, or remove {comparing[0]}"
             )
         return self
 
@@ -168,11 +168,11 @@ class PPOConfig(Config):
         if bounds and (bounds.low is not None or bounds.high is not None) and mover:
             raise ValueError(
                 f"dynamic_sampling.low = {bounds.low}, high = {bounds.high}: are compared with the shaped reward, and "
-                f"{mover} moves it; leave one of them out"
+                f"{mover} changes it; remove one of them"
             )
         if self.value_optimizer.ema_decay:
             raise ValueError(
-                f"value_optimizer.ema_decay = {self.value_optimizer.ema_decay}: nobody uses the average of a value model; "
+                f"value_optimizer.ema_decay = {self.value_optimizer.ema_decay}: the average of a value model is not used; "
                 "leave it at 0"
             )
         return self
@@ -182,7 +182,7 @@ class PPOConfig(Config):
         # A filter renormalizes the sampler's log-probs but not the trainer's: the ratios would compare unlike values.
         rule = "the trainer's log-probs are those of the whole distribution"
         if self.sampling.temperature == 0:
-            raise ValueError("sampling.temperature = 0.0: greedy answers are no samples of the policy; raise it")
+            raise ValueError("sampling.temperature = 0.0: greedy answers are not samples of the policy; raise it")
         if self.sampling.top_p < 1:
             raise ValueError(f"sampling.top_p = {self.sampling.top_p}: {rule}; leave it at 1")
         if self.sampling.top_k > 0:
@@ -195,7 +195,7 @@ class PPOConfig(Config):
         names = [name for name, term in self.rewards.terms.items() if isinstance(term, EpisodeReward)]
         if names and self.agent is None:
             raise ValueError(
-                f"rewards.terms.{names[0]}.type = 'episode': only the episodes of an agent earn it; set agent, or take "
+                f"rewards.terms.{names[0]}.type = 'episode': only episodes of an agent have this reward; set agent, or remove "
                 "the term out"
             )
         return self
@@ -222,16 +222,16 @@ class PPOConfig(Config):
         ):
             raise ValueError(
                 'agent.credit = "turn": needs a term of type "episode" with a constant weight in a weighted sum, nothing '
-                'normalised or clipped, so that each turn earns what it adds; mend the rewards, or set "episode"'
+                'normalized or clipped, so that each turn earns what it adds; change the rewards, or set "episode"'
             )
         return self
 
     @model_validator(mode="after")
-    def _the_penalty_is_not_normalised(self) -> PPOConfig:
+    def _the_penalty_is_not_normalized(self) -> PPOConfig:
         if self.advantage.divides_by_spread and self.kl_in == "reward" and self.kl_coef > 0:
             raise ValueError(
-                f"kl_in = 'reward': {self.advantage.type} divides by the spread of a group, which is the penalty alone where all answers "
-                "earn the same, and a penalty after it would be on another scale at each prompt; as in its paper, set "
+                f"kl_in = 'reward': {self.advantage.type} divides by the spread of a group, which consists only of the penalty where all answers "
+                "earn the same, and a penalty added afterwards would have another scale at each prompt; as in its paper, set "
                 'kl_in = "loss"'
             )
         return self
@@ -241,7 +241,7 @@ class PPOConfig(Config):
         if self.kl_credit == "answer" and not (self.kl_in == "reward" and isinstance(self.advantage, GroupAdvantage)):
             found = f"advantage is {self.advantage.type} and kl_in {self.kl_in!r}"
             raise ValueError(
-                "kl_credit = 'answer': is for a penalty in the reward of an estimator that compares the answers to a "
+                "kl_credit = 'answer': applies to a penalty in the reward of an estimator that compares the answers to a "
                 f'prompt, and {found}; set kl_credit = "token"'
             )
         return self
@@ -251,7 +251,7 @@ class PPOConfig(Config):
         rollouts = self.prompts_per_step * self.samples_per_prompt
         if self.kl_target and not self.kl_coef:
             raise ValueError(
-                f"kl_target = {self.kl_target}: the coefficient is adapted by factors, and kl_coef = 0 stays 0; raise "
+                f"kl_target = {self.kl_target}: the coefficient is adapted by multiplication, so kl_coef = 0 stays 0; raise "
                 "kl_coef, or set kl_target to 0"
             )
         if self.kl_target and self.kl_horizon <= 0.2 * rollouts:
@@ -274,14 +274,14 @@ class PPOConfig(Config):
     def _older_rollouts_are_corrected(self) -> PPOConfig:
         if self.staleness >= self.steps:
             raise ValueError(
-                f"staleness = {self.staleness}: must be < steps = {self.steps}, or the first weights answer everything; "
+                f"staleness = {self.staleness}: must be < steps = {self.steps}, or the first weights would sample all answers; "
                 "lower it, or raise steps"
             )
         decoupled = self.correction.level != "off" and self.correction.pi_old == "trainer"
         name, value = ("staleness", self.staleness) if self.staleness > 1 else ("partial_tokens", self.partial_tokens)
         if (self.staleness > 1 or self.partial_tokens) and not decoupled:
             raise ValueError(
-                f"{name} = {value}: answers of weights that old need the correction pi_old / mu; set correction.pi_old = "
+                f"{name} = {value}: answers sampled by weights that old need the correction pi_old / mu; set correction.pi_old = "
                 '"trainer" and a correction.level other than "off"'
             )
         return self
@@ -291,8 +291,8 @@ class PPOConfig(Config):
         if self.dynamic_sampling and (self.staleness or self.partial_tokens):
             name, value = ("staleness", self.staleness) if self.staleness else ("partial_tokens", self.partial_tokens)
             raise ValueError(
-                f"{name} = {value}: dynamic_sampling draws again once a step is scored, with the weights of that step; "
-                "leave one of them out"
+                f"{name} = {value}: dynamic_sampling samples again after a step is scored, with the weights of that step; "
+                "remove one of them"
             )
         if self.agent and self.partial_tokens:
             raise ValueError(
@@ -308,11 +308,11 @@ class PPOConfig(Config):
         ):
             raise ValueError(
                 f"partial_tokens = {self.partial_tokens}: must divide sampling.max_tokens = {self.sampling.max_tokens} into "
-                "two rounds or more; take a half or a quarter of it"
+                "two rounds or more; use a half or a quarter of it"
             )
         if self.in_flight_groups and not self.partial_tokens:
             raise ValueError(
-                f"in_flight_groups = {self.in_flight_groups}: without partial_tokens no group is carried over; set both, "
+                f"in_flight_groups = {self.in_flight_groups}: without partial_tokens no groups are carried over; set both, "
                 "or leave it at 0"
             )
         if 0 < self.in_flight_groups < self.prompts_per_step:

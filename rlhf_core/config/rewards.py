@@ -122,9 +122,9 @@ class FunctionReward(Term):
     def _compares_what_stays_together(self) -> Self:
         _check_cache(self.compares, cache=self.cache)
         if self.compares != "nothing" and self.batch_size:
-            raise ValueError(f'batch_size = {self.batch_size}: compares = "{self.compares}" decides it; leave it out')
+            raise ValueError(f'batch_size = {self.batch_size}: compares = "{self.compares}" decides it; remove it')
         if self.compares == "batch" and self.workers > 1:
-            raise ValueError(f'workers = {self.workers}: with compares = "batch" there is one call; leave it out')
+            raise ValueError(f'workers = {self.workers}: with compares = "batch" there is only one call; remove it')
         return self
 
     @field_validator("function")
@@ -185,9 +185,9 @@ class PatternVerdict(Config):
         try:
             groups = re.compile(pattern).groups
         except re.error as error:
-            raise ValueError(f"is not a regular expression ({error}); mend it") from error
+            raise ValueError(f"is not a regular expression ({error}); fix it") from error
         if groups != 1:
-            raise ValueError(f"has {groups} groups; put exactly one around the score")
+            raise ValueError(f"has {groups} groups; put exactly one group around the score")
         return pattern
 
 
@@ -330,39 +330,39 @@ class RewardsConfig(Config):
     @model_validator(mode="after")
     def _terms_fit_together(self) -> RewardsConfig:
         if "overlong" in self.terms:
-            raise ValueError("terms.overlong = {...}: the name is taken by the overlong penalty; give the term another")
+            raise ValueError("terms.overlong = {...}: the overlong penalty uses this name; give the term another")
         gates = set(self.composition.gates) if isinstance(self.composition, GatedProduct) else set()
         unknown = sorted(gates - set(self.terms))
         if unknown:
-            raise ValueError(f"composition.gates = {unknown}: must name terms; there are {sorted(self.terms)}")
+            raise ValueError(
+                f"composition.gates = {unknown}: must be names of terms; the terms are {sorted(self.terms)}"
+            )
         if not any(spec.weight or spec.weight_end for name, spec in self.terms.items() if name not in gates):
             raise ValueError("terms = {...}: no term has a weight, so every reward would be equal; give one a weight")
         own = sorted(name for name, spec in self.terms.items() if spec.normalise != "none")
         if isinstance(self.composition, Gdpo) and own:
-            raise ValueError(f"terms.{own[0]}.normalise: gdpo normalises every term itself; take it out")
+            raise ValueError(f"terms.{own[0]}.normalise: gdpo normalizes every term itself; remove it")
         scaled = sorted(name for name in gates if self.terms[name].normalise != "none")
         if scaled:
-            raise ValueError(f"terms.{scaled[0]}.normalise: a gate must stay in [0, 1]; take it out")
+            raise ValueError(f"terms.{scaled[0]}.normalise: a gate must stay in [0, 1]; remove it")
         return self
 
 
 def _check_cache(compares: Compares, *, cache: bool) -> None:
     if cache and compares != "nothing":
         raise ValueError(
-            f'cache = true: with compares = "{compares}" an answer\'s value depends on those beside it; leave it out'
+            f'cache = true: with compares = "{compares}" an answer\'s value depends on the other answers; remove it'
         )
 
 
 def _address(url: str) -> str:
     if not url.startswith(("http://", "https://")):
-        raise ValueError(f"{hidden('url', url)!r}: must begin with http:// or https://; write it whole")
+        raise ValueError(f"{hidden('url', url)!r}: must begin with http:// or https://; give the complete URL")
     try:
         parts = urlsplit(url)
         found = parts.hostname and parts.port != 0  # reading the port raises ValueError if it is not a number
     except ValueError:
         found = None
     if not found:
-        raise ValueError(
-            f"{hidden('url', url)!r}: holds no host, or a port that is none; write it as http://host:port/path"
-        )
+        raise ValueError(f"{hidden('url', url)!r}: has no host, or an invalid port; write it as http://host:port/path")
     return url

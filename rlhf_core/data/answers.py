@@ -17,8 +17,8 @@ def answer_message(rollout: Rollout) -> Message:
             explain(
                 "rollouts",
                 rollout.prompt.id,
-                f"{completion.action_mask.count(0)} of its {len(completion.token_ids)} tokens are an environment's, and "
-                "one message of the assistant cannot hold an episode",
+                f"{completion.action_mask.count(0)} of its {len(completion.token_ids)} tokens come from an environment, and "
+                "one message of the assistant cannot contain an episode",
                 "train on episodes with ppo, or generate without an agent",
             )
         )

@@ -90,7 +90,7 @@ class ChatTemplate:
             )
         if self.tokenizer.eos_token_id is None:
             raise ConfigError(
-                explain("eos_token", None, f"the tokenizer of {name} has no EOS", "set eos_token in its config")
+                explain("eos_token", None, f"the tokenizer of {name} has no EOS token", "set eos_token in its config")
             )
         self.eos_id = int(self.tokenizer.eos_token_id)
         self.pad_id = self.eos_id if self.tokenizer.pad_token_id is None else int(self.tokenizer.pad_token_id)
@@ -109,7 +109,7 @@ class ChatTemplate:
             return self
         shown = ChatTemplate(self.tokenizer, tools=tools)
         if shown.prompt_text(_PROBE[:1]) == self.prompt_text(_PROBE[:1]):
-            rule = f"the chat template of {self.tokenizer.name_or_path} shows no tools"
+            rule = f"the chat template of {self.tokenizer.name_or_path} does not render tools"
             raise ConfigError(explain("chat_template", len(tools), rule, "give a template that renders `tools`"))
         return shown
 
@@ -144,7 +144,7 @@ class ChatTemplate:
                 explain(
                     "chat_template",
                     [message.role for message in messages],
-                    "renders the end of an answer differently once these turns follow it",
+                    "renders the end of an answer differently when these turns follow it",
                     "give a template that keeps earlier turns as they were (prepare_data.chat_template)",
                 )
             )
@@ -219,7 +219,7 @@ class ChatTemplate:
         except Exception as error:  # templates raise their own errors, e.g. for an unsupported system turn
             roles = [message.role for message in messages]
             raise DataError(
-                explain("messages.role", roles, f"the chat template refuses them ({error})", "change the turns")
+                explain("messages.role", roles, f"the chat template rejects them ({error})", "change the turns")
             ) from error
 
     def _after_answer(self, rendered: str) -> str | None:
@@ -247,7 +247,7 @@ class ChatTemplate:
                     explain(
                         "chat_template",
                         f"turn {index + 1} of {len(messages)}",
-                        "renders differently once later turns follow, so no exact loss mask exists",
+                        "renders differently when later turns follow, so there is no exact loss mask",
                         "give a template that keeps earlier turns as they were (prepare_data.chat_template)",
                     )
                 )
@@ -329,7 +329,7 @@ class ChatTemplate:
                 explain(
                     "eos_token",
                     self.tokenizer.eos_token,
-                    f"the chat template ends an answer with {answer[-30:]!r}, which has no EOS: sampling would not stop",
+                    f"the chat template ends an answer with {answer[-30:]!r}, which contains no EOS token: sampling would not stop",
                     "make the end-of-turn token the tokenizer's eos_token, or give another chat template",
                 )
             )

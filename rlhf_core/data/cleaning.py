@@ -12,14 +12,14 @@ from rlhf_core.data.validation import DropReport
 _NOT_WORD = re.compile(r"[^\w]+")
 
 
-def normalise(turns: Turns) -> str:
+def normalize(turns: Turns) -> str:
     """Return the text of `turns` with roles, NFKC-normalized and case-folded, reduced to words and single spaces."""
     text = "\n".join(f"{message.role} {message.content}" for message in turns)
     return _NOT_WORD.sub(" ", unicodedata.normalize("NFKC", text).casefold()).strip()
 
 
 def exact(turns: Turns) -> str:
-    """Return the text of `turns` with normalized white space. Unlike `normalise` it keeps case and punctuation."""
+    """Return the text of `turns` with normalized white space. Unlike `normalize` it keeps case and punctuation."""
     return "\n".join(f"{message.role}: {' '.join(message.content.split())}" for message in turns)
 
 
@@ -84,6 +84,6 @@ def _ngrams(turns: Turns, size: int | None) -> Iterator[tuple[str, ...]]:
     if size is None:
         return
     for message in turns:
-        words = normalise((message,)).split()[1:]
+        words = normalize((message,)).split()[1:]
         for start in range(len(words) - size + 1):
             yield tuple(words[start : start + size])

@@ -53,7 +53,7 @@ def file_type(source: Source) -> str:
                 f"data.sources[{source.name}].revision",
                 source.revision,
                 f"must be the full commit of the Hub data set {source.path!r}, since branches and tags move",
-                "copy the 40-digit hash from the data set's page",
+                "copy the 40-digit hash from the page of the data set",
             )
         )
     return kind

@@ -64,7 +64,7 @@ def read_table(path: Path, schema: pa.Schema, *, since: Sequence[str] = ()) -> l
     there = set(pq.read_schema(path).names)
     missing = sorted(set(schema.names) - there - set(since))
     if missing:
-        raise DataError(explain("table", str(path), f"misses the columns {missing}", "prepare the data again"))
+        raise DataError(explain("table", str(path), f"lacks the columns {missing}", "prepare the data again"))
     columns = [name for name in schema.names if name in there]
     rows: list[dict[str, Any]] = pq.read_table(path, columns=columns).to_pylist()
     absent = dict.fromkeys(name for name in schema.names if name not in there)

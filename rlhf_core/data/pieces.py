@@ -45,8 +45,8 @@ def continued(tokenizer: Any, text: str) -> Ids:
         added = difference(lambda whole: encode(tokenizer, whole), anchor, text)
         if added is not None:
             return added
-    rule = "this tokenizer gives it no tokens of its own inside a running text"
-    raise DataError(explain("text", text[:80], rule, "let it begin with a line break"))
+    rule = "in the middle of a text, this tokenizer merges it with the tokens before it"
+    raise DataError(explain("text", text[:80], rule, "start it with a line break"))
 
 
 def following(tokenizer: Any, text: str, *, after: int) -> Ids:

@@ -47,7 +47,7 @@ def read(source: Source) -> Iterator[Record]:
         return
     path = Path(source.path).expanduser()
     if not path.exists():
-        raise DataError(explain(f"data.sources[{source.name}].path", source.path, "is not there", "check the path"))
+        raise DataError(explain(f"data.sources[{source.name}].path", source.path, "does not exist", "check the path"))
     try:
         yield from _READERS[kind](path, source)
     except (OSError, EOFError, UnicodeDecodeError, zlib.error, csv.Error, pa.ArrowException) as error:
@@ -93,7 +93,7 @@ def _json(path: Path, source: Source) -> Iterator[Record]:
                     f"data.sources[{source.name}]",
                     f"{source.path}:{line}",
                     f"not JSON ({said})",
-                    "mend the file, or set file_type = 'jsonl' for one row a line",
+                    "fix the file, or set file_type = 'jsonl' for one row a line",
                 )
             ) from error
     if isinstance(content, dict):
@@ -101,7 +101,12 @@ def _json(path: Path, source: Source) -> Iterator[Record]:
         content = lists[0] if len(lists) == 1 else content
     if not isinstance(content, list):
         raise DataError(
-            explain(f"data.sources[{source.name}].path", source.path, "holds no list of rows", "give a list of objects")
+            explain(
+                f"data.sources[{source.name}].path",
+                source.path,
+                "does not contain a list of rows",
+                "give a list of objects",
+            )
         )
     yield from _records(source.path, content)
 
@@ -169,7 +174,7 @@ def _saved_dataset(path: Path, source: Source) -> Iterator[Record]:
                 f"data.sources[{source.name}].path",
                 source.path,
                 f"is a folder, but not one that `Dataset.save_to_disk` wrote ({type(error).__name__}: {error})",
-                "give a file of it as a source of its own",
+                "list its files as sources",
             )
         ) from error
     if not isinstance(found, Dataset):

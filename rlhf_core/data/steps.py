@@ -25,8 +25,8 @@ class StepSplitter:
         self._texts: dict[int, str] = {}
         probe = encode(self._tokenizer, f"a{separator}b")
         if not separator or len(self.ends(probe)) != 2:
-            rule = f"the tokens of {self._tokenizer.name_or_path} do not spell it"
-            raise ConfigError(explain("separator", separator, rule, "take another, such as a newline"))
+            rule = f"the tokens of {self._tokenizer.name_or_path} cannot spell it"
+            raise ConfigError(explain("separator", separator, rule, "use another one, such as a newline"))
 
     def ends(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the position of each step's last token: the token that completes its separator, or the answer's last.

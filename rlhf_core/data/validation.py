@@ -64,7 +64,7 @@ class DropReport:
                     f"{first.origin.file}:{first.origin.line}",
                     f"{first.reason} ({len(bad)} of {self.rows_read[source]} rows are malformed, "
                     f"at most {max_bad_fraction:.1%} may be)",
-                    "mend the rows, set `format` and `columns` for this source, or raise data.max_bad_fraction",
+                    "fix the rows, set `format` and `columns` for this source, or raise data.max_bad_fraction",
                 )
             )
 

@@ -38,7 +38,12 @@ def bootstrap_interval(values: Sequence[float], *, level: float, resamples: int,
     numbers = np.asarray(values, dtype=np.float64)
     if numbers.size == 0 or not np.isfinite(numbers).all():
         raise DataError(
-            explain("values", list(values)[:5], "must be finite and at least one", "leave out failed samples")
+            explain(
+                "values",
+                list(values)[:5],
+                "must be at least one number, all of them finite",
+                "leave out failed samples",
+            )
         )
     rng = np.random.default_rng(seed)
     means = np.empty(resamples)

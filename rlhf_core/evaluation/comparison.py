@@ -44,7 +44,9 @@ class Answers:
 
     def __post_init__(self) -> None:
         if not self.generations:
-            raise DataError(explain(f"evaluate.generations.{self.name}", 0, "holds no answers", "generate some"))
+            raise DataError(
+                explain(f"evaluate.generations.{self.name}", 0, "contains no answers", "generate answers first")
+            )
         for measure in (self.gold, self.scores, self.log_ratios):
             if measure and len(measure) != len(self.generations):
                 raise ValueError(f"{self.name}: {len(measure)} values for {len(self.generations)} answers")
@@ -120,11 +122,13 @@ def best_of(answers: Answers, n: int, *, kl_bound: float) -> Answers:
     """
     key = f"evaluate.best_of.{answers.name}"
     if not answers.scores:
-        raise ConfigError(explain(key, n, "needs a reward model to choose by", "train one, or take best_of out"))
+        raise ConfigError(
+            explain(key, n, "needs a reward model to choose the best answer", "train one, or remove best_of")
+        )
     places = answers.by_prompt(range(len(answers.generations)))
     least = min(len(group) for group in places.values())
     if least < n:
-        failed = f", {answers.failed} episodes of all prompts having failed" if answers.failed else ""
+        failed = f" ({answers.failed} episodes failed)" if answers.failed else ""
         rule = f"a prompt has only {least} answers{failed}"
         raise ConfigError(explain(key, n, rule, "generate more per prompt, or choose a smaller n"))
     picks = [int(max(group[:n], key=lambda i: answers.scores[int(i)])) for group in places.values()]
@@ -163,7 +167,7 @@ def _paired(
             explain(
                 "evaluate.generations",
                 f"{ours.name}, {theirs.name}",
-                "no prompt was answered by both",
+                "they have no prompts in common",
                 "generate both from the same evaluation prompts",
             )
         )

@@ -40,7 +40,9 @@ def log_ratios(
                 piece = items[start : start + KL_BATCH]
                 logprobs = trainer.logprobs([_as_sample(item) for item in piece], temperature=temperature)
                 values += [_log_ratio(item, row) for item, row in zip(piece, logprobs, strict=True)]
-                context.progress(done + len(values), total, f"log-probabilities of {name} under the reference")
+                context.progress(
+                    done + len(values), total, f"log-probabilities of the answers of {name} under the reference"
+                )
             ratios[name] = tuple(values)
             done += len(items)
     return ratios

@@ -53,10 +53,10 @@ def frontier(points: Sequence[FrontierPoint], *, reward_name: str, reference: st
         axes.set_title(f"too far out to be shown: {named}", fontsize=9, color=SOFT, loc="right")
     places = [math.sqrt(max(point.kl, 0.0)) for point in points]
     for index, (point, x) in enumerate(zip(points, places)):
-        colour = PALETTE[index % len(PALETTE)]
+        color = PALETTE[index % len(PALETTE)]
         error = [[point.reward - point.low], [point.high - point.reward]]
         axes.errorbar(
-            x, point.reward, _clipped(error), fmt="o", color=colour, markersize=8, capsize=4, elinewidth=1.6,
+            x, point.reward, _clipped(error), fmt="o", color=color, markersize=8, capsize=4, elinewidth=1.6,
             markeredgecolor="white", markeredgewidth=1.0, zorder=3, label=point.name,
         )  # fmt: skip
     width = max([*places, 0.5])
@@ -110,13 +110,13 @@ def curves(series: Mapping[str, Curve], *, title: str, y_label: str) -> bytes:
     """Draw one line per series over steps, with a smoothed line over it if it has more than 30 points."""
     figure, axes = _figure(6.4, 3.6)
     for index, (name, points) in enumerate(series.items()):
-        colour = PALETTE[index % len(PALETTE)]
+        color = PALETTE[index % len(PALETTE)]
         steps, values = [step for step, _ in points], [value for _, value in points]
         if len(points) > 30:
-            axes.plot(steps, values, color=colour, linewidth=0.8, alpha=0.3)
+            axes.plot(steps, values, color=color, linewidth=0.8, alpha=0.3)
             values = smoothed(values, span=max(5, len(values) // 15))
         marker = "o" if len(points) < 12 else None
-        axes.plot(steps, values, color=colour, linewidth=1.8, marker=marker, markersize=4, label=name)
+        axes.plot(steps, values, color=color, linewidth=1.8, marker=marker, markersize=4, label=name)
     axes.set_xlabel("step")
     axes.set_ylabel(y_label)
     axes.set_title(title)
@@ -166,13 +166,13 @@ def length_scatter(
     """Draw score against length, with one color per group of (lengths, scores) and a large dot at the group's mean."""
     figure, axes = _figure(5.6, 3.8)
     for index, (name, (lengths, scores)) in enumerate(groups.items()):
-        colour = PALETTE[index % len(PALETTE)]
+        color = PALETTE[index % len(PALETTE)]
         alpha = max(0.15, min(0.7, 80 / max(1, len(lengths))))
-        axes.scatter(lengths, scores, s=14, color=colour, alpha=alpha, linewidths=0)
+        axes.scatter(lengths, scores, s=14, color=color, alpha=alpha, linewidths=0)
         if len(lengths):
             middle = (sum(lengths) / len(lengths), sum(scores) / len(scores))
             axes.plot(
-                *middle, "o", color=colour, markersize=10, markeredgecolor="white", markeredgewidth=1.5, label=name
+                *middle, "o", color=color, markersize=10, markeredgecolor="white", markeredgewidth=1.5, label=name
             )
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)

@@ -33,7 +33,7 @@ async def read_body(request: Request, limits: BodyLimits) -> bytes:
             async for piece in request.stream():
                 body += piece
                 if len(body) > limits.max_bytes:
-                    raise BodyRefused(413, f"a request has at most {limits.max_bytes} bytes")
+                    raise BodyRefused(413, f"a request may have at most {limits.max_bytes} bytes")
     except TimeoutError:
-        raise BodyRefused(408, f"the body was not there within {limits.timeout_s:g} s") from None
+        raise BodyRefused(408, f"the request body did not arrive within {limits.timeout_s:g} s") from None
     return bytes(body)

@@ -23,7 +23,7 @@ BY_BATCH = ("dynamic", "longrope")
 def check_attention(config: Any, attention: str) -> None:
     """Raise ConfigError for an attention kernel that omits a part of this architecture's attention."""
     if attention == "sdpa" and caps_attention(config):
-        rule = f"it leaves out the cap that a model of type {config.model_type} puts on the logits of its attention"
+        rule = f"it ignores the cap that a model of type {config.model_type} puts on the logits of its attention"
         raise ConfigError(
             explain("runtime.trainer.attention", attention, rule, 'set runtime.trainer.attention = "eager"')
         )
@@ -53,6 +53,7 @@ def length_limit(config: Any) -> int | None:
 
 def read_config(folder: Path) -> Any:
     """Return the transformers configuration of the model in `folder`. Raises ConfigError if there is none."""
+    # Stages import this module with the losses; transformers takes seconds.
     from transformers import AutoConfig
 
     check_folder(folder)
@@ -62,7 +63,7 @@ def read_config(folder: Path) -> Any:
 def check_folder(folder: Path) -> None:
     """Raise ConfigError for a folder without `config.json`."""
     if not (folder / "config.json").is_file():
-        rule, remedy = "must be a model folder with config.json", "check the path, or materialise the model first"
+        rule, remedy = "must be a model folder with config.json", "check the path, or run prepare_data first"
         raise ConfigError(explain("model.path", str(folder), rule, remedy))
 
 
@@ -89,7 +90,7 @@ def too_long(key: str, length: int, config: Any, limit: int) -> ConfigError:
     types = sorted({rope["rope_type"] for rope in _ropes(config.get_text_config())} & set(BY_BATCH))
     rule = (
         f"beyond {limit} tokens the rotary positions of type {' and '.join(types)} change with the longest row of a batch, "
-        "so a sample's log-probabilities would depend on its neighbors"
+        "so the log-probabilities of a sample would depend on the other samples"
     )
     return ConfigError(explain(key, length, rule, f"set it to {limit} or less"))
 

@@ -103,7 +103,7 @@ def _filled_fields(samples: Sequence[Sample]) -> tuple[str, ...]:
         filled = sum(bool(getattr(sample, name)) for sample in samples)
         if 0 < filled < len(samples):
             rule = f"is empty in {len(samples) - filled} of {len(samples)} samples"
-            raise DataError(explain(f"samples.{name}", filled, rule, "fill it in all of them or in none"))
+            raise DataError(explain(f"samples.{name}", filled, rule, "set it in all samples or in none"))
         names += [name] * bool(filled)
     return tuple(names)
 
@@ -130,7 +130,9 @@ def _check(samples: Sequence[Sample], pack_to: int | None) -> None:
         raise DataError(explain("samples", 0, "a batch needs at least one sample", "skip the empty batch"))
     types = {type(sample).__name__ for sample in samples}
     if len(types) > 1:
-        raise DataError(explain("samples", sorted(types), "a batch has one type of sample", "collate each type apart"))
+        raise DataError(
+            explain("samples", sorted(types), "a batch must contain one type of sample", "collate each type separately")
+        )
     for index, sample in enumerate(samples):
         length = len(sample.token_ids)
         if length == 0:

@@ -1,22 +1,18 @@
-"""Export trained models in Hugging Face layout, and compute digests of weights."""
+"""Export trained models in Hugging Face layout."""
 
 from __future__ import annotations
 
-import hashlib
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from huggingface_hub import save_torch_state_dict
+from torch import nn
 
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.models.heads import ValueModel
 from rlhf_core.models.lora import has_lora, merged_state_dict, save_adapter
 
-PROBES = 8
-"""Number of tensors whose bytes a weights digest reads."""
 SHARD_SIZE = "5GB"
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -47,25 +43,6 @@ def export_model(model: nn.Module, folder: Path, *, tokenizer_from: Path) -> Non
         _copy_tokenizer(tokenizer_from, folder)
 
 
-def weights_digest(named_tensors: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of every tensor's name, dtype and shape and of the bytes of `PROBES` tensors.
-
-    The probes are spread evenly over the sorted names, including the first and the last. They detect a stale layer, a
-    missing tensor or a wrong cast at a cost that does not grow with the model's depth.
-    """
-    digest = hashlib.sha256()
-    names = sorted(named_tensors)
-    last = len(names) - 1
-    probes = {names[round(index * last / (PROBES - 1))] for index in range(PROBES)} if names else set()
-    for name in names:
-        tensor = named_tensors[name]
-        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
-        if name in probes:
-            flat = tensor.detach().cpu().contiguous().reshape(-1)
-            digest.update(flat.view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
 def _copy_tokenizer(source: Path, folder: Path) -> None:
     if not (source / "tokenizer_config.json").is_file():
         raise ConfigError(
@@ -79,8 +56,6 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def _save(model: nn.Module, folder: Path) -> None:
-    from huggingface_hub import save_torch_state_dict
-
     any_model: Any = model
     any_model.config.architectures = [type(model).__name__]
     any_model.config.dtype = str(any_model.dtype).removeprefix("torch.")

@@ -140,8 +140,8 @@ def check_head(model: nn.Module) -> None:
             explain(
                 "model.path",
                 type(model).__name__,
-                "its logits are not those of its LM head and the known scalings",
-                "teach rlhf_core.models.forward the architecture's rule, or use another model",
+                "its logits differ from the output of its LM head with the known scalings",
+                "add the scaling of this architecture to rlhf_core.models.forward, or use another model",
             )
         )
 
@@ -166,12 +166,12 @@ def check_rows(model: nn.Module) -> None:
             raise ConfigError(explain("model.path", type(model).__name__, rule, remedy))
 
     rounding = ROUNDING[backbone.dtype == torch.float32]
-    sees = "its tokens see what follows them, so padding would change log-probabilities"
+    sees = "its tokens attend to later tokens, so padding would change log-probabilities"
     ours_BLH = _run(backbone, ids_BL, positions_BL, {}).last_hidden_state
     check(ours_BLH[0, :4], ours_BLH[1, :4], rounding, sees)
     if _influence(backbone, ids_BL, positions_BL, until=4) > INFLUENCE:
         raise ConfigError(explain("model.path", type(model).__name__, sees, remedy))
-    counts = "it does not number positions from 0, so log-probabilities would not be its own"
+    counts = "it does not number positions from 0, so log-probabilities would be wrong"
     check(backbone(input_ids=ids_BL, use_cache=False).last_hidden_state, ours_BLH, rounding, counts)
     # The attention to a single token is 1 in every kernel, so the first position needs no tolerance for rounding.
     own_11H = backbone(input_ids=ids_BL[:1, :1], use_cache=False).last_hidden_state
@@ -208,7 +208,7 @@ def _influence(backbone: Any, ids_BL: Tensor, positions_BL: Tensor, *, until: in
         raise
     except RuntimeError as error:
         # Kernels and weights made for inference have no backward pass.
-        logger.warning("%s: what its tokens see was compared only coarsely: %s", type(backbone).__name__, error)
+        logger.warning("%s: causal attention could be checked only approximately: %s", type(backbone).__name__, error)
         return 0.0
     finally:
         hook.remove()
@@ -228,9 +228,9 @@ def hidden_states(model: nn.Module, batch: TokenBatch) -> Tensor:
     if batch.packed:
         check_packing(backbone.config)
     check_length(backbone.config, batch.position_ids_BL)
-    asked = routing_arguments()
+    routing = routing_arguments()
     # Code that watches the routers expects their logits in the rows of the batch.
-    shared = None if asked or not keeps_apart(backbone.config) else shared_rows(batch)
+    shared = None if routing or not keeps_apart(backbone.config) else shared_rows(batch)
     ids_BL, positions_BL = batch.token_ids_BL, batch.position_ids_BL
     if shared is not None:
         ids_BL, positions_BL = shared.token_ids_RL, shared.position_ids_RL
@@ -238,15 +238,15 @@ def hidden_states(model: nn.Module, batch: TokenBatch) -> Tensor:
     if (batch.packed or shared is not None) and _is_flash(backbone):
         # The variable-length kernels find sample boundaries only in the position IDs of a single long row.
         ids_BL, positions_BL = ids_BL.reshape(1, -1), positions_BL.reshape(1, -1)
-    output = _run(backbone, ids_BL, positions_BL, asked)
+    output = _run(backbone, ids_BL, positions_BL, routing)
     note_routing(backbone, output, batch)
     hidden_BLH = output.last_hidden_state.reshape(*shape, -1)
     return hidden_BLH if shared is None else shared.restore(hidden_BLH, batch)
 
 
-def _run(backbone: Any, ids_BL: Tensor, positions_BL: Tensor, asked: Mapping[str, bool]) -> Any:
+def _run(backbone: Any, ids_BL: Tensor, positions_BL: Tensor, routing: Mapping[str, bool]) -> Any:
     positions = {"position_ids": positions_BL} if _takes_positions(backbone) else {}
-    return backbone(input_ids=ids_BL, use_cache=False, **positions, **asked)
+    return backbone(input_ids=ids_BL, use_cache=False, **positions, **routing)
 
 
 def _takes_positions(backbone: nn.Module) -> bool:
@@ -299,13 +299,13 @@ def _chunk_logprobs(
     """Return log-probabilities and entropies [C, 2], in one tensor as `in_one_call` requires."""
     if temperature != 1:
         logits_CV = logits_CV / temperature
-    normaliser_C = torch.logsumexp(logits_CV, dim=-1)
-    logprobs_C = logits_CV.gather(-1, targets_C.unsqueeze(-1)).squeeze(-1) - normaliser_C
+    normalizer_C = torch.logsumexp(logits_CV, dim=-1)
+    logprobs_C = logits_CV.gather(-1, targets_C.unsqueeze(-1)).squeeze(-1) - normalizer_C
     if not with_entropy:
-        return torch.stack([logprobs_C, torch.zeros_like(normaliser_C)], dim=1)
+        return torch.stack([logprobs_C, torch.zeros_like(normalizer_C)], dim=1)
     with nullcontext() if entropy_gradient else torch.no_grad():
-        probs_CV = torch.exp(logits_CV - normaliser_C.unsqueeze(-1))
-        entropy_C = normaliser_C - (probs_CV * logits_CV).sum(-1)
+        probs_CV = torch.exp(logits_CV - normalizer_C.unsqueeze(-1))
+        entropy_C = normalizer_C - (probs_CV * logits_CV).sum(-1)
     return torch.stack([logprobs_C, entropy_C], dim=1)
 
 

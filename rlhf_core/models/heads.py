@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 VALUE_HEAD_FILE = "value_head.safetensors"
@@ -49,8 +51,6 @@ class ValueModel(nn.Module):
 
     def save(self, folder: Path) -> None:
         """Write the backbone in Hugging Face layout and the head beside it."""
-        from safetensors.torch import save_file
-
         backbone: Any = self.backbone
         backbone.save_pretrained(folder)
         save_file({"weight": self.value_head.weight.detach().cpu().contiguous()}, folder / VALUE_HEAD_FILE)
@@ -74,7 +74,5 @@ def read_head(folder: Path) -> Tensor | None:
 
 
 def _read(file: Path, name: str) -> Tensor | None:
-    from safetensors import safe_open
-
     with safe_open(file, framework="pt") as tensors:
         return tensors.get_tensor(name) if name in tensors.keys() else None  # noqa: SIM118

@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
 from rlhf_core.config.engines import InitModel
 from rlhf_core.errors import ConfigError, explain
+from rlhf_core.models.export import export_model
+from rlhf_core.models.loading import load_tokenizer
 
 PAD, USER, ASSISTANT, SYSTEM, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"
 SPECIAL_TOKENS = (PAD, USER, ASSISTANT, SYSTEM, END)
@@ -26,13 +32,10 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, folder: Path) -> N
     Every digit is a separate token (arithmetic needs columns), no text is unknown, and no BOS is added. The same texts
     in the same order give the same bytes. Raises ConfigError if `vocab_size` cannot hold the 256 bytes.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
     smallest = 256 + len(SPECIAL_TOKENS)
     if vocab_size < smallest:
         raise ConfigError(
-            explain("model.vocab_size", vocab_size, f"must be >= {smallest}", "bytes and special tokens need that")
+            explain("model.vocab_size", vocab_size, f"must be >= {smallest}", "bytes and special tokens need as many")
         )
     tokenizer = Tokenizer(models.BPE())
     digits = pre_tokenizers.Digits(individual_digits=True)
@@ -64,12 +67,6 @@ def initialise_llama(config: InitModel, folder: Path, *, seed: int) -> None:
     64 or certain larger widths, so 256 / 4 works. Raises ConfigError if the tokenizer has more tokens than
     `vocab_size`, or if the hidden size cannot be divided into heads of an even width.
     """
-    import torch
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
-
-    from rlhf_core.models.export import export_model
-    from rlhf_core.models.loading import load_tokenizer
-
     tokenizer = load_tokenizer(folder)
     _check_shape(config, len(tokenizer))
     shape = LlamaConfig(

@@ -10,6 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GgufConfig,
+)
 
 from rlhf_core.config.engines import PretrainedModel
 from rlhf_core.errors import ConfigError, explain
@@ -20,7 +27,7 @@ from rlhf_core.models.forward import check_head, check_rows
 from rlhf_core.models.heads import ValueModel, initial_head, read_head
 from rlhf_core.models.lora import apply_lora
 from rlhf_core.models.packages import PACKAGE, package_folder
-from rlhf_core.models.quantised import check_quantiser
+from rlhf_core.models.quantised import check_quantizer
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +46,11 @@ def load_model(spec: ModelSpec, *, dtype: str, attention: str, gradient_checkpoi
     folder = Path(spec.path)
     check_folder(folder)
     if spec.lora is not None and spec.head != "lm":
-        raise ConfigError(explain("lora", spec.head, "adapters are for the lm head only", "remove lora from this role"))
+        raise ConfigError(
+            explain("lora", spec.head, "adapters are only supported with the LM head", "remove lora from this role")
+        )
     if spec.lora is not None and spec.lora.quantise:
-        check_quantiser()
+        check_quantizer()
     config = _config_without_dropout(folder)
     check_attention(config, attention)
     load = {"lm": _load_lm, "score": _load_score, "value": _load_value}[spec.head]
@@ -64,8 +73,6 @@ def load_model(spec: ModelSpec, *, dtype: str, attention: str, gradient_checkpoi
 
 def load_tokenizer(folder: Path) -> Any:
     """Load the tokenizer in `folder` (a transformers fast tokenizer). Raises ConfigError if there is none."""
-    from transformers import AutoTokenizer
-
     if not (folder / "tokenizer_config.json").is_file():
         raise ConfigError(
             explain("tokenizer", str(folder), "has no tokenizer_config.json", "give a complete model folder")
@@ -73,7 +80,7 @@ def load_tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def materialise(config: PretrainedModel, folder: Path, *, chat_template: str | None = None) -> None:
+def materialize(config: PretrainedModel, folder: Path, *, chat_template: str | None = None) -> None:
     """Write the model of `config` to `folder` in Hugging Face layout: safetensors, tokenizer, chat template.
 
     `chat_template` replaces the tokenizer's own template, or supplies a missing one.
@@ -82,8 +89,6 @@ def materialise(config: PretrainedModel, folder: Path, *, chat_template: str | N
     padding. Raises ConfigError for a missing folder, package or Hub model, a Hub name without a revision, weights that
     are not safetensors or GGUF, and a tokenizer without a chat template.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     source, options = _source(config)
     tokenizer = _fetch(AutoTokenizer, config, source, options)
     if chat_template is not None:
@@ -103,14 +108,10 @@ def materialise(config: PretrainedModel, folder: Path, *, chat_template: str | N
 
 
 def _load_lm(folder: Path, config: Any, seed: int, options: dict[str, Any]) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
     return _from_pretrained(AutoModelForCausalLM, folder, config, options, allowed_missing=())
 
 
 def _load_score(folder: Path, config: Any, seed: int, options: dict[str, Any]) -> nn.Module:
-    from transformers import AutoModelForSequenceClassification
-
     head_1H = read_head(folder)
     config.num_labels = 1
     if config.pad_token_id is None:
@@ -125,8 +126,6 @@ def _load_score(folder: Path, config: Any, seed: int, options: dict[str, Any]) -
 
 
 def _load_value(folder: Path, config: Any, seed: int, options: dict[str, Any]) -> nn.Module:
-    from transformers import AutoModel
-
     backbone = _from_pretrained(AutoModel, folder, config, options, allowed_missing=())
     head_1H = read_head(folder)
     if head_1H is None:
@@ -147,7 +146,7 @@ def _from_pretrained(
             if "does not support" not in str(error) or "attention" not in str(error):
                 raise
             # sdpa does not support attention sinks (gpt-oss), for example.
-            rule = f"transformers does not have it for a model of type {config.model_type}"
+            rule = f"transformers does not implement it for models of type {config.model_type}"
             attention = options["attn_implementation"]
             raise ConfigError(
                 explain("runtime.trainer.attention", attention, rule, 'set runtime.trainer.attention = "eager"')
@@ -185,14 +184,14 @@ def _source(config: PretrainedModel) -> tuple[str, dict[str, Any]]:
         _check_local(config, folder)
         return str(folder), options
     if config.path.startswith((".", "/", "~")) or config.path.count("/") > 1:
-        raise ConfigError(explain("model.path", config.path, "there is no such folder", "check the path"))
+        raise ConfigError(explain("model.path", config.path, "this folder does not exist", "check the path"))
     if not re.fullmatch(r"[0-9a-f]{40}", config.revision):
         raise ConfigError(
             explain(
                 "model.revision",
                 config.revision,
                 f"must be the full commit of the Hub model {config.path!r}, since branches and tags move",
-                "copy the 40-digit hash from the model's page",
+                "copy the 40-digit hash from the page of the model",
             )
         )
     return config.path, options | {"revision": config.revision}
@@ -218,8 +217,6 @@ def _check_local(config: PretrainedModel, folder: Path) -> None:
 def _weights_options(config: PretrainedModel) -> dict[str, Any]:
     if not config.gguf_file:
         return {"use_safetensors": True, "dtype": "auto"}
-    from transformers import GgufConfig
-
     return {"quantization_config": GgufConfig(dequantize=True), "dtype": torch.float32}
 
 
@@ -230,7 +227,7 @@ def _fetch(auto: Any, config: PretrainedModel, source: str, options: dict[str, A
         remedy = (
             "pip install gguf"
             if isinstance(error, ImportError) and config.gguf_file
-            else "check the name, the revision and the network"
+            else "check the name, the revision and the network connection"
         )
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(explain("model.path", config.path, f"could not be loaded ({reason})", remedy)) from error
@@ -247,6 +244,6 @@ def _ensure_padding(model: Any, tokenizer: Any) -> None:
             tokenizer.add_special_tokens({"pad_token": PAD_CANDIDATES[0]})
             if len(tokenizer) > model.get_input_embeddings().num_embeddings:
                 model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-        logger.info("padding token of %s is now %s", json.dumps(type(model).__name__), tokenizer.pad_token)
+        logger.info("the padding token of %s is now %s", json.dumps(type(model).__name__), tokenizer.pad_token)
     model.config.pad_token_id = tokenizer.pad_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id

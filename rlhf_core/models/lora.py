@@ -15,12 +15,16 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf_core.config.engines import LoraConfig
 from rlhf_core.errors import ConfigError, explain
-from rlhf_core.models.quantised import is_quantised, quantise, whole_weight
+from rlhf_core.models.quantised import is_quantized, quantise, whole_weight
 
 logger = logging.getLogger(__name__)
 
@@ -36,18 +40,21 @@ def apply_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> nn.Module:
     A ~ Kaiming-uniform from `seed`, B = 0. With `quantise`, the adapted layers' weights are rounded to 4 bits first.
     Raises ConfigError if no module matches `target_modules`.
     """
-    import peft
-
     linear = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     targets = [name for name in config.target_modules if name in linear]
     if not targets:
         raise ConfigError(
             explain(
-                "lora.target_modules", config.target_modules, "none is in the model", f"choose from {sorted(linear)}"
+                "lora.target_modules",
+                config.target_modules,
+                "the model has none of these modules",
+                f"choose from {sorted(linear)}",
             )
         )
     if len(targets) < len(config.target_modules):
-        logger.warning("lora: %s has no modules %s", type(model).__name__, sorted(set(config.target_modules) - linear))
+        logger.warning(
+            "lora: %s has no modules named %s", type(model).__name__, sorted(set(config.target_modules) - linear)
+        )
     settings = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
@@ -99,9 +106,6 @@ def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 def save_adapter(model: nn.Module, folder: Path) -> None:
     """Write only the adapters in peft's layout, so that `peft.PeftModel.from_pretrained(base, folder)` loads them."""
-    import peft
-    from safetensors.torch import save_file
-
     any_model: Any = model
     folder.mkdir(parents=True, exist_ok=True)
     weights = peft.get_peft_model_state_dict(model, adapter_name=_ADAPTER)
@@ -129,7 +133,7 @@ def _adapted_layers(model: nn.Module) -> dict[str, Any]:
 @torch.no_grad()
 def _merged(weight_OI: Tensor, layer: Any) -> Tensor:
     base = layer.get_base_layer()
-    if is_quantised(base):
+    if is_quantized(base):
         weight_OI = whole_weight(base)
     a_RI, b_OR = layer.lora_A[_ADAPTER].weight.float(), layer.lora_B[_ADAPTER].weight.float()
     merged_OI = weight_OI.float() + (b_OR @ a_RI) * layer.scaling[_ADAPTER]
@@ -152,9 +156,6 @@ def _tied_duplicates(model: nn.Module) -> list[str]:
 def _checkpoint_names(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Undo the changes that transformers makes to names and tensors on load (fused experts, for example), as
     `save_pretrained` does."""
-    from transformers import PreTrainedModel
-    from transformers.core_model_loading import revert_weight_conversion
-
     if not isinstance(model, PreTrainedModel):
         return state
     return {name: tensor.contiguous() for name, tensor in revert_weight_conversion(model, state).items()}

@@ -16,7 +16,7 @@ def package_folder(path: str) -> Path:
     package, _, inside = path.removeprefix(PACKAGE).partition("/")
     spec = importlib.util.find_spec(package) if package else None
     if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(explain("model.path", path, "the Python package is not installed", f"pip install {package}"))
+        raise ConfigError(explain("model.path", path, "this Python package is not installed", f"pip install {package}"))
     folder = Path(next(iter(spec.submodule_search_locations))) / inside
     if not folder.is_dir():
         raise ConfigError(explain("model.path", path, f"the package has no folder {inside!r}", "check the name"))

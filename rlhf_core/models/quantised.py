@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from rlhf_core.errors import ConfigError, explain
 
-QUANTISER = "bitsandbytes"
+QUANTIZER = "bitsandbytes"
 
 
-def check_quantiser() -> None:
+def check_quantizer() -> None:
     """Raise ConfigError if bitsandbytes is not installed."""
-    if find_spec(QUANTISER) is None:
-        rule = f"needs {QUANTISER}, which is not installed"
-        raise ConfigError(explain("lora.quantise", "nf4", rule, f"install {QUANTISER}, or leave lora.quantise empty"))
+    if find_spec(QUANTIZER) is None:
+        rule = f"needs {QUANTIZER}, which is not installed"
+        raise ConfigError(explain("lora.quantise", "nf4", rule, f"install {QUANTIZER}, or remove lora.quantise"))
 
 
 def quantise(model: nn.Module, names: Collection[str]) -> None:
@@ -27,7 +27,7 @@ def quantise(model: nn.Module, names: Collection[str]) -> None:
     Weights are NF4 in blocks of 64, with quantized scales of the blocks. A weight is rounded when its layer is moved to
     a device.
     """
-    bitsandbytes = import_module(QUANTISER)
+    bitsandbytes = import_module(QUANTIZER)
     for owner in list(model.modules()):
         for name, layer in list(owner.named_children()):
             if name not in names or not isinstance(layer, nn.Linear):
@@ -52,7 +52,7 @@ def quantise(model: nn.Module, names: Collection[str]) -> None:
     model.requires_grad_(False)
 
 
-def is_quantised(layer: nn.Module) -> bool:
+def is_quantized(layer: nn.Module) -> bool:
     """Return whether `layer` was made by `quantise`."""
     return type(layer).__name__ == "Linear4bit"
 
@@ -60,6 +60,6 @@ def is_quantised(layer: nn.Module) -> bool:
 def whole_weight(layer: nn.Module) -> Tensor:
     """Return the dequantized weight_OI of a layer made by `quantise`, in its original dtype as in the forward pass."""
     any_layer: Any = layer
-    functional = import_module(f"{QUANTISER}.functional")
+    functional = import_module(f"{QUANTIZER}.functional")
     weight: Tensor = functional.dequantize_4bit(any_layer.weight.data, any_layer.weight.quant_state)
     return weight

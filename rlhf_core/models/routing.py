@@ -73,7 +73,7 @@ def check_routers(model: nn.Module) -> None:
     any_model: Any = model
     config = any_model.config.get_text_config()
     if not hasattr(config, "router_aux_loss_coef") or not hasattr(config, "num_experts_per_tok"):
-        rule = f"{type(model).__name__} has no routers with a load-balancing loss"
+        rule = f"{type(model).__name__} has no experts with a load-balancing loss"
         remedy = "set it to 0, or train a mixture of experts"
         raise ConfigError(explain("runtime.trainer.router_aux_coef", "> 0", rule, remedy))
 

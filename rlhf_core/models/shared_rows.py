@@ -106,7 +106,7 @@ def keeps_apart(config: Any) -> bool:
 def check_packing(config: Any) -> None:
     """Raise ConfigError if a model of this transformers configuration is not known to keep packed samples separate."""
     if not keeps_apart(config):
-        rule = f"a model of type {config.model_type} is not known to keep packed samples apart"
+        rule = f"a model of type {config.model_type} is not known to keep packed samples separate"
         raise ConfigError(explain("packing", True, rule, "train without packing (packing = false)"))
 
 

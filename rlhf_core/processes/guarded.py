@@ -19,7 +19,7 @@ OUR_OWN = ("PYTHONPATH", "PYTHONSAFEPATH")
 
 
 @contextlib.asynccontextmanager
-async def leashed(
+async def guarded_process(
     command: Sequence[str], *, environment: Mapping[str, str]
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """Start `command` with pipes for its streams; if it cannot be started, its standard error says so (status 1).

@@ -29,7 +29,7 @@ Ask = Callable[[Sequence[Generation]], RewardOutcome]
 
 
 class BatchedReward:
-    """A `Reward` that puts batches to the workers `asked`, each of which answers one batch at a time.
+    """A `Reward` that puts batches to `workers`, each of which answers one batch at a time.
 
     A batch that fails is tried `retries` times more, after pauses that double. Then RewardError for `fail`; for `invalid`
     it is halved, and its halves, down to the generations that fail alone: those become failures, the others are scored.
@@ -41,7 +41,7 @@ class BatchedReward:
     def __init__(
         self,
         name: str,
-        asked: Sequence[Ask],
+        workers: Sequence[Ask],
         *,
         batch_size: int,
         retries: int,
@@ -53,9 +53,9 @@ class BatchedReward:
     ) -> None:
         self._name = name
         self._free: queue.SimpleQueue[Ask] = queue.SimpleQueue()
-        for ask in asked:
+        for ask in workers:
             self._free.put(ask)
-        self._workers = len(asked)
+        self._workers = len(workers)
         self._batch_size = batch_size
         self._retries = retries
         self.on_failure: OnFailure = on_failure
@@ -114,14 +114,14 @@ class BatchedReward:
             except RewardError as error:
                 if attempt < self._retries and isinstance(error, BatchFailed) and error.divisible:
                     pause = min(FIRST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S)
-                    logger.warning("%s; tried again in %g s (%d of %d)", error, pause, attempt + 1, self._retries)
+                    logger.warning("%s; retrying in %g s (retry %d of %d)", error, pause, attempt + 1, self._retries)
                     self._pause(pause)
                     continue
                 if self.on_failure == "fail":
                     raise
-                logger.warning("%s; looking for the answers that cause it", error)
+                logger.warning("%s; searching for the answers that cause it", error)
                 parts = cut(batch, 1, compares=self._compares)
-                return told_apart(ask, batch, error, parts=parts, failed_calls=self._failed_calls)
+                return bisect_failures(ask, batch, error, parts=parts, failed_calls=self._failed_calls)
         raise AssertionError("the last try returns or raises")
 
 
@@ -145,7 +145,7 @@ def whole_groups(rows: Sequence[Generation], *, at_least: int) -> list[Sequence[
     return pieces
 
 
-def told_apart(
+def bisect_failures(
     ask: Ask,
     batch: Sequence[Generation],
     error: RewardError,

@@ -42,25 +42,25 @@ def check_classifier(folder: Path) -> None:
         raise _refused(folder, "is not a folder with a config.json", "download the model first, and give its folder")
     config = _table(folder, "config.json")
     if "auto_map" in config:
-        raise _refused(folder, "needs code of its own (auto_map)", 'serve it, and name the server: type = "remote"')
+        raise _refused(folder, "needs its own code (auto_map)", 'serve it, and configure the server: type = "remote"')
     shapes = _shapes(folder)
     if not shapes:
-        raise _refused(folder, "holds no safetensors", "load it with transformers and save_pretrained it")
+        raise _refused(
+            folder, "contains no safetensors files", "load it with transformers and save it with save_pretrained"
+        )
     if HEAD not in shapes:
         other = next((name for name in _other_heads(config) if name in shapes), "")
         if other:
             raise _refused(folder, f"its head is {other}", f"only a decoder's {HEAD} is read; rename a decoder's")
-        remedy = "give a sequence classifier; a language model is made one by [reward_model], on preferences"
-        raise _refused(folder, f"has no head ({HEAD}), as a language model has none", remedy)
+        remedy = "use a sequence classifier; to train one from a language model, use [reward_model]"
+        raise _refused(folder, f"has no score head ({HEAD}): it is probably a language model", remedy)
     outputs = shapes[HEAD][0]
     if outputs != 1:
-        raise _refused(folder, f"has {outputs} outputs", "a reward model has one: give one trained with num_labels = 1")
+        raise _refused(folder, f"has {outputs} outputs", "use a reward model with one output (num_labels = 1)")
     if "score.bias" in shapes:
-        raise _refused(folder, "its head has a bias, which would be lost", 'serve it: type = "remote"')
+        raise _refused(folder, "its score head has a bias, which would be ignored", 'serve it: type = "remote"')
     if config.get("normalize_reward") and (config.get("mean", 0.0), config.get("std", 1.0)) != (0.0, 1.0):
-        rule = (
-            f"OpenRLHF subtracts {config.get('mean')} from its scores and divides by {config.get('std')}, and we do not"
-        )
+        rule = f"OpenRLHF subtracts {config.get('mean')} from its scores and divides by {config.get('std')}, which this program does not"
         remedy = 'set normalize_reward to false in its config.json and normalise = "running" in the reward\'s term'
         raise _refused(folder, rule, remedy)
     _check_template(folder)
@@ -84,10 +84,12 @@ def _other_heads(config: dict[str, Any]) -> tuple[str, ...]:
 def _check_template(folder: Path) -> None:
     tokenizer = folder / "tokenizer_config.json"
     if not tokenizer.is_file():
-        raise _refused(folder, "holds no tokenizer", "save the tokenizer that it was trained with beside it")
+        raise _refused(
+            folder, "contains no tokenizer", "save the tokenizer that it was trained with in the same folder"
+        )
     inside = "chat_template" in _table(folder, tokenizer.name)
     if not inside and not (folder / "chat_template.jinja").is_file():
-        remedy = "put the template that it was trained with there, as chat_template.jinja"
+        remedy = "add the template that it was trained with as chat_template.jinja"
         raise _refused(folder, "its tokenizer has no chat template", remedy)
 
 
@@ -98,7 +100,7 @@ def _shapes(folder: Path) -> dict[str, list[int]]:
             with safe_open(file, framework="numpy") as tensors:
                 shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
         except SafetensorError as error:
-            raise _unreadable(folder, file.name, f"is no safetensors file ({error})") from error
+            raise _unreadable(folder, file.name, f"is not a safetensors file ({error})") from error
     return shapes
 
 
@@ -106,9 +108,9 @@ def _table(folder: Path, name: str) -> dict[str, Any]:
     try:
         table = json.loads((folder / name).read_text(encoding="utf-8"))
     except ValueError as error:  # of JSON, or of UTF-8
-        raise _unreadable(folder, name, f"is no JSON ({error})") from error
+        raise _unreadable(folder, name, f"is not valid JSON ({error})") from error
     if not isinstance(table, dict):
-        raise _unreadable(folder, name, f"holds no table of names and values, but {type(table).__name__}")
+        raise _unreadable(folder, name, f"must be a JSON object, not {type(table).__name__}")
     return table
 
 
@@ -116,8 +118,10 @@ def _unreadable(folder: Path, name: str, rule: str) -> ConfigError:
     with (folder / name).open("rb") as file:
         pointer = file.read(len(GIT_LFS)) == GIT_LFS
     if pointer:
-        return _refused(folder, f"its {name} is a pointer of git-lfs and not the file", "git lfs pull there")
-    return _refused(folder, f"its {name} {rule}", "fetch the file again")
+        return _refused(
+            folder, f"its {name} is a git-lfs pointer, not the file itself", "run `git lfs pull` in that folder"
+        )
+    return _refused(folder, f"its {name} {rule}", "download the file again")
 
 
 def _refused(folder: Path, rule: str, remedy: str) -> ConfigError:

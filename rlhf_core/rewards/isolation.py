@@ -98,13 +98,13 @@ class IsolatedReward:
             "raised": (f"{self._function} raised:\n{answer}", f"raised {' '.join(last)}"),
             "timeout": (f"{self._function} {late} for {len(generations)} generations", late),
             "unreadable": (
-                f"{self._function} answered what cannot be read: {answer}",
+                f"{self._function} returned a value that cannot be read: {answer}",
                 f"answer cannot be read: {answer}",
             ),
             "died": (f"the process of {self._function} ended with status {answer}", f"ended with status {answer}"),
         }[kind]
         ids = f"prompts {generations[0].prompt.id} to {generations[-1].prompt.id}"
-        remedy = "mend the function, or raise timeout_s"
+        remedy = "fix the function, or raise timeout_s"
         return BatchFailed(explain(f"rewards.{self._name}", ids, problem, remedy), reason=reason)
 
     def _joined(self, outcomes: Sequence[RewardOutcome], batches: Sequence[Sequence[Generation]]) -> RewardOutcome:
@@ -140,7 +140,12 @@ class IsolatedReward:
             raise ConfigError(f"rewards.{self._name}.{answer}")
         problem = "did not load" if kind == "died" else f"did not load within {START_TIMEOUT_S:g} s"
         raise ConfigError(
-            explain(f"rewards.{self._name}.function", self._function, problem, "import it by hand to see why")
+            explain(
+                f"rewards.{self._name}.function",
+                self._function,
+                problem,
+                "import it in a Python shell to see the error",
+            )
         )
 
     def _exchange(self, process: subprocess.Popen[bytes], message: Any, *, timeout_s: float) -> tuple[str, Any]:

@@ -46,7 +46,7 @@ class Judge:
         if failures and self._config.on_failure == "fail":
             at, reason = next(iter(failures.items()))
             key = f"rewards.{self._name}[prompt {generations[at].prompt.id}]"
-            raise RewardError(explain(key, reason, "the judge gave no score", "mend the template, or the server"))
+            raise RewardError(explain(key, reason, "the judge gave no score", "fix the template or the server"))
         values = tuple(None if isinstance(verdict, str) else verdict for verdict in verdicts)
         return RewardOutcome(values, failures)
 
@@ -79,12 +79,12 @@ class Judge:
                 return shortened(str(error))
         return shortened(problem)
 
-    def _said(self, asked: str) -> str:
+    def _said(self, prompt: str) -> str:
         """Return what the judge said; httpx.HTTPError for a fault, ReadTimeout after the deadline of the whole answer."""
         config = self._config
         body = {
             "model": config.model,
-            "messages": [{"role": "user", "content": asked}],
+            "messages": [{"role": "user", "content": prompt}],
             "max_tokens": config.max_tokens,
             "temperature": config.temperature,
         }

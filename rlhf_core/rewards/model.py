@@ -53,7 +53,9 @@ class Contract:
             )
         except (OSError, KeyError, ValueError) as error:
             raise ArtifactError(
-                explain("reward_model", str(path), f"is not a contract ({error!r})", "train the reward model again")
+                explain(
+                    "reward_model", str(path), f"is not a valid contract ({error!r})", "train the reward model again"
+                )
             ) from error
 
 
@@ -72,8 +74,8 @@ def check_scores(kind: str, scores: Sequence[float], expected: Sequence[float]) 
                 explain(
                     f"{kind}.probe[{index}]",
                     score,
-                    f"was {wanted!r} after training, beyond the tolerance of {tolerance:g}",
-                    "load the model with its own score head, padding and precision, or train it again",
+                    f"was {wanted!r} after training, and differs by more than the tolerance of {tolerance:g}",
+                    "load the model with the score head, padding and precision it was trained with, or train it again",
                 )
             )
 
@@ -91,7 +93,7 @@ def score_with_reward_model(
     sequences = [generation.prompt_ids + generation.completion.token_ids for generation in generations]
     cut = sum(len(sequence) > max_length for sequence in sequences)
     if cut:
-        logger.warning("%d of %d sequences are cut to the reward model's %d tokens", cut, len(sequences), max_length)
+        logger.warning("truncated %d of %d sequences to the reward model's %d tokens", cut, len(sequences), max_length)
     return trainer.scores([sequence[:max_length] for sequence in sequences])
 
 
@@ -114,11 +116,11 @@ def _check_rendering(chat: PromptRenderer, generation: Generation) -> None:
     if chat.prompt_ids(generation.prompt.messages) == generation.prompt_ids:
         return
     completion = generation.completion
-    rule = "the reward model's tokenizer or chat template renders it to other tokens than the policy's"
+    rule = "the reward model's tokenizer or chat template turns it into other tokens than the policy's"
     remedy = "train the reward model from a model with the policy's tokenizer and template"
     if completion.spans:
         if chat.decode(completion.token_ids) == completion.text:
             return
-        rule = "to the reward model's tokenizer the tokens of the episode are another text"
+        rule = "the reward model's tokenizer decodes the tokens of the episode to another text"
         remedy = "train the reward model from a model with the policy's tokenizer"
     raise ConfigError(explain("reward_model", f"prompt {generation.prompt.id}", rule, remedy))

@@ -27,7 +27,7 @@ def check_reward_models(config: RewardsConfig, reward_models: Mapping[str, Rewar
                 raise ConfigError(explain(f"rewards.terms.{name}.{key}", model, rule, given))
             steps = isinstance(reward_models[model], ProcessRewardModelRef)
             if steps and not isinstance(spec, ProcessRewardModelReward):
-                rule, remedy = "it judges steps and not whole answers", 'set type = "process_reward_model"'
+                rule, remedy = "it scores steps, not whole answers", 'set type = "process_reward_model"'
                 raise ConfigError(explain(f"rewards.terms.{name}.{key}", model, rule, remedy))
 
 

@@ -81,7 +81,7 @@ def screened(
         generation = generations[position]
         key = f"rewards.{name}[prompt {generation.prompt.id}]"
         answer = generation.completion.text[:LONGEST_REASON]
-        raise RewardError(explain(key, value, rule, f"mend the reward; the answer was {answer!r}"))
+        raise RewardError(explain(key, value, rule, f"fix the reward; the answer was {answer!r}"))
     values = tuple(None if i in bad else value for i, value in enumerate(outcome.values))
     failures = {**outcome.failures, **{i: f"returned {value}: {rule}" for i, value in bad.items()}}
     return RewardOutcome(values, failures, outcome.logs, outcome.scores)
@@ -156,7 +156,7 @@ def checked(name: str, values: Sequence[float | None], generations: Sequence[Gen
         if value is None:
             key = f"rewards.{name}[prompt {generation.prompt.id}]"
             raise RewardError(
-                explain(key, None, "the reward says that it does not apply", "give every prompt a reward")
+                explain(key, None, "the reward function returned None", "return a number for every prompt")
             )
         found.append(value)
     return found

@@ -54,7 +54,7 @@ class ProcessContract:
                 probe_scores=tuple(tuple(scores) for scores in content["probe_step_scores"]),
             )
         except (OSError, KeyError, TypeError, ValueError) as error:
-            rule = f"is not a contract of a process reward model ({error!r})"
+            rule = f"is not a valid contract of a process reward model ({error!r})"
             raise ArtifactError(
                 explain("process_reward_model", str(path), rule, "train the process reward model again")
             ) from error
@@ -85,7 +85,7 @@ def score_with_process_reward_model(
     samples = [judged(generation, splitter, max_length=max_length) for generation in generations]
     cut = sum(len(generation.prompt_ids + generation.completion.token_ids) > max_length for generation in generations)
     if cut:
-        rule = "%d of %d sequences are cut to the process reward model's %d tokens"
+        rule = "truncated %d of %d sequences to the process reward model's %d tokens"
         logger.warning(rule, cut, len(samples), max_length)
     logits = trainer.step_scores(samples)
     return [float(reduce_steps(torch.tensor(row).sigmoid(), how=reduce)) for row in logits]

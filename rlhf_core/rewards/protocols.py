@@ -120,13 +120,15 @@ def adapt(function: Callable[..., Any], *, protocol: FunctionProtocol, arguments
     takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
     unknown = [name for name in arguments if name not in parameters]
     if unknown and not takes_all:
-        has = f"the function has the parameters {', '.join(parameters)}"
-        raise ConfigError(explain(f"arguments.{unknown[0]}", arguments[unknown[0]], "is not a parameter", has))
-    chosen = told_by(parameters, arguments) if protocol == "auto" else protocol
+        has = f"use one of {', '.join(parameters)}"
+        raise ConfigError(
+            explain(f"arguments.{unknown[0]}", arguments[unknown[0]], "is not a parameter of the function", has)
+        )
+    chosen = protocol_of(parameters, arguments) if protocol == "auto" else protocol
     return Adapted(function, chosen, dict(arguments))
 
 
-def told_by(parameters: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]) -> Protocol:
+def protocol_of(parameters: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]) -> Protocol:
     """Return the protocol that the names of the parameters tell; ConfigError if none."""
     named = [
         name
@@ -144,7 +146,7 @@ def told_by(parameters: Mapping[str, inspect.Parameter], arguments: Mapping[str,
     required = [name for name in named if parameters[name].default is inspect.Parameter.empty]
     if len(required) == 1:
         return "generations"
-    rule = "the names of its parameters tell no protocol"
+    rule = "the names of its parameters match no protocol"
     remedy = "name them as in docs/score.md, or set protocol"
     raise ConfigError(explain("function", f"({', '.join(parameters)})", rule, remedy))
 
@@ -191,7 +193,7 @@ def read_answer(answer: Any, count: int, *, also: Logs) -> RewardOutcome:
             logs.append(_log("scores", answer["scores"], count))
             scores = read_scores(answer["scores"], count)
         if "rewards" not in answer:
-            raise ValueError(f"the table returned has no 'rewards', it has {sorted(answer)}")
+            raise ValueError(f"the returned dictionary has no 'rewards', only {sorted(answer)}")
         answer = answer["rewards"]
     return RewardOutcome(tuple(_number(value) for value in _listed(answer)), logs=merged_logs(logs), scores=scores)
 

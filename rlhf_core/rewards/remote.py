@@ -131,37 +131,37 @@ class RemoteRewardClient:
                 for piece in response.iter_bytes():
                     answer += piece
                     if len(answer) > LARGEST_ANSWER:
-                        raise _NoRewards(f"answered more than {LARGEST_ANSWER} bytes")
+                        raise _NoRewards(f"returned more than {LARGEST_ANSWER} bytes")
                     if time.monotonic() > deadline:  # each read has a deadline, but there may be many
                         raise _NoRewards(f"took longer than {self._timeout_s:g} s")
                 status = response.status_code
         except httpx.TimeoutException:
             raise _NoRewards(f"took longer than {self._timeout_s:g} s") from None
         except httpx.HTTPError as error:
-            raise _NoRewards(f"cannot be asked: {error!r}") from None
+            raise _NoRewards(f"cannot be reached: {error!r}") from None
         if status != 200:
             text = without_secrets(answer.decode(errors="replace"))[:300]  # a server may repeat what it was sent
-            raise _NoRewards(f"answered status {status}: {text}", final=status in REFUSED_FOR_GOOD)
+            raise _NoRewards(f"returned status {status}: {text}", final=status in REFUSED_FOR_GOOD)
         try:
             return json.loads(answer)
         except (ValueError, RecursionError):
             text = without_secrets(answer.decode(errors="replace"))[:100]
-            raise _NoRewards(f"answered what is no JSON: {text!r}") from None
+            raise _NoRewards(f"returned invalid JSON: {text!r}") from None
 
     def _failure(self, batch: Sequence[Generation], problems: Mapping[str, _NoRewards]) -> BatchFailed:
-        told = "; ".join(f"{url} {problem.reason}" for url, problem in problems.items())
+        reasons = "; ".join(f"{url} {problem.reason}" for url, problem in problems.items())
         ids = f"prompts {batch[0].prompt.id} to {batch[-1].prompt.id}"
-        message = explain(f"rewards.{self._name}", ids, told, "mend the server, or raise timeout_s or retries")
-        return BatchFailed(message, reason=told, divisible=not any(problem.final for problem in problems.values()))
+        message = explain(f"rewards.{self._name}", ids, reasons, "fix the server, or raise timeout_s or retries")
+        return BatchFailed(message, reason=reasons, divisible=not any(problem.final for problem in problems.values()))
 
 
 def read_answer(answer: Any, count: int) -> RewardOutcome:
     """Return the rewards of a server's answer with its logs; _NoRewards if they are not `count` numbers or nulls."""
     if not isinstance(answer, dict) or not isinstance(answer.get("rewards"), list):
-        raise _NoRewards(f"answered no list of rewards: {without_secrets(str(answer))[:100]}")
+        raise _NoRewards(f"returned no list of rewards: {without_secrets(str(answer))[:100]}")
     values = tuple(_number(value) for value in answer["rewards"])
     if len(values) != count:
-        raise _NoRewards(f"answered {len(values)} rewards for {count} answers")
+        raise _NoRewards(f"returned {len(values)} rewards for {count} answers")
     extra = answer.get("extra_logs") or {}
     logs = dict(extra) if isinstance(extra, dict) else {}
     if "scores" in answer:
@@ -194,7 +194,7 @@ class _Rotation:
         for url in urls:
             if not url.startswith(("http://", "https://")):
                 raise ConfigError(
-                    explain(f"rewards.{name}.urls", url, "must begin with http:// or https://", "give the whole URL")
+                    explain(f"rewards.{name}.urls", url, "must begin with http:// or https://", "give the complete URL")
                 )
         self._health = {url: _Health() for url in urls}
         self._turn = 0
@@ -230,7 +230,7 @@ def _number(value: Any) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise _NoRewards(f"answered the reward {value!r}, which is no finite number")
+        raise _NoRewards(f"returned the reward {value!r}, which is not a finite number")
     return float(value)
 
 

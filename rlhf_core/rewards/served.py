@@ -30,7 +30,7 @@ def reward_model_score(trainer: Trainer, encode: Encode, *, max_length: int) -> 
     def score(queries: Sequence[Query]) -> RewardOutcome:
         sequences = [encode(query)[:max_length] for query in queries]
         if not all(sequences):
-            raise RewardError(explain("query", "", "has no token to read a score at", "send prompt and answer"))
+            raise RewardError(explain("query", "", "has no tokens to read a score from", "send prompt and answer"))
         return _checked(RewardOutcome(tuple(trainer.scores(sequences))), len(queries))
 
     return score
@@ -68,8 +68,8 @@ def _generation(number: int, query: Query) -> Generation:
 def _checked(outcome: RewardOutcome, count: int) -> RewardOutcome:
     """Raise RewardError unless there are `count` finite values: JSON has no NaN."""
     if len(outcome.values) != count:
-        raise RewardError(explain("rewards", len(outcome.values), f"for {count} answers", "mend the reward"))
+        raise RewardError(explain("rewards", len(outcome.values), f"for {count} answers", "fix the reward"))
     for position, value in enumerate(outcome.values):
         if value is not None and not math.isfinite(value):
-            raise RewardError(explain(f"rewards[{position}]", value, "is no finite number", "mend the reward"))
+            raise RewardError(explain(f"rewards[{position}]", value, "is not a finite number", "fix the reward"))
     return outcome

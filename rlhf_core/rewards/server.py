@@ -109,7 +109,7 @@ def read_request(body: bytes) -> list[Query]:
         for index, text in enumerate(column):
             if text != encodable(text):
                 raise ValueError(
-                    f"{key}[{index}] holds half of a surrogate pair, which no text file and no tokenizer takes"
+                    f"{key}[{index}] holds half of a surrogate pair, which no text file and no tokenizer can encode"
                 )
     rows = zip(texts, columns["prompts"], columns["labels"], strict=True)
     return [Query(text, prompt, label) for text, prompt, label in rows]
@@ -166,7 +166,7 @@ class _Service:
         if not self._allowed(request):
             return _problem(401, "the bearer token is missing or wrong")
         if "origin" in request.headers:
-            return _problem(403, "web pages may not ask for rewards")
+            return _problem(403, "requests from web pages are not allowed")
         try:
             queries = read_request(await read_body(request, self._limits.body))
         except BodyRefused as refused:
@@ -197,7 +197,7 @@ class _Service:
             try:
                 await self._settle(requests, thread)
             except Exception as error:  # the waiting clients get the error, and the next batch is served
-                logger.exception("a batch could not be scored")
+                logger.exception("could not score a batch")
                 for one in requests:
                     if not one.rewards.done():
                         one.rewards.set_exception(RlhfError(f"the reward failed: {error!r}"))
@@ -236,7 +236,7 @@ class _Service:
             if isinstance(error, RlhfError):
                 logger.warning("%s", error)
             else:
-                logger.exception("a batch could not be scored")
+                logger.exception("could not score a batch")
             if len(requests) == 1:
                 failure = error if isinstance(error, RlhfError) else RlhfError(f"the reward failed: {error!r}")
                 if not requests[0].rewards.done():  # the client may have gone

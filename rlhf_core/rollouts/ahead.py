@@ -90,7 +90,7 @@ class AheadSampler:
         kept = read_drawn(folder)
         end = min(step + self._staleness, self._steps)
         if sorted(kept) != list(range(step, end)):
-            rule = f"rollouts of the steps {step} to {end - 1} should wait here, there are those of {sorted(kept)}"
+            rule = f"rollouts of the steps {step} to {end - 1} should be here, but found those of {sorted(kept)}"
             raise DataError(explain("checkpoint.rollouts", str(folder), rule, "start the stage over with --force"))
         usable = takewhile(lambda one: self._has_whole_group(one[1].generations), sorted(kept.items()))
         self._drawn = {number: _completed(drawn) for number, drawn in usable}
@@ -154,7 +154,7 @@ class Background:
         """Wait for the job and return what it returned; raise what it, or one before it, raised."""
         while not wait([job], timeout=LOOK_EVERY_S).done:
             if not self._thread.is_alive():
-                rule = "the thread that samples ended before its work was done"
+                rule = "the sampling thread ended before it had finished"
                 raise SamplingError(explain("rollouts", self._name, rule, "run again"))
         self._check()
         return job.result()

@@ -81,7 +81,9 @@ def judged_by(group: Sequence[Rollout]) -> list[float]:
     """
     scores = [rollout.score for rollout in group if rollout.score is not None]
     if scores and len(scores) < len(group):
-        rule = f"dynamic sampling goes by scores, and {len(scores)} of the {len(group)} answers to this prompt have one"
+        rule = (
+            f"dynamic sampling compares scores, but {len(scores)} of the {len(group)} answers to this prompt have one"
+        )
         key = f"rewards.scores[prompt {group[0].prompt.id}]"
-        raise RewardError(explain(key, scores, rule, "give each answer a score, or none"))
+        raise RewardError(explain(key, scores, rule, "return a score for every answer, or for none"))
     return scores or [rollout.reward for rollout in group]

@@ -37,7 +37,7 @@ def draw_groups(
             left = [one for number, group in enumerate(groups) if number not in taken for one in group]
             return [one for number in taken for one in groups[number]], Pool(pool.begun + missing, tuple(left))
     rule = f"the sampler ended answers early: {len(whole)} of {config.prompts_per_step} groups are whole"
-    raise SamplingError(explain("ppo.partial_tokens", config.partial_tokens, rule, "report this"))
+    raise SamplingError(explain("ppo.partial_tokens", config.partial_tokens, rule, "please report this as a bug"))
 
 
 def begun_groups(

@@ -78,7 +78,7 @@ def valid_groups(rollouts: Sequence[Rollout], *, group_size: int) -> list[Rollou
     if rollouts and not kept:
         first = next(rollout for rollout in rollouts if rollout.invalid)
         where = f"rewards[prompt {first.prompt.id}]"
-        raise RewardError(explain(where, first.invalid, "every group of the step has an invalid rollout", "mend it"))
+        raise RewardError(explain(where, first.invalid, "every group of the step has an invalid rollout", "fix it"))
     return kept
 
 

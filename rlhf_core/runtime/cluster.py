@@ -1,35 +1,16 @@
-"""Join or start Ray, and build the environment of the workers."""
+"""Check the address of Ray, and choose the environment and threads of its workers. Works without importing Ray."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import logging
 import os
-import secrets
 import socket
-import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
-
 from rlhf_core.config.engines import RuntimeConfig
-from rlhf_core.errors import ConfigError, WorkerLostError, explain
-from rlhf_core.processes.private_folder import private_folder
-from rlhf_core.runtime.liveness import asks_for_token, greet
+from rlhf_core.errors import ConfigError, explain
+from rlhf_core.runtime.liveness import greet
 
-logger = logging.getLogger(__name__)
-
-START_ATTEMPTS = 3
-"""Attempts to start Ray. On a busy machine Ray's processes may miss each other's deadlines, which cannot be changed."""
-OBJECT_STORE_FRACTION = 0.1
-"""Share of the machine's memory for weights in transit; Ray's own default is 0.3."""
-SMALLEST_OBJECT_STORE = 256 << 20
 KERNEL_CHOICES = (
     "ATEN_CPU_CAPABILITY",
     "DNNL_MAX_CPU_ISA",
@@ -38,56 +19,6 @@ KERNEL_CHOICES = (
     "MKL_ENABLE_INSTRUCTIONS",
 )
 """Environment variables that pin torch's math libraries to an instruction set; read when the libraries load."""
-CONNECT_TIMEOUT_S = 300.0
-"""Time limit for starting or joining Ray, which starts about six processes, perhaps on a very busy machine."""
-RECONNECT_TIMEOUT_S, RECONNECT_EVERY_S = 120.0, 2.0
-"""How long to wait for a head at `RAY_ADDRESS` that was connected before and is lost."""
-
-
-def connect(cores: int) -> bool:
-    """Join the Ray of `RAY_ADDRESS`, or start one on this machine. Return whether we started it (and must stop it).
-
-    Raises ConfigError within seconds if no Ray head answers at `RAY_ADDRESS`, WorkerLostError if Ray does not come up
-    within CONNECT_TIMEOUT_S.
-    """
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    # Without this, Ray sets CUDA_VISIBLE_DEVICES to an empty value and warns about it on every start.
-    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "1"
-    # Ray would end this process without an error a minute after its head is gone. `RayWatch` notices the loss and acts.
-    os.environ["RAY_gcs_rpc_server_reconnect_timeout_s"] = "86400"  # noqa: SIM112  # Ray spells it so
-    # Ray's handler of SIGTERM prints a stack trace and aborts the process after 3 s; ours lets the stage save.
-    os.environ["RAY_DISABLE_FAILURE_SIGNAL_HANDLER"] = "1"
-    address = named_address()
-    import ray
-
-    if ray.is_initialized():
-        return False
-    if not address:
-        in_lasting_thread(lambda: _start(cores), what="starting Ray", timeout_s=CONNECT_TIMEOUT_S)
-        return True
-    check_address(address)
-    in_lasting_thread(lambda: _join(address), what=f"joining {address}", timeout_s=CONNECT_TIMEOUT_S)
-    return False
-
-
-def connect_again(cores: int) -> bool:
-    """Connect as `connect` does after Ray was lost: a head at `RAY_ADDRESS` has RECONNECT_TIMEOUT_S to come back."""
-    deadline = time.monotonic() + RECONNECT_TIMEOUT_S
-    while True:
-        try:
-            return connect(cores)
-        except ConfigError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(RECONNECT_EVERY_S)
-
-
-def servers() -> dict[str, str]:
-    """Return name -> host:port of the two Ray servers that this process talks to: the head and a raylet."""
-    import ray
-
-    node = ray._private.worker.global_worker.node
-    return {"the Ray head": node.gcs_address, "the raylet": f"{node.node_ip_address}:{node.node_manager_port}"}
 
 
 def named_address() -> str:
@@ -114,7 +45,7 @@ def worker_environment(*, threads: int) -> dict[str, str]:
     """
     spec = importlib.util.find_spec("rlhf_core")
     if spec is None or spec.origin is None:
-        raise ConfigError(explain("rlhf_core", None, "is not importable", "install the package"))
+        raise ConfigError(explain("rlhf_core", None, "is not importable", "install this package"))
     root = str(Path(spec.origin).parents[1])
     inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != root]
     return {
@@ -139,38 +70,6 @@ def threads_per_worker(config: RuntimeConfig, *, workers: int) -> int:
     return config.cpu_threads or max(1, available_cores() // workers)
 
 
-def keep_token_private() -> None:
-    """Make Ray's token readable by this user only: whoever has it can run commands as this user, on any port of Ray.
-
-    Ray creates the file readable by everybody, which matters if others may enter the home folder. Raises ConfigError if
-    the file cannot be made private.
-    """
-    of_the_user = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
-    if of_the_user or os.environ.get("RAY_AUTH_MODE") == "disabled":
-        return
-    path = Path.home() / ".ray" / "auth_token"
-    try:
-        if not path.exists():
-            _make_token(path)
-        if path.stat().st_mode & 0o077:
-            path.chmod(0o600)
-    except OSError as error:
-        rule = f"cannot be kept from other users ({error.strerror})"
-        remedy = "let it be a file of yours, or name one with RAY_AUTH_TOKEN_PATH"
-        raise ConfigError(explain("Ray's token", str(path), rule, remedy)) from error
-
-
-def _make_token(path: Path) -> None:
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".token-")  # mode 0600
-    os.close(descriptor)
-    made = Path(name)
-    made.write_text(secrets.token_hex(32))
-    with contextlib.suppress(FileExistsError):  # another process was faster
-        path.hardlink_to(made)
-    made.unlink()
-
-
 def free_port() -> int:
     """Return a TCP port of this machine that no process listens on."""
     with socket.socket() as listener:
@@ -178,115 +77,14 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def own_gpus() -> list[str]:
-    """Return the GPUs that Ray gave to the calling worker, as `node:index`."""
-    import ray
-
-    node = ray.get_runtime_context().get_node_id()
-    return [f"{node}:{gpu}" for gpu in ray.get_runtime_context().get_accelerator_ids()["GPU"]]
-
-
-def in_lasting_thread(start: Callable[[], object], *, what: str, timeout_s: float) -> None:
-    """Call `start` in a thread that outlives the call: Linux kills Ray's processes with the *thread* that started them.
-
-    Raises WorkerLostError if it takes longer than `timeout_s`: calls into a Ray that hangs may never return.
-    """
-    started: Future[object] = Future()
-
-    def run() -> None:
-        try:
-            started.set_result(start())
-        except BaseException as error:
-            started.set_exception(error)
-        threading.Event().wait()
-
-    threading.Thread(target=run, name="ray-parent", daemon=True).start()
-    try:
-        started.result(timeout_s)
-    except TimeoutError as error:
-        if started.done():
-            raise  # the TimeoutError is that of `start`
-        rule = f"not done within {timeout_s:g} s"
-        raise WorkerLostError(explain("Ray", what, rule, "see whether Ray and its machines are well")) from error
-
-
-def _join(address: str) -> None:
-    import ray
-    from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
-
-    # A head requires the user's token as soon as one exists (any Ray of our own creates it), but Ray sends it to a
-    # named address only when told to. It must not always be sent: a process that sends tokens also requires them, and
-    # then the workers of a head without tokens could not call this process.
-    if asks_for_token(address):
-        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise _no_head(address) from error
-
-
-def _start(cores: int) -> None:
-    import ray
-
-    # Unix sockets are created below this folder and their paths are limited to 107 characters, so TMPDIR is ignored.
-    folder = private_folder(Path("/tmp") / f"rlhf-ray-{os.getuid()}")
-    keep_token_private()
-    for attempt in range(START_ATTEMPTS):
-        try:
-            with _this_machine_alone():
-                ray.init(
-                    address="local",
-                    num_cpus=cores,
-                    object_store_memory=max(
-                        SMALLEST_OBJECT_STORE, int(psutil.virtual_memory().total * OBJECT_STORE_FRACTION)
-                    ),
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                    _temp_dir=str(folder),
-                    # Our actors have environments of their own, so workers that Ray starts ahead would never be used.
-                    # By default Ray's workers give way to other processes, but here everything else waits for them.
-                    _system_config={
-                        "prestart_worker_first_driver": False,
-                        "enable_metrics_collection": False,
-                        "worker_niceness": 0,
-                    },
-                )
-            return
-        except Exception as error:  # Ray raises plain Exception when its processes are slow to answer
-            ray.shutdown()
-            if attempt + 1 == START_ATTEMPTS:
-                rule = f"Ray could not start: {error}"
-                remedy = f"look into {folder}/session_latest/logs, or free memory and cores"
-                raise ConfigError(explain("runtime.type", "ray", rule, remedy)) from error
-            logger.warning("Ray did not start (%s); trying again", error)
-
-
-@contextmanager
-def _this_machine_alone() -> Iterator[None]:
-    """Make a Ray started inside listen on 127.0.0.1. Undone at the end, as a later `ray start` must not inherit it."""
-    from ray._private import ray_constants
-
-    name, enabled = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
-    before = os.environ.pop(name, None)
-    os.environ[name] = "0"  # for Ray's processes; this process may have read it long ago, when it imported ray
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = enabled
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
-
-
 def _probe(address: str) -> None:
     """Raise ConfigError unless a gRPC server answers. Ray itself would wait for minutes on any open port."""
     try:
         greet(address)
     except (OSError, ValueError) as error:
-        raise _no_head(address) from error
+        raise no_head(address) from error
 
 
-def _no_head(address: str) -> ConfigError:
+def no_head(address: str) -> ConfigError:
+    """Return the error for an `address` where no Ray head answers."""
     return ConfigError(f"RAY_ADDRESS = {address}: no Ray head answers; start one with `ray start --head` or unset it")

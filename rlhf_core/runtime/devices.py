@@ -16,13 +16,13 @@ def check_gpus(key: str, value: float, reserved: Sequence[str], *, built_for: st
     `built_for` is the platform of the worker's engine if the engine does not use torch's. Every worker of `key` calls
     this before it loads a model.
     """
-    import torch
+    import torch  # is for workers; the driver imports this module too
 
     if not reserved:
         return
     blind = "" if torch.cuda.is_available() else f"torch {torch.__version__} sees no CUDA device"
     if built_for == "cpu":
-        blind = "vLLM is built for the CPU"
+        blind = "vLLM was built for CPUs"
     if blind:
         rule = f"Ray reserved GPU {', '.join(_short(gpu) for gpu in reserved)}, but {blind}"
         raise ConfigError(

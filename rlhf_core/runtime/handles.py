@@ -13,9 +13,9 @@ from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.errors import RlhfError, SamplingError, explain
 from rlhf_core.interfaces import Metrics, Objective, Trainer, Transfer, Weights
 from rlhf_core.runtime.gpu_sharing import GpuSharing
-from rlhf_core.runtime.weight_sync import DeviceWeights
-from rlhf_core.runtime.weights import StoredWeights
+from rlhf_core.runtime.weight_sync import DeviceWeights, StoredWeights
 from rlhf_core.runtime.worker_group import WorkerGroup
+from rlhf_core.training.batching import reduce, row_length, shares, step_counts
 from rlhf_core.types import Completion, SamplingRequest
 
 P = ParamSpec("P")
@@ -103,8 +103,6 @@ class RayTrainer:
             return self._workers.call(self._role, method, self._lease, *arguments, **keywords)
 
     def _shares(self, samples: Sequence[Any]) -> list[list[int]]:
-        from rlhf_core.training.batching import row_length, shares
-
         return shares([row_length(sample) for sample in samples], len(self._workers.actors) // self._ranks_per_share)
 
     def _call_shares(self, method: str, arguments: Sequence[tuple[Any, ...]], **keywords: Any) -> list[Any]:
@@ -113,9 +111,6 @@ class RayTrainer:
             return self._workers.call_each(self._role, method, repeated, **keywords)[:: self._ranks_per_share]
 
     def _reduced(self, method: str, samples: Sequence[Any], objective: Objective) -> Metrics:
-        from rlhf_core.training.batching import reduce
-        from rlhf_core.training.objectives.router import step_counts
-
         denominators = step_counts(objective, samples)
         parts = [[samples[i] for i in share] for share in self._shares(samples)]
         arguments = [(self._lease, part, objective, denominators) for part in parts]
@@ -186,7 +181,7 @@ class RaySampler:
                     self._receive(trainers, ticket)
                     self._workers.call("policy", "adopt", version)
             case other:
-                rule, remedy = "is not from this runtime's trainer", "load what its trainer.weights() returned"
+                rule, remedy = "does not come from this runtime's trainer", "load what its trainer.weights() returned"
                 raise SamplingError(explain("weights.payload", type(other).__name__, rule, remedy))
 
     def _receive(self, trainers: WorkerGroup, ticket: int) -> None:

@@ -67,7 +67,7 @@ def open_jobs() -> Jobs:
     """Return the job server of the Ray at `RAY_ADDRESS`; raise ConfigError within half a minute if there is none."""
     address = named_address()
     if not address:
-        rule = "a job needs a Ray that outlives this process, and RAY_ADDRESS names none"
+        rule = "a job needs a Ray cluster that outlives this process, and RAY_ADDRESS is not set"
         raise ConfigError(explain("runtime.execution", "ray-job", rule, START_RAY))
     check_address(address)
     try:
@@ -127,6 +127,7 @@ class RayJobs:
 
 def _connect(address: str) -> Any:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # The command line imports this module for every run; only those that execute on Ray jobs need Ray.
     from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
     from ray.job_submission import JobSubmissionClient
 

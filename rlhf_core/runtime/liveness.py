@@ -45,20 +45,6 @@ def greet(address: str) -> None:
         raise ConnectionResetError(f"{address} does not speak HTTP/2")
 
 
-def asks_for_token(address: str) -> bool:
-    """Return whether the Ray head at `address` refuses callers without a token; False if none is named or answers."""
-    import grpc  # type: ignore[import-untyped]
-
-    if ":" not in address:  # `auto`
-        return False
-    with grpc.insecure_channel(address) as channel:
-        try:
-            channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")(b"", timeout=PROBE_TIMEOUT_S)
-        except grpc.RpcError as error:
-            return bool(error.code() is grpc.StatusCode.UNAUTHENTICATED)
-    return False
-
-
 class RayWatch:
     """A watch over Ray's servers, kept by a thread. `lost` describes the one that is lost, "" while all answer.
 
@@ -133,7 +119,7 @@ class RayWatch:
             return f"did not answer {SILENCES} times in a row" if self._silences[name] >= SILENCES else ""
         except (OSError, ValueError):
             self._refusals[name] += 1
-            return "is gone" if self._refusals[name] >= REFUSALS else ""
+            return "has stopped" if self._refusals[name] >= REFUSALS else ""
         self._refusals[name] = self._silences[name] = 0
         return ""
 

@@ -29,7 +29,7 @@ class LocalRuntime:
     @contextlib.contextmanager
     def trainer(self, role: Role, model: ModelSpec, optimizer: OptimizerConfig | None) -> Iterator[Trainer]:
         """Load `model`, with an optimizer if it is to be trained; it is freed at the end of the `with` block."""
-        from rlhf_core.training.trainer import LocalTrainer
+        from rlhf_core.training.trainer import LocalTrainer  # torch and transformers, which sampling may not need
 
         self._served.update(trainer_versions(self._config.trainer))
         with contextlib.closing(LocalTrainer(model, optimizer, self._config.trainer)) as trainer:
@@ -40,7 +40,7 @@ class LocalRuntime:
         """Lease a sampler of `policy`, version 0; an engine that only needs other weights is reused."""
         if self._sampler_leased:
             raise SamplingError(
-                explain("sampler", str(policy), "the engine is leased already", "leave the other `with` block first")
+                explain("sampler", str(policy), "the engine is already leased", "leave the other `with` block first")
             )
         threads = threads_per_worker(self._config, workers=1)
         warm, self._sampler = self._sampler, None  # not kept if opening fails

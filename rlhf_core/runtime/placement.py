@@ -15,6 +15,7 @@ from typing import Any
 
 from rlhf_core.config.engines import AnySamplerConfig, RuntimeConfig
 from rlhf_core.errors import ConfigError, WorkerLostError, explain
+from rlhf_core.runtime.ray_settings import ray
 
 logger = logging.getLogger(__name__)
 
@@ -126,24 +127,22 @@ def reserve(config: RuntimeConfig, *, fixed: bool = False, over: Callable[[], st
     if config.gpus_per_train_worker == 0 and config.gpus_per_engine == 0:
         idle: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0}
         return Placement(train=(idle,) * config.train_workers, sample=(idle,) * engines, group=None)
-    import ray
-    from ray.util.placement_group import placement_group, placement_group_table
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
     made = layout(config)
     if fixed and _beyond(made, ray.cluster_resources()):
-        raise _not_there(config, made, "a Ray of our own does not grow")
-    group = placement_group([dict(bundle) for bundle in made.bundles], strategy="PACK")
+        raise _not_there(config, made, "a Ray cluster that rlhf has started does not grow")
+    group = ray.util.placement_group([dict(bundle) for bundle in made.bundles], strategy="PACK")
     try:
         _wait(group, config, made, over)
-        table = placement_group_table(group)
+        table = ray.util.placement_group_table(group)
     except BaseException:
         ray.util.remove_placement_group(group)  # or it would stay queued and take the GPUs from the next attempt
         raise
     placed = by_node(made, {int(bundle): str(node) for bundle, node in table["bundles_to_node_id"].items()})
 
     def options(gpus: float, bundle: int) -> dict[str, Any]:
-        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+            group, placement_group_bundle_index=bundle
+        )
         return {"num_cpus": 1, "num_gpus": _plain(gpus), "scheduling_strategy": strategy}
 
     return Placement(
@@ -155,19 +154,17 @@ def reserve(config: RuntimeConfig, *, fixed: bool = False, over: Callable[[], st
 
 def _wait(group: Any, config: RuntimeConfig, made: Layout, over: Callable[[], str]) -> None:
     """Return once the bundles of `group` are reserved."""
-    import ray
-
     ready = group.ready()
     began = said_at = time.monotonic()
     while not ray.wait([ready], timeout=LOOK_EVERY_S)[0]:
         now = time.monotonic()
         reason = over()
         if reason:
-            asked = _spelled(made.bundles)
-            raise WorkerLostError(explain("runtime", asked, f"no longer waited for: {reason}", "run again"))
+            wanted = _spelled(made.bundles)
+            raise WorkerLostError(explain("runtime", wanted, f"stopped waiting: {reason}", "run again"))
         if now - began > config.placement_timeout_s:
             limit = f"runtime.placement_timeout_s = {config.placement_timeout_s:g}"
-            raise _not_there(config, made, f"all of it was not there within {limit} s")
+            raise _not_there(config, made, f"not all of this became available within {limit} s")
         if now - said_at > SAY_EVERY_S:
             said_at = now
             left = config.placement_timeout_s - (now - began)
@@ -184,8 +181,8 @@ def _not_there(config: RuntimeConfig, made: Layout, rule: str) -> ConfigError:
         explain(
             "runtime.gpus_per_train_worker, gpus_per_engine",
             (config.gpus_per_train_worker, config.gpus_per_engine),
-            f"{gpus:g} GPUs are needed and {cpus:g} CPUs, {_spelled(made.bundles)}; {_there()}; {rule}",
-            "use fewer workers, or 0 GPUs to run on CPUs; start nodes that are missing; "
+            f"{gpus:g} GPUs and {cpus:g} CPUs are needed, {_spelled(made.bundles)}; {_there()}; {rule}",
+            "use fewer workers, or 0 GPUs to run on CPUs; start the missing nodes; "
             "or raise runtime.placement_timeout_s for a cluster that grows",
         )
     )
@@ -193,8 +190,6 @@ def _not_there(config: RuntimeConfig, made: Layout, rule: str) -> ConfigError:
 
 def _there() -> str:
     """Return the cluster's resources and how many of them are free."""
-    import ray
-
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     free = ray.available_resources()
     gpus, cpus = (_total(nodes, kind) for kind in ("GPU", "CPU"))

@@ -15,20 +15,13 @@ from typing import Any
 from rlhf_core.config.engines import OptimizerConfig, RuntimeConfig
 from rlhf_core.errors import ConfigError, SamplingError, TrainingError, WorkerLostError, explain
 from rlhf_core.interfaces import ModelSpec, Role, Sampler, Trainer, Transfer
-from rlhf_core.runtime.cluster import (
-    RECONNECT_EVERY_S,
-    RECONNECT_TIMEOUT_S,
-    available_cores,
-    connect,
-    connect_again,
-    servers,
-    threads_per_worker,
-    worker_environment,
-)
+from rlhf_core.runtime.cluster import available_cores, threads_per_worker, worker_environment
+from rlhf_core.runtime.connection import RECONNECT_EVERY_S, RECONNECT_TIMEOUT_S, connect, connect_again, servers
 from rlhf_core.runtime.gpu_sharing import GpuSharing
 from rlhf_core.runtime.handles import RaySampler, RayTrainer
 from rlhf_core.runtime.liveness import RayWatch
 from rlhf_core.runtime.placement import Placement, gpu_order, reserve
+from rlhf_core.runtime.ray_settings import ray
 from rlhf_core.runtime.sample_worker import SampleWorker
 from rlhf_core.runtime.train_worker import TrainWorker
 from rlhf_core.runtime.weight_sync import choose_transfer
@@ -45,7 +38,7 @@ class RayRuntime:
 
     Workers live until `close`, so imports and engine starts are paid once, not once per stage. A worker that dies or
     misses its deadline fails the call in progress and is replaced at the next lease. So is a whole Ray of our own that
-    dies or hangs; a head at `RAY_ADDRESS` is waited for instead (see `cluster.connect_again`).
+    dies or hangs; a head at `RAY_ADDRESS` is waited for instead (see `connection.connect_again`).
 
     >>> runtime = RayRuntime(RuntimeConfig())                                     # doctest: +SKIP
     >>> with runtime.trainer("policy", spec, optimizer) as trainer: ...           # doctest: +SKIP
@@ -100,7 +93,7 @@ class RayRuntime:
         """Lease the engines with the weights of `policy`, version 0. One lease at a time."""
         if self._sampler_leased:
             raise SamplingError(
-                explain("sampler", str(policy), "the engines are leased already", "leave the other `with` block first")
+                explain("sampler", str(policy), "the engines are already leased", "leave the other `with` block first")
             )
         workers = self._sample_workers()
         self._sampler_leased = True
@@ -139,8 +132,6 @@ class RayRuntime:
         watch, self._watch = self._watch, None
         if watch is None:
             return
-        import ray
-
         watch.stop()
         if watch.lost or not _within(2 * STOP_TIMEOUT_S, self._end_workers):
             watch.kill_family()  # before the shutdown, which would wait forever for a server that hangs
@@ -151,8 +142,6 @@ class RayRuntime:
         watch.kill_family()
 
     def _end_workers(self) -> None:
-        import ray
-
         if self._sample is not None and not self._sample.broken:
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.get([actor.stop.remote() for actor in self._sample.actors], timeout=STOP_TIMEOUT_S)
@@ -208,8 +197,6 @@ class RayRuntime:
         return group
 
     def _actor(self, worker: type, options: dict[str, Any], threads: int) -> Any:
-        import ray
-
         environment = worker_environment(threads=threads)
         return ray.remote(worker).options(
             max_restarts=0, max_task_retries=0, runtime_env={"env_vars": environment}, **options
@@ -224,8 +211,6 @@ class RayRuntime:
         return choose_transfer([gpus[0] for gpus in train.call("placement", "gpus")], sample.call("placement", "gpus"))
 
     def _group(self, kind: str, actors: list[Any], error: type[TrainingError] | type[SamplingError]) -> WorkerGroup:
-        import ray
-
         watch = self._watch
         assert watch is not None  # there are actors, so there is a Ray
         return WorkerGroup(
@@ -258,8 +243,6 @@ class RayRuntime:
 
     def _reserve(self, patience_s: float) -> Placement:
         """Reserve the workers' places; nodes that were there before have `patience_s` to come back."""
-        import ray
-
         deadline = time.monotonic() + patience_s
         while True:
             try:
@@ -269,7 +252,7 @@ class RayRuntime:
                     raise
                 time.sleep(RECONNECT_EVERY_S)
             except (ray.exceptions.RayError, ConnectionError) as error:
-                rule = f"Ray failed meanwhile ({error})"
+                rule = f"Ray failed at the same time ({error})"
                 raise WorkerLostError(explain("runtime", "reserving the workers' places", rule, "run again")) from error
 
     def _no_use_waiting(self) -> str:
@@ -277,8 +260,6 @@ class RayRuntime:
         return lost or ("the runtime is being closed" if self._closing.is_set() else "")
 
     def _note_served(self, reports: list[dict[str, str]]) -> None:
-        import ray
-
         self._served["ray"] = ray.__version__
         for report in reports:
             self._served.update(report)

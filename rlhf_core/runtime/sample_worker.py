@@ -10,10 +10,12 @@ from typing import Any
 from rlhf_core.config.engines import AnySamplerConfig, SamplingConfig
 from rlhf_core.errors import SamplingError, explain
 from rlhf_core.interfaces import DeviceSampler, EngineSampler, Probes, Transfer, TransferVerb, Weights
+from rlhf_core.runtime.connection import own_gpus
 from rlhf_core.runtime.devices import check_gpus
 from rlhf_core.runtime.priority import at_low_priority
+from rlhf_core.runtime.ray_settings import ray
 from rlhf_core.runtime.samplers import reopen_sampler, sampler_engine
-from rlhf_core.runtime.weights import StoredWeights, unpack
+from rlhf_core.runtime.weight_sync import StoredWeights
 from rlhf_core.types import Completion, SamplingRequest
 
 
@@ -39,8 +41,6 @@ class SampleWorker:
 
     def gpus(self) -> list[str]:
         """Return the GPUs that Ray gave this process, as `node:index`."""
-        from rlhf_core.runtime.cluster import own_gpus
-
         return own_gpus()
 
     def open(self, policy: Path, transfer: Transfer) -> dict[str, str]:
@@ -87,10 +87,10 @@ class SampleWorker:
 
     def load_weights(self, weights: Weights, version: int) -> None:
         """Read the weights from the object store (shared memory on this node) and load them into the engine."""
-        import ray
+        from rlhf_core.runtime.weights import unpack  # torch is for workers; the driver imports this module too
 
         if not isinstance(weights.payload, StoredWeights):
-            kind, rule = type(weights.payload).__name__, "must be where the object store has them"
+            kind, rule = type(weights.payload).__name__, "must be in the object store"
             raise SamplingError(explain("weights.payload", kind, rule, "load what the trainer's weights() returned"))
         tensors: dict[str, Any] = {}
         for bucket in ray.get(list(weights.payload.refs)):

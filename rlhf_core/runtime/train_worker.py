@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import ConfigError, TrainingError, explain
 from rlhf_core.interfaces import ModelSpec, RankTrainer, Transfer, Weights
 from rlhf_core.processes.identity import is_loopback, network
+from rlhf_core.runtime.cluster import free_port
+from rlhf_core.runtime.connection import own_gpus
 from rlhf_core.runtime.devices import check_gpus
-from rlhf_core.runtime.weight_sync import DeviceSender
-from rlhf_core.runtime.weights import StoredWeights, buckets, pack
+from rlhf_core.runtime.ray_settings import ray
+from rlhf_core.runtime.versions import trainer_versions
+from rlhf_core.runtime.weight_sync import DeviceSender, StoredWeights
+
+if TYPE_CHECKING:
+    from rlhf_core.runtime.hosted_models import HostedModels
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -57,7 +64,6 @@ class TrainWorker:
         self._gpus_per_worker = gpus_per_worker
         self._threads = threads
         self._config = config
-        self._trainers: dict[str, RankTrainer] = {}
         self._ticket = 0
         self._staged: Any = None
         self._sender: DeviceSender | None = None
@@ -67,8 +73,6 @@ class TrainWorker:
 
     def address(self) -> MeetingPoint:
         """Return the host of this worker and a free port on it, where the ranks of this group can meet."""
-        from rlhf_core.runtime.cluster import free_port
-
         return MeetingPoint(self._host(), free_port(), network())
 
     def join(self, rank: int, address: MeetingPoint) -> None:
@@ -92,33 +96,25 @@ class TrainWorker:
 
     def gpus(self) -> list[str]:
         """Return the GPUs that Ray gave this process, as `node:index`."""
-        from rlhf_core.runtime.cluster import own_gpus
-
         return own_gpus()
 
     def versions(self) -> dict[str, str]:
         """Return name -> version of the engines that train here."""
-        from rlhf_core.runtime.versions import trainer_versions
-
         return trainer_versions(self._config)
 
     def _host(self) -> str:
-        import ray.util
-
         host: str = ray.util.get_node_ip_address() if self._world > 1 or self.gpus() else "127.0.0.1"
         return host
 
     def _warm(self) -> None:
-        import torch
-        import transformers
+        self._models.warm(self._threads)
 
-        torch.set_num_threads(self._threads)
-        # On a GPU some kernels have no deterministic form: they warn instead of failing a long run.
-        torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())
-        torch.utils.deterministic.fill_uninitialized_memory = False
-        _ = transformers.AutoModelForCausalLM  # imported lazily; most of the start-up time
-        if self._config.engine == "deepspeed":
-            import rlhf_core.training.engines.deepspeed_engine  # noqa: F401
+    @cached_property
+    def _models(self) -> HostedModels:
+        # Torch and transformers are for the workers; the driver imports this module too.
+        from rlhf_core.runtime.hosted_models import HostedModels
+
+        return HostedModels(self._config)
 
     # ------------------------------------------------------------ leases
 
@@ -127,12 +123,10 @@ class TrainWorker:
 
         Raises ConfigError if it would not be on the GPU that was reserved for it, or if the ranks cannot meet.
         """
-        from rlhf_core.training.trainer import LocalTrainer
-
         self._check_meeting_point()
         if self._gpus_per_worker > 0:
             check_gpus("runtime.gpus_per_train_worker", self._gpus_per_worker, self.gpus())
-        self._trainers[lease] = LocalTrainer(model, optimizer, self._config)
+        self._models.open(lease, model, optimizer)
         return self.versions()
 
     def _check_meeting_point(self) -> None:
@@ -142,16 +136,13 @@ class TrainWorker:
         """
         there = self._meeting_point
         if there is not None and there.network != network() and is_loopback(there.host):
-            rule = f"rank 0 is on another machine than rank {self._rank}, and this address leads nowhere from there"
-            remedy = "start Ray's nodes with --node-ip-address, an address that the others reach; or use one machine"
+            rule = f"rank 0 is on another machine than rank {self._rank}, which cannot reach this address"
+            remedy = "start Ray's nodes with --node-ip-address, set to an address that the others can reach; or use one machine"
             raise ConfigError(explain("MASTER_ADDR", there.host, rule, remedy))
 
     def release(self, lease: str) -> None:
         """Free the model of `lease`, and its GPU memory for other processes too."""
-        import gc
-
-        self._trainers.pop(lease).close()
-        gc.collect()
+        self._models.release(lease)
 
     # ------------------------------------------------------------ shared GPU
 
@@ -160,21 +151,14 @@ class TrainWorker:
 
         Return how many bytes of the models were moved to host memory.
         """
-        from rlhf_core.training.engines.offload import release_cached
-
-        moved = sum(trainer.rest() for trainer in self._trainers.values()) if offload else 0
-        release_cached()
-        return moved
+        return self._models.rest(offload)
 
     def wake(self) -> None:
         """Move all models back to the GPU."""
-        for trainer in self._trainers.values():
-            trainer.wake()
+        self._models.wake()
 
     def _trainer(self, lease: str) -> RankTrainer:
-        if lease not in self._trainers:
-            raise TrainingError(explain("lease", lease, "is not open on this worker", "take a new lease"))
-        return self._trainers[lease]
+        return self._models.trainer(lease)
 
     # ------------------------------------------------------------ Trainer, one shard each; `weights` is below
 
@@ -194,13 +178,10 @@ class TrainWorker:
 
     def weights(self, lease: str) -> Weights | None:
         """Gather the full weights on all ranks; rank 0 puts them into the object store and returns where they are."""
-        import ray
-
         weights = self._trainer(lease).weights()
         if self._rank != 0:
             return None
-        tensors = cast(Mapping[str, Any], weights.payload)  # weights of a trainer in this process
-        refs = tuple(ray.put(pack(bucket)) for bucket in buckets(tensors))
+        refs = tuple(ray.put(bucket) for bucket in self._models.packed(weights))
         return Weights(payload=StoredWeights(refs), digest=weights.digest)
 
     def stage_weights(self, lease: str) -> tuple[int, str] | None:
@@ -215,8 +196,8 @@ class TrainWorker:
     def send_weights(self, ticket: int, engines: Sequence[Any], transfer: Transfer, tensor_parallel: int) -> None:
         """Send the weights of `ticket` to `engines`, GPU to GPU. Only the newest can be sent, and only once."""
         if ticket != self._ticket or self._staged is None:
-            remedy = "load weights before asking for newer ones"
-            raise TrainingError(explain("weights", ticket, f"is not the newest staged, {self._ticket}", remedy))
+            remedy = "load weights before requesting newer ones"
+            raise TrainingError(explain("weights", ticket, f"is not the newest ticket, {self._ticket}", remedy))
         staged, self._staged = self._staged, None
         if self._sender is None or self._sender_engines != list(engines) or not self._sender.fits(staged):
             self._sender_engines = list(engines)

@@ -8,13 +8,20 @@ trainer and engine share a GPU, else by an NCCL broadcast. In both cases the dig
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.interfaces import Probes, Transfer, TransferVerb
-from rlhf_core.runtime.cluster import free_port
+from rlhf_core.runtime.ray_settings import ray
 from rlhf_core.runtime.worker_group import WorkerGroup
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """Payload of `Weights` in host memory: one reference per bucket. Inside this object, Ray does not resolve them."""
+
+    refs: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -59,17 +66,16 @@ class DeviceSender:
         host: str,
         tensors: Mapping[str, Any],
     ) -> None:
-        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+        # Importing vLLM takes 15 to 40 s, which only weights that travel from GPU to GPU are worth.
+        from rlhf_core.runtime.vllm_transfer import MappingSource, init_info, open_transfer
 
         self._client = EngineClient(engines, tensor_parallel=tensor_parallel)
-        self._source = _source()
+        self._source = MappingSource()
         self._ipc = transfer == "ipc"
         self._buffer_bytes = ipc_buffer_bytes(tensors)
-        self._engine = WeightTransferTrainerFactory.trainer_init(
-            init_info(transfer, world=1 + len(engines) * tensor_parallel, host=host, buffer_bytes=self._buffer_bytes),
-            client=self._client,
-            source=self._source,
-        )
+        world = 1 + len(engines) * tensor_parallel
+        info = init_info(transfer, world=world, host=host, buffer_bytes=self._buffer_bytes)
+        self._engine = open_transfer(info, client=self._client, source=self._source)
 
     def fits(self, tensors: Mapping[str, Any]) -> bool:
         """Return whether the buffer is large enough for `tensors`."""
@@ -77,14 +83,12 @@ class DeviceSender:
 
     def send(self, tensors: Mapping[str, Any]) -> None:
         """Send name -> CPU tensor to all engines, which check what arrived. Raises SamplingError if it differs."""
-        from rlhf_core.sampling.vllm_worker import probe_weights
-
         self._source.tensors = tensors
         try:
             self._engine.send_weights()
+            self._client.check(self._source.probes())
         finally:
             self._source.tensors = {}
-        self._client.check(probe_weights(tensors))
 
 
 class EngineClient:
@@ -96,8 +100,6 @@ class EngineClient:
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Join every engine to the group; engine e takes the NCCL ranks after those of the engines before it."""
-        import ray
-
         infos = [dict(init_info) for _ in self._engines]
         if "rank_offset" in init_info:
             for index, info in enumerate(infos):
@@ -118,13 +120,9 @@ class EngineClient:
 
     def check(self, probes: Probes) -> None:
         """Compare the weights of every engine with rows of those that were sent."""
-        import ray
-
         ray.get([engine.check_probes.remote(probes) for engine in self._engines])
 
     def _all(self, verb: TransferVerb, info: Any) -> None:
-        import ray
-
         ray.get([engine.transfer.remote(verb, info) for engine in self._engines])
 
 
@@ -151,32 +149,3 @@ def _largest(tensors: Mapping[str, Any]) -> int:
 
 def _bytes(tensor: Any) -> int:
     return int(tensor.numel() * tensor.element_size())
-
-
-def init_info(transfer: Transfer, *, world: int, host: str, buffer_bytes: int) -> Any:
-    """Return the initial settings of vLLM's trainer side. With NCCL, chunks grow as needed, without `buffer_bytes`."""
-    if transfer == "ipc":
-        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-
-        return IPCTrainerInitInfo(packed=True, rank=0, packed_buffer_size_bytes=buffer_bytes)
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-
-    return NCCLTrainerInitInfo(master_address=host, master_port=free_port(), world_size=world, packed=True, rank=0)
-
-
-def _source() -> Any:
-    """Return vLLM's `WeightSource` over a mapping that is set before each send; tensors go to the GPU one by one."""
-    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
-
-    class MappingSource(WeightSource):
-        def __init__(self) -> None:
-            self.tensors: Mapping[str, Any] = {}
-
-        def metadata(self) -> list[Any]:
-            return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
-
-        def __iter__(self) -> Iterator[tuple[str, Any]]:
-            for name, tensor in self.tensors.items():
-                yield name, tensor.to("cuda")
-
-    return MappingSource()

@@ -8,18 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 BUCKET_BYTES = 2**28
 """Maximum size of one object in the store, unless a single tensor is larger. The store has room for a bucket where a
 whole model would not fit, spills buckets one by one, and another node pulls several at once.
 """
-
-
-@dataclass(frozen=True)
-class StoredWeights:
-    """Payload of `Weights` in host memory: one reference per bucket. Inside this object, Ray does not resolve them."""
-
-    refs: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -53,8 +47,6 @@ def buckets(tensors: Mapping[str, Any], *, most_bytes: int = BUCKET_BYTES) -> It
 
 def pack(tensors: Mapping[str, Any]) -> list[PackedTensor]:
     """Return name -> tensor as bytes outside the pickle, so that Ray's readers map them instead of copying."""
-    import torch
-
     packed = []
     for name, tensor in tensors.items():
         flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -65,8 +57,6 @@ def pack(tensors: Mapping[str, Any]) -> list[PackedTensor]:
 
 def unpack(packed: list[PackedTensor]) -> dict[str, Any]:
     """Return name -> CPU tensor that shares the memory of `packed`, in its order. The tensors must not be written to."""
-    import torch
-
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*not writable.*")
         return {

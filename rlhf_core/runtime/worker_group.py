@@ -16,6 +16,7 @@ from rlhf_core.errors import (
     WorkerLostError,
     explain,
 )
+from rlhf_core.runtime.ray_settings import ray
 
 LOOK_EVERY_S = 1.0
 """Seconds between checks, during a call, that Ray itself is still there."""
@@ -93,8 +94,6 @@ class WorkerGroup:
 
     def kill(self) -> None:
         """End the processes of all actors; Ray sends SIGKILL to one that does not respond."""
-        import ray
-
         self._killed = True
         if not self._ray_lost():  # or the call might hang, and no process is left to kill
             for actor in self.actors:
@@ -104,7 +103,9 @@ class WorkerGroup:
         self._check_ray(role, method)
         if self._killed:
             raise self._lost(
-                explain(f"{self.kind}.{role}", method, "its worker is gone", "leave this lease and take a new one")
+                explain(
+                    f"{self.kind}.{role}", method, "its worker has been stopped", "leave this lease and take a new one"
+                )
             )
 
     def _check_ray(self, role: str, method: str) -> None:
@@ -114,8 +115,6 @@ class WorkerGroup:
             raise self._lost(explain(f"{self.kind}.{role}", method, problem, remedy))
 
     def _gather(self, role: str, method: str, refs: Sequence[Any]) -> list[Any]:
-        import ray
-
         deadline = time.monotonic() + self._timeout_s
         waiting = list(refs)
         while waiting:
@@ -134,8 +133,6 @@ class WorkerGroup:
             raise self._died(role, method, 0, error) from error
 
     def _check(self, role: str, method: str, refs: Sequence[Any], ref: Any) -> None:
-        import ray
-
         rank = refs.index(ref)
         try:
             ray.get(ref, timeout=self._timeout_s)
@@ -156,8 +153,6 @@ class WorkerGroup:
 
     def _check_others(self, role: str, method: str, refs: Sequence[Any], failed: Any) -> None:
         """Raise the loss of another rank if it caused the failure of `failed`."""
-        import ray
-
         others = [ref for ref in refs if ref != failed]
         deadline = time.monotonic() + OTHERS_GRACE_S
         while others and time.monotonic() < deadline:
@@ -181,7 +176,7 @@ class WorkerGroup:
                 f"{self.kind}.{role}",
                 f"{method} on worker {rank}",
                 f"no answer within runtime.worker_timeout_s = {self._timeout_s:g}",
-                f"raise it, or look for the cause in {self._log_folder}",
+                f"raise it, or find the cause in {self._log_folder}",
             )
         )
 
@@ -192,7 +187,7 @@ class WorkerGroup:
         return self._lost(explain(f"{self.kind}.{role}", f"{method} on worker {rank}", reason, remedy))
 
 
-_RUN_AGAIN = "run again, it goes on from the last checkpoint"
+_RUN_AGAIN = "run again to resume from the last checkpoint"
 _SMALLER = {
     "trainer": "lower runtime.trainer.micro_batch, or set runtime.trainer.gradient_checkpointing",
     "sampler": "lower runtime.sampler.gpu_memory_fraction, kv_cache_gib or max_num_seqs",

@@ -88,8 +88,10 @@ class HFSampler:
 
     def load_policy(self, policy: Path) -> None:
         """Raise SamplingError: this sampler accepts no other policy."""
-        rule = "transformers loads a policy as fast into a new sampler"
-        raise SamplingError(explain("policy", str(policy), rule, "close this sampler and open another"))
+        rule = "a sampler of transformers cannot load another policy"
+        raise SamplingError(
+            explain("policy", str(policy), rule, "close this sampler and open a new one, which is as fast")
+        )
 
     def versions(self) -> dict[str, str]:
         """Return the versions of torch and transformers."""

@@ -35,6 +35,7 @@ class PolicyFolder:
         """Read the folder. Raises ConfigError if it is no policy folder, if it has fewer positions than
         `max_model_len`, or if the engine would compute rotary positions differently from the trainer.
         """
+        # These import torch and transformers, before which a sampler may have to set variables.
         from rlhf_core.models.architecture import check_longest
         from rlhf_core.models.loading import load_tokenizer
 
@@ -63,7 +64,9 @@ class PolicyFolder:
     ) -> Completion:
         """Return the engine's output as a `Completion`. Raises SamplingError if a log-probability is not finite."""
         if not token_ids:
-            raise SamplingError(explain(f"request (seed {request.seed})", (), "no token came back", "see the log"))
+            raise SamplingError(
+                explain(f"request (seed {request.seed})", (), "no tokens were returned", "see the log of the engine")
+            )
         check_logprobs(request, logprobs)
         return Completion(
             token_ids=token_ids,
@@ -83,7 +86,7 @@ def architecture(policy: Path) -> dict[str, Any]:
 def _read_config(policy: Path) -> dict[str, Any]:
     file = policy / "config.json"
     if not file.is_file():
-        raise ConfigError(explain("policy", str(policy), "no config.json", "point at a Hugging Face model folder"))
+        raise ConfigError(explain("policy", str(policy), "has no config.json", "give a Hugging Face model folder"))
     config: dict[str, Any] = json.loads(file.read_text())
     return config
 

@@ -23,11 +23,13 @@ def tensors_of(weights: Weights) -> Mapping[str, Any]:
 
 def received_tensors(weights: Weights) -> Mapping[str, Any]:
     """Return name -> CPU tensor. Raises SamplingError if the digest differs from that of the tensors that were sent."""
-    from rlhf_core.models.export import weights_digest  # imports torch, which planning must not
+    from rlhf_core.models.digest import weights_digest  # imports torch, which planning must not
 
     tensors = tensors_of(weights)
     received = weights_digest(tensors)
     if received != weights.digest:
         rule = f"the trainer sent {weights.digest[:12]}"
-        raise SamplingError(explain("weights.digest", received[:12], rule, "report this: the transfer is broken"))
+        raise SamplingError(
+            explain("weights.digest", received[:12], rule, "please report this as a bug in the transfer")
+        )
     return tensors

@@ -44,7 +44,7 @@ def check_logprobs(request: SamplingRequest, logprobs: Sequence[float]) -> None:
     if not all(map(math.isfinite, logprobs)):
         where = f"request (seed {request.seed}).logprobs"
         raise SamplingError(
-            explain(where, logprobs[:4], "must be finite", "the policy has diverged: go back to a checkpoint")
+            explain(where, logprobs[:4], "must be finite", "the policy has diverged: return to an earlier checkpoint")
         )
 
 

@@ -1,4 +1,4 @@
-"""Sample with vLLM, with the engine core in the calling process. Only this module imports vLLM's engine.
+"""Sample with vLLM, with the engine core in the calling process.
 
 The engine core runs in-process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`), so torch is not imported twice and no child
 process can leak; for isolation, run this class in a Ray actor. Asynchronous scheduling is off, and prefix caching is
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from rlhf_core.config.engines import SamplingConfig, VllmSamplerConfig
@@ -25,12 +26,10 @@ from rlhf_core.interfaces import DeviceSampler, Probes, SamplerEngine, Transfer,
 from rlhf_core.processes.identity import interface_towards
 from rlhf_core.sampling.policy_folder import PolicyFolder, architecture
 from rlhf_core.sampling.received_weights import received_tensors
-from rlhf_core.sampling.requests import most_tokens
 from rlhf_core.types import Completion, SamplingRequest
 
 logger = logging.getLogger(__name__)
 
-GIB = 1 << 30
 LOOPBACK = "127.0.0.1"
 
 
@@ -78,14 +77,11 @@ class VllmSampler:
 
         Raises SamplingError naming a request that does not fit.
         """
-        from vllm.sampling_params import RequestOutputKind
-
         self._policy.check([request for _, request in new], sampling)
         engine = self._llm.llm_engine
         for number, request in new:
             name = f"advance-{next(self._numbers)}"
-            params = self._sampling_params(request, sampling)
-            params.output_kind = RequestOutputKind.FINAL_ONLY
+            params = self._sampling_params(request, sampling, when_done=True)
             engine.add_request(name, {"type": "token", **self._prompt(request)}, params)
             self._sampled[name] = (number, request)
         finished: list[tuple[int, Completion]] = []
@@ -101,7 +97,7 @@ class VllmSampler:
 
         Raises SamplingError if the received weights differ from those that were sent, or if the engine refuses them.
         """
-        from rlhf_core.sampling.vllm_worker import probe_weights
+        from rlhf_core.sampling.vllm_worker import probe_weights  # imports torch, as vLLM does
 
         tensors = received_tensors(weights)
         self._reload(weights_iterator=list(tensors.items()))
@@ -154,8 +150,8 @@ class VllmSampler:
         """Raise SamplingError if the engine's weights differ from `probes` (of `vllm_worker.probe_weights`)."""
         for wrong in self._llm.collective_rpc("mismatched_weights", args=(probes,)):
             if wrong:
-                rule = "the engine still holds other values than were sent"
-                raise SamplingError(explain("weights", wrong[:3], rule, "report this: the reload is broken"))
+                rule = "the engine has other values than those sent"
+                raise SamplingError(explain("weights", wrong[:3], rule, "please report this as a bug in the reload"))
 
     # ------------------------------------------------------------ one request
 
@@ -169,20 +165,8 @@ class VllmSampler:
             self._llm.llm_engine.abort_request(list(self._sampled))
             self._sampled.clear()
 
-    def _sampling_params(self, request: SamplingRequest, sampling: SamplingConfig) -> Any:
-        from vllm import SamplingParams
-
-        greedy = sampling.temperature == 0
-        return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=1.0 if greedy else sampling.top_p,
-            top_k=0 if greedy else sampling.top_k,
-            max_tokens=most_tokens(request, sampling.max_tokens),
-            seed=None if greedy else request.seed,
-            logprobs=0,  # the sampled token's log-probability only
-            stop_token_ids=list(self._policy.stops),
-            detokenize=False,
-        )
+    def _sampling_params(self, request: SamplingRequest, sampling: SamplingConfig, *, when_done: bool = False) -> Any:
+        return _vllm().sampling_params(request, sampling, stops=self._policy.stops, when_done=when_done)
 
     def _completion(self, request: SamplingRequest, output: Any) -> Completion:
         token_ids = tuple(output.token_ids)
@@ -228,16 +212,13 @@ class VllmSampler:
 def import_vllm(config: VllmSamplerConfig, *, threads: int) -> None:
     """Set vLLM's environment and import it."""
     prepare_environment(config, threads=threads)
-    import vllm
-
-    _ = vllm.LLM  # imported lazily; most of the start-up time
+    _vllm()
 
 
 def built_for() -> str:
     """Return the device type that the installed vLLM is built for."""
-    from vllm.platforms import current_platform
-
-    return str(current_platform.device_type)
+    platform: str = _vllm().platform()
+    return platform
 
 
 def open_sampler(policy: Path, config: VllmSamplerConfig, *, threads: int, transfer: Transfer) -> DeviceSampler:
@@ -272,38 +253,11 @@ def prepare_environment(config: VllmSamplerConfig, *, threads: int) -> None:
 
 
 def _start_engine(policy: Path, config: VllmSamplerConfig, *, transfer: Transfer) -> Any:
-    import torch
-    from vllm import LLM
+    return _vllm().start(policy, config, transfer=transfer)
 
-    on_gpu = torch.cuda.is_available()
-    place: dict[str, Any] = (
-        {"gpu_memory_utilization": config.gpu_memory_fraction}
-        if on_gpu
-        # A prompt that is split between two passes resets its generator, which torch's CPU generators cannot do.
-        else {"kv_cache_memory_bytes": int(config.kv_cache_gib * GIB), "enable_chunked_prefill": False}
-    )
-    if transfer:
-        place["weight_transfer_config"] = {"backend": transfer}
-    try:
-        return LLM(
-            model=str(policy),
-            skip_tokenizer_init=True,
-            generation_config="vllm",  # the policy's own sampling defaults would override SamplingConfig
-            dtype=config.dtype,
-            max_model_len=config.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            tensor_parallel_size=config.tensor_parallel,
-            distributed_executor_backend="mp" if config.tensor_parallel > 1 else "uni",
-            enforce_eager=config.enforce_eager,
-            enable_prefix_caching=config.prefix_caching,
-            enable_sleep_mode=config.sleep,
-            async_scheduling=False,
-            logprobs_mode="processed_logprobs",
-            seed=0,
-            worker_extension_cls="rlhf_core.sampling.vllm_worker.WeightReload",
-            **place,
-        )
-    except Exception as error:
-        raise SamplingError(
-            explain("policy", str(policy), f"vLLM could not start: {error}", "see the worker's log for the first error")
-        ) from error
+
+def _vllm() -> ModuleType:
+    """Return the module that uses vLLM, which reads the variables of `prepare_environment` when it is imported."""
+    from rlhf_core.sampling import vllm_engine
+
+    return vllm_engine

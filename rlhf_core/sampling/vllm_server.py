@@ -105,7 +105,7 @@ class Server:
             await self._post("/update_weight_version", {"new_version": RELOADING})
             wrong = await self._load_on_workers(folder, digest)
             if wrong:
-                remedy = "let it see runtime.sampler.weights_folder, serve the same architecture, and start it again"
+                remedy = "give it access to runtime.sampler.weights_folder, serve the same architecture, and restart it"
                 raise SamplingError(explain("weights", self.url, "; ".join(wrong[:3]), remedy))
             await self._post("/update_weight_version", {"new_version": label})
         except BaseException:
@@ -137,12 +137,12 @@ class Server:
             aligned = [entry["token_id"] for entry in entries] == tokens
             logprobs = [float(entry["logprob"]) for entry in entries]
         except (LookupError, TypeError, ValueError) as error:
-            raise ServerFailed(self.url, f"answered something else than a completion: {error!r}", status=422) from None
+            raise ServerFailed(self.url, f"returned something other than a completion: {error!r}", status=422) from None
         if versions != {label}:
             self.stale = True
             raise ServerFailed(self.url, f"sampled with the weights {sorted(versions)} instead of {label}")
         if not aligned or choice["finish_reason"] not in ("stop", "length"):
-            raise ServerFailed(self.url, f"gave up a completion ({choice['finish_reason']})")
+            raise ServerFailed(self.url, f"aborted a completion ({choice['finish_reason']})")
         return tokens, [math.nan if one <= LEAST_LOGPROB else one for one in logprobs]
 
     async def ask(
@@ -161,7 +161,7 @@ class Server:
         except TimeoutError:
             raise ServerFailed(self.url, f"took longer than {timeout_s:g} s for {route}") from None
         except httpx.HTTPError as error:
-            raise ServerFailed(self.url, f"cannot be asked for {route}: {error!r}") from None
+            raise ServerFailed(self.url, f"cannot be reached for {route}: {error!r}") from None
         if response.is_error:
             said = without_secrets(response.text)[:SHOWN_CHARACTERS]
             raise ServerFailed(
@@ -171,7 +171,7 @@ class Server:
             return response.json() if response.content else None
         except ValueError:
             said = without_secrets(response.text)[:SHOWN_CHARACTERS]
-            raise ServerFailed(self.url, f"answered {route} with what is no JSON: {said}") from None
+            raise ServerFailed(self.url, f"answered {route} with invalid JSON: {said}") from None
 
     async def _post(
         self, route: str, body: Mapping[str, Any] | None = None, *, params: Mapping[str, str] | None = None

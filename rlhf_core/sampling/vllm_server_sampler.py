@@ -25,12 +25,16 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from safetensors.torch import save_file
+
 from rlhf_core.config.engines import SamplingConfig, VllmServerSamplerConfig
 from rlhf_core.errors import SamplerLostError, SamplingError, explain
 from rlhf_core.interfaces import EngineSampler, SamplerEngine, Transfer, Weights
+from rlhf_core.models.digest import weights_digest
 from rlhf_core.sampling.policy_folder import PolicyFolder, architecture
 from rlhf_core.sampling.received_weights import tensors_of
 from rlhf_core.sampling.vllm_server import Server, ServerFailed, generate_body, open_client
+from rlhf_core.sampling.vllm_worker import read_tensors
 from rlhf_core.schema.secrets import bearer, resolved
 from rlhf_core.types import Completion, SamplingRequest
 
@@ -109,8 +113,6 @@ class VllmServerSampler:
 
     def load_weights(self, weights: Weights, *, version: int) -> None:
         """Write `weights` (payload: name -> CPU tensor) to the folder and let every server load and check them."""
-        from safetensors.torch import save_file
-
         sent = tensors_of(weights)
         folder = self._next_folder()
         folder.mkdir(parents=True)
@@ -127,9 +129,6 @@ class VllmServerSampler:
 
     def load_policy(self, policy: Path) -> None:
         """Load the weights of a policy's folder; completions carry version 0."""
-        from rlhf_core.models.export import weights_digest
-        from rlhf_core.sampling.vllm_worker import read_tensors
-
         folder = self._next_folder()
         folder.mkdir(parents=True)
         for file in sorted(policy.glob("*.safetensors*")):
@@ -191,7 +190,7 @@ class VllmServerSampler:
                 explain(KEY, list(self.config.urls), _reasons(lost), "start the servers, and run again")
             )
         for failure in lost:
-            logger.warning("%s: left out until the next weights: %s", KEY, failure)
+            logger.warning("%s: a server is not used until the next weights are loaded: %s", KEY, failure)
         return [result for result in results if not isinstance(result, BaseException)]
 
     # ------------------------------------------------------------ requests
@@ -218,10 +217,14 @@ class VllmServerSampler:
                     failed.append(failure)
                     server.failures += 1
                     if server.failures == 1:
-                        logger.warning("%s: asked last until the next weights: %s", KEY, failure)
+                        logger.warning(
+                            "%s: a server gets requests only if all others have failed, until the next weights are loaded: %s",
+                            KEY,
+                            failure,
+                        )
                 finally:
                     server.in_flight -= 1
-        remedy = "look for the cause in the servers' logs, and run again"
+        remedy = "find the cause in the servers' logs, and run again"
         raise SamplerLostError(explain(f"request (seed {request.seed})", "unanswered", _reasons(failed), remedy))
 
     def _next_server(self, asked: set[str]) -> Server | None:

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
+
+from rlhf_core.models.digest import weights_digest
 
 PROBE_ROWS = 64
 
@@ -32,8 +35,6 @@ class WeightReload:
 
     def load_folder(self, folder: str, digest: str) -> list[str]:
         """Load the safetensors of `folder` if they have `digest`; return a list of problems, empty on success."""
-        from rlhf_core.models.export import weights_digest
-
         tensors = read_tensors(Path(folder))
         received = weights_digest(tensors)
         if received != digest:
@@ -41,7 +42,7 @@ class WeightReload:
         worker: Any = self
         worker.reload_weights(weights_path=folder)
         self.repack_heads()
-        return [f"{name} still has other values" for name in self.mismatched_weights(probe_weights(tensors))]
+        return [f"{name} has other values than those sent" for name in self.mismatched_weights(probe_weights(tensors))]
 
     def repack_heads(self) -> None:
         """Repack the LM head from its weight.
@@ -70,8 +71,6 @@ class WeightReload:
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """Return all tensors of the safetensors files in `folder`; they stay on disk until they are read."""
-    from safetensors.torch import load_file
-
     tensors: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(file)

@@ -29,7 +29,7 @@ from rlhf_core.secrets.redaction import (
 
 M = TypeVar("M", bound=BaseModel)
 
-REMEDY = "and set that variable where the run is started"
+REMEDY = "and set that variable where you start the run"
 
 
 class HoldsSecrets:
@@ -123,7 +123,7 @@ def _read(variable: str, key: str, shown: str, *, quoted: bool = False) -> str:
     value = os.environ.get(variable, "")
     if not value:
         rule = "is not set" if shown == variable else f"{variable} is not set"
-        remedy = "export it where the run is started; for ray-job, where `ray start` is"
+        remedy = "export it where you start the run; for ray-job, where you run `ray start`"
         raise ConfigError(explain(key, shown, rule, remedy))
     know(value)
     return quote(value, safe="") if quoted else value
@@ -148,8 +148,12 @@ def refuse_plain(name: str, value: Any, *, remedy: str = "") -> None:
     for path, last, text in _texts(value, name, name):
         if name.endswith("_env"):
             if text and not re.fullmatch(r"[A-Za-z_]\w*", text):
-                rule = "holds the name of an environment variable, and this is none"
-                raise ConfigError(explain(path, HIDDEN, rule, "put the secret into a variable, and its name here"))
+                rule = "must be the name of an environment variable"
+                raise ConfigError(
+                    explain(
+                        path, HIDDEN, rule, "put the secret into a variable, and give the name of that variable here"
+                    )
+                )
         elif is_plain_secret(last, text):
             raise ConfigError(_refused(path, last, text, remedy))
 
@@ -167,7 +171,7 @@ def _refused(path: str, name: str, text: str, remedy: str) -> str:
     variable = re.sub(r"\W+", "_", name).upper()
     whole = is_secret_name(name)
     write = f'write "env:{variable}"' if whole else 'write "${env:NAME}" in its place'
-    rule = "is a secret in clear, which keys, records and pages would show"
+    rule = "is a secret in plain text, which keys, records and pages would show"
     return explain(path, HIDDEN if whole else hidden(name, text), rule, remedy or f"{write}, {REMEDY}")
 
 

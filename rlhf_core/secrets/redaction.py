@@ -202,7 +202,7 @@ def shown(url: str) -> str:
     try:
         parts = urlsplit(url)
     except ValueError:
-        return "an address that cannot be read"
+        return "an unreadable address"
     _, at, host = parts.netloc.rpartition("@")
     return urlunsplit((parts.scheme, f"{HIDDEN}@{host}" if at else host, parts.path, "", ""))
 

@@ -169,7 +169,7 @@ class StageContext:
         """Raise StageStopped. Call it after `stopping` returned True and all work has been saved."""
         self.checkpoints.settle()  # before the engines are released, because they may still be writing
         why = stopping.reason()
-        logger.warning("%s: %s; saved, and the same command goes on from here", self.label, why)
+        logger.warning("%s: %s; saved, run the same command again to resume", self.label, why)
         raise stopping.StageStopped(why)
 
     def wait(self, what: str) -> NoReturn:

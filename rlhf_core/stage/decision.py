@@ -185,7 +185,7 @@ def decide_work(store: ArtifactStore, spec: StageSpec, target: Target, *, force:
         return Decision("RESUME", f"from step {checkpoint.step} of attempt {number}{said}", target.key, checkpoint.step)
     work = attempts.unfinished_work(folder)
     if work:
-        return Decision("RESUME", f"from what attempt {number} left in {', '.join(work[:3])}{said}", target.key, None)
+        return Decision("RESUME", f"from the files of attempt {number}: {', '.join(work[:3])}{said}", target.key, None)
     why = target.why if target.why and not past else _why_run(store, spec, target, past)
     return Decision("RUN", why, target.key, None)
 
@@ -224,7 +224,7 @@ def _why_run(store: ArtifactStore, spec: StageSpec, target: Target, past: list[a
     path = store.layout.label(spec.label)
     last = read_stored(path, _Note)
     if last is None:
-        return "the note of what it was last cannot be read" if path.exists() else "first run"
+        return "the record of its last configuration cannot be read" if path.exists() else "first run"
     if last.key == target.key:
         return _lost(store, target.key)
     made = store.record(last.key) if "environment" in target.payload else None
@@ -232,7 +232,9 @@ def _why_run(store: ArtifactStore, spec: StageSpec, target: Target, past: list[a
     changes = list(differences(spec.label, then | last.payload, target.payload, last.code, target.code))
     more = f" and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
     return (
-        ", ".join(changes[:_SHOWN]) + more if changes else "what it was made with is not known, or no longer asked for"
+        ", ".join(changes[:_SHOWN]) + more
+        if changes
+        else "the versions it was made with are unknown, or no longer part of the key"
     )
 
 
@@ -276,7 +278,7 @@ def differences(
         yield from other_versions(old.get("environment", {}), new["environment"])
     if old.get("code") != new.get("code"):
         modules = changed_modules(old_code, new_code)
-        yield f"code changed ({', '.join(modules)})" if modules else "code counts in the key now, or no longer"
+        yield f"code changed ({', '.join(modules)})" if modules else "the code was added to the key, or removed from it"
 
 
 def _changes(path: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:

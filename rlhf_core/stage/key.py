@@ -116,7 +116,7 @@ def stage_module(spec: StageSpec) -> ModuleType:
     """Return the imported module of the stage. Raises ConfigError if it has no `run`. Call it only to run the stage."""
     module = importlib.import_module(spec.module)
     if not hasattr(module, "run"):
-        raise ConfigError(explain("module", spec.module, "has no run", "see docs/add_a_stage.md"))
+        raise ConfigError(explain("module", spec.module, "has no function `run`", "see docs/add_a_stage.md"))
     return module
 
 

@@ -53,7 +53,7 @@ def execute(
     the beginning and replaces the record. `tracking` (run ids, urls) is kept in the record.
     """
 
-    def told(decision: Decision) -> Decision:
+    def reported(decision: Decision) -> Decision:
         logger.info("%s: %s: %s", spec.label, decision.action, decision.reason)
         if on_decision is not None:
             on_decision(decision)
@@ -62,20 +62,20 @@ def execute(
     target = target_of(store, spec, strict=strict)
     found = None if force else _take(store, spec, target)
     if found is not None:
-        return found[0].handle, told(found[1])
+        return found[0].handle, reported(found[1])
 
     attached: list[Decision] = []
 
     def attach(owner: Owner) -> None:
-        attached.append(told(Decision("ATTACH", f"{owner} is computing it", target.key, None)))
+        attached.append(reported(Decision("ATTACH", f"{owner} is computing it", target.key, None)))
 
     with naming_disk_errors(store.root), store.lease(target.key, on_wait=attach) as lease:
         if not unfit(store, spec, target.key):
             found = None if force else _take(store, spec, target)
             if found is not None:
-                return found[0].handle, attached[0] if attached else told(found[1])
+                return found[0].handle, attached[0] if attached else reported(found[1])
             check_secrets(spec)
-            decision = told(decide_work(store, spec, target, force=force))
+            decision = reported(decide_work(store, spec, target, force=force))
             _remember(store, spec, target)
             run = _begin(store, spec, target, lease, decision, force=force, tracking=tracking)
             return _finish(store, run, runtime, tracker, progress), decision
@@ -185,7 +185,7 @@ def _finish(
     try:
         context.checkpoints.settle()
     except Exception as error:  # the stage has committed: no attempt will resume from this checkpoint
-        logger.warning("%s: the last checkpoint could not be written: %s", run.spec.label, error)
+        logger.warning("%s: could not write the last checkpoint: %s", run.spec.label, error)
     _note_end(folder, run)
     attempts.clear(folder, keep_metrics=True, until=run.attempt)
     attempts.give_way(folder, run.attempt)
@@ -205,7 +205,7 @@ def _check_committed(store: ArtifactStore, run: RunningAttempt, handle: object) 
     record = store.record(run.target.key)
     name = f"{run.spec.module}.run"
     if record is None or (record.attempts, record.started) != (run.attempt.number, run.attempt.started):
-        rule = "returned without a commit"
+        rule = "returned without committing an artifact"
         raise ArtifactError(explain(name, type(handle).__name__, rule, "return context.commit(...)"))
     if record.handle != handle:
         rule = "returned another handle than it committed"
@@ -224,11 +224,11 @@ def _note_failure(folder: Path, run: RunningAttempt, error: BaseException) -> No
         attempts.give_way(folder, run.attempt)
         raise
     except OSError as full:  # the error being recorded matters more than the failure to record it
-        logger.error("%s: the failure of attempt %d could not be noted: %s", label, run.attempt.number, full)
+        logger.error("%s: could not record the failure of attempt %d: %s", label, run.attempt.number, full)
 
 
 def _remember(store: ArtifactStore, spec: StageSpec, target: Target) -> None:
     try:
         remember(store, spec, target)
     except OSError as error:
-        logger.warning("%s: what it is now could not be noted: %s", spec.label, error)
+        logger.warning("%s: could not record its current key and configuration: %s", spec.label, error)

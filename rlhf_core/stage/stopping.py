@@ -116,5 +116,5 @@ class _Listener:
         self._watchdog = threading.Timer(GRACE_S, os.kill, (os.getpid(), number))
         self._watchdog.daemon = True
         self._watchdog.start()
-        message = "saving, then stopping; once more stops at once"
+        message = "saving, then stopping; repeat to stop immediately"
         threading.Thread(target=logger.warning, args=(message,), daemon=True).start()

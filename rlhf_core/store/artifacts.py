@@ -91,7 +91,7 @@ class ArtifactStore:
         """Return the folder of a handle. Raises ArtifactError if it does not exist."""
         folder = self.folder(ref.uri)
         if not folder.is_dir():
-            remedy = "run the pipeline again to make it, or bring the folder back"
+            remedy = "run the pipeline again to make it, or restore the folder"
             raise ArtifactError(explain(f"{type(ref).__name__}.uri", ref.uri, f"is not in {self.root}", remedy))
         return folder
 
@@ -119,7 +119,7 @@ class ArtifactStore:
             record, damage = self._check(key)
         if record is not None and not damage:
             return record if self._is_trusted(record) else None
-        logger.warning("store: the artifact of key %s is damaged: %s; put into quarantine", key[:12], damage)
+        logger.warning("store: the artifact of key %s is damaged: %s; moved to quarantine", key[:12], damage)
         maintenance.set_aside_record(self.layout, key, damage)
         if record is not None:
             quarantine_object(self.layout, object_digest(record.handle), damage)
@@ -148,8 +148,8 @@ class ArtifactStore:
             problem = object_damage(folder, deep=False) if folder.exists() else ""
             if problem:
                 quarantine_object(self.layout, digest, problem)
-                rule = f"is damaged ({problem}) and was put into quarantine"
-                raise ArtifactError(explain(f"{type(ref).__name__}.uri", ref.uri, rule, "run again: it is made again"))
+                rule = f"is damaged ({problem}) and was moved to quarantine"
+                raise ArtifactError(explain(f"{type(ref).__name__}.uri", ref.uri, rule, "run again to make it again"))
 
     def records(self) -> list[KeyRecord]:
         """Return all readable key records, oldest first, without checking their objects."""
@@ -174,13 +174,13 @@ class ArtifactStore:
         try:
             os.utime(self.layout.key(key))
         except OSError as error:
-            logger.warning("store: the use of key %s could not be noted: %s", key[:12], error)
+            logger.warning("store: could not record the use of key %s: %s", key[:12], error)
 
     def external(self, kind: type[R], path: Path) -> R:
         """Return a handle for a user's folder outside the store; unchanged files are hashed only once."""
         folder = Path(path).expanduser().absolute()
         if not folder.is_dir():
-            raise ArtifactError(explain("path", str(path), "is not a folder", "mend the path"))
+            raise ArtifactError(explain("path", str(path), "is not a folder", "fix the path"))
         digest = tree_digest(self._hash_external(folder))
         return kind(uri=f"{_FILE}{folder}", digest=digest)
 
@@ -259,7 +259,7 @@ class ArtifactStore:
     def _check(self, key: str) -> tuple[KeyRecord | None, str]:
         record, problem = parse_record(self.layout.key(key))
         if record is None:
-            return None, f"its record {problem}" if problem else "its record is gone"
+            return None, f"its record {problem}" if problem else "its record is missing"
         return record, object_damage(self.layout.object(object_digest(record.handle)), deep=False)
 
     def _store_object(self, out: Path, files: Mapping[str, FileEntry], digest: str) -> None:
@@ -296,7 +296,7 @@ class ArtifactStore:
         if self.external(type(ref), Path(ref.uri.removeprefix(_FILE))).digest != ref.digest:
             rule = "has changed since its digest was taken"
             raise ArtifactError(
-                explain(f"{type(ref).__name__}.uri", ref.uri, rule, "run again: it counts as it is now")
+                explain(f"{type(ref).__name__}.uri", ref.uri, rule, "run again to use its current content")
             )
 
     def _hash_external(self, folder: Path) -> dict[str, FileEntry]:
@@ -328,10 +328,10 @@ def object_digest(handle: ArtifactRef) -> str:
 def _seal(out: Path) -> dict[str, FileEntry]:
     """Return the hashed files of `out`, all of them on the disk."""
     if (out / MANIFEST).exists():
-        raise ArtifactError(explain("artifact", MANIFEST, "is the store's own file", "use another name"))
+        raise ArtifactError(explain("artifact", MANIFEST, "is a name that the store reserves", "use another name"))
     links = [path for path in list_files(out) if (out / path).is_symlink()]
     if links:
-        raise ArtifactError(explain("artifact", links[0], "is a link, which may break later", "copy the file"))
+        raise ArtifactError(explain("artifact", links[0], "is a symbolic link, which may break later", "copy the file"))
     files = hash_tree(out)
     if not files:
         raise ArtifactError(explain("artifact", str(out), "is empty", "write the artifact into context.out"))
@@ -349,7 +349,9 @@ def _handle(
     fields: dict[str, Any] = {"uri": f"{_STORE}{digest}", "digest": digest, "parents": parents}
     for field, (folder, child_kind) in children.items():
         if not any(path.startswith(f"{folder}/") for path in files):
-            raise ArtifactError(explain(f"children.{field}", folder, "holds no files", "write them, or drop the child"))
+            raise ArtifactError(
+                explain(f"children.{field}", folder, "contains no files", "write files into it, or remove this child")
+            )
         child_digest = tree_digest(files, under=folder)
         fields[field] = child_kind(uri=f"{_STORE}{digest}/{folder}", digest=child_digest, parents=parents)
     return kind(**fields)

@@ -106,7 +106,7 @@ def abandon(folder: Path, *, committed: bool) -> tuple[str, Attempt] | None:
     label, past = _read(folder)
     if not past or past[-1].status != "running":
         return None
-    failure = f"process {past[-1].pid} on {past[-1].host} ended without a word"
+    failure = f"process {past[-1].pid} on {past[-1].host} ended without reporting a result"
     status: Status = "committed" if committed else "interrupted"
     end(folder, past[-1], label=label, status=status, failure=failure, seconds=past[-1].seconds)
     return label, replace(past[-1], status=status, failure=failure)

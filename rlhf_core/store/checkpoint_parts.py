@@ -50,7 +50,7 @@ def wait_for_parts(folder: Path, *, stalled_s: float = STALLED_SECONDS) -> None:
         if grown != size:
             size, since = grown, time.monotonic()
         elif time.monotonic() - since > stalled_s:
-            rule, remedy = f"nothing was written for {stalled_s:g} s", "see whether the disk of the store answers"
+            rule, remedy = f"nothing was written for {stalled_s:g} s", "check whether the disk of the store responds"
             raise ArtifactError(explain("checkpoint.part", _name(notes[0], folder), rule, remedy))
         time.sleep(pause)
         pause = min(2 * pause, _SLOWEST_POLL)
@@ -64,7 +64,7 @@ def _write(note: Path, held: BinaryIO, write: Callable[[], None]) -> None:
         try:
             write()
         except BaseException as error:
-            logger.error("checkpoint part %s could not be written", note, exc_info=error)
+            logger.error("could not write the checkpoint part %s", note, exc_info=error)
             _note_failure(note, held, error)
         else:
             note.unlink(missing_ok=True)
@@ -83,7 +83,7 @@ def _failure(note: Path, folder: Path) -> ArtifactError:
     reason = note.read_text(encoding="utf-8", errors="replace")
     if not reason:
         return disk_full(folder.parent)
-    remedy = "look for the cause in the log of the worker; the checkpoint before this one is whole"
+    remedy = "find the cause in the log of the worker; the checkpoint before this one is complete"
     return ArtifactError(explain("checkpoint.part", _name(note, folder), f"could not be written ({reason})", remedy))
 
 
@@ -96,7 +96,7 @@ def _check_writer(note: Path, folder: Path) -> None:
                 return  # the writer finished between the listing and this check
     except (BlockingIOError, FileNotFoundError):
         return
-    remedy = "run again, it goes on from the checkpoint before this one"
+    remedy = "run again to resume from the checkpoint before this one"
     raise ArtifactError(explain("checkpoint.part", _name(note, folder), "its writer died", remedy))
 
 

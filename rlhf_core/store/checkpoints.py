@@ -68,7 +68,9 @@ class Checkpoints:
         if keep_last < 1:
             raise ConfigError(explain("keep_last", keep_last, "must be >= 1", "keep at least the newest checkpoint"))
         if keep_best < 0:
-            raise ConfigError(explain("keep_best", keep_best, "must be >= 0", "use 0 to keep none for its metric"))
+            raise ConfigError(
+                explain("keep_best", keep_best, "must be >= 0", "use 0 to keep no checkpoints for their metric")
+            )
         self.root = Path(root)
         self.keep_last = keep_last
         self.keep_best = keep_best
@@ -140,7 +142,7 @@ class Checkpoints:
         try:
             self._sealing.settle()
         except Exception as failure:
-            logger.error("%s: the last checkpoint could not be written: %s", self.root, failure)
+            logger.error("%s: could not write the last checkpoint: %s", self.root, failure)
             error.add_note(f"the last checkpoint could not be written: {failure}")
 
     def _finish(self, folder: Path, step: int, noted: dict[str, Any]) -> None:
@@ -241,14 +243,14 @@ def _read(folder: Path) -> Checkpoint | None:
 
 def _warned(folder: Path, problem: str) -> bool:
     if problem:
-        logger.warning("checkpoint %s is skipped: %s", folder, problem)
+        logger.warning("skipping checkpoint %s: %s", folder, problem)
     return bool(problem)
 
 
 def _problem(folder: Path) -> str:
     marker = read_stored(folder / _COMPLETE, _Marker)
     if marker is None:
-        return f"it has no {_COMPLETE} marker that can be read"
+        return f"it has no readable {_COMPLETE} marker"
     for path, size in marker.sizes.items():
         file = folder / path
         if not file.is_file():

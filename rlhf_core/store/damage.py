@@ -33,8 +33,8 @@ class Finding:
     good: float
 
     def __str__(self) -> str:
-        known = datetime.fromtimestamp(self.good, UTC).strftime("%Y-%m-%d %H:%M UTC") if self.good else "nobody knows"
-        return f"object {self.object[:12]}, which was found damaged ({self.problem}); last good: {known}"
+        known = datetime.fromtimestamp(self.good, UTC).strftime("%Y-%m-%d %H:%M UTC") if self.good else "unknown"
+        return f"object {self.object[:12]}, which was found damaged ({self.problem}); last known good: {known}"
 
 
 def quarantine_object(layout: StoreLayout, digest: str, problem: str) -> None:
@@ -64,7 +64,10 @@ def findings(layout: StoreLayout, uris: Iterable[str], *, known: Collection[str]
             if path.stem in known:
                 continue
             table = read_json(path) or {}
-            problem, good = str(table.get("problem", "its note cannot be read")), float(table.get("good", 0.0))
+            problem, good = (
+                str(table.get("problem", "the record of the damage cannot be read")),
+                float(table.get("good", 0.0)),
+            )
             found.append(Finding(path.stem, digest, problem, good))
     return found
 

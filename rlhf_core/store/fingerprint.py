@@ -76,7 +76,7 @@ def _plain(value: Any, where: str) -> Any:
         explain(
             where or "value",
             value,
-            f"a {type(value).__name__} has no stable text, so it cannot enter a key",
+            f"a {type(value).__name__} has no stable text form, so it cannot be part of a key",
             "use numbers, text, lists and tables",
         )
     )
@@ -111,7 +111,7 @@ def list_files(folder: Path) -> tuple[str, ...]:
             path = Path(parent, name)
             place = path.resolve() if path.is_symlink() else path
             if path.is_symlink() and any(holder.is_relative_to(place) for holder in holders):
-                rule = "is a link to a folder that holds it"
+                rule = "is a link to a folder that contains it"
                 raise ArtifactError(explain("folder", str(path), rule, "remove the link"))
             above[os.path.join(parent, name)] = holders | {place} if path.is_symlink() else holders  # noqa: PTH118  # as os.walk
     return tuple(sorted(found))
@@ -269,7 +269,7 @@ def parse_source(source: bytes, path: str) -> ast.Module:
     except SystemError:  # CPython 3.11 shares one parser depth counter between threads; a second try is right
         return parse_source(source, path)
     except SyntaxError as error:
-        raise ConfigError(explain("module", path, f"is not valid Python ({error})", "mend the file")) from error
+        raise ConfigError(explain("module", path, f"is not valid Python ({error})", "fix the file")) from error
 
 
 def _syntax(node: ast.AST) -> str:

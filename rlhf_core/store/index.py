@@ -208,7 +208,7 @@ def _save(layout: StoreLayout, name: str, entries: Mapping[str, list[Any]]) -> N
     try:
         write_text(layout.index / name, f"{_heading(content)}\n{content}", durable=False)
     except OSError as error:  # the disk is full, or this user may not write to the store
-        logger.debug("store: the index was not written: %s", error)
+        logger.debug("store: could not write the index: %s", error)
 
 
 def _heading(content: str) -> str:

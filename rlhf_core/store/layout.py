@@ -109,8 +109,8 @@ def check_schema(root: Path) -> None:
     stored = read_json(marker)
     schema = 1 if stored is None and not marker.exists() else (stored or {}).get("schema")
     if not isinstance(schema, int):
-        remedy = f"delete {marker} if this version wrote the store: it is written anew"
-        raise ArtifactError(f"store = {root}: its {MARKER} cannot be read; {remedy}")
+        remedy = f"delete {marker} if this version wrote the store: it is written again"
+        raise ArtifactError(f"store = {root}: the file {MARKER} in it cannot be read; {remedy}")
     if schema > SCHEMA:
         rule = f"was written by a newer version (schema {schema}, this one knows {SCHEMA})"
         raise ArtifactError(f"store = {root}: {rule}; upgrade, or choose another folder with RLHF_HOME or `store`")
@@ -301,7 +301,7 @@ def naming_disk_errors(root: Path) -> Iterator[None]:
 def not_writable(root: Path, error: OSError) -> ArtifactError:
     """Return the error for a store that this user cannot write to, or that is mounted read-only."""
     rule = f"cannot be written to ({error.strerror}: {error.filename})"
-    remedy = "give yourself the permission, or choose another folder: set `store` in the profile, or RLHF_HOME"
+    remedy = "change the permissions, or choose another folder: set `store` in the profile, or RLHF_HOME"
     return ArtifactError(explain("store", str(root), rule, remedy))
 
 
@@ -311,9 +311,7 @@ def _is_below(name: object, root: Path) -> bool:
 
 def disk_full(root: Path) -> ArtifactError:
     """Return the error for a full disk."""
-    remedy = (
-        "free space, or move it: set `store` in the profile, or RLHF_HOME; nothing was lost, the same command resumes"
-    )
+    remedy = "free space, or move it: set `store` in the profile, or RLHF_HOME; nothing was lost, run the same command again to resume"
     return ArtifactError(explain("store", str(root), "the disk is full", remedy))
 
 

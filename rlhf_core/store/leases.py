@@ -73,7 +73,7 @@ class Lease:
         try:
             holder = _read(self.folder, self.key)
         except OSError as error:
-            logger.warning("lease %s could not be read: %s", self.key[:12], error)
+            logger.warning("could not read lease %s: %s", self.key[:12], error)
             return True
         return holder is not None and holder.token == self.owner.token
 
@@ -86,7 +86,12 @@ class Lease:
         if holder is None or holder.token != self.owner.token:
             taker = "nobody" if holder is None else str(holder)
             raise ArtifactError(
-                explain(f"lease {self.key[:12]}", taker, "took over while this process was not heard of", "run again")
+                explain(
+                    f"lease {self.key[:12]}",
+                    taker,
+                    "took the lease over, because this process had not renewed it",
+                    "run again",
+                )
             )
 
     @contextmanager
@@ -172,7 +177,7 @@ def _is_silent(path: Path) -> bool:
             os.fsync(probe.fileno())
             return Path(probe.name).stat().st_mtime - path.stat().st_mtime > TTL_SECONDS
     except OSError as error:
-        logger.warning("lease %s: its age could not be told: %s", path.stem[:12], error)
+        logger.warning("lease %s: could not determine its age: %s", path.stem[:12], error)
         return False
 
 
@@ -194,7 +199,7 @@ def _acquire(folder: Path, key: str, on_wait: Callable[[Owner], None] | None) ->
                 return Lease(folder, key, ours, waited)
         if not waited:
             waited = True
-            logger.info("lease %s: waiting for %s, which computes it", key[:12], holder)
+            logger.info("lease %s: waiting for %s, which is computing it", key[:12], holder)
             if on_wait is not None:
                 on_wait(holder)
         time.sleep(POLL_SECONDS)
@@ -237,7 +242,7 @@ def _beat(lease: Lease, stop: threading.Event) -> None:
                     return
                 _write(lease.folder, lease.key, replace(holder, expires=time.time() + TTL_SECONDS))
         except (OSError, ArtifactError) as error:
-            logger.warning("lease %s could not be renewed: %s", lease.key[:12], error)
+            logger.warning("could not renew lease %s: %s", lease.key[:12], error)
 
 
 def _release(lease: Lease) -> None:
@@ -256,7 +261,7 @@ def _alone(folder: Path) -> Iterator[None]:
         try:
             _lock(descriptor, folder)
         except OSError as error:
-            rule = f"the disk has no file locks ({error.strerror}), without which two runs could compute one key"
+            rule = f"the disk does not support file locks ({error.strerror}), so two runs could compute the same key"
             remedy = "choose a folder on another disk: set `store` in the profile, or RLHF_HOME"
             raise ArtifactError(explain("store", str(folder.parent), rule, remedy)) from error
         yield
@@ -267,7 +272,7 @@ def _alone(folder: Path) -> Iterator[None]:
 def _lock(descriptor: int, folder: Path) -> None:
     with suppress(BlockingIOError):
         return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    what = "%s: still waiting for a process that changes leases; if it is stopped (Ctrl-Z), let it go on or end it"
+    what = "%s: still waiting for another process to release the lock; if that process is suspended (Ctrl-Z), resume or end it"
     warning = threading.Timer(LOCK_SLOW_SECONDS, logger.warning, (what, folder))
     warning.daemon = True
     warning.start()

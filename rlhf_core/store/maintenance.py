@@ -42,7 +42,7 @@ class Damage:
 
     def __str__(self) -> str:
         whose = f" ({', '.join(self.labels)})" if self.labels else ""
-        made = f"; made from it since its last good check: {', '.join(self.suspects)}" if self.suspects else ""
+        made = f"; made from it since it was last known to be good: {', '.join(self.suspects)}" if self.suspects else ""
         return f"object {self.digest[:12]}{whose}: {self.problem}{made}" if self.digest else f"record: {self.problem}"
 
 
@@ -90,7 +90,7 @@ def verify(layout: StoreLayout, records: Sequence[KeyRecord], unreadable: Sequen
     digests = {path.name for path in layout.objects.glob("*/*")} | set(users)
     damages = []
     for found in unreadable:
-        logger.warning("store: %s; put into quarantine", found)
+        logger.warning("store: %s; moved to quarantine", found)
         set_aside_record(layout, found.path.stem, f"its record {found.problem}")
         damages.append(Damage("", str(found), ()))
     for digest in sorted(digests):
@@ -102,7 +102,7 @@ def verify(layout: StoreLayout, records: Sequence[KeyRecord], unreadable: Sequen
             set_aside_record(layout, record.key, problem)
         quarantine_object(layout, digest, problem)
         labels = tuple(sorted({record.label for record in affected}))
-        logger.warning("store: object %s (%s): %s; put into quarantine", digest[:12], ", ".join(labels), problem)
+        logger.warning("store: object %s (%s): %s; moved to quarantine", digest[:12], ", ".join(labels), problem)
         suspects = {reader.label for reader in readers.get(digest, []) if set_aside_suspect(layout, reader)}
         damages.append(Damage(digest, problem, labels, tuple(sorted(suspects))))
     return damages
@@ -139,7 +139,9 @@ def pin(layout: StoreLayout, target: str, note: str) -> None:
     """Protect the object or record that `target` (a digest, a key or a uri) names from `gc`."""
     name = _object_of(target)
     if not (layout.object(name).is_dir() or layout.key(name).is_file()):
-        raise ArtifactError(explain("pin", target, "names no object and no key of this store", "see `rlhf store ls`"))
+        raise ArtifactError(
+            explain("pin", target, "is neither an object nor a key of this store", "see `rlhf store ls`")
+        )
     write_json(_pin_path(layout, name), {"target": name, "note": note})
 
 
@@ -147,7 +149,7 @@ def unpin(layout: StoreLayout, target: str) -> None:
     """Remove a pin. Raises ArtifactError if there is none."""
     path = _pin_path(layout, _object_of(target))
     if not path.exists():
-        raise ArtifactError(explain("unpin", target, "is not pinned", f"pinned are {sorted(pins(layout))}"))
+        raise ArtifactError(explain("unpin", target, "is not pinned", f"the pins are {sorted(pins(layout))}"))
     path.unlink()
 
 

@@ -56,7 +56,7 @@ def _is_inside(name: str) -> bool:
 def _changed_content(folder: Path, files: Mapping[str, FileEntry], paths: Sequence[str]) -> str:
     found = hash_files(folder, paths) if paths else {}
     changed = [path for path, entry in found.items() if files[path] != entry]
-    return f"{changed[0]} has changed content" if changed else ""
+    return f"{changed[0]} has other content" if changed else ""
 
 
 def _content_damage(folder: Path, files: Mapping[str, FileEntry]) -> str:
@@ -65,5 +65,5 @@ def _content_damage(folder: Path, files: Mapping[str, FileEntry]) -> str:
         return changed
     extra = sorted(set(list_files(folder)) - set(files) - {MANIFEST})
     if extra:
-        return f"{extra[0]} does not belong to it"
-    return "" if tree_digest(files) == folder.name else f"{MANIFEST} does not match the digest"
+        return f"{extra[0]} is not listed in it"
+    return "" if tree_digest(files) == folder.name else f"its {MANIFEST} does not match its digest"

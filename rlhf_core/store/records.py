@@ -105,7 +105,10 @@ def restore_handle(stored: Mapping[str, Any]) -> ArtifactRef:
     if not (isinstance(kind, type) and issubclass(kind, ArtifactRef)):
         raise ArtifactError(
             explain(
-                "handle.type", stored["type"], "is not a handle of rlhf_core.types", "use the version that wrote it"
+                "handle.type",
+                stored["type"],
+                "is not a handle of rlhf_core.types",
+                "use the version of this program that wrote it",
             )
         )
     return kind.model_validate(stored["fields"])
@@ -115,7 +118,7 @@ def parse_record(path: Path) -> tuple[KeyRecord | None, str]:
     """Return the record in a file, or a description of what is wrong with it; neither if the file does not exist."""
     stored = read_json(path)
     if stored is None:
-        return None, "holds no JSON table" if path.exists() else ""
+        return None, "is not a JSON object" if path.exists() else ""
     try:
         record = KeyRecord.model_validate(stored)
     except ArtifactError as error:
@@ -124,11 +127,11 @@ def parse_record(path: Path) -> tuple[KeyRecord | None, str]:
         first = error.errors()[0]
         return None, f"has no valid {'.'.join(map(str, first['loc']))}: {first['msg']}"
     except (KeyError, TypeError) as error:
-        return None, f"holds a handle without {error}"
+        return None, f"contains a handle without {error}"
     if record.key != path.stem:
         return None, f"is the record of another key, {record.key[:12]}"
     bad = next((uri for uri in _uris(record.handle) if not _URI.fullmatch(uri)), None)
-    return (record, "") if bad is None else (None, f"has no valid handle.uri: {bad!r} names no object")
+    return (record, "") if bad is None else (None, f"has no valid handle.uri: {bad!r} is not the address of an object")
 
 
 def _uris(handle: ArtifactRef) -> Iterator[str]:

@@ -145,7 +145,7 @@ class MlflowTracker:
         try:
             reconcile(self._delivery.client(), self._delivery.experiment_id)
         except Exception as error:  # a failed cleanup must not keep the run from starting
-            logger.warning("tracking: runs of dead processes could not be ended: %s", error)
+            logger.warning("tracking: could not end the runs of dead processes: %s", error)
 
 
 class MlflowStageTracker(StageTracker):
@@ -163,7 +163,9 @@ class MlflowStageTracker(StageTracker):
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         finite = {name: float(value) for name, value in values.items() if math.isfinite(value)}
         if len(finite) < len(values):  # charts cannot show them; metrics.jsonl keeps them
-            logger.warning("step %d: not finite: %s", step, ", ".join(sorted(set(values) - set(finite))))
+            logger.warning(
+                "step %d: skipping metrics that are not finite: %s", step, ", ".join(sorted(set(values) - set(finite)))
+            )
         if finite:
             self._append("metrics", step=step, values=finite, time=int(time.time() * 1000))
 

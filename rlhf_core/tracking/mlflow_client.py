@@ -57,7 +57,7 @@ def create_database(path: Path) -> None:
         if path.exists() and path.stat().st_size:
             return
         mlflow = import_mlflow()
-        logger.info("tracking: creating %s (some seconds, once)", path)
+        logger.info("tracking: creating %s (takes a few seconds, only once)", path)
         clock = time.monotonic()
         path.parent.mkdir(parents=True, exist_ok=True)
         memory = Path("/dev/shm")

@@ -94,7 +94,9 @@ class Delivery:
         except Exception as error:
             if self._may_recover(error, records[0]):
                 raise Unreachable(f"{without_secrets(self._uri)} does not answer ({_first_line(error)})") from error
-            logger.warning("tracking: %s was refused and is skipped: %s", records[0]["op"], _first_line(error))
+            logger.warning(
+                "tracking: the server rejected %s, which is skipped: %s", records[0]["op"], _first_line(error)
+            )
         return max(1, len(batch))
 
     def client(self) -> Any:
@@ -180,7 +182,7 @@ class Delivery:
     def _finish(self, client: Any, record: Record) -> None:
         run = self._run(client, record["run"])
         if record["status"] != "FINISHED" and self._is_anothers(client, run):
-            logger.warning("tracking: run %s goes on in another process, and is not ended here", run.run_id)
+            logger.warning("tracking: run %s continues in another process, so it is not ended here", run.run_id)
             return
         if record["note"] and record["note"] not in run.tags.get(NOTE_TAG, ""):
             note = f"{run.tags.get(NOTE_TAG, '')}\n\n{without_secrets(record['note'])}"
@@ -197,7 +199,7 @@ class Delivery:
         if token not in self.runs:
             found = self._search(client, KEY_TAG, token) or self._search(client, RUN_TAG, token)
             if found is None:
-                raise KeyError(f"no run is tagged {token}")
+                raise KeyError(f"no run has the tag {token}")
             self.runs[token] = _as_run(found)
         return self.runs[token]
 

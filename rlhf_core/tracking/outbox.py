@@ -69,7 +69,7 @@ class Outbox:
         line = json.dumps(record, default=str) + "\n"
         with self._condition:
             if self._closing:
-                logger.warning("tracking: a record of %s came after the end and is dropped", record["op"])
+                logger.warning("tracking: a record of %s arrived after the end of the run and is dropped", record["op"])
                 return
             try:
                 self._file.write(line)
@@ -110,7 +110,9 @@ class Outbox:
                 self._path.unlink(missing_ok=True)
             self._file.close()
         if not delivered:
-            logger.warning("tracking: %d records wait in %s for the next run", len(self._queue), self._path)
+            logger.warning(
+                "tracking: %d records are kept in %s, and the next run sends them", len(self._queue), self._path
+            )
         return delivered
 
     def _adopt(self) -> None:
@@ -165,7 +167,7 @@ class Outbox:
                     self._points -= _points(self._queue.popleft())
                 self._done += done
                 if self._offline:
-                    logger.info("tracking: the server is back")
+                    logger.info("tracking: the server answers again")
                     self._offline = False
                 if not self._queue:
                     self._file.truncate(0)
@@ -200,5 +202,5 @@ def _read(file: IO[str]) -> list[Record]:
         try:
             records.append(json.loads(line))
         except ValueError:
-            logger.warning("tracking: %s: a record that was cut short is left out", file.name)
+            logger.warning("tracking: %s: skipping an incomplete record", file.name)
     return records

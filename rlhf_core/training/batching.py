@@ -8,7 +8,7 @@ of the policy loss is exactly 1.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from rlhf_core.types import (
     AnswerSample,
@@ -31,6 +31,10 @@ Row: TypeAlias = (
     | ValueSample
     | DistillationSample
 )
+
+
+ROWS = "router/rows"
+"""Key of the number of token rows of the whole step in its denominators. A pair has two rows."""
 
 
 def ordered(samples: Sequence[Row]) -> list[int]:
@@ -125,6 +129,16 @@ def row_length(sample: Row | tuple[int, ...]) -> int:
 def row_count(sample: Row) -> int:
     """Return the number of token rows of a sample in a forward pass, two for a pair."""
     return len(_sides(sample))
+
+
+def step_counts(objective: Any, samples: Sequence[Any]) -> dict[str, float]:
+    """Return the denominators of `objective` over a whole step, and the number of token rows for a router's balance.
+
+    The objective's own number of token rows takes precedence, if any, because `samples` are then a part of the step.
+    """
+    rows = float(sum(row_count(sample) for sample in samples))
+    counts: dict[str, float] = {ROWS: rows, **objective.denominators(samples)}
+    return counts
 
 
 def _sides(sample: Row) -> tuple[tuple[int, ...], ...]:

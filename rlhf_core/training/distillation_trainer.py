@@ -12,9 +12,8 @@ from torch import nn
 
 from rlhf_core.algorithms.output import LossOutput
 from rlhf_core.interfaces import Metrics, Trainer
-from rlhf_core.training.batching import reduce
+from rlhf_core.training.batching import reduce, step_counts
 from rlhf_core.training.objectives.base import TrainingObjective
-from rlhf_core.training.objectives.router import step_counts
 from rlhf_core.types import DistillationSample, TokenSample
 
 P = ParamSpec("P")

@@ -38,8 +38,10 @@ def _check_reach(host: str, world: int) -> None:
     """Raise ConfigError if a launcher put ranks on other machines (LOCAL_WORLD_SIZE) that cannot reach `host`."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if here < world and is_loopback(host):
-        rule = f"{here} of {world} ranks are on this machine, and the others cannot reach this address"
-        raise ConfigError(explain("MASTER_ADDR", host, rule, "name an address of rank 0's machine that they reach"))
+        rule = f"{here} of {world} ranks are on this machine, and the other ranks cannot reach this address"
+        raise ConfigError(
+            explain("MASTER_ADDR", host, rule, "set it to an address of rank 0's machine that they can reach")
+        )
 
 
 def local_device() -> torch.device:
@@ -94,7 +96,7 @@ def _meeting_point(rank: int, world: int) -> dist.Store | None:
     except OSError as error:
         rule = f"rank 0 cannot listen on port {port} there ({error.strerror})"
         raise ConfigError(
-            explain("MASTER_ADDR", host, rule, "name an address of its machine, and a free port")
+            explain("MASTER_ADDR", host, rule, "set it to an address of its machine, with a free port")
         ) from error
     return dist.TCPStore(
         host, port, world, is_master=True, timeout=default_pg_timeout, master_listen_fd=listener.detach()

@@ -106,8 +106,8 @@ def estimate_advantages(
         kl_BT = k1(old_BT, ref_BT) * mask_BT
         metrics |= _kl_metrics(kl_BT, k3(old_BT, ref_BT), mask_BT)
     elif kl_coef:
-        rule = "there are no log-probs of a reference"
-        raise ConfigError(explain("ppo.kl_coef", kl_coef, rule, "measure them, or set it to 0"))
+        rule = "the log-probs of a reference are missing"
+        raise ConfigError(explain("ppo.kl_coef", kl_coef, rule, "compute them, or set it to 0"))
     rewards_BT = token_rewards(scores_B, kl_BT, mask_BT, kl_coef=kl_coef)
     if turn_weight:
         move_to_turns(rewards_BT, experience.rollouts, weight=turn_weight)
@@ -138,7 +138,7 @@ def _compared(
 ) -> Tensor:
     """Return the advantage of each answer, repeated on all of its tokens [B, T]."""
     if group_size < 2:
-        rule = f"the estimator {estimator.type!r} compares the samples of a prompt, at least 2"
+        rule = f"the estimator {estimator.type!r} compares the samples of a prompt and needs at least 2"
         raise ConfigError(explain("ppo.samples_per_prompt", group_size, rule, "raise it, or use gae or reinforce++"))
     groups = GroupRewards(
         rewards=answers_B.reshape(-1, group_size),

@@ -68,7 +68,7 @@ def fit(
     The trainer ends with the last weights, or with the best ones if `loop.keep_best` is set.
     """
     if loop.keep_best and optimizer.ema_decay:
-        rule = "the checkpoints are judged by their own weights, and the result is an average"
+        rule = "checkpoints are evaluated with their own weights, but the result would be an average"
         raise ConfigError(explain(f"{context.label}.loop.keep_best", loop.keep_best, rule, "set it or ema_decay to 0"))
     if not train:
         raise TrainingError(
@@ -117,7 +117,9 @@ def _finish(
     # Without evaluation samples no checkpoint has a metric, so the last one is used.
     chosen = (checkpoints.best() if loop.keep_best else None) or checkpoints.latest()
     if chosen is None:
-        raise TrainingError(explain(f"{label}.checkpoints", None, "the last checkpoint is gone", "run the stage again"))
+        raise TrainingError(
+            explain(f"{label}.checkpoints", None, "the last checkpoint is missing", "run the stage again")
+        )
     if chosen.step != steps:
         trainer.load(chosen.path)
     return FitResult(steps=steps, initial=initial, final=dict(chosen.state["final"]))

@@ -25,7 +25,11 @@ def learning_rate(
     0.5
     """
     if not 0 <= step < total_steps:
-        raise ConfigError(explain("step", step, f"must be in [0, total_steps = {total_steps})", "count the true steps"))
+        raise ConfigError(
+            explain(
+                "step", step, f"must be in [0, total_steps = {total_steps})", "set total_steps to the number of steps"
+            )
+        )
     # Rounded before ceil: 0.07 * 100 is 7.000000000000001 in binary.
     warmup = math.ceil(round(warmup_fraction * total_steps, 9))
     if step < warmup:

@@ -13,6 +13,7 @@ Legend: N ranks of a group, B rows, L positions, S = L / N positions of a rank, 
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import AttentionInterface
 
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.training.distributed import join, rank_and_world
@@ -46,8 +48,6 @@ def spread(model: nn.Module, size: int) -> None:
     Raises ConfigError if `size` does not divide the number of ranks or heads, or if the architecture does not pass
     position IDs and keyword arguments to its attention.
     """
-    import inspect
-
     any_model: Any = model
     backbone = any_model.base_model
     _, world = rank_and_world()
@@ -60,7 +60,7 @@ def spread(model: nn.Module, size: int) -> None:
     parameters = inspect.signature(backbone.forward).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if not takes_any or "position_ids" not in parameters:
-        rule = f"{type(backbone).__name__} does not hand position ids and keyword arguments on to its attention"
+        rule = f"{type(backbone).__name__} does not pass position ids and keyword arguments to its attention"
         raise ConfigError(explain(KEY, size, rule, "set it to 1"))
     _register()
     join()
@@ -72,8 +72,6 @@ def spread(model: nn.Module, size: int) -> None:
 
 @lru_cache(maxsize=1)
 def _register() -> None:
-    from transformers import AttentionInterface
-
     AttentionInterface.register(ATTENTION, _attention)
 
 
@@ -136,10 +134,12 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Return the heads' outputs [B, S, A, D] at this rank's positions for transformers. Keys may have fewer heads."""
-    asked = {name: kwargs[name] for name in UNKNOWN if name in kwargs and kwargs[name] is not None}
-    if ulysses is None or asked:
+    unsupported = {name: kwargs[name] for name in UNKNOWN if name in kwargs and kwargs[name] is not None}
+    if ulysses is None or unsupported:
         rule = (
-            f"{type(module).__name__} asks for {asked}" if asked else f"{type(module).__name__} was not told the rows"
+            f"{type(module).__name__} asks for {unsupported}"
+            if unsupported
+            else f"{type(module).__name__} did not receive the layout of the rows"
         )
         raise ConfigError(explain(KEY, "> 1", rule, "set it to 1 for this architecture"))
     group, size = ulysses.group, dist.get_world_size(ulysses.group)

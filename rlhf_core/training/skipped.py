@@ -20,11 +20,11 @@ def count_skipped(so_far: int, metrics: Metrics, *, label: str, step: int) -> in
     """
     if not metrics["skipped"]:
         return 0
-    logger.warning("%s: step %d skipped, the loss or the gradient is not finite", label, step)
+    logger.warning("%s: skipping step %d, because the loss or the gradient is not finite", label, step)
     if so_far + 1 >= MAX_SKIPPED_IN_A_ROW:
         rule = f"{MAX_SKIPPED_IN_A_ROW} updates in a row had a non-finite loss or gradient"
         raise TrainingError(
-            explain(f"{label}.step", step, rule, "lower the learning rate, or look at the samples of this step")
+            explain(f"{label}.step", step, rule, "lower the learning rate, or check the samples of this step")
         )
     return so_far + 1
 

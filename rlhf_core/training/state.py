@@ -65,7 +65,7 @@ def load_training_state(file: Path, module: nn.Module, optimizer: Optimizer) -> 
         odd = sorted(set(own) ^ set(state["parameters"]))[:3]
         rule = f"its parameters are not those of this model (names that only one of them has: {odd})"
         raise TrainingError(
-            explain("checkpoint", str(file), rule, "resume with the model and LoRA that it was made with")
+            explain("checkpoint", str(file), rule, "resume with the model and the LoRA settings that wrote it")
         )
     for name, parameter in own.items():
         parameter.copy_(state["parameters"][name])
@@ -90,7 +90,7 @@ def engine_settings(folder: Path) -> dict[str, int]:
 
 def refuse_engine_settings(written: Mapping[str, int], settings: Mapping[str, int]) -> TrainingError:
     """Return the error for a checkpoint whose layout an engine with `settings` cannot read."""
-    remedy = "resume with those numbers, or start the stage over with --force"
+    remedy = "resume with the settings of the checkpoint, or start the stage over with --force"
     return TrainingError(explain("checkpoint", dict(written), f"this run has {dict(settings)}", remedy))
 
 

@@ -22,7 +22,8 @@ from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import TrainingError, explain
 from rlhf_core.interfaces import Metrics, ModelSpec, Weights
 from rlhf_core.models.batches import TokenBatch, collate, unpack
-from rlhf_core.models.export import export_model, weights_digest
+from rlhf_core.models.digest import weights_digest
+from rlhf_core.models.export import export_model
 from rlhf_core.models.forward import sequence_scores, step_scores, token_logprobs, token_values
 from rlhf_core.models.lora import merged_state_dict
 from rlhf_core.models.routing import watching

@@ -132,8 +132,8 @@ def check_files(digests: Mapping[str, str], *, key: str) -> None:
 
 
 def _changed(key: str, name: str) -> ConfigError:
-    rule = "its code, or what it depends on, has changed since the stage began, and the result would be of both"
-    return ConfigError(explain(key, name, rule, "run again for the new one, or bring back the old one to go on"))
+    rule = "its code, or what it depends on, has changed since the stage began, and the result would mix both versions"
+    return ConfigError(explain(key, name, rule, "run again to use the new version, or restore the old one to resume"))
 
 
 def user_code(spec: str, *, key: str = "callable") -> dict[str, str]:
@@ -169,7 +169,7 @@ def user_modules(spec: str, *, key: str = "callable") -> list[UserModule]:
     search = _search_path(Path(place) if from_file else None)
     path = Path(place) if from_file else _find(place, search)
     if path is None or not path.is_file():
-        raise ConfigError(explain(key, spec, f"{place} is not there", "mend the module name or the path"))
+        raise ConfigError(explain(key, spec, f"{place} does not exist", "fix the module name or the path"))
     first = UserModule(path.name if from_file else place, path, _source(path, "" if from_file else place))
     _check_function(spec, first, key)
     found = {path.resolve(): first}
@@ -363,4 +363,4 @@ def _declared_digest(module: UserModule, entry: str, key: str) -> str:
     if path.is_dir():
         return tree_digest(hash_tree(path))
     rule = f"{module.path.name} depends on {entry}, which is not in {module.path.resolve().parent}"
-    raise ConfigError(explain(key, module.path.name, rule, f"mend {DECLARATION}, or bring the file"))
+    raise ConfigError(explain(key, module.path.name, rule, f"fix {DECLARATION}, or add the file"))

@@ -69,7 +69,7 @@ def load_file(key: str, path: Path) -> ModuleType:
     try:
         module_spec.loader.exec_module(module)
     except Exception as error:
-        raise ConfigError(explain(key, str(path), f"importing it fails: {error!r}", "mend the file")) from error
+        raise ConfigError(explain(key, str(path), f"importing it fails: {error!r}", "fix the file")) from error
     return module
 
 
@@ -83,7 +83,7 @@ def _load_module(key: str, spec: str, location: str) -> ModuleType:
         remedy = nearest(location.rpartition(".")[2], _siblings(location))
         raise ConfigError(explain(key, spec, f"there is no module {error.name}", remedy)) from None
     except Exception as error:
-        raise ConfigError(explain(key, spec, f"importing {location} fails: {error!r}", "mend the module")) from error
+        raise ConfigError(explain(key, spec, f"importing {location} fails: {error!r}", "fix the module")) from error
 
 
 def _named(key: str, spec: str, module: ModuleType) -> Any:

@@ -47,7 +47,7 @@ class DistillConfig(Config):
     def _own_answers_are_not_imitated(self) -> DistillConfig:
         if self.on_policy and self.kl_weight < 1:
             raise ValueError(
-                f"kl_weight = {self.kl_weight}: on_policy has the student's own answers, which are nothing to imitate; "
+                f"kl_weight = {self.kl_weight}: with on_policy the answers are the student's own, so there is nothing to imitate; "
                 "leave it at 1"
             )
         return self

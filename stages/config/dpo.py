@@ -29,12 +29,14 @@ class DPOConfig(Config):
     @model_validator(mode="after")
     def _options_belong_to_losses_on_pairs(self) -> DPOConfig:
         if isinstance(self.loss, KTOLoss) and self.nll_coef:
-            raise ValueError(f"nll_coef = {self.nll_coef}: kto judges single answers; leave it at 0")
+            raise ValueError(f"nll_coef = {self.nll_coef}: kto trains on single answers, not on pairs; leave it at 0")
         if self.length_alpha < 1 and not self.loss.sums_logprobs:
             raise ValueError(
-                f"length_alpha = {self.length_alpha}: is for losses on the summed log-probs of a pair, and "
-                f"{self.loss.type!r} is none; leave it at 1"
+                f"length_alpha = {self.length_alpha}: applies only to losses on the summed log-probs of a pair, and "
+                f"{self.loss.type!r} is not one of them; leave it at 1"
             )
         if isinstance(self.loss, ORPOLoss) and self.nll_coef:
-            raise ValueError(f"nll_coef = {self.nll_coef}: orpo has the chosen answer's loss in it; leave it at 0")
+            raise ValueError(
+                f"nll_coef = {self.nll_coef}: orpo already includes the loss of the chosen answer; leave it at 0"
+            )
         return self

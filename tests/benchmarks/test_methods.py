@@ -20,7 +20,7 @@ from rlhf_core.config.preference import PreferenceLoss
 from rlhf_core.schema.custom import CustomFunction
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.types import ArtifactRef, DemonstrationsRef, PolicyRef, PreferencesRef, PromptsRef, RewardModelRef
-from stages.distill import DistillConfig
+from stages.config.distill import DistillConfig
 from stages.sft import SFTConfig
 
 R = TypeVar("R", bound=ArtifactRef)

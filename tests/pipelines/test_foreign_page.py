@@ -107,7 +107,7 @@ def test_a_foreign_page_tries_everything_and_gets_nothing(
 
 def test_a_name_that_was_bound_to_this_machine_shows_a_refusal(tmp_path: Path, client: Any) -> None:
     page = shown(f"http://{REBOUND}:{urlsplit(str(client.api_url)).port}/dashboard", tmp_path / "browser")
-    assert "this server answers to 127.0.0.1 and localhost alone" in page
+    assert "this server answers only requests to 127.0.0.1 and localhost" in page
 
 
 def test_the_pages_ask_for_the_auth_string_and_a_link_brings_it(

@@ -305,7 +305,7 @@ def test_a_secret_in_clear_is_refused_by_its_dotted_key_before_anything_is_writt
     profile = write_profile(tmp_path / "mine", "127.0.0.1:1")
     terms = "rejection_sampling.score.rewards.terms"
     for override, message in {
-        f"{terms}.mine.arguments.api_key=hunter2": f"{terms}.mine.arguments.api_key = '***': is a secret in clear",
+        f"{terms}.mine.arguments.api_key=hunter2": f"{terms}.mine.arguments.api_key = '***': is a secret in plain text",
         f'{terms}.far.urls=["http://me:hunter2@host/x"]': f"{terms}.far.urls[0] = 'http://***@host/x': is a secret",
         "rejection_sampling.generate.agent.variables.HF_TOKEN=hunter2": "rejection_sampling.generate.agent.variables.HF_TOKEN = '***'",
         f"{terms}.judge.token=hunter2": f"{terms}.judge.token = '***': unknown key",

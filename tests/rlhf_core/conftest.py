@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.config.engines import InitModel
-from rlhf_core.models.initialise import initialise_llama, train_tokenizer
 
 TEXTS = [
     "What is 12 + 30? It is 42.",
@@ -21,6 +20,8 @@ TINY = InitModel(
 
 @pytest.fixture(scope="session")
 def policies(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    from rlhf_core.models.initialise import initialise_llama, train_tokenizer  # imports transformers
+
     folders = []
     for seed in (7, 8):
         folder = tmp_path_factory.mktemp("policy")

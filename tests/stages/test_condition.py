@@ -79,7 +79,7 @@ def test_rollouts_without_a_reward_have_no_level_and_are_counted(tmp_path: Path)
 def test_an_episode_is_not_imitated() -> None:
     one = rollout("p", "won", 1.0, tokens=3)
     played = replace(one, completion=replace(one.completion, spans=(ActionSpan(0, 2, 0),)))
-    with pytest.raises(DataError, match="1 of its 3 tokens are an environment's"):
+    with pytest.raises(DataError, match="1 of its 3 tokens come from an environment"):
         demonstrations([played], [1], template="{prompt} {level}")
 
 
@@ -111,7 +111,7 @@ def test_a_prompt_of_braces_stays_as_it_is() -> None:
 
 def test_rewards_of_one_level_are_refused(tmp_path: Path) -> None:
     shop, ref = shop_and_rollouts(tmp_path, [rollout("p", "a", 1.0), rollout("p", "b", 1.0)])
-    with pytest.raises(DataError, match=r"condition\.rollouts = \[1\]: 2 whole answers have 1 of the 5 levels"):
+    with pytest.raises(DataError, match=r"condition\.rollouts = \[1\]: 2 complete answers fall into 1 of the 5 levels"):
         shop.run("condition", ConditionConfig(), {"rollouts": ref})
 
 

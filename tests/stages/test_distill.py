@@ -119,7 +119,7 @@ def test_a_teacher_with_another_vocabulary_is_refused(tmp_path: Path, policy: Pa
     train_tokenizer(["Words that the student never saw, many of them."] * 5, vocab_size=320, folder=other)
     initialise_llama(SHAPE, other, seed=7)
     shop, inputs = shop_and_inputs(tmp_path, policy, other, CONFIG)
-    with pytest.raises(ConfigError, match=r"teacher = .*tokens have another id than in the student's tokenizer"):
+    with pytest.raises(ConfigError, match=r"teacher = .*tokens have other ids than in the student's tokenizer"):
         shop.run("distill", CONFIG, inputs)
 
 
@@ -134,10 +134,10 @@ def test_prompts_are_needed_on_policy_and_demonstrations_off_it(tmp_path: Path, 
     for config, missing in ((ON_POLICY, "prompts"), (CONFIG, "demonstrations")):
         shop, inputs = shop_and_inputs(tmp_path / missing, policy, policy, config)
         del inputs[missing]
-        with pytest.raises(ConfigError, match=rf"distill\.{missing} = None: on_policy = \w+ learns on {missing}"):
+        with pytest.raises(ConfigError, match=rf"distill\.{missing} = None: on_policy = \w+ trains on {missing}"):
             shop.run("distill", config, inputs)
 
 
 def test_own_answers_are_not_imitated() -> None:
-    with pytest.raises(ValidationError, match=r"kl_weight = 0\.5: on_policy has the student's own answers"):
+    with pytest.raises(ValidationError, match=r"kl_weight = 0\.5: with on_policy the answers are the student's own"):
         DistillConfig(on_policy=True, kl_weight=0.5)

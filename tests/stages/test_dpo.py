@@ -75,7 +75,7 @@ def test_the_stranger_is_the_next_answer_to_another_prompt() -> None:
     assert stranger_of(0, [one, same, other], []) is other
     assert stranger_of(2, [one, same, other], []) is one
     assert stranger_of(1, [one, same], [one, other]) is other
-    with pytest.raises(DataError, match="preferences = 2: all answers are to one prompt"):
+    with pytest.raises(DataError, match="preferences = 2: all answers belong to the same prompt"):
         stranger_of(0, [one, same], [one])
 
 
@@ -115,7 +115,7 @@ def test_a_loss_on_pairs_refuses_single_answers_before_any_model_is_loaded(
     shop = Workshop(ArtifactStore(tmp_path / "store"), runtime=None)  # type: ignore[arg-type]
     base = shop.store.external(PolicyRef, policy)
     inputs = {"policy": base, "reference": base, "preferences": thumbs(shop.store, tmp_path)}
-    rule = rf"dpo\.loss\.type = '{loss}'.* compares two answers, and the data are 6 judged single answers.*'kto'"
+    rule = rf"dpo\.loss\.type = '{loss}'.* compares two answers, but the data has 6 single labeled answers.*'kto'"
     with pytest.raises(DataError, match=rule):
         shop.run("dpo", DPOConfig.model_validate({"loss": loss, "max_length": 48}), inputs)
 
@@ -143,12 +143,14 @@ def test_a_killed_run_ends_with_the_same_bytes(tmp_path: Path, policy: Path) -> 
 
 
 def test_options_that_a_loss_cannot_use_are_refused() -> None:
-    with pytest.raises(ValidationError, match=r"nll_coef = 0\.1: kto judges single answers"):
+    with pytest.raises(ValidationError, match=r"nll_coef = 0\.1: kto trains on single answers, not on pairs"):
         DPOConfig(loss=KTOLoss(), nll_coef=0.1)
-    with pytest.raises(ValidationError, match=r"nll_coef = 0\.1: orpo has the chosen answer's loss"):
+    with pytest.raises(ValidationError, match=r"nll_coef = 0\.1: orpo already includes the loss of the chosen answer"):
         DPOConfig(loss=ORPOLoss(), nll_coef=0.1)
     for loss in ("kto", "aot", "orpo", "simpo", "ipo"):
-        with pytest.raises(ValidationError, match=r"length_alpha = 0\.5: is for losses on the summed log-probs"):
+        with pytest.raises(
+            ValidationError, match=r"length_alpha = 0\.5: applies only to losses on the summed log-probs"
+        ):
             DPOConfig.model_validate({"loss": loss, "length_alpha": 0.5})
     assert DPOConfig(loss=IPOLoss(length_average=False), length_alpha=0.5).length_alpha == 0.5
     with pytest.raises(ValidationError, match="label_smoothing"):

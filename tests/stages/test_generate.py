@@ -159,7 +159,7 @@ def test_the_prompts_are_cut_into_shards_and_limited() -> None:
 
 
 def test_no_prompts_are_an_error() -> None:
-    with pytest.raises(DataError, match="nothing to answer"):
+    with pytest.raises(DataError, match="there are no prompts to answer"):
         chosen([], CONFIG)
 
 

@@ -148,11 +148,11 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: weights(
             folder, lambda one: {**one, "score.weight": torch.zeros(3, one["score.weight"].shape[1])}
         ),
-        "has 3 outputs; a reward model has one",
+        "has 3 outputs; use a reward model with one output",
     ),
     "a language model": (
         lambda folder: weights(folder, lambda one: {k: v for k, v in one.items() if k != "score.weight"}),
-        r"has no head \(score.weight\).*made one by \[reward_model\]",
+        r"has no score head \(score.weight\).*to train one from a language model, use \[reward_model\]",
     ),
     "an encoder": (lambda folder: weights(folder, renamed("classifier.weight")), "its head is classifier.weight"),
     "openrlhf with another head": (
@@ -163,31 +163,31 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: rewrite(folder, normalize_reward=True, mean=1.5, std=2.0),
         'OpenRLHF subtracts 1.5 from its scores and divides by 2.0.*normalise = "running"',
     ),
-    "no template": (without_template, "has no chat template; put the template"),
-    "no safetensors": (lambda folder: (folder / "model.safetensors").unlink(), "holds no safetensors"),
+    "no template": (without_template, "has no chat template; add the template"),
+    "no safetensors": (lambda folder: (folder / "model.safetensors").unlink(), "contains no safetensors files"),
     "no model": (lambda folder: (folder / "config.json").unlink(), "is not a folder with a config.json; download"),
-    "code": (lambda folder: rewrite(folder, auto_map={"AutoModel": "x.Y"}), "needs code of its own"),
+    "code": (lambda folder: rewrite(folder, auto_map={"AutoModel": "x.Y"}), "needs its own code"),
     "weights that git-lfs did not fetch": (
         lambda folder: (folder / "model.safetensors").write_text(
             "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n"
         ),
-        "its model.safetensors is a pointer of git-lfs and not the file; git lfs pull there",
+        "its model.safetensors is a git-lfs pointer, not the file itself; run `git lfs pull` in that folder",
     ),
     "weights cut short": (
         lambda folder: os.truncate(folder / "model.safetensors", 100),
-        "its model.safetensors is no safetensors file .*; fetch the file again",
+        "its model.safetensors is not a safetensors file .*; download the file again",
     ),
     "a broken config": (
         lambda folder: (folder / "config.json").write_text("{"),
-        "its config.json is no JSON .*; fetch the file again",
+        "its config.json is not valid JSON .*; download the file again",
     ),
     "a config that is a list": (
         lambda folder: (folder / "config.json").write_text("[]"),
-        "its config.json holds no table of names and values, but list",
+        "its config.json must be a JSON object, not list",
     ),
     "a broken tokenizer": (
         lambda folder: (folder / "tokenizer_config.json").write_bytes(b'{"a": "\xff"}'),
-        "its tokenizer_config.json is no JSON .*utf-8",
+        "its tokenizer_config.json is not valid JSON .*utf-8",
     ),
 }
 
@@ -218,7 +218,9 @@ def test_files_that_changed_between_the_plan_and_the_copy_are_refused(
         weights(outside, lambda one: {**one, "score.weight": -one["score.weight"]})
     else:
         (outside / changed).write_bytes((kept or b"{}") + b"\n")
-    with pytest.raises(ConfigError, match=r"import_reward_model\.path.*have changed since the run was planned; run it"):
+    with pytest.raises(
+        ConfigError, match=r"import_reward_model\.path.*have changed since the run was planned; run again"
+    ):
         execute_it()
     (outside / changed).unlink()
     if kept is not None:
@@ -250,7 +252,7 @@ def test_one_with_another_tokenizer_than_the_policys_is_refused_before_anything_
     from rlhf_core.models.initialise import train_tokenizer
 
     train_tokenizer(["quite another text, with other pairs of letters"] * 5, vocab_size=300, folder=outside)
-    with pytest.raises(ConfigError, match=r"makes other tokens of 'What is 12 \+ 30\?' than the policy's"):
+    with pytest.raises(ConfigError, match=r"turns 'What is 12 \+ 30\?' into other tokens than the policy's"):
         imported(ArtifactStore(tmp_path / "store"), policy, outside)
 
 
@@ -272,5 +274,5 @@ def test_a_profile_that_openrlhfs_script_became_imports_its_reward_model(tmp_pat
 
 
 def test_a_run_has_one_reward_model() -> None:
-    with pytest.raises(ConfigError, match="in place of \\[reward_model\\]"):
+    with pytest.raises(ConfigError, match="takes the place of \\[reward_model\\]"):
         load_profile("tiny/full", ["import_reward_model.path=rm"])

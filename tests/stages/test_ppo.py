@@ -251,7 +251,7 @@ def test_with_the_samplers_own_probabilities_as_pi_old_nothing_is_computed_anew_
     shop.run("ppo", config(correction={"level": "off", "pi_old": "sampler"}, steps=1), inputs)
     assert series(shop, "mismatch/log_q_max") == [0.0]
     assert series(shop, "policy/ratio_max")[0] == pytest.approx(1.0, abs=1e-4)  # the samplers log-probs, not exactly
-    with pytest.raises(ValidationError, match=r"level = 'token': with pi_old = 'sampler' q is 1 everywhere"):
+    with pytest.raises(ValidationError, match=r"level = 'token': with pi_old = 'sampler' the ratio q is 1 everywhere"):
         config(correction={"pi_old": "sampler"})
 
 

@@ -127,7 +127,7 @@ def test_six_thumbs_on_six_prompts_are_feedback_beside_no_pairs(shop: Workshop, 
 
 
 def test_no_row_left_is_an_error_with_the_reasons(shop: Workshop, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no row is left.*'prompt too long': 41"):
+    with pytest.raises(DataError, match=r"no rows are left.*'prompt too long': 41"):
         prepare(shop, files_config(write_questions(tmp_path / "qa.jsonl"), max_prompt_tokens=4))
 
 
@@ -225,7 +225,7 @@ def test_a_file_that_changed_after_its_digest_was_taken_is_not_read(shop: Worksh
     planned = content_digests(config)
     with (tmp_path / "rows.jsonl").open("a") as stream:
         stream.write('{"question": "And?", "answer": "#### 0"}\n')
-    with pytest.raises(DataError, match=r"data\.sources\[qa\] = .*rows\.jsonl.*: has changed since .*; run it again"):
+    with pytest.raises(DataError, match=r"data\.sources\[qa\] = .*rows\.jsonl.*: has changed since .*; run again"):
         shop.run("prepare_data", config, {}, files=planned)
     shop.run("prepare_data", config, {}, files=content_digests(config))
 
@@ -241,9 +241,7 @@ def test_a_file_that_changes_while_it_is_read_is_an_error_even_if_it_changes_bac
             (tmp_path / "rows.jsonl").write_bytes(b"{}")
             (tmp_path / "rows.jsonl").write_bytes(content)
 
-    with pytest.raises(
-        DataError, match=r"data\.sources\[qa\] = .*rows\.jsonl.*: changed while it was read; run it again"
-    ):
+    with pytest.raises(DataError, match=r"data\.sources\[qa\] = .*rows\.jsonl.*: changed while it was read; run again"):
         shop.run("prepare_data", config, {}, files=content_digests(config), progress=meddle)
     assert shop.store.records() == []
 

@@ -205,5 +205,5 @@ def test_a_step_that_holds_the_separator_drops_its_answer_and_too_many_end_the_s
     assert step_samples(chat, StepSplitter(chat, "\n"), [row("1\n2", "3", labels=(1.0, 0.0))], CONFIG) == []
     shop = Workshop(ArtifactStore(tmp_path / "store"))
     inputs = {"policy": shop.store.external(PolicyRef, policy), "steps": steps(shop.store, tmp_path)}
-    with pytest.raises(DataError, match=r"separator = 'is': no answer of 36 has steps"):
+    with pytest.raises(DataError, match=r"separator = 'is': none of the 36 answers can be split into its steps"):
         shop.run("process_reward_model", CONFIG.model_copy(update={"separator": "is"}), inputs)

@@ -137,7 +137,7 @@ def test_gate_and_card_reach_the_tracker(shop: Workshop, inputs: dict[str, Any])
         ({"gate": [{"metric": "gold", "op": ">", "value": 1}]}, "is not a number; add one of mean, low, high"),
         ({"gate": [{"metric": "gold/mean", "op": ">", "than": "dpo"}]}, r"no policy 'dpo' \(sft, ppo\)"),
         ({"policy": "dpo"}, r"publish.policy = 'dpo': is not in the report \(sft, ppo\)"),
-        ({"policy": "sft"}, "has other weights in the report"),
+        ({"policy": "sft"}, "the report evaluates other weights under this name"),
     ],
 )
 def test_a_gate_that_cannot_be_judged_is_an_error_and_not_a_failure(
@@ -152,7 +152,7 @@ def test_a_policy_that_was_not_judged_is_not_published(shop: Workshop, inputs: d
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text('{"other": 1}')
     inputs["policy"] = shop.store.external(PolicyRef, tmp_path / "other")
-    with pytest.raises(ConfigError, match="was not judged in this report"):
+    with pytest.raises(ConfigError, match="was not evaluated in this report"):
         shop.run("publish", PublishConfig(), inputs)
 
 

@@ -240,7 +240,7 @@ def test_a_run_without_any_reward_is_refused_and_its_next_attempt_scores_again(t
     spec = FunctionReward(function=f"{file}:reward", on_failure="invalid", retries=0)
     config = ScoreConfig(rewards=RewardsConfig(terms={"one": spec}))
     inputs = {"generations": generations_in(shop.store, tmp_path / "generations"), "reward_models": {}}
-    with pytest.raises(RewardError, match=r"(?s)the server is down.*no rollout has a reward"):
+    with pytest.raises(RewardError, match=r"(?s)the server is down.*none of the rollouts has a reward"):
         shop.run("score", config, inputs)
     mended.touch()
     ref, _ = shop.run("score", config, inputs)

@@ -105,7 +105,7 @@ def test_an_episode_becomes_neither_a_demonstration_nor_a_preference() -> None:
     group = [episode("won", 1.0, tokens=8), rollout("p", "lost", 0.0)]
     (pair,), _ = make_pairs([group], Pairs(), seed=0)
     for turned in (lambda: demonstrations(group), lambda: preference(pair)):
-        with pytest.raises(DataError, match="6 of its 8 tokens are an environment's"):
+        with pytest.raises(DataError, match="6 of its 8 tokens come from an environment"):
             turned()
 
 

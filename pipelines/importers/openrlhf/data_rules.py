@@ -71,7 +71,7 @@ def max_rows(one: Sheet) -> None:
         return
     rows = one.integer("max_samples")
     if one.arguments.command != "ppo" and rows >= _ALL_ROWS:
-        one.ignore("max_samples", "that many means every row")
+        one.ignore("max_samples", "so many samples mean every row")
     else:
         one.put("prepare_data.data.max_rows", rows, "max_samples")
 

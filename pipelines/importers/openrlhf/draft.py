@@ -83,7 +83,7 @@ class Sheet:
             text = self.arguments.given[name].text
             if "$" in text and name not in ("input_template", "tokenizer_chat_template"):
                 self.draft.note(
-                    f"{self.flag(name)} {text}: the script does not say what this is; write it into the profile"
+                    f"{self.flag(name)} {text}: the script does not define its value; set it in the profile"
                 )
             return text
         default = self.arguments.default(name)
@@ -131,9 +131,7 @@ class Sheet:
             self._record(given, "translated", f"{key} is larger already")
             return
         if before and before.value != value and before.given and key not in LARGEST_WINS:
-            what = (
-                f"{key} is one for the whole run and is {before.value!r} already ({before.comment}); run it on its own"
-            )
+            what = f"{key} applies to the whole run and is already {before.value!r} ({before.comment}); import this command on its own"
             self._record(given, "not translatable", what)
             return
         if before is None or given or before.value != value:
@@ -160,7 +158,7 @@ class Sheet:
         """Pass the outcomes to the draft; a flag that no rule has read is not translatable."""
         for name, given in self.arguments.given.items():
             if name not in self._outcomes:
-                self.refuse(name, "nothing here reads it", "none")
+                self.refuse(name, "this program does not use it", "none")
             outcome = self._outcomes[name]
             outcome.flag, outcome.text = given.flag, given.text
             self.draft.outcomes.append(outcome)

@@ -34,8 +34,8 @@ def advantage(one: Sheet) -> None:
     one.ignore("gamma", f"OpenRLHF takes 1 for {said}")
     one.ignore("lambd", f"{said} does not read it")
     if said in ("gae", "reinforce", "reinforce_baseline"):
-        reason = "advantages are centred and scaled together"
-        one.refuse("no_advantage_std_norm", reason, 'ppo.advantage.type = "dr_grpo" (centred alone)')
+        reason = "advantages are centered and scaled together"
+        one.refuse("no_advantage_std_norm", reason, 'ppo.advantage.type = "dr_grpo" (only centered)')
     one.ignore("no_advantage_std_norm", f"{said} does not read it")
 
 

@@ -103,7 +103,9 @@ def score(one: Sheet, section: str) -> None:
             one.put(f"{section}.select.type", "pairs", "post_processor")
             one.put(f"{section}.select.rule", "max_min", "post_processor")
         case "conditional_sft":
-            one.says("post_processor", "the section [conditional_sft]; the reward is told as one of its levels")
+            one.says(
+                "post_processor", "the section [conditional_sft]; the prompt states the reward as one of its levels"
+            )
     for name in ("dataset", "dataset_probs", "dataset_split", "input_key", "output_key"):
         one.says(name, f"the answers of [{section}.generate]")
     one.put("prepare_data.max_tokens", one.integer("max_len") if one.has("max_len") else 8, "max_len")

@@ -68,7 +68,7 @@ def read_commands(text: str) -> tuple[list[Command], dict[str, str]]:
     ('--pretrain', 'base')
     """
     if _BODY in text:
-        raise ConfigError("script: has a NUL character, which no shell reads; take it out")
+        raise ConfigError("script: has a NUL character, which no shell can read; remove it")
     script = _Script({})
     script.read(text)
     return script.commands, {name: " ".join(words) for name, words in script.variables.items()}
@@ -161,7 +161,7 @@ class _Script:
         self._add("")
         while (char := self._text[self._at : self._at + 1]) != '"':
             if not char or self._at + 1 >= len(self._text):
-                raise ConfigError('script: a " has no partner; add the missing quote')
+                raise ConfigError('script: a " is not closed; add the missing quote')
             if char == "\\" and self._text[self._at + 1] in '"\\$`':
                 self._add(self._text[self._at + 1])
                 self._at += 2
@@ -229,7 +229,7 @@ class _Script:
         while escapes and end > 0 and self._text[end - 1] == "\\":
             end = self._text.find(mark, end + 1)
         if end < 0:
-            raise ConfigError(f"script: a {mark} has no partner; add the missing quote")
+            raise ConfigError(f"script: a {mark} is not closed; add the missing quote")
         self._at = end + 1
         return self._text[start:end]
 
@@ -240,7 +240,7 @@ class _Script:
             depth += (self._text[at] == opened) - (self._text[at] == closed)
             if depth == 0:
                 return at + 1
-        raise ConfigError(f"script: a {opened} has no partner; add the missing {closed}")
+        raise ConfigError(f"script: a {opened} is not closed; add the missing {closed}")
 
     # ------------------------------------------------------------ words and commands
 

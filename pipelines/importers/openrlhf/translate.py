@@ -51,7 +51,7 @@ def translate(script: str, *, name: str, template_file: str, lenient: bool = Fal
     draft = Draft(template_file=template_file)
     for command in commands:
         if command.module not in COMMANDS:
-            instead = OTHER_COMMANDS.get(command.module, "nothing here is like it")
+            instead = OTHER_COMMANDS.get(command.module, "there is no equivalent")
             draft.note(f"{command.module} is not read: {instead}")
     read = [read_arguments(command, lenient=lenient) for command in commands if command.module in COMMANDS]
     if not read:
@@ -94,7 +94,7 @@ def _translate(one: Sheet, section: str) -> None:
 def _unread(one: Sheet) -> None:
     """Record words that are no flag of the command, and flags that a later one replaces."""
     for given in one.arguments.repeated:
-        one.extra(given, "ignored", "is given again later, and the last one counts")
+        one.extra(given, "ignored", "is given more than once, and the last one counts")
     for given in one.arguments.unknown:
         one.extra(given, "not translatable", f"OpenRLHF's {one.arguments.module} has no such flag")
 

@@ -112,6 +112,8 @@ MISSING = {
     "actor.freeze_visual_encoder": Missing("", "models read text only", "a text model"),
     "data.max_images_per_prompt": Missing("0", "models read text only", "a text model"),
     "repetition_penalty": Missing("1", "answers are drawn from the policy as it is", "sampling.temperature"),
-    "enable_csft": Missing("", "a prompt's wish is part of [conditional_sft]", "[conditional_sft.condition]"),
+    "enable_csft": Missing(
+        "", "the level that a prompt asks for is part of [conditional_sft]", "[conditional_sft.condition]"
+    ),
 }
 """Flag -> the missing feature; a switch has no value that means "off"."""

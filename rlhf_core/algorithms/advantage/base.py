@@ -108,7 +108,7 @@ def group_size(rewards_PG: Tensor, estimator: str) -> int:
                 "group_size",
                 rewards_PG.shape[1] if rewards_PG.dim() == 2 else tuple(rewards_PG.shape),
                 f"{estimator} compares completions of one prompt and needs >= 2 of them",
-                "raise the samples per prompt, or choose gae or reinforce++",
+                "raise samples_per_prompt, or use gae or reinforce++",
             )
         )
     return int(rewards_PG.shape[1])

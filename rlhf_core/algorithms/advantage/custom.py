@@ -41,6 +41,6 @@ def custom_advantages(
         rule = f"must be a tensor of shape {tuple(rewards_PG.shape)}"
         raise ConfigError(explain("advantage.function returned", found, rule, "return one number for each answer"))
     if not bool(torch.isfinite(advantages_PG).all()):
-        rule = "has numbers that are not finite"
-        raise ConfigError(explain("advantage.function returned", "a tensor", rule, "look for divisions by 0"))
+        rule = "contains numbers that are not finite"
+        raise ConfigError(explain("advantage.function returned", "a tensor", rule, "check for divisions by 0"))
     return advantages_PG.to(rewards_PG.dtype)

@@ -43,12 +43,12 @@ def exo_loss(
 ) -> LossOutput:
     """Return sum of KL((sig(beta h), sig(-beta h)) || (1 - e, e)) over `pairs`: arXiv 2402.00856 eq. 16.
 
-    The reverse KL of the pair, where DPO has the forward one. e = `label_smoothing` in (0, 1); the paper has 1e-3. At 0
+    The reverse KL of the pair, where DPO has the forward one. e = `label_smoothing` in (0, 1); the paper uses 1e-3. At 0
     the divergence is infinite: ConfigError.
     """
     if not 0 < label_smoothing < 1:
         raise ConfigError(
-            explain("label_smoothing", label_smoothing, "exo needs a label in (0, 1)", "the paper has 1e-3")
+            explain("label_smoothing", label_smoothing, "exo needs a label in (0, 1)", "the paper uses 1e-3")
         )
     reward_chosen_B = beta * (chosen_logprobs - ref_chosen_logprobs)
     reward_rejected_B = beta * (rejected_logprobs - ref_rejected_logprobs)

@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimization: single answers, each labelled desirable or not.
+"""Kahneman-Tversky optimization: single answers, each labeled desirable or not.
 
 Formula: w (1 - sigmoid(+-beta (log-ratio - z))), + for desirable answers, z the mean KL of the step.
 Reference: arXiv 2402.01306 eq. 8.
@@ -34,7 +34,7 @@ class KTOLoss(ReferencedMethod):
 
     def loss(self, pairs: PairBatch) -> LossOutput:
         """Raise ConfigError: the loss is on single answers, `answer_loss`."""
-        raise ConfigError(explain("dpo.loss.type", self.type, "judges single answers", "use KTOObjective"))
+        raise ConfigError(explain("dpo.loss.type", self.type, "trains on single answers", "use KTOObjective"))
 
     def answer_loss(
         self,

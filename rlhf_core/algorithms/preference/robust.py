@@ -46,7 +46,7 @@ def robust_dpo_loss(
     """
     if not 0 <= label_smoothing < 0.5:
         raise ConfigError(
-            explain("label_smoothing", label_smoothing, "must be in [0, 0.5)", "0.5 means that labels carry nothing")
+            explain("label_smoothing", label_smoothing, "must be in [0, 0.5)", "at 0.5 the labels carry no information")
         )
     reward_chosen_B = beta * (chosen_logprobs - ref_chosen_logprobs)
     reward_rejected_B = beta * (rejected_logprobs - ref_rejected_logprobs)

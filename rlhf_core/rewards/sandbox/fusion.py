@@ -61,7 +61,7 @@ class SandboxFusion:
         """Return how the program ended; a limit that it hit is its own failure."""
         if encodable(program) != program:
             return HALF_PAIR
-        asked = {
+        body = {
             "code": program,
             "language": "python",
             "stdin": encodable(stdin),
@@ -73,36 +73,36 @@ class SandboxFusion:
             if attempt:
                 time.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
             try:
-                return _execution(self._ask(asked, limits.timeout_s + QUEUE_S), limits)
+                return _execution(self._ask(body, limits.timeout_s + QUEUE_S), limits)
             except _NoResult as none:
                 problem = str(none)
                 if none.final:
                     break
         raise RewardError(explain("sandbox_url", shown(self._url), problem, "see the server's log, or start it"))
 
-    def _ask(self, asked: Mapping[str, Any], timeout_s: float) -> Any:
+    def _ask(self, body: Mapping[str, Any], timeout_s: float) -> Any:
         deadline, answer = time.monotonic() + timeout_s, b""
         timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
         try:
-            with self._client.stream("POST", self._url, json=asked, timeout=timeout) as response:
+            with self._client.stream("POST", self._url, json=body, timeout=timeout) as response:
                 for piece in response.iter_bytes():
                     answer += piece
                     if len(answer) > LARGEST_ANSWER or time.monotonic() > deadline:
-                        raise _NoResult("answers too slowly, or too much", final=True)
+                        raise _NoResult("is too slow, or returns too much", final=True)
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.RemoteProtocolError) as error:
-            raise _NoResult(f"cannot be asked: {error!r}") from None
+            raise _NoResult(f"cannot be reached: {error!r}") from None
         except httpx.TimeoutException:
             raise _NoResult(f"took longer than {timeout_s:g} s", final=True) from None
         except httpx.HTTPError as error:
-            raise _NoResult(f"cannot be asked: {error!r}") from None
+            raise _NoResult(f"cannot be reached: {error!r}") from None
         if response.status_code == 200:
             return _read(answer)
         said = _shortened(answer)
         if response.status_code in REFUSED_FOR_GOOD:
-            rule = f"answered status {response.status_code}: {said}"
-            remedy = "give the address of a SandboxFusion server, and sandbox_headers if it asks for a key"
+            rule = f"returned status {response.status_code}: {said}"
+            remedy = "give the address of a SandboxFusion server, and sandbox_headers if it requires a key"
             raise ConfigError(explain("sandbox_url", shown(self._url), rule, remedy))
-        raise _NoResult(f"answered status {response.status_code}: {said}")
+        raise _NoResult(f"returned status {response.status_code}: {said}")
 
 
 class _NoResult(Exception):
@@ -117,7 +117,7 @@ def _read(answer: bytes) -> Any:
     try:
         return json.loads(answer)
     except (ValueError, RecursionError):
-        raise _NoResult(f"answered what is no JSON: {_shortened(answer)!r}") from None
+        raise _NoResult(f"returned invalid JSON: {_shortened(answer)!r}") from None
 
 
 def _shortened(answer: bytes) -> str:
@@ -139,8 +139,8 @@ def _execution(answer: Any, limits: Limits) -> Execution:
             out_of_memory = status in KILLED or stderr.rstrip().rpartition("\n")[2].startswith("MemoryError")
             return Execution("memory" if out_of_memory else "error", status, stdout, stderr)
         case {"status": "SandboxError"}:
-            raise _NoResult(f"failed itself: {without_secrets(str(answer.get('message')))[:200]}")
-    raise _NoResult(f"answered no result of a run: {without_secrets(str(answer))[:200]}")
+            raise _NoResult(f"reported an internal error: {without_secrets(str(answer.get('message')))[:200]}")
+    raise _NoResult(f"returned no result of a run: {without_secrets(str(answer))[:200]}")
 
 
 def _text(ran: Mapping[str, Any], name: str) -> str:

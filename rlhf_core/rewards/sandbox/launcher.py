@@ -323,7 +323,7 @@ def machine() -> tuple[int, int]:
     """Return what seccomp calls this machine, and the column of its numbers; OSError for one that has none here."""
     name = os.uname().machine
     if name not in MACHINES:
-        raise OSError(errno.ENOSYS, f"the system calls of {name} are not known here")
+        raise OSError(errno.ENOSYS, f"the system calls of {name} are unknown")
     return MACHINES[name]
 
 

@@ -122,7 +122,9 @@ def run_program(program: str, stdin: str = "", *, limits: Limits, allow_network:
         return HALF_PAIR
     answer = _launch(isolation, program, encodable(stdin), limits)
     if answer["outcome"] == "refused":
-        raise RewardError(explain("sandbox", isolation.mode, answer["detail"], "see why the program was not started"))
+        raise RewardError(
+            explain("sandbox", isolation.mode, answer["detail"], "find out why the program was not started")
+        )
     outcome = answer["outcome"]
     if outcome == "finished" and answer["status"] != 0:
         outcome = _why(answer["status"], answer["stderr"])
@@ -164,8 +166,8 @@ def find_isolation(allow_network: bool) -> Isolation:
         explain(
             "sandbox.allow_network",
             allow_network,
-            f"programs cannot be shut in here ({'; '.join(refusals)})",
-            "allow user namespaces, let others read an interpreter, or say allow_network = true and trust the programs",
+            f"programs cannot be isolated on this machine ({'; '.join(refusals)})",
+            "allow user namespaces, make a Python interpreter readable for all users, or set allow_network = true and trust the programs",
         )
     )
 

@@ -119,7 +119,7 @@ def judged_outside(code: str, word: str) -> OutsideTest:
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError) as error:
-        raise DataError(explain("label", code[:200], f"is no test in Python ({error})", "mend the test")) from error
+        raise DataError(explain("label", code[:200], f"is no test in Python ({error})", "fix the test")) from error
     if not any(isinstance(node, ast.Assert | ast.Call | ast.Raise) for node in ast.walk(tree)):
         raise DataError(
             explain("label", code[:200], "is a test that no program fails", "assert something of the program")

@@ -20,6 +20,8 @@ from rlhf_core.models.kernels import check_kernels, use_liger
 from rlhf_core.models.loading import load_model
 from rlhf_core.models.routing import check_routers
 from rlhf_core.training.distributed import local_device, rank_and_world
+from rlhf_core.training.engines.deepspeed_setup import quiet, set_environment
+from rlhf_core.training.engines.torch_engine import TorchEngine
 from rlhf_core.training.sequence_parallel import spread
 
 T = TypeVar("T")
@@ -91,26 +93,27 @@ def open_engine(spec: ModelSpec, optimizer: OptimizerConfig | None, config: Trai
     rank, world = rank_and_world()
     device = local_device()
     if config.zero_stage == 3 and spec.lora is not None and spec.lora.quantise:
-        rule, remedy = "ZeRO 3 cannot partition weights of 4 bits", "use zero_stage <= 2, or leave it empty"
+        rule, remedy = "ZeRO 3 cannot partition 4-bit weights", "use zero_stage <= 2, or remove it"
         raise ConfigError(explain("lora.quantise", spec.lora.quantise, rule, remedy))
     if optimizer is not None and optimizer.ema_decay > 0 and config.zero_stage == 3:
-        rule = "under ZeRO 3 no rank has the whole weights to average"
+        rule = "under ZeRO 3 no rank has all weights, so they cannot be averaged"
         raise ConfigError(explain("optimizer.ema_decay", optimizer.ema_decay, rule, "use zero_stage <= 2, or 0 here"))
     if config.tensor_parallel > 1 and optimizer is not None:
         for name, used in (("lora", spec.lora is not None), ("optimizer.ema_decay", optimizer.ema_decay > 0)):
             if used:
-                rule = "does not go with runtime.trainer.tensor_parallel, whose ranks hold parts of the weights"
-                raise ConfigError(explain(name, "set", rule, "leave one of them out"))
+                rule = (
+                    "cannot be combined with runtime.trainer.tensor_parallel, where each rank has a part of the weights"
+                )
+                raise ConfigError(explain(name, "set", rule, "remove one of them"))
     if config.engine == "deepspeed" and (optimizer is not None or config.zero_stage == 3):
-        from rlhf_core.training.engines.deepspeed_engine import DeepSpeedEngine
-
         module = _load(spec, config, dtype=config.dtype, trained=optimizer is not None, device=device)
+        set_environment(device)
+        with quiet():  # 8 to 15 s, which only models that DeepSpeed holds are worth
+            from rlhf_core.training.engines.deepspeed_engine import DeepSpeedEngine
         return DeepSpeedEngine(module, optimizer, config, device=device)
     if optimizer is not None and world > 1:
         rule = f"trains in one process, but there are {world} train workers"
         raise ConfigError(explain("runtime.trainer.engine", "torch", rule, "use deepspeed, or one worker"))
-    from rlhf_core.training.engines.torch_engine import TorchEngine
-
     if config.engine == "deepspeed":
         # Same dtype as models that DeepSpeed trains: they compute with bfloat16 weights and update a float32 copy.
         module = _load(spec, config, dtype=config.dtype, trained=False, device=device)

@@ -1,5 +1,7 @@
 """Implement the DeepSpeed engine with ZeRO stages 0 to 3, on one rank or several.
 
+Importing this module imports DeepSpeed, which reads the variables of `deepspeed_setup.set_environment` then.
+
 The trainer manages gradient accumulation (`managed_gradient_accumulation: false`): DeepSpeed does not scale losses by a
 number of micro-batches, and reduces in `step`. It averages gradients over ranks, but losses are partial sums over
 global denominators, so each loss is first multiplied by the number of ranks.
@@ -9,11 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import io
-import logging
 import math
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,14 +20,21 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+import deepspeed
 import torch
+from deepspeed.comm.torch import build_shm_op
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils import set_z3_leaf_module
+from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
+from torch.utils.cpp_extension import get_default_build_root
 
 from rlhf_core.algorithms.output import LossOutput
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
-from rlhf_core.errors import ConfigError, explain
 from rlhf_core.training.adamw import ClippedAdamW, adamw, parameter_groups
 from rlhf_core.training.distributed import join, largest, rank_and_world
+from rlhf_core.training.engines.deepspeed_setup import deepspeed_config, quiet, remove_stale_locks
 from rlhf_core.training.engines.offload import module_tensors, optimizer_tensors
 from rlhf_core.training.engines.tensor_parallel import check_partition, partition_settings, sum_head_norms, whole_layers
 from rlhf_core.training.engines.universal import load_universal
@@ -70,8 +76,7 @@ class DeepSpeedEngine:
             check_partition(module, self._parallel, self._world)
             settings["tensor_parallel"] = partition_settings(self._parallel)
             carrier.config = module.config  # DeepSpeed reads the number of heads from it
-        with _quiet():
-            deepspeed = _import_deepspeed(device)
+        with quiet():
             if device.type == "cpu":
                 _build_collectives()
             join()
@@ -117,8 +122,6 @@ class DeepSpeedEngine:
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Gather the whole weights in `module` on every rank inside this context."""
-        import deepspeed
-
         parameters = list(self.module.parameters())
         whole = deepspeed.zero.GatheredParameters(parameters, modifier_rank=None, enabled=self._stage == 3)
         layers = whole_layers(self.module) if self._parallel > 1 else contextlib.nullcontext()
@@ -135,7 +138,7 @@ class DeepSpeedEngine:
             whole = self.rank == 0
             return {folder / STATE_FILE: training_state(self.module, self._engine.optimizer)} if whole else {}
         states: dict[Path, Any] = {}
-        with _quiet(), _taking(self._engine, states):
+        with quiet(), _taking(self._engine, states):
             self._engine.save_checkpoint(str(folder / ZERO_FOLDER), tag=ZERO_TAG, exclude_frozen_parameters=True)
         return states
 
@@ -154,7 +157,7 @@ class DeepSpeedEngine:
             load_training_state(folder / STATE_FILE, self.module, self._engine.optimizer)
             self._engine.zero_grad()
             return
-        with _quiet(), _weights_only():
+        with quiet(), _weights_only():
             if written == self._settings():
                 self._engine.load_checkpoint(str(folder / ZERO_FOLDER), tag=ZERO_TAG, load_module_strict=False)
             else:
@@ -188,32 +191,6 @@ class DeepSpeedEngine:
         return ClippedAdamW(groups, optimizer, fused=fused)
 
 
-def deepspeed_config(optimizer: OptimizerConfig | None, config: TrainerConfig, *, stage: int) -> dict[str, Any]:
-    """Return the DeepSpeed configuration. Raises ConfigError for offloading at stage 0, which partitions nothing."""
-    zero: dict[str, Any] = {"stage": stage}
-    if config.offload_optimizer:
-        if stage == 0:
-            key, remedy = "runtime.trainer.offload_optimizer", "set zero_stage to 1, 2 or 3"
-            raise ConfigError(explain(key, True, "ZeRO stage 0 keeps the optimizer on its device", remedy))
-        zero["offload_optimizer"] = {"device": "cpu"}
-    settings: dict[str, Any] = {
-        # The trainer sets batch sizes. DeepSpeed only requires consistent numbers.
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "managed_gradient_accumulation": False,
-        "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": None,
-        # Stage 0 in float32 does not check for a non-finite gradient, so the optimizer clips and checks there.
-        "gradient_clipping": 0.0 if stage == 0 or optimizer is None else optimizer.max_grad_norm,
-    }
-    if config.dtype == "bfloat16":
-        settings["bf16"] = {"enabled": True}
-        settings["data_types"] = {"grad_accum_dtype": "fp32"}
-    return settings
-
-
 class _Carrier(nn.Module):
     """A module for DeepSpeed whose forward pass runs the computation of the objective with the model.
 
@@ -234,20 +211,9 @@ def _gather_heads_as_one(module: nn.Module) -> None:
 
     The head computes its tokens in chunks, whose number differs between ranks (see `rlhf_core.models.head_pass`).
     """
-    from deepspeed.utils import set_z3_leaf_module
-
     head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
     if head is not None and list(head.children()):
         set_z3_leaf_module(head, True)
-
-
-def _import_deepspeed(device: torch.device) -> Any:
-    # Without it, DeepSpeed probes for the accelerator. The launcher's variable is required even without a launcher.
-    os.environ.setdefault("DS_ACCELERATOR", device.type)
-    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
-    import deepspeed
-
-    return deepspeed
 
 
 @cache
@@ -256,30 +222,12 @@ def _build_collectives() -> None:
 
     torch guards the compiler with a lock file. A killed process leaves it behind, and later ones wait for it forever.
     """
-    from deepspeed.comm.torch import build_shm_op
-    from torch.utils.cpp_extension import get_default_build_root
-
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     root.mkdir(parents=True, exist_ok=True)
     with (root / ".one-at-a-time").open("w") as ours:
         fcntl.flock(ours, fcntl.LOCK_EX)
         remove_stale_locks(root)
         build_shm_op()
-
-
-def remove_stale_locks(root: Path) -> list[Path]:
-    """Remove and return the files `lock` below `root` that no process has open. Builders of torch keep theirs open."""
-    found = list(root.rglob("lock"))
-    if not found:
-        return []
-    opened = set()
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
-            opened.add(link.readlink())
-    stale = [path for path in found if path.resolve() not in opened]
-    for path in stale:
-        path.unlink(missing_ok=True)
-    return stale
 
 
 @contextmanager
@@ -312,22 +260,8 @@ def _own_storage(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress DeepSpeed's start-up messages (prints, and its own logger on stdout), but not errors."""
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-
-
-@contextmanager
 def _weights_only() -> Iterator[None]:
     """Make DeepSpeed's `torch.load` refuse to run code from a checkpoint, but allow its three plain value types."""
-    from deepspeed.runtime.fp16.loss_scaler import LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
     name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"

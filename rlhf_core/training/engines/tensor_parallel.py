@@ -48,10 +48,8 @@ def check_partition(module: nn.Module, size: int, world: int) -> None:
     any_module: Any = module
     config = any_module.config.get_text_config()
     if config.model_type not in PROVEN:
-        rule = (
-            f"the architecture {config.model_type!r} is not known to train alike in parts ({', '.join(sorted(PROVEN))})"
-        )
-        raise ConfigError(explain(KEY, size, rule, "set it to 1, and zero_stage to 3 where memory is short"))
+        rule = f"the architecture {config.model_type!r} is not known to train identically when it is split (supported: {', '.join(sorted(PROVEN))})"
+        raise ConfigError(explain(KEY, size, rule, "set it to 1, and zero_stage to 3 if memory is short"))
     counts = {
         "train workers": world,
         "attention heads": config.num_attention_heads,
@@ -86,7 +84,7 @@ def head_norms(module: nn.Module) -> list[nn.Parameter]:
             if child in split:
                 continue
             if child not in HEAD_NORMS or parameter.shape != (width,):
-                rule = f"{path}.{name} is whole on every rank, which would see its own heads only"
+                rule = f"{path}.{name} is not split, and each rank would see only its own heads"
                 raise ConfigError(explain(KEY, ">= 2", rule, "set it to 1 for this architecture"))
             norms.append(parameter)
     return norms

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from deepspeed.checkpoint import ds_to_universal
 from torch.optim import Optimizer
 
 from rlhf_core.store.layout import remove_tree
@@ -63,8 +64,6 @@ def _own_groups_and_steps(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _convert(partitions: Path, universal: Path) -> None:
-    from deepspeed.checkpoint import ds_to_universal
-
     settings = Namespace(
         input_folder=str(partitions),
         output_folder=str(universal),

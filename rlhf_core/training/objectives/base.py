@@ -191,7 +191,7 @@ class PolicyObjective:
             metrics["ref_kl"] = masked_sum(k3(logprobs_BL, batch.fields["ref_logprobs"]), mask_BL) / tokens
         elif self.kl_coef != 0:
             rule = "the samples have no log-probs of the reference"
-            raise DataError(explain("kl_coef", self.kl_coef, rule, "measure them, or set it to 0"))
+            raise DataError(explain("kl_coef", self.kl_coef, rule, "compute them, or set it to 0"))
         # Left out instead of added with coefficient 0, because 0 times infinity would make the gradient NaN.
         loss = policy.loss
         if self.entropy_coef != 0:
@@ -282,7 +282,7 @@ def count_tokens(
     """Return the number of masked tokens. Raises DataError if there are none to average over."""
     tokens = sum(sum(sample.loss_mask) for sample in samples)
     if tokens == 0:
-        rule = "an optimizer step needs a token to train on"
+        rule = "an optimizer step needs at least one token to train on"
         raise DataError(explain("loss_mask", f"0 tokens in {len(samples)} samples", rule, "drop the empty samples"))
     return float(tokens)
 

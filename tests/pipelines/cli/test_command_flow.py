@@ -62,7 +62,9 @@ def test_a_run_that_is_complete_ends_well_though_prefect_is_gone(
 
 def test_a_run_that_prefect_could_not_begin_is_one_error_that_names_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     losing_prefect(monkeypatch, before_the_body=True)
-    with pytest.raises(ServiceError, match=r"^http://127.0.0.1:9/api: Prefect does not answer .*: run again$"):
+    with pytest.raises(
+        ServiceError, match=r"^http://127.0.0.1:9/api: Prefect does not answer .*: run the same command again$"
+    ):
         run_flow()
 
 

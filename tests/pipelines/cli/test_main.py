@@ -95,7 +95,7 @@ def test_looking_at_a_store_that_is_not_there_says_what_to_do_and_makes_nothing(
     looks = [["store", "ls"], ["store", "verify"], ["store", "gc"], ["runs"], ["reconcile"], ["resume"]]
     assert [main(look) for look in looks] == [0] * len(looks)
     out = capsys.readouterr().out
-    assert out.count("home/store is not there yet: `rlhf run tiny/full` fills it") == 4
+    assert out.count("home/store does not exist yet: fill it with `rlhf run tiny/full`") == 4
     assert "nothing to mend" in out and "nothing was run yet" in out
     assert main(["plan", str(write_mini(here))]) == 0
     assert not (here / "home").exists()
@@ -141,7 +141,7 @@ def test_a_damaged_store_is_listed_with_its_damage_and_planned_with_the_reason(
     said = {line.split()[2]: line for line in lines if len(line.split()) > 2}
     assert "damaged" not in said["sound"]
     assert "damaged: total.txt has 0 bytes" in said["short"] and "damaged: its object is gone" in said["gone"]
-    assert any(line.startswith("not readable: ") and line.endswith("holds no JSON table") for line in lines)
+    assert any(line.startswith("not readable: ") and line.endswith("is not a JSON object") for line in lines)
     assert main(["runs"]) == 0
     assert "sound" in capsys.readouterr().out
     assert main(["store", "gc", "--keep-days", "0"]) == 0
@@ -149,7 +149,7 @@ def test_a_damaged_store_is_listed_with_its_damage_and_planned_with_the_reason(
 
     reasons = {spec.label: decide(store, spec) for spec in specs}
     assert {label: found.action for label, found in reasons.items()} == dict.fromkeys(RATES, "RUN") | {"sound": "HIT"}
-    assert "total.txt has 0 bytes" in reasons["short"].reason and "holds no JSON table" in reasons["torn"].reason
+    assert "total.txt has 0 bytes" in reasons["short"].reason and "is not a JSON object" in reasons["torn"].reason
     assert main(["store", "verify"]) == 0
 
 
@@ -161,7 +161,7 @@ def test_the_store_of_a_profile_or_a_folder_can_be_looked_at(here: Path, capsys:
     profile.write_text(f'store = "{here}/own"\n' + profile.read_text())
     for which in (["--profile", str(profile)], ["--store", f"{here}/own"]):
         assert main(["runs", *which]) == main(["store", "ls", *which]) == 0
-        assert capsys.readouterr().out.count(f"{here}/own is not there yet") == 2
+        assert capsys.readouterr().out.count(f"{here}/own does not exist yet") == 2
 
 
 @pytest.mark.parametrize(

@@ -85,8 +85,8 @@ def test_the_verb_serves_a_function_with_arguments_and_a_token_until_it_is_termi
     ("arguments", "line"),
     [
         (["--function", "no.such:thing"], "rewards.served.function = 'no.such:thing'"),
-        (["--function", "a:b", "--arguments", "[1]"], "--arguments = '[1]': is no JSON object"),
-        (["--function", "a:b", "--host", "0.0.0.0"], "--host = '0.0.0.0': others can reach it"),
+        (["--function", "a:b", "--arguments", "[1]"], "--arguments = '[1]': is not a JSON object"),
+        (["--function", "a:b", "--host", "0.0.0.0"], "--host = '0.0.0.0': other machines can reach this address"),
         (["--function", "a:b", "--token-env", "NO_SUCH"], "--token-env = 'NO_SUCH'"),
         (["--reward-model", "nothing"], "input = 'nothing': no RewardModelRef"),
     ],

@@ -68,13 +68,13 @@ def test_a_job_commits_by_itself_and_says_that_it_is_done(tmp_path: Path) -> Non
 def test_a_job_that_cannot_read_its_spec_says_so(tmp_path: Path) -> None:
     status, outcome = ended(process(tmp_path), tmp_path)
     assert (status, outcome.status, outcome.error_class) == (1, "failed", "ArtifactError")
-    assert "let flow and cluster see the store under the same path" in outcome.error
+    assert "make the store available to the flow and to the cluster under the same path" in outcome.error
 
 
 def test_a_cluster_that_sees_other_code_is_noticed_by_the_key(tmp_path: Path) -> None:
     status, outcome = ended(job_of(tmp_path, toy_spec(), key="0" * 64), tmp_path)
     assert (status, outcome.error_class) == (1, "ConfigError")
-    assert outcome.error.startswith("toy.key = '000000000000': here it is ")
+    assert outcome.error.startswith("toy.key = '000000000000': the cluster computes ")
     assert ArtifactStore(tmp_path / "store").records() == []
 
 

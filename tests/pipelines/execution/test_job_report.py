@@ -58,10 +58,10 @@ def test_who_attached_is_not_told_why_the_job_runs(tmp_path: Path) -> None:
 
 def test_warnings_of_the_job_reach_the_log_of_the_flow(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     reporter, watcher, _, _ = watched(tmp_path, RUN)
-    reporter.emit(logging.makeLogRecord({"msg": "trainer died; going on from step %d", "args": (40,)}))
+    reporter.emit(logging.makeLogRecord({"msg": "trainer died; retrying from step %d", "args": (40,)}))
     reporter.finished("sft", RUN, {}, 1.0)
     watcher.poll()
-    assert caplog.messages == ["sft: trainer died; going on from step 40"]
+    assert caplog.messages == ["sft: trainer died; retrying from step 40"]
 
 
 def test_progress_is_written_now_and_then_and_the_last_of_it_soon(
@@ -106,4 +106,4 @@ def test_an_error_of_ours_comes_back_with_its_class_and_text() -> None:
 def test_another_error_comes_back_with_its_name_and_where_to_read_more() -> None:
     error = error_of(failure(KeyError("loss")), label="ppo", log="`ray job logs x`")
     assert type(error) is RlhfError
-    assert str(error) == "ppo: KeyError: 'loss'; its log says where: `ray job logs x`"
+    assert str(error) == "ppo: KeyError: 'loss'; for the traceback see `ray job logs x`"

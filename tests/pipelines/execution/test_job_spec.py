@@ -43,12 +43,15 @@ def test_a_job_comes_back_from_its_file(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_there_is_refused_with_what_is_probably_wrong(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match="cannot be read here; let flow and cluster see the store under the same"):
+    with pytest.raises(
+        ArtifactError,
+        match="cannot be read here; make the store available to the flow and to the cluster under the same",
+    ):
         read_spec(tmp_path / "spec.json")
 
 
 def test_a_class_that_is_no_configuration_is_refused() -> None:
     stored = stored_stage(toy_spec())
     stored["config"]["type"] = "pathlib:Path"
-    with pytest.raises(ArtifactError, match=r"stage.config.type = 'pathlib:Path': is not the class of a configuration"):
+    with pytest.raises(ArtifactError, match=r"stage.config.type = 'pathlib:Path': is not a configuration class"):
         restore_stage(stored)

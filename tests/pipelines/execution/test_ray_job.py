@@ -303,7 +303,7 @@ def test_without_a_cluster_the_run_is_refused_before_its_first_stage(
     config = load_profile(write_mini(tmp_path), ["runtime.execution=ray-job"])
     notes = Notes()
     with (
-        pytest.raises(ConfigError, match=r"runtime.execution = 'ray-job': a job needs a Ray that outlives"),
+        pytest.raises(ConfigError, match=r"runtime.execution = 'ray-job': a job needs a Ray cluster that outlives"),
         open_run(config, two_toys, RunOptions(), home=home, tracker=MemoryTracker(), listener=notes),
     ):
         pass

@@ -70,9 +70,9 @@ def test_there_is_nothing_to_resume_of_what_completed_runs_or_waits(client: Any)
         found = resume(str(run), served=True)
         assert found.kind == "nothing" and found.options is None
         said[state.name] = found.message
-    assert said["Completed"].endswith("has completed: nothing is left to resume")
-    assert said["Running"].endswith("is Running: its process is at work")
-    assert said["Paused"].endswith("is Paused: it waits for a person, in Prefect's page")
+    assert said["Completed"].endswith("has completed: nothing to resume")
+    assert said["Running"].endswith("is Running: its process is running")
+    assert said["Paused"].endswith("is Paused: it is waiting for input on its page in Prefect")
 
 
 def test_a_name_that_no_run_has_is_refused_with_the_one_that_was_meant(client: Any) -> None:
@@ -91,7 +91,7 @@ def test_a_run_of_another_program_is_refused(client: Any) -> None:
     from pipelines.execution.resume import ResumeError, resume
 
     run = foreground(client, "strange", Failed(), {"profile": "x"})
-    with pytest.raises(ResumeError, match="no run of rlhf"):
+    with pytest.raises(ResumeError, match="is not a run of rlhf"):
         resume(str(run), served=True)
 
 
@@ -109,7 +109,7 @@ def test_a_served_run_is_scheduled_again_and_needs_the_deployments(client: Any) 
     deployment = client.create_deployment(client.create_flow(body), name="full", tags=[home_tag(Home.here())])
     run = client.create_flow_run_from_deployment(deployment).id
     client.set_flow_run_state(run, Crashed(), force=True)
-    with pytest.raises(ResumeError, match="served by a deployment; rlhf up, then again"):
+    with pytest.raises(ResumeError, match="it runs in a deployment; start the services with `rlhf up`, then try again"):
         resume(str(run), served=False)
     assert resume(str(run), served=True).kind == "scheduled"
     assert client.read_flow_run(run).state.is_scheduled()

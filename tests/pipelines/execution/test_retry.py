@@ -53,7 +53,7 @@ def test_a_lost_worker_is_tried_again_with_a_warning_that_says_what_died_and_whe
 ) -> None:
     with caplog.at_level(logging.WARNING):
         assert tried(failing(TrainerLostError("the worker died; run again"), "done"), NOWHERE, (4, 0)) == "done"
-    assert caplog.messages == ["ppo: the worker died; going on from the checkpoint of step 4 (1 of 2)"]
+    assert caplog.messages == ["ppo: the worker died; retrying from the checkpoint of step 4 (retry 1 of 2)"]
 
 
 @pytest.mark.parametrize("error", [TrainingError("nan"), ConfigError("no such model"), ValueError("a bug")])

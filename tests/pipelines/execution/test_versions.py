@@ -30,9 +30,9 @@ def test_what_differs_from_when_the_stage_was_made_is_said(tmp_path: Path, monke
     execute(store, spec, runtime=NoEngines(), tracker=RecordingTracker(), progress=lambda *_: None)
     record = store.record(stage_key(spec))
     assert list(version_lines(store, spec, record)) == [
-        "packages: the versions that it was made with",
-        f"chat template: {template}, as when it was made",
-        f"tokenizer: {tokens}, as when it was made",
+        "packages: the same versions as when it was made",
+        f"chat template: {template}, the same as when it was made",
+        f"tokenizer: {tokens}, the same as when it was made",
     ]
     numpy = records.versions()["numpy"]
     monkeypatch.setattr(records, "versions", lambda: {"python": records.platform.python_version(), "numpy": "0.1"})

@@ -81,7 +81,9 @@ def test_the_number_of_workers_is_no_part_of_a_spec_and_the_precision_is(tmp_pat
 
 def test_episodes_that_may_outgrow_the_sampler_are_refused_in_the_plan(tmp_path: Path) -> None:
     agent = 'ppo.agent={type = "program", command = ["true"], max_episode_tokens = %d}'
-    with pytest.raises(ConfigError, match=r"ppo\.agent\.max_episode_tokens = 257: the sampler takes 256 tokens; lower"):
+    with pytest.raises(
+        ConfigError, match=r"ppo\.agent\.max_episode_tokens = 257: the sampler takes at most 256 tokens; lower"
+    ):
         plan(load_profile("tiny/full", [agent % 257]), ArtifactStore(tmp_path))
     assert plan(load_profile("tiny/full", [agent % 256]), ArtifactStore(tmp_path))
 
@@ -124,7 +126,7 @@ def test_the_gold_reward_of_an_evaluation_is_one_of_them(tmp_path: Path) -> None
             "rlhf_core.rewards.verifiable:finl_number",
             "rlhf_core.rewards.verifiable has no finl_number; did you mean final_number?",
         ),
-        ("my/reward.py:score", "my/reward.py is not there; mend the module name or the path"),
+        ("my/reward.py:score", "my/reward.py does not exist; fix the module name or the path"),
     ],
 )
 def test_a_missing_reward_function_is_noticed_before_the_first_stage(
@@ -166,12 +168,12 @@ def test_inputs_that_are_not_those_of_the_row_are_refused() -> None:
     score, sft, publish = STAGES["score"], STAGES["sft"], STAGES["publish"]
     with pytest.raises(TypeError, match="sft: the input demonstrations is missing"):
         inputs_of(sft, SFTConfig(), {"policy": policy})
-    with pytest.raises(TypeError, match="sft: the input demonstrations must be DemonstrationsRef, and is PromptsRef"):
+    with pytest.raises(TypeError, match="sft: the input demonstrations must be DemonstrationsRef, not PromptsRef"):
         inputs_of(sft, SFTConfig(), {"policy": policy, "demonstrations": prompts})
     with pytest.raises(TypeError, match="score: the input reward_models must be a table of RewardModelRef"):
         answers = handle(GenerationsRef, "answers")
         inputs_of(score, ScoreConfig(), {"generations": answers, "reward_models": handle(RewardModelRef, "judge")})
-    with pytest.raises(TypeError, match="publish: takes no input prompts"):
+    with pytest.raises(TypeError, match="publish: has no input prompts"):
         inputs_of(publish, PublishConfig(), {"policy": policy, "prompts": prompts})
 
 

@@ -67,7 +67,7 @@ def test_what_nothing_means_is_refused_with_what_there_is(tmp_path: Path) -> Non
     with pytest.raises(ArtifactError, match="the store is empty: run `rlhf run tiny/full` first"):
         find_artifact(store, PolicyRef, "sft")
     make(store, "sft", ToyConfig())
-    with pytest.raises(ArtifactError, match=r"input = 'ppo': no PolicyRef .* the store has sft"):
+    with pytest.raises(ArtifactError, match=r"input = 'ppo': no PolicyRef .* the store contains sft"):
         find_artifact(store, PolicyRef, "ppo")
 
 

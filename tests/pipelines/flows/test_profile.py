@@ -74,12 +74,14 @@ def test_another_type_does_not_inherit_the_options_of_the_one_before(tmp_path: P
 
 
 def test_a_student_does_not_start_from_its_teacher() -> None:
-    with pytest.raises(ConfigError, match=r"distill\.teacher = 'sft': is also where the student starts"):
+    with pytest.raises(ConfigError, match=r"distill\.teacher = 'sft': the student starts from the same policy"):
         load_profile("tiny/distill", ["distill.start_from=sft"])
 
 
 def test_a_rule_between_fields_keeps_its_dotted_key() -> None:
-    with pytest.raises(ConfigError, match=r"^iterative_dpo\.dpo\.nll_coef = 0\.5: orpo has the chosen answer's loss"):
+    with pytest.raises(
+        ConfigError, match=r"^iterative_dpo\.dpo\.nll_coef = 0\.5: orpo already includes the loss of the chosen answer"
+    ):
         load_profile("tiny/full", ['iterative_dpo.dpo.loss={type="orpo"}', "iterative_dpo.dpo.nll_coef=0.5"])
 
 
@@ -116,7 +118,8 @@ def test_a_profile_may_extend_a_shipped_one_from_anywhere(tmp_path: Path) -> Non
     assert config.ppo and config.ppo.steps == 3 and config.ppo.samples_per_prompt == 8
     child.write_text('extends = "tiny/rlvx"\n')
     with pytest.raises(
-        ConfigError, match=r"tiny/rlvx': no such file .* and no shipped profile; shipped are .*tiny/rlvr"
+        ConfigError,
+        match=r"tiny/rlvx': there is neither such a file, relative to .*, nor a shipped profile of that name; the shipped profiles are .*tiny/rlvr",
     ):
         load_profile(child)
 
@@ -124,7 +127,7 @@ def test_a_profile_may_extend_a_shipped_one_from_anywhere(tmp_path: Path) -> Non
 def test_a_circle_of_extends_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text('extends = "b.toml"')
     (tmp_path / "b.toml").write_text('extends = "a.toml"')
-    with pytest.raises(ConfigError, match=r"a\.toml -> b\.toml -> a\.toml is a circle"):
+    with pytest.raises(ConfigError, match=r"a\.toml -> b\.toml -> a\.toml is a cycle"):
         load_profile(tmp_path / "a.toml")
 
 
@@ -157,7 +160,7 @@ def test_a_teacher_that_the_profile_does_not_make_is_refused() -> None:
     [
         (b'name = "caf\xe9"', "cannot be read: 'utf-8' codec"),
         (b"seed = " + b"9" * 5000, "not valid TOML: Exceeds the limit"),
-        (b"seed = " + b"[" * 5000, "not valid TOML: brackets too deep"),
+        (b"seed = " + b"[" * 5000, "not valid TOML: brackets are nested too deeply"),
         (b"extends = 5", "extends = 5: must be the name of a file; give the path of a profile"),
         (b'extends = ["tiny/full"]', r"extends = \['tiny/full'\]: must be the name of a file"),
         (b'extends = "a\\u0000b"', "must be the name of a file"),
@@ -176,9 +179,9 @@ def test_a_profile_that_cannot_be_read_says_why(content: bytes, rule: str, tmp_p
     ("override", "rule"),
     [
         ("seed=" + "9" * 5000, r"--set seed = '9+' \.\.\.: cannot be read: Exceeds the limit"),
-        ("seed=" + "[" * 5000, "cannot be read: brackets too deep"),
+        ("seed=" + "[" * 5000, "cannot be read: brackets are nested too deeply"),
         ("a." * 3000 + "b=1", r"a = \{\.\.\.\}: unknown key"),
-        ("name=half \ud83d", "must be text that UTF-8 can hold"),
+        ("name=half \ud83d", "must be valid UTF-8"),
     ],
 )
 def test_an_override_that_cannot_be_read_says_why(override: str, rule: str) -> None:

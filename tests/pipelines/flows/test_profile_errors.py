@@ -15,7 +15,9 @@ SAMPLER_OPTIONS = [
 
 def test_an_option_of_another_type_is_called_so_and_says_how_to_remove_it() -> None:
     override = "runtime.sampler.type=hf"
-    with pytest.raises(ConfigError, match=r"^runtime\.sampler\.max_model_len = 256: no option of type 'hf'; remove it"):
+    with pytest.raises(
+        ConfigError, match=r"^runtime\.sampler\.max_model_len = 256: is not an option of type 'hf'; remove it"
+    ):
         load_profile("tiny/full", [override])
     removed = [f"runtime.sampler.{name}=none" for name in SAMPLER_OPTIONS]
     assert load_profile("tiny/full", [override, *removed]).runtime.sampler.type == "hf"

@@ -13,7 +13,7 @@ from rlhf_core.store.artifacts import ArtifactStore
 
 def test_a_profile_with_a_learned_reward_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"reward_model = \{\.\.\.\}: the rlvr pipeline learns from verifiable rewards"
+        ConfigError, match=r"reward_model = \{\.\.\.\}: the rlvr pipeline learns only from verifiable rewards"
     ):
         plan(load_profile("tiny/full"), ArtifactStore(tmp_path), pipeline=verifiable_rewards)
 

@@ -98,7 +98,9 @@ def test_a_run_whose_process_is_gone_is_crashed_with_its_tasks_and_others_are_le
     task_run = a_task_of(client, dead)
     (mended,) = reconcile()
     assert (mended.id, mended.state) == (str(dead), "Crashed")
-    assert "process 1 on" in str(mended) and "ended without a word; run it again and it resumes" in str(mended)
+    assert "process 1 on" in str(mended) and "ended without reporting a result; run it again and it resumes" in str(
+        mended
+    )
     assert client.read_flow_run(dead).state.name == client.read_task_run(task_run).state.name == "Crashed"
     states = [client.read_flow_run(left).state.name for left in (alive, unknown, elsewhere, waiting)]
     assert states == ["Running", "Running", "Running", "Paused"]
@@ -162,7 +164,7 @@ def test_a_served_run_that_nobody_started_in_minutes_is_crashed(client: Any, mon
     assert flow_runs.reconcile() == [], "its process may be on its way"
     monkeypatch.setattr(flow_runs, "STARTED_AFTER", timedelta(0))
     (mended,) = flow_runs.reconcile()
-    assert mended.id == str(run) and mended.reason.startswith("the process that was to start it is gone")
+    assert mended.id == str(run) and mended.reason.startswith("the process that was supposed to start it has ended")
 
 
 @pytest.mark.usefixtures("shared")

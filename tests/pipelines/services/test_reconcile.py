@@ -43,7 +43,9 @@ def test_the_lease_and_the_attempt_of_a_killed_process_are_ended_and_a_living_on
     assert list(store.layout.attempt(key).glob("out-*")) == []
     remember(store, spec, target_of(store, spec, strict=Strictness()))
     reason = decide(store, spec).reason
-    assert reason.startswith("attempt 1 left no checkpoint (process ") and reason.endswith("ended without a word)")
+    assert reason.startswith("attempt 1 left no checkpoint (process ") and reason.endswith(
+        "ended without reporting a result)"
+    )
 
 
 def test_a_state_folder_that_is_not_there_is_not_made(tmp_path: Path) -> None:
@@ -61,4 +63,6 @@ def test_what_was_ended_in_mlflow_is_named_and_no_database_is_made_to_look(
     home = Home(tmp_path / "home").make()
     assert list(reconcile_mlflow(home)) == []
     (home.root / "mlflow.db").touch()
-    assert list(reconcile_mlflow(home)) == [f"MLflow night/ppo (12ab) -> KILLED: its {dead.owner} ended without a word"]
+    assert list(reconcile_mlflow(home)) == [
+        f"MLflow night/ppo (12ab) -> KILLED: its {dead.owner} ended without reporting a result"
+    ]

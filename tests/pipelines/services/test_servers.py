@@ -92,7 +92,10 @@ def test_the_auth_string_stays_until_a_new_one_is_asked_for_while_nothing_runs(
     monkeypatch.setenv("RLHF_HOME", str(home.root))
     monkeypatch.setattr(servers, "running", lambda home: Services({}, 4200, 5000, ready=True))
     assert main(["up", "--new-auth"]) == 2
-    assert capsys.readouterr().err == "--new-auth: the servers run with the present auth string; rlhf down first\n"
+    assert (
+        capsys.readouterr().err
+        == "--new-auth: the servers are using the current auth string; stop them with `rlhf down` first\n"
+    )
     assert home.prefect_auth_string == second
 
 

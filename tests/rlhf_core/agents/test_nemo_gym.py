@@ -97,7 +97,7 @@ def test_a_sample_that_the_server_cannot_judge_has_failed(
 
 
 def test_a_server_without_verify_is_refused() -> None:
-    with http_server({"/run": {}}, [], [], []) as url, pytest.raises(ConfigError, match="it has no /seed_session"):
+    with http_server({"/run": {}}, [], [], []) as url, pytest.raises(ConfigError, match="it lacks /seed_session"):
         open_resources(NemoGymAgent(url=url), tokenizer=str(Path()))
 
 

@@ -186,7 +186,7 @@ def test_an_executor_that_is_constructed_with_five_arguments_is_played(opened: O
     assert [span.reward for span in last.spans] == [1.0]
     assert [span.reward for span in own.spans] == [0.25] and own.extras == {"score": 0.5}
     assert sampled_as_it_stands(episodes[:4], sampler)
-    assert "put no episode on result_queue" in silent.failure
+    assert "ended without putting an episode on result_queue" in silent.failure
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_an_executor_that_is_constructed_with_five_arguments_is_played(opened: O
         ("def step(observation, action, label): ...\n", "neither a class AgentExecutor nor a function"),
         (
             "class AgentExecutor:\n    def __init__(self, max_steps, secret): ...\n    async def execute(self): ...\n",
-            r"AgentExecutor\(max_steps, secret\) can be made neither",
+            r"AgentExecutor\(max_steps, secret\) can be constructed neither",
         ),
     ],
 )

@@ -27,7 +27,7 @@ QUICK = {"step_timeout_s": 0.5, "retries": 0}
     [
         ("raise", "the board is broken"),
         ("crash", "its process ended with status 3"),
-        ("shape", "step returned a dict, and must return a StepResult"),
+        ("shape", "step returned a dict; it must return a StepResult"),
         ("nan", "the reward is nan, and must be finite"),
     ],
 )

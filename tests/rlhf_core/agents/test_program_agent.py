@@ -122,7 +122,7 @@ def test_the_module_of_a_command_belongs_to_its_key(tmp_path: Path, monkeypatch:
 
 
 def test_a_secret_is_no_part_of_a_profile() -> None:
-    with pytest.raises(ValueError, match=r"variables.JUDGE_API_KEY = .\*\*\*.: is a secret in clear"):
+    with pytest.raises(ValueError, match=r"variables.JUDGE_API_KEY = .\*\*\*.: is a secret in plain text"):
         ProgramAgent(command=("true",), variables={"LEVEL": "3", "JUDGE_API_KEY": "x"})
 
 

@@ -79,7 +79,7 @@ def test_arguments_reach_the_environment() -> None:
 
 
 def test_an_observation_that_is_nothing_is_named() -> None:
-    with pytest.raises(TypeError, match="a NoneType as observation, and must return text or messages"):
+    with pytest.raises(TypeError, match="a NoneType as observation; it must return text or messages"):
         checked_step(StepResult(None, done=True))  # type: ignore[arg-type]
 
 

@@ -100,14 +100,14 @@ def test_an_environment_plays_with_our_endpoint(stand_in: str) -> None:
 def test_what_went_wrong_in_it_is_a_failure_and_no_reward(stand_in: str) -> None:
     error, swallowed, crash, after = played(config(stand_in), "error", "swallowed", "crash", "3")
     assert "the tool broke" in str(error) and "a reward function raised" in str(swallowed)
-    assert "its interpreter has ended" in str(crash) and after.rewards == (1.0,)
+    assert "its interpreter has exited" in str(crash) and after.rewards == (1.0,)
 
 
 def test_the_end_of_its_tokens_excuses_an_error_where_no_reward_is_needed_and_never_a_crash(stand_in: str) -> None:
     (error,) = played(config(stand_in), "error", cut=True)
     excused, crash = played(config(stand_in, needs_reward=False), "error", "crash later", cut=True)
     assert "the tool broke" in str(error) and excused == ProgramResult((), truncated=True)
-    assert "its interpreter has ended" in str(crash)
+    assert "its interpreter has exited" in str(crash)
 
 
 def asking(answer: str) -> dict[str, Any]:

@@ -126,5 +126,5 @@ def test_a_teacher_certain_of_its_k_tokens_gives_a_finite_loss() -> None:
 
 
 def test_a_k_of_the_whole_vocabulary_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"top_k = 2: .* distil the full vocabulary"):
+    with pytest.raises(ConfigError, match=r"top_k = 2: .* distill the full vocabulary"):
         topk_distillation_loss(STUDENT_TV, TEACHER_TV, torch.tensor([[0, 1]]), kind="forward")

@@ -125,5 +125,5 @@ def test_a_loss_on_single_answers_refuses_pairs() -> None:
     from rlhf_core.errors import ConfigError
 
     fields = dict.fromkeys(PairBatch.__dataclass_fields__, None) | {"pairs": 1.0, "tokens": 1.0}
-    with pytest.raises(ConfigError, match="judges single answers"):
+    with pytest.raises(ConfigError, match="trains on single answers"):
         KTOLoss().loss(PairBatch(**fields))  # type: ignore[arg-type]

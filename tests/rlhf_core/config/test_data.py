@@ -27,7 +27,7 @@ def test_shares_add_to_more_than_nothing_and_at_most_one(use: dict[str, float]) 
 
 
 def test_source_names_differ() -> None:
-    with pytest.raises(ValidationError, match="each source needs a name of its own"):
+    with pytest.raises(ValidationError, match="each source needs its own name"):
         ADAPTER.validate_python({"type": "files", "sources": [SOURCE, SOURCE]})
 
 

@@ -37,7 +37,7 @@ def test_workers_and_micro_batches_are_not_in_the_key_but_precision_and_sampler_
 @pytest.mark.parametrize("temperature", [1e-6, 0.005, 0.0099])
 def test_a_temperature_that_vllm_would_raise_is_refused(temperature: float) -> None:
     with pytest.raises(
-        ValidationError, match=r"vLLM would sample at 0\.01, and the trainer .*; set it to 0 \(greedy\)"
+        ValidationError, match=r"vLLM would sample at 0\.01, but the trainer would assume .*; set it to 0 \(greedy\)"
     ):
         SamplingConfig(temperature=temperature)
     assert [SamplingConfig(temperature=given).temperature for given in (0, 0.01)] == [0.0, 0.01]
@@ -82,11 +82,11 @@ def test_only_a_train_worker_that_shares_a_gpu_may_sleep() -> None:
 @pytest.mark.parametrize(
     ("fields", "rule"),
     [
-        ({"gpus_per_train_worker": 0.6, "gpus_per_engine": 0.5}, "these are more than one; make their sum at most 1"),
+        ({"gpus_per_train_worker": 0.6, "gpus_per_engine": 0.5}, "their sum is more than 1; make it at most 1"),
         ({"gpus_per_train_worker": 2}, "less than or equal to 1"),
-        ({"gpus_per_engine": 1.5}, "beyond one, GPUs are whole"),
-        ({"gpus_per_engine": 1, "sampler": TWO}, r"tensor_parallel = 2: runtime\.gpus_per_engine = 1 is less"),
-        ({"gpus_per_train_worker": 0.5, "gpus_per_engine": 0.5, "sampler": TWO}, "which it then shares with nobody"),
+        ({"gpus_per_engine": 1.5}, "above 1 it must be a whole number"),
+        ({"gpus_per_engine": 1, "sampler": TWO}, r"tensor_parallel = 2: runtime\.gpus_per_engine = 1 is smaller"),
+        ({"gpus_per_train_worker": 0.5, "gpus_per_engine": 0.5, "sampler": TWO}, "which it then does not share"),
     ],
 )
 def test_gpus_that_cannot_be_dealt_out_are_refused(fields: dict[str, object], rule: str) -> None:

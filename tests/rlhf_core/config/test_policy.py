@@ -40,7 +40,7 @@ def test_estimators_that_compare_samples_need_two_of_them(kind: Any) -> None:
     [
         ({"advantage": "gea"}, "'gae', 'reinforce\\+\\+'"),
         ({"advantage": {"type": "rloo", "gamma": 0.9}, "samples_per_prompt": 2}, "Extra inputs"),
-        ({"correction": {"pi_old": "sampler"}}, "level = 'token': with pi_old = 'sampler' q is 1 everywhere"),
+        ({"correction": {"pi_old": "sampler"}}, "level = 'token': with pi_old = 'sampler' the ratio q is 1 everywhere"),
         ({"dynamic_sampling": {}}, "samples_per_prompt = 1: dynamic_sampling compares"),
         ({"rewards": {"composition": {"type": "gdpo"}}}, 'samples_per_prompt = 1: rewards.composition.type = "gdpo"'),
         (
@@ -49,7 +49,7 @@ def test_estimators_that_compare_samples_need_two_of_them(kind: Any) -> None:
         ),
         ({"dynamic_sampling": {"max_rounds": 1}, "samples_per_prompt": 2}, "greater than or equal to 2"),
         ({"ptx": {"coef": 0}}, "greater than 0"),
-        ({"value_optimizer": {"ema_decay": 0.9}}, "nobody uses the average of a value model"),
+        ({"value_optimizer": {"ema_decay": 0.9}}, "the average of a value model is not used"),
         (
             {
                 "dynamic_sampling": {"low": 0.1},
@@ -76,7 +76,7 @@ def test_estimators_that_compare_samples_need_two_of_them(kind: Any) -> None:
         ),
         (
             {"rewards": {"terms": {"won": {"type": "episode"}}}},
-            "rewards.terms.won.type = 'episode': only the episodes of an agent earn it",
+            "rewards.terms.won.type = 'episode': only episodes of an agent have this reward",
         ),
         ({"advantage": "grpo", "samples_per_prompt": 2}, "kl_in = 'reward': grpo divides"),
         (
@@ -93,7 +93,7 @@ def test_estimators_that_compare_samples_need_two_of_them(kind: Any) -> None:
         ({"staleness": 3, "steps": 3}, "staleness = 3: must be < steps = 3"),
         (
             {"staleness": 2, "correction": {"level": "off"}},
-            "staleness = 2: answers of weights that old need the correction",
+            "staleness = 2: answers sampled by weights that old need the correction",
         ),
         (
             {"partial_tokens": 16, "correction": {"level": "off", "pi_old": "sampler"}},
@@ -101,11 +101,11 @@ def test_estimators_that_compare_samples_need_two_of_them(kind: Any) -> None:
         ),
         (
             {"staleness": 1, "dynamic_sampling": {}, "samples_per_prompt": 2},
-            "staleness = 1: dynamic_sampling draws again",
+            "staleness = 1: dynamic_sampling samples again",
         ),
         (
             {"partial_tokens": 16, "dynamic_sampling": {}, "samples_per_prompt": 2},
-            "partial_tokens = 16: dynamic_sampling draws again",
+            "partial_tokens = 16: dynamic_sampling samples again",
         ),
         ({"partial_tokens": 24}, "partial_tokens = 24: must divide sampling.max_tokens = 64"),
         ({"partial_tokens": 64}, "partial_tokens = 64: .* two rounds or more"),

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.data.chat import CHATML_LIKE, ChatTemplate
-from rlhf_core.models.initialise import train_tokenizer
 
 TEXTS = ["Hello Maria, how are you?", "I am sorry. Thank you for writing.", "What is 12 + 30?", "12 + 30 = 42"] * 5
 
 
 @pytest.fixture(scope="session")
 def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from rlhf_core.models.initialise import train_tokenizer  # imports transformers
+
     folder = tmp_path_factory.mktemp("tokenizer")
     train_tokenizer(TEXTS, vocab_size=320, folder=folder)
     return folder

@@ -22,5 +22,5 @@ def test_an_answer_is_one_message_of_the_assistant_whoever_of_the_policy_s_versi
 def test_an_episode_is_no_answer() -> None:
     one = rollout("p", "move, board, move", 1.0, tokens=4)
     episode = replace(one, completion=replace(one.completion, spans=(ActionSpan(0, 1, 0), ActionSpan(3, 4, 0))))
-    with pytest.raises(DataError, match="rollouts = 'p': 2 of its 4 tokens are an environment's"):
+    with pytest.raises(DataError, match="rollouts = 'p': 2 of its 4 tokens come from an environment"):
         answer_message(episode)

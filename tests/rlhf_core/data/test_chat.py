@@ -161,7 +161,7 @@ def test_a_tokenizer_without_a_template_is_refused_with_a_remedy(chat: ChatTempl
 def test_a_template_whose_answers_do_not_end_with_eos_is_refused(chat: ChatTemplate) -> None:
     tokenizer = ChatTemplate.load(Path(chat.tokenizer.name_or_path)).tokenizer
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    with pytest.raises(ConfigError, match="has no EOS: sampling would not stop"):
+    with pytest.raises(ConfigError, match="contains no EOS token: sampling would not stop"):
         ChatTemplate(tokenizer)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhf_core.data.cleaning import decontaminate, deduplicate, exact, normalise
+from rlhf_core.data.cleaning import decontaminate, deduplicate, exact, normalize
 from rlhf_core.data.formats import Example, Turns
 from rlhf_core.data.validation import DropReport, Origin
 from rlhf_core.types import Message
@@ -32,7 +32,7 @@ def prompts(examples: list[Example]) -> list[str]:
 
 
 def test_normalised_text_has_words_only() -> None:
-    assert normalise((Message("user", "  What IS\t２+2?!"),)) == "user what is 2 2"
+    assert normalize((Message("user", "  What IS\t２+2?!"),)) == "user what is 2 2"
 
 
 def test_signs_and_case_tell_prompts_apart_and_white_space_does_not() -> None:

@@ -40,7 +40,7 @@ def test_a_missing_table_and_a_foreign_table_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a\.parquet.*must exist"):
         read_table(tmp_path / "a.parquet", SCHEMA)
     write_table(tmp_path / "a.parquet", pa.schema([("id", pa.string())]), [{"id": "1"}])
-    with pytest.raises(DataError, match=r"a\.parquet.*misses the columns \['messages'\]"):
+    with pytest.raises(DataError, match=r"a\.parquet.*lacks the columns \['messages'\]"):
         read_table(tmp_path / "a.parquet", SCHEMA)
 
 

@@ -91,7 +91,7 @@ def test_turns_in_a_csv_cell_are_read_as_json(tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"absent\.jsonl.*is not there"):
+    with pytest.raises(DataError, match=r"absent\.jsonl.*does not exist"):
         list(read(source(tmp_path / "absent.jsonl")))
     (tmp_path / "x.parquet").write_text("no")
     with pytest.raises(DataError, match=r"x\.parquet.*cannot be read as parquet"):

@@ -52,5 +52,5 @@ def test_steps_do_not_move_when_the_answer_is_not_what_the_tokenizer_would_write
 
 @pytest.mark.parametrize("separator", ["", "ки"])
 def test_a_separator_that_the_tokens_do_not_spell_is_refused(chat: ChatTemplate, separator: str) -> None:
-    with pytest.raises(ConfigError, match=r"separator = .* do not spell it"):
+    with pytest.raises(ConfigError, match=r"separator = .* cannot spell it"):
         StepSplitter(chat, separator)

@@ -49,7 +49,7 @@ def test_prompts_come_back(tmp_path: Path) -> None:
 def test_a_table_names_its_columns_and_no_other_table_is_taken_for_it(tmp_path: Path) -> None:
     write_demonstrations(tmp_path / "eval.parquet", [])
     assert pq.read_schema(tmp_path / "eval.parquet").names == ["id", "messages", "source"]
-    with pytest.raises(DataError, match="misses the columns"):
+    with pytest.raises(DataError, match="lacks the columns"):
         read_preferences(tmp_path / "eval.parquet")
 
 

@@ -91,10 +91,10 @@ def test_wins_are_counted_per_prompt_over_all_pairs_of_answers() -> None:
 def test_policies_that_share_no_prompt_cannot_be_compared() -> None:
     ours = Answers("ppo", "d", (generation("a"),), gold=(1.0,))
     theirs = Answers("sft", "d", (generation("b"),), gold=(1.0,))
-    with pytest.raises(DataError, match="no prompt was answered by both"):
+    with pytest.raises(DataError, match="they have no prompts in common"):
         win_rate(ours, theirs, HOW)
 
 
 def test_a_policy_without_answers_is_refused() -> None:
-    with pytest.raises(DataError, match="holds no answers"):
+    with pytest.raises(DataError, match="contains no answers"):
         Answers("ppo", "d", ())

@@ -12,7 +12,8 @@ import torch
 from rlhf_core.config.engines import LoraConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.models.export import export_model, weights_digest
+from rlhf_core.models.digest import weights_digest
+from rlhf_core.models.export import export_model
 from rlhf_core.models.loading import load_model, load_tokenizer
 
 IDS = torch.tensor([[1, 20, 30, 40, 4, 2, 50]])

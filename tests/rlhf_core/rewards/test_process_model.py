@@ -67,7 +67,7 @@ def test_only_step_ends_are_read_and_a_cut_step_at_its_last_token(caplog: pytest
     assert judged(whole, Breaks(), max_length=5) == TokenSample((7, 5, 1, 9, 3), (0, 0, 1, 0, 1))
     with caplog.at_level(logging.WARNING):
         assert score(whole, reduce="last", max_length=5) == pytest.approx([0.75])
-    assert "1 of 1 sequences are cut to the process reward model's 5 tokens" in caplog.text
+    assert "truncated 1 of 1 sequences to the process reward model's 5 tokens" in caplog.text
 
 
 def test_what_an_environment_wrote_is_no_step() -> None:
@@ -118,7 +118,7 @@ def test_a_step_score_that_moved_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("changes", [{"reduce": "max"}, {"probe_step_ends": [[1]]}, {"probe": None}])
 def test_what_is_no_contract_is_refused(tmp_path: Path, changes: dict[str, object]) -> None:
-    with pytest.raises(ArtifactError, match="is not a contract of a process reward model"):
+    with pytest.raises(ArtifactError, match="is not a valid contract of a process reward model"):
         ProcessContract.read(write_contract(tmp_path, **changes))
 
 

@@ -94,7 +94,9 @@ def test_arguments_go_in_by_name() -> None:
 
     assert scored(reward, generation("abc"), arguments={"unit": 2.0}).values == (6.0,)
     assert scored(older, generation("abc"), arguments={"unit": 2.0}).values == (6.0,)
-    with pytest.raises(ConfigError, match=r"arguments\.units = 2\.0: is not a parameter; .*generations, unit"):
+    with pytest.raises(
+        ConfigError, match=r"arguments\.units = 2\.0: is not a parameter of the function; use one of generations, unit"
+    ):
         adapt(older, protocol="auto", arguments={"units": 2.0})
 
 

@@ -103,12 +103,12 @@ def test_one_that_recovers_is_asked_again() -> None:
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [
-        ((500, b"out of memory"), "answered status 500: out of memory"),
-        ((200, b"<html>"), "what is no JSON: '<html>'"),
+        ((500, b"out of memory"), "returned status 500: out of memory"),
+        ((200, b"<html>"), "invalid JSON: '<html>'"),
         ((200, b'{"reward": [1]}'), "no list of rewards"),
         ((200, b'{"rewards": [1, 2, 3]}'), "3 rewards for 2 answers"),
-        ((200, b'{"rewards": [1, NaN]}'), "the reward nan, which is no finite number"),
-        ((200, b'{"rewards": [1, "2"]}'), "the reward '2', which is no finite number"),
+        ((200, b'{"rewards": [1, NaN]}'), "the reward nan, which is not a finite number"),
+        ((200, b'{"rewards": [1, "2"]}'), "the reward '2', which is not a finite number"),
     ],
 )
 def test_what_is_no_answer_is_tried_again_and_then_named(answer: tuple[int, bytes], problem: str) -> None:

@@ -133,7 +133,9 @@ def test_every_model_of_every_kind_of_term_must_be_there_and_of_its_kind() -> No
     with pytest.raises(ConfigError, match=r"rewards\.terms\.e\.models\[1\] = 'other'"):
         check_reward_models(RewardsConfig(terms={"e": missing}), given)
     whole = RewardModelReward(model="process_reward_model")
-    with pytest.raises(ConfigError, match=r"terms\.w\.model .* judges steps .*type = \"process_reward_model\""):
+    with pytest.raises(
+        ConfigError, match=r"terms\.w\.model .* scores steps, not whole answers; .*type = \"process_reward_model\""
+    ):
         check_reward_models(RewardsConfig(terms={"w": whole}), given)
 
 

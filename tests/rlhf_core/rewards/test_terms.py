@@ -313,10 +313,10 @@ def test_a_verdict_is_kept_as_soon_as_it_is_paid_for(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("faulty", "reason"),
     [
-        (lambda queries: (200, json.dumps({"rewards": [math.nan] * len(queries)}).encode()), "no finite number"),
+        (lambda queries: (200, json.dumps({"rewards": [math.nan] * len(queries)}).encode()), "is not a finite number"),
         (lambda queries: (200, b'{"rewards": []}'), "0 rewards"),
         (lambda queries: (500, b"out of memory"), "status 500: out of memory"),
-        (lambda queries: (200, b"<html>"), "no JSON"),
+        (lambda queries: (200, b"<html>"), "invalid JSON"),
     ],
 )
 def test_what_a_server_cannot_score_is_named_and_costs_no_other_answer(

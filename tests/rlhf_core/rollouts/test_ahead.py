@@ -75,5 +75,5 @@ def test_nobody_waits_for_a_thread_that_is_gone(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(ahead, "LOOK_EVERY_S", 0.05)
     jobs = Background("sampling")
     jobs.close(interrupted=False)
-    with pytest.raises(SamplingError, match="the thread that samples ended before its work was done"):
+    with pytest.raises(SamplingError, match="the sampling thread ended before it had finished"):
         jobs.result(jobs.submit(lambda: 1))

@@ -181,7 +181,7 @@ def test_steps_that_were_scored_after_the_checkpoint_are_taken_from_the_log(
 
 def test_a_checkpoint_without_the_rollouts_that_it_counts_on_is_refused(tmp_path: Path) -> None:
     ahead = Ahead(tmp_path, staleness=2)
-    rule = r"rollouts of the steps 3 to 4 should wait here, there are those of \[\]; start the stage over with --force"
+    rule = r"rollouts of the steps 3 to 4 should be here, but found those of \[\]; start the stage over with --force"
     with ahead, pytest.raises(DataError, match=rule):
         ahead.steps.load(tmp_path / "nothing", 3)
 

@@ -13,16 +13,9 @@ import pytest
 import rlhf_core
 from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.errors import ConfigError, WorkerLostError
-from rlhf_core.runtime import cluster
-from rlhf_core.runtime.cluster import (
-    available_cores,
-    connect_again,
-    free_port,
-    in_lasting_thread,
-    keep_token_private,
-    threads_per_worker,
-    worker_environment,
-)
+from rlhf_core.runtime import connection
+from rlhf_core.runtime.cluster import available_cores, free_port, threads_per_worker, worker_environment
+from rlhf_core.runtime.connection import connect_again, in_lasting_thread, keep_token_private
 from rlhf_core.runtime.factory import open_runtime
 
 
@@ -81,21 +74,21 @@ def heads(*answers: ConfigError | bool) -> Callable[[int], bool]:
 
 
 def test_a_head_that_went_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "RECONNECT_EVERY_S", 0.01)
-    monkeypatch.setattr(cluster, "connect", heads(ConfigError("no head"), ConfigError("no head"), False))
+    monkeypatch.setattr(connection, "RECONNECT_EVERY_S", 0.01)
+    monkeypatch.setattr(connection, "connect", heads(ConfigError("no head"), ConfigError("no head"), False))
     assert connect_again(2) is False
 
 
 def test_a_head_that_stays_away_is_one_error_after_the_stated_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "RECONNECT_TIMEOUT_S", 0.0)
-    monkeypatch.setattr(cluster, "connect", heads(ConfigError("no head"), ConfigError("no head")))
+    monkeypatch.setattr(connection, "RECONNECT_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(connection, "connect", heads(ConfigError("no head"), ConfigError("no head")))
     with pytest.raises(ConfigError, match="no head"):
         connect_again(2)
 
 
 def test_a_call_into_a_ray_that_hangs_ends_at_its_deadline() -> None:
     forever = threading.Event()
-    with pytest.raises(WorkerLostError, match=r"Ray = 'starting Ray': not done within 0\.1 s"):
+    with pytest.raises(WorkerLostError, match=r"Ray = 'starting Ray': not finished within 0\.1 s"):
         in_lasting_thread(forever.wait, what="starting Ray", timeout_s=0.1)
     forever.set()
 

@@ -8,7 +8,7 @@ from rlhf_core.interfaces import Weights
 from rlhf_core.runtime.gpu_sharing import GpuSharing
 from rlhf_core.runtime.handles import RaySampler, RayTrainer
 from rlhf_core.runtime.sample_worker import SampleWorker
-from rlhf_core.runtime.weights import StoredWeights
+from rlhf_core.runtime.weight_sync import StoredWeights
 from rlhf_core.types import SamplingRequest, TokenSample
 
 REQUESTS = [SamplingRequest((1, 2), seed=7)]

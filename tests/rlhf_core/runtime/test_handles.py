@@ -66,7 +66,7 @@ def test_steps_on_two_ranks_are_steps_on_the_whole_batch(trainers: tuple[Trainer
 
 def test_weights_of_another_runtime_are_refused() -> None:
     sampler = RaySampler(None, transfer="", tensor_parallel=1)  # type: ignore[arg-type]
-    with pytest.raises(SamplingError, match=r"weights\.payload = 'dict': is not from this runtime's trainer"):
+    with pytest.raises(SamplingError, match=r"weights\.payload = 'dict': does not come from this runtime's trainer"):
         sampler.load_weights(Weights({}, ""), version=1)
 
 

@@ -16,7 +16,8 @@ import pytest
 
 from rlhf_core.runtime import liveness
 from rlhf_core.runtime.cluster import free_port
-from rlhf_core.runtime.liveness import RayWatch, asks_for_token, greet
+from rlhf_core.runtime.connection import asks_for_token
+from rlhf_core.runtime.liveness import RayWatch, greet
 
 SETTINGS = bytes((0, 0, 0, liveness.HTTP2_SETTINGS, 0, 0, 0, 0, 0))
 
@@ -83,7 +84,7 @@ def test_a_server_that_answers_is_not_lost(server: Server) -> None:
 def test_a_server_that_ended_is_lost(server: Server) -> None:
     with watching(server) as watch:
         server.end()
-        assert lost(watch) == f"the Ray head at {server.address} is gone"
+        assert lost(watch) == f"the Ray head at {server.address} has stopped"
 
 
 def test_a_server_that_hangs_is_lost(server: Server) -> None:
@@ -110,7 +111,7 @@ def test_who_asks_is_not_told_that_all_is_well_while_that_is_uncertain(
     with watching(server) as watch:
         assert watch.settle() == ""
         server.end()
-        assert watch.settle() == f"the Ray head at {server.address} is gone"
+        assert watch.settle() == f"the Ray head at {server.address} has stopped"
 
 
 RAYLET = """

@@ -168,16 +168,18 @@ def test_a_cluster_that_does_not_grow_is_an_error_that_names_what_is_missing(clu
         pending.extend(list(one["bundles"].values()) for one in groups if one["state"] == "PENDING")
         return ""
 
-    with pytest.raises(ConfigError, match=r"not there within runtime\.placement_timeout_s = 2 s") as failure:
+    with pytest.raises(
+        ConfigError, match=r"not all of this became available within runtime\.placement_timeout_s = 2 s"
+    ) as failure:
         reserve(config_of(5, 1, 1, 0, placement_timeout_s=2), over=look)
     said = str(failure.value)
-    assert "5 GPUs are needed" in said and "the cluster has 4 GPUs" in said
+    assert "5 GPUs and " in said and "CPUs are needed" in said and "the cluster has 4 GPUs" in said
     assert sum(bundle.get("GPU", 0) for bundle in pending[0]) == 5
     assert _reserved() == []  # or it would take the GPUs from the next attempt
 
 
 def test_a_reservation_that_nobody_wants_any_more_is_given_up(cluster: Any) -> None:
-    with pytest.raises(WorkerLostError, match="no longer waited for: the runtime is being closed"):
+    with pytest.raises(WorkerLostError, match="stopped waiting: the runtime is being closed"):
         reserve(config_of(5, 1, 1, 0, placement_timeout_s=60), over=lambda: "the runtime is being closed")
     assert _reserved() == []
 

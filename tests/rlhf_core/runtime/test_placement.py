@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_core.config.engines import HFSamplerConfig, RuntimeConfig, VllmSamplerConfig
 from rlhf_core.errors import ConfigError
-from rlhf_core.runtime.cluster import connect
+from rlhf_core.runtime.connection import connect
 from rlhf_core.runtime.placement import by_node, engine_count, gpu_order, layout, reserve
 
 THREE = VllmSamplerConfig(engines=3)
@@ -37,7 +37,10 @@ def test_the_transformers_sampler_is_one_process() -> None:
 @pytest.mark.engine
 def test_gpus_that_the_cluster_lacks_are_counted_before_anything_starts(cluster: None) -> None:
     config = RuntimeConfig(train_workers=3000, gpus_per_train_worker=1, gpus_per_engine=0.5)
-    with pytest.raises(ConfigError, match=r"3000\.5 GPUs are needed .*; a Ray of our own does not grow; use fewer"):
+    with pytest.raises(
+        ConfigError,
+        match=r"3000\.5 GPUs and .* are needed, .*; a Ray cluster that rlhf has started does not grow; use fewer",
+    ):
         reserve(config, fixed=True)
 
 

@@ -35,7 +35,7 @@ def test_a_vllm_for_the_cpu_does_not_sit_on_a_gpu(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(worker, "gpus", lambda: ["0123456789abcdef:3"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(
-        ConfigError, match=r"gpus_per_engine = 0\.5: Ray reserved GPU 01234567:3, but vLLM is built for the"
+        ConfigError, match=r"gpus_per_engine = 0\.5: Ray reserved GPU 01234567:3, but vLLM was built for"
     ):
         worker.open(policies[0], "")
 

@@ -97,7 +97,7 @@ def test_only_the_newest_staged_weights_can_be_sent(policies: tuple[Path, Path])
     assert first is not None and second is not None
     assert (first[0], second[0]) == (1, 2)
     assert first[1] == second[1]  # the same weights have the same digest
-    with pytest.raises(TrainingError, match="weights = 1: is not the newest staged, 2"):
+    with pytest.raises(TrainingError, match="weights = 1: is not the newest ticket, 2"):
         worker.send_weights(1, [], "nccl", 1)
 
 

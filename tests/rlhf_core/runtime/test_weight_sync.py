@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_core.runtime.weight_sync import DeviceSender, choose_transfer, init_info, ipc_buffer_bytes
+from rlhf_core.runtime.weight_sync import DeviceSender, choose_transfer, ipc_buffer_bytes
 
 EMBEDDING = (152_064, 3584)
 """Of Qwen2.5-7B: 1.09 GB in bfloat16."""
@@ -61,6 +61,8 @@ def packed_by_vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_tensor_that_is_larger_than_vllms_own_buffer_gets_a_larger_one(packed_by_vllm: Any) -> None:
     def meta(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    from rlhf_core.runtime.vllm_transfer import init_info
 
     tensors = {"embedding": meta(*EMBEDDING), "norm": meta(3584), "q": meta(3584, 3584), "head": meta(*EMBEDDING)}
     info = init_info("ipc", world=2, host="a", buffer_bytes=ipc_buffer_bytes(tensors))

@@ -4,7 +4,7 @@ import pickle
 
 import torch
 
-from rlhf_core.models.export import weights_digest
+from rlhf_core.models.digest import weights_digest
 from rlhf_core.runtime.weights import buckets, pack, unpack
 
 

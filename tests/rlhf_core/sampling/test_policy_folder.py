@@ -72,7 +72,7 @@ def test_an_answer_keeps_its_tokens_and_shows_its_text_without_special_ones() ->
 
 
 def test_an_answer_of_nothing_or_of_a_diverged_policy_is_none() -> None:
-    with pytest.raises(SamplingError, match=r"seed 50.*no token came back"):
+    with pytest.raises(SamplingError, match=r"seed 50.*no tokens were returned"):
         FOLDER.completion(REQUEST, (), (), version=0)
     with pytest.raises(SamplingError, match=r"seed 50.*diverged"):
         FOLDER.completion(REQUEST, (0,), (float("nan"),), version=0)

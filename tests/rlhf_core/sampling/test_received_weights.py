@@ -5,7 +5,7 @@ import torch
 
 from rlhf_core.errors import SamplingError
 from rlhf_core.interfaces import Weights
-from rlhf_core.models.export import weights_digest
+from rlhf_core.models.digest import weights_digest
 from rlhf_core.sampling.received_weights import received_tensors, tensors_of
 
 SENT = {"norm": torch.ones(8), "head": torch.arange(12.0).reshape(3, 4)}
@@ -17,7 +17,9 @@ def test_the_tensors_that_were_sent_are_returned() -> None:
 
 def test_other_tensors_than_were_sent_are_refused() -> None:
     changed = SENT | {"norm": torch.zeros(8)}
-    with pytest.raises(SamplingError, match=r"weights\.digest = .*: the trainer sent .*the transfer is broken"):
+    with pytest.raises(
+        SamplingError, match=r"weights\.digest = .*: the trainer sent .*please report this as a bug in the transfer"
+    ):
         received_tensors(Weights(changed, weights_digest(SENT)))
 
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from rlhf_core.config.engines import SamplingConfig, VllmServerSamplerConfig
 from rlhf_core.errors import SamplerLostError
 from rlhf_core.interfaces import Weights
-from rlhf_core.models.export import weights_digest
+from rlhf_core.models.digest import weights_digest
 from rlhf_core.sampling.vllm_server_sampler import VllmServerSampler
 from rlhf_core.types import Completion, SamplingRequest
 
@@ -120,7 +120,7 @@ def test_a_server_says_what_the_engine_in_process_says_before_and_after_new_weig
         sampler.load_policy(policies[0])
         agree(sampler.generate(REQUESTS, SAMPLING), in_process[0], version=0)
         os.killpg(process.pid, signal.SIGKILL)
-        with pytest.raises(SamplerLostError, match=f"{url} cannot be asked"):
+        with pytest.raises(SamplerLostError, match=f"{url} cannot be reached"):
             sampler.generate(REQUESTS, SAMPLING)
 
 

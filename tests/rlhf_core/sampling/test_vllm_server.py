@@ -70,10 +70,10 @@ def test_what_json_cannot_hold_is_not_taken_for_a_number(wire: Wire) -> None:
 @pytest.mark.parametrize(
     ("choice", "problem", "refused"),
     [
-        ({"finish_reason": "abort"}, r"gave up a completion \(abort\)", False),
-        ({"token_ids": [1]}, "gave up a completion", False),
-        ({"weight_versions": None}, "answered something else than a completion", True),
-        ({"logprobs": None}, "answered something else than a completion", True),
+        ({"finish_reason": "abort"}, r"aborted a completion \(abort\)", False),
+        ({"token_ids": [1]}, "aborted a completion", False),
+        ({"weight_versions": None}, "returned something other than a completion", True),
+        ({"logprobs": None}, "returned something other than a completion", True),
     ],
 )
 def test_answers_that_are_no_completions_are_not_taken_for_some(

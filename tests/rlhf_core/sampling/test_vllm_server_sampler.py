@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from rlhf_core.config.engines import SamplingConfig, VllmServerSamplerConfig
 from rlhf_core.errors import ConfigError, SamplerLostError, SamplingError
 from rlhf_core.interfaces import Weights
-from rlhf_core.models.export import weights_digest
+from rlhf_core.models.digest import weights_digest
 from rlhf_core.sampling import vllm_server_sampler
 from rlhf_core.sampling.vllm_server_sampler import VllmServerSampler
 from rlhf_core.types import Completion, SamplingRequest
@@ -196,7 +196,7 @@ def test_a_reload_that_the_engine_refuses_says_why(
 
     with opened(policies[0], tmp_path, wires[0]) as sampler:
         wires[0].fault = refuses
-        with pytest.raises(SamplingError, match=r"size mismatch.*serve the same architecture, and start it again"):
+        with pytest.raises(SamplingError, match=r"size mismatch.*serve the same architecture, and restart it"):
             sampler.load_weights(trained(policies[1]), version=1)
 
 
@@ -240,7 +240,7 @@ def test_requests_of_a_server_that_is_lost_are_sent_to_another(
         running.close()
         completions = sampler.generate(REQUESTS, SAMPLING)
         assert [said(one) for one in completions] == [expected(wires[1], request) for request in REQUESTS]
-        assert f"{mortal.url} cannot be asked" in caplog.text
+        assert f"{mortal.url} cannot be reached" in caplog.text
         sampler.load_weights(trained(policies[1]), version=1)  # by those that are left
         assert {one.policy_version for one in sampler.generate(REQUESTS, SAMPLING)} == {1}
         wires[1].fault = lambda route, body: (503, {"error": "no memory"})
@@ -329,7 +329,7 @@ def test_a_server_that_would_answer_otherwise_is_refused(
 
 
 def test_without_any_server_the_urls_are_named(policies: tuple[Path, Path], tmp_path: Path) -> None:
-    with pytest.raises(SamplerLostError, match=r"http://127\.0\.0\.1:9 cannot be asked"):
+    with pytest.raises(SamplerLostError, match=r"http://127\.0\.0\.1:9 cannot be reached"):
         VllmServerSampler(policies[0], configured(tmp_path, "http://127.0.0.1:9"))
 
 

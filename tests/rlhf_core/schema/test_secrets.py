@@ -105,8 +105,8 @@ MAKERS: dict[str, Callable[[Any], Config]] = {
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        ("arguments", {"api_key": "hunter2"}, "arguments.api_key = '***': is a secret in clear"),
-        ("arguments", {"token": "hunter2"}, 'write "env:TOKEN", and set that variable where the run is started'),
+        ("arguments", {"api_key": "hunter2"}, "arguments.api_key = '***': is a secret in plain text"),
+        ("arguments", {"token": "hunter2"}, 'write "env:TOKEN", and set that variable where you start the run'),
         ("arguments", {"headers": {"X-Api-Key": "hunter2"}}, "arguments.headers.X-Api-Key = '***'"),
         ("arguments", {"headers": {"Authorization": "Basic hunter2"}}, "arguments.headers.Authorization = '***'"),
         ("arguments", {"passwords": ["hunter2"]}, "arguments.passwords[0] = '***'"),
@@ -124,9 +124,9 @@ MAKERS: dict[str, Callable[[Any], Config]] = {
         ("openenv", "https://me:hunter2@host", "url = 'https://***@host'"),
         ("nemo_gym", "https://host?api-key=hunter2", "url = 'https://host'"),
         ("vllm_server", "https://me:hunter2@host", "urls[0] = 'https://***@host'"),
-        ("token_env", "hunter2-and-more", "token_env = '***': holds the name of an environment variable"),
-        ("command", ("agent.py", "--api-key", "hunter2"), "command = '***': is a secret in clear"),
-        ("command", ("agent.py", "--api-key=hunter2"), "give it to the program in variables"),
+        ("token_env", "hunter2-and-more", "token_env = '***': must be the name of an environment variable"),
+        ("command", ("agent.py", "--api-key", "hunter2"), "command = '***': is a secret in plain text"),
+        ("command", ("agent.py", "--api-key=hunter2"), "pass it to the program with `variables`"),
         ("command", ("agent.py", "https://me:hunter2@host"), "command = 'https://***@host'"),
     ],
 )

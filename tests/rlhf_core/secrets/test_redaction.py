@@ -51,7 +51,7 @@ def test_a_secret_is_hidden_by_its_looks_wherever_it_stands() -> None:
         ("http://me:hunter2@host:4200/api?key=hunter2", "http://***@host:4200/api"),
         ("https://hunter2@host/api", "https://***@host/api"),
         ("http://host:4200/api", "http://host:4200/api"),
-        ("http://[hunter2", "an address that cannot be read"),
+        ("http://[hunter2", "an unreadable address"),
     ],
 )
 def test_an_address_is_printed_without_what_must_stay_secret(url: str, printed: str) -> None:

@@ -136,7 +136,10 @@ def test_an_attempt_without_a_checkpoint_says_why_it_runs_again(store: ArtifactS
 
 def test_shards_of_an_earlier_attempt_are_resumed(store: ArtifactStore) -> None:
     _fail(store, "shards")
-    assert _said(store, toy_spec()) == ("RESUME", "from what attempt 1 left in shard-1.txt, shard-2.txt, shard-3.txt")
+    assert _said(store, toy_spec()) == (
+        "RESUME",
+        "from the files of attempt 1: shard-1.txt, shard-2.txt, shard-3.txt",
+    )
 
 
 def test_a_lost_artifact_is_the_reason_to_run(store: ArtifactStore) -> None:
@@ -385,7 +388,7 @@ def test_a_note_with_values_of_other_types_says_nothing_of_what_changed(
     nan = {"payload": table["payload"] | {"config": {"kl_coef": float("nan")}}}
     for damage in (changes, nan):
         path.write_text(json.dumps(table | damage))
-        assert _said(store, toy_spec(seed=8)) == ("RUN", "the note of what it was last cannot be read")
+        assert _said(store, toy_spec(seed=8)) == ("RUN", "the record of its last configuration cannot be read")
 
 
 def test_other_versions_are_said_and_count_where_they_are_asked_to(

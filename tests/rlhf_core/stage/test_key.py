@@ -132,7 +132,7 @@ def test_a_module_without_run_is_no_stage(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "no_stage.py").write_text("VERSION = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
-    with pytest.raises(ConfigError, match=r"module = 'no_stage': has no run; see docs/add_a_stage.md"):
+    with pytest.raises(ConfigError, match=r"module = 'no_stage': has no function `run`; see docs/add_a_stage.md"):
         stage_module(toy_spec(module="no_stage"))
 
 

@@ -129,7 +129,8 @@ def test_metrics_wear_the_label_and_replayed_steps_are_not_recorded_twice(store:
 
 
 @pytest.mark.parametrize(
-    ("trouble", "text"), [("no commit", "returned without a commit"), ("other handle", "returned another handle")]
+    ("trouble", "text"),
+    [("no commit", "returned without committing an artifact"), ("other handle", "returned another handle")],
 )
 def test_a_stage_must_return_what_it_committed(store: ArtifactStore, trouble: str, text: str) -> None:
     with pytest.raises(ArtifactError, match=text):
@@ -144,13 +145,15 @@ def test_a_disk_that_is_full_before_the_stage_begins_is_named_too(
 
     with monkeypatch.context() as patch:
         patch.setattr("rlhf_core.store.attempts.write_json", full)
-        with pytest.raises(ArtifactError, match=r"the disk is full; free space, or .*the same command resumes"):
+        with pytest.raises(
+            ArtifactError, match=r"the disk is full; free space, or .*run the same command again to resume"
+        ):
             _run(store, toy_spec())
     assert _run(store, toy_spec())[1].action == "RUN"
 
 
 def test_a_full_disk_in_a_stage_is_named_and_the_next_run_goes_on(store: ArtifactStore) -> None:
-    with pytest.raises(ArtifactError, match=r"the disk is full; free space, or .*the same command resumes"):
+    with pytest.raises(ArtifactError, match=r"the disk is full; free space, or .*run the same command again to resume"):
         _run(store, toy_spec(ToyConfig(trouble="full")))
     assert store.record(stage_key(toy_spec())) is None
     assert _run(store, toy_spec())[1].reason == "from step 3 of attempt 1"
@@ -281,7 +284,10 @@ def test_a_process_that_was_taken_over_ends_with_one_sentence_and_harms_nobody(
                 process.kill()
     assert (tmp_path / "new").read_text() == "committed"
     said = (tmp_path / "old").read_text()
-    assert said.startswith("ArtifactError: lease ") and "took over while this process was not heard of" in said
+    assert (
+        said.startswith("ArtifactError: lease ")
+        and "took the lease over, because this process had not renewed it" in said
+    )
     record = store.record(stage_key(toy_spec(ToyConfig(steps=200))))
     assert record is not None and record.handle == whole
     assert [(item.number, item.status) for item in history(folder)] == [(1, "running"), (2, "committed")]

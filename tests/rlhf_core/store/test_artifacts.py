@@ -131,7 +131,7 @@ def test_a_gone_artifact_and_a_foreign_uri_are_refused_by_name(store: ArtifactSt
 
 @pytest.mark.parametrize(
     ("files", "text"),
-    [({}, "is empty"), ({"manifest.json": "{}"}, "is the store's own file"), ({"a": "1"}, "no files")],
+    [({}, "is empty"), ({"manifest.json": "{}"}, "is a name that the store reserves"), ({"a": "1"}, "no files")],
 )
 def test_an_artifact_that_cannot_be_kept_is_refused(store: ArtifactStore, files: dict[str, str], text: str) -> None:
     out = _out(store, files)
@@ -144,7 +144,7 @@ def test_an_artifact_that_cannot_be_kept_is_refused(store: ArtifactStore, files:
 def test_links_are_refused(store: ArtifactStore) -> None:
     out = _out(store, {"a": "1"})
     (out / "link").symlink_to(out / "a")
-    with pytest.raises(ArtifactError, match="is a link"):
+    with pytest.raises(ArtifactError, match="is a symbolic link"):
         store.commit(KEY, out, PolicyRef, children={}, record=PROVENANCE)
 
 
@@ -152,7 +152,7 @@ def test_a_commit_without_the_lease_writes_no_record(store: ArtifactStore) -> No
     with store.lease(KEY) as lease:
         stolen = {**{name: getattr(lease.owner, name) for name in lease.owner.__slots__}, "token": "thief"}
         write_json(store.layout.leases / f"{KEY}.json", stolen)
-        with pytest.raises(ArtifactError, match="took over"):
+        with pytest.raises(ArtifactError, match="took the lease over"):
             store.commit(KEY, _out(store, {"a": "1"}), PolicyRef, children={}, record=PROVENANCE, lease=lease)
     assert store.record(KEY) is None
 
@@ -278,7 +278,9 @@ def test_a_store_of_a_newer_version_is_refused_before_it_is_touched(store: Artif
 def test_a_marker_that_cannot_be_read_is_refused_with_what_to_do(store: ArtifactStore, content: str) -> None:
     store.create()
     (store.root / "store.json").write_text(content)
-    with pytest.raises(ArtifactError, match=r"its store\.json cannot be read; delete .*store\.json if this version"):
+    with pytest.raises(
+        ArtifactError, match=r"the file store\.json in it cannot be read; delete .*store\.json if this version"
+    ):
         ArtifactStore(store.root)
 
 
@@ -292,11 +294,11 @@ def test_a_record_that_cannot_be_read_is_named_and_the_others_are_listed(store: 
     records, unreadable = store.scan()
     assert [record.key for record in records] == [KEY]
     said = {found.path.stem: found.problem for found in unreadable}
-    assert said[sha256_text("no table")] == "holds no JSON table"
+    assert said[sha256_text("no table")] == "is not a JSON object"
     assert said[sha256_text("no fields")].startswith("has no valid label: ")
     assert "NewRef" in said[sha256_text("unknown handle")]
     assert store.record(sha256_text("no table")) is None
-    assert store.damage(sha256_text("no table")) == "its record holds no JSON table"
+    assert store.damage(sha256_text("no table")) == "its record is not a JSON object"
 
 
 # ---------------------------------------------------------------- kills
@@ -355,7 +357,7 @@ def test_a_record_that_points_at_no_object_is_put_aside_alone(store: ArtifactSto
     table["handle"]["fields"]["uri"] = uri.format(digest=ref.digest)
     write_json(store.layout.key(KEY), table)
     assert store.record(KEY) is None
-    assert "names no object" in store.damage(KEY)
+    assert "is not the address of an object" in store.damage(KEY)
     assert _object(store, other).is_dir() and _object(store, ref).is_dir()
     assert store.record(sha256_text("other")) is not None
 

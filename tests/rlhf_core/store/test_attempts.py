@@ -96,7 +96,8 @@ def test_an_attempt_whose_process_was_killed_is_noted_as_interrupted_once(tmp_pa
     assert found is not None and found[0] == "sft" and found[1].number == 1
     (noted,) = attempts.history(tmp_path)
     assert (
-        noted.status == "interrupted" and noted.failure == f"process {killed.pid} on {killed.host} ended without a word"
+        noted.status == "interrupted"
+        and noted.failure == f"process {killed.pid} on {killed.host} ended without reporting a result"
     )
     assert not (tmp_path / "out-1").exists() and attempts.abandon(tmp_path, committed=False) is None
 

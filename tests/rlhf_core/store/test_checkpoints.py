@@ -67,7 +67,9 @@ def test_an_error_while_saving_leaves_the_old_checkpoint_and_no_litter(tmp_path:
 def test_a_full_disk_while_saving_is_named_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     _save(checkpoints, 1)
-    full = pytest.raises(ArtifactError, match=r"the disk is full; free space, or .*the same command resumes")
+    full = pytest.raises(
+        ArtifactError, match=r"the disk is full; free space, or .*run the same command again to resume"
+    )
     with full, checkpoints.saving(2, {}):
         Path("/dev/full").write_text("x")
     assert _steps(checkpoints) == [1]

@@ -55,13 +55,13 @@ def test_what_was_made_from_damaged_weights_is_made_again_once_they_are_repaired
 
     (damage,) = store.verify()
     assert (damage.labels, damage.suspects) == (("parent",), ("child",))
-    assert "made from it since its last good check: child" in str(damage)
+    assert "made from it since it was last known to be good: child" in str(damage)
     repaired, _ = _make(store, toy_spec(label="parent"))
     assert repaired == parent and (store.path(repaired) / "total.txt").read_text() == right
 
     decision = decide(store, _child(parent))
     assert decision.action == "RUN"
-    assert f"made from object {parent.digest[:12]}, which was found damaged (total.txt has changed" in decision.reason
+    assert f"made from object {parent.digest[:12]}, which was found damaged (total.txt has other" in decision.reason
     made, _ = _make(store, _child(parent))
     assert (store.path(made) / "total.txt").read_text().endswith(right) and made != wrong
     assert decide(store, _child(parent)).action == "HIT"
@@ -97,7 +97,7 @@ def test_the_record_of_one_who_committed_while_the_damage_was_being_found_is_no_
 def test_a_write_into_an_object_is_noticed_before_the_next_stage_reads_it(store: ArtifactStore) -> None:
     parent, _ = _make(store, toy_spec(label="parent"))
     _edit(store, parent)
-    with pytest.raises(ArtifactError, match=r"total\.txt has changed content.* run again: it is made again"):
+    with pytest.raises(ArtifactError, match=r"total\.txt has other content.* run again to make it again"):
         _make(store, _child(parent))
     assert decide(store, toy_spec(label="parent")).action == "RUN"
     assert history(store.layout.attempt(stage_key(_child(parent)))) == []
@@ -107,7 +107,7 @@ def test_a_write_into_an_object_is_noticed_by_the_hit(store: ArtifactStore) -> N
     parent, _ = _make(store, toy_spec(label="parent"))
     _edit(store, parent)
     decision = decide(store, toy_spec(label="parent"))
-    assert decision.action == "RUN" and decision.reason.endswith("total.txt has changed content")
+    assert decision.action == "RUN" and decision.reason.endswith("total.txt has other content")
     assert [found.object for found in findings(store.layout, [parent.uri])] == [parent.digest]
 
 
@@ -158,7 +158,7 @@ def test_a_note_that_cannot_be_read_makes_everything_suspect_that_did_not_know_i
     said = suspicion(store.layout, [f"store://{'a' * 64}/base"], known=(), **arguments)
     assert (
         said
-        == f"made from object {'a' * 12}, which was found damaged (its note cannot be read); last good: nobody knows"
+        == f"made from object {'a' * 12}, which was found damaged (the record of the damage cannot be read); last known good: unknown"
     )
     assert suspicion(store.layout, [f"store://{'a' * 64}"], known=("1234",), **arguments) == ""
 

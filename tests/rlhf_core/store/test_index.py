@@ -92,7 +92,7 @@ def test_unreadable_records_are_named_each_time(store: ArtifactStore) -> None:
     path.write_text("{")
     for _ in range(2):
         found, unreadable = rows(store.layout)
-        assert len(found) == 1 and [str(one) for one in unreadable] == [f"{path} holds no JSON table"]
+        assert len(found) == 1 and [str(one) for one in unreadable] == [f"{path} is not a JSON object"]
 
 
 def test_damage_is_seen_although_the_manifest_is_known(store: ArtifactStore) -> None:
@@ -104,7 +104,7 @@ def test_damage_is_seen_although_the_manifest_is_known(store: ArtifactStore) -> 
     file.chmod(0o644)
     content = file.read_text()
     file.write_text("six")
-    assert states(store.layout, digests)[one.name].damage == "base/a.txt has changed content"
+    assert states(store.layout, digests)[one.name].damage == "base/a.txt has other content"
     file.write_text("a longer text")
     assert states(store.layout, digests)[one.name].damage == "base/a.txt has 13 bytes, not 3"
     file.write_text(content)

@@ -80,7 +80,7 @@ def test_a_full_disk_is_named_whoever_reports_it(tmp_path: Path) -> None:
         Path("/dev/full").write_text("x")
     text = str(caught.value)
     assert text.startswith(f"store = {str(tmp_path)!r}: the disk is full; free space, or ")
-    assert text.endswith("nothing was lost, the same command resumes")
+    assert text.endswith("nothing was lost, run the same command again to resume")
     assert disk_is_full(RuntimeError("write failed: No space left on device (os error 28)"), tmp_path)
     hidden = RuntimeError("save failed")
     hidden.__cause__ = OSError(errno.EDQUOT, "quota")
@@ -95,7 +95,7 @@ def test_other_errors_pass_a_disk_check_unchanged(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.EPERM])
 def test_a_store_that_cannot_be_written_to_is_named(tmp_path: Path, number: int) -> None:
-    said = r"cannot be written to .*; give yourself the permission"
+    said = r"cannot be written to .*; change the permissions"
     with pytest.raises(ArtifactError, match=said), naming_disk_errors(tmp_path):
         raise OSError(number, os.strerror(number), str(tmp_path / "keys" / "x.json"))
     with pytest.raises(OSError, match="elsewhere"), naming_disk_errors(tmp_path):

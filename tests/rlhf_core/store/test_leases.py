@@ -108,7 +108,7 @@ def test_an_owner_that_was_taken_over_is_stopped_at_the_fence(tmp_path: Path) ->
     with hold(tmp_path, "k") as lease:
         thief = replace(lease.owner, token="thief")
         write_json(tmp_path / "k.json", asdict(thief))
-        with pytest.raises(ArtifactError, match="took over"):
+        with pytest.raises(ArtifactError, match="took the lease over"):
             lease.check()
     assert (read_json(tmp_path / "k.json") or {})["token"] == "thief", "the new owner's lease must not be released"
 
@@ -233,7 +233,7 @@ def test_a_disk_without_file_locks_is_named(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(leases.fcntl, "flock", no_locks)
     with (
         pytest.raises(
-            ArtifactError, match=r"has no file locks \(No locks available\).*choose a folder on another disk"
+            ArtifactError, match=r"does not support file locks \(No locks available\).*choose a folder on another disk"
         ),
         hold(tmp_path / "leases", "k"),
     ):
@@ -284,7 +284,7 @@ def test_who_waits_for_a_process_that_stands_still_in_a_change_says_so(
     assert_soon((tmp_path / "locked").exists)
     waiting = threading.Thread(target=_our_owner, args=(tmp_path,))
     waiting.start()
-    assert_soon(lambda: "still waiting for a process that changes leases" in caplog.text)
+    assert_soon(lambda: "still waiting for another process to release the lock" in caplog.text)
     process.kill()
     waiting.join(10)
     assert not waiting.is_alive()
@@ -300,5 +300,5 @@ def test_nobody_takes_a_lease_over_from_who_is_undisturbed(tmp_path: Path) -> No
             assert sweeping.is_alive(), "it changes leases"
         sweeping.join(10)
         write_json(tmp_path / "k.json", asdict(replace(lease.owner, token="thief")))
-        with pytest.raises(ArtifactError, match="took over"), lease.undisturbed():
+        with pytest.raises(ArtifactError, match="took the lease over"), lease.undisturbed():
             pytest.fail("not ours any more")

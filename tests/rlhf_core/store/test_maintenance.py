@@ -49,7 +49,7 @@ def test_a_flipped_byte_is_found_by_hashing_and_put_into_quarantine(store: Artif
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert store.record(sha256_text("12")) is not None, "sizes and times cannot tell"
     damages = store.verify()
-    assert [(damage.problem, damage.labels) for damage in damages] == [("a.txt has changed content", ("sft",))]
+    assert [(damage.problem, damage.labels) for damage in damages] == [("a.txt has other content", ("sft",))]
     assert store.record(sha256_text("12")) is None and store.record(sha256_text("34")) is not None
     assert store.verify() == []
     _commit(store, "12", label="sft")
@@ -64,7 +64,7 @@ def test_a_stray_file_in_an_object_and_a_lost_object_are_damage(store: ArtifactS
     lost.chmod(0o755)
     lost.rename(store.root / "elsewhere")
     problems = sorted(damage.problem for damage in store.verify())
-    assert problems == sorted(["stray does not belong to it", f"{lost} is gone"])
+    assert problems == sorted(["stray is not listed in it", f"{lost} is gone"])
 
 
 def test_gc_removes_what_was_not_used_for_long_and_a_dry_run_only_lists_it(store: ArtifactStore) -> None:
@@ -108,7 +108,7 @@ def test_gc_keeps_what_was_used_recently_and_what_is_pinned(store: ArtifactStore
 
 
 def test_only_what_is_there_can_be_pinned_or_unpinned(store: ArtifactStore) -> None:
-    with pytest.raises(ArtifactError, match="names no object and no key"):
+    with pytest.raises(ArtifactError, match="is neither an object nor a key"):
         store.pin("abcd")
     with pytest.raises(ArtifactError, match="is not pinned"):
         store.unpin("abcd")
@@ -159,8 +159,8 @@ def test_an_unreadable_record_is_damage_that_verify_names_and_puts_into_quaranti
     _commit(store, "1", label="sft")
     path = store.layout.key(sha256_text("1"))
     path.write_text("{")
-    assert [str(damage) for damage in store.verify()] == [f"record: {path} holds no JSON table"]
-    assert store.damage(sha256_text("1")) == "its record holds no JSON table"
+    assert [str(damage) for damage in store.verify()] == [f"record: {path} is not a JSON object"]
+    assert store.damage(sha256_text("1")) == "its record is not a JSON object"
     assert store.verify() == []
 
 

@@ -112,6 +112,6 @@ def test_who_loses_the_lease_while_it_tidies_up_touches_nothing(
         return look(store, key)
 
     monkeypatch.setattr(ArtifactStore, "record", look_too_long)
-    with pytest.raises(ArtifactError, match="took over"):
+    with pytest.raises(ArtifactError, match="took the lease over"):
         tidy(store, key)
     assert attempts.history(folder)[-1].status == "running" and attempts.checkpoints(folder).exists()

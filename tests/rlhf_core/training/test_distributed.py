@@ -41,7 +41,7 @@ def test_a_loopback_address_is_refused_where_other_machines_have_ranks(
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(
-        ConfigError, match=rf"^MASTER_ADDR = '{host}': 2 of 4 ranks are on this machine, and the others"
+        ConfigError, match=rf"^MASTER_ADDR = '{host}': 2 of 4 ranks are on this machine, and the other ranks"
     ):
         rank_and_world()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

@@ -120,13 +120,13 @@ def test_what_cannot_be_shared_is_refused(policy_spec: ModelSpec, monkeypatch: p
 
 def test_settings_that_do_not_go_together_are_refused() -> None:
     for name, value in (("engine", "torch"), ("attention", "eager"), ("router_aux_coef", 0.1)):
-        with pytest.raises(ValidationError, match=f"{name} = .* does not go with it"):
+        with pytest.raises(ValidationError, match=f"{name} = .* cannot be combined with it"):
             TrainerConfig(**SHARED | {name: value})
     with pytest.raises(
         ValidationError, match="sequence_parallel, tensor_parallel = 2, 1: does not divide train_workers = 3"
     ):
         RuntimeConfig(train_workers=3, trainer=TrainerConfig(**SHARED))
-    with pytest.raises(ValidationError, match="zero_stage = 0 does not go with it; set zero_stage to 1 or 2"):
+    with pytest.raises(ValidationError, match="zero_stage = 0 cannot be combined with it; set zero_stage to 1 or 2"):
         TrainerConfig(tensor_parallel=2)
 
 

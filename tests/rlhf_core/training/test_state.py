@@ -63,7 +63,7 @@ def test_engine_settings_come_back_and_the_refusal_names_both(tmp_path: Path) ->
     assert engine_settings(tmp_path) == {"zero_stage": 1, "workers": 2}
     message = (
         "checkpoint = {'zero_stage': 1, 'workers': 2}: this run has {'zero_stage': 0, 'workers': 2}; "
-        "resume with those numbers, or start the stage over with --force"
+        "resume with the settings of the checkpoint, or start the stage over with --force"
     )
     refusal = refuse_engine_settings(engine_settings(tmp_path), {"zero_stage": 0, "workers": 2})
     assert str(refusal) == message

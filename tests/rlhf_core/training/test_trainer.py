@@ -17,7 +17,7 @@ from rlhf_core.algorithms.preference.hinge import HingeLoss
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig, TrainerConfig
 from rlhf_core.errors import ArtifactError, TrainingError
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.models.export import weights_digest
+from rlhf_core.models.digest import weights_digest
 from rlhf_core.store.checkpoint_parts import wait_for_parts
 from rlhf_core.training.batching import reduce
 from rlhf_core.training.engines.base import open_engine

@@ -74,12 +74,12 @@ def test_a_path_to_the_file_is_the_module_too() -> None:
     "script", [f"{CALL} --a 'open", f'{CALL} --a "open', f"{CALL} --a $(open", f"{CALL} --a ${{open"]
 )
 def test_what_is_not_closed_is_refused(script: str) -> None:
-    with pytest.raises(ConfigError, match="has no partner"):
+    with pytest.raises(ConfigError, match="is not closed"):
         read_commands(script)
 
 
 def test_a_nul_character_is_refused() -> None:
-    with pytest.raises(ConfigError, match="has a NUL character, which no shell reads"):
+    with pytest.raises(ConfigError, match="has a NUL character, which no shell can read"):
         read_commands(f"{CALL} --a \0 1")
 
 

@@ -61,7 +61,9 @@ def test_every_flag_of_a_script_is_in_one_of_the_three_lists(name: str, tmp_path
     said = [word.partition("=")[0] for word in (*command.launcher, *command.words) if word.startswith("--")]
     written = sorted(flag for flag in said if flag not in ("--", "--module"))
     assert sorted(outcome.flag for outcome in translation.outcomes) == written
-    assert all(outcome.what and "nothing here reads it" not in outcome.what[0] for outcome in translation.outcomes)
+    assert all(
+        outcome.what and "this program does not use it" not in outcome.what[0] for outcome in translation.outcomes
+    )
 
 
 @pytest.mark.parametrize("command", sorted(set(COMMANDS.values())))
@@ -94,7 +96,7 @@ def test_every_flag_that_openrlhf_knows_has_a_fate(command: str, dotted: bool) -
         spelt = flag.others.split()[-1] if dotted and flag.others else flag.name
         words += [f"--{spelt}", *([] if flag.kind == "switch" else values.get(flag.name, "1").split())]
     translation = translate(f"python -m openrlhf.cli.{module} {' '.join(words)}", name="x", template_file="x.jinja")
-    unread = [outcome.flag for outcome in translation.outcomes if "nothing here reads it" in outcome.what[0]]
+    unread = [outcome.flag for outcome in translation.outcomes if "this program does not use it" in outcome.what[0]]
     assert unread == []
     assert len(translation.outcomes) == sum(word.startswith("--") for word in words)
 

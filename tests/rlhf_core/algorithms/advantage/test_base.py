@@ -223,5 +223,5 @@ def test_groups_that_cannot_teach_are_counted() -> None:
     ],
 )
 def test_a_group_of_one_is_refused_with_the_remedy(estimator) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(ConfigError, match=r"group_size = 1: .* raise the samples per prompt"):
+    with pytest.raises(ConfigError, match=r"group_size = 1: .* raise samples_per_prompt"):
         estimator(torch.tensor([[1.0], [2.0]]))

@@ -138,7 +138,7 @@ def test_exo_is_zero_where_the_policy_has_the_label_s_probability() -> None:
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 1.0])
 def test_exo_refuses_a_hard_label(label_smoothing: float) -> None:
-    with pytest.raises(ConfigError, match=r"label_smoothing = .*the paper has 1e-3"):
+    with pytest.raises(ConfigError, match=r"label_smoothing = .*the paper uses 1e-3"):
         exo_loss(*PAIR, beta=0.1, label_smoothing=label_smoothing)
 
 

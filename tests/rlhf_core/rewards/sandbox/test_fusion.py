@@ -95,13 +95,13 @@ def answers(*given: Answer) -> Callable[[dict[str, Any]], Answer]:
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [
-        (said("SandboxError", message="no room"), "failed itself: no room"),
-        (said("Failed", run_result=ran("Error", stderr="lost")), "answered no result of a run"),
-        (said("Success"), "answered no result of a run"),
-        (said("Success", run_result=ran("Finished", return_code=None)), "answered no result of a run"),
-        ((200, b"[]"), "answered no result of a run"),
-        ((200, b"<html>"), "answered what is no JSON"),
-        ((503, b"busy"), "answered status 503: busy"),
+        (said("SandboxError", message="no room"), "reported an internal error: no room"),
+        (said("Failed", run_result=ran("Error", stderr="lost")), "returned no result of a run"),
+        (said("Success"), "returned no result of a run"),
+        (said("Success", run_result=ran("Finished", return_code=None)), "returned no result of a run"),
+        ((200, b"[]"), "returned no result of a run"),
+        ((200, b"<html>"), "returned invalid JSON"),
+        ((503, b"busy"), "returned status 503: busy"),
     ],
 )
 def test_what_is_no_result_is_an_error_and_never_a_zero(
@@ -120,14 +120,14 @@ def test_what_is_no_result_is_an_error_and_never_a_zero(
 def test_a_server_that_is_not_there_or_hangs_is_an_error_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fusion, "FIRST_PAUSE_S", 0.0)
     with pytest.raises(
-        RewardError, match=r"^sandbox_url = 'http://\*\*\*@127.0.0.1:1/run_code': cannot be asked: Conn"
+        RewardError, match=r"^sandbox_url = 'http://\*\*\*@127.0.0.1:1/run_code': cannot be reached: Conn"
     ):
         code_reward([""], ["x"], ["assert x"], sandbox_url="http://me:hunter2@127.0.0.1:1")
     monkeypatch.setattr(fusion, "QUEUE_S", 0.0)
     with (
         scripted(run_code) as server,
         SandboxFusion(server.url, {}) as run,
-        pytest.raises(RewardError, match=r"took longer than 0.3 s|answers too slowly"),
+        pytest.raises(RewardError, match=r"took longer than 0.3 s|is too slow"),
     ):
         server.answer = lambda body: run_code(body | {"run_timeout": 2.0})
         run("while True: pass", "", limits=Limits(timeout_s=0.3))
@@ -136,7 +136,7 @@ def test_a_server_that_is_not_there_or_hangs_is_an_error_too(monkeypatch: pytest
 
 def test_a_server_that_refuses_ends_the_run_and_headers_hold_its_key() -> None:
     with scripted(lambda body: (401, b"who are you?")) as server:
-        with pytest.raises(ConfigError, match=r"answered status 401: who are you\?; .* sandbox_headers if it asks"):
+        with pytest.raises(ConfigError, match=r"returned status 401: who are you\?; .* sandbox_headers if it requires"):
             code_reward([""], ["x"], ["assert x"], sandbox_url=server.url, sandbox_headers={"X-Api-Key": "hunter2"})
         assert [headers["X-Api-Key"] for headers in server.headers] == ["hunter2"]
 

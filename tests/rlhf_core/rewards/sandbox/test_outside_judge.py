@@ -118,5 +118,5 @@ def test_what_cannot_be_read_or_counted_is_wrong(written: str) -> None:
 
 @pytest.mark.parametrize("test", ["assert f(1) ==", "f = 1", "'nothing'", "42", "", "assert\x00"])
 def test_a_test_that_is_none_is_refused(test: str) -> None:
-    with pytest.raises(DataError, match=r"^label = .*; (mend the test|assert something of the program)$"):
+    with pytest.raises(DataError, match=r"^label = .*; (fix the test|assert something of the program)$"):
         judged_outside(test, "word")

@@ -22,7 +22,7 @@ import torch
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import TrainingError
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.models.export import weights_digest
+from rlhf_core.models.digest import weights_digest
 from rlhf_core.models.lora import merged_state_dict
 from rlhf_core.training.distributed import rank_and_world
 from rlhf_core.training.engines.base import Engine, open_engine

@@ -42,11 +42,11 @@ def test_only_a_trained_model_checkpoints_its_activations(policy_spec: ModelSpec
 
 def test_weights_of_4_bits_are_not_partitioned(policy_spec: ModelSpec) -> None:
     spec = replace(policy_spec, lora=LoraConfig(quantise="nf4"))
-    with pytest.raises(ConfigError, match=r"lora.quantise = 'nf4': ZeRO 3 cannot partition weights of 4 bits"):
+    with pytest.raises(ConfigError, match=r"lora.quantise = 'nf4': ZeRO 3 cannot partition 4-bit weights"):
         open_engine(spec, OptimizerConfig(), TrainerConfig(zero_stage=3))
 
 
 def test_kernels_that_do_not_run_here_are_refused_before_the_model_is_read() -> None:
-    spec = ModelSpec("no such folder", "lm", None, 0)
-    with pytest.raises(ConfigError, match="Liger kernels do not run here"):
+    spec = ModelSpec("folder does not exist", "lm", None, 0)
+    with pytest.raises(ConfigError, match="Liger kernels are not available"):
         open_engine(spec, OptimizerConfig(), TrainerConfig(engine="torch", liger=True))

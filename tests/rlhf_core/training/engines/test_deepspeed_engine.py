@@ -15,7 +15,7 @@ import pytest
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.training.batching import reduce
-from rlhf_core.training.engines.deepspeed_engine import deepspeed_config
+from rlhf_core.training.engines.deepspeed_setup import deepspeed_config
 from tests.rlhf_core.training.conftest import TINY
 from tests.support.tolerances import assert_same_updates, near, of_training
 
@@ -181,7 +181,7 @@ def test_a_checkpoint_of_another_zero_stage_is_refused(
 ) -> None:
     for made, workers in ((alone[stage], 1), *((rank[stage], 2) for rank in two_ranks)):
         own = {"zero_stage": int(stage[-1]), "workers": workers}
-        start = f"checkpoint = {{'zero_stage': 3, 'workers': 8}}: this run has {own}; resume with those numbers"
+        start = f"checkpoint = {{'zero_stage': 3, 'workers': 8}}: this run has {own}; resume with the settings of the checkpoint"
         assert made["refusal"].startswith(start)
 
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rlhf_core.training.engines.deepspeed_engine import remove_stale_locks
+from rlhf_core.training.engines.deepspeed_setup import remove_stale_locks
 
 BUILDER = """
 import sys, time

@@ -31,9 +31,9 @@ def test_heads_workers_and_layers_must_be_divisible(policy_spec: ModelSpec) -> N
 
 
 def test_adapters_and_averages_are_refused(policy_spec: ModelSpec) -> None:
-    with pytest.raises(ConfigError, match=r"lora = 'set': does not go with runtime\.trainer\.tensor_parallel"):
+    with pytest.raises(ConfigError, match=r"lora = 'set': cannot be combined with runtime\.trainer\.tensor_parallel"):
         open_engine(replace(policy_spec, lora=LoraConfig()), OptimizerConfig(), SPLIT)
-    with pytest.raises(ConfigError, match=r"optimizer.ema_decay = 'set': does not go with"):
+    with pytest.raises(ConfigError, match=r"optimizer.ema_decay = 'set': cannot be combined with"):
         open_engine(policy_spec, OptimizerConfig(ema_decay=0.9), SPLIT)
 
 

@@ -98,7 +98,7 @@ def test_the_sft_loss_is_the_mean_of_the_models_own_token_losses(
 
 
 def test_a_step_without_a_token_to_train_on_is_refused() -> None:
-    with pytest.raises(DataError, match="an optimizer step needs a token to train on"):
+    with pytest.raises(DataError, match="an optimizer step needs at least one token to train on"):
         SftObjective(pack_to=None).denominators([TokenSample((1, 2), (0, 0))])
 
 

@@ -15,11 +15,11 @@ from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.training import distillation_trainer
+from rlhf_core.training.batching import step_counts
 from rlhf_core.training.distillation_trainer import DistillationTrainer
 from rlhf_core.training.engines.base import open_engine
 from rlhf_core.training.objectives.base import BradleyTerryObjective, SftObjective
 from rlhf_core.training.objectives.distillation import DistillationObjective
-from rlhf_core.training.objectives.router import step_counts
 from rlhf_core.training.trainer import LocalTrainer
 from rlhf_core.types import PreferenceSample, RewardPair, TokenSample
 from tests.rlhf_core.training.conftest import TINY
@@ -149,6 +149,8 @@ def test_a_distilled_step_in_pieces_has_the_balance_of_the_step_in_one(
 
 
 def test_a_dense_model_is_refused_and_a_frozen_one_is_not_asked(policy_spec: ModelSpec) -> None:
-    with pytest.raises(ConfigError, match=r"router_aux_coef .* LlamaForCausalLM has no routers"):
+    with pytest.raises(
+        ConfigError, match=r"router_aux_coef .* LlamaForCausalLM has no experts with a load-balancing loss"
+    ):
         open_engine(policy_spec, OptimizerConfig(), CONFIG)
     open_engine(policy_spec, None, CONFIG)

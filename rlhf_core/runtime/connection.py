@@ -1,0 +1,212 @@
+"""Join or start Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc  # type: ignore[import-untyped]
+import psutil
+
+from rlhf_core.errors import ConfigError, WorkerLostError, explain
+from rlhf_core.processes.private_folder import private_folder
+from rlhf_core.runtime.cluster import check_address, named_address, no_head
+from rlhf_core.runtime.liveness import PROBE_TIMEOUT_S
+from rlhf_core.runtime.ray_settings import VARIABLES, ray
+
+logger = logging.getLogger(__name__)
+
+START_ATTEMPTS = 3
+"""Attempts to start Ray. On a busy machine Ray's processes may miss each other's deadlines, which cannot be changed."""
+OBJECT_STORE_FRACTION = 0.1
+"""Share of the machine's memory for weights in transit; Ray's own default is 0.3."""
+SMALLEST_OBJECT_STORE = 256 << 20
+CONNECT_TIMEOUT_S = 300.0
+"""Time limit for starting or joining Ray, which starts about six processes, perhaps on a very busy machine."""
+RECONNECT_TIMEOUT_S, RECONNECT_EVERY_S = 120.0, 2.0
+"""How long to wait for a head at `RAY_ADDRESS` that was connected before and is lost."""
+
+
+def connect(cores: int) -> bool:
+    """Join the Ray of `RAY_ADDRESS`, or start one on this machine. Return whether we started it (and must stop it).
+
+    Raises ConfigError within seconds if no Ray head answers at `RAY_ADDRESS`, WorkerLostError if Ray does not come up
+    within CONNECT_TIMEOUT_S.
+    """
+    os.environ.update(VARIABLES)  # for the processes that Ray starts; this process had them when it imported Ray
+    address = named_address()
+    if ray.is_initialized():
+        return False
+    if not address:
+        in_lasting_thread(lambda: _start(cores), what="starting Ray", timeout_s=CONNECT_TIMEOUT_S)
+        return True
+    check_address(address)
+    in_lasting_thread(lambda: _join(address), what=f"joining {address}", timeout_s=CONNECT_TIMEOUT_S)
+    return False
+
+
+def connect_again(cores: int) -> bool:
+    """Connect as `connect` does after Ray was lost: a head at `RAY_ADDRESS` has RECONNECT_TIMEOUT_S to come back."""
+    deadline = time.monotonic() + RECONNECT_TIMEOUT_S
+    while True:
+        try:
+            return connect(cores)
+        except ConfigError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(RECONNECT_EVERY_S)
+
+
+def servers() -> dict[str, str]:
+    """Return name -> host:port of the two Ray servers that this process talks to: the head and a raylet."""
+    node = ray._private.worker.global_worker.node
+    return {"the Ray head": node.gcs_address, "the raylet": f"{node.node_ip_address}:{node.node_manager_port}"}
+
+
+def own_gpus() -> list[str]:
+    """Return the GPUs that Ray gave to the calling worker, as `node:index`."""
+    node = ray.get_runtime_context().get_node_id()
+    return [f"{node}:{gpu}" for gpu in ray.get_runtime_context().get_accelerator_ids()["GPU"]]
+
+
+def in_lasting_thread(start: Callable[[], object], *, what: str, timeout_s: float) -> None:
+    """Call `start` in a thread that outlives the call: Linux kills Ray's processes with the *thread* that started them.
+
+    Raises WorkerLostError if it takes longer than `timeout_s`: calls into a Ray that hangs may never return.
+    """
+    started: Future[object] = Future()
+
+    def run() -> None:
+        try:
+            started.set_result(start())
+        except BaseException as error:
+            started.set_exception(error)
+        threading.Event().wait()
+
+    threading.Thread(target=run, name="ray-parent", daemon=True).start()
+    try:
+        started.result(timeout_s)
+    except TimeoutError as error:
+        if started.done():
+            raise  # the TimeoutError is that of `start`
+        rule = f"not finished within {timeout_s:g} s"
+        raise WorkerLostError(explain("Ray", what, rule, "check Ray and its machines")) from error
+
+
+def asks_for_token(address: str) -> bool:
+    """Return whether the Ray head at `address` refuses callers without a token; False if none is named or answers."""
+    if ":" not in address:  # `auto`
+        return False
+    with grpc.insecure_channel(address) as channel:
+        try:
+            channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")(b"", timeout=PROBE_TIMEOUT_S)
+        except grpc.RpcError as error:
+            return bool(error.code() is grpc.StatusCode.UNAUTHENTICATED)
+    return False
+
+
+def keep_token_private() -> None:
+    """Make Ray's token readable by this user only: whoever has it can run commands as this user, on any port of Ray.
+
+    Ray creates the file readable by everybody, which matters if others may enter the home folder. Raises ConfigError if
+    the file cannot be made private.
+    """
+    of_the_user = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    if of_the_user or os.environ.get("RAY_AUTH_MODE") == "disabled":
+        return
+    path = Path.home() / ".ray" / "auth_token"
+    try:
+        if not path.exists():
+            _make_token(path)
+        if path.stat().st_mode & 0o077:
+            path.chmod(0o600)
+    except OSError as error:
+        rule = f"cannot be hidden from other users ({error.strerror})"
+        remedy = "make it a file that you own, or set RAY_AUTH_TOKEN_PATH to one"
+        raise ConfigError(explain("Ray's token", str(path), rule, remedy)) from error
+
+
+def _make_token(path: Path) -> None:
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".token-")  # mode 0600
+    os.close(descriptor)
+    made = Path(name)
+    made.write_text(secrets.token_hex(32))
+    with contextlib.suppress(FileExistsError):  # another process was faster
+        path.hardlink_to(made)
+    made.unlink()
+
+
+def _join(address: str) -> None:
+    # A head requires the user's token as soon as one exists (any Ray of our own creates it), but Ray sends it to a
+    # named address only when told to. It must not always be sent: a process that sends tokens also requires them, and
+    # then the workers of a head without tokens could not call this process.
+    if asks_for_token(address):
+        ray._private.authentication.authentication_token_setup.maybe_enable_token_auth_if_token_available(
+            warn_if_disabled=False
+        )
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise no_head(address) from error
+
+
+def _start(cores: int) -> None:
+    # Unix sockets are created below this folder and their paths are limited to 107 characters, so TMPDIR is ignored.
+    folder = private_folder(Path("/tmp") / f"rlhf-ray-{os.getuid()}")
+    keep_token_private()
+    for attempt in range(START_ATTEMPTS):
+        try:
+            with _this_machine_alone():
+                ray.init(
+                    address="local",
+                    num_cpus=cores,
+                    object_store_memory=max(
+                        SMALLEST_OBJECT_STORE, int(psutil.virtual_memory().total * OBJECT_STORE_FRACTION)
+                    ),
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    _temp_dir=str(folder),
+                    # Our actors have environments of their own, so workers that Ray starts ahead would never be used.
+                    # By default Ray's workers give way to other processes, but here everything else waits for them.
+                    _system_config={
+                        "prestart_worker_first_driver": False,
+                        "enable_metrics_collection": False,
+                        "worker_niceness": 0,
+                    },
+                )
+            return
+        except Exception as error:  # Ray raises plain Exception when its processes are slow to answer
+            ray.shutdown()
+            if attempt + 1 == START_ATTEMPTS:
+                rule = f"Ray could not start: {error}"
+                remedy = f"see the logs in {folder}/session_latest/logs, or free memory and cores"
+                raise ConfigError(explain("runtime.type", "ray", rule, remedy)) from error
+            logger.warning("Ray did not start (%s); trying again", error)
+
+
+@contextmanager
+def _this_machine_alone() -> Iterator[None]:
+    """Make a Ray started inside listen on 127.0.0.1. Undone at the end, as a later `ray start` must not inherit it."""
+    ray_constants = ray._private.ray_constants
+    name, enabled = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
+    before = os.environ.pop(name, None)
+    os.environ[name] = "0"  # for Ray's processes; this process may have read it long ago, when it imported ray
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = enabled
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before

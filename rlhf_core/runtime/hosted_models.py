@@ -1,0 +1,64 @@
+"""The models that a train worker hosts, one per lease. Imports torch and transformers, which the driver does not need."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+import transformers
+
+from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
+from rlhf_core.errors import TrainingError, explain
+from rlhf_core.interfaces import ModelSpec, RankTrainer, Weights
+from rlhf_core.runtime.weights import PackedTensor, buckets, pack
+from rlhf_core.training.engines.offload import release_cached
+from rlhf_core.training.trainer import LocalTrainer
+
+
+class HostedModels:
+    """The trainers of one process, by lease."""
+
+    def __init__(self, config: TrainerConfig) -> None:
+        self._config = config
+        self._trainers: dict[str, RankTrainer] = {}
+
+    def warm(self, threads: int) -> None:
+        """Fix the number of threads and the kernels, and import what models are built with."""
+        torch.set_num_threads(threads)
+        # On a GPU some kernels have no deterministic form: they warn instead of failing a long run.
+        torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        _ = transformers.AutoModelForCausalLM  # imported lazily; most of the start-up time
+
+    def open(self, lease: str, model: ModelSpec, optimizer: OptimizerConfig | None) -> None:
+        """Load `model` under the name `lease`."""
+        self._trainers[lease] = LocalTrainer(model, optimizer, self._config)
+
+    def trainer(self, lease: str) -> RankTrainer:
+        """Return the trainer of `lease`. Raises TrainingError if there is none."""
+        if lease not in self._trainers:
+            raise TrainingError(explain("lease", lease, "is not open on this worker", "take a new lease"))
+        return self._trainers[lease]
+
+    def release(self, lease: str) -> None:
+        """Free the model of `lease`, and its GPU memory for other processes too."""
+        self._trainers.pop(lease).close()
+        gc.collect()
+
+    def rest(self, offload: bool) -> int:
+        """Free unused GPU memory; with `offload`, move all models to host memory. Return how many bytes were moved."""
+        moved = sum(trainer.rest() for trainer in self._trainers.values()) if offload else 0
+        release_cached()
+        return moved
+
+    def wake(self) -> None:
+        """Move all models back to the GPU."""
+        for trainer in self._trainers.values():
+            trainer.wake()
+
+    def packed(self, weights: Weights) -> Iterator[list[PackedTensor]]:
+        """Yield the weights of a trainer of this process, packed for the object store."""
+        tensors = cast(Mapping[str, Any], weights.payload)
+        return (pack(bucket) for bucket in buckets(tensors))

@@ -1,0 +1,79 @@
+"""Start vLLM's engine and ask it. The only module that imports vLLM's engine; `vllm_sampler` sets its variables before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import LLM, SamplingParams
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+
+from rlhf_core.config.engines import SamplingConfig, VllmSamplerConfig
+from rlhf_core.errors import SamplingError, explain
+from rlhf_core.interfaces import Transfer
+from rlhf_core.sampling.requests import most_tokens
+from rlhf_core.types import SamplingRequest
+
+GIB = 1 << 30
+
+
+def platform() -> str:
+    """Return the device type that the installed vLLM is built for."""
+    return str(current_platform.device_type)
+
+
+def sampling_params(
+    request: SamplingRequest, sampling: SamplingConfig, *, stops: Sequence[int], when_done: bool
+) -> SamplingParams:
+    """Return vLLM's parameters of a request; with `when_done`, the engine returns its output only when it is complete."""
+    greedy = sampling.temperature == 0
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=1.0 if greedy else sampling.top_p,
+        top_k=0 if greedy else sampling.top_k,
+        max_tokens=most_tokens(request, sampling.max_tokens),
+        seed=None if greedy else request.seed,
+        logprobs=0,  # the sampled token's log-probability only
+        stop_token_ids=list(stops),
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY if when_done else RequestOutputKind.CUMULATIVE,
+    )
+
+
+def start(policy: Path, config: VllmSamplerConfig, *, transfer: Transfer) -> LLM:
+    """Return an engine of `policy` in this process. Raises SamplingError if vLLM refuses it."""
+    on_gpu = torch.cuda.is_available()
+    place: dict[str, Any] = (
+        {"gpu_memory_utilization": config.gpu_memory_fraction}
+        if on_gpu
+        # A prompt that is split between two passes resets its generator, which torch's CPU generators cannot do.
+        else {"kv_cache_memory_bytes": int(config.kv_cache_gib * GIB), "enable_chunked_prefill": False}
+    )
+    if transfer:
+        place["weight_transfer_config"] = {"backend": transfer}
+    try:
+        return LLM(
+            model=str(policy),
+            skip_tokenizer_init=True,
+            generation_config="vllm",  # the policy's own sampling defaults would override SamplingConfig
+            dtype=config.dtype,
+            max_model_len=config.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            tensor_parallel_size=config.tensor_parallel,
+            distributed_executor_backend="mp" if config.tensor_parallel > 1 else "uni",
+            enforce_eager=config.enforce_eager,
+            enable_prefix_caching=config.prefix_caching,
+            enable_sleep_mode=config.sleep,
+            async_scheduling=False,
+            logprobs_mode="processed_logprobs",
+            seed=0,
+            worker_extension_cls="rlhf_core.sampling.vllm_worker.WeightReload",
+            **place,
+        )
+    except Exception as error:
+        raise SamplingError(
+            explain("policy", str(policy), f"vLLM could not start: {error}", "see the worker's log for the first error")
+        ) from error
