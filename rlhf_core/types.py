@@ -80,6 +80,10 @@ class ReportRef(ArtifactRef):
     """`report.json` with its figures, and `report.html` if the report is for people."""
 
 
+class ComparisonsRef(ArtifactRef):
+    """Parquet `comparisons.parquet` of pairs of answers that annotators are to judge."""
+
+
 class PublishedRef(ArtifactRef):
     """A gate decision, a model card, and the resulting name and version in the registry."""
 

@@ -19,6 +19,7 @@ from rlhf_core.schema.base import Config
 from rlhf_core.stage.key import CodePolicy, StageInput, StageSpec
 from rlhf_core.types import (
     ArtifactRef,
+    ComparisonsRef,
     DemonstrationsRef,
     GenerationsRef,
     PolicyRef,
@@ -33,12 +34,16 @@ from rlhf_core.types import (
     StepsRef,
 )
 from stages.config import import_reward_model, prepare_data
+from stages.config.collect_preferences import CollectPreferencesConfig
+from stages.config.compare_reward_models import CompareRewardModelsConfig
 from stages.config.condition import ConditionConfig
 from stages.config.distill import DistillConfig
 from stages.config.dpo import DPOConfig
 from stages.config.evaluate import EvaluateConfig
 from stages.config.generate import GenerateConfig
+from stages.config.merge_preferences import MergePreferencesConfig
 from stages.config.process_reward_model import ProcessRewardModelConfig
+from stages.config.propose_comparisons import ProposeComparisonsConfig
 from stages.config.publish import PublishConfig
 from stages.config.reward_model import RewardModelConfig
 from stages.config.score import ScoreConfig
@@ -284,6 +289,61 @@ _ROWS = (
         section="conditional_sft.condition",
         page="conditional_sft.md",
         about="Demonstrations from `rollouts` that say how good each answer is, or `prompts` that ask for the best level.",
+    ),
+    Stage(
+        name="propose_comparisons",
+        version=1,
+        code="strict",
+        config=ProposeComparisonsConfig,
+        inputs={"rollouts": Input(kind=RolloutsRef, start={"policy": "score"})},
+        output=ComparisonsRef,
+        engines=(),
+        section="online.propose",
+        page="online.md",
+        about="The pairs among the answers in `rollouts` that are worth a judgment.",
+    ),
+    Stage(
+        name="collect_preferences",
+        version=1,
+        code="warn",  # people's time must not be spent again because a line changed
+        config=CollectPreferencesConfig,
+        inputs={"comparisons": Input(kind=ComparisonsRef, start="propose_comparisons")},
+        output=PreferencesRef,
+        engines=(),
+        section="online.collect",
+        page="online.md",
+        about="Preference pairs from annotators who judge `comparisons`.",
+    ),
+    Stage(
+        name="merge_preferences",
+        version=1,
+        code="strict",
+        config=MergePreferencesConfig,
+        inputs={
+            "preferences": Input(
+                kind=PreferencesRef, start={"prepared": "prepare_data.preferences", "collected": "collect_preferences"}
+            )
+        },
+        output=PreferencesRef,
+        engines=(),
+        section="",  # it has no options
+        page="online.md",
+        about="The union of several sets of `preferences`.",
+    ),
+    Stage(
+        name="compare_reward_models",
+        version=1,
+        code="strict",
+        config=CompareRewardModelsConfig,
+        inputs={
+            "reward_models": Input(kind=RewardModelRef, start={"reward_model": "reward_model"}),
+            "preferences": Input(kind=PreferencesRef, start="collect_preferences"),
+        },
+        output=ReportRef,
+        engines=("trainer",),
+        section="",
+        page="online.md",
+        about="Accuracy and calibration of several `reward_models` on the same `preferences`.",
     ),
     Stage(
         name="distill",

@@ -10,16 +10,19 @@ from uuid import UUID
 
 from httpx import TransportError
 from prefect import flow
+from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
+from prefect.exceptions import CancelledRun
 
 from pipelines.execution.run import PipelineRun
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig
-from pipelines.prefect_flows.tasks import run_in_flow, settle
+from pipelines.prefect_flows.tasks import run_in_flow, settle, waiting
 from pipelines.services.flow_runs import FLOW_NAME
 from pipelines.services.health import ServiceError
 from pipelines.services.servers import PrivateServer
 from rlhf_core.secrets.redaction import shown
+from rlhf_core.stage.stopping import StageWaiting
 
 logger = logging.getLogger(__name__)
 
@@ -27,23 +30,36 @@ logger = logging.getLogger(__name__)
 def run_flow(
     pipeline_run: PipelineRun, config: PipelineConfig, options: argparse.Namespace, server: PrivateServer | None
 ) -> None:
-    """Run the pipeline as a flow; raise ServiceError if Prefect's server is gone before the last stage is done."""
+    """Run the pipeline as a flow; raise ServiceError if Prefect's server is gone before the last stage is done.
+
+    Raises StageWaiting if a stage waits for people; the flow run is then Waiting, which `rlhf resume` finds.
+    """
 
     @flow(name=FLOW_NAME, flow_run_name=config.name, validate_parameters=False, persist_result=False)
     def full(
         profile: str, overrides: list[str], until: str, force: list[str], strict_code: bool, strict_env: bool
-    ) -> None:
+    ) -> State[None] | None:
         flow_runs.append(FlowRunContext.get().flow_run.id)
-        run_in_flow(pipeline_run, lifecycle)
+        try:
+            run_in_flow(pipeline_run, lifecycle)
+        except StageWaiting as error:
+            waits.append(error)
+            return waiting(error)
         ended.append(True)
+        return None
 
     if server is not None:
         server.wait()
     flow_runs: list[UUID] = []
     ended: list[bool] = []
+    waits: list[StageWaiting] = []
     try:
         strict = (options.strict_code, options.strict_env)
-        full(whereabouts(options.profile), options.overrides, options.until, options.force, *strict)
+        parameters = (whereabouts(options.profile), options.overrides, options.until, options.force, *strict)
+        full(*parameters)
+    except CancelledRun:
+        if not waits:
+            raise
     except TransportError as error:
         url = shown(os.environ["PREFECT_API_URL"])
         if not ended:
@@ -57,6 +73,8 @@ def run_flow(
     finally:
         for flow_run in flow_runs:
             settle(flow_run, pipeline_run.started)
+    if waits:
+        raise waits[0]
 
 
 def whereabouts(profile: str) -> str:

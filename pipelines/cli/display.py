@@ -16,6 +16,7 @@ from rich.text import Text
 
 from pipelines.cli.key_metric import key_metric
 from rlhf_core.stage.decision import Decision
+from rlhf_core.stage.stopping import StageWaiting
 
 STYLES = {
     "HIT": "green",
@@ -77,7 +78,7 @@ class PlainDisplay:
             self._line(label, f"done in {seconds:.1f} s  {key_metric(metrics)}".rstrip())
 
     def failed(self, label: str, error: BaseException) -> None:
-        self._line(label, f"FAILED: {type(error).__name__}" if isinstance(error, Exception) else "stopped")
+        self._line(label, f"FAILED: {type(error).__name__}" if isinstance(error, Exception) else _end(error))
 
     def warn(self, text: str) -> None:
         self._console.print(f"warning: {text}", markup=False, highlight=False, soft_wrap=True)
@@ -129,7 +130,7 @@ class LiveDisplay:
         with self._lock:
             row = self._rows[label]
             row.state, row.decision = (
-                ("failed", "FAILED") if isinstance(error, Exception) else ("stopped", row.decision)
+                ("failed", "FAILED") if isinstance(error, Exception) else (_end(error), row.decision)
             )
             row.seconds = time.monotonic() - row.began if row.began else 0.0
 
@@ -147,6 +148,10 @@ class LiveDisplay:
             for label, row in self._rows.items():
                 table.add_row(*_cells(label, row))
             return table
+
+
+def _end(error: BaseException) -> str:
+    return "waiting for people" if isinstance(error, StageWaiting) else "stopped"
 
 
 def _cells(label: str, row: Row) -> tuple[RenderableType, ...]:

@@ -12,8 +12,11 @@ from types import FrameType
 
 from rlhf_core.errors import RlhfError
 from rlhf_core.secrets.redaction import without_secrets
+from rlhf_core.stage.stopping import StageWaiting
 
 EXIT_REFUSED = 2
+EXIT_WAITING = 75
+"""For a run that waits for people: EX_TEMPFAIL of sysexits.h, try again later."""
 EXIT_INTERRUPTED = 130
 
 VERBS = {
@@ -37,7 +40,7 @@ VERBS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; return 0, 2 after a one-line error message, or 130 after an interruption."""
+    """Run one verb; return 0, 2 after a one-line error message, 75 if people are waited for, or 130 after an interruption."""
     options = _parser().parse_args(arguments)
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -45,6 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RlhfError as error:
         sys.stderr.write(f"{without_secrets(str(error))}\n")
         return EXIT_REFUSED
+    except StageWaiting as waiting:
+        sys.stderr.write(f"{without_secrets(str(waiting))}; then the same command goes on\n")
+        return EXIT_WAITING
     except KeyboardInterrupt:
         sys.stderr.write(f"stopped; what was done is kept: {_resume(options)}\n")
         return EXIT_INTERRUPTED

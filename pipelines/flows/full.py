@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from pipelines.flows.graph import Stages
 from pipelines.flows.iterative_dpo import iterate_dpo
+from pipelines.flows.online import run_online
 from pipelines.flows.profile import (
     ConditionalSFTConfig,
     DistillationConfig,
@@ -142,7 +143,19 @@ def optimize_preferences(config: PipelineConfig, stages: Stages, state: Lifecycl
 
 
 def optimize_policy(config: PipelineConfig, stages: Stages, state: LifecycleState) -> None:
-    """Run policy optimization on rewards, and distillation into a student."""
+    """Run the online loop, policy optimization on rewards, and distillation into a student."""
+    if config.online:
+        start = state.policies[config.online.start_from]
+        state.policies |= run_online(
+            config.online,
+            stages,
+            policy=start,
+            reference=start,
+            reward_start=state.sft_or_base,
+            reward_model=state.reward_models["reward_model"],
+            preferences=state.data.preferences,
+            prompts=part(state.data, "prompts", PromptsRef),
+        )
     if config.ppo:
         start = state.policies[config.ppo.start_from]
         state.policies["ppo"] = stages.ppo(

@@ -17,6 +17,7 @@ from pipelines.services.registry import registry
 from rlhf_core.config.agents import AgentConfig, EpisodeLimits
 from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.config.policy import PPOConfig
+from rlhf_core.config.rewards import RewardsConfig
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.rewards.model_inputs import check_reward_models
 from rlhf_core.schema.base import Config, keyed
@@ -24,6 +25,7 @@ from rlhf_core.stage.key import StageInput, StageSpec
 from rlhf_core.store.fingerprint import hash_file
 from rlhf_core.types import (
     ArtifactRef,
+    ComparisonsRef,
     DemonstrationsRef,
     GenerationsRef,
     PolicyRef,
@@ -38,14 +40,18 @@ from rlhf_core.types import (
     StepsRef,
 )
 from rlhf_core.user_code.dependencies import user_code_digest
+from stages.config.collect_preferences import CollectPreferencesConfig
+from stages.config.compare_reward_models import CompareRewardModelsConfig
 from stages.config.condition import ConditionConfig
 from stages.config.distill import DistillConfig
 from stages.config.dpo import DPOConfig
 from stages.config.evaluate import EvaluateConfig
 from stages.config.generate import GenerateConfig
 from stages.config.import_reward_model import ImportRewardModelConfig
+from stages.config.merge_preferences import MergePreferencesConfig
 from stages.config.prepare_data import PrepareDataConfig
 from stages.config.process_reward_model import ProcessRewardModelConfig
+from stages.config.propose_comparisons import ProposeComparisonsConfig
 from stages.config.publish import PublishConfig
 from stages.config.reward_model import RewardModelConfig
 from stages.config.score import ScoreConfig
@@ -129,6 +135,33 @@ class Stages:
         self, label: str, config: ConditionConfig, *, rollouts: RolloutsRef, prompts: PromptsRef
     ) -> PromptsRef:
         return self.run("condition", label, config, PromptsRef, rollouts=rollouts, prompts=prompts)
+
+    def propose_comparisons(
+        self, label: str, config: ProposeComparisonsConfig, *, rollouts: Mapping[str, RolloutsRef]
+    ) -> ComparisonsRef:
+        return self.run("propose_comparisons", label, config, ComparisonsRef, rollouts=rollouts)
+
+    def collect_preferences(
+        self, label: str, config: CollectPreferencesConfig, *, comparisons: ComparisonsRef
+    ) -> PreferencesRef:
+        return self.run("collect_preferences", label, config, PreferencesRef, comparisons=comparisons)
+
+    def merge_preferences(
+        self, label: str, config: MergePreferencesConfig, *, preferences: Mapping[str, PreferencesRef]
+    ) -> PreferencesRef:
+        return self.run("merge_preferences", label, config, PreferencesRef, preferences=preferences)
+
+    def compare_reward_models(
+        self,
+        label: str,
+        config: CompareRewardModelsConfig,
+        *,
+        reward_models: Mapping[str, RewardModelRef],
+        preferences: PreferencesRef,
+    ) -> ReportRef:
+        return self.run(
+            "compare_reward_models", label, config, ReportRef, reward_models=reward_models, preferences=preferences
+        )
 
     def distill(
         self,
@@ -230,10 +263,11 @@ class Stages:
 
     def _check_reward_models(self, path: str, config: Any, inputs: Mapping[str, Any]) -> None:
         """Raise ConfigError for a missing reward model now, not after earlier stages have run for hours."""
-        if "reward_models" not in inputs:
+        rewards: RewardsConfig | None = getattr(config, "rewards", None)
+        if rewards is None or "reward_models" not in inputs:
             return
         try:
-            check_reward_models(config.rewards, inputs["reward_models"])
+            check_reward_models(rewards, inputs["reward_models"])
         except ConfigError as error:
             raise ConfigError(f"{path}.{error}") from None
 

@@ -22,6 +22,7 @@ from rlhf_core.config.policy import PPOConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.schema.base import OPERATIONAL, Config
 from rlhf_core.types import encodable
+from stages.config.collect_preferences import CollectPreferencesConfig
 from stages.config.condition import ConditionConfig
 from stages.config.distill import DistillConfig
 from stages.config.dpo import DPOConfig
@@ -30,6 +31,7 @@ from stages.config.generate import GenerateConfig
 from stages.config.import_reward_model import ImportRewardModelConfig
 from stages.config.prepare_data import PrepareDataConfig
 from stages.config.process_reward_model import ProcessRewardModelConfig
+from stages.config.propose_comparisons import ProposeComparisonsConfig
 from stages.config.publish import PublishConfig
 from stages.config.reward_model import RewardModelConfig
 from stages.config.score import ScoreConfig
@@ -37,7 +39,7 @@ from stages.config.select import SelectConfig
 from stages.config.sft import SFTConfig
 
 Start = Literal["base", "sft", "rejection_sampling", "dpo", "iterative_dpo"]
-POLICY_SECTIONS = ("sft", "rejection_sampling", "conditional_sft", "dpo", "iterative_dpo", "ppo", "distill")
+POLICY_SECTIONS = ("sft", "rejection_sampling", "conditional_sft", "dpo", "iterative_dpo", "online", "ppo", "distill")
 
 
 # ---------------------------------------------------------------- sections
@@ -79,6 +81,33 @@ class IterativeDPOConfig(Config):
     score: ScoreConfig
     select: SelectConfig
     dpo: DPOConfig
+
+
+class OnlineConfig(Config):
+    """Rounds of generate -> score -> propose -> collect -> reward model -> dpo or ppo, on the current policy's answers."""
+
+    rounds: int = Field(3, ge=1)
+    start_from: Annotated[Literal["base", "sft", "rejection_sampling"], OPERATIONAL] = "sft"
+    """The first policy, which is also the reference of all rounds. Not part of the key, because its digest is."""
+    refresh: bool = True
+    """Whether each round trains a reward model on all pairs so far; otherwise `[reward_model]` serves in all rounds."""
+    generate: GenerateConfig
+    score: ScoreConfig = ScoreConfig()
+    propose: ProposeComparisonsConfig = ProposeComparisonsConfig()
+    collect: CollectPreferencesConfig
+    reward_model: RewardModelConfig = RewardModelConfig()
+    """Training of the reward model of each round, always from the same weights."""
+    dpo: DPOConfig | None = None
+    """Optimization of the policy on the pairs of the round; `dpo` or `ppo`."""
+    ppo: PPOConfig | None = None
+    """Optimization of the policy on the reward model of the round."""
+
+    @model_validator(mode="after")
+    def _the_policy_is_optimized_in_one_way(self) -> OnlineConfig:
+        if (self.dpo is None) == (self.ppo is None):
+            found = "neither" if self.dpo is None else "both"
+            raise ValueError(f"the profile has {found} of [online.dpo] and [online.ppo]; give one of them")
+        return self
 
 
 class PolicyOptimizationConfig(PPOConfig):
@@ -123,6 +152,7 @@ class PipelineConfig(Config):
     conditional_sft: ConditionalSFTConfig | None = None
     dpo: OfflineDPOConfig | None = None
     iterative_dpo: IterativeDPOConfig | None = None
+    online: OnlineConfig | None = None
     ppo: PolicyOptimizationConfig | None = None
     distill: DistillationConfig | None = None
     evaluate: EvaluationConfig | None = None
@@ -134,7 +164,13 @@ class PipelineConfig(Config):
             raise ValueError(
                 "import_reward_model = {...}: takes the place of [reward_model]; remove one of the two sections"
             )
-        starts = {"dpo": self.dpo, "iterative_dpo": self.iterative_dpo, "ppo": self.ppo, "distill": self.distill}
+        starts = {
+            "dpo": self.dpo,
+            "iterative_dpo": self.iterative_dpo,
+            "online": self.online,
+            "ppo": self.ppo,
+            "distill": self.distill,
+        }
         for section, config in starts.items():
             if config is None or config.start_from == "base":
                 continue
@@ -159,6 +195,11 @@ class PipelineConfig(Config):
                     f"evaluate.evaluate.reference = {reference!r}: this profile makes {', '.join(self.policies())}; "
                     "name one of them"
                 )
+        if self.online is not None and self.reward_model is None and self.import_reward_model is None:
+            raise ValueError(
+                "online = {...}: its first round scores answers with a reward model; add [reward_model] or "
+                "[import_reward_model]"
+            )
         if self.publish is not None and self.evaluate is None:
             raise ValueError("publish = {...}: its gate reads the report of [evaluate]; add that section")
         if self.publish is not None and self.publish.policy not in ("", *self.policies()):
@@ -170,7 +211,11 @@ class PipelineConfig(Config):
 
     def policies(self) -> list[str]:
         """Return the names of the policies that this pipeline makes and evaluates, in order."""
-        return ["base", *(name for name in POLICY_SECTIONS if getattr(self, name) is not None)]
+        names = ["base", *(name for name in POLICY_SECTIONS if getattr(self, name) is not None)]
+        if self.online is None:
+            return names
+        place = names.index("online")
+        return names[:place] + [f"online_{number + 1}" for number in range(self.online.rounds)] + names[place + 1 :]
 
 
 # ---------------------------------------------------------------- loading

@@ -45,7 +45,7 @@ seconds after its server went away.
 """
 BEAT_EVERY_S = 5.0
 RECONCILE_EVERY_S = 60.0
-FORMS = ("tiny/distill", "tiny/conditional", "tiny/prm", "tiny/full")
+FORMS = ("tiny/distill", "tiny/conditional", "tiny/prm", "tiny/online", "tiny/full")
 """Profiles that fill the forms of single stages. If several have a section, the last one is used."""
 SAVE_TIMEOUT_S = 25.0
 """Seconds that a flow may take to save when asked to end. Then it is killed, and resumes from its last checkpoint."""
@@ -64,6 +64,7 @@ def deployments() -> list[Any]:
     return [
         _deploy(pipeline_flows.full, "full", {"config": _plain(profile)}),
         _deploy(pipeline_flows.rlvr, "rlvr", {"config": _plain(load_profile("tiny/rlvr"))}),
+        _deploy(pipeline_flows.online, "online", {"config": _plain(load_profile("tiny/online"))}),
         *(_deploy(flow, name, parameters) for name, (flow, parameters) in forms.items()),
     ]
 

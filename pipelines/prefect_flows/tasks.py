@@ -7,7 +7,7 @@ outlive their owner.
 from __future__ import annotations
 
 import logging
-from typing import TypeVar
+from typing import Any, TypeVar
 from uuid import UUID
 
 from prefect import task
@@ -18,7 +18,7 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.context import FlowRunContext
 from prefect.events.worker import EventsWorker
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, PREFECT_UI_URL, temporary_settings
-from prefect.states import Completed
+from prefect.states import Cancelled, Completed
 
 from pipelines.execution.plan import Pipeline, expect
 from pipelines.execution.run import PipelineRun, run_stages
@@ -28,7 +28,7 @@ from pipelines.services.flow_runs import own, reconcile
 from pipelines.services.health import wait_for
 from rlhf_core.secrets.redaction import shown
 from rlhf_core.stage.key import StageSpec
-from rlhf_core.stage.stopping import on_signals, time_limit
+from rlhf_core.stage.stopping import StageWaiting, on_signals, time_limit
 from rlhf_core.types import ArtifactRef
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,11 @@ def run_in_flow(run: PipelineRun, pipeline: Pipeline) -> dict[str, ArtifactRef]:
     show_plan([(stage.label, stage.decision) for stage in run.planned])
     with time_limit(run.context.config.runtime.time_limit_s), on_signals():
         return run_stages(run, pipeline, TaskRunner(run), tags=_links(context.flow_run))
+
+
+def waiting(error: StageWaiting) -> State[None]:
+    """Return the state of a task or flow that waits for people: its process ends, and the run is resumed by hand."""
+    return Cancelled(name="Waiting", message=str(error))
 
 
 def settle(flow_run_id: UUID, tasks: int, *, patience_s: float = 10.0) -> None:
@@ -75,12 +80,17 @@ class TaskRunner:
 
     def __call__(self, spec: StageSpec, kind: type[R]) -> R:
         run, refs = self._run, []
+        waits: list[StageWaiting] = []
 
         # Handles bypass Prefect, and `wait_for` draws the edges. As arguments and results they would draw wrong edges,
         # since Prefect compares the identity of every value in them, down to the digests of parents.
         @task(name=spec.label, task_run_name=spec.label, cache_policy=NO_CACHE, persist_result=False)
-        def stage() -> State[bool]:
-            outcome = run.stage(spec, ProgressCard(spec.label).show)
+        def stage() -> State[Any]:
+            try:
+                outcome = run.stage(spec, ProgressCard(spec.label).show)
+            except StageWaiting as error:
+                waits.append(error)
+                return waiting(error)
             refs.append(outcome.ref)
             show_stage(spec, outcome)
             show_samples(spec.label, outcome.samples)
@@ -89,6 +99,8 @@ class TaskRunner:
 
         before = {self._made[ref.uri].id: self._made[ref.uri] for ref in spec.refs() if ref.uri in self._made}
         state = stage(wait_for=list(before.values()), return_state=True)
+        if waits:
+            raise waits[0]
         state.result()  # raises the error of the stage
         ref: R = expect(refs[0], kind, spec.label)
         self._made |= dict.fromkeys([ref.uri, *(part.uri for part in parts(ref))], state)

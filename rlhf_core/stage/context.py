@@ -172,6 +172,10 @@ class StageContext:
         logger.warning("%s: %s; saved, run the same command again to resume", self.label, why)
         raise stopping.StageStopped(why)
 
+    def wait(self, what: str) -> NoReturn:
+        """Raise StageWaiting: people are to do something first, and the same command goes on then."""
+        raise stopping.StageWaiting(f"{self.label} is waiting: {what}")
+
     def commit(
         self,
         kind: type[R],

@@ -32,6 +32,10 @@ class StageStopped(KeyboardInterrupt):
     """Raised by a stage that was asked to end and has saved its work; the same command resumes it."""
 
 
+class StageWaiting(StageStopped):
+    """Raised by a stage that waits for people; the same command goes on when they are done."""
+
+
 def reason() -> str:
     """Return why the stage must save and end now, or "" if it may continue."""
     if _asked.is_set():

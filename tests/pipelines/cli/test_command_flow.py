@@ -9,9 +9,11 @@ from typing import Any
 
 import httpx
 import pytest
+from prefect.exceptions import CancelledRun
 
 from pipelines.cli import command_flow
 from pipelines.services.health import ServiceError
+from rlhf_core.stage.stopping import StageWaiting
 
 OPTIONS = argparse.Namespace(profile="tiny/full", overrides=[], until="", force=[], strict_code=False, strict_env=False)
 
@@ -73,3 +75,26 @@ def test_a_profile_is_stored_with_its_whole_path_so_that_it_can_be_resumed_from_
     monkeypatch.chdir(tmp_path)
     assert command_flow.whereabouts("mine.toml") == str(tmp_path / "mine.toml")
     assert command_flow.whereabouts("tiny/full") == "tiny/full"
+
+
+def test_a_run_that_waits_says_for_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefect's client raises CancelledRun for the state Waiting; the caller gets what the stage raised."""
+    done = losing_prefect(monkeypatch, before_the_body=False)
+
+    def waits(*_: object) -> None:
+        raise StageWaiting("collect is waiting: 0 of 60 comparisons are judged")
+
+    def flow(**_: object) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+        def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+            def call(*arguments: object) -> None:
+                raise CancelledRun(body(*arguments).message)
+
+            return call
+
+        return decorate
+
+    monkeypatch.setattr(command_flow, "flow", flow)
+    monkeypatch.setattr(command_flow, "run_in_flow", waits)
+    with pytest.raises(StageWaiting, match="0 of 60"):
+        run_flow()
+    assert done == ["settled"]

@@ -17,8 +17,12 @@ from pipelines.flows.graph import Stages
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.services.home import Home
 from pipelines.services.sign_in import basic
+from rlhf_core.annotation.comparisons import Comparison, write_comparisons
+from rlhf_core.config.annotators import FileAnnotator
+from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.memory import MemoryTracker
-from rlhf_core.types import PolicyRef, PreparedDataRef
+from rlhf_core.types import ComparisonsRef, Message, PolicyRef, PreparedDataRef
+from stages.config.collect_preferences import CollectPreferencesConfig
 from tests.support.listener import Notes
 from tests.support.small_pipeline import two_toys, write_mini
 from tests.support.toy_stage import ToyConfig, toy_spec
@@ -121,3 +125,37 @@ def test_a_run_that_is_retried_is_not_taken_for_that_of_the_dead_process(prefect
         assert client.read_flow_run(ids[0]).state.name == "Completed"
         history = client.read_flow_run_states(ids[0])
     assert "Crashed" not in [state.name for state in history]
+
+
+def test_a_run_that_waits_for_people_is_waiting_and_goes_on_when_they_are_done(
+    prefect_home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prefect import flow
+
+    from pipelines.prefect_flows import pipeline_flows
+
+    exchange = tmp_path / "exchange"
+    prompt = (Message("user", "What is 2 + 2?"),)
+    write_comparisons(tmp_path / "asked", [Comparison("c1", prompt, "", "test", "4", "5", "sft", "sft")])
+
+    def pipeline(config: PipelineConfig, stages: Stages) -> None:
+        asked = ArtifactStore(Home.here().store).external(ComparisonsRef, tmp_path / "asked")
+        annotator = FileAnnotator(folder=str(exchange))
+        collect = CollectPreferencesConfig(annotator=annotator, eval_fraction=0.0)
+        stages.collect_preferences("collect", collect, comparisons=asked)
+
+    @flow(name="test-waiting", persist_result=False)
+    def body() -> Any:
+        return pipeline_flows.run_served(load_profile(write_mini(tmp_path)), pipeline, RunOptions())
+
+    monkeypatch.setattr(pipeline_flows, "open_tracker", lambda *_: MemoryTracker())
+    state = body(return_state=True)
+    assert (state.name, state.message) == (
+        "Waiting",
+        f"collect is waiting: 0 of 1 comparisons are judged; add lines to {exchange / 'judgments.jsonl'}",
+    )
+    tasks = api("/task_runs/filter", {"flow_runs": {"id": {"any_": [str(state.state_details.flow_run_id)]}}})
+    assert [task["state"]["name"] for task in tasks] in ([], ["Waiting"])  # the server hears of tasks a little later
+    (exchange / "judgments.jsonl").write_text('{"id": "c1", "choice": "first"}\n')
+    state = body(return_state=True)
+    assert state.is_completed() and list(state.result()) == ["collect"]

@@ -1,0 +1,128 @@
+"""Run the online loop: sample, propose, collect, check and refresh the reward model, optimize; repeat.
+
+Iterated RLHF (arXiv 2204.05862, section 4.5; arXiv 2307.09288, section 3.2.3): in every round annotators judge answers
+of the current policy, so that the reward model knows the answers that it is about to reward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipelines.flows.graph import Stages
+from pipelines.flows.profile import OnlineConfig
+from rlhf_core.types import PolicyRef, PreferencesRef, PromptsRef, RewardModelRef, RolloutsRef
+from stages.config.compare_reward_models import CompareRewardModelsConfig
+from stages.config.merge_preferences import MergePreferencesConfig
+
+
+@dataclass
+class LoopState:
+    """The artifacts of the loop so far; `preferences` has the pairs of every round, and those prepared, by name."""
+
+    policy: PolicyRef
+    reward_model: RewardModelRef
+    preferences: dict[str, PreferencesRef] = field(default_factory=dict)
+
+
+def run_online(
+    config: OnlineConfig,
+    stages: Stages,
+    *,
+    policy: PolicyRef,
+    reference: PolicyRef,
+    reward_start: PolicyRef,
+    reward_model: RewardModelRef,
+    preferences: PreferencesRef | None,
+    prompts: PromptsRef,
+) -> dict[str, PolicyRef]:
+    """Return the policy of every round by name (`online_1`, ...); every round's artifacts stay in the store.
+
+    Reward models are trained from `reward_start`. `preferences` are pairs that are there before the first round.
+    """
+    state = LoopState(policy, reward_model, {} if preferences is None else {"prepared": preferences})
+    policies = {}
+    for number in range(1, config.rounds + 1):
+        label = f"online/round_{number}"
+        rollouts = sampled(config, stages, state, label=label, number=number, prompts=prompts)
+        collected = judged(config, stages, label=label, rollouts=rollouts)
+        if config.refresh:
+            refresh(config, stages, state, label=label, number=number, start=reward_start, collected=collected)
+        state.policy = optimized(
+            config, stages, state, label=label, reference=reference, prompts=prompts, collected=collected
+        )
+        policies[f"online_{number}"] = state.policy
+    return policies
+
+
+def sampled(
+    config: OnlineConfig, stages: Stages, state: LoopState, *, label: str, number: int, prompts: PromptsRef
+) -> RolloutsRef:
+    """Return answers of the current policy, scored by the current reward model. Each round draws new samples."""
+    generate = config.generate.model_copy(update={"round": config.generate.round + number - 1})
+    generations = stages.generate(f"{label}/generate", generate, policy=state.policy, prompts=prompts)
+    return stages.score(
+        f"{label}/score",
+        config.score,
+        generations=generations,
+        reward_models={"reward_model": state.reward_model},
+    )
+
+
+def judged(config: OnlineConfig, stages: Stages, *, label: str, rollouts: RolloutsRef) -> PreferencesRef:
+    """Return the pairs that annotators prefer among the answers."""
+    comparisons = stages.propose_comparisons(f"{label}/propose", config.propose, rollouts={"policy": rollouts})
+    return stages.collect_preferences(f"{label}/collect", config.collect, comparisons=comparisons)
+
+
+def refresh(
+    config: OnlineConfig,
+    stages: Stages,
+    state: LoopState,
+    *,
+    label: str,
+    number: int,
+    start: PolicyRef,
+    collected: PreferencesRef,
+) -> None:
+    """Train a reward model on all pairs so far, and compare it with the one before on held-out pairs of this round.
+
+    The old one was trained on none of them, the new one on none of the held-out ones.
+    """
+    state.preferences[f"round_{number}"] = collected
+    pairs = collected
+    if len(state.preferences) > 1:
+        pairs = stages.merge_preferences(f"{label}/pairs", MergePreferencesConfig(), preferences=state.preferences)
+    before = state.reward_model
+    state.reward_model = stages.reward_model(
+        f"{label}/reward_model", config.reward_model, policy=start, preferences=pairs
+    )
+    stages.compare_reward_models(
+        f"{label}/compare",
+        CompareRewardModelsConfig(),
+        reward_models={"before": before, "after": state.reward_model},
+        preferences=collected,
+    )
+
+
+def optimized(
+    config: OnlineConfig,
+    stages: Stages,
+    state: LoopState,
+    *,
+    label: str,
+    reference: PolicyRef,
+    prompts: PromptsRef,
+    collected: PreferencesRef,
+) -> PolicyRef:
+    """Return the policy after a round: PPO on the reward model, or DPO on the pairs of the round."""
+    if config.dpo is not None:
+        return stages.dpo(f"{label}/dpo", config.dpo, policy=state.policy, reference=reference, preferences=collected)
+    assert config.ppo is not None  # the configuration has exactly one of them
+    return stages.ppo(
+        f"{label}/ppo",
+        config.ppo,
+        policy=state.policy,
+        reference=reference,
+        prompts=prompts,
+        reward_models={"reward_model": state.reward_model},
+    )

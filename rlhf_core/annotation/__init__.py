@@ -1,0 +1,1 @@
+"""Comparisons of answers, and the people and programs that judge them."""

@@ -1,0 +1,131 @@
+"""Measure how far judgments can be trusted: agreement, self-consistency, position bias, attention."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import fmean, median
+from typing import Any
+
+from rlhf_core.annotation.comparisons import OTHER_SIDE, Comparison, Judgment
+from rlhf_core.evaluation.bootstrap import bootstrap_interval
+
+LEVEL = 0.95
+RESAMPLES = 2000
+
+
+def judgment_report(comparisons: Sequence[Comparison], judgments: Sequence[Judgment], *, seed: int) -> dict[str, Any]:
+    """Return the report as JSON values; an entry is None where there is nothing to measure it by.
+
+    `agreement` is the share of pairs of annotators with the same choice, over the comparisons that several judged, and
+    `alpha` Krippendorff's alpha for nominal data, which takes off the agreement by chance. `first_chosen` is the share
+    of the first side among choices of a side: 0.5 without position bias, because sides are random. `consistency` is
+    the share of repeated comparisons that an annotator judged alike with the sides swapped. `attention` is the share of
+    attention checks that were passed. Shares have confidence intervals.
+    """
+    by_id = {one.id: one for one in comparisons}
+    rows = [(by_id[one.comparison], one) for one in judgments]
+    training = [(asked, said) for asked, said in rows if asked.trains]
+    return {
+        "judgments": len(rows),
+        "comparisons": len({asked.id for asked, _ in training}),
+        "choices": dict(Counter(said.choice for _, said in training)),
+        "agreement": _share(_agreements(training), seed),
+        "alpha": krippendorff_alpha(_units(training).values()),
+        "first_chosen": _share(_first_chosen([row for row in rows if not row[0].expected]), seed),
+        "consistency": _share(_repeated_alike(rows), seed),
+        "attention": _share(_attention(rows), seed),
+        "annotators": {
+            name: {
+                "judgments": len(theirs),
+                "consistency": _mean(_repeated_alike(theirs)),
+                "attention": _mean(_attention(theirs)),
+                "first_chosen": _mean(_first_chosen([row for row in theirs if not row[0].expected])),
+                "median_seconds": median(said.seconds for _, said in theirs),
+            }
+            for name, theirs in _by_annotator(rows).items()
+        },
+    }
+
+
+def krippendorff_alpha(units: Any) -> float | None:
+    """Return Krippendorff's alpha for nominal data, 1 - observed / expected disagreement; None without overlap.
+
+    `units` holds for each item the values that its judges gave it; items with one value count for nothing. If all
+    values are the same there is no disagreement to expect, and alpha is 1. Krippendorff 2011, "Computing
+    Krippendorff's alpha-reliability", section C.
+
+    >>> krippendorff_alpha([["a", "a"], ["b", "b"], ["a", "b"]])
+    0.4444444444444444
+    """
+    coincidences: Counter[tuple[Any, Any]] = Counter()
+    for values in units:
+        if len(values) > 1:
+            for pair in itertools.permutations(values, 2):
+                coincidences[pair] += 1 / (len(values) - 1)  # type: ignore[assignment]
+    totals: Counter[Any] = Counter()
+    for (value, _), count in coincidences.items():
+        totals[value] += count
+    n = sum(totals.values())
+    if not n:
+        return None
+    observed = sum(count for (one, other), count in coincidences.items() if one != other)
+    expected = sum(totals[one] * totals[other] for one, other in itertools.permutations(totals, 2)) / (n - 1)
+    return 1.0 - observed / expected if expected else 1.0
+
+
+Row = tuple[Comparison, Judgment]
+
+
+def _units(rows: Sequence[Row]) -> Mapping[str, list[str]]:
+    """Return comparison -> the choices of its annotators."""
+    units: defaultdict[str, list[str]] = defaultdict(list)
+    for asked, said in rows:
+        units[asked.id].append(said.choice)
+    return units
+
+
+def _agreements(rows: Sequence[Row]) -> list[float]:
+    """Return for each comparison with several annotators the share of their pairs that agree."""
+    return [
+        fmean(float(one == other) for one, other in itertools.combinations(choices, 2))
+        for choices in _units(rows).values()
+        if len(choices) > 1
+    ]
+
+
+def _first_chosen(rows: Sequence[Row]) -> list[float]:
+    return [float(said.choice == "first") for _, said in rows if said.choice in ("first", "second")]
+
+
+def _repeated_alike(rows: Sequence[Row]) -> list[float]:
+    """Return 1 or 0 for each repeated comparison of which an annotator judged both sides, swapped back."""
+    said = {(one.id, judgment.annotator): judgment.choice for one, judgment in rows}
+    return [
+        float(OTHER_SIDE[judgment.choice] == said[one.repeats, judgment.annotator])
+        for one, judgment in rows
+        if one.repeats and (one.repeats, judgment.annotator) in said
+    ]
+
+
+def _attention(rows: Sequence[Row]) -> list[float]:
+    return [float(said.choice == asked.expected) for asked, said in rows if asked.expected]
+
+
+def _by_annotator(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    found: defaultdict[str, list[Row]] = defaultdict(list)
+    for asked, said in rows:
+        found[said.annotator].append((asked, said))
+    return dict(sorted(found.items()))
+
+
+def _share(values: Sequence[float], seed: int) -> dict[str, float] | None:
+    if not values:
+        return None
+    interval = bootstrap_interval(values, level=LEVEL, resamples=RESAMPLES, seed=seed)
+    return {"mean": interval.mean, "low": interval.low, "high": interval.high, "count": len(values)}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None

@@ -1,0 +1,128 @@
+"""Ask annotators about comparisons: a program that simulates people, or a file that people fill in."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.annotation.comparisons import CHOICES, Choice, Comparison, Judgment
+from rlhf_core.config.annotators import FileAnnotator, ProgramAnnotator
+from rlhf_core.data.parquet import replace_file
+from rlhf_core.errors import DataError, explain
+from rlhf_core.rewards.isolation import IsolatedReward
+from rlhf_core.rewards.outcomes import checked
+from rlhf_core.rewards.worker import WorkerSettings
+from rlhf_core.types import Completion, Generation, Prompt, derive_seed
+
+EXPORT = "comparisons.jsonl"
+IMPORT = "judgments.jsonl"
+
+
+class NotJudgedYet(Exception):
+    """Raised while judgments are missing; the message says how many, and where they are awaited."""
+
+
+# ---------------------------------------------------------------- simulated people
+
+
+def ask_program(
+    config: ProgramAnnotator, comparisons: Sequence[Comparison], *, code: Mapping[str, str], seed: int
+) -> list[Judgment]:
+    """Return the judgments of simulated people (Bradley and Terry 1952), drawn from the seed and the comparison.
+
+    `code` holds the digests under which the function entered the key.
+    """
+    answers = [_generation(one, text) for one in comparisons for text in (one.first, one.second)]
+    settings = WorkerSettings(code=dict(code))
+    with IsolatedReward("annotator", config.function, timeout_s=config.timeout_s, settings=settings) as reward:
+        values = checked("annotator", reward(answers), answers)
+    pairs = list(zip(values[::2], values[1::2], strict=True))
+    names = [f"program-{number + 1}" for number in range(config.annotators)]
+    return [
+        Judgment(one.id, name, _drawn(config, pair, random.Random(derive_seed(seed, "annotator", name, one.id))))
+        for name in names
+        for one, pair in zip(comparisons, pairs, strict=True)
+    ]
+
+
+def _drawn(config: ProgramAnnotator, rewards: tuple[float, float], rng: random.Random) -> Choice:
+    difference = rewards[0] - rewards[1]
+    if abs(difference) < config.tie_below:
+        return "tie"
+    scaled = difference / config.temperature
+    first = 1 / (1 + math.exp(-scaled)) if scaled > 0 else math.exp(scaled) / (1 + math.exp(scaled))
+    return "first" if rng.random() < first else "second"
+
+
+def _generation(one: Comparison, text: str) -> Generation:
+    """Return an answer as a reward function gets it, without tokens, which a text that is shown does not have."""
+    prompt = Prompt(one.id, one.prompt, one.label, one.source)
+    return Generation(prompt, (), Completion((), (), text, "stop", 0, 0))
+
+
+# ---------------------------------------------------------------- people, through files
+
+
+def ask_file(config: FileAnnotator, comparisons: Sequence[Comparison]) -> list[Judgment]:
+    """Return the judgments in the file; raise NotJudgedYet if too few comparisons have one.
+
+    The comparisons are exported first, unless the same ones are there already. Raises DataError for a line that is no
+    judgment of them.
+    """
+    folder = Path(config.folder).expanduser()
+    lines = [json.dumps(_shown(one), ensure_ascii=False) for one in comparisons]
+    content = "".join(f"{line}\n" for line in lines).encode()
+    export = folder / EXPORT
+    if not export.is_file() or export.read_bytes() != content:
+        replace_file(export, content)
+    judgments = read_judgment_lines(folder / IMPORT, {one.id for one in comparisons})
+    done, needed = len({one.comparison for one in judgments}), math.ceil(config.needed * len(comparisons))
+    if done < needed:
+        raise NotJudgedYet(f"{done} of {needed} comparisons are judged; add lines to {folder / IMPORT}")
+    return judgments
+
+
+def read_judgment_lines(path: Path, known: set[str]) -> list[Judgment]:
+    """Return the judgments in a JSONL file, [] if there is none; raise DataError for a line that is none of `known`."""
+    if not path.is_file():
+        return []
+    judgments = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if line.strip():
+            judgments.append(_judgment(f"{path}:{number}", line, known))
+    twice = [name for name, count in Counter((one.comparison, one.annotator) for one in judgments).items() if count > 1]
+    if twice:
+        rule = f"{len(twice)} comparisons are judged twice by the same annotator, the first: {twice[0][0]}"
+        raise DataError(explain("judgments", str(path), rule, "keep one line for each"))
+    return judgments
+
+
+def _shown(one: Comparison) -> dict[str, Any]:
+    """Return what an annotator sees: neither the policies nor what is expected."""
+    messages = [{"role": message.role, "content": message.content} for message in one.prompt]
+    return {"id": one.id, "prompt": messages, "first": one.first, "second": one.second}
+
+
+def _judgment(place: str, line: str, known: set[str]) -> Judgment:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        raise DataError(explain(place, line[:80], "is not JSON", "write one object per line")) from None
+    if not isinstance(row, dict) or not isinstance(row.get("id"), str) or not isinstance(row.get("choice"), str):
+        raise DataError(explain(place, line[:80], "needs the texts id and choice", "add what is missing"))
+    if row["choice"] not in CHOICES:
+        raise DataError(explain(f"{place}.choice", row["choice"], f"must be one of {', '.join(CHOICES)}", "correct it"))
+    if row["id"] not in known:
+        rule = "is none of the comparisons that were asked"
+        raise DataError(explain(f"{place}.id", row["id"], rule, f"take the ids of {EXPORT}"))
+    annotator, reason, seconds = row.get("annotator", "annotator-1"), row.get("reason", ""), row.get("seconds", 0.0)
+    if not isinstance(annotator, str) or not isinstance(reason, str):
+        raise DataError(explain(place, line[:80], "annotator and reason must be texts", "correct them"))
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < math.inf:
+        raise DataError(explain(f"{place}.seconds", seconds, "must be a number of seconds", "correct it"))
+    return Judgment(row["id"], annotator, row["choice"], reason, float(seconds))

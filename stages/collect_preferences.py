@@ -1,0 +1,146 @@
+"""Collection of preferences: annotators judge comparisons, and their judgments become training pairs.
+
+While people have not judged enough, the stage ends as waiting; the same command goes on when they have.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rlhf_core.annotation.agreement import judgment_report
+from rlhf_core.annotation.annotators import NotJudgedYet, ask_file, ask_program
+from rlhf_core.annotation.comparisons import Comparison, Judgment, read_comparisons, write_judgments
+from rlhf_core.config.annotators import FileAnnotator, ProgramAnnotator
+from rlhf_core.data.holdout import held_out
+from rlhf_core.data.tables import Preference, write_preferences
+from rlhf_core.errors import DataError, explain
+from rlhf_core.interfaces import Metrics
+from rlhf_core.stage.context import StageContext
+from rlhf_core.types import ComparisonsRef, Message, PreferencesRef
+from stages.config.collect_preferences import CollectPreferencesConfig
+
+TABLE_ROWS = 16
+
+
+def run(config: CollectPreferencesConfig, *, comparisons: ComparisonsRef, context: StageContext) -> PreferencesRef:
+    """Return the pairs that annotators prefer, with `judgments.parquet` and `report.json` about the annotators."""
+    asked = read_comparisons(context.path(comparisons))
+    context.tracker.dataset("comparisons", comparisons.digest, "training")
+    judgments = judge(config, asked, context)
+    report = judgment_report(asked, judgments, seed=context.seed)
+    trusted = attentive(config, judgments, report)
+    verdicts = settled(config, asked, trusted)
+    if not verdicts.pairs:
+        rule = f"the {len(trusted)} judgments that count prefer no answer"
+        raise DataError(explain(context.label, len(judgments), rule, "ask about more pairs, or lower min_attention"))
+    counts = write_pairs(config, verdicts.pairs, context)
+    write_judgments(context.out, judgments)
+    (context.out / "report.json").write_text(json.dumps(report, indent=2))
+    context.tracker.file(context.out / "report.json", "annotators")
+    record_table(asked, verdicts, context)
+    metrics = counts | verdicts.dropped | headline(report)
+    metrics |= {"judgments/trusted": float(len(trusted)), "judgments/all": float(len(judgments))}
+    return context.commit(PreferencesRef, metrics=metrics)
+
+
+def judge(config: CollectPreferencesConfig, asked: Sequence[Comparison], context: StageContext) -> list[Judgment]:
+    """Return the judgments of the annotator; end the stage as waiting while people have not judged enough."""
+    annotator = config.annotator
+    match annotator:
+        case ProgramAnnotator():
+            return ask_program(annotator, asked, code=context.functions, seed=context.seed)
+        case FileAnnotator():
+            try:
+                return ask_file(annotator, asked)
+            except NotJudgedYet as missing:
+                context.wait(str(missing))
+
+
+def attentive(
+    config: CollectPreferencesConfig, judgments: Sequence[Judgment], report: Mapping[str, object]
+) -> list[Judgment]:
+    """Return the judgments of the annotators that passed enough attention checks, or were asked none."""
+    annotators = report["annotators"]
+    assert isinstance(annotators, dict)
+    passed = {name: row["attention"] for name, row in annotators.items()}
+    return [one for one in judgments if passed[one.annotator] is None or passed[one.annotator] >= config.min_attention]
+
+
+@dataclass
+class Verdicts:
+    """What the judgments of each comparison amount to: the preferred pairs, and why other comparisons gave none."""
+
+    pairs: list[tuple[str, Preference]] = field(default_factory=list)
+    """Id of the comparison, and its pair."""
+    dropped: Metrics = field(default_factory=lambda: {"ties": 0.0, "disagreed": 0.0, "unjudged": 0.0})
+
+
+def settled(config: CollectPreferencesConfig, asked: Sequence[Comparison], judgments: Sequence[Judgment]) -> Verdicts:
+    """Return the pairs of the comparisons that train, each chosen by the annotators that judged it.
+
+    The margin of a pair is the share of its annotators that chose it less the share that chose the other answer.
+    """
+    choices: dict[str, Counter[str]] = {one.id: Counter() for one in asked if one.trains}
+    for judgment in judgments:
+        if judgment.comparison in choices:
+            choices[judgment.comparison][judgment.choice] += 1
+    verdicts = Verdicts()
+    for one in asked:
+        if not one.trains:
+            continue
+        said = choices[one.id]
+        first, second, everyone = said["first"], said["second"], said.total()
+        if not everyone:
+            verdicts.dropped["unjudged"] += 1
+        elif not first and not second:
+            verdicts.dropped["ties"] += 1
+        elif first == second or (config.several == "unanimous" and max(first, second) < everyone):
+            verdicts.dropped["disagreed"] += 1
+        else:
+            verdicts.pairs.append((one.id, preference(one, first > second, abs(first - second) / everyone)))
+    return verdicts
+
+
+def preference(one: Comparison, first_won: bool, margin: float) -> Preference:
+    """Return the training pair of a comparison."""
+    won, lost = (one.first, one.second) if first_won else (one.second, one.first)
+    chosen, rejected = (Message("assistant", won),), (Message("assistant", lost),)
+    return Preference(one.id, one.prompt, chosen, rejected, margin, one.source)
+
+
+def write_pairs(
+    config: CollectPreferencesConfig, pairs: Sequence[tuple[str, Preference]], context: StageContext
+) -> Metrics:
+    """Write the pairs, split by prompt into train and eval; return how many there are of each."""
+    prompts = {name: json.dumps([[m.role, m.content] for m in pair.prompt]) for name, pair in pairs}
+    evaluation = held_out(prompts.values(), fraction=config.eval_fraction, seed=context.seed)
+    split = {
+        "train": [pair for name, pair in pairs if prompts[name] not in evaluation],
+        "eval": [pair for name, pair in pairs if prompts[name] in evaluation],
+    }
+    for name, rows in split.items():
+        write_preferences(context.out / f"{name}.parquet", rows)
+    return {name: float(len(rows)) for name, rows in split.items()}
+
+
+def headline(report: Mapping[str, object]) -> Metrics:
+    """Return the figures of the report that the key record keeps; what was not measured is left out."""
+    metrics: Metrics = {}
+    for name in ("agreement", "consistency", "attention", "first_chosen"):
+        share = report[name]
+        if isinstance(share, dict):
+            metrics[name] = share["mean"]
+    alpha = report["alpha"]
+    return metrics | ({"alpha": alpha} if isinstance(alpha, float) else {})
+
+
+def record_table(asked: Sequence[Comparison], verdicts: Verdicts, context: StageContext) -> None:
+    """Record the first pairs as a table."""
+    rows = [
+        [pair.prompt[-1].content, pair.chosen[-1].content, pair.rejected[-1].content, pair.margin]
+        for _, pair in verdicts.pairs[:TABLE_ROWS]
+    ]
+    context.tracker.table("samples/judged", ["prompt", "chosen", "rejected", "margin"], rows)

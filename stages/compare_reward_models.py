@@ -1,0 +1,67 @@
+"""Comparison of reward models on the same preference pairs: how well each orders the answers of a policy that moved."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.data.tables import Preference, read_preferences
+from rlhf_core.errors import DataError, explain
+from rlhf_core.evaluation.reward_report import reward_model_report
+from rlhf_core.interfaces import Metrics, ModelSpec
+from rlhf_core.rewards.model import Contract, verify_contract
+from rlhf_core.stage.context import StageContext
+from rlhf_core.types import PreferencesRef, ReportRef, RewardModelRef
+from stages.config.compare_reward_models import CompareRewardModelsConfig
+from stages.config.reward_model import RewardModelConfig
+from stages.reward_model import reward_pairs
+
+
+def run(
+    config: CompareRewardModelsConfig,
+    *,
+    reward_models: dict[str, RewardModelRef],
+    preferences: PreferencesRef,
+    context: StageContext,
+) -> ReportRef:
+    """Return a report with the accuracy, calibration and length dependence of each reward model on `preferences`."""
+    folder = context.path(preferences)
+    splits = ("eval",) if config.split == "eval" else ("train", "eval")
+    rows = [row for split in splits for row in read_preferences(folder / f"{split}.parquet")]
+    if not rows:
+        raise DataError(explain(context.label, config.split, "holds no pair", 'set split = "all", or hold pairs out'))
+    context.tracker.dataset("preferences", preferences.digest, "evaluation")
+    reports = {}
+    metrics: Metrics = {"pairs": float(len(rows))}
+    for name, ref in sorted(reward_models.items()):
+        context.tracker.input_model(ref.digest)
+        reports[name] = measured(ref, rows, context)
+        for figure in ("accuracy", "accuracy_low", "accuracy_high", "ece", "length_correlation"):
+            metrics[f"{name}/{figure}"] = reports[name][figure]
+    (context.out / "report.json").write_text(json.dumps(reports, indent=2))
+    return context.commit(ReportRef, metrics=metrics)
+
+
+def measured(ref: RewardModelRef, rows: Sequence[Preference], context: StageContext) -> dict[str, float]:
+    """Return the report of one reward model on the pairs, see `reward_model_report`."""
+    folder = context.path(ref)
+    contract, chat = Contract.read(folder), ChatTemplate.load(folder)
+    rendered = reward_pairs(chat, rows, RewardModelConfig(max_length=contract.max_length))
+    if not rendered:
+        rule = f"none of the {len(rows)} pairs fits in the reward model's {contract.max_length} tokens"
+        raise DataError(explain(context.label, ref.uri, rule, "compare shorter answers"))
+    pairs = [pair for _, pair in rendered]
+    with context.runtime.trainer("reward_model", ModelSpec(str(folder), "score", None, context.seed), None) as trainer:
+        verify_contract(trainer, contract)
+        chosen = trainer.scores([pair.chosen_ids for pair in pairs])
+        rejected = trainer.scores([pair.rejected_ids for pair in pairs])
+    report, _ = reward_model_report(
+        chosen_scores=chosen,
+        rejected_scores=rejected,
+        chosen_lengths=[len(pair.chosen_ids) for pair in pairs],
+        rejected_lengths=[len(pair.rejected_ids) for pair in pairs],
+        sources=[source for source, _ in rendered],
+        seed=context.seed,
+    )
+    return report

@@ -1,0 +1,14 @@
+"""Configure the comparison of reward models on the same pairs."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rlhf_core.schema.base import Config
+
+
+class CompareRewardModelsConfig(Config):
+    """The pairs on which the reward models are compared."""
+
+    split: Literal["eval", "all"] = "eval"
+    """Which pairs: the held-out ones, or all of them, for reward models that were trained on none of these."""

@@ -1,0 +1,124 @@
+"""From judgments to pairs: majorities, ties, inattentive annotators, and the wait for people."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.annotation.annotators import EXPORT, IMPORT
+from rlhf_core.annotation.comparisons import Choice, Comparison, Judgment, read_judgments, write_comparisons
+from rlhf_core.config.annotators import FileAnnotator, ProgramAnnotator
+from rlhf_core.data.tables import read_preferences
+from rlhf_core.errors import DataError
+from rlhf_core.stage.stopping import StageWaiting
+from rlhf_core.store import attempts
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.types import ComparisonsRef, Generation, Message
+from stages.collect_preferences import attentive, settled
+from stages.config.collect_preferences import CollectPreferencesConfig
+from tests.support.workshop import Workshop
+
+
+def length(generations: list[Generation]) -> list[float]:
+    return [float(len(one.completion.text)) for one in generations]
+
+
+HERE = f"{__name__}:length"
+BY_LENGTH = ProgramAnnotator(function=HERE, temperature=1e-3)
+
+
+def comparison(number: int, *, repeats: str = "", expected: str = "", name: str = "") -> Comparison:
+    prompt = (Message("user", f"question {number}"),)
+    return Comparison(
+        name or f"c{number}", prompt, "", "test", f"long answer {number}", "short", "sft", "ppo", repeats, expected
+    )
+
+
+def asked(tmp_path: Path, store: ArtifactStore, rows: list[Comparison]) -> ComparisonsRef:
+    write_comparisons(tmp_path / "asked", rows)
+    return store.external(ComparisonsRef, tmp_path / "asked")
+
+
+def verdicts(rows: list[Comparison], *said: tuple[str, str, Choice], several: str = "majority"):  # type: ignore[no-untyped-def]
+    config = CollectPreferencesConfig(annotator=BY_LENGTH, several=several)  # type: ignore[arg-type]
+    return settled(config, rows, [Judgment(name, who, choice) for name, who, choice in said])
+
+
+def test_the_stage_writes_pairs_judgments_and_the_report(tmp_path: Path, store: ArtifactStore) -> None:
+    rows = [comparison(n) for n in range(10)]
+    rows += [comparison(0, repeats="c0", name="c0-again"), comparison(1, expected="first", name="check")]
+    shop = Workshop(store)
+    config = CollectPreferencesConfig(annotator=BY_LENGTH, eval_fraction=0.2)
+    inputs = {"comparisons": asked(tmp_path, store, rows)}
+    ref, decision = shop.run("collect_preferences", config, inputs, callables=(HERE,))
+    folder = store.path(ref)
+    train, held_out = (read_preferences(folder / f"{split}.parquet") for split in ("train", "eval"))
+    assert (len(train), len(held_out)) == (8, 2)
+    assert not {row.prompt for row in train} & {row.prompt for row in held_out}
+    for row in train + held_out:
+        assert row.chosen[0].content.startswith("long answer") and row.rejected[0].content == "short"
+        assert row.margin == 1.0
+    assert len(read_judgments(folder)) == 12
+    report = json.loads((folder / "report.json").read_text())
+    assert report["attention"]["mean"] == 1.0 and report["judgments"] == 12
+    metrics = shop.metrics(decision)
+    assert (metrics["train"], metrics["ties"], metrics["attention"], metrics["judgments/all"]) == (8, 0, 1.0, 12)
+
+
+def test_the_majority_decides_and_its_lead_is_the_margin() -> None:
+    rows = [comparison(n) for n in range(4)]
+    found = verdicts(
+        rows,
+        *[("c0", who, choice) for who, choice in (("a", "first"), ("b", "first"), ("c", "second"))],
+        *[("c1", who, choice) for who, choice in (("a", "first"), ("b", "second"))],
+        *[("c2", who, choice) for who, choice in (("a", "tie"), ("b", "both_bad"))],
+    )
+    [(name, pair)] = found.pairs
+    assert name == "c0" and pair.chosen[0].content == "long answer 0" and pair.margin == pytest.approx(1 / 3)
+    assert found.dropped == {"ties": 1, "disagreed": 1, "unjudged": 1}
+
+
+def test_a_tie_of_one_annotator_weakens_a_pair_and_ends_unanimity() -> None:
+    said: list[tuple[str, str, Choice]] = [("c0", "a", "second"), ("c0", "b", "tie")]
+    [(_, pair)] = verdicts([comparison(0)], *said).pairs
+    assert pair.chosen[0].content == "short" and pair.margin == 0.5
+    assert verdicts([comparison(0)], *said, several="unanimous").dropped["disagreed"] == 1
+
+
+def test_checks_and_repetitions_never_train() -> None:
+    rows = [comparison(0, repeats="x", name="again"), comparison(1, expected="first", name="check")]
+    assert verdicts(rows, ("again", "a", "first"), ("check", "a", "first")).pairs == []
+
+
+def test_the_judgments_of_an_inattentive_annotator_do_not_count() -> None:
+    judgments = [Judgment("c0", "ada", "first"), Judgment("c0", "bob", "second"), Judgment("c0", "eve", "second")]
+    config = CollectPreferencesConfig(annotator=BY_LENGTH, min_attention=0.8)
+    report = {"annotators": {"ada": {"attention": 1.0}, "bob": {"attention": 0.5}, "eve": {"attention": None}}}
+    assert [one.annotator for one in attentive(config, judgments, report)] == ["ada", "eve"]
+
+
+def test_judgments_without_a_preference_are_an_error_that_says_so(tmp_path: Path, store: ArtifactStore) -> None:
+    config = CollectPreferencesConfig(annotator=BY_LENGTH.model_copy(update={"tie_below": 1e6}))
+    inputs = {"comparisons": asked(tmp_path, store, [comparison(0)])}
+    with pytest.raises(DataError, match="the 1 judgments that count prefer no answer; ask about more pairs"):
+        Workshop(store).run("collect_preferences", config, inputs, callables=(HERE,))
+
+
+def test_it_waits_for_people_and_the_same_command_goes_on(tmp_path: Path, store: ArtifactStore) -> None:
+    folder = tmp_path / "exchange"
+    config = CollectPreferencesConfig(annotator=FileAnnotator(folder=str(folder)), eval_fraction=0.0)
+    inputs = {"comparisons": asked(tmp_path, store, [comparison(0), comparison(1)])}
+    shop = Workshop(store)
+    for _ in range(2):
+        with pytest.raises(StageWaiting, match="collect_preferences is waiting: 0 of 2 comparisons are judged"):
+            shop.run("collect_preferences", config, inputs)
+    shown = [json.loads(line) for line in (folder / EXPORT).read_text().splitlines()]
+    rows = [{"id": row["id"], "choice": "second", "annotator": "ada"} for row in shown]
+    (folder / IMPORT).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    ref, decision = shop.run("collect_preferences", config, inputs)
+    assert {row.chosen[0].content for row in read_preferences(store.path(ref) / "train.parquet")} == {"short"}
+    history = attempts.history(store.layout.attempt(decision.key))
+    assert [one.status for one in history] == ["interrupted", "interrupted", "committed"]
+    assert shop.run("collect_preferences", config, inputs)[1].action == "HIT"
