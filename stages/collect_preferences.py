@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlhf_core.annotation.agreement import judgment_report
@@ -19,7 +19,7 @@ from rlhf_core.data.tables import Preference, write_preferences
 from rlhf_core.errors import DataError, explain
 from rlhf_core.interfaces import Metrics
 from rlhf_core.stage.context import StageContext
-from rlhf_core.types import ComparisonsRef, Message, PreferencesRef
+from rlhf_core.types import ComparisonsRef, Message, PreferencesRef, derive_seed
 from stages.config.collect_preferences import CollectPreferencesConfig
 
 TABLE_ROWS = 16
@@ -29,7 +29,7 @@ def run(config: CollectPreferencesConfig, *, comparisons: ComparisonsRef, contex
     """Return the pairs that annotators prefer, with `judgments.parquet` and `report.json` about the annotators."""
     asked = read_comparisons(context.path(comparisons))
     context.tracker.dataset("comparisons", comparisons.digest, "training")
-    judgments = judge(config, asked, context)
+    judgments = judge(config, asked, comparisons.digest[:12], context)
     report = judgment_report(asked, judgments, seed=context.seed)
     trusted = attentive(config, judgments, report)
     verdicts = settled(config, asked, trusted)
@@ -46,15 +46,20 @@ def run(config: CollectPreferencesConfig, *, comparisons: ComparisonsRef, contex
     return context.commit(PreferencesRef, metrics=metrics)
 
 
-def judge(config: CollectPreferencesConfig, asked: Sequence[Comparison], context: StageContext) -> list[Judgment]:
-    """Return the judgments of the annotator; end the stage as waiting while people have not judged enough."""
+def judge(
+    config: CollectPreferencesConfig, asked: Sequence[Comparison], name: str, context: StageContext
+) -> list[Judgment]:
+    """Return the judgments of the annotator; end the stage as waiting while people have not judged enough.
+
+    `name` tells these comparisons from those of other rounds and runs.
+    """
     annotator = config.annotator
     match annotator:
         case ProgramAnnotator():
             return ask_program(annotator, asked, code=context.functions, seed=context.seed)
         case FileAnnotator():
             try:
-                return ask_file(annotator, asked)
+                return ask_file(annotator, asked, name=name)
             except NotJudgedYet as missing:
                 context.wait(str(missing))
 
@@ -116,7 +121,7 @@ def write_pairs(
 ) -> Metrics:
     """Write the pairs, split by prompt into train and eval; return how many there are of each."""
     prompts = {name: json.dumps([[m.role, m.content] for m in pair.prompt]) for name, pair in pairs}
-    evaluation = held_out(prompts.values(), fraction=config.eval_fraction, seed=context.seed)
+    evaluation = always_held_out(prompts.values(), fraction=config.eval_fraction, seed=context.seed)
     split = {
         "train": [pair for name, pair in pairs if prompts[name] not in evaluation],
         "eval": [pair for name, pair in pairs if prompts[name] in evaluation],
@@ -124,6 +129,16 @@ def write_pairs(
     for name, rows in split.items():
         write_preferences(context.out / f"{name}.parquet", rows)
     return {name: float(len(rows)) for name, rows in split.items()}
+
+
+def always_held_out(prompts: Iterable[str], *, fraction: float, seed: int) -> set[str]:
+    """Return about `fraction` of the prompts, by their text alone: a prompt is held out in every round or in none.
+
+    If that is none of them although the fraction is above 0, the first by `held_out` is.
+    """
+    different = set(prompts)
+    chosen = {prompt for prompt in different if derive_seed(seed, "eval", prompt) < fraction * 2**31}
+    return chosen if 0 < len(chosen) < len(different) else held_out(different, fraction=fraction, seed=seed)
 
 
 def headline(report: Mapping[str, object]) -> Metrics:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.tables import Preference, read_preferences
@@ -32,6 +32,10 @@ def run(
     if not rows:
         raise DataError(explain(context.label, config.split, "holds no pair", 'set split = "all", or hold pairs out'))
     context.tracker.dataset("preferences", preferences.digest, "evaluation")
+    rows = fitting(reward_models.values(), rows, context)
+    if not rows:
+        rule = "holds no pair whose answers differ within the tokens of every reward model"
+        raise DataError(explain(context.label, config.split, rule, "compare shorter answers"))
     reports = {}
     metrics: Metrics = {"pairs": float(len(rows))}
     for name, ref in sorted(reward_models.items()):
@@ -43,14 +47,23 @@ def run(
     return context.commit(ReportRef, metrics=metrics)
 
 
+def fitting(
+    reward_models: Iterable[RewardModelRef], rows: Sequence[Preference], context: StageContext
+) -> list[Preference]:
+    """Return the pairs that every reward model can tell apart within its tokens, so that all see the same pairs."""
+    kept = list(rows)
+    for ref in reward_models:
+        contract, chat = Contract.read(context.path(ref)), ChatTemplate.load(context.path(ref))
+        config = RewardModelConfig(max_length=contract.max_length)
+        kept = [row for row in kept if reward_pairs(chat, [row], config)]
+    return kept
+
+
 def measured(ref: RewardModelRef, rows: Sequence[Preference], context: StageContext) -> dict[str, float]:
     """Return the report of one reward model on the pairs, see `reward_model_report`."""
     folder = context.path(ref)
     contract, chat = Contract.read(folder), ChatTemplate.load(folder)
     rendered = reward_pairs(chat, rows, RewardModelConfig(max_length=contract.max_length))
-    if not rendered:
-        rule = f"none of the {len(rows)} pairs fits in the reward model's {contract.max_length} tokens"
-        raise DataError(explain(context.label, ref.uri, rule, "compare shorter answers"))
     pairs = [pair for _, pair in rendered]
     with context.runtime.trainer("reward_model", ModelSpec(str(folder), "score", None, context.seed), None) as trainer:
         verify_contract(trainer, contract)

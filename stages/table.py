@@ -246,7 +246,7 @@ _ROWS = (
         engines=("sampler",),
         section="rejection_sampling.generate",
         page="generate.md",
-        about="Answers of `policy` to `prompts`, which `inputs_read` may put to it in other words (`conditional_sft/ask`).",
+        about="Answers of `policy` to `prompts`, which `asked` may put to it in other words (`conditional_sft/ask`).",
     ),
     Stage(
         name="score",

@@ -31,7 +31,7 @@ from rlhf_core.tracking.memory import MemoryTracker
 logger = logging.getLogger(__name__)
 
 OUR_LOGGERS = ("pipelines", "stages", "rlhf_core")
-EXIT = {"done": 0, "failed": 1, "stopped": 130}
+EXIT = {"done": 0, "failed": 1, "waiting": 75, "stopped": 130}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -40,6 +40,8 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         outcome = run_job(read_spec(folder / SPEC), Reporter(folder))
+    except stopping.StageWaiting as waiting:
+        outcome = JobOutcome("waiting", error=str(waiting))
     except KeyboardInterrupt:
         outcome = JobOutcome("stopped")
     except Exception as error:

@@ -30,9 +30,12 @@ WARNINGS_KEPT = 50
 
 @dataclass(frozen=True, slots=True)
 class JobOutcome:
-    """The end of a job. `samples` belong to a `done` stage; the error's class and text to a `failed` one."""
+    """The end of a job. `samples` belong to a `done` stage, the error's class and text to a `failed` one.
 
-    status: Literal["done", "failed", "stopped"]
+    A stage that is `waiting` for people says in `error` for what.
+    """
+
+    status: Literal["done", "failed", "waiting", "stopped"]
     decision: Decision | None = None
     samples: list[dict[str, str]] = field(default_factory=list)
     error_class: str = ""

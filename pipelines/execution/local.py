@@ -14,6 +14,7 @@ from pipelines.execution.listener import ShownTracker
 from pipelines.execution.plan import PlannedStage, engines_needed
 from pipelines.execution.retry import reached, retry_lost_workers
 from pipelines.execution.tracker import Status
+from rlhf_core.config.annotators import FileAnnotator
 from rlhf_core.interfaces import StageTracker
 from rlhf_core.runtime.cluster import check_address, named_address
 from rlhf_core.schema import secrets
@@ -45,7 +46,7 @@ class LocalExecutor:
             secrets.check(config.sampler, "runtime.sampler")
         if needed and config.type == "ray":
             check_address(named_address())
-        if needed:
+        if needed and not _waits_for_people(planned):
             threading.Thread(target=_prewarm, args=(self.runtime, needed), daemon=True, name="prewarm").start()
 
     def execute(self, spec: StageSpec, show_progress: Progress) -> StageOutcome:
@@ -139,3 +140,9 @@ def _prewarm(runtime: LazyRuntime, needed: set[str]) -> None:
     except Exception as error:
         # The stage that needs the engine fails with the same error, and reports it.
         logger.debug("could not start the engines in advance: %s", error)
+
+
+def _waits_for_people(planned: Sequence[PlannedStage]) -> bool:
+    """Return whether the next stage waits for people, who have probably not judged enough yet."""
+    following = next((stage.spec.config for stage in planned if stage.decision.action != "HIT"), None)
+    return isinstance(getattr(following, "annotator", None), FileAnnotator)

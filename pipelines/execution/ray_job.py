@@ -229,6 +229,8 @@ def _await(context: RunContext, submission: _Submission, show_progress: Progress
             _stop(jobs, job.job_id)
         raise
     outcome = watcher.poll()
+    if outcome is not None and outcome.status == "waiting":
+        raise stopping.StageWaiting(outcome.error)
     unfinished = outcome is None or outcome.status == "stopped"
     if unfinished and (job.force or context.store.record(job.key) is None):
         _check_stopped(submission, ended, outcome)

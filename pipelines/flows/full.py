@@ -155,6 +155,11 @@ def optimize_policy(config: PipelineConfig, stages: Stages, state: LifecycleStat
             reward_model=state.reward_models["reward_model"],
             preferences=state.data.preferences,
             prompts=part(state.data, "prompts", PromptsRef),
+            demonstrations=(
+                part(state.data, "demonstrations", DemonstrationsRef)
+                if config.online.ppo and config.online.ppo.ptx
+                else None
+            ),
         )
     if config.ppo:
         start = state.policies[config.ppo.start_from]

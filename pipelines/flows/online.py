@@ -6,11 +6,11 @@ of the current policy, so that the reward model knows the answers that it is abo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import OnlineConfig
-from rlhf_core.types import PolicyRef, PreferencesRef, PromptsRef, RewardModelRef, RolloutsRef
+from rlhf_core.types import DemonstrationsRef, PolicyRef, PreferencesRef, PromptsRef, RewardModelRef, RolloutsRef
 from stages.config.compare_reward_models import CompareRewardModelsConfig
 from stages.config.merge_preferences import MergePreferencesConfig
 
@@ -34,10 +34,12 @@ def run_online(
     reward_model: RewardModelRef,
     preferences: PreferencesRef | None,
     prompts: PromptsRef,
+    demonstrations: DemonstrationsRef | None = None,
 ) -> dict[str, PolicyRef]:
     """Return the policy of every round by name (`online_1`, ...); every round's artifacts stay in the store.
 
-    Reward models are trained from `reward_start`. `preferences` are pairs that are there before the first round.
+    Reward models are trained from `reward_start`. `preferences` are pairs that are there before the first round, and
+    `demonstrations` are for `config.ppo.ptx`.
     """
     state = LoopState(policy, reward_model, {} if preferences is None else {"prepared": preferences})
     policies = {}
@@ -48,7 +50,14 @@ def run_online(
         if config.refresh:
             refresh(config, stages, state, label=label, number=number, start=reward_start, collected=collected)
         state.policy = optimized(
-            config, stages, state, label=label, reference=reference, prompts=prompts, collected=collected
+            config,
+            replace(stages, seed=stages.seed + number - 1),  # other prompts come first, and other samples
+            state,
+            label=label,
+            reference=reference,
+            prompts=prompts,
+            collected=collected,
+            demonstrations=demonstrations,
         )
         policies[f"online_{number}"] = state.policy
     return policies
@@ -86,7 +95,7 @@ def refresh(
 ) -> None:
     """Train a reward model on all pairs so far, and compare it with the one before on held-out pairs of this round.
 
-    The old one was trained on none of them, the new one on none of the held-out ones.
+    A prompt is held out in every round or in none, so neither was trained on their prompts.
     """
     state.preferences[f"round_{number}"] = collected
     pairs = collected
@@ -113,6 +122,7 @@ def optimized(
     reference: PolicyRef,
     prompts: PromptsRef,
     collected: PreferencesRef,
+    demonstrations: DemonstrationsRef | None,
 ) -> PolicyRef:
     """Return the policy after a round: PPO on the reward model, or DPO on the pairs of the round."""
     if config.dpo is not None:
@@ -125,4 +135,5 @@ def optimized(
         reference=reference,
         prompts=prompts,
         reward_models={"reward_model": state.reward_model},
+        demonstrations=demonstrations,
     )

@@ -107,6 +107,11 @@ class OnlineConfig(Config):
         if (self.dpo is None) == (self.ppo is None):
             found = "neither" if self.dpo is None else "both"
             raise ValueError(f"the profile has {found} of [online.dpo] and [online.ppo]; give one of them")
+        if self.refresh and not self.collect.eval_fraction:
+            raise ValueError(
+                "collect.eval_fraction = 0.0: each refreshed reward model is compared with the one before on held-out "
+                "pairs; raise it, or set refresh = false"
+            )
         return self
 
 

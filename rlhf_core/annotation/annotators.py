@@ -21,6 +21,7 @@ from rlhf_core.types import Completion, Generation, Prompt, derive_seed
 
 EXPORT = "comparisons.jsonl"
 IMPORT = "judgments.jsonl"
+LONGEST_S = 1e9
 
 
 class NotJudgedYet(Exception):
@@ -68,13 +69,14 @@ def _generation(one: Comparison, text: str) -> Generation:
 # ---------------------------------------------------------------- people, through files
 
 
-def ask_file(config: FileAnnotator, comparisons: Sequence[Comparison]) -> list[Judgment]:
+def ask_file(config: FileAnnotator, comparisons: Sequence[Comparison], *, name: str) -> list[Judgment]:
     """Return the judgments in the file; raise NotJudgedYet if too few comparisons have one.
 
-    The comparisons are exported first, unless the same ones are there already. Raises DataError for a line that is no
-    judgment of them.
+    The files are in the folder `name`, of these comparisons alone: rounds and runs may share a configuration. The
+    comparisons are exported first, unless they are there already. Raises DataError for a line that is no judgment of
+    them.
     """
-    folder = Path(config.folder).expanduser()
+    folder = Path(config.folder).expanduser() / name
     lines = [json.dumps(_shown(one), ensure_ascii=False) for one in comparisons]
     content = "".join(f"{line}\n" for line in lines).encode()
     export = folder / EXPORT
@@ -91,15 +93,22 @@ def read_judgment_lines(path: Path, known: set[str]) -> list[Judgment]:
     """Return the judgments in a JSONL file, [] if there is none; raise DataError for a line that is none of `known`."""
     if not path.is_file():
         return []
-    judgments = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if line.strip():
-            judgments.append(_judgment(f"{path}:{number}", line, known))
+    lines = path.read_bytes().split(b"\n")  # and not splitlines, which also splits at characters that JSON may hold
+    written = lines if _is_json(lines[-1]) else lines[:-1]  # the last one may still be being written
+    judgments = [_judgment(f"{path}:{at}", line, known) for at, line in enumerate(written, start=1) if line.strip()]
     twice = [name for name, count in Counter((one.comparison, one.annotator) for one in judgments).items() if count > 1]
     if twice:
         rule = f"{len(twice)} comparisons are judged twice by the same annotator, the first: {twice[0][0]}"
         raise DataError(explain("judgments", str(path), rule, "keep one line for each"))
     return judgments
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _shown(one: Comparison) -> dict[str, Any]:
@@ -108,11 +117,12 @@ def _shown(one: Comparison) -> dict[str, Any]:
     return {"id": one.id, "prompt": messages, "first": one.first, "second": one.second}
 
 
-def _judgment(place: str, line: str, known: set[str]) -> Judgment:
+def _judgment(place: str, content: bytes, known: set[str]) -> Judgment:
+    line = content.decode(errors="replace")
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        raise DataError(explain(place, line[:80], "is not JSON", "write one object per line")) from None
+        row = json.loads(content)
+    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
+        raise DataError(explain(place, line[:80], "is not JSON in UTF-8", "write one object per line")) from None
     if not isinstance(row, dict) or not isinstance(row.get("id"), str) or not isinstance(row.get("choice"), str):
         raise DataError(explain(place, line[:80], "needs the texts id and choice", "add what is missing"))
     if row["choice"] not in CHOICES:
@@ -123,6 +133,6 @@ def _judgment(place: str, line: str, known: set[str]) -> Judgment:
     annotator, reason, seconds = row.get("annotator", "annotator-1"), row.get("reason", ""), row.get("seconds", 0.0)
     if not isinstance(annotator, str) or not isinstance(reason, str):
         raise DataError(explain(place, line[:80], "annotator and reason must be texts", "correct them"))
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < math.inf:
-        raise DataError(explain(f"{place}.seconds", seconds, "must be a number of seconds", "correct it"))
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds <= LONGEST_S:
+        raise DataError(explain(f"{place}.seconds", str(seconds)[:80], "must be a number of seconds", "correct it"))
     return Judgment(row["id"], annotator, row["choice"], reason, float(seconds))

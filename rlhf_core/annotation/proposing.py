@@ -139,14 +139,19 @@ def _again(one: Comparison) -> Comparison:
 
 
 def _attention_checks(pairs: Sequence[Candidate], count: int, rng: random.Random) -> list[Comparison]:
-    """Return `count` comparisons of an answer with the answer to another prompt, which must lose."""
+    """Return at most `count` comparisons of an answer with the answer to another prompt, which must lose."""
     checks: list[Comparison] = []
     for number in range(count):
         own = rng.choice(pairs)
-        others = [pair for pair in pairs if pair.prompt.messages != own.prompt.messages]
-        if not others:
-            break
-        stranger = replace(rng.choice(others).second, prompt=own.prompt)
+        answers = {own.first.completion.text, own.second.completion.text}
+        others = [
+            pair.second
+            for pair in pairs
+            if pair.prompt.messages != own.prompt.messages and pair.second.completion.text not in answers
+        ]
+        if not others:  # replies that fit every prompt: nothing could be told by them
+            continue
+        stranger = replace(rng.choice(others), prompt=own.prompt)
         pair = Candidate(own.first, stranger, (own.policies[0], "another prompt"))
         one = _comparison(pair, swap=rng.random() < 0.5)
         right = "second" if one.first_policy == "another prompt" else "first"

@@ -28,14 +28,14 @@ class ProgramAnnotator(Config):
 class FileAnnotator(Config):
     """Judgments from a JSONL file that people, or a labeling tool, fill in.
 
-    The stage writes the comparisons to `comparisons.jsonl` in `folder` and waits for `judgments.jsonl` beside it, with a
-    line `{"id": ..., "choice": "first" | "second" | "tie" | "both_bad", "annotator": ..., "reason": ...}` for each
+    The stage writes the comparisons to `comparisons.jsonl` in a folder of their own in `folder`, named by their digest,
+    and waits for `judgments.jsonl` beside it, with a line `{"id": ..., "choice": "first" | "second" | "tie" | "both_bad", "annotator": ..., "reason": ...}` for each
     judgment.
     """
 
     type: Literal["file"] = "file"
     folder: str
-    """Folder of the exchange; it is created if it does not exist."""
+    """Folder of the exchange, with a folder for each set of comparisons; it is created if it does not exist."""
     needed: float = Field(1.0, gt=0, le=1)
     """Share of the comparisons that must be judged before the stage goes on."""
 

@@ -16,7 +16,7 @@ class CollectPreferencesConfig(Config):
     annotator: Annotator
     eval_fraction: float = Field(0.1, ge=0, lt=1)
     """Share of the prompts held out as `eval.parquet`: at least one prompt unless 0."""
-    several: Literal["majority", "unanimous"] = "majority"
+    several: Literal["most", "unanimous"] = "most"
     """Pair of a comparison that several annotators judged: the side that more of them chose, or only if all chose it. A
     comparison without such a side is dropped and counted, as ties are."""
     min_attention: float = Field(0.0, ge=0, le=1)

@@ -16,7 +16,7 @@ from rlhf_core.stage.stopping import StageWaiting
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import ComparisonsRef, Generation, Message
-from stages.collect_preferences import attentive, settled
+from stages.collect_preferences import always_held_out, attentive, settled
 from stages.config.collect_preferences import CollectPreferencesConfig
 from tests.support.workshop import Workshop
 
@@ -41,7 +41,7 @@ def asked(tmp_path: Path, store: ArtifactStore, rows: list[Comparison]) -> Compa
     return store.external(ComparisonsRef, tmp_path / "asked")
 
 
-def verdicts(rows: list[Comparison], *said: tuple[str, str, Choice], several: str = "majority"):  # type: ignore[no-untyped-def]
+def verdicts(rows: list[Comparison], *said: tuple[str, str, Choice], several: str = "most"):  # type: ignore[no-untyped-def]
     config = CollectPreferencesConfig(annotator=BY_LENGTH, several=several)  # type: ignore[arg-type]
     return settled(config, rows, [Judgment(name, who, choice) for name, who, choice in said])
 
@@ -55,7 +55,7 @@ def test_the_stage_writes_pairs_judgments_and_the_report(tmp_path: Path, store: 
     ref, decision = shop.run("collect_preferences", config, inputs, callables=(HERE,))
     folder = store.path(ref)
     train, held_out = (read_preferences(folder / f"{split}.parquet") for split in ("train", "eval"))
-    assert (len(train), len(held_out)) == (8, 2)
+    assert len(train) + len(held_out) == 10 and held_out
     assert not {row.prompt for row in train} & {row.prompt for row in held_out}
     for row in train + held_out:
         assert row.chosen[0].content.startswith("long answer") and row.rejected[0].content == "short"
@@ -64,10 +64,21 @@ def test_the_stage_writes_pairs_judgments_and_the_report(tmp_path: Path, store: 
     report = json.loads((folder / "report.json").read_text())
     assert report["attention"]["mean"] == 1.0 and report["judgments"] == 12
     metrics = shop.metrics(decision)
-    assert (metrics["train"], metrics["ties"], metrics["attention"], metrics["judgments/all"]) == (8, 0, 1.0, 12)
+    assert (metrics["train"], metrics["eval"]) == (len(train), len(held_out))
+    assert (metrics["ties"], metrics["attention"], metrics["judgments/all"]) == (0, 1.0, 12)
 
 
-def test_the_majority_decides_and_its_lead_is_the_margin() -> None:
+def test_a_prompt_is_held_out_in_every_round_or_in_none() -> None:
+    prompts = [f"question {number}" for number in range(400)]
+    everywhere = always_held_out(prompts, fraction=0.1, seed=17)
+    assert 20 < len(everywhere) < 60  # binomial, n = 400, p = 1/10: 3.3 standard deviations are 20
+    for part in (prompts[:150], prompts[100:350], prompts[7:]):
+        assert always_held_out(part, fraction=0.1, seed=17) == everywhere & set(part)
+    assert len(always_held_out(prompts[:2], fraction=0.001, seed=17)) == 1
+    assert always_held_out(prompts, fraction=0.0, seed=17) == set()
+
+
+def test_the_side_that_more_chose_wins_and_its_lead_is_the_margin() -> None:
     rows = [comparison(n) for n in range(4)]
     found = verdicts(
         rows,
@@ -114,9 +125,10 @@ def test_it_waits_for_people_and_the_same_command_goes_on(tmp_path: Path, store:
     for _ in range(2):
         with pytest.raises(StageWaiting, match="collect_preferences is waiting: 0 of 2 comparisons are judged"):
             shop.run("collect_preferences", config, inputs)
-    shown = [json.loads(line) for line in (folder / EXPORT).read_text().splitlines()]
+    [own] = folder.iterdir()
+    shown = [json.loads(line) for line in (own / EXPORT).read_text().splitlines()]
     rows = [{"id": row["id"], "choice": "second", "annotator": "ada"} for row in shown]
-    (folder / IMPORT).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (own / IMPORT).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     ref, decision = shop.run("collect_preferences", config, inputs)
     assert {row.chosen[0].content for row in read_preferences(store.path(ref) / "train.parquet")} == {"short"}
     history = attempts.history(store.layout.attempt(decision.key))

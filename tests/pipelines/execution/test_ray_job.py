@@ -15,12 +15,17 @@ from pipelines.execution.job_report import OUTCOME, SPEC
 from pipelines.execution.opening import open_run, store_of
 from pipelines.flows.profile import load_profile
 from pipelines.services.home import Home
+from rlhf_core.annotation.comparisons import Comparison, write_comparisons
+from rlhf_core.config.annotators import FileAnnotator
 from rlhf_core.errors import ConfigError, RlhfError, TrainingError, WorkerLostError
 from rlhf_core.stage import stopping
 from rlhf_core.stage.key import StageSpec, stage_key
 from rlhf_core.stage.run import execute
 from rlhf_core.store import attempts
 from rlhf_core.tracking.memory import MemoryStageTracker, MemoryTracker
+from rlhf_core.types import ComparisonsRef, Message
+from stages.config.collect_preferences import CollectPreferencesConfig
+from stages.table import STAGES
 from tests.support.forked_jobs import ForkedJobs
 from tests.support.listener import Notes
 from tests.support.small_pipeline import two_toys, write_mini
@@ -308,3 +313,18 @@ def test_without_a_cluster_the_run_is_refused_before_its_first_stage(
     ):
         pass
     assert notes.of("started") == []
+
+
+def test_a_stage_that_waits_for_people_waits_in_a_job_too(tmp_path: Path, home: Home, jobs: ForkedJobs) -> None:
+    run = new_run(tmp_path, home)
+    prompt = (Message("user", "What is 2 + 2?"),)
+    write_comparisons(tmp_path / "asked", [Comparison("c1", prompt, "", "test", "4", "5", "sft", "sft")])
+    annotator = FileAnnotator(folder=str(tmp_path / "exchange"))
+    inputs: dict[str, Any] = {"comparisons": run.store.external(ComparisonsRef, tmp_path / "asked")}
+    config = CollectPreferencesConfig(annotator=annotator, eval_fraction=0.0)
+    spec = STAGES["collect_preferences"].spec(config, inputs, label="collect", seed=17, engines={})
+    with pytest.raises(stopping.StageWaiting, match="collect is waiting: 0 of 1 comparisons are judged"):
+        run_toy(run, jobs, spec)
+    [own] = (tmp_path / "exchange").iterdir()
+    (own / "judgments.jsonl").write_text('{"id": "c1", "choice": "first"}\n')
+    assert run_toy(run, jobs, spec).metrics["train"] == 1

@@ -150,12 +150,13 @@ def test_a_run_that_waits_for_people_is_waiting_and_goes_on_when_they_are_done(
 
     monkeypatch.setattr(pipeline_flows, "open_tracker", lambda *_: MemoryTracker())
     state = body(return_state=True)
+    [own] = exchange.iterdir()
     assert (state.name, state.message) == (
         "Waiting",
-        f"collect is waiting: 0 of 1 comparisons are judged; add lines to {exchange / 'judgments.jsonl'}",
+        f"collect is waiting: 0 of 1 comparisons are judged; add lines to {own / 'judgments.jsonl'}",
     )
     tasks = api("/task_runs/filter", {"flow_runs": {"id": {"any_": [str(state.state_details.flow_run_id)]}}})
     assert [task["state"]["name"] for task in tasks] in ([], ["Waiting"])  # the server hears of tasks a little later
-    (exchange / "judgments.jsonl").write_text('{"id": "c1", "choice": "first"}\n')
+    (own / "judgments.jsonl").write_text('{"id": "c1", "choice": "first"}\n')
     state = body(return_state=True)
     assert state.is_completed() and list(state.result()) == ["collect"]

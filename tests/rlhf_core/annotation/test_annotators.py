@@ -59,24 +59,46 @@ def test_every_simulated_person_has_noise_of_its_own_that_the_seed_decides() -> 
 
 
 def write(folder: Path, *rows: object) -> None:
-    (folder / IMPORT).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (folder / IMPORT).write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))
 
 
 def test_comparisons_are_exported_and_waited_for(tmp_path: Path) -> None:
     config = FileAnnotator(folder=str(tmp_path / "exchange"))
+    exchange = tmp_path / "exchange" / "round-1"
     with pytest.raises(NotJudgedYet, match=r"0 of 2 comparisons are judged; add lines to .*judgments\.jsonl"):
-        ask_file(config, [comparison("c1"), comparison("c2")])
-    [one, two] = map(json.loads, (tmp_path / "exchange" / EXPORT).read_text().splitlines())
+        ask_file(config, [comparison("c1"), comparison("c2")], name="round-1")
+    [one, two] = map(json.loads, (exchange / EXPORT).read_text().splitlines())
     assert one == {"id": "c1", "prompt": [{"role": "user", "content": "c1"}], "first": "longer", "second": "short"}
     assert "policy" not in json.dumps([one, two]) and "expected" not in one
 
 
 def test_what_people_wrote_is_returned_once_it_is_enough(tmp_path: Path) -> None:
     config = FileAnnotator(folder=str(tmp_path), needed=0.5)
-    write(tmp_path, {"id": "c2", "choice": "second", "annotator": "ada", "reason": "clearer", "seconds": 3})
-    assert ask_file(config, [comparison("c1"), comparison("c2")]) == [Judgment("c2", "ada", "second", "clearer", 3.0)]
+    row = {"id": "c2", "choice": "second", "annotator": "ada", "reason": "clearer\u2028and shorter", "seconds": 3}
+    write(tmp_path, row)
+    expected = [Judgment("c2", "ada", "second", "clearer\u2028and shorter", 3.0)]
+    assert ask_file(config, [comparison("c1"), comparison("c2")], name="") == expected
     with pytest.raises(NotJudgedYet, match="1 of 2 "):
-        ask_file(FileAnnotator(folder=str(tmp_path)), [comparison("c1"), comparison("c2")])
+        ask_file(FileAnnotator(folder=str(tmp_path)), [comparison("c1"), comparison("c2")], name="")
+
+
+def test_a_last_line_that_is_being_written_is_not_there_yet_and_a_whole_one_without_an_end_is(tmp_path: Path) -> None:
+    config = FileAnnotator(folder=str(tmp_path))
+    (tmp_path / IMPORT).write_text('{"id": "c1", "choice": "first"}\n{"id": "c2", "cho')
+    with pytest.raises(NotJudgedYet, match="1 of 2 "):
+        ask_file(config, [comparison("c1"), comparison("c2")], name="")
+    (tmp_path / IMPORT).write_text('{"id": "c1", "choice": "first"}\n{"id": "c2", "choice": "tie"}')
+    assert len(ask_file(config, [comparison("c1"), comparison("c2")], name="")) == 2
+
+
+def test_rounds_with_the_same_folder_have_files_of_their_own(tmp_path: Path) -> None:
+    config = FileAnnotator(folder=str(tmp_path))
+    for name, row in (("round-1", comparison("c1")), ("round-2", comparison("c2"))):
+        with pytest.raises(NotJudgedYet):
+            ask_file(config, [row], name=name)
+        write(tmp_path / name, {"id": row.id, "choice": "first"})
+    assert [one.comparison for one in ask_file(config, [comparison("c1")], name="round-1")] == ["c1"]
+    assert [one.comparison for one in ask_file(config, [comparison("c2")], name="round-2")] == ["c2"]
 
 
 @pytest.mark.parametrize(
@@ -90,12 +112,14 @@ def test_what_people_wrote_is_returned_once_it_is_enough(tmp_path: Path) -> None
         ('{"id": "c9", "choice": "first"}', "is none of the comparisons"),
         ('{"id": "c1", "choice": "first", "annotator": 3}', "must be texts"),
         ('{"id": "c1", "choice": "first", "seconds": -1}', "must be a number of seconds"),
+        ('{"id": "c1", "choice": "first", "seconds": 1' + "0" * 400 + "}", "must be a number of seconds"),
+        ('{"id": "c1", "choice": "first", "reason": "\udce9"}', "is not JSON in UTF-8"),
         ('{"id": "c1", "choice": "first", "seconds": NaN}', "must be a number of seconds"),
         ('{"id": "c1", "choice": "first"}\n{"id": "c1", "choice": "second"}', "judged twice by the same annotator"),
     ],
 )
 def test_a_line_that_is_no_judgment_is_refused_with_its_place(tmp_path: Path, line: str, said: str) -> None:
-    (tmp_path / IMPORT).write_text(f"\n{line}\n")
+    (tmp_path / IMPORT).write_bytes(f"\n{line}\n".encode(errors="surrogateescape"))
     with pytest.raises(DataError, match=said) as refused:
-        ask_file(FileAnnotator(folder=str(tmp_path)), [comparison("c1")])
+        ask_file(FileAnnotator(folder=str(tmp_path)), [comparison("c1")], name="")
     assert IMPORT in str(refused.value)

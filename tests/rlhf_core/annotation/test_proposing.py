@@ -105,6 +105,12 @@ def test_an_attention_check_shows_the_answer_to_another_prompt() -> None:
         assert not row.trains
 
 
+def test_a_reply_that_fits_every_prompt_is_no_attention_check() -> None:
+    rows = [rollout(f"p{n}", text, 0.0) for n in range(20) for text in ("Yes.", "No.")]
+    pairs = [pair for found in candidates({"sft": rows}).values() for pair in found]
+    assert not any(row.expected for row in comparisons(pairs, repeat_fraction=0.0, attention_fraction=0.5, seed=3))
+
+
 def test_two_prompts_with_the_same_text_and_answers_are_asked_about_once() -> None:
     [pair] = pairs_of(1)
     twin = Candidate(
