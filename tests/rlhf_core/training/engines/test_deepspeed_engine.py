@@ -12,10 +12,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
-from rlhf_core.errors import ConfigError
 from rlhf_core.training.batching import reduce
-from rlhf_core.training.engines.deepspeed_setup import deepspeed_config
 from tests.rlhf_core.training.conftest import TINY
 from tests.support.tolerances import assert_same_updates, near, of_training
 
@@ -223,19 +220,3 @@ def test_every_stage_exports_the_same_files(runs: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_deepspeed_says_nothing_when_all_is_well(runs: dict[str, Any]) -> None:
     assert [line for said in runs["said"] for line in said.splitlines() if "deepspeed" in line.lower()] == []
-
-
-def test_clipping_is_left_to_the_optimizer_where_deepspeed_would_not_check_the_norm() -> None:
-    optimizer = OptimizerConfig(max_grad_norm=0.5)
-    assert deepspeed_config(optimizer, TrainerConfig(), stage=0)["gradient_clipping"] == 0.0
-    assert deepspeed_config(optimizer, TrainerConfig(), stage=1)["gradient_clipping"] == 0.5
-
-
-def test_offloading_needs_a_partitioned_optimizer() -> None:
-    config = TrainerConfig(offload_optimizer=True)
-    with pytest.raises(ConfigError, match="offload_optimizer = True: ZeRO stage 0 keeps the optimizer on its device"):
-        deepspeed_config(OptimizerConfig(), config, stage=0)
-    assert deepspeed_config(OptimizerConfig(), config, stage=2)["zero_optimization"] == {
-        "stage": 2,
-        "offload_optimizer": {"device": "cpu"},
-    }

@@ -6,7 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rlhf_core.training.engines.deepspeed_setup import remove_stale_locks
+import pytest
+
+from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
+from rlhf_core.errors import ConfigError
+from rlhf_core.training.engines.deepspeed_setup import deepspeed_config, remove_stale_locks
 
 BUILDER = """
 import sys, time
@@ -32,3 +36,19 @@ def test_the_lock_of_a_killed_compiler_is_removed_and_that_of_a_living_one_is_no
         process.kill()
         process.wait()
     assert remove_stale_locks(tmp_path / "nowhere") == []
+
+
+def test_clipping_is_left_to_the_optimizer_where_deepspeed_would_not_check_the_norm() -> None:
+    optimizer = OptimizerConfig(max_grad_norm=0.5)
+    assert deepspeed_config(optimizer, TrainerConfig(), stage=0)["gradient_clipping"] == 0.0
+    assert deepspeed_config(optimizer, TrainerConfig(), stage=1)["gradient_clipping"] == 0.5
+
+
+def test_offloading_needs_a_partitioned_optimizer() -> None:
+    config = TrainerConfig(offload_optimizer=True)
+    with pytest.raises(ConfigError, match="offload_optimizer = True: ZeRO stage 0 keeps the optimizer on its device"):
+        deepspeed_config(OptimizerConfig(), config, stage=0)
+    assert deepspeed_config(OptimizerConfig(), config, stage=2)["zero_optimization"] == {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu"},
+    }
