@@ -13,16 +13,17 @@ from rlhf_core.schema.base import keyed
 from rlhf_core.store.fingerprint import canonical_json, sha256_text
 
 PROFILES = {
-    "multi_node/full": ("97cabdb36f81473f", "28b8430c0a076a83"),
-    "one_gpu/full": ("0153353b870a66ce", "39d682bd52d534fd"),
-    "one_node/full": ("db2b43696a003bec", "eddc867d83ea4b4e"),
-    "smollm2/full": ("74acb8be1799b1ad", "871aa43b7f3af37a"),
-    "smollm2/grpo": ("8deca61514ecefe5", "f822917271ec9075"),
-    "tiny/conditional": ("a8e85124c3e6c985", "a13428eb950a527e"),
-    "tiny/distill": ("000f655209411057", "b6dd41c14406feca"),
-    "tiny/full": ("972e6749c86868f1", "c649581593d3f06e"),
-    "tiny/prm": ("ef9215d04df277e6", "74c0afbdfbcdf77a"),
-    "tiny/rlvr": ("12153749b94e7de2", "7555bc4995507c2a"),
+    "multi_node/full": ("086880412b6f563a", "8381e15b9815b27e"),
+    "one_gpu/full": ("8a70d983f6940768", "b79d4c949e7ada29"),
+    "one_node/full": ("cec4fdffe9bd7322", "b37130a8a96d9c4d"),
+    "smollm2/full": ("c18a3e2c02bbf254", "60373be1cb851b84"),
+    "smollm2/grpo": ("bfd71a46e4da1f48", "dc28c6d2313e01ce"),
+    "tiny/conditional": ("5c468cf92e9bc1a0", "fbc0faa66eb0e821"),
+    "tiny/distill": ("ccf18c1423c7e128", "959f436b7a78b67f"),
+    "tiny/full": ("bc62bc8ee97cbdfe", "703b60e326131298"),
+    "tiny/online": ("9a990f6ea85e3c3e", "6ccdde836a3146c9"),
+    "tiny/prm": ("5fd834349dbb6ed7", "30ed789a43b9ec80"),
+    "tiny/rlvr": ("041730cf4cf6b29c", "13eabbeee1959916"),
 }
 """Profile -> the first digits of the digests of its JSON and of what of it belongs to keys."""
 

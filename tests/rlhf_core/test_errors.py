@@ -31,5 +31,5 @@ def test_a_message_names_key_value_rule_and_remedy() -> None:
 
 def test_the_nearest_name_is_the_remedy_and_without_one_all_of_them() -> None:
     assert nearest("finl_number", ["finished", "final_number"]) == "did you mean final_number?"
-    assert nearest("zzz", ["b", "a"]) == "there are a, b"
+    assert nearest("zzz", ["b", "a"]) == "choose from a, b"
     assert nearest("zzz", []) == "check the spelling"

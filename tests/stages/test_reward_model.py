@@ -66,7 +66,7 @@ def test_few_held_out_pairs_do_not_end_the_stage(tmp_path: Path, policy: Path, h
 def test_single_answers_are_refused_before_any_model_is_loaded(tmp_path: Path, policy: Path) -> None:
     shop = Workshop(ArtifactStore(tmp_path / "store"), runtime=None)  # type: ignore[arg-type]
     inputs = {"policy": shop.store.external(PolicyRef, policy), "preferences": thumbs(shop.store, tmp_path)}
-    with pytest.raises(DataError, match=r"reward_model\.preferences = 0.*the data are 6 judged single answers.*'kto'"):
+    with pytest.raises(DataError, match=r"reward_model\.preferences = 0.*the data has 6 single labeled answers.*'kto'"):
         shop.run("reward_model", CONFIG, inputs)
 
 

@@ -135,7 +135,7 @@ def test_jobs_that_die_without_progress_end_as_one_error(tmp_path: Path, home: H
     jobs = ForkedJobs(lambda arguments: 1)
     with pytest.raises(
         WorkerLostError,
-        match=r"lost its workers 3 times .*rlhf-a-toy-.*-a3': ended as FAILED without a word.*`ray job logs",
+        match=r"lost its workers 3 times .*rlhf-a-toy-.*-a3': ended as FAILED without writing its outcome.*`ray job logs",
     ):
         run_toy(new_run(tmp_path, home), jobs)
     assert len(jobs.processes) == 3

@@ -56,7 +56,7 @@ def test_estimators_that_compare_samples_need_two_of_them(kind: Any) -> None:
                 "samples_per_prompt": 2,
                 "rewards": {"normalise": "running"},
             },
-            "rewards.normalise = 'running' moves it",
+            "rewards.normalise = 'running' changes it",
         ),
         (
             {
@@ -64,7 +64,7 @@ def test_estimators_that_compare_samples_need_two_of_them(kind: Any) -> None:
                 "samples_per_prompt": 2,
                 "rewards": {"composition": {"type": "gdpo"}},
             },
-            "rewards.composition.type = 'gdpo' moves it",
+            "rewards.composition.type = 'gdpo' changes it",
         ),
         (
             {
@@ -72,7 +72,7 @@ def test_estimators_that_compare_samples_need_two_of_them(kind: Any) -> None:
                 "samples_per_prompt": 2,
                 "rewards": {"terms": {"rm": {"type": "reward_model", "normalise": "group"}}},
             },
-            "rewards.terms.rm.normalise = 'group' moves it",
+            "rewards.terms.rm.normalise = 'group' changes it",
         ),
         (
             {"rewards": {"terms": {"won": {"type": "episode"}}}},

@@ -41,7 +41,7 @@ def test_a_head_that_stays_away_is_one_error_after_the_stated_time(monkeypatch: 
 
 def test_a_call_into_a_ray_that_hangs_ends_at_its_deadline() -> None:
     forever = threading.Event()
-    with pytest.raises(WorkerLostError, match=r"Ray = 'starting Ray': not done within 0\.1 s"):
+    with pytest.raises(WorkerLostError, match=r"Ray = 'starting Ray': not finished within 0\.1 s"):
         in_lasting_thread(forever.wait, what="starting Ray", timeout_s=0.1)
     forever.set()
 
