@@ -31,7 +31,7 @@ def trainers(policies: tuple[Path, Path]) -> Iterator[tuple[Trainer, Trainer]]:
     """The same policy on two ranks of DeepSpeed and in this process."""
     two = RayRuntime(
         RuntimeConfig(
-            train_workers=2, cpu_threads=1, worker_timeout_s=200, trainer=TrainerConfig(micro_batch=2), sampler=HF
+            train_workers=2, cpu_threads=1, worker_timeout_s=400, trainer=TrainerConfig(micro_batch=2), sampler=HF
         )
     )
     one = LocalRuntime(RuntimeConfig(type="local", trainer=TrainerConfig(engine="torch"), sampler=HF))

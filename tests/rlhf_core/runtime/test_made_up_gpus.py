@@ -59,7 +59,7 @@ class Places:
 
         actors = [ray.remote(Actor).options(**options).remote() for options in (*reserved.train, *reserved.sample)]
         try:
-            gpus = ray.get([actor.gpus.remote() for actor in actors], timeout=200)
+            gpus = ray.get([actor.gpus.remote() for actor in actors], timeout=400)
         finally:
             for actor in actors:
                 ray.kill(actor)
@@ -118,7 +118,7 @@ def test_a_worker_that_computes_on_the_cpu_in_place_of_its_gpu_is_refused(
         gpus_per_engine=0.5,
         trainer=TrainerConfig(engine="torch"),
         sampler=HFSamplerConfig(),
-        worker_timeout_s=200,
+        worker_timeout_s=400,
     )
     runtime = RayRuntime(config)
     remedy = r"install the GPU build of torch \(and vLLM\) and the driver, or set it to 0"

@@ -35,7 +35,7 @@ REQUESTS = [SamplingRequest(tuple(range(10, 13 + index % 5)), seed=index) for in
 SAMPLING = SamplingConfig(max_tokens=16)
 SAMPLES = [TokenSample(tuple(range(10, 40)), (0,) * 4 + (1,) * 26)]
 CONFIG = RuntimeConfig(
-    worker_timeout_s=200,
+    worker_timeout_s=400,
     trainer=TrainerConfig(engine="torch"),
     sampler=VllmSamplerConfig(max_model_len=96, kv_cache_gib=0.25),
 )
