@@ -40,7 +40,7 @@ def run(config: CollectPreferencesConfig, *, comparisons: ComparisonsRef, contex
     write_judgments(context.out, judgments)
     (context.out / "report.json").write_text(json.dumps(report, indent=2))
     context.tracker.file(context.out / "report.json", "annotators")
-    record_table(asked, verdicts, context)
+    record_table(verdicts, context)
     metrics = counts | verdicts.dropped | headline(report)
     metrics |= {"judgments/trusted": float(len(trusted)), "judgments/all": float(len(judgments))}
     return context.commit(PreferencesRef, metrics=metrics)
@@ -152,7 +152,7 @@ def headline(report: Mapping[str, object]) -> Metrics:
     return metrics | ({"alpha": alpha} if isinstance(alpha, float) else {})
 
 
-def record_table(asked: Sequence[Comparison], verdicts: Verdicts, context: StageContext) -> None:
+def record_table(verdicts: Verdicts, context: StageContext) -> None:
     """Record the first pairs as a table."""
     rows = [
         [pair.prompt[-1].content, pair.chosen[-1].content, pair.rejected[-1].content, pair.margin]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.tables import Preference, read_preferences
@@ -12,10 +12,13 @@ from rlhf_core.evaluation.reward_report import reward_model_report
 from rlhf_core.interfaces import Metrics, ModelSpec
 from rlhf_core.rewards.model import Contract, verify_contract
 from rlhf_core.stage.context import StageContext
-from rlhf_core.types import PreferencesRef, ReportRef, RewardModelRef
+from rlhf_core.types import PreferencesRef, ReportRef, RewardModelRef, RewardPair
 from stages.config.compare_reward_models import CompareRewardModelsConfig
 from stages.config.reward_model import RewardModelConfig
 from stages.reward_model import reward_pairs
+
+Rendered = list[tuple[str, RewardPair]]
+"""Pairs with their sources."""
 
 
 def run(
@@ -32,39 +35,33 @@ def run(
     if not rows:
         raise DataError(explain(context.label, config.split, "holds no pair", 'set split = "all", or hold pairs out'))
     context.tracker.dataset("preferences", preferences.digest, "evaluation")
-    rows = fitting(reward_models.values(), rows, context)
-    if not rows:
+    seen = {name: rendered(ref, rows, context) for name, ref in sorted(reward_models.items())}
+    shared = [at for at in range(len(rows)) if all(pairs[at] for pairs in seen.values())]
+    if not shared:
         rule = "holds no pair whose answers differ within the tokens of every reward model"
         raise DataError(explain(context.label, config.split, rule, "compare shorter answers"))
     reports = {}
-    metrics: Metrics = {"pairs": float(len(rows))}
+    metrics: Metrics = {"pairs": float(len(shared))}
     for name, ref in sorted(reward_models.items()):
         context.tracker.input_model(ref.digest)
-        reports[name] = measured(ref, rows, context)
+        reports[name] = measured(ref, [pair for at in shared for pair in seen[name][at]], context)
         for figure in ("accuracy", "accuracy_low", "accuracy_high", "ece", "length_correlation"):
             metrics[f"{name}/{figure}"] = reports[name][figure]
     (context.out / "report.json").write_text(json.dumps(reports, indent=2))
     return context.commit(ReportRef, metrics=metrics)
 
 
-def fitting(
-    reward_models: Iterable[RewardModelRef], rows: Sequence[Preference], context: StageContext
-) -> list[Preference]:
-    """Return the pairs that every reward model can tell apart within its tokens, so that all see the same pairs."""
-    kept = list(rows)
-    for ref in reward_models:
-        contract, chat = Contract.read(context.path(ref)), ChatTemplate.load(context.path(ref))
-        config = RewardModelConfig(max_length=contract.max_length)
-        kept = [row for row in kept if reward_pairs(chat, [row], config)]
-    return kept
+def rendered(ref: RewardModelRef, rows: Sequence[Preference], context: StageContext) -> list[Rendered]:
+    """Return each pair as the reward model sees it; empty where it cannot tell the answers apart within its tokens."""
+    folder = context.path(ref)
+    chat, config = ChatTemplate.load(folder), RewardModelConfig(max_length=Contract.read(folder).max_length)
+    return [reward_pairs(chat, [row], config) for row in rows]
 
 
-def measured(ref: RewardModelRef, rows: Sequence[Preference], context: StageContext) -> dict[str, float]:
+def measured(ref: RewardModelRef, seen: Rendered, context: StageContext) -> dict[str, float]:
     """Return the report of one reward model on the pairs, see `reward_model_report`."""
     folder = context.path(ref)
-    contract, chat = Contract.read(folder), ChatTemplate.load(folder)
-    rendered = reward_pairs(chat, rows, RewardModelConfig(max_length=contract.max_length))
-    pairs = [pair for _, pair in rendered]
+    contract, pairs = Contract.read(folder), [pair for _, pair in seen]
     with context.runtime.trainer("reward_model", ModelSpec(str(folder), "score", None, context.seed), None) as trainer:
         verify_contract(trainer, contract)
         chosen = trainer.scores([pair.chosen_ids for pair in pairs])
@@ -74,7 +71,7 @@ def measured(ref: RewardModelRef, rows: Sequence[Preference], context: StageCont
         rejected_scores=rejected,
         chosen_lengths=[len(pair.chosen_ids) for pair in pairs],
         rejected_lengths=[len(pair.rejected_ids) for pair in pairs],
-        sources=[source for source, _ in rendered],
+        sources=[source for source, _ in seen],
         seed=context.seed,
     )
     return report
