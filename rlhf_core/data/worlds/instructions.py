@@ -35,6 +35,9 @@ from rlhf_core.types import Message, Prompt, derive_seed
 SOURCES = ("new_topics", "new_combinations", "new_kinds")
 """Ends of the sources of held-out prompts; training prompts have the source `instructions/seen`."""
 
+SINGLES = 4
+"""How many times as often as a pair a single instruction is asked for."""
+
 Kinds = tuple[str, ...]
 _OPTIONS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "at_most_words": lambda rng: {"count": rng.choice(COUNTS)},
@@ -50,7 +53,7 @@ def make_tables(config: InstructionsWorld, *, seed: int) -> tuple[Tables, dict[s
     """Return the prompts for sampling and the held-out ones, all different."""
     rng = random.Random(derive_seed(seed, "kinds"))
     seen = [kind for kind in PHRASES if kind not in NEW_KINDS]
-    trained: list[Kinds] = [(kind,) for kind in seen]
+    trained: list[Kinds] = [(kind,) for kind in seen] * SINGLES
     trained += [pair for pair in combinations(seen, 2) if allowed(pair) and pair not in _NEW_PAIRS]
     triples: list[Kinds] = [
         three for three in combinations(seen, 3) if allowed(three) and _NEW_PAIRS & set(combinations(three, 2))
