@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from rlhf_core.config.data import ArithmeticWorld, Files, SupportWorld
+from rlhf_core.config.data import ArithmeticWorld, DataConfig, Files, InstructionsWorld, SupportWorld
 from rlhf_core.config.engines import PretrainedModel
 from rlhf_core.data.chat import CHATML_LIKE, ChatTemplate
 from rlhf_core.data.files import make_tables as from_files
@@ -28,6 +28,7 @@ from rlhf_core.data.tables import (
 )
 from rlhf_core.data.validation import DropReport, Origin
 from rlhf_core.data.worlds.arithmetic import make_tables as arithmetic
+from rlhf_core.data.worlds.instructions import make_tables as instructions
 from rlhf_core.data.worlds.support import make_tables as support
 from rlhf_core.errors import ConfigError, DataError, explain
 from rlhf_core.models.initialise import initialise_llama, train_tokenizer
@@ -115,19 +116,20 @@ def _statuses(path: Path) -> dict[str, tuple[int, ...]]:
 # ---------------------------------------------------------------- rows and model
 
 
-def _rows(
-    data: SupportWorld | ArithmeticWorld | Files, *, seed: int
-) -> tuple[Tables, dict[str, float], dict[str, Origin], DropReport]:
+def _rows(data: DataConfig, *, seed: int) -> tuple[Tables, dict[str, float], dict[str, Origin], DropReport]:
     """Return the tables, facts about them, where each row (by id) came from, and the report of drops so far."""
     report = DropReport()
     facts: dict[str, float] = {}
     if isinstance(data, Files):
         tables, origins = from_files(data, seed=seed, report=report)
         return tables, facts, origins, report
-    if isinstance(data, SupportWorld):
-        tables, facts = support(data, seed=seed)
-    else:
-        tables, facts = arithmetic(data, seed=seed)
+    match data:
+        case SupportWorld():
+            tables, facts = support(data, seed=seed)
+        case ArithmeticWorld():
+            tables, facts = arithmetic(data, seed=seed)
+        case InstructionsWorld():
+            tables, facts = instructions(data, seed=seed)
     report.rows_read[data.type] = sum(len(rows) for rows in tables.named().values())
     return tables, facts, {row.id: Origin(data.type, 0) for rows in tables.named().values() for row in rows}, report
 

@@ -67,6 +67,19 @@ class ArithmeticWorld(Config):
     """Number of held-out judged sums, if `steps` > 0."""
 
 
+class InstructionsWorld(Config):
+    """Everyday questions with instructions that a program can check (`rlhf_core.data.worlds.instructions`)."""
+
+    type: Literal["instructions"] = "instructions"
+    prompts: int = Field(400, ge=1)
+    """Number of prompts for sampling, with one or two instructions each."""
+    eval_prompts: int = Field(96, ge=3)
+    """Number of held-out prompts; a third each are about new topics only, combine instructions in a new way, and have
+    a kind of instruction that no training prompt has."""
+    min_words: int = Field(6, ge=1)
+    """Number of words of an answer that is one, where no instruction asks for fewer."""
+
+
 # ---------------------------------------------------------------- real data
 
 FileType = Literal["auto", "jsonl", "json", "csv", "parquet", "arrow", "saved_dataset", "hub"]
@@ -198,4 +211,4 @@ class Files(Config):
         return self
 
 
-DataConfig = Annotated[SupportWorld | ArithmeticWorld | Files, Field(discriminator="type")]
+DataConfig = Annotated[SupportWorld | ArithmeticWorld | InstructionsWorld | Files, Field(discriminator="type")]

@@ -1,0 +1,120 @@
+"""A world of everyday questions with instructions that a program can check, for real pretrained models.
+
+    Tell me about cats. Use at most 12 words. Avoid commas.
+
+Held-out prompts are of three kinds, told apart by their source: topics that no training prompt asks about, pairs and
+triples of instructions that no training prompt combines, and kinds of instructions that no training prompt has. All of
+them are about held-out topics. A prompt's label says what its answer must follow and be about
+(`rlhf_core.rewards.library.instructions`).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from typing import Any
+
+from rlhf_core.config.data import InstructionsWorld
+from rlhf_core.data.tables import Tables, content_id
+from rlhf_core.data.worlds.instruction_phrases import (
+    CLOSERS,
+    COUNTS,
+    EXCLUDES,
+    KEYWORDS,
+    NEW_KINDS,
+    NEW_PAIRS,
+    NEW_TOPICS,
+    OPENERS,
+    PHRASES,
+    TOPICS,
+)
+from rlhf_core.types import Message, Prompt, derive_seed
+
+SOURCES = ("new_topics", "new_combinations", "new_kinds")
+"""Ends of the sources of held-out prompts; training prompts have the source `instructions/seen`."""
+
+SINGLES = 4
+"""How many times as often as a pair a single instruction is asked for."""
+
+Kinds = tuple[str, ...]
+_OPTIONS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
+    "at_most_words": lambda rng: {"count": rng.choice(COUNTS)},
+    "first_word": lambda rng: {"word": rng.choice(OPENERS)},
+    "last_word": lambda rng: {"word": rng.choice(CLOSERS)},
+    "keyword": lambda rng: {"word": rng.choice(KEYWORDS)},
+    "json": lambda rng: {"key": "answer"},
+    "sentences": lambda rng: {"count": 1},
+}
+
+
+def make_tables(config: InstructionsWorld, *, seed: int) -> tuple[Tables, dict[str, float]]:
+    """Return the prompts for sampling and the held-out ones, all different."""
+    rng = random.Random(derive_seed(seed, "kinds"))
+    seen = [kind for kind in PHRASES if kind not in NEW_KINDS]
+    trained: list[Kinds] = [(kind,) for kind in seen] * SINGLES
+    trained += [pair for pair in combinations(seen, 2) if allowed(pair) and pair not in _NEW_PAIRS]
+    triples: list[Kinds] = [
+        three for three in combinations(seen, 3) if allowed(three) and _NEW_PAIRS & set(combinations(three, 2))
+    ]
+    kinds: dict[str, list[Kinds]] = {
+        "new_topics": trained,
+        "new_combinations": [*sorted(_NEW_PAIRS), *rng.sample(triples, k=len(_NEW_PAIRS))],
+        "new_kinds": [(kind,) for kind in NEW_KINDS],
+    }
+    rng = random.Random(derive_seed(seed, "prompts"))
+    prompts = _draw(TOPICS, trained, "seen", config.prompts, config.min_words, rng)
+    rng = random.Random(derive_seed(seed, "eval_prompts"))
+    share = config.eval_prompts // len(SOURCES)
+    counts = (config.eval_prompts - 2 * share, share, share)
+    held_out: list[Prompt] = []
+    for source, count in zip(SOURCES, counts, strict=True):
+        held_out += _draw(NEW_TOPICS, kinds[source], source, count, config.min_words, rng)
+    return Tables((), (), (), (), tuple(prompts), tuple(held_out)), {}
+
+
+def allowed(kinds: Kinds) -> bool:
+    """Return whether one answer can follow instructions of all these kinds.
+
+    >>> allowed(("json", "no_commas")), allowed(("lowercase", "json"))
+    (True, False)
+    """
+    return not any(
+        b in EXCLUDES.get(a, frozenset()) or a in EXCLUDES.get(b, frozenset()) for a, b in combinations(kinds, 2)
+    )
+
+
+_NEW_PAIRS: set[Kinds] = {tuple(sorted(pair, key=list(PHRASES).index)) for pair in NEW_PAIRS}
+
+
+def _draw(
+    topics: Sequence[tuple[str, str]],
+    kinds: Sequence[Kinds],
+    source: str,
+    count: int,
+    min_words: int,
+    rng: random.Random,
+) -> list[Prompt]:
+    """Return `count` different prompts, every combination of kinds about equally often; fewer if there are no more."""
+    found: dict[str, Prompt] = {}
+    queue: list[Kinds] = []
+    for _ in range(20 * count):  # a prompt that was drawn before is drawn again
+        if len(found) == count:
+            break
+        queue = queue or rng.sample(list(kinds), k=len(kinds))
+        prompt = _prompt(rng.choice(topics), queue.pop(), source, min_words, rng)
+        found.setdefault(prompt.id, prompt)
+    return list(found.values())
+
+
+def _prompt(topic: tuple[str, str], kinds: Kinds, source: str, min_words: int, rng: random.Random) -> Prompt:
+    instructions: list[dict[str, Any]] = []
+    said = [topic[0]]
+    for kind in rng.sample(kinds, k=len(kinds)):
+        options = _OPTIONS[kind](rng) if kind in _OPTIONS else {}
+        instructions.append({"kind": kind, **options})
+        said.append(rng.choice(PHRASES[kind]).format(**options))
+    label = {"instructions": instructions, "topic": topic[1].split(), "min_words": min_words}
+    messages = (Message("user", " ".join(said)),)
+    return Prompt(content_id("instructions", messages), messages, json.dumps(label), f"instructions/{source}")

@@ -1,0 +1,62 @@
+"""The figures count what they say, by source, and the tables are made of stored lines."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from benchmarks.instructions import PROFILES, Result, figures_of, read, side_by_side, tables
+from pipelines.flows.profile import load_profile
+from rlhf_core.data.worlds.instructions import SOURCES
+from rlhf_core.types import Completion, Generation, Message, Prompt
+
+LABEL = json.dumps({"instructions": [{"kind": "no_commas"}], "topic": ["rain"], "min_words": 3})
+
+
+def answer(number: int, source: str, text: str) -> Generation:
+    prompt = Prompt(f"p{number}", (Message("user", f"Question {number}"),), LABEL, f"instructions/{source}")
+    return Generation(prompt, (1,), Completion((2,), (-1.0,), text, "stop", 0, 0))
+
+
+ANSWERS = [
+    answer(0, "new_topics", "rain falls down"),
+    answer(1, "new_topics", "rain, down"),
+    answer(2, "new_combinations", "rain"),
+    answer(3, "new_kinds", "sun, moon and stars"),
+]
+
+
+def test_answers_are_counted_by_source_and_one_word_is_no_answer() -> None:
+    figures = figures_of(ANSWERS)
+    assert [figures[f"followed/{source}"][0] for source in SOURCES] == [0.5, 1.0, 0.0]
+    assert figures["answer"][0] == 0.25
+    assert figures["words"] == (3 + 2 + 1 + 4) / 4
+
+
+def test_the_table_has_the_base_policy_once_for_each_seed(tmp_path: Path) -> None:
+    file = tmp_path / "instructions.jsonl"
+    figures = {"base": figures_of(ANSWERS), "ppo": figures_of(ANSWERS[:1] * 3 + ANSWERS)}
+    samples = side_by_side({"base": ANSWERS, "ppo": ANSWERS})
+    honest = Result(17, "honest", [], figures, samples, 30.4)
+    lines = [replace(honest, minutes=99.0), replace(honest, arm="hacked"), honest, replace(honest, overrides=["a=1"])]
+    file.write_text("".join(json.dumps(asdict(one)) + "\n" for one in lines))
+    text = tables(read(file, []))
+    assert [line.split(" | ")[1] for line in text.splitlines() if line.startswith("| 17")] == [
+        "base",
+        "honest",
+        "hacked",
+    ]
+    assert "| 30 |" in text and "| 99 |" not in text
+    assert "> Question 0\n\n- base: rain falls down\n- honest: rain falls down\n- hacked: rain falls down" in text
+    assert tables([]).count("\n") == 1
+
+
+def test_the_two_profiles_differ_in_the_reward_alone() -> None:
+    honest, hacked = (load_profile(name) for name in PROFILES.values())
+    assert honest.ppo is not None and hacked.ppo is not None
+    assert honest.ppo.kl_coef > hacked.ppo.kl_coef == 0.0
+    same = {"rewards", "kl_coef"}
+    assert honest.ppo.model_dump(exclude=same) == hacked.ppo.model_dump(exclude=same)
+    assert honest.prepare_data == hacked.prepare_data and honest.evaluate == hacked.evaluate
+    assert set(hacked.ppo.rewards.terms) == {"followed"}

@@ -1,0 +1,79 @@
+"""The held-out prompts are held out in what their source says, and every prompt can be followed."""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+
+import pytest
+
+from rlhf_core.config.data import InstructionsWorld
+from rlhf_core.data.tables import Tables
+from rlhf_core.data.worlds.instruction_phrases import EXCLUDES, NEW_KINDS, NEW_PAIRS, NEW_TOPICS, PHRASES, TOPICS
+from rlhf_core.data.worlds.instructions import SOURCES, allowed, make_tables
+from rlhf_core.rewards.library.instructions import CHECKS, follows
+from rlhf_core.types import Prompt
+
+
+@pytest.fixture(scope="module")
+def tables() -> Tables:
+    return make_tables(InstructionsWorld(prompts=500, eval_prompts=100), seed=3)[0]
+
+
+def kinds(prompt: Prompt) -> list[str]:
+    return [one["kind"] for one in json.loads(prompt.label or "")["instructions"]]
+
+
+def test_no_prompt_occurs_twice_and_the_seed_decides_which_there_are(tables: Tables) -> None:
+    ids = [prompt.id for prompt in (*tables.prompts, *tables.eval_prompts)]
+    assert len(set(ids)) == len(ids) == 600
+    assert make_tables(InstructionsWorld(prompts=500, eval_prompts=100), seed=3)[0] == tables
+    assert make_tables(InstructionsWorld(prompts=500, eval_prompts=100), seed=4)[0].prompts != tables.prompts
+
+
+def test_training_prompts_have_no_held_out_topic_pair_or_kind(tables: Tables) -> None:
+    assert {prompt.source for prompt in tables.prompts} == {"instructions/seen"}
+    assert not set(TOPICS) & set(NEW_TOPICS)
+    new_pairs = {frozenset(pair) for pair in NEW_PAIRS}
+    for prompt in tables.prompts:
+        assert not set(kinds(prompt)) & set(NEW_KINDS)
+        assert not new_pairs & {frozenset(pair) for pair in combinations(kinds(prompt), 2)}
+        assert not any(prompt.messages[0].content.startswith(question) for question, _ in NEW_TOPICS)
+    assert {kind for prompt in tables.prompts for kind in kinds(prompt)} == set(PHRASES) - set(NEW_KINDS)
+
+
+def test_held_out_prompts_are_new_in_what_their_source_says(tables: Tables) -> None:
+    by_source = {source: [p for p in tables.eval_prompts if p.source.endswith(source)] for source in SOURCES}
+    assert [len(rows) for rows in by_source.values()] == [34, 33, 33]
+    new_pairs = {frozenset(pair) for pair in NEW_PAIRS}
+    for source, rows in by_source.items():
+        for prompt in rows:
+            assert any(prompt.messages[0].content.startswith(question) for question, _ in NEW_TOPICS)
+            combined = {frozenset(pair) for pair in combinations(kinds(prompt), 2)}
+            assert bool(set(kinds(prompt)) & set(NEW_KINDS)) == (source == "new_kinds")
+            assert bool(new_pairs & combined) == (source == "new_combinations")
+
+
+def test_instructions_of_one_prompt_go_together(tables: Tables) -> None:
+    assert all(allowed(tuple(kinds(prompt))) for prompt in (*tables.prompts, *tables.eval_prompts))
+    assert not allowed(("json", "lowercase")) and not allowed(("lowercase", "json"))
+    assert all(allowed(pair) for pair in NEW_PAIRS)
+    assert set(EXCLUDES) | {kind for others in EXCLUDES.values() for kind in others} <= set(PHRASES) <= set(CHECKS)
+
+
+def test_the_words_of_a_prompt_say_what_its_label_checks(tables: Tables) -> None:
+    for prompt in (*tables.prompts, *tables.eval_prompts):
+        for one in json.loads(prompt.label or "")["instructions"]:
+            said = prompt.messages[0].content
+            assert all(
+                str(value) in said for name, value in one.items() if name != "kind" and one["kind"] != "sentences"
+            )
+
+
+def test_one_answer_can_follow_both_of_a_new_pair() -> None:
+    text = "Well people use the word good today!"
+    options = {"word": "good"}
+    assert follows(text, {"kind": "keyword", **options}) and follows(text, {"kind": "exclamation"})
+    assert follows(text, {"kind": "first_word", "word": "Well"}) and follows(
+        text, {"kind": "last_word", "word": "today"}
+    )

@@ -1,0 +1,74 @@
+"""Each check accepts what follows the instruction and refuses what nearly does."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from rlhf_core.errors import RewardError
+from rlhf_core.rewards.library.instructions import CHECKS, follows, instructions_followed, on_topic
+
+GOOD_AND_BAD: list[tuple[dict[str, Any], str, str]] = [
+    ({"kind": "lowercase"}, "rain is water, 2 cups.", "Rain is water."),
+    ({"kind": "uppercase"}, "RAIN IS WET.", "RAIN IS Wet."),
+    ({"kind": "at_most_words", "count": 3}, "It's well-known, really.", "It is well known."),
+    ({"kind": "at_least_words", "count": 3}, "one two three", "one, two -"),
+    ({"kind": "first_word", "word": "Well"}, '"well, rain is wet."', "Wells are deep."),
+    ({"kind": "last_word", "word": "today"}, "It rains Today!", "Today it rains"),
+    ({"kind": "keyword", "word": "good"}, "A GOOD cat.", "Goodness, a cat."),
+    ({"kind": "no_commas"}, "Cats and dogs.", "Cats, dogs."),
+    ({"kind": "exclamation"}, "Rain! \n", "Rain! Yes."),
+    ({"kind": "question"}, "Is it rain?", "Is it? Rain."),
+    ({"kind": "quoted"}, ' "Rain is wet." ', 'He said "rain"'),
+    ({"kind": "json", "key": "answer"}, '```json\n{"answer": "rain"}\n```', '{"answer": ["rain"]}'),
+    ({"kind": "sentences", "count": 1}, "Rain is water, 3.5 times.", "Rain. It is wet."),
+]
+
+
+@pytest.mark.parametrize(("instruction", "good", "bad"), GOOD_AND_BAD, ids=lambda value: str(value)[:30])
+def test_a_check_tells_apart_what_follows_from_what_nearly_does(
+    instruction: dict[str, Any], good: str, bad: str
+) -> None:
+    assert follows(good, instruction)
+    assert not follows(bad, instruction)
+
+
+def test_every_kind_of_instruction_is_tested_and_none_holds_for_an_empty_answer() -> None:
+    assert {instruction["kind"] for instruction, *_ in GOOD_AND_BAD} == set(CHECKS)
+    assert [instruction for instruction, *_ in GOOD_AND_BAD if follows(" \n", instruction)] == []
+
+
+def test_loose_forgives_a_first_line_and_asterisks() -> None:
+    text = "Sure, here it is:\n*rain is water*"
+    assert not follows(text, {"kind": "lowercase"})
+    assert follows(text, {"kind": "lowercase"}, loose=True)
+    assert not follows("Rain\nIs\nWater", {"kind": "lowercase"}, loose=True)
+
+
+def label(*instructions: dict[str, Any], topic: tuple[str, ...] = ("rain", "cloud"), min_words: int = 6) -> str:
+    return json.dumps({"instructions": instructions, "topic": topic, "min_words": min_words})
+
+
+def test_the_share_of_instructions_and_all_of_them() -> None:
+    both = label({"kind": "no_commas"}, {"kind": "exclamation"})
+    texts, labels = ["rain!", "rain", "rain, so"], [both, both, both]
+    assert instructions_followed([""] * 3, texts, labels) == [1.0, 0.0, 0.0]
+    assert instructions_followed([""] * 3, texts, labels, partial=True) == [1.0, 0.5, 0.0]
+    assert instructions_followed([""], ["rain"], [None]) == [None]
+
+
+def test_one_word_is_no_answer_unless_it_was_asked_for() -> None:
+    long = "Clouds give water that falls down."
+    texts = [long, "Rain.", "Water that falls down from above.", "Rain, that is it."]
+    assert on_topic([""] * 4, texts, [label({"kind": "no_commas"})] * 4) == [1.0, 0.0, 0.0, 0.0]
+    assert on_topic([""], ["Rain falls."], [label({"kind": "at_most_words", "count": 2})]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    "text", ["rain", "[]", '{"instructions": []}', '{"instructions": [{}], "topic": [], "min_words": 1}', "[" * 9999]
+)
+def test_a_label_of_another_form_is_refused(text: str) -> None:
+    with pytest.raises(RewardError, match="label = "):
+        instructions_followed([""], ["rain"], [text])
