@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_core.schema.base import Config
+from rlhf_core.schema.base import Config, added_option
 
 # ---------------------------------------------------------------- synthetic worlds
 
@@ -85,6 +85,9 @@ RowFormat = Literal[
     "comparison",
     "ranking",
     "scored",
+    "ratings",
+    "label_studio",
+    "argilla",
 ]
 PreferenceCoding = Literal["auto", "zero_based", "one_based", "first_is_one", "signed"]
 RankingPairs = Literal["max_min", "adjacent", "all"]
@@ -111,6 +114,9 @@ class Columns(Config):
     answers: str = ""
     reward: str = ""
     id: str = ""
+    ratings: str = added_option("")
+    thumbs: str = added_option("")
+    annotator: str = added_option("")
 
 
 class Use(Config):
@@ -160,6 +166,13 @@ class Source(Config):
     first, 0 for a tie). `auto` infers it from the numbers of the whole source and refuses ambiguous ones."""
     ranking_pairs: RankingPairs = "max_min"
     """Pairs made from a ranking: the best answer against the worst, each against the next one, or each against each."""
+    rating_weights: dict[str, float] = added_option({})
+    """Weight of each aspect in an answer's rating: `{helpfulness = 0.65, correctness = 0.35}`. Without weights, answers
+    need an overall rating."""
+    min_margin: float = added_option(0.0, ge=0)
+    """Smallest difference between two ratings that counts as a preference; answers that are closer are a tie."""
+    rating_questions: dict[str, str] = added_option({})
+    """Label Studio and Argilla: the field that each question with a rating asks about, `{quality_a = "response_a"}`."""
     weight: float = Field(1.0, gt=0)
     """Relative share of each table, if `data.mixture` is `weights`."""
     use: Use

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 from rlhf_core.config.data import Files, Source
 from rlhf_core.data.cleaning import decontaminate, deduplicate, exact
-from rlhf_core.data.comparisons import Tie, refuse_hidden_answers, verdict_coding
+from rlhf_core.data.comparisons import NoPreference, refuse_hidden_answers, verdict_coding
 from rlhf_core.data.formats import Content, Example, Row, convert_all, detect, rename
 from rlhf_core.data.mixing import is_evaluation, misfit, mix, shuffled, table_of
 from rlhf_core.data.sources import read
-from rlhf_core.data.tables import Demonstration, Feedback, Preference, SteppedAnswer, Tables, content_id
+from rlhf_core.data.tables import Demonstration, Feedback, Preference, SteppedAnswer, Tables, content_id, pseudonym
 from rlhf_core.data.validation import Drop, DropReport, Origin
 from rlhf_core.errors import DataError
 from rlhf_core.types import Prompt, derive_seed
@@ -66,13 +66,22 @@ def read_examples(source: Source, *, max_bad_fraction: float, report: DropReport
         coding = verdict_coding(source.name, coding, [row for *_, row in kept])
     for origin, format_name, row in itertools.chain(kept, rows):
         try:
-            contents = convert_all(row, format_name, coding=coding, ranking_pairs=source.ranking_pairs)
+            contents = convert_all(
+                row,
+                format_name,
+                coding=coding,
+                ranking_pairs=source.ranking_pairs,
+                rating_weights=source.rating_weights,
+                min_margin=source.min_margin,
+            )
         except _MALFORMED as error:
             malformed.append(_malformed(source, origin, error))
             continue
-        except Tie:
-            ties.append(Drop(source.name, origin, "tie: no answer is better than the others"))
+        except NoPreference as verdict:
+            ties.append(Drop(source.name, origin, verdict.reason))
             continue
+        if contents[0].tied:
+            report.tied_pairs[source.name] += contents[0].tied
         made = [_example(content, source, origin) for content in contents]
         # Only the best answer of a ranking is worth imitating: the chosen answer of the first pair.
         examples += made if table_of(made[0], source.use) == "preferences" else made[:1]
@@ -81,11 +90,11 @@ def read_examples(source: Source, *, max_bad_fraction: float, report: DropReport
     return examples
 
 
-def best_against_worst(examples: Sequence[Example], report: DropReport) -> list[Example]:
+def best_against_worst(examples: Sequence[Example], report: DropReport, *, min_margin: float = 0.0) -> list[Example]:
     """Return scored examples as one pair per prompt, of the highest and the lowest reward. The others are unused.
 
-    If all answers to a prompt have the same reward, or there is only one, the examples become bare prompts. Examples
-    without a reward stay unchanged.
+    If all answers to a prompt have the same reward, or differ by less than `min_margin`, or there is only one, the
+    examples become bare prompts. Examples without a reward stay unchanged.
     """
     by_prompt: dict[str, list[Example]] = defaultdict(list)
     for example in examples:
@@ -95,10 +104,11 @@ def best_against_worst(examples: Sequence[Example], report: DropReport) -> list[
     for found in by_prompt.values():
         order = sorted(found, key=lambda example: -(example.reward or 0.0))
         best, worst = order[0], order[-1]
-        if best.reward == worst.reward:
+        gap = (best.reward or 0.0) - (worst.reward or 0.0)
+        if gap == 0 or gap < min_margin:
             judged += [replace(example, chosen=()) for example in found]
             continue
-        judged.append(replace(best, rejected=worst.chosen, margin=(best.reward or 0.0) - (worst.reward or 0.0)))
+        judged.append(replace(best, rejected=worst.chosen, margin=gap))
         if len(order) > 2:
             report.unused[best.source] += len(order) - 2
     return judged
@@ -167,6 +177,7 @@ def _example(content: Content, source: Source, origin: Origin) -> Example:
         step_labels=content.step_labels,
         judged=content.judged,
         reward=content.reward,
+        annotator=pseudonym(content.annotator, source.name),
     )
 
 
@@ -174,7 +185,7 @@ def _paired(examples: Sequence[Example], source: Source, report: DropReport) -> 
     """Return the examples joined to pairs, except those for the `steps` table, which are judged one by one."""
     judged = [example for example in examples if table_of(example, source.use) == "steps"]
     others = [example for example in examples if table_of(example, source.use) != "steps"]
-    return pair_unpaired(best_against_worst(others, report)) + judged
+    return pair_unpaired(best_against_worst(others, report, min_margin=source.min_margin)) + judged
 
 
 def _assign(
@@ -261,6 +272,7 @@ def _tables(rows: dict[str, list[Example]]) -> tuple[Tables, dict[str, Origin]]:
                 row.rejected,
                 row.margin,
                 row.source,
+                row.annotator,
             )
             for row in rows[name]
         )
@@ -273,6 +285,7 @@ def _tables(rows: dict[str, list[Example]]) -> tuple[Tables, dict[str, Origin]]:
                 row.chosen or row.rejected,
                 bool(row.chosen),
                 row.source,
+                row.annotator,
             )
             for row in rows[name]
         )

@@ -17,12 +17,15 @@ from typing import Any
 from rlhf_core.config.data import Columns, PreferenceCoding, RankingPairs
 from rlhf_core.data.comparisons import (
     TRANSCRIPT_TURN,
+    Tie,
+    Unrated,
     compared,
     is_ranking,
     ranked,
     refuse_hidden_answers,
     responses,
 )
+from rlhf_core.data.ratings import is_rated, overall, rated, score_margin
 from rlhf_core.data.validation import Origin
 from rlhf_core.errors import DataError
 from rlhf_core.types import Message
@@ -44,6 +47,10 @@ _ROLES = {
 _CALLS = ("tools", "tool_calls", "function_call")
 """Fields of a row or a turn that describe tools, which a `Message` cannot hold."""
 _NOTHING = ("", "[]", "{}", "null")
+_THUMBS = {
+    **dict.fromkeys(("up", "thumbs_up", "thumbsup", "👍", "like", "positive", "true", "1", "1.0", "+1"), True),
+    **dict.fromkeys(("down", "thumbs_down", "thumbsdown", "👎", "dislike", "negative", "false", "-1", "-1.0"), False),
+}
 _TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
@@ -68,6 +75,7 @@ class Example:
     judged: bool = False
     reward: float | None = None
     """Reward of the only answer, if the row has one; meaningful only in comparison with rewards of other answers."""
+    annotator: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +91,9 @@ class Content:
     step_labels: tuple[float, ...] = ()
     judged: bool = False
     reward: float | None = None
+    annotator: str = ""
+    tied: int = 0
+    """Number of pairs of equally good answers in the row, counted at the first content of the row."""
 
 
 def rename(row: Row, columns: Columns) -> dict[str, Any]:
@@ -112,11 +123,14 @@ def detect(row: Row) -> str:
         return "comparison"
     if "prompt" in has and is_ranking(row):
         return "ranking"
+    if is_rated(row):
+        return "ratings"
     if {"prompt", "completion", "reward"} <= has and "label" not in has:
         return "scored"
     for name, needed in (
         ("stepwise", {"prompt", "completions", "labels"}),
         ("scored", {"input", "output", "reward"}),
+        ("unpaired_preference", {"prompt", "completion", "thumbs"}),
         ("messages", {"messages"}),
         ("messages", {"conversations"}),
         ("question_answer", {"question", "answer"}),
@@ -134,22 +148,41 @@ def detect(row: Row) -> str:
     raise DataError(f"unknown columns: {sorted(row)}; known formats are {FORMATS}")
 
 
-def convert_all(row: Row, format_name: str, *, coding: PreferenceCoding, ranking_pairs: RankingPairs) -> list[Content]:
-    """Return the contents of `row` in the format `format_name`: one, or one per pair for a ranking.
+def convert_all(
+    row: Row,
+    format_name: str,
+    *,
+    coding: PreferenceCoding,
+    ranking_pairs: RankingPairs,
+    rating_weights: Mapping[str, float] | None = None,
+    min_margin: float = 0.0,
+) -> list[Content]:
+    """Return the contents of `row` in the format `format_name`: one, or one per pair for a ranking and for ratings.
 
-    The column `system` becomes the system message. Raises DataError for an invalid row, and `comparisons.Tie` if its
-    answers are equally good.
+    The column `system` becomes the system message. Raises DataError for an invalid row, and `comparisons.NoPreference`
+    if its answers are equally good or were not judged.
     """
     _refuse_calls(row)
+    weights = rating_weights or {}
     rows: list[Row] = [row]
     try:
         if format_name == "comparison":
             rows, format_name = [compared(row, coding)], "preference"
         elif format_name == "ranking":
             rows, format_name = list(ranked(row, ranking_pairs)), "preference"
+        elif format_name == "ratings":
+            rows = list(rated(row, pairs=ranking_pairs, weights=weights, min_margin=min_margin))
+            format_name = "preference"
+        elif format_name == "scored" and weights:
+            rows = [{**row, "reward": _weighted(row, weights)}]
+        elif format_name == "preference" and (margin := score_margin(row)) is not None:
+            rows = [_with_margin(row, margin, min_margin)]
     except KeyError as error:
         raise DataError(f"missing column: {error.args[0]!r}; the row has {sorted(row)}") from error
-    return [_with_system(convert(one, format_name), row) for one in rows]
+    said_by = _annotator(row)
+    contents = [replace(_with_system(convert(one, format_name), row), annotator=said_by) for one in rows]
+    tied = rows[0]["tied"] if "tied" in rows[0] else 0
+    return [replace(contents[0], tied=tied), *contents[1:]] if tied else contents
 
 
 def convert(row: Row, format_name: str) -> Content:
@@ -210,7 +243,7 @@ def _hh(row: Row) -> Content:
 
 def _unpaired_preference(row: Row) -> Content:
     prompt, answer = _turns(row["prompt"], role="user"), _turns(row["completion"], role="assistant")
-    if _truth(row["label"]):
+    if _thumbs_up(row["thumbs"]) if "thumbs" in row else _truth(row["label"]):
         return Content(prompt, chosen=answer, judged=True)
     return Content(prompt, rejected=answer, judged=True)
 
@@ -257,7 +290,7 @@ ADAPTERS: dict[str, Callable[[Row], Content]] = {
     "question_answer": _question_answer,
     "scored": _scored,
 }
-FORMATS = sorted([*ADAPTERS, "comparison", "ranking"])
+FORMATS = sorted([*ADAPTERS, "comparison", "ranking", "ratings"])
 
 
 # ---------------------------------------------------------------- private: turns
@@ -406,6 +439,29 @@ def _margin(row: Row) -> float:
     return _finite(row["margin"], "margin")
 
 
+def _weighted(row: Row, weights: Mapping[str, float]) -> float:
+    """Return the reward of an answer whose row has a column for each aspect (HelpSteer)."""
+    value = overall(row, weights)
+    if value is None:
+        raise Unrated
+    return value
+
+
+def _with_margin(row: Row, margin: float, min_margin: float) -> Row:
+    """Return a pair with the difference of its two ratings as margin. Raises Tie if they are too close."""
+    if margin == 0 or margin < min_margin:
+        raise Tie
+    return row if "margin" in row else {**row, "margin": margin}
+
+
+def _annotator(row: Row) -> str:
+    """Return who judged the row as text, or the empty text if the row does not say."""
+    value = next((row[name] for name in ("annotator", "annotator_id") if row.get(name) is not None), "")
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise DataError(f"not an annotator: {type(value).__name__}; a text or a number is needed")
+    return _string(str(value), "annotator").strip()
+
+
 def _finite(value: Any, name: str) -> float:
     try:
         number = float(value)
@@ -414,6 +470,18 @@ def _finite(value: Any, name: str) -> float:
     if not math.isfinite(number):
         raise DataError(f"not a number: {name} is {number}")
     return number
+
+
+def _thumbs_up(value: Any) -> bool:
+    """Return whether an answer got a thumbs up. Raises Unrated if it got none, and DataError for an unknown spelling."""
+    said = "_".join(_spelling(value).replace("-up", " up").replace("-down", " down").split())
+    if value is None or said in ("", "none", "null"):
+        raise Unrated
+    if said not in _THUMBS:
+        raise DataError(
+            f"not a thumb: {value!r}; up or down, 1 or -1, or true or false is needed (for 1 and 0: columns = {{label = ...}})"
+        )
+    return _THUMBS[said]
 
 
 def _truth(value: Any) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -47,6 +47,8 @@ class Preference:
     rejected: tuple[Message, ...]
     margin: float
     source: str
+    annotator: str = ""
+    """Pseudonym of the person who judged; empty if unknown or if several did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ class Feedback:
     answer: tuple[Message, ...]
     desirable: bool
     source: str
+    annotator: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,15 @@ def content_id(*parts: object) -> str:
     return hashlib.sha256(json.dumps(parts, ensure_ascii=False, default=asdict).encode()).hexdigest()[:16]
 
 
+def pseudonym(annotator: str, source: str) -> str:
+    """Return a stable name for an annotator of `source` that is not the person's own; empty for the empty name.
+
+    >>> pseudonym("jo@example.com", "desk") == pseudonym("jo@example.com", "desk") != pseudonym("jo@example.com", "hh")
+    True
+    """
+    return f"annotator-{content_id(source, annotator)[:8]}" if annotator else ""
+
+
 DEMONSTRATIONS_SCHEMA = pa.schema([("id", pa.string()), ("messages", MESSAGES), ("source", pa.string())])
 PREFERENCES_SCHEMA = pa.schema(
     [
@@ -148,6 +160,8 @@ FEEDBACK_SCHEMA = pa.schema(
         ("source", pa.string()),
     ]
 )
+ANNOTATOR = pa.field("annotator", pa.string())
+"""Column of pairs and feedback that is written only if a row has an annotator."""
 PROMPTS_SCHEMA = pa.schema(
     [("id", pa.string()), ("messages", MESSAGES), ("label", pa.string()), ("source", pa.string())]
 )
@@ -174,9 +188,10 @@ def read_demonstrations(path: Path) -> list[Demonstration]:
 
 def write_preferences(path: Path, rows: Iterable[Preference]) -> None:
     """Write `rows` to the parquet file `path`."""
+    found = list(rows)
     write_table(
         path,
-        PREFERENCES_SCHEMA,
+        _with_annotators(PREFERENCES_SCHEMA, found),
         [
             {
                 "id": row.id,
@@ -185,8 +200,9 @@ def write_preferences(path: Path, rows: Iterable[Preference]) -> None:
                 "rejected": plain_messages(row.rejected),
                 "margin": row.margin,
                 "source": row.source,
+                "annotator": row.annotator,
             }
-            for row in rows
+            for row in found
         ],
     )
 
@@ -201,16 +217,18 @@ def read_preferences(path: Path) -> list[Preference]:
             to_messages(row["rejected"]),
             row["margin"],
             row["source"],
+            row["annotator"] or "",
         )
-        for row in read_table(path, PREFERENCES_SCHEMA)
+        for row in read_table(path, PREFERENCES_SCHEMA.append(ANNOTATOR), since=[ANNOTATOR.name])
     ]
 
 
 def write_feedback(folder: Path, split: str, rows: Iterable[Feedback]) -> None:
     """Write `rows` to `folder`, in a file beside the pairs of `split` (`train` or `eval`)."""
+    found = list(rows)
     write_table(
         _feedback_file(folder, split),
-        FEEDBACK_SCHEMA,
+        _with_annotators(FEEDBACK_SCHEMA, found),
         [
             {
                 "id": row.id,
@@ -218,8 +236,9 @@ def write_feedback(folder: Path, split: str, rows: Iterable[Feedback]) -> None:
                 "answer": plain_messages(row.answer),
                 "desirable": row.desirable,
                 "source": row.source,
+                "annotator": row.annotator,
             }
-            for row in rows
+            for row in found
         ],
     )
 
@@ -230,9 +249,21 @@ def read_feedback(folder: Path, split: str) -> list[Feedback]:
     if not path.exists():
         return []
     return [
-        Feedback(row["id"], to_messages(row["prompt"]), to_messages(row["answer"]), row["desirable"], row["source"])
-        for row in read_table(path, FEEDBACK_SCHEMA)
+        Feedback(
+            row["id"],
+            to_messages(row["prompt"]),
+            to_messages(row["answer"]),
+            row["desirable"],
+            row["source"],
+            row["annotator"] or "",
+        )
+        for row in read_table(path, FEEDBACK_SCHEMA.append(ANNOTATOR), since=[ANNOTATOR.name])
     ]
+
+
+def _with_annotators(schema: pa.Schema, rows: Sequence[Preference | Feedback]) -> pa.Schema:
+    """Return `schema`, with the column of annotators if a row has one: tables without them keep their bytes."""
+    return schema.append(ANNOTATOR) if any(row.annotator for row in rows) else schema
 
 
 def _feedback_file(folder: Path, split: str) -> Path:
