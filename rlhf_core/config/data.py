@@ -173,6 +173,9 @@ class Source(Config):
     """Smallest difference between two ratings that counts as a preference; answers that are closer are a tie."""
     rating_questions: dict[str, str] = added_option({})
     """Label Studio and Argilla: the field that each question with a rating asks about, `{quality_a = "response_a"}`."""
+    bare_rankings: bool = added_option(False)
+    """Argilla: whether a ranking that lists names without ranks is read as best first. Argilla 2 exports rankings so,
+    and ties cannot be seen in them."""
     weight: float = Field(1.0, gt=0)
     """Relative share of each table, if `data.mixture` is `weights`."""
     use: Use

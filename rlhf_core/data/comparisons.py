@@ -188,6 +188,21 @@ def ordered_pairs(
     return made, len(wanted) - len(made)
 
 
+def verdict(said: Any, names: tuple[str, str]) -> bool | None:
+    """Return whether a verdict in words prefers the second of the answers `names`, or None for a tie.
+
+    >>> verdict("response_b", ("response_a", "response_b"))
+    True
+    """
+    word = _NOT_WORD.sub("", str(said)).lower() if isinstance(said, str) else ""
+    if word in _TIES:
+        return None
+    for place in (0, 1):
+        if word == _NOT_WORD.sub("", names[place]).lower() or word in _ORDINALS[place]:
+            return place == 1
+    raise DataError(f"not a preference: {said!r}; {names[0]!r}, {names[1]!r}, 'A', 'B' or 'tie' is needed, or a number")
+
+
 # ---------------------------------------------------------------- private
 
 
@@ -196,13 +211,10 @@ def _second_won(said: Any, names: tuple[str, str], coding: PreferenceCoding) -> 
     number = _number(said)
     if number is not None:
         return _second_by_number(number, coding)
-    word = _NOT_WORD.sub("", str(said)).lower() if isinstance(said, str) else ""
-    if word in _TIES:
+    second = verdict(said, names)
+    if second is None:
         raise Tie
-    for place in (0, 1):
-        if word == _NOT_WORD.sub("", names[place]).lower() or word in _ORDINALS[place]:
-            return place == 1
-    raise DataError(f"not a preference: {said!r}; {names[0]!r}, {names[1]!r}, 'A', 'B' or 'tie' is needed, or a number")
+    return second
 
 
 def _second_by_number(number: float, coding: PreferenceCoding) -> bool:

@@ -7,10 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from rlhf_core.config.data import Files, Source
+from rlhf_core.config.data import Files, PreferenceCoding, Source
 from rlhf_core.data.cleaning import decontaminate, deduplicate, exact
 from rlhf_core.data.comparisons import NoPreference, refuse_hidden_answers, verdict_coding
-from rlhf_core.data.formats import Content, Example, Row, convert_all, detect, rename
+from rlhf_core.data.exports import EXPORTS, preference_rows, read_record
+from rlhf_core.data.formats import Content, Example, Row, contents_of, convert_all, detect, exported, rename
 from rlhf_core.data.mixing import is_evaluation, misfit, mix, shuffled, table_of
 from rlhf_core.data.sources import read
 from rlhf_core.data.tables import Demonstration, Feedback, Preference, SteppedAnswer, Tables, content_id, pseudonym
@@ -66,14 +67,7 @@ def read_examples(source: Source, *, max_bad_fraction: float, report: DropReport
         coding = verdict_coding(source.name, coding, [row for *_, row in kept])
     for origin, format_name, row in itertools.chain(kept, rows):
         try:
-            contents = convert_all(
-                row,
-                format_name,
-                coding=coding,
-                ranking_pairs=source.ranking_pairs,
-                rating_weights=source.rating_weights,
-                min_margin=source.min_margin,
-            )
+            contents = _contents(row, format_name, source, coding)
         except _MALFORMED as error:
             malformed.append(_malformed(source, origin, error))
             continue
@@ -147,7 +141,9 @@ def _rows(source: Source, report: DropReport, malformed: list[Drop]) -> Iterator
         try:
             if record.problem:
                 raise DataError(record.problem)
-            row = rename(record.row, source.columns)
+            # The columns of an export name fields inside its records.
+            format_name = format_name or exported(record.row)
+            row = record.row if format_name in EXPORTS else rename(record.row, source.columns)
             format_name = format_name or detect(row)
             if format_name == "prompt" and source.format == "auto":
                 refuse_hidden_answers(row)
@@ -155,6 +151,22 @@ def _rows(source: Source, report: DropReport, malformed: list[Drop]) -> Iterator
             malformed.append(_malformed(source, record.origin, error))
             continue
         yield record.origin, format_name, row
+
+
+def _contents(row: Row, format_name: str, source: Source, coding: PreferenceCoding) -> list[Content]:
+    """Return the contents of a row. Raises DataError for a malformed one, and NoPreference if it prefers no answer."""
+    if format_name in EXPORTS:
+        judged = read_record(row, format_name, source)
+        rows = preference_rows(judged, pairs=source.ranking_pairs, min_margin=source.min_margin)
+        return contents_of(rows, "preference", {})
+    return convert_all(
+        row,
+        format_name,
+        coding=coding,
+        ranking_pairs=source.ranking_pairs,
+        rating_weights=source.rating_weights,
+        min_margin=source.min_margin,
+    )
 
 
 def _malformed(source: Source, origin: Origin, error: DataError | RecursionError) -> Drop:

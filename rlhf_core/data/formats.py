@@ -6,15 +6,12 @@ Column names are TRL's (https://huggingface.co/docs/trl/dataset_formats). Turns 
 
 from __future__ import annotations
 
-import datetime
-import json
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from decimal import Decimal
 from typing import Any
 
 from rlhf_core.config.data import Columns, PreferenceCoding, RankingPairs
+from rlhf_core.data import values
 from rlhf_core.data.comparisons import (
     TRANSCRIPT_TURN,
     Tie,
@@ -47,11 +44,6 @@ _ROLES = {
 _CALLS = ("tools", "tool_calls", "function_call")
 """Fields of a row or a turn that describe tools, which a `Message` cannot hold."""
 _NOTHING = ("", "[]", "{}", "null")
-_THUMBS = {
-    **dict.fromkeys(("up", "thumbs_up", "thumbsup", "👍", "like", "positive", "true", "1", "1.0", "+1"), True),
-    **dict.fromkeys(("down", "thumbs_down", "thumbsdown", "👎", "dislike", "negative", "false", "-1", "-1.0"), False),
-}
-_TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +106,8 @@ def detect(row: Row) -> str:
     'preference'
     """
     has = {name for name, value in row.items() if value is not None}
+    if export := exported(row):
+        return export
     if {"chosen", "rejected"} <= has:
         if "prompt" in has:
             return "preference"
@@ -143,9 +137,16 @@ def detect(row: Row) -> str:
             if name != "prompt" or "completion" not in has:
                 return name
             # Any other label is the expected answer, which rewards can check against.
-            judged = "label" in has and _spelling(row["label"]) in _TRUTHS
+            judged = "label" in has and values.spelling(row["label"]) in values.TRUTHS
             return "unpaired_preference" if judged else "prompt_completion"
     raise DataError(f"unknown columns: {sorted(row)}; known formats are {FORMATS}")
+
+
+def exported(row: Row) -> str:
+    """Return the format of a record of an annotation tool's export, or the empty text for any other row."""
+    if {"data", "annotations"} <= set(row):
+        return "label_studio"
+    return "argilla" if {"fields", "responses"} <= set(row) else ""
 
 
 def convert_all(
@@ -179,8 +180,15 @@ def convert_all(
             rows = [_with_margin(row, margin, min_margin)]
     except KeyError as error:
         raise DataError(f"missing column: {error.args[0]!r}; the row has {sorted(row)}") from error
-    said_by = _annotator(row)
-    contents = [replace(_with_system(convert(one, format_name), row), annotator=said_by) for one in rows]
+    return contents_of(rows, format_name, row)
+
+
+def contents_of(rows: Sequence[Row], format_name: str, row: Row) -> list[Content]:
+    """Return the contents of `rows`, which were made from one `row`, with its system message and its annotator."""
+    contents = [
+        replace(_with_system(convert(one, format_name), row), annotator=values.annotator(one) or values.annotator(row))
+        for one in rows
+    ]
     tied = rows[0]["tied"] if "tied" in rows[0] else 0
     return [replace(contents[0], tied=tied), *contents[1:]] if tied else contents
 
@@ -202,8 +210,8 @@ def _messages(row: Row) -> Content:
     """Return a conversation as prompt and answer, or as a prompt alone if its last turn is not the assistant's."""
     turns = _turns(row["messages"] if "messages" in row else row["conversations"], role="")
     if turns[-1].role == "assistant":
-        return Content(turns[:-1], turns[-1:], label=_label(row))
-    return Content(turns, label=_label(row))
+        return Content(turns[:-1], turns[-1:], label=values.label(row))
+    return Content(turns, label=values.label(row))
 
 
 def _text(row: Row) -> Content:
@@ -212,18 +220,18 @@ def _text(row: Row) -> Content:
 
 
 def _prompt(row: Row) -> Content:
-    return Content(_turns(row["prompt"], role="user"), label=_label(row))
+    return Content(_turns(row["prompt"], role="user"), label=values.label(row))
 
 
 def _prompt_completion(row: Row) -> Content:
     prompt, answer = _turns(row["prompt"], role="user"), _turns(row["completion"], role="assistant")
-    return Content(prompt, answer, label=_label(row))
+    return Content(prompt, answer, label=values.label(row))
 
 
 def _preference(row: Row) -> Content:
     prompt = _turns(row["prompt"], role="user")
     chosen, rejected = (_without_prompt(_turns(row[name], role="assistant"), prompt) for name in ("chosen", "rejected"))
-    return Content(prompt, chosen, rejected, margin=_margin(row))
+    return Content(prompt, chosen, rejected, margin=values.margin(row))
 
 
 def _implicit_preference(row: Row) -> Content:
@@ -233,17 +241,17 @@ def _implicit_preference(row: Row) -> Content:
         border = _common_words(chosen, rejected)
         prompt = _turns(chosen[:border].strip(), role="user")
         better, worse = (_turns(side[border:].strip(), role="assistant") for side in (chosen, rejected))
-        return Content(prompt, better, worse, margin=_margin(row))
-    return _split_pair(_turns(chosen, role=""), _turns(rejected, role=""), margin=_margin(row))
+        return Content(prompt, better, worse, margin=values.margin(row))
+    return _split_pair(_turns(chosen, role=""), _turns(rejected, role=""), margin=values.margin(row))
 
 
 def _hh(row: Row) -> Content:
-    return _split_pair(_transcript(row["chosen"]), _transcript(row["rejected"]), margin=_margin(row))
+    return _split_pair(_transcript(row["chosen"]), _transcript(row["rejected"]), margin=values.margin(row))
 
 
 def _unpaired_preference(row: Row) -> Content:
     prompt, answer = _turns(row["prompt"], role="user"), _turns(row["completion"], role="assistant")
-    if _thumbs_up(row["thumbs"]) if "thumbs" in row else _truth(row["label"]):
+    if values.thumbs_up(row["thumbs"]) if "thumbs" in row else values.truth(row["label"]):
         return Content(prompt, chosen=answer, judged=True)
     return Content(prompt, rejected=answer, judged=True)
 
@@ -253,10 +261,10 @@ def _stepwise(row: Row) -> Content:
     steps, labels = row["completions"], row["labels"]
     if not isinstance(steps, (list, tuple)) or not isinstance(labels, (list, tuple)) or len(steps) != len(labels):
         raise DataError("completions and labels: must be lists of one length")
-    texts = tuple(_string(step, "completions") for step in steps)
+    texts = tuple(values.string(step, "completions") for step in steps)
     answer = _turns("\n".join(texts), role="assistant")
     prompt = _turns(row["prompt"], role="user")
-    judged = tuple(_probability(label) for label in labels)
+    judged = tuple(values.probability(label) for label in labels)
     if all(label > 0.5 for label in judged):
         return Content(prompt, chosen=answer, steps=texts, step_labels=judged, judged=True)
     return Content(prompt, rejected=answer, steps=texts, step_labels=judged, judged=True)
@@ -265,13 +273,13 @@ def _stepwise(row: Row) -> Content:
 def _scored(row: Row) -> Content:
     """Return an answer with its reward. The other answers to the prompt decide whether it is good."""
     prompt, answer = ("input", "output") if "input" in row else ("prompt", "completion")
-    reward = _finite(row["reward"], "reward")
+    reward = values.finite(row["reward"], "reward")
     return Content(_turns(row[prompt], role="user"), _turns(row[answer], role="assistant"), reward=reward)
 
 
 def _question_answer(row: Row) -> Content:
     """Return a question with its answer. The label is the text after `####` (GSM8K), or else the whole answer."""
-    answer = _string(row["answer"], "answer")
+    answer = values.string(row["answer"], "answer")
     _, mark, final = answer.rpartition("####")
     label = final.strip().replace(",", "") if mark else answer.strip()
     return Content(_turns(row["question"], role="user"), _turns(answer, role="assistant"), label=label)
@@ -290,7 +298,7 @@ ADAPTERS: dict[str, Callable[[Row], Content]] = {
     "question_answer": _question_answer,
     "scored": _scored,
 }
-FORMATS = sorted([*ADAPTERS, "comparison", "ranking", "ratings"])
+FORMATS = sorted([*ADAPTERS, "comparison", "ranking", "ratings", "label_studio", "argilla"])
 
 
 # ---------------------------------------------------------------- private: turns
@@ -299,7 +307,7 @@ FORMATS = sorted([*ADAPTERS, "comparison", "ranking", "ratings"])
 def _turns(value: Any, *, role: str) -> Turns:
     """Return `value` as turns. Text becomes one turn of `role`, and a list is read turn by turn."""
     if isinstance(value, str) and role:
-        return (Message(role, _string(value, role)),)
+        return (Message(role, values.string(value, role)),)
     if not isinstance(value, (list, tuple)) or not value:
         raise DataError(f"not turns: {type(value).__name__}; a list of role and content is needed")
     return tuple(_turn(item) for item in value)
@@ -311,16 +319,16 @@ def _turn(item: Any) -> Message:
     for role_name, content_name in (("role", "content"), ("from", "value")):
         if role_name in item and content_name in item:
             _refuse_calls(item)
-            said = _string(item[role_name], role_name).lower()
+            said = values.string(item[role_name], role_name).lower()
             if said not in _ROLES:
                 raise DataError(f"unknown role: {said!r}; known are {sorted(_ROLES)}")
-            return Message(_ROLES[said], _string(item[content_name], "content"))
+            return Message(_ROLES[said], values.string(item[content_name], "content"))
     raise DataError(f"not a turn: {sorted(item)}; role and content, or from and value, are needed")
 
 
 def _with_system(content: Content, row: Row) -> Content:
     """Return `content` with the row's `system` as system message. Raises DataError if the turns have another one."""
-    if "system" not in row or row["system"] is None or not _string(row["system"], "system").strip():
+    if "system" not in row or row["system"] is None or not values.string(row["system"], "system").strip():
         return content
     said = Message("system", row["system"])
     first = content.prompt[:1]
@@ -343,7 +351,7 @@ def _refuse_calls(fields: Mapping[str, Any]) -> None:
 
 def _transcript(text: Any) -> Turns:
     """Return the turns of a raw transcript, in which each begins with `Human:` or `Assistant:` after an empty line."""
-    pieces = TRANSCRIPT_TURN.split(_string(text, "transcript"))
+    pieces = TRANSCRIPT_TURN.split(values.string(text, "transcript"))
     if len(pieces) < 3 or pieces[0].strip():
         raise DataError("not a transcript: it must begin with 'Human:' or 'Assistant:'")
     roles = {"Human": "user", "Assistant": "assistant"}
@@ -396,49 +404,6 @@ def _check(content: Content) -> None:
             raise DataError(f"empty turn: role {message.role}")
 
 
-def _string(value: Any, name: str) -> str:
-    if not isinstance(value, str):
-        raise DataError(f"not text: {name} is {type(value).__name__}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"not text: {name} has what UTF-8 cannot hold, half a surrogate pair or a bad byte") from error
-    return value
-
-
-def _label(row: Row) -> str:
-    """Return the expected answer: text as it is, dates and decimal numbers as written, anything else as JSON."""
-    value = row["label"] if "label" in row else None
-    if value is None:
-        return ""
-    if isinstance(value, Decimal):
-        value = str(value)
-    elif isinstance(value, (datetime.date, datetime.time)):
-        value = value.isoformat()
-    elif not isinstance(value, str):
-        value = _json(value, "label")
-    return _string(value, "label")
-
-
-def _json(value: Any, name: str) -> str:
-    def written(inner: Any) -> str:
-        if isinstance(inner, (datetime.date, datetime.time)):
-            return inner.isoformat()
-        raise TypeError(f"{type(inner).__name__} has no JSON")
-
-    try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, default=written)
-    except (TypeError, ValueError) as error:
-        raise DataError(f"not JSON: {name}: {error}") from error
-
-
-def _margin(row: Row) -> float:
-    """Return the margin of a row, or 0.0 if it has none."""
-    if "margin" not in row or row["margin"] in (None, ""):
-        return 0.0
-    return _finite(row["margin"], "margin")
-
-
 def _weighted(row: Row, weights: Mapping[str, float]) -> float:
     """Return the reward of an answer whose row has a column for each aspect (HelpSteer)."""
     value = overall(row, weights)
@@ -452,58 +417,3 @@ def _with_margin(row: Row, margin: float, min_margin: float) -> Row:
     if margin == 0 or margin < min_margin:
         raise Tie
     return row if "margin" in row else {**row, "margin": margin}
-
-
-def _annotator(row: Row) -> str:
-    """Return who judged the row as text, or the empty text if the row does not say."""
-    value = next((row[name] for name in ("annotator", "annotator_id") if row.get(name) is not None), "")
-    if isinstance(value, bool) or not isinstance(value, (str, int)):
-        raise DataError(f"not an annotator: {type(value).__name__}; a text or a number is needed")
-    return _string(str(value), "annotator").strip()
-
-
-def _finite(value: Any, name: str) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise DataError(f"not a number: {name} is {value!r}") from error
-    if not math.isfinite(number):
-        raise DataError(f"not a number: {name} is {number}")
-    return number
-
-
-def _thumbs_up(value: Any) -> bool:
-    """Return whether an answer got a thumbs up. Raises Unrated if it got none, and DataError for an unknown spelling."""
-    said = "_".join(_spelling(value).replace("-up", " up").replace("-down", " down").split())
-    if value is None or said in ("", "none", "null"):
-        raise Unrated
-    if said not in _THUMBS:
-        raise DataError(
-            f"not a thumb: {value!r}; up or down, 1 or -1, or true or false is needed (for 1 and 0: columns = {{label = ...}})"
-        )
-    return _THUMBS[said]
-
-
-def _truth(value: Any) -> bool:
-    """Return a label as a boolean. Accepts booleans, 0 and 1, and their spellings in CSV."""
-    said = _spelling(value)
-    if said not in _TRUTHS:
-        raise DataError(f"not true or false: label is {value!r}")
-    return _TRUTHS[said]
-
-
-def _probability(value: Any) -> float:
-    """Return a label as a probability: 1.0 or 0.0 for good or bad, and a soft label unchanged."""
-    if _spelling(value) in _TRUTHS:
-        return float(_truth(value))
-    try:
-        label = float(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise DataError(f"not true or false: label is {value!r}") from error
-    if not 0 <= label <= 1:  # NaN fails too
-        raise DataError(f"not a probability: label is {label}")
-    return label
-
-
-def _spelling(value: Any) -> str:
-    return str(value).strip().lower()

@@ -195,7 +195,9 @@ def test_a_bad_row_says_what_is_wrong(name: str, row: dict[str, Any], reason: st
 
 
 def test_columns_of_no_format_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(DataError, match=r"unknown columns: \['foo'\]; known formats are \['comparison', 'hh'"):
+    with pytest.raises(
+        DataError, match=r"unknown columns: \['foo'\]; known formats are \['argilla', 'comparison', 'hh'"
+    ):
         detect({"foo": 1})
 
 
