@@ -23,27 +23,13 @@ from rlhf_core.data.comparisons import (
     responses,
 )
 from rlhf_core.data.ratings import is_rated, overall, rated, score_margin
+from rlhf_core.data.turns import calls_tools, refuse_calls, tools_of, transcript, turns_of, with_tools
 from rlhf_core.data.validation import Origin
 from rlhf_core.errors import DataError
 from rlhf_core.types import Message
 
 Row = Mapping[str, Any]
 Turns = tuple[Message, ...]
-
-_ROLES = {
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-}
-_CALLS = ("tools", "tool_calls", "function_call")
-"""Fields of a row or a turn that describe tools, which a `Message` cannot hold."""
-_NOTHING = ("", "[]", "{}", "null")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +149,7 @@ def convert_all(
     The column `system` becomes the system message. Raises DataError for an invalid row, and `comparisons.NoPreference`
     if its answers are equally good or were not judged.
     """
-    _refuse_calls(row)
+    refuse_calls(row)
     weights = rating_weights or {}
     rows: list[Row] = [row]
     try:
@@ -186,7 +172,10 @@ def convert_all(
 def contents_of(rows: Sequence[Row], format_name: str, row: Row) -> list[Content]:
     """Return the contents of `rows`, which were made from one `row`, with its system message and its annotator."""
     contents = [
-        replace(_with_system(convert(one, format_name), row), annotator=values.annotator(one) or values.annotator(row))
+        replace(
+            _with_tools(_with_system(convert(one, format_name), row), row),
+            annotator=values.annotator(one) or values.annotator(row),
+        )
         for one in rows
     ]
     tied = rows[0]["tied"] if "tied" in rows[0] else 0
@@ -208,7 +197,7 @@ def convert(row: Row, format_name: str) -> Content:
 
 def _messages(row: Row) -> Content:
     """Return a conversation as prompt and answer, or as a prompt alone if its last turn is not the assistant's."""
-    turns = _turns(row["messages"] if "messages" in row else row["conversations"], role="")
+    turns = turns_of(row["messages"] if "messages" in row else row["conversations"], role="")
     if turns[-1].role == "assistant":
         return Content(turns[:-1], turns[-1:], label=values.label(row))
     return Content(turns, label=values.label(row))
@@ -216,21 +205,23 @@ def _messages(row: Row) -> Content:
 
 def _text(row: Row) -> Content:
     """Return running text as one answer without a prompt."""
-    return Content((), _turns(row["text"], role="assistant"))
+    return Content((), turns_of(row["text"], role="assistant"))
 
 
 def _prompt(row: Row) -> Content:
-    return Content(_turns(row["prompt"], role="user"), label=values.label(row))
+    return Content(turns_of(row["prompt"], role="user"), label=values.label(row))
 
 
 def _prompt_completion(row: Row) -> Content:
-    prompt, answer = _turns(row["prompt"], role="user"), _turns(row["completion"], role="assistant")
+    prompt, answer = turns_of(row["prompt"], role="user"), turns_of(row["completion"], role="assistant")
     return Content(prompt, answer, label=values.label(row))
 
 
 def _preference(row: Row) -> Content:
-    prompt = _turns(row["prompt"], role="user")
-    chosen, rejected = (_without_prompt(_turns(row[name], role="assistant"), prompt) for name in ("chosen", "rejected"))
+    prompt = turns_of(row["prompt"], role="user")
+    chosen, rejected = (
+        _without_prompt(turns_of(row[name], role="assistant"), prompt) for name in ("chosen", "rejected")
+    )
     return Content(prompt, chosen, rejected, margin=values.margin(row))
 
 
@@ -239,18 +230,18 @@ def _implicit_preference(row: Row) -> Content:
     chosen, rejected = row["chosen"], row["rejected"]
     if isinstance(chosen, str) and isinstance(rejected, str):
         border = _common_words(chosen, rejected)
-        prompt = _turns(chosen[:border].strip(), role="user")
-        better, worse = (_turns(side[border:].strip(), role="assistant") for side in (chosen, rejected))
+        prompt = turns_of(chosen[:border].strip(), role="user")
+        better, worse = (turns_of(side[border:].strip(), role="assistant") for side in (chosen, rejected))
         return Content(prompt, better, worse, margin=values.margin(row))
-    return _split_pair(_turns(chosen, role=""), _turns(rejected, role=""), margin=values.margin(row))
+    return _split_pair(turns_of(chosen, role=""), turns_of(rejected, role=""), margin=values.margin(row))
 
 
 def _hh(row: Row) -> Content:
-    return _split_pair(_transcript(row["chosen"]), _transcript(row["rejected"]), margin=values.margin(row))
+    return _split_pair(transcript(row["chosen"]), transcript(row["rejected"]), margin=values.margin(row))
 
 
 def _unpaired_preference(row: Row) -> Content:
-    prompt, answer = _turns(row["prompt"], role="user"), _turns(row["completion"], role="assistant")
+    prompt, answer = turns_of(row["prompt"], role="user"), turns_of(row["completion"], role="assistant")
     if values.thumbs_up(row["thumbs"]) if "thumbs" in row else values.truth(row["label"]):
         return Content(prompt, chosen=answer, judged=True)
     return Content(prompt, rejected=answer, judged=True)
@@ -262,8 +253,8 @@ def _stepwise(row: Row) -> Content:
     if not isinstance(steps, (list, tuple)) or not isinstance(labels, (list, tuple)) or len(steps) != len(labels):
         raise DataError("completions and labels: must be lists of one length")
     texts = tuple(values.string(step, "completions") for step in steps)
-    answer = _turns("\n".join(texts), role="assistant")
-    prompt = _turns(row["prompt"], role="user")
+    answer = turns_of("\n".join(texts), role="assistant")
+    prompt = turns_of(row["prompt"], role="user")
     judged = tuple(values.probability(label) for label in labels)
     if all(label > 0.5 for label in judged):
         return Content(prompt, chosen=answer, steps=texts, step_labels=judged, judged=True)
@@ -274,7 +265,7 @@ def _scored(row: Row) -> Content:
     """Return an answer with its reward. The other answers to the prompt decide whether it is good."""
     prompt, answer = ("input", "output") if "input" in row else ("prompt", "completion")
     reward = values.finite(row["reward"], "reward")
-    return Content(_turns(row[prompt], role="user"), _turns(row[answer], role="assistant"), reward=reward)
+    return Content(turns_of(row[prompt], role="user"), turns_of(row[answer], role="assistant"), reward=reward)
 
 
 def _question_answer(row: Row) -> Content:
@@ -282,7 +273,7 @@ def _question_answer(row: Row) -> Content:
     answer = values.string(row["answer"], "answer")
     _, mark, final = answer.rpartition("####")
     label = final.strip().replace(",", "") if mark else answer.strip()
-    return Content(_turns(row["question"], role="user"), _turns(answer, role="assistant"), label=label)
+    return Content(turns_of(row["question"], role="user"), turns_of(answer, role="assistant"), label=label)
 
 
 ADAPTERS: dict[str, Callable[[Row], Content]] = {
@@ -304,28 +295,6 @@ FORMATS = sorted([*ADAPTERS, "comparison", "ranking", "ratings", "label_studio",
 # ---------------------------------------------------------------- private: turns
 
 
-def _turns(value: Any, *, role: str) -> Turns:
-    """Return `value` as turns. Text becomes one turn of `role`, and a list is read turn by turn."""
-    if isinstance(value, str) and role:
-        return (Message(role, values.string(value, role)),)
-    if not isinstance(value, (list, tuple)) or not value:
-        raise DataError(f"not turns: {type(value).__name__}; a list of role and content is needed")
-    return tuple(_turn(item) for item in value)
-
-
-def _turn(item: Any) -> Message:
-    if not isinstance(item, Mapping):
-        raise DataError(f"not a turn: {type(item).__name__}; role and content are needed")
-    for role_name, content_name in (("role", "content"), ("from", "value")):
-        if role_name in item and content_name in item:
-            _refuse_calls(item)
-            said = values.string(item[role_name], role_name).lower()
-            if said not in _ROLES:
-                raise DataError(f"unknown role: {said!r}; known are {sorted(_ROLES)}")
-            return Message(_ROLES[said], values.string(item[content_name], "content"))
-    raise DataError(f"not a turn: {sorted(item)}; role and content, or from and value, are needed")
-
-
 def _with_system(content: Content, row: Row) -> Content:
     """Return `content` with the row's `system` as system message. Raises DataError if the turns have another one."""
     if "system" not in row or row["system"] is None or not values.string(row["system"], "system").strip():
@@ -339,24 +308,14 @@ def _with_system(content: Content, row: Row) -> Content:
     return content
 
 
-def _refuse_calls(fields: Mapping[str, Any]) -> None:
-    """Raise DataError if a row or a turn has tools or tool calls beside its text."""
-    for name in _CALLS:
-        value = fields[name] if name in fields else None
-        if value.strip() not in _NOTHING if isinstance(value, str) else value:
-            raise DataError(
-                f"{name}: only text is trained on, so it would be left out; write it into the turns' content"
-            )
-
-
-def _transcript(text: Any) -> Turns:
-    """Return the turns of a raw transcript, in which each begins with `Human:` or `Assistant:` after an empty line."""
-    pieces = TRANSCRIPT_TURN.split(values.string(text, "transcript"))
-    if len(pieces) < 3 or pieces[0].strip():
-        raise DataError("not a transcript: it must begin with 'Human:' or 'Assistant:'")
-    roles = {"Human": "user", "Assistant": "assistant"}
-    spoken = zip(pieces[1::2], pieces[2::2], strict=True)
-    return tuple(Message(roles[speaker], content.strip()) for speaker, content in spoken)
+def _with_tools(content: Content, row: Row) -> Content:
+    """Return `content` with the row's tools in its first turn, from where the template shows them to the policy."""
+    tools = tools_of(row["tools"]) if "tools" in row else []
+    if not tools:
+        return content
+    if content.prompt:
+        return replace(content, prompt=with_tools(content.prompt, tools))
+    return replace(content, chosen=with_tools(content.chosen, tools))
 
 
 def _split_pair(chosen: Turns, rejected: Turns, *, margin: float) -> Content:
@@ -400,7 +359,7 @@ def _check(content: Content) -> None:
     if content.prompt and content.prompt[-1].role == "assistant":
         raise DataError("prompt ends with the assistant: a prompt must end with another's turn")
     for message in (*content.prompt, *content.chosen, *content.rejected):
-        if not message.content.strip():
+        if not message.content.strip() and not calls_tools(message):
             raise DataError(f"empty turn: role {message.role}")
 
 

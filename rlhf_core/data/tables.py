@@ -10,10 +10,19 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa  # type: ignore[import-untyped]
 
-from rlhf_core.data.parquet import MESSAGES, plain_messages, read_table, to_messages, write_table
+from rlhf_core.data.parquet import (
+    MESSAGES,
+    MESSAGES_WITH_TOOLS,
+    plain_messages,
+    read_table,
+    to_messages,
+    tool_messages,
+    write_table,
+)
 from rlhf_core.types import Message, Prompt
 
 PROMPTS_FILE = "prompts.parquet"
@@ -119,7 +128,13 @@ def content_id(*parts: object) -> str:
     >>> content_id("a", 1)
     '2657442bb4a48d62'
     """
-    return hashlib.sha256(json.dumps(parts, ensure_ascii=False, default=asdict).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(parts, ensure_ascii=False, default=_fields).encode()).hexdigest()[:16]
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass; messages without tool calls have the id that they had before there were any."""
+    found = asdict(value)
+    return {name: item for name, item in found.items() if name != "tool_fields" or item}
 
 
 def pseudonym(annotator: str, source: str) -> str:
@@ -132,6 +147,8 @@ def pseudonym(annotator: str, source: str) -> str:
 
 
 DEMONSTRATIONS_SCHEMA = pa.schema([("id", pa.string()), ("messages", MESSAGES), ("source", pa.string())])
+TOOL_DEMONSTRATIONS_SCHEMA = DEMONSTRATIONS_SCHEMA.set(1, pa.field("messages", MESSAGES_WITH_TOOLS))
+"""Schema of demonstrations of which at least one calls tools; tables without calls keep their bytes."""
 PREFERENCES_SCHEMA = pa.schema(
     [
         ("id", pa.string()),
@@ -171,11 +188,10 @@ PROMPTS_SCHEMA = pa.schema(
 
 def write_demonstrations(path: Path, rows: Iterable[Demonstration]) -> None:
     """Write `rows` to the parquet file `path`."""
-    write_table(
-        path,
-        DEMONSTRATIONS_SCHEMA,
-        [{"id": row.id, "messages": plain_messages(row.messages), "source": row.source} for row in rows],
-    )
+    found = list(rows)
+    tools = any(message.tool_fields for row in found for message in row.messages)
+    schema, plain = (TOOL_DEMONSTRATIONS_SCHEMA, tool_messages) if tools else (DEMONSTRATIONS_SCHEMA, plain_messages)
+    write_table(path, schema, [{"id": row.id, "messages": plain(row.messages), "source": row.source} for row in found])
 
 
 def read_demonstrations(path: Path) -> list[Demonstration]:
