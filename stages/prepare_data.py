@@ -209,6 +209,7 @@ def _metrics(tables: Tables, report: DropReport, chat: ChatTemplate) -> dict[str
     if report.tied_pairs:
         metrics["ties/pairs"] = report.tied_pairs.total()
     metrics |= {f"dropped/{reason.replace(' ', '_')}": count for reason, count in report.counts().items()}
+    metrics |= {f"masked/{kind}": count for kind, count in report.masked.items()}
     prompts = [len(chat.prompt_ids(row.messages)) for row in tables.prompts[:1000]]
     answers = [
         sum(sample.loss_mask)

@@ -182,6 +182,31 @@ class Source(Config):
     """Shares of the source's prompts for each table; the parts are disjoint."""
 
 
+class Filters(Config):
+    """Rows that are left out, or changed, before the tables are made. Every filter is off by default."""
+
+    near_duplicates: float = Field(0.0, ge=0, le=1)
+    """Similarity from which a row is dropped as a near-duplicate of an earlier one, 0.8 is common; 0 is off. It is the
+    Jaccard similarity of their word trigrams, estimated by MinHash (Broder 1997) with 128 permutations."""
+    languages: tuple[str, ...] = ()
+    """ISO 639-1 codes of the languages to keep (`["en", "de"]`); empty keeps all. Needs the extra `language`."""
+    min_language_probability: float = Field(0.0, ge=0, le=1)
+    """Smallest probability of the detected language for a row to be kept."""
+    min_answer_words: int = Field(0, ge=0)
+    """Minimum number of words of an answer."""
+    max_answer_words: int = Field(0, ge=0)
+    """Maximum number of words of an answer; 0 is no limit."""
+    max_repetition: float = Field(1.0, ge=0, le=1)
+    """Largest share of an answer's word trigrams that repeat an earlier one (compare arXiv 2112.11446, table A1)."""
+    min_alphabetic: float = Field(0.0, ge=0, le=1)
+    """Smallest share of an answer's words that contain a letter (arXiv 2112.11446, appendix A1.1: 0.8)."""
+    pii: Literal["off", "drop", "mask"] = "off"
+    """What becomes of rows with personal data (emails, phone numbers, credit cards, IP addresses, keys and tokens): `drop`
+    leaves them out, `mask` writes `[EMAIL]`, `[PHONE]`, `[CARD]`, `[IP]` and `[KEY]` in their place."""
+    phone_region: str = Field("", pattern="^([A-Z]{2})?$")
+    """Country (ISO 3166-1, `US`) whose national phone numbers are found too; without it only those with a `+`."""
+
+
 class Files(Config):
     """A mixture of real sources."""
 
@@ -205,6 +230,8 @@ class Files(Config):
     """Minimum number of trained tokens in an answer."""
     max_bad_fraction: float = Field(0.05, ge=0, le=1)
     """Largest share of malformed rows per source; a larger share is an error."""
+    filters: Filters = added_option(Filters())
+    """Filters by similarity, language, length, quality and personal data."""
 
     @model_validator(mode="after")
     def _names_differ(self) -> Files:

@@ -11,8 +11,10 @@ from rlhf_core.config.data import Files, PreferenceCoding, Source
 from rlhf_core.data.cleaning import decontaminate, deduplicate, exact
 from rlhf_core.data.comparisons import NoPreference, refuse_hidden_answers, verdict_coding
 from rlhf_core.data.exports import EXPORTS, preference_rows, read_record
+from rlhf_core.data.filters import RowFilter
 from rlhf_core.data.formats import Content, Example, Row, contents_of, convert_all, detect, exported, rename
 from rlhf_core.data.mixing import is_evaluation, misfit, mix, shuffled, table_of
+from rlhf_core.data.near_duplicates import NearDuplicates
 from rlhf_core.data.sources import read
 from rlhf_core.data.tables import Demonstration, Feedback, Preference, SteppedAnswer, Tables, content_id, pseudonym
 from rlhf_core.data.validation import Drop, DropReport, Origin
@@ -34,8 +36,10 @@ def make_tables(config: Files, *, seed: int, report: DropReport) -> tuple[Tables
     Raises DataError, naming the first malformed row, if more than `max_bad_fraction` of a source is malformed.
     """
     assigned: dict[str, dict[str, list[Example]]] = defaultdict(lambda: defaultdict(list))
+    row_filter = RowFilter(config.filters)
     for source in config.sources:
         examples = read_examples(source, max_bad_fraction=config.max_bad_fraction, report=report)
+        examples = row_filter.kept(examples, report)
         if config.deduplicate:
             examples = deduplicate(examples, report)
         _assign(_paired(examples, source, report), source, config, assigned, report)
@@ -43,6 +47,8 @@ def make_tables(config: Files, *, seed: int, report: DropReport) -> tuple[Tables
         _deduplicate_across(assigned, report)
     if config.decontaminate != "off":
         _decontaminate(assigned, config, report)
+    if config.filters.near_duplicates:
+        _drop_near_duplicates(assigned, config.filters.near_duplicates, report)
     rows = {
         table: _mixed(assigned[table], config, seed=derive_seed(seed, table), report=report)
         for table in (*TRAINING, *EVALUATION)
@@ -239,6 +245,15 @@ def _decontaminate(assigned: dict[str, dict[str, list[Example]]], config: Files,
     for table in TRAINING:
         for name, found in assigned[table].items():
             assigned[table][name] = decontaminate(found, held_out, ngram=ngram, report=report)
+
+
+def _drop_near_duplicates(assigned: dict[str, dict[str, list[Example]]], threshold: float, report: DropReport) -> None:
+    """Drop rows that are near-duplicates of an earlier row of their table, or of one that it holds out."""
+    for table in TRAINING:
+        pool = NearDuplicates(threshold)
+        for name in (f"eval_{table}", table):  # held-out rows first: what stays there is not trained on
+            for source, found in (assigned[name] if name in assigned else {}).items():
+                assigned[name][source] = pool.distinct(found, report)
 
 
 def _mixed(by_source: dict[str, list[Example]], config: Files, *, seed: int, report: DropReport) -> list[Example]:

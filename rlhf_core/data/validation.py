@@ -48,6 +48,9 @@ class DropReport:
     tied_pairs: Counter[str] = field(default_factory=Counter)
     """Number of pairs of equally good answers per source, in rows that have other pairs."""
 
+    masked: Counter[str] = field(default_factory=Counter)
+    """Number of masked pieces of personal data per kind."""
+
     def add(self, source: str, origin: Origin, reason: str) -> None:
         """Record that a row is left out."""
         self.drops.append(Drop(source, origin, reason))
@@ -77,6 +80,7 @@ class DropReport:
             "rows_read": dict(self.rows_read),
             "unused": dict(self.unused),
             **({"tied_pairs": dict(self.tied_pairs)} if self.tied_pairs else {}),
+            **({"masked": dict(self.masked)} if self.masked else {}),
             "dropped": len(self.drops),
             "reasons": self.counts(),
             "drops": [{"source": drop.source, **asdict(drop.origin), "reason": drop.reason} for drop in self.drops],
