@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from rlhf_core.config.engines import OptimizerConfig, refuse_average
 from rlhf_core.config.loop import LoopConfig
-from rlhf_core.schema.base import Config
+from rlhf_core.schema.base import Config, added_option
 
 
 class RewardModelConfig(Config):
@@ -18,6 +18,8 @@ class RewardModelConfig(Config):
     """Whether the pair's `margin` column is subtracted inside the sigmoid."""
     centering_coef: float = Field(0.0, ge=0)
     """Weight of the term that pulls the mean score to zero (arXiv 2312.09244); 0.01 is a common value."""
+    probe_answers: int = added_option(64, ge=0)
+    """Number of held-out chosen answers that are edited by rule, to measure what the reward model is swayed by; 0: none."""
     loop: LoopConfig = LoopConfig(batch_size=32, epochs=1)
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
 

@@ -44,6 +44,22 @@ def test_it_separates_the_pairs_and_transformers_returns_the_same_scores(tmp_pat
             assert model(torch.tensor([ids])).logits.item() == near(score, of_model(SHAPE))
 
 
+def test_probes_and_calibration_are_in_the_report_and_in_the_metrics(tmp_path: Path, policy: Path) -> None:
+    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    rows = preferences(shop.store, tmp_path, 8, held_out=20)
+    inputs = {"policy": shop.store.external(PolicyRef, policy), "preferences": rows}
+    config = CONFIG.model_copy(update={"probe_answers": 5, "max_length": 256})
+    ref, decision = shop.run("reward_model", config, inputs)
+    report = json.loads((shop.store.path(ref) / "report.json").read_text())
+    metrics = shop.metrics(decision)
+    refused = report["probes"]["refusal/instead"]
+    assert report["probes"]["answers"] == refused["answers"] == 5
+    assert metrics["probes/refusal/instead"] == pytest.approx(refused["effect"]) and refused["low"] <= refused["effect"]
+    assert "not_applicable" in report["probes"]["position"]
+    assert metrics["held_out/temperature"] == pytest.approx(report["calibration"]["temperature"])
+    assert report["calibration"]["pairs"] == report["calibration"]["fitted_pairs"] == 10
+
+
 def test_the_report_tells_the_sources_apart(tmp_path: Path, policy: Path) -> None:
     shop = Workshop(ArtifactStore(tmp_path / "store"))
     rows = preferences(shop.store, tmp_path, 8, held_out=5, sources=("forum", "shop"))
