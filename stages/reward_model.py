@@ -6,7 +6,7 @@ Loss (Bradley-Terry): -log sigmoid(r_chosen - r_rejected - margin) [+ c (r_chose
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -17,6 +17,7 @@ from rlhf_core.data.tables import Preference, read_feedback, read_preferences
 from rlhf_core.errors import DataError, explain
 from rlhf_core.evaluation.reward_probes import EDITS, probe_report
 from rlhf_core.evaluation.reward_report import reward_model_report
+from rlhf_core.evaluation.reward_suites import SuiteRow, read_suite, suite_metrics, suite_report
 from rlhf_core.interfaces import Metrics, ModelSpec, Trainer
 from rlhf_core.models.architecture import check_longest
 from rlhf_core.stage.context import StageContext
@@ -24,6 +25,7 @@ from rlhf_core.training.fit import fit
 from rlhf_core.training.objectives.base import BradleyTerryObjective
 from rlhf_core.types import PolicyRef, PreferencesRef, RewardModelRef, RewardPair, TokenSample
 from stages.config.reward_model import RewardModelConfig
+from stages.config.suites import check_suites
 
 PROBES = 32
 
@@ -42,6 +44,8 @@ def run(
     """Train a reward model from the weights of `policy`; return it with its report (accuracy, calibration, length)."""
     check_longest(f"{context.label}.max_length", config.max_length, context.path(policy))
     chat = ChatTemplate.load(context.path(policy))
+    check_suites(config, context.files)
+    suites = {name: read_suite(name, suite) for name, suite in config.suites.items()}
     rows = {split: read_preferences(context.path(preferences) / f"{split}.parquet") for split in ("train", "eval")}
     rendered = {split: reward_pairs(chat, rows[split], config) for split in rows}
     pairs = {split: [pair for _, pair in rendered[split]] for split in rendered}
@@ -65,6 +69,7 @@ def run(
         write_contract(trainer, pairs["eval"] or pairs["train"], chat, config, context.out)
         probes = probed(trainer, rows["eval"][: config.probe_answers], chat, config)
         report = write_report(trainer, rendered["eval"], probes, context)
+        report |= write_suites(trainer, suites, chat, config.max_length, context)
     metrics = {
         "steps": result.steps,
         "train_pairs": len(pairs["train"]),
@@ -152,6 +157,20 @@ def write_report(
     return headline(report)
 
 
+def write_suites(
+    trainer: Trainer, suites: Mapping[str, list[SuiteRow]], chat: ChatTemplate, max_length: int, context: StageContext
+) -> Metrics:
+    """Write `suites.json`, the accuracy on each suite and its subsets, if there are suites; return it as metrics."""
+    if not suites:
+        return {}
+    reports = {
+        name: suite_report(rows, chat, trainer.scores, max_length=max_length, seed=context.seed)
+        for name, rows in suites.items()
+    }
+    (context.out / "suites.json").write_text(json.dumps(reports, indent=2))
+    return dict(suite_metrics(reports))
+
+
 def headline(report: dict[str, Any]) -> Metrics:
     """Return the figures of a report that are metrics of the stage."""
     names = ("accuracy", "accuracy_low", "accuracy_high", "ece", "length_correlation")
@@ -165,7 +184,7 @@ def headline(report: dict[str, Any]) -> Metrics:
                 f"held_out/{name}_low": figures["low"],
                 f"held_out/{name}_high": figures["high"],
             }
-    for name, figures in report.get("probes", {}).items():
+    for name, figures in (report["probes"] if "probes" in report else {}).items():
         if isinstance(figures, dict) and "effect" in figures:
             metrics |= {
                 f"probes/{name}": figures["effect"],

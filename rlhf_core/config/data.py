@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_core.schema.base import Config, added_option
+from rlhf_core.schema.base import OPERATIONAL, Config, added_option
 
 # ---------------------------------------------------------------- synthetic worlds
 
@@ -117,6 +117,23 @@ class Columns(Config):
     ratings: str = added_option("")
     thumbs: str = added_option("")
     annotator: str = added_option("")
+
+
+class Suite(Config):
+    """A local file of chosen and rejected answers by subset, such as RewardBench."""
+
+    path: Annotated[str, Field(min_length=1), OPERATIONAL]
+    """A local file: JSONL, JSON, CSV, Parquet or Arrow. Its content belongs to the stage's key, its path does not."""
+    file_type: FileType = "auto"
+    """Type of the file; `auto` infers it from the name."""
+    prompt: str = "prompt"
+    """Column with the prompt, text or turns."""
+    chosen: str = "chosen"
+    """Column with the chosen answer."""
+    rejected: str = "rejected"
+    """Column with the rejected answer, or a list of several: the chosen one has to beat them all."""
+    subset: str = "subset"
+    """Column with the name of the row's subset; rows without one are the subset `all`."""
 
 
 class Use(Config):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
+from rlhf_core.config.data import Suite
 from rlhf_core.config.engines import OptimizerConfig, refuse_average
 from rlhf_core.config.loop import LoopConfig
 from rlhf_core.schema.base import Config, added_option
@@ -20,6 +21,8 @@ class RewardModelConfig(Config):
     """Weight of the term that pulls the mean score to zero (arXiv 2312.09244); 0.01 is a common value."""
     probe_answers: int = added_option(64, ge=0)
     """Number of held-out chosen answers that are edited by rule, to measure what the reward model is swayed by; 0: none."""
+    suites: dict[str, Suite] = added_option({})
+    """Suites of chosen and rejected answers by name, local files, on which accuracy is reported by subset."""
     loop: LoopConfig = LoopConfig(batch_size=32, epochs=1)
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
 

@@ -9,11 +9,13 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from rlhf_core.config.data import Suite
 from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.config.loop import LoopConfig
-from rlhf_core.errors import DataError
+from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef, TokenSample
+from stages.config.suites import suite_digests
 from stages.reward_model import RewardModelConfig, scored_ids
 from tests.support.tolerances import near, of_model
 from tests.support.training import killed_and_resumed, preferences, thumbs
@@ -113,3 +115,23 @@ def test_adapters_are_not_offered() -> None:
 def test_a_sequence_is_scored_where_its_answer_ends() -> None:
     # a template that writes a newline (9) after the end of the turn (2): sampled answers end at 2
     assert scored_ids(TokenSample((5, 6, 7, 2, 9), (0, 0, 1, 1, 0))) == (5, 6, 7, 2)
+
+
+def test_suites_are_scored_by_subset_and_their_content_is_in_the_key(tmp_path: Path, policy: Path) -> None:
+    path = tmp_path / "suite.jsonl"
+    row = {"prompt": "Hi", "chosen": "Hello.", "rejected": "No.", "subset": "chat"}
+    path.write_text(json.dumps(row) + "\n")
+    config = CONFIG.model_copy(update={"suites": {"rb": Suite(path=str(path))}})
+    planned = suite_digests(config)
+    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    inputs = {"policy": shop.store.external(PolicyRef, policy), "preferences": preferences(shop.store, tmp_path, 4)}
+    ref, decision = shop.run("reward_model", config, inputs, files=planned)
+    report = json.loads((shop.store.path(ref) / "suites.json").read_text())
+    assert report["rb"]["subsets"]["chat"]["rows"] == 1
+    assert shop.metrics(decision)["suites/rb/chat/accuracy"] == report["rb"]["accuracy"]
+    path.write_text(json.dumps(row | {"chosen": "Hey."}) + "\n")
+    assert suite_digests(config) != planned
+    with pytest.raises(ConfigError, match=r"suites.rb.*has changed since the run was planned"):
+        shop.run("reward_model", config.model_copy(update={"max_length": 40}), inputs, files=planned)
+    with pytest.raises(ConfigError, match="is not a file; give a local file"):
+        suite_digests(CONFIG.model_copy(update={"suites": {"rb": Suite(path=str(tmp_path / "none.jsonl"))}}))
