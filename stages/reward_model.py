@@ -13,6 +13,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.data.mixing import place
 from rlhf_core.data.tables import Preference, read_feedback, read_preferences
 from rlhf_core.errors import DataError, explain
 from rlhf_core.evaluation.reward_probes import EDITS, probe_report
@@ -23,7 +24,7 @@ from rlhf_core.models.architecture import check_longest
 from rlhf_core.stage.context import StageContext
 from rlhf_core.training.fit import fit
 from rlhf_core.training.objectives.base import BradleyTerryObjective
-from rlhf_core.types import PolicyRef, PreferencesRef, RewardModelRef, RewardPair, TokenSample
+from rlhf_core.types import PolicyRef, PreferencesRef, RewardModelRef, RewardPair, TokenSample, derive_seed
 from stages.config.reward_model import RewardModelConfig
 from stages.config.suites import check_suites
 
@@ -42,11 +43,13 @@ def run(
     config: RewardModelConfig, *, policy: PolicyRef, preferences: PreferencesRef, context: StageContext
 ) -> RewardModelRef:
     """Train a reward model from the weights of `policy`; return it with its report (accuracy, calibration, length)."""
+    context = replace(context, seed=member_seed(config, context.seed))
     check_longest(f"{context.label}.max_length", config.max_length, context.path(policy))
     chat = ChatTemplate.load(context.path(policy))
     check_suites(config, context.files)
     suites = {name: read_suite(name, suite) for name, suite in config.suites.items()}
     rows = {split: read_preferences(context.path(preferences) / f"{split}.parquet") for split in ("train", "eval")}
+    rows["train"] = without_fold(rows["train"], config)
     rendered = {split: reward_pairs(chat, rows[split], config) for split in rows}
     pairs = {split: [pair for _, pair in rendered[split]] for split in rendered}
     if not pairs["train"]:
@@ -76,6 +79,19 @@ def run(
         "dropped_pairs": sum(len(rows[split]) - len(pairs[split]) for split in rows),
     }
     return context.commit(RewardModelRef, metrics=metrics | result.final | report)
+
+
+def member_seed(config: RewardModelConfig, seed: int) -> int:
+    """Return the seed of the member of an ensemble, or `seed` itself."""
+    return derive_seed(seed, "member", config.member.number) if config.member else seed
+
+
+def without_fold(rows: list[Preference], config: RewardModelConfig) -> list[Preference]:
+    """Return the pairs of all prompts but those of the member's fold; a prompt is in one fold, by its content."""
+    member = config.member
+    if member is None or member.by == "seeds":
+        return rows
+    return [row for row in rows if int(place(row.prompt, "fold") * member.of) != member.number - 1]
 
 
 def no_pairs(context: StageContext, preferences: PreferencesRef, *, dropped: int) -> DataError:

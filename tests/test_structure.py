@@ -36,6 +36,7 @@ TESTED_THROUGH = {
     "rlhf_core/http/body.py": "rlhf_core/rewards/test_server.py",
     "rlhf_core/models/head_pass.py": "rlhf_core/models/test_forward.py",
     "rlhf_core/data/file_types.py": "rlhf_core/data/test_sources.py",
+    "rlhf_core/data/values.py": "rlhf_core/data/test_formats.py",
     "rlhf_core/rewards/external.py": "stages/test_import_reward_model.py",
     "rlhf_core/rewards/model_inputs.py": "rlhf_core/rewards/test_scoring.py",
     "rlhf_core/runtime/devices.py": "rlhf_core/runtime/test_train_worker.py",
