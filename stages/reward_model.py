@@ -219,10 +219,9 @@ def probed(trainer: Trainer, rows: Sequence[Preference], chat: ChatTemplate, con
     places: list[tuple[int, str]] = []
     for at, row in enumerate(rows):
         *turns, last = row.chosen
-        for name, edit in (("", str), *EDITS.items()):
-            text = edit(last.content)
-            if name and text == last.content:
-                continue
+        edited = {name: edit(last.content) for name, edit in EDITS.items()}
+        texts = {"": last.content} | {name: text for name, text in edited.items() if text != last.content}
+        for name, text in texts.items():
             answer = (*turns, replace(last, content=text))
             sample = chat.continuation(row.prompt, answer, max_length=config.max_length + 1)
             if sample is not None and len(sample.token_ids) <= config.max_length:

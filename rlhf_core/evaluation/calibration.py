@@ -88,5 +88,5 @@ def _ece(margins: Any, temperature: float) -> float:
 
 
 def _interval(value: float, drawn: Any) -> dict[str, float]:
-    low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return {"value": float(value), "low": float(low), "high": float(high)}
+    low, high = (float(np.quantile(drawn, side)) for side in ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
+    return {"value": float(value), "low": low, "high": high}
