@@ -134,13 +134,14 @@ def _label_studio(row: Row) -> tuple[Mapping[str, Any], list[_Response]]:
         if annotation.get("was_cancelled"):
             continue
         seconds = annotation.get("lead_time")
+        seconds = float(seconds) if isinstance(seconds, (int, float)) else 0.0
         for result in annotation["result"]:
             if isinstance(result, Mapping) and isinstance(result.get("value"), Mapping) and "from_name" in result:
                 kind = str(result.get("type"))
                 value = result["value"].get({"pairwise": "selected"}.get(kind, kind))
                 shown = _names(result.get("to_name"))
                 person = _person(annotation.get("completed_by"))
-                said.append(_Response(person, str(result["from_name"]), kind, value, shown, float(seconds or 0.0)))
+                said.append(_Response(person, str(result["from_name"]), kind, value, shown, seconds))
     return data, said
 
 
@@ -173,35 +174,33 @@ def _argilla(row: Row) -> tuple[Mapping[str, Any], list[_Response]]:
     said, questions = [], set()
     for name, value in row.items():
         if name.endswith(".responses"):  # Argilla 2
-            question, users, states = (
-                name.removesuffix(".responses"),
-                row.get(f"{name}.users"),
-                row.get(f"{name}.status"),
-            )
-            rows = [
-                {"value": one, "user_id": user, "status": status}
-                for one, user, status in zip(
-                    value or [], users or [None] * len(value or []), states or [None] * len(value or []), strict=True
-                )
-            ]
-            said += _responses(question, rows)
-            questions.add(question)
-        elif (rows_or_none := _struct_rows(value)) is not None:  # Argilla 1
-            said += _responses(name, rows_or_none)
+            question = name.removesuffix(".responses")
+            columns = {"value": value, "user_id": row.get(f"{name}.users"), "status": row.get(f"{name}.status")}
+        elif isinstance(value, Mapping) and {"user_id", "value"} <= set(value):
+            question, columns = name, dict(value)  # a sequence of structs is a struct of lists
+        elif (
+            isinstance(value, (list, tuple)) and value and all(isinstance(v, Mapping) and "user_id" in v for v in value)
+        ):
+            said += _responses(name, value)  # Argilla 1
             questions.add(name)
+            continue
+        else:
+            continue
+        said += _responses(question, _rows_of(columns, ("value", "user_id", "status")))
+        questions.add(question)
     fields = {name: value for name, value in row.items() if name.partition(".")[0] not in questions}
     return {name: value for name, value in fields.items() if isinstance(value, (str, list, tuple))}, said
 
 
-def _struct_rows(value: Any) -> list[Mapping[str, Any]] | None:
-    """Return the responses of a question's column in a dataset of Argilla 1, or None for another column."""
-    if isinstance(value, Mapping) and {"user_id", "value"} <= set(value):  # a sequence of structs is a struct of lists
-        states = value.get("status") or [None] * len(value["value"])
-        columns = zip(value["user_id"], value["value"], states, strict=True)
-        return [{"user_id": user, "value": one, "status": status} for user, one, status in columns]
-    if isinstance(value, (list, tuple)) and value and all(isinstance(v, Mapping) and "user_id" in v for v in value):
-        return list(value)
-    return None
+def _rows_of(columns: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the rows of a struct of lists; a column that is missing has no values. DataError for unequal lengths."""
+    given = {name: columns[name] for name in names if columns.get(name) is not None}
+    lengths = {len(column) if isinstance(column, (list, tuple)) else -1 for column in given.values()}
+    if not given:
+        return []
+    if len(lengths) != 1 or -1 in lengths:
+        raise DataError(f"not responses: {sorted(given)} must be lists of one length")
+    return [{name: column[place] for name, column in given.items()} for place in range(lengths.pop())]
 
 
 def _responses(question: str, rows: Any) -> list[_Response]:
@@ -357,7 +356,7 @@ def _chosen(one: _Response, names: tuple[str, ...]) -> tuple[float, float]:
 def _ranking(value: Any, source: Source) -> dict[str, float]:
     """Return the rank of each option, 1 is the best."""
     if isinstance(value, Mapping) and {"rank", "value"} <= set(value):  # a sequence of structs is a struct of lists
-        value = [{"rank": rank, "value": name} for rank, name in zip(value["rank"], value["value"], strict=True)]
+        value = _rows_of(value, ("rank", "value"))
     if not isinstance(value, (list, tuple)) or not value:
         raise DataError(f"not a ranking: {str(value)[:80]!r}; a list of values with ranks is needed")
     if all(isinstance(name, str) for name in value):

@@ -108,7 +108,7 @@ def best_against_worst(examples: Sequence[Example], report: DropReport, *, min_m
         if gap == 0 or gap < min_margin:
             judged += [replace(example, chosen=()) for example in found]
             continue
-        judged.append(replace(best, rejected=worst.chosen, margin=gap))
+        judged.append(replace(best, rejected=worst.chosen, margin=gap, annotator=_both(best, worst)))
         if len(order) > 2:
             report.unused[best.source] += len(order) - 2
     return judged
@@ -132,11 +132,20 @@ def pair_unpaired(examples: Sequence[Example]) -> list[Example]:
             continue
         partners = bad[exact(example.prompt)] if example.chosen else []
         other = next((i for i, partner in enumerate(partners) if partner.rejected != example.chosen), None)
-        joined.append(example if other is None else replace(example, rejected=partners.pop(other).rejected))
+        if other is None:
+            joined.append(example)
+        else:
+            partner = partners.pop(other)
+            joined.append(replace(example, rejected=partner.rejected, annotator=_both(example, partner)))
     return joined + [example for rest in bad.values() for example in rest]
 
 
 # ---------------------------------------------------------------- private
+
+
+def _both(good: Example, bad: Example) -> str:
+    """Return the annotator of both answers of a pair, or the empty text if two people judged them."""
+    return good.annotator if good.annotator == bad.annotator else ""
 
 
 def _rows(source: Source, report: DropReport, malformed: list[Drop]) -> Iterator[tuple[Origin, str, Row]]:

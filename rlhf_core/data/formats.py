@@ -162,7 +162,7 @@ def convert_all(
             format_name = "preference"
         elif format_name == "scored" and weights:
             rows = [{**row, "reward": _weighted(row, weights)}]
-        elif format_name == "preference" and (margin := score_margin(row)) is not None:
+        elif format_name in ("preference", "implicit_preference", "hh") and (margin := score_margin(row)) is not None:
             rows = [_with_margin(row, margin, min_margin)]
     except KeyError as error:
         raise DataError(f"missing column: {error.args[0]!r}; the row has {sorted(row)}") from error

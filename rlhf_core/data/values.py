@@ -66,11 +66,11 @@ def margin(row: Row) -> float:
 
 
 def annotator(row: Row) -> str:
-    """Return who judged the row as text, or the empty text if the row does not say."""
+    """Return who judged the row, a text or a number, as text; empty if the row does not say."""
     value = next((row[name] for name in ("annotator", "annotator_id") if row.get(name) is not None), "")
-    if isinstance(value, bool) or not isinstance(value, (str, int)):
-        raise DataError(f"not an annotator: {type(value).__name__}; a text or a number is needed")
-    return string(str(value), "annotator").strip()
+    if isinstance(value, float) and value.is_integer():  # a column of integers with gaps
+        value = int(value)
+    return string(str(value), "annotator").strip() if isinstance(value, (str, int)) else ""
 
 
 def finite(value: Any, name: str) -> float:

@@ -193,6 +193,21 @@ def test_a_rating_of_no_named_answer_is_refused() -> None:
     assert pairs_of(rated, rating_questions={"quality": "response_1", "other": "response_2"}) == [("5", "4", 3.0, "u0")]
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        FIELDS | {"ranking.responses": [RANKED, RANKED], "ranking.responses.users": ["u"]},
+        FIELDS | {"ranking.responses": "x"},
+        FIELDS | {"ranking": {"user_id": ["u"], "value": 3}},
+        {"fields": FIELDS, "responses": [3]},
+        {"fields": FIELDS, "responses": {"ranking": [{"value": {"rank": [1], "value": ["a", "b"]}}]}},
+    ],
+)
+def test_responses_of_unequal_length_or_kind_are_malformed(row: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=r"not responses|not a response"):
+        read_record(row, "argilla", source())
+
+
 # ---------------------------------------------------------------- as sources
 
 

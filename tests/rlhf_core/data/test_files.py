@@ -312,3 +312,16 @@ def test_ratings_become_pairs_with_margins_and_pseudonyms_and_ties_are_counted(t
     assert len({pair.annotator for pair in pairs}) == 1 and pairs[0].annotator.startswith("annotator-")
     assert report.counts() == {"tie": 1}
     assert report.to_json()["tied_pairs"] == {"u": 10}
+
+
+def test_a_pair_of_answers_that_two_people_judged_has_no_annotator(tmp_path: Path) -> None:
+    def thumbs(number: int, way: str, who: int) -> dict[str, Any]:
+        return {"prompt": f"q {number}", "completion": f"{way} {number}", "thumbs": way, "annotator": who}
+
+    rows = [thumbs(number, way, 1) for number in range(4) for way in ("up", "down")]
+    rows += [thumbs(9, "up", 1), thumbs(9, "down", 2), thumbs(10, "up", 3)]
+    source = {"name": "t", "path": write(tmp_path / "t.jsonl", rows), "use": {"preferences": 1.0}}
+    tables, *_ = tables_of(sources=[source])
+    pairs = [*tables.preferences, *tables.eval_preferences]
+    assert sorted(bool(pair.annotator) for pair in pairs) == [False, True, True, True, True]
+    assert [bool(row.annotator) for row in (*tables.feedback, *tables.eval_feedback)] == [True]
