@@ -20,6 +20,9 @@ from rlhf_core.errors import DataError
 
 EXPORTS = ("label_studio", "argilla")
 
+LONGEST_S = 1e9
+"""Longest time for one response; anything longer, and what is no time, counts as not measured."""
+
 _PROMPTS = ("prompt", "instruction", "question", "conversation")
 _NOT_WORD = re.compile(r"[\W_]+")
 
@@ -134,7 +137,7 @@ def _label_studio(row: Row) -> tuple[Mapping[str, Any], list[_Response]]:
         if annotation.get("was_cancelled"):
             continue
         seconds = annotation.get("lead_time")
-        seconds = float(seconds) if isinstance(seconds, (int, float)) else 0.0
+        seconds = float(seconds) if isinstance(seconds, (int, float)) and 0 <= seconds < LONGEST_S else 0.0
         for result in annotation["result"]:
             if isinstance(result, Mapping) and isinstance(result.get("value"), Mapping) and "from_name" in result:
                 kind = str(result.get("type"))
@@ -169,6 +172,8 @@ def _argilla(row: Row) -> tuple[Mapping[str, Any], list[_Response]]:
         if isinstance(given, Mapping):
             said = [one for question, rows in given.items() for one in _responses(question, rows)]
         else:
+            if not isinstance(given, (list, tuple, type(None))):
+                raise DataError(f"not responses: {type(given).__name__}; a list, or an object by question, is needed")
             said = [one for response in given or () for one in _user_response(response)]
         return row["fields"], said
     said, questions = [], set()
@@ -217,11 +222,11 @@ def _user_response(response: Any) -> list[_Response]:
     """Return one user's responses to all questions (Argilla 1 and the server's API)."""
     if not isinstance(response, Mapping) or not isinstance(response.get("values"), Mapping):
         raise DataError("not a response: values by question are needed; export records with `to_dict`")
-    rows = {
-        question: [{**response, "value": given["value"] if isinstance(given, Mapping) else given}]
-        for question, given in response["values"].items()
-    }
-    return [one for question, found in rows.items() for one in _responses(question, found)]
+    found = []
+    for question, given in response["values"].items():
+        value = given.get("value") if isinstance(given, Mapping) else given
+        found += _responses(question, [{**response, "value": value}])
+    return found
 
 
 def _kind(value: Any) -> str:
