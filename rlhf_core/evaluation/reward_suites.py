@@ -6,6 +6,7 @@ answer has a higher reward than every rejected one; a tie with the best of them 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from rlhf_core.types import Message
 
 LEVEL = 0.95
 RESAMPLES = 2000
+_NOT_IN_A_NAME = re.compile(r"[^\w\-. ]")
 ONE_SUBSET = "all"
 """Subset of rows that name none."""
 
@@ -91,7 +93,8 @@ def suite_metrics(reports: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     for name, report in reports.items():
         metrics |= {f"suites/{name}/{key}": report[key] for key in ("accuracy", "low", "high", "macro_accuracy")}
         for subset, figures in report["subsets"].items():
-            metrics |= {f"suites/{name}/{subset}/{key}": figures[key] for key in ("accuracy", "low", "high")}
+            metric = f"suites/{name}/{_NOT_IN_A_NAME.sub('_', subset)}"
+            metrics |= {f"{metric}/{key}": figures[key] for key in ("accuracy", "low", "high")}
     return metrics
 
 

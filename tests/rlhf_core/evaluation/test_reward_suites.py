@@ -63,12 +63,13 @@ def test_accuracy_is_by_subset_and_ties_count_half(chat: ChatTemplate) -> None:
     rows = [
         SuiteRow(ASK, "4", ("5",), "math"),
         SuiteRow(ASK, "4", ("5", "44"), "math"),
-        SuiteRow(ASK, "5", ("6",), "rest"),
+        SuiteRow(ASK, "5", ("6",), "c++"),
     ]
     report = suite_report(rows, chat, score, max_length=64, seed=1)
-    assert {name: figures["accuracy"] for name, figures in report["subsets"].items()} == {"math": 0.5, "rest": 0.5}
+    assert {name: figures["accuracy"] for name, figures in report["subsets"].items()} == {"math": 0.5, "c++": 0.5}
     assert (report["accuracy"], report["macro_accuracy"], report["rows"], report["cut"]) == (0.5, 0.5, 3, 0)
     metrics = suite_metrics({"rb": report})
+    assert metrics["suites/rb/c__/accuracy"] == 0.5  # names of metrics allow no plus
     assert metrics["suites/rb/math/low"] <= metrics["suites/rb/math/accuracy"] == 0.5
 
 
