@@ -112,6 +112,9 @@ class Message:
 
     role: str
     content: str
+    tool_fields: str = ""
+    """JSON object of what templates read besides: `tool_calls`, `name` and `tool_call_id` of a result, and in the first
+    turn `tools`, the schemas that are shown to the policy. Only demonstrations have them."""
 
 
 @dataclass(frozen=True, slots=True)

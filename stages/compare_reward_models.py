@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.tables import Preference, read_preferences
 from rlhf_core.errors import DataError, explain
 from rlhf_core.evaluation.reward_report import reward_model_report
+from rlhf_core.evaluation.reward_suites import SuiteRow, read_suite, suite_metrics, suite_report
 from rlhf_core.interfaces import Metrics, ModelSpec
 from rlhf_core.rewards.model import Contract, verify_contract
 from rlhf_core.stage.context import StageContext
 from rlhf_core.types import PreferencesRef, ReportRef, RewardModelRef, RewardPair
 from stages.config.compare_reward_models import CompareRewardModelsConfig
 from stages.config.reward_model import RewardModelConfig
+from stages.config.suites import check_suites
 from stages.reward_model import reward_pairs
 
 Rendered = list[tuple[str, RewardPair]]
@@ -29,6 +32,8 @@ def run(
     context: StageContext,
 ) -> ReportRef:
     """Return a report with the accuracy, calibration and length dependence of each reward model on `preferences`."""
+    check_suites(config, context.files)
+    suites = {name: read_suite(name, suite) for name, suite in config.suites.items()}
     folder = context.path(preferences)
     splits = ("eval",) if config.split == "eval" else ("train", "eval")
     rows = [row for split in splits for row in read_preferences(folder / f"{split}.parquet")]
@@ -44,7 +49,10 @@ def run(
     metrics: Metrics = {"pairs": float(len(shared))}
     for name, ref in sorted(reward_models.items()):
         context.tracker.input_model(ref.digest)
-        reports[name] = measured(ref, [pair for at in shared for pair in seen[name][at]], context)
+        pairs = [pair for at in shared for pair in seen[name][at]]
+        reports[name] = measured(ref, pairs, suites, context)
+        if suites:
+            metrics |= {f"{name}/{key}": value for key, value in suite_metrics(reports[name]["suites"]).items()}
         for figure in ("accuracy", "accuracy_low", "accuracy_high", "ece", "length_correlation"):
             metrics[f"{name}/{figure}"] = reports[name][figure]
     (context.out / "report.json").write_text(json.dumps(reports, indent=2))
@@ -58,14 +66,21 @@ def rendered(ref: RewardModelRef, rows: Sequence[Preference], context: StageCont
     return [reward_pairs(chat, [row], config) for row in rows]
 
 
-def measured(ref: RewardModelRef, seen: Rendered, context: StageContext) -> dict[str, float]:
-    """Return the report of one reward model on the pairs, see `reward_model_report`."""
+def measured(
+    ref: RewardModelRef, seen: Rendered, suites: Mapping[str, list[SuiteRow]], context: StageContext
+) -> dict[str, Any]:
+    """Return the report of one reward model on the pairs, see `reward_model_report`, and on the suites."""
     folder = context.path(ref)
     contract, pairs = Contract.read(folder), [pair for _, pair in seen]
     with context.runtime.trainer("reward_model", ModelSpec(str(folder), "score", None, context.seed), None) as trainer:
         verify_contract(trainer, contract)
         chosen = trainer.scores([pair.chosen_ids for pair in pairs])
         rejected = trainer.scores([pair.rejected_ids for pair in pairs])
+        chat = ChatTemplate.load(folder)
+        scored = {
+            name: suite_report(rows, chat, trainer.scores, max_length=contract.max_length, seed=context.seed)
+            for name, rows in suites.items()
+        }
     report, _ = reward_model_report(
         chosen_scores=chosen,
         rejected_scores=rejected,
@@ -74,4 +89,4 @@ def measured(ref: RewardModelRef, seen: Rendered, context: StageContext) -> dict
         sources=[source for source, _ in seen],
         seed=context.seed,
     )
-    return report
+    return report | ({"suites": scored} if scored else {})

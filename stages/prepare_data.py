@@ -208,7 +208,10 @@ def _metrics(tables: Tables, report: DropReport, chat: ChatTemplate) -> dict[str
     """Return rows per table, drops per reason, and mean tokens of prompts and demonstrations."""
     metrics: dict[str, float] = {f"rows/{name}": len(rows) for name, rows in tables.named().items()}
     metrics["dropped/all"] = len(report.drops)
+    if report.tied_pairs:
+        metrics["ties/pairs"] = report.tied_pairs.total()
     metrics |= {f"dropped/{reason.replace(' ', '_')}": count for reason, count in report.counts().items()}
+    metrics |= {f"masked/{kind}": count for kind, count in report.masked.items()}
     prompts = [len(chat.prompt_ids(row.messages)) for row in tables.prompts[:1000]]
     answers = [
         sum(sample.loss_mask)

@@ -6,32 +6,50 @@ Loss (Bradley-Terry): -log sigmoid(r_chosen - r_rejected - margin) [+ c (r_chose
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, pstdev
+from typing import Any
 
 from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.data.mixing import place
 from rlhf_core.data.tables import Preference, read_feedback, read_preferences
 from rlhf_core.errors import DataError, explain
+from rlhf_core.evaluation.reward_probes import EDITS, probe_report
 from rlhf_core.evaluation.reward_report import reward_model_report
-from rlhf_core.interfaces import ModelSpec, Trainer
+from rlhf_core.evaluation.reward_suites import SuiteRow, read_suite, suite_metrics, suite_report
+from rlhf_core.interfaces import Metrics, ModelSpec, Trainer
 from rlhf_core.models.architecture import check_longest
 from rlhf_core.stage.context import StageContext
 from rlhf_core.training.fit import fit
 from rlhf_core.training.objectives.base import BradleyTerryObjective
-from rlhf_core.types import PolicyRef, PreferencesRef, RewardModelRef, RewardPair, TokenSample
+from rlhf_core.types import PolicyRef, PreferencesRef, RewardModelRef, RewardPair, TokenSample, derive_seed
 from stages.config.reward_model import RewardModelConfig
+from stages.config.suites import check_suites
 
 PROBES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """Rewards of answers as they are, and for each probe how much its edit changes the reward of each answer."""
+
+    rewards: list[float]
+    changes: dict[str, list[float]]
 
 
 def run(
     config: RewardModelConfig, *, policy: PolicyRef, preferences: PreferencesRef, context: StageContext
 ) -> RewardModelRef:
     """Train a reward model from the weights of `policy`; return it with its report (accuracy, calibration, length)."""
+    context = replace(context, seed=member_seed(config, context.seed))
     check_longest(f"{context.label}.max_length", config.max_length, context.path(policy))
     chat = ChatTemplate.load(context.path(policy))
+    check_suites(config, context.files)
+    suites = {name: read_suite(name, suite) for name, suite in config.suites.items()}
     rows = {split: read_preferences(context.path(preferences) / f"{split}.parquet") for split in ("train", "eval")}
+    rows["train"] = without_fold(rows["train"], config)
     rendered = {split: reward_pairs(chat, rows[split], config) for split in rows}
     pairs = {split: [pair for _, pair in rendered[split]] for split in rendered}
     if not pairs["train"]:
@@ -52,13 +70,28 @@ def run(
         )
         trainer.export(context.out)
         write_contract(trainer, pairs["eval"] or pairs["train"], chat, config, context.out)
-        report = write_report(trainer, rendered["eval"], context)
+        probes = probed(trainer, rows["eval"][: config.probe_answers], chat, config)
+        report = write_report(trainer, rendered["eval"], probes, context)
+        report |= write_suites(trainer, suites, chat, config.max_length, context)
     metrics = {
         "steps": result.steps,
         "train_pairs": len(pairs["train"]),
         "dropped_pairs": sum(len(rows[split]) - len(pairs[split]) for split in rows),
     }
     return context.commit(RewardModelRef, metrics=metrics | result.final | report)
+
+
+def member_seed(config: RewardModelConfig, seed: int) -> int:
+    """Return the seed of the member of an ensemble, or `seed` itself."""
+    return derive_seed(seed, "member", config.member.number) if config.member else seed
+
+
+def without_fold(rows: list[Preference], config: RewardModelConfig) -> list[Preference]:
+    """Return the pairs of all prompts but those of the member's fold; a prompt is in one fold, by its content."""
+    member = config.member
+    if member is None or member.by == "seeds":
+        return rows
+    return [row for row in rows if int(place(row.prompt, "fold") * member.of) != member.number - 1]
 
 
 def no_pairs(context: StageContext, preferences: PreferencesRef, *, dropped: int) -> DataError:
@@ -113,8 +146,8 @@ def write_contract(
 
 
 def write_report(
-    trainer: Trainer, rendered: Sequence[tuple[str, RewardPair]], context: StageContext
-) -> dict[str, float]:
+    trainer: Trainer, rendered: Sequence[tuple[str, RewardPair]], probes: Probed, context: StageContext
+) -> Metrics:
     """Write `report.json` and its figures into the artifact; return the headline figures of the held-out pairs."""
     if not rendered:
         return {}
@@ -127,10 +160,80 @@ def write_report(
         sources=[source for source, _ in rendered],
         seed=context.seed,
     )
+    if probes.rewards:
+        report["probes"] = probe_report(
+            rewards=probes.rewards, changes=probes.changes, spread=report["score_std"], seed=context.seed
+        )
     (context.out / "report.json").write_text(json.dumps(report, indent=2))
     (context.out / "figures").mkdir()
     for name, png in figures.items():
         path = context.out / "figures" / f"{name}.png"
         path.write_bytes(png)
         context.tracker.file(path, "figures")
-    return {f"held_out/{name}": report[name] for name in ("accuracy", "ece", "length_correlation")}
+    return headline(report)
+
+
+def write_suites(
+    trainer: Trainer, suites: Mapping[str, list[SuiteRow]], chat: ChatTemplate, max_length: int, context: StageContext
+) -> Metrics:
+    """Write `suites.json`, the accuracy on each suite and its subsets, if there are suites; return it as metrics."""
+    if not suites:
+        return {}
+    reports = {
+        name: suite_report(rows, chat, trainer.scores, max_length=max_length, seed=context.seed)
+        for name, rows in suites.items()
+    }
+    (context.out / "suites.json").write_text(json.dumps(reports, indent=2))
+    return dict(suite_metrics(reports))
+
+
+def headline(report: dict[str, Any]) -> Metrics:
+    """Return the figures of a report that are metrics of the stage."""
+    names = ("accuracy", "accuracy_low", "accuracy_high", "ece", "length_correlation")
+    metrics: Metrics = {f"held_out/{name}": report[name] for name in names}
+    if calibration := report["calibration"]:
+        metrics["held_out/temperature"] = calibration["temperature"]
+        for name in ("ece_before", "ece_after", "ece_change"):
+            figures = calibration[name]
+            metrics |= {
+                f"held_out/{name}": figures["value"],
+                f"held_out/{name}_low": figures["low"],
+                f"held_out/{name}_high": figures["high"],
+            }
+    for name, figures in (report["probes"] if "probes" in report else {}).items():
+        if isinstance(figures, dict) and "effect" in figures:
+            metrics |= {
+                f"probes/{name}": figures["effect"],
+                f"probes/{name}_low": figures["low"],
+                f"probes/{name}_high": figures["high"],
+            }
+    return metrics
+
+
+def probed(trainer: Trainer, rows: Sequence[Preference], chat: ChatTemplate, config: RewardModelConfig) -> Probed:
+    """Return the rewards of chosen answers as they are, and how much each edit of `EDITS` changes them.
+
+    Edited answers that would be cut at `max_length`, or that an edit leaves as they were, are left out.
+    """
+    asked: list[tuple[int, ...]] = []
+    places: list[tuple[int, str]] = []
+    for at, row in enumerate(rows):
+        *turns, last = row.chosen
+        edited = {name: edit(last.content) for name, edit in EDITS.items()}
+        texts = {"": last.content} | {name: text for name, text in edited.items() if text != last.content}
+        for name, text in texts.items():
+            answer = (*turns, replace(last, content=text))
+            sample = chat.continuation(row.prompt, answer, max_length=config.max_length + 1)
+            if sample is not None and len(sample.token_ids) <= config.max_length:
+                asked.append(scored_ids(sample))
+                places.append((at, name))
+    scores = dict(zip(places, trainer.scores(asked) if asked else [], strict=True))
+    return Probed(
+        [score for (_, name), score in scores.items() if not name],
+        {
+            name: [
+                score - scores[at, ""] for (at, edit), score in scores.items() if edit == name and (at, "") in scores
+            ]
+            for name in EDITS
+        },
+    )

@@ -49,6 +49,7 @@ from stages.config.reward_model import RewardModelConfig
 from stages.config.score import ScoreConfig
 from stages.config.select import SelectConfig
 from stages.config.sft import SFTConfig
+from stages.config.suites import suite_digests
 
 Engine: TypeAlias = Literal["trainer", "sampler", "registry"]
 """What a stage takes from its surroundings: engines of the runtime, and the registry that models are entered in."""
@@ -203,6 +204,7 @@ _ROWS = (
         section="reward_model",
         page="reward_model.md",
         about="A reward model from the weights of `policy`, on `preferences`.",
+        files=suite_digests,
     ),
     Stage(
         name="import_reward_model",
@@ -344,6 +346,7 @@ _ROWS = (
         section="",
         page="online.md",
         about="Accuracy and calibration of several `reward_models` on the same `preferences`.",
+        files=suite_digests,
     ),
     Stage(
         name="distill",

@@ -21,7 +21,7 @@ SKIPPED = {
     "rlhf_core.agents.endpoint": (1, "an event loop and a policy that samples"),
     "rlhf_core.agents.process": (1, "processes of environments and a policy's tokenizer"),
     "rlhf_core.agents.programs": (1, "an event loop and a policy that samples"),
-    "rlhf_core.schema.base": (1, "an annotation, shown as it stands in a class"),
+    "rlhf_core.schema.base": (2, "an annotation, shown as it stands in a class"),
     "rlhf_core.schema.secrets": (1, "an annotation, shown as it stands in a class"),
     "rlhf_core.data.chat": (1, "a policy's tokenizer"),
     "rlhf_core.data.steps": (1, "a policy's tokenizer"),

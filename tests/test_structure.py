@@ -37,6 +37,7 @@ TESTED_THROUGH = {
     "rlhf_core/models/head_pass.py": "rlhf_core/models/test_forward.py",
     "rlhf_core/data/worlds/instruction_phrases.py": "rlhf_core/data/worlds/test_instructions.py",
     "rlhf_core/data/file_types.py": "rlhf_core/data/test_sources.py",
+    "rlhf_core/data/values.py": "rlhf_core/data/test_formats.py",
     "rlhf_core/rewards/external.py": "stages/test_import_reward_model.py",
     "rlhf_core/rewards/model_inputs.py": "rlhf_core/rewards/test_scoring.py",
     "rlhf_core/runtime/devices.py": "rlhf_core/runtime/test_train_worker.py",

@@ -89,9 +89,10 @@ def train_reward_models(config: PipelineConfig, stages: Stages, state: Lifecycle
     """Train the reward model and the process reward model, both from the SFT policy (or the base without SFT)."""
     if config.reward_model:
         preferences = part(state.data, "preferences", PreferencesRef)
-        state.reward_models["reward_model"] = stages.reward_model(
-            "reward_model", config.reward_model, policy=state.sft_or_base, preferences=preferences
-        )
+        for label, member in config.reward_model.stage_configs().items():
+            trained = stages.reward_model(label, member, policy=state.sft_or_base, preferences=preferences)
+            state.reward_models[label] = trained
+            state.reward_models.setdefault("reward_model", trained)  # of an ensemble the first serves as the only one
     if config.process_reward_model:
         steps = part(state.data, "steps", StepsRef)
         state.reward_models["process_reward_model"] = stages.process_reward_model(

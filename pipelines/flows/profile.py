@@ -20,7 +20,7 @@ from pipelines.flows.profile_errors import first_error, shown_value
 from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.errors import ConfigError
-from rlhf_core.schema.base import OPERATIONAL, Config
+from rlhf_core.schema.base import OPERATIONAL, Config, added_option
 from rlhf_core.types import encodable
 from stages.config.collect_preferences import CollectPreferencesConfig
 from stages.config.condition import ConditionConfig
@@ -33,7 +33,7 @@ from stages.config.prepare_data import PrepareDataConfig
 from stages.config.process_reward_model import ProcessRewardModelConfig
 from stages.config.propose_comparisons import ProposeComparisonsConfig
 from stages.config.publish import PublishConfig
-from stages.config.reward_model import RewardModelConfig
+from stages.config.reward_model import Member, RewardModelConfig
 from stages.config.score import ScoreConfig
 from stages.config.select import SelectConfig
 from stages.config.sft import SFTConfig
@@ -43,6 +43,39 @@ POLICY_SECTIONS = ("sft", "rejection_sampling", "conditional_sft", "dpo", "itera
 
 
 # ---------------------------------------------------------------- sections
+
+
+class RewardEnsembleConfig(Config):
+    """Several reward models in place of one, as stages `reward_model/1` to `reward_model/<members>`."""
+
+    members: int = Field(3, ge=2)
+    """Number of reward models."""
+    by: Literal["seeds", "folds"] = "seeds"
+    """What differs: the seed alone (`seeds`), or also which fold of the prompts a member is not trained on (`folds`)."""
+
+
+class RewardModelSection(RewardModelConfig):
+    """Training of a reward model, or of several of them."""
+
+    ensemble: Annotated[RewardEnsembleConfig | None, OPERATIONAL] = added_option(None)
+    """Trains several reward models. Not part of the key, because each member's number and kind are."""
+
+    def stage_configs(self) -> dict[str, RewardModelConfig]:
+        """Return the configuration of each reward model by its label.
+
+        >>> list(RewardModelSection(ensemble=RewardEnsembleConfig(members=2)).stage_configs())
+        ['reward_model/1', 'reward_model/2']
+        """
+        fields = {name: getattr(self, name) for name in RewardModelConfig.model_fields}
+        if self.ensemble is None:
+            return {"reward_model": RewardModelConfig(**fields)}
+        members = self.ensemble.members
+        return {
+            f"reward_model/{number}": RewardModelConfig(
+                **fields | {"member": Member(number=number, of=members, by=self.ensemble.by)}
+            )
+            for number in range(1, members + 1)
+        }
 
 
 class RejectionSamplingConfig(Config):
@@ -151,7 +184,7 @@ class PipelineConfig(Config):
     import_reward_model: ImportRewardModelConfig | None = None
     """An external reward model, used instead of a trained one."""
     sft: SFTConfig | None = None
-    reward_model: RewardModelConfig | None = None
+    reward_model: RewardModelSection | None = None
     process_reward_model: ProcessRewardModelConfig | None = None
     rejection_sampling: RejectionSamplingConfig | None = None
     conditional_sft: ConditionalSFTConfig | None = None

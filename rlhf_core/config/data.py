@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_core.schema.base import Config
+from rlhf_core.schema.base import OPERATIONAL, Config, added_option
 
 # ---------------------------------------------------------------- synthetic worlds
 
@@ -98,6 +98,9 @@ RowFormat = Literal[
     "comparison",
     "ranking",
     "scored",
+    "ratings",
+    "label_studio",
+    "argilla",
 ]
 PreferenceCoding = Literal["auto", "zero_based", "one_based", "first_is_one", "signed"]
 RankingPairs = Literal["max_min", "adjacent", "all"]
@@ -124,6 +127,26 @@ class Columns(Config):
     answers: str = ""
     reward: str = ""
     id: str = ""
+    ratings: str = added_option("")
+    thumbs: str = added_option("")
+    annotator: str = added_option("")
+
+
+class Suite(Config):
+    """A local file of chosen and rejected answers by subset, such as RewardBench."""
+
+    path: Annotated[str, Field(min_length=1), OPERATIONAL]
+    """A local file: JSONL, JSON, CSV, Parquet or Arrow. Its content belongs to the stage's key, its path does not."""
+    file_type: FileType = "auto"
+    """Type of the file; `auto` infers it from the name."""
+    prompt: str = "prompt"
+    """Column with the prompt, text or turns."""
+    chosen: str = "chosen"
+    """Column with the chosen answer."""
+    rejected: str = "rejected"
+    """Column with the rejected answer, or a list of several: the chosen one has to beat them all."""
+    subset: str = "subset"
+    """Column with the name of the row's subset; rows without one are the subset `all`."""
 
 
 class Use(Config):
@@ -173,10 +196,45 @@ class Source(Config):
     first, 0 for a tie). `auto` infers it from the numbers of the whole source and refuses ambiguous ones."""
     ranking_pairs: RankingPairs = "max_min"
     """Pairs made from a ranking: the best answer against the worst, each against the next one, or each against each."""
+    rating_weights: dict[str, float] = added_option({})
+    """Weight of each aspect in an answer's rating: `{helpfulness = 0.65, correctness = 0.35}`. Without weights, answers
+    need an overall rating."""
+    min_margin: float = added_option(0.0, ge=0)
+    """Smallest difference between two ratings that counts as a preference; answers that are closer are a tie."""
+    rating_questions: dict[str, str] = added_option({})
+    """Label Studio and Argilla: the field that each question with a rating asks about, `{quality_a = "response_a"}`."""
+    bare_rankings: bool = added_option(False)
+    """Argilla: whether a ranking that lists names without ranks is read as best first. Argilla 2 exports rankings so,
+    and ties cannot be seen in them."""
     weight: float = Field(1.0, gt=0)
     """Relative share of each table, if `data.mixture` is `weights`."""
     use: Use
     """Shares of the source's prompts for each table; the parts are disjoint."""
+
+
+class Filters(Config):
+    """Rows that are left out, or changed, before the tables are made. Every filter is off by default."""
+
+    near_duplicates: float = Field(0.0, ge=0, le=1)
+    """Similarity from which a row is dropped as a near-duplicate of an earlier one, 0.8 is common; 0 is off. It is the
+    Jaccard similarity of their word trigrams, estimated by MinHash (Broder 1997) with 128 permutations."""
+    languages: tuple[str, ...] = ()
+    """ISO 639-1 codes of the languages to keep (`["en", "de"]`); empty keeps all. Needs the extra `language`."""
+    min_language_probability: float = Field(0.0, ge=0, le=1)
+    """Smallest probability of the detected language for a row to be kept."""
+    min_answer_words: int = Field(0, ge=0)
+    """Minimum number of words of an answer."""
+    max_answer_words: int = Field(0, ge=0)
+    """Maximum number of words of an answer; 0 is no limit."""
+    max_repetition: float = Field(1.0, ge=0, le=1)
+    """Largest share of an answer's word trigrams that repeat an earlier one (compare arXiv 2112.11446, table A1)."""
+    min_alphabetic: float = Field(0.0, ge=0, le=1)
+    """Smallest share of an answer's words that contain a letter (arXiv 2112.11446, appendix A1.1: 0.8)."""
+    pii: Literal["off", "drop", "mask"] = "off"
+    """What becomes of rows with personal data (emails, phone numbers, credit cards, IP addresses, keys and tokens): `drop`
+    leaves them out, `mask` writes `[EMAIL]`, `[PHONE]`, `[CARD]`, `[IP]` and `[KEY]` in their place."""
+    phone_region: str = Field("", pattern="^([A-Z]{2})?$")
+    """Country (ISO 3166-1, `US`) whose national phone numbers are found too; without it only those with a `+`."""
 
 
 class Files(Config):
@@ -202,6 +260,8 @@ class Files(Config):
     """Minimum number of trained tokens in an answer."""
     max_bad_fraction: float = Field(0.05, ge=0, le=1)
     """Largest share of malformed rows per source; a larger share is an error."""
+    filters: Filters = added_option(Filters())
+    """Filters by similarity, language, length, quality and personal data."""
 
     @model_validator(mode="after")
     def _names_differ(self) -> Files:

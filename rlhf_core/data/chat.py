@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.data.pieces import Ids, continued, difference, encode, following, marks_beginning
+from rlhf_core.data.tool_rendering import Rows, left_out, template_rows
 from rlhf_core.errors import ConfigError, DataError, explain
 from rlhf_core.types import Message, TokenSample
 
@@ -77,6 +78,7 @@ class ChatTemplate:
         self.tokenizer: Any = tokenizer
         self._tools = [dict(tool) for tool in tools]
         self._recent: dict[str, Ids] = {}
+        self._tools_checked: set[tuple[bool, bool, bool]] = set()
         self._marks_beginning = marks_beginning(self.tokenizer)
         name = str(self.tokenizer.name_or_path)
         if not self.tokenizer.chat_template:
@@ -204,23 +206,40 @@ class ChatTemplate:
     # ------------------------------------------------------------ private
 
     def _render(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
-        rows = [{"role": message.role, "content": message.content} for message in messages]
+        rows, tools = template_rows(messages)
+        if any(message.tool_fields for message in messages):
+            self._check_tools(rows, tools)
+        return self._apply(rows, [*self._tools, *tools], generation_prompt)
+
+    def _apply(self, rows: Rows, tools: list[dict[str, Any]], generation_prompt: bool) -> str:
         try:
             # An argument of this name replaces the clock that transformers passes to templates.
             return str(
                 self.tokenizer.apply_chat_template(
                     rows,
-                    tools=self._tools or None,
+                    tools=tools or None,
                     tokenize=False,
                     add_generation_prompt=generation_prompt,
                     strftime_now=_TODAY.strftime,
                 )
             )
         except Exception as error:  # templates raise their own errors, e.g. for an unsupported system turn
-            roles = [message.role for message in messages]
+            roles = [row["role"] for row in rows]
             raise DataError(
                 explain("messages.role", roles, f"the chat template rejects them ({error})", "change the turns")
             ) from error
+
+    def _check_tools(self, rows: Rows, tools: Sequence[dict[str, Any]]) -> None:
+        """Raise ConfigError if the template leaves out tools, calls or results, which would not be trained on."""
+        used = (bool(tools), any("tool_calls" in row for row in rows), any(row["role"] == "tool" for row in rows))
+        if used in self._tools_checked:
+            return
+        missing = left_out(rows, tools, self._apply, str(self.tokenizer.eos_token))
+        if missing:
+            rule = f"the template does not render {missing}, so conversations with tools cannot be trained on"
+            remedy = "give a template that does (prepare_data.chat_template), or leave these rows out of the source"
+            raise ConfigError(explain("chat_template", str(self.tokenizer.name_or_path), rule, remedy))
+        self._tools_checked.add(used)
 
     def _after_answer(self, rendered: str) -> str | None:
         """Return the text after the end of the answer of `_ANSWERED`, or None if the answer is missing."""

@@ -20,7 +20,7 @@ def normalize(turns: Turns) -> str:
 
 def exact(turns: Turns) -> str:
     """Return the text of `turns` with normalized white space. Unlike `normalize` it keeps case and punctuation."""
-    return "\n".join(f"{message.role}: {' '.join(message.content.split())}" for message in turns)
+    return "\n".join(f"{message.role}: {' '.join(message.content.split())}{message.tool_fields}" for message in turns)
 
 
 def deduplicate(examples: Iterable[Example], report: DropReport) -> list[Example]:

@@ -33,7 +33,7 @@ RESPONSES = (
 """Known names of the columns with the two answers, the first answer first."""
 
 _TIES = {"tie", "ties", "tied", "tiebothbad", "both", "bothgood", "bothbad", "neither", "equal", "same", "draw", "none"}
-_ORDINALS = ({"a", "first", "modela", "responsea"}, {"b", "second", "modelb", "responseb"})
+_ORDINALS = ({"a", "first", "left", "modela", "responsea"}, {"b", "second", "right", "modelb", "responseb"})
 _NOT_WORD = re.compile(r"[\W_]+")
 _CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
@@ -44,8 +44,22 @@ _ANSWERS = {
 _VERDICTS = {"preference", "preferences", "preferred", "winner", "loser", "better", "safer", "rank", "ranks", "ranking"}
 
 
-class Tie(Exception):
-    """Raised for a valid row whose answers were judged equally good, so that it gives no preference."""
+class NoPreference(Exception):
+    """Raised for a valid row that prefers no answer; `reason` says why, for the report of dropped rows."""
+
+    reason = ""
+
+
+class Tie(NoPreference):
+    """Raised for a valid row whose answers were judged equally good."""
+
+    reason = "tie: no answer is better than the others"
+
+
+class Unrated(NoPreference):
+    """Raised for a valid row in which fewer than two answers were judged."""
+
+    reason = "not judged: fewer than two answers have a rating"
 
 
 def responses(row: Row) -> tuple[str, str] | None:
@@ -126,7 +140,7 @@ def compared(row: Row, coding: PreferenceCoding) -> dict[str, Any]:
     answers = [row[name] for name in names]
     margin = {"margin": row["margin"]} if "margin" in row else {}
     return {
-        "prompt": _asked(row["prompt"]),
+        "prompt": asked(row["prompt"]),
         "chosen": answers[second_won],
         "rejected": answers[not second_won],
         **margin,
@@ -142,22 +156,51 @@ def ranked(row: Row, pairs: RankingPairs) -> list[dict[str, Any]]:
     answers = row["answers"]
     if not isinstance(answers, (list, tuple)) or len(answers) < 2:
         raise DataError("not a ranking: answers must be a list of at least two")
-    order = sorted(answers, key=_rank)
-    ranks = [_rank(answer) for answer in order]
-    if ranks[0] == ranks[-1]:
-        raise Tie
-    last = len(order) - 1
-    places: Iterable[tuple[int, int]] = [(0, last)]
-    if pairs == "adjacent":
-        places = itertools.pairwise(range(len(order)))
-    elif pairs == "all":
-        places = itertools.combinations(range(len(order)), 2)
-    prompt = _asked(row["prompt"])
-    return [
-        {"prompt": prompt, "chosen": order[better]["answer"], "rejected": order[worse]["answer"]}
-        for better, worse in places
-        if ranks[better] < ranks[worse]
+    prompt = asked(row["prompt"])
+    made, tied = ordered_pairs([-_rank(answer) for answer in answers], pairs, min_margin=0.0)
+    rows = [
+        {"prompt": prompt, "chosen": answers[better]["answer"], "rejected": answers[worse]["answer"]}
+        for better, worse in made
     ]
+    return [rows[0] | {"tied": tied}, *rows[1:]]
+
+
+def ordered_pairs(
+    values: Sequence[float], pairs: RankingPairs, *, min_margin: float
+) -> tuple[list[tuple[int, int]], int]:
+    """Return the pairs (better, worse) of places in `values`, where more is better, and how many pairs were ties.
+
+    Values that differ by less than `min_margin`, or not at all, tie. Raises Tie if no pair is left.
+
+    >>> ordered_pairs([1.0, 3.0, 3.0], "all", min_margin=0.0)
+    ([(1, 0), (2, 0)], 1)
+    """
+    order = sorted(range(len(values)), key=lambda place: -values[place])
+    places: Iterable[tuple[int, int]] = [(order[0], order[-1])]
+    if pairs == "adjacent":
+        places = itertools.pairwise(order)
+    elif pairs == "all":
+        places = itertools.combinations(order, 2)
+    wanted = list(places)
+    made = [(a, b) for a, b in wanted if values[a] > values[b] and values[a] - values[b] >= min_margin]
+    if not made:
+        raise Tie
+    return made, len(wanted) - len(made)
+
+
+def verdict(said: Any, names: tuple[str, str]) -> bool | None:
+    """Return whether a verdict in words prefers the second of the answers `names`, or None for a tie.
+
+    >>> verdict("response_b", ("response_a", "response_b"))
+    True
+    """
+    word = _NOT_WORD.sub("", str(said)).lower() if isinstance(said, str) else ""
+    if word in _TIES:
+        return None
+    for place in (0, 1):
+        if word == _NOT_WORD.sub("", names[place]).lower() or word in _ORDINALS[place]:
+            return place == 1
+    raise DataError(f"not a preference: {said!r}; {names[0]!r}, {names[1]!r}, 'A', 'B' or 'tie' is needed, or a number")
 
 
 # ---------------------------------------------------------------- private
@@ -168,13 +211,10 @@ def _second_won(said: Any, names: tuple[str, str], coding: PreferenceCoding) -> 
     number = _number(said)
     if number is not None:
         return _second_by_number(number, coding)
-    word = _NOT_WORD.sub("", str(said)).lower() if isinstance(said, str) else ""
-    if word in _TIES:
+    second = verdict(said, names)
+    if second is None:
         raise Tie
-    for place in (0, 1):
-        if word == _NOT_WORD.sub("", names[place]).lower() or word in _ORDINALS[place]:
-            return place == 1
-    raise DataError(f"not a preference: {said!r}; {names[0]!r}, {names[1]!r}, 'A', 'B' or 'tie' is needed, or a number")
+    return second
 
 
 def _second_by_number(number: float, coding: PreferenceCoding) -> bool:
@@ -210,7 +250,7 @@ def _rank(answer: Any) -> float:
     return number
 
 
-def _asked(prompt: Any) -> Any:
+def asked(prompt: Any) -> Any:
     """Return a prompt, split into turns if it is a transcript like Nectar's (`Human: ... Assistant:`)."""
     if not isinstance(prompt, str) or not TRANSCRIPT_TURN.match(prompt.strip()):
         return prompt

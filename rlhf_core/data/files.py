@@ -7,13 +7,16 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from rlhf_core.config.data import Files, Source
+from rlhf_core.config.data import Files, PreferenceCoding, Source
 from rlhf_core.data.cleaning import decontaminate, deduplicate, exact
-from rlhf_core.data.comparisons import Tie, refuse_hidden_answers, verdict_coding
-from rlhf_core.data.formats import Content, Example, Row, convert_all, detect, rename
+from rlhf_core.data.comparisons import NoPreference, refuse_hidden_answers, verdict_coding
+from rlhf_core.data.exports import EXPORTS, preference_rows, read_record
+from rlhf_core.data.filters import RowFilter
+from rlhf_core.data.formats import Content, Example, Row, contents_of, convert_all, detect, exported, rename
 from rlhf_core.data.mixing import is_evaluation, misfit, mix, shuffled, table_of
+from rlhf_core.data.near_duplicates import NearDuplicates
 from rlhf_core.data.sources import read
-from rlhf_core.data.tables import Demonstration, Feedback, Preference, SteppedAnswer, Tables, content_id
+from rlhf_core.data.tables import Demonstration, Feedback, Preference, SteppedAnswer, Tables, content_id, pseudonym
 from rlhf_core.data.validation import Drop, DropReport, Origin
 from rlhf_core.errors import DataError
 from rlhf_core.types import Prompt, derive_seed
@@ -33,8 +36,10 @@ def make_tables(config: Files, *, seed: int, report: DropReport) -> tuple[Tables
     Raises DataError, naming the first malformed row, if more than `max_bad_fraction` of a source is malformed.
     """
     assigned: dict[str, dict[str, list[Example]]] = defaultdict(lambda: defaultdict(list))
+    row_filter = RowFilter(config.filters)
     for source in config.sources:
         examples = read_examples(source, max_bad_fraction=config.max_bad_fraction, report=report)
+        examples = row_filter.kept(examples, report)
         if config.deduplicate:
             examples = deduplicate(examples, report)
         _assign(_paired(examples, source, report), source, config, assigned, report)
@@ -42,6 +47,8 @@ def make_tables(config: Files, *, seed: int, report: DropReport) -> tuple[Tables
         _deduplicate_across(assigned, report)
     if config.decontaminate != "off":
         _decontaminate(assigned, config, report)
+    if config.filters.near_duplicates:
+        _drop_near_duplicates(assigned, config.filters.near_duplicates, report)
     rows = {
         table: _mixed(assigned[table], config, seed=derive_seed(seed, table), report=report)
         for table in (*TRAINING, *EVALUATION)
@@ -66,13 +73,15 @@ def read_examples(source: Source, *, max_bad_fraction: float, report: DropReport
         coding = verdict_coding(source.name, coding, [row for *_, row in kept])
     for origin, format_name, row in itertools.chain(kept, rows):
         try:
-            contents = convert_all(row, format_name, coding=coding, ranking_pairs=source.ranking_pairs)
+            contents = _contents(row, format_name, source, coding)
         except _MALFORMED as error:
             malformed.append(_malformed(source, origin, error))
             continue
-        except Tie:
-            ties.append(Drop(source.name, origin, "tie: no answer is better than the others"))
+        except NoPreference as verdict:
+            ties.append(Drop(source.name, origin, verdict.reason))
             continue
+        if contents[0].tied:
+            report.tied_pairs[source.name] += contents[0].tied
         made = [_example(content, source, origin) for content in contents]
         # Only the best answer of a ranking is worth imitating: the chosen answer of the first pair.
         examples += made if table_of(made[0], source.use) == "preferences" else made[:1]
@@ -81,11 +90,11 @@ def read_examples(source: Source, *, max_bad_fraction: float, report: DropReport
     return examples
 
 
-def best_against_worst(examples: Sequence[Example], report: DropReport) -> list[Example]:
+def best_against_worst(examples: Sequence[Example], report: DropReport, *, min_margin: float = 0.0) -> list[Example]:
     """Return scored examples as one pair per prompt, of the highest and the lowest reward. The others are unused.
 
-    If all answers to a prompt have the same reward, or there is only one, the examples become bare prompts. Examples
-    without a reward stay unchanged.
+    If all answers to a prompt have the same reward, or differ by less than `min_margin`, or there is only one, the
+    examples become bare prompts. Examples without a reward stay unchanged.
     """
     by_prompt: dict[str, list[Example]] = defaultdict(list)
     for example in examples:
@@ -95,10 +104,11 @@ def best_against_worst(examples: Sequence[Example], report: DropReport) -> list[
     for found in by_prompt.values():
         order = sorted(found, key=lambda example: -(example.reward or 0.0))
         best, worst = order[0], order[-1]
-        if best.reward == worst.reward:
+        gap = (best.reward or 0.0) - (worst.reward or 0.0)
+        if gap == 0 or gap < min_margin:
             judged += [replace(example, chosen=()) for example in found]
             continue
-        judged.append(replace(best, rejected=worst.chosen, margin=(best.reward or 0.0) - (worst.reward or 0.0)))
+        judged.append(replace(best, rejected=worst.chosen, margin=gap, annotator=_both(best, worst)))
         if len(order) > 2:
             report.unused[best.source] += len(order) - 2
     return judged
@@ -122,11 +132,20 @@ def pair_unpaired(examples: Sequence[Example]) -> list[Example]:
             continue
         partners = bad[exact(example.prompt)] if example.chosen else []
         other = next((i for i, partner in enumerate(partners) if partner.rejected != example.chosen), None)
-        joined.append(example if other is None else replace(example, rejected=partners.pop(other).rejected))
+        if other is None:
+            joined.append(example)
+        else:
+            partner = partners.pop(other)
+            joined.append(replace(example, rejected=partner.rejected, annotator=_both(example, partner)))
     return joined + [example for rest in bad.values() for example in rest]
 
 
 # ---------------------------------------------------------------- private
+
+
+def _both(good: Example, bad: Example) -> str:
+    """Return the annotator of both answers of a pair, or the empty text if two people judged them."""
+    return good.annotator if good.annotator == bad.annotator else ""
 
 
 def _rows(source: Source, report: DropReport, malformed: list[Drop]) -> Iterator[tuple[Origin, str, Row]]:
@@ -137,7 +156,9 @@ def _rows(source: Source, report: DropReport, malformed: list[Drop]) -> Iterator
         try:
             if record.problem:
                 raise DataError(record.problem)
-            row = rename(record.row, source.columns)
+            # The columns of an export name fields inside its records.
+            format_name = format_name or exported(record.row)
+            row = record.row if format_name in EXPORTS else rename(record.row, source.columns)
             format_name = format_name or detect(row)
             if format_name == "prompt" and source.format == "auto":
                 refuse_hidden_answers(row)
@@ -145,6 +166,22 @@ def _rows(source: Source, report: DropReport, malformed: list[Drop]) -> Iterator
             malformed.append(_malformed(source, record.origin, error))
             continue
         yield record.origin, format_name, row
+
+
+def _contents(row: Row, format_name: str, source: Source, coding: PreferenceCoding) -> list[Content]:
+    """Return the contents of a row. Raises DataError for a malformed one, and NoPreference if it prefers no answer."""
+    if format_name in EXPORTS:
+        judged = read_record(row, format_name, source)
+        rows = preference_rows(judged, pairs=source.ranking_pairs, min_margin=source.min_margin)
+        return contents_of(rows, "preference", {})
+    return convert_all(
+        row,
+        format_name,
+        coding=coding,
+        ranking_pairs=source.ranking_pairs,
+        rating_weights=source.rating_weights,
+        min_margin=source.min_margin,
+    )
 
 
 def _malformed(source: Source, origin: Origin, error: DataError | RecursionError) -> Drop:
@@ -167,6 +204,7 @@ def _example(content: Content, source: Source, origin: Origin) -> Example:
         step_labels=content.step_labels,
         judged=content.judged,
         reward=content.reward,
+        annotator=pseudonym(content.annotator, source.name),
     )
 
 
@@ -174,7 +212,7 @@ def _paired(examples: Sequence[Example], source: Source, report: DropReport) -> 
     """Return the examples joined to pairs, except those for the `steps` table, which are judged one by one."""
     judged = [example for example in examples if table_of(example, source.use) == "steps"]
     others = [example for example in examples if table_of(example, source.use) != "steps"]
-    return pair_unpaired(best_against_worst(others, report)) + judged
+    return pair_unpaired(best_against_worst(others, report, min_margin=source.min_margin)) + judged
 
 
 def _assign(
@@ -216,6 +254,15 @@ def _decontaminate(assigned: dict[str, dict[str, list[Example]]], config: Files,
     for table in TRAINING:
         for name, found in assigned[table].items():
             assigned[table][name] = decontaminate(found, held_out, ngram=ngram, report=report)
+
+
+def _drop_near_duplicates(assigned: dict[str, dict[str, list[Example]]], threshold: float, report: DropReport) -> None:
+    """Drop rows that are near-duplicates of an earlier row of their table, or of one that it holds out."""
+    for table in TRAINING:
+        pool = NearDuplicates(threshold)
+        for name in (f"eval_{table}", table):  # held-out rows first: what stays there is not trained on
+            for source, found in (assigned[name] if name in assigned else {}).items():
+                assigned[name][source] = pool.distinct(found, report)
 
 
 def _mixed(by_source: dict[str, list[Example]], config: Files, *, seed: int, report: DropReport) -> list[Example]:
@@ -261,6 +308,7 @@ def _tables(rows: dict[str, list[Example]]) -> tuple[Tables, dict[str, Origin]]:
                 row.rejected,
                 row.margin,
                 row.source,
+                row.annotator,
             )
             for row in rows[name]
         )
@@ -273,6 +321,7 @@ def _tables(rows: dict[str, list[Example]]) -> tuple[Tables, dict[str, Origin]]:
                 row.chosen or row.rejected,
                 bool(row.chosen),
                 row.source,
+                row.annotator,
             )
             for row in rows[name]
         )

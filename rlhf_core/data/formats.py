@@ -6,45 +6,30 @@ Column names are TRL's (https://huggingface.co/docs/trl/dataset_formats). Turns 
 
 from __future__ import annotations
 
-import datetime
-import json
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from decimal import Decimal
 from typing import Any
 
 from rlhf_core.config.data import Columns, PreferenceCoding, RankingPairs
+from rlhf_core.data import values
 from rlhf_core.data.comparisons import (
     TRANSCRIPT_TURN,
+    Tie,
+    Unrated,
     compared,
     is_ranking,
     ranked,
     refuse_hidden_answers,
     responses,
 )
+from rlhf_core.data.ratings import is_rated, overall, rated, score_margin
+from rlhf_core.data.turns import calls_tools, refuse_calls, tools_of, transcript, turns_of, with_tools
 from rlhf_core.data.validation import Origin
 from rlhf_core.errors import DataError
 from rlhf_core.types import Message
 
 Row = Mapping[str, Any]
 Turns = tuple[Message, ...]
-
-_ROLES = {
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-}
-_CALLS = ("tools", "tool_calls", "function_call")
-"""Fields of a row or a turn that describe tools, which a `Message` cannot hold."""
-_NOTHING = ("", "[]", "{}", "null")
-_TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +53,7 @@ class Example:
     judged: bool = False
     reward: float | None = None
     """Reward of the only answer, if the row has one; meaningful only in comparison with rewards of other answers."""
+    annotator: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +69,9 @@ class Content:
     step_labels: tuple[float, ...] = ()
     judged: bool = False
     reward: float | None = None
+    annotator: str = ""
+    tied: int = 0
+    """Number of pairs of equally good answers in the row, counted at the first content of the row."""
 
 
 def rename(row: Row, columns: Columns) -> dict[str, Any]:
@@ -103,6 +92,8 @@ def detect(row: Row) -> str:
     'preference'
     """
     has = {name for name, value in row.items() if value is not None}
+    if export := exported(row):
+        return export
     if {"chosen", "rejected"} <= has:
         if "prompt" in has:
             return "preference"
@@ -112,11 +103,14 @@ def detect(row: Row) -> str:
         return "comparison"
     if "prompt" in has and is_ranking(row):
         return "ranking"
+    if is_rated(row):
+        return "ratings"
     if {"prompt", "completion", "reward"} <= has and "label" not in has:
         return "scored"
     for name, needed in (
         ("stepwise", {"prompt", "completions", "labels"}),
         ("scored", {"input", "output", "reward"}),
+        ("unpaired_preference", {"prompt", "completion", "thumbs"}),
         ("messages", {"messages"}),
         ("messages", {"conversations"}),
         ("question_answer", {"question", "answer"}),
@@ -129,27 +123,63 @@ def detect(row: Row) -> str:
             if name != "prompt" or "completion" not in has:
                 return name
             # Any other label is the expected answer, which rewards can check against.
-            judged = "label" in has and _spelling(row["label"]) in _TRUTHS
+            judged = "label" in has and values.spelling(row["label"]) in values.TRUTHS
             return "unpaired_preference" if judged else "prompt_completion"
     raise DataError(f"unknown columns: {sorted(row)}; known formats are {FORMATS}")
 
 
-def convert_all(row: Row, format_name: str, *, coding: PreferenceCoding, ranking_pairs: RankingPairs) -> list[Content]:
-    """Return the contents of `row` in the format `format_name`: one, or one per pair for a ranking.
+def exported(row: Row) -> str:
+    """Return the format of a record of an annotation tool's export, or the empty text for any other row."""
+    if {"data", "annotations"} <= set(row):
+        return "label_studio"
+    return "argilla" if {"fields", "responses"} <= set(row) else ""
 
-    The column `system` becomes the system message. Raises DataError for an invalid row, and `comparisons.Tie` if its
-    answers are equally good.
+
+def convert_all(
+    row: Row,
+    format_name: str,
+    *,
+    coding: PreferenceCoding,
+    ranking_pairs: RankingPairs,
+    rating_weights: Mapping[str, float] | None = None,
+    min_margin: float = 0.0,
+) -> list[Content]:
+    """Return the contents of `row` in the format `format_name`: one, or one per pair for a ranking and for ratings.
+
+    The column `system` becomes the system message. Raises DataError for an invalid row, and `comparisons.NoPreference`
+    if its answers are equally good or were not judged.
     """
-    _refuse_calls(row)
+    refuse_calls(row)
+    weights = rating_weights or {}
     rows: list[Row] = [row]
     try:
         if format_name == "comparison":
             rows, format_name = [compared(row, coding)], "preference"
         elif format_name == "ranking":
             rows, format_name = list(ranked(row, ranking_pairs)), "preference"
+        elif format_name == "ratings":
+            rows = list(rated(row, pairs=ranking_pairs, weights=weights, min_margin=min_margin))
+            format_name = "preference"
+        elif format_name == "scored" and weights:
+            rows = [{**row, "reward": _weighted(row, weights)}]
+        elif format_name in ("preference", "implicit_preference", "hh") and (margin := score_margin(row)) is not None:
+            rows = [_with_margin(row, margin, min_margin)]
     except KeyError as error:
         raise DataError(f"missing column: {error.args[0]!r}; the row has {sorted(row)}") from error
-    return [_with_system(convert(one, format_name), row) for one in rows]
+    return contents_of(rows, format_name, row)
+
+
+def contents_of(rows: Sequence[Row], format_name: str, row: Row) -> list[Content]:
+    """Return the contents of `rows`, which were made from one `row`, with its system message and its annotator."""
+    contents = [
+        replace(
+            _with_tools(_with_system(convert(one, format_name), row), row),
+            annotator=values.annotator(one) or values.annotator(row),
+        )
+        for one in rows
+    ]
+    tied = rows[0]["tied"] if "tied" in rows[0] else 0
+    return [replace(contents[0], tied=tied), *contents[1:]] if tied else contents
 
 
 def convert(row: Row, format_name: str) -> Content:
@@ -167,30 +197,32 @@ def convert(row: Row, format_name: str) -> Content:
 
 def _messages(row: Row) -> Content:
     """Return a conversation as prompt and answer, or as a prompt alone if its last turn is not the assistant's."""
-    turns = _turns(row["messages"] if "messages" in row else row["conversations"], role="")
+    turns = turns_of(row["messages"] if "messages" in row else row["conversations"], role="")
     if turns[-1].role == "assistant":
-        return Content(turns[:-1], turns[-1:], label=_label(row))
-    return Content(turns, label=_label(row))
+        return Content(turns[:-1], turns[-1:], label=values.label(row))
+    return Content(turns, label=values.label(row))
 
 
 def _text(row: Row) -> Content:
     """Return running text as one answer without a prompt."""
-    return Content((), _turns(row["text"], role="assistant"))
+    return Content((), turns_of(row["text"], role="assistant"))
 
 
 def _prompt(row: Row) -> Content:
-    return Content(_turns(row["prompt"], role="user"), label=_label(row))
+    return Content(turns_of(row["prompt"], role="user"), label=values.label(row))
 
 
 def _prompt_completion(row: Row) -> Content:
-    prompt, answer = _turns(row["prompt"], role="user"), _turns(row["completion"], role="assistant")
-    return Content(prompt, answer, label=_label(row))
+    prompt, answer = turns_of(row["prompt"], role="user"), turns_of(row["completion"], role="assistant")
+    return Content(prompt, answer, label=values.label(row))
 
 
 def _preference(row: Row) -> Content:
-    prompt = _turns(row["prompt"], role="user")
-    chosen, rejected = (_without_prompt(_turns(row[name], role="assistant"), prompt) for name in ("chosen", "rejected"))
-    return Content(prompt, chosen, rejected, margin=_margin(row))
+    prompt = turns_of(row["prompt"], role="user")
+    chosen, rejected = (
+        _without_prompt(turns_of(row[name], role="assistant"), prompt) for name in ("chosen", "rejected")
+    )
+    return Content(prompt, chosen, rejected, margin=values.margin(row))
 
 
 def _implicit_preference(row: Row) -> Content:
@@ -198,19 +230,19 @@ def _implicit_preference(row: Row) -> Content:
     chosen, rejected = row["chosen"], row["rejected"]
     if isinstance(chosen, str) and isinstance(rejected, str):
         border = _common_words(chosen, rejected)
-        prompt = _turns(chosen[:border].strip(), role="user")
-        better, worse = (_turns(side[border:].strip(), role="assistant") for side in (chosen, rejected))
-        return Content(prompt, better, worse, margin=_margin(row))
-    return _split_pair(_turns(chosen, role=""), _turns(rejected, role=""), margin=_margin(row))
+        prompt = turns_of(chosen[:border].strip(), role="user")
+        better, worse = (turns_of(side[border:].strip(), role="assistant") for side in (chosen, rejected))
+        return Content(prompt, better, worse, margin=values.margin(row))
+    return _split_pair(turns_of(chosen, role=""), turns_of(rejected, role=""), margin=values.margin(row))
 
 
 def _hh(row: Row) -> Content:
-    return _split_pair(_transcript(row["chosen"]), _transcript(row["rejected"]), margin=_margin(row))
+    return _split_pair(transcript(row["chosen"]), transcript(row["rejected"]), margin=values.margin(row))
 
 
 def _unpaired_preference(row: Row) -> Content:
-    prompt, answer = _turns(row["prompt"], role="user"), _turns(row["completion"], role="assistant")
-    if _truth(row["label"]):
+    prompt, answer = turns_of(row["prompt"], role="user"), turns_of(row["completion"], role="assistant")
+    if values.thumbs_up(row["thumbs"]) if "thumbs" in row else values.truth(row["label"]):
         return Content(prompt, chosen=answer, judged=True)
     return Content(prompt, rejected=answer, judged=True)
 
@@ -220,10 +252,10 @@ def _stepwise(row: Row) -> Content:
     steps, labels = row["completions"], row["labels"]
     if not isinstance(steps, (list, tuple)) or not isinstance(labels, (list, tuple)) or len(steps) != len(labels):
         raise DataError("completions and labels: must be lists of one length")
-    texts = tuple(_string(step, "completions") for step in steps)
-    answer = _turns("\n".join(texts), role="assistant")
-    prompt = _turns(row["prompt"], role="user")
-    judged = tuple(_probability(label) for label in labels)
+    texts = tuple(values.string(step, "completions") for step in steps)
+    answer = turns_of("\n".join(texts), role="assistant")
+    prompt = turns_of(row["prompt"], role="user")
+    judged = tuple(values.probability(label) for label in labels)
     if all(label > 0.5 for label in judged):
         return Content(prompt, chosen=answer, steps=texts, step_labels=judged, judged=True)
     return Content(prompt, rejected=answer, steps=texts, step_labels=judged, judged=True)
@@ -232,16 +264,16 @@ def _stepwise(row: Row) -> Content:
 def _scored(row: Row) -> Content:
     """Return an answer with its reward. The other answers to the prompt decide whether it is good."""
     prompt, answer = ("input", "output") if "input" in row else ("prompt", "completion")
-    reward = _finite(row["reward"], "reward")
-    return Content(_turns(row[prompt], role="user"), _turns(row[answer], role="assistant"), reward=reward)
+    reward = values.finite(row["reward"], "reward")
+    return Content(turns_of(row[prompt], role="user"), turns_of(row[answer], role="assistant"), reward=reward)
 
 
 def _question_answer(row: Row) -> Content:
     """Return a question with its answer. The label is the text after `####` (GSM8K), or else the whole answer."""
-    answer = _string(row["answer"], "answer")
+    answer = values.string(row["answer"], "answer")
     _, mark, final = answer.rpartition("####")
     label = final.strip().replace(",", "") if mark else answer.strip()
-    return Content(_turns(row["question"], role="user"), _turns(answer, role="assistant"), label=label)
+    return Content(turns_of(row["question"], role="user"), turns_of(answer, role="assistant"), label=label)
 
 
 ADAPTERS: dict[str, Callable[[Row], Content]] = {
@@ -257,37 +289,15 @@ ADAPTERS: dict[str, Callable[[Row], Content]] = {
     "question_answer": _question_answer,
     "scored": _scored,
 }
-FORMATS = sorted([*ADAPTERS, "comparison", "ranking"])
+FORMATS = sorted([*ADAPTERS, "comparison", "ranking", "ratings", "label_studio", "argilla"])
 
 
 # ---------------------------------------------------------------- private: turns
 
 
-def _turns(value: Any, *, role: str) -> Turns:
-    """Return `value` as turns. Text becomes one turn of `role`, and a list is read turn by turn."""
-    if isinstance(value, str) and role:
-        return (Message(role, _string(value, role)),)
-    if not isinstance(value, (list, tuple)) or not value:
-        raise DataError(f"not turns: {type(value).__name__}; a list of role and content is needed")
-    return tuple(_turn(item) for item in value)
-
-
-def _turn(item: Any) -> Message:
-    if not isinstance(item, Mapping):
-        raise DataError(f"not a turn: {type(item).__name__}; role and content are needed")
-    for role_name, content_name in (("role", "content"), ("from", "value")):
-        if role_name in item and content_name in item:
-            _refuse_calls(item)
-            said = _string(item[role_name], role_name).lower()
-            if said not in _ROLES:
-                raise DataError(f"unknown role: {said!r}; known are {sorted(_ROLES)}")
-            return Message(_ROLES[said], _string(item[content_name], "content"))
-    raise DataError(f"not a turn: {sorted(item)}; role and content, or from and value, are needed")
-
-
 def _with_system(content: Content, row: Row) -> Content:
     """Return `content` with the row's `system` as system message. Raises DataError if the turns have another one."""
-    if "system" not in row or row["system"] is None or not _string(row["system"], "system").strip():
+    if "system" not in row or row["system"] is None or not values.string(row["system"], "system").strip():
         return content
     said = Message("system", row["system"])
     first = content.prompt[:1]
@@ -298,24 +308,14 @@ def _with_system(content: Content, row: Row) -> Content:
     return content
 
 
-def _refuse_calls(fields: Mapping[str, Any]) -> None:
-    """Raise DataError if a row or a turn has tools or tool calls beside its text."""
-    for name in _CALLS:
-        value = fields[name] if name in fields else None
-        if value.strip() not in _NOTHING if isinstance(value, str) else value:
-            raise DataError(
-                f"{name}: only text is trained on, so it would be left out; write it into the turns' content"
-            )
-
-
-def _transcript(text: Any) -> Turns:
-    """Return the turns of a raw transcript, in which each begins with `Human:` or `Assistant:` after an empty line."""
-    pieces = TRANSCRIPT_TURN.split(_string(text, "transcript"))
-    if len(pieces) < 3 or pieces[0].strip():
-        raise DataError("not a transcript: it must begin with 'Human:' or 'Assistant:'")
-    roles = {"Human": "user", "Assistant": "assistant"}
-    spoken = zip(pieces[1::2], pieces[2::2], strict=True)
-    return tuple(Message(roles[speaker], content.strip()) for speaker, content in spoken)
+def _with_tools(content: Content, row: Row) -> Content:
+    """Return `content` with the row's tools in its first turn, from where the template shows them to the policy."""
+    tools = tools_of(row["tools"]) if "tools" in row else []
+    if not tools:
+        return content
+    if content.prompt:
+        return replace(content, prompt=with_tools(content.prompt, tools))
+    return replace(content, chosen=with_tools(content.chosen, tools))
 
 
 def _split_pair(chosen: Turns, rejected: Turns, *, margin: float) -> Content:
@@ -359,83 +359,20 @@ def _check(content: Content) -> None:
     if content.prompt and content.prompt[-1].role == "assistant":
         raise DataError("prompt ends with the assistant: a prompt must end with another's turn")
     for message in (*content.prompt, *content.chosen, *content.rejected):
-        if not message.content.strip():
+        if not message.content.strip() and not calls_tools(message):
             raise DataError(f"empty turn: role {message.role}")
 
 
-def _string(value: Any, name: str) -> str:
-    if not isinstance(value, str):
-        raise DataError(f"not text: {name} is {type(value).__name__}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"not text: {name} has what UTF-8 cannot hold, half a surrogate pair or a bad byte") from error
+def _weighted(row: Row, weights: Mapping[str, float]) -> float:
+    """Return the reward of an answer whose row has a column for each aspect (HelpSteer)."""
+    value = overall(row, weights)
+    if value is None:
+        raise Unrated
     return value
 
 
-def _label(row: Row) -> str:
-    """Return the expected answer: text as it is, dates and decimal numbers as written, anything else as JSON."""
-    value = row["label"] if "label" in row else None
-    if value is None:
-        return ""
-    if isinstance(value, Decimal):
-        value = str(value)
-    elif isinstance(value, (datetime.date, datetime.time)):
-        value = value.isoformat()
-    elif not isinstance(value, str):
-        value = _json(value, "label")
-    return _string(value, "label")
-
-
-def _json(value: Any, name: str) -> str:
-    def written(inner: Any) -> str:
-        if isinstance(inner, (datetime.date, datetime.time)):
-            return inner.isoformat()
-        raise TypeError(f"{type(inner).__name__} has no JSON")
-
-    try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, default=written)
-    except (TypeError, ValueError) as error:
-        raise DataError(f"not JSON: {name}: {error}") from error
-
-
-def _margin(row: Row) -> float:
-    """Return the margin of a row, or 0.0 if it has none."""
-    if "margin" not in row or row["margin"] in (None, ""):
-        return 0.0
-    return _finite(row["margin"], "margin")
-
-
-def _finite(value: Any, name: str) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise DataError(f"not a number: {name} is {value!r}") from error
-    if not math.isfinite(number):
-        raise DataError(f"not a number: {name} is {number}")
-    return number
-
-
-def _truth(value: Any) -> bool:
-    """Return a label as a boolean. Accepts booleans, 0 and 1, and their spellings in CSV."""
-    said = _spelling(value)
-    if said not in _TRUTHS:
-        raise DataError(f"not true or false: label is {value!r}")
-    return _TRUTHS[said]
-
-
-def _probability(value: Any) -> float:
-    """Return a label as a probability: 1.0 or 0.0 for good or bad, and a soft label unchanged."""
-    if _spelling(value) in _TRUTHS:
-        return float(_truth(value))
-    try:
-        label = float(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise DataError(f"not true or false: label is {value!r}") from error
-    if not 0 <= label <= 1:  # NaN fails too
-        raise DataError(f"not a probability: label is {label}")
-    return label
-
-
-def _spelling(value: Any) -> str:
-    return str(value).strip().lower()
+def _with_margin(row: Row, margin: float, min_margin: float) -> Row:
+    """Return a pair with the difference of its two ratings as margin. Raises Tie if they are too close."""
+    if margin == 0 or margin < min_margin:
+        raise Tie
+    return row if "margin" in row else {**row, "margin": margin}

@@ -96,7 +96,7 @@ def _broken(
     prompt, answers = parts(row)
     for message in (*prompt, *(message for answer in answers for message in answer)):
         for token in control:
-            if token in message.content:
+            if token in message.content or token in message.tool_fields:
                 return f"content holds a control token: {token}"
     try:
         samples = [chat.continuation(prompt, answer, max_length=_UNLIMITED) for answer in answers]

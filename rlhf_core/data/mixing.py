@@ -44,6 +44,8 @@ def is_evaluation(example: Example, eval_fraction: float) -> bool:
 
 def misfit(example: Example, table: Table) -> str | None:
     """Return the reason why `example` cannot be used in `table`, or None if it can."""
+    if table != "demonstrations" and any(m.tool_fields for m in (*example.prompt, *example.chosen, *example.rejected)):
+        return "tool calls: only demonstrations can hold them"
     if table in ("demonstrations", "preferences") and example.reward is not None and not example.chosen:
         return "no better answer: its prompt has no two answers of different rewards"
     if table == "demonstrations" and not example.chosen:

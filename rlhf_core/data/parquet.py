@@ -21,14 +21,26 @@ MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())])
 """The column type of a conversation."""
 
 
+MESSAGES_WITH_TOOLS = pa.list_(pa.struct([*MESSAGES.value_type, ("tool_fields", pa.string())]))
+"""The column type of a conversation with tool calls."""
+
+
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Return messages as values of a `MESSAGES` column."""
+    """Return messages as values of a `MESSAGES` column. Raises DataError for tool calls, which it cannot hold."""
+    if any(message.tool_fields for message in messages):
+        rule = "this table holds no tool calls"
+        raise DataError(explain("messages", [message.role for message in messages], rule, "use them in demonstrations"))
     return [{"role": message.role, "content": message.content} for message in messages]
 
 
+def tool_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """Return messages as values of a `MESSAGES_WITH_TOOLS` column."""
+    return [{"role": one.role, "content": one.content, "tool_fields": one.tool_fields} for one in messages]
+
+
 def to_messages(rows: list[dict[str, str]]) -> tuple[Message, ...]:
-    """Return values of a `MESSAGES` column as messages."""
-    return tuple(Message(row["role"], row["content"]) for row in rows)
+    """Return values of a `MESSAGES` or `MESSAGES_WITH_TOOLS` column as messages."""
+    return tuple(Message(**row) for row in rows)
 
 
 def write_table(path: Path, schema: pa.Schema, rows: list[dict[str, Any]]) -> None:

@@ -7,13 +7,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa  # type: ignore[import-untyped]
 
-from rlhf_core.data.parquet import MESSAGES, plain_messages, read_table, to_messages, write_table
+from rlhf_core.data.parquet import (
+    MESSAGES,
+    MESSAGES_WITH_TOOLS,
+    plain_messages,
+    read_table,
+    to_messages,
+    tool_messages,
+    write_table,
+)
 from rlhf_core.types import Message, Prompt
 
 PROMPTS_FILE = "prompts.parquet"
@@ -47,6 +56,8 @@ class Preference:
     rejected: tuple[Message, ...]
     margin: float
     source: str
+    annotator: str = ""
+    """Pseudonym of the person who judged; empty if unknown or if several did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +73,7 @@ class Feedback:
     answer: tuple[Message, ...]
     desirable: bool
     source: str
+    annotator: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +128,27 @@ def content_id(*parts: object) -> str:
     >>> content_id("a", 1)
     '2657442bb4a48d62'
     """
-    return hashlib.sha256(json.dumps(parts, ensure_ascii=False, default=asdict).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(parts, ensure_ascii=False, default=_fields).encode()).hexdigest()[:16]
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass; messages without tool calls have the id that they had before there were any."""
+    found = asdict(value)
+    return {name: item for name, item in found.items() if name != "tool_fields" or item}
+
+
+def pseudonym(annotator: str, source: str) -> str:
+    """Return a stable name for an annotator of `source` that is not the person's own; empty for the empty name.
+
+    >>> pseudonym("jo@example.com", "desk") == pseudonym("jo@example.com", "desk") != pseudonym("jo@example.com", "hh")
+    True
+    """
+    return f"annotator-{content_id(source, annotator)[:8]}" if annotator else ""
 
 
 DEMONSTRATIONS_SCHEMA = pa.schema([("id", pa.string()), ("messages", MESSAGES), ("source", pa.string())])
+TOOL_DEMONSTRATIONS_SCHEMA = DEMONSTRATIONS_SCHEMA.set(1, pa.field("messages", MESSAGES_WITH_TOOLS))
+"""Schema of demonstrations of which at least one calls tools; tables without calls keep their bytes."""
 PREFERENCES_SCHEMA = pa.schema(
     [
         ("id", pa.string()),
@@ -148,6 +177,8 @@ FEEDBACK_SCHEMA = pa.schema(
         ("source", pa.string()),
     ]
 )
+ANNOTATOR = pa.field("annotator", pa.string())
+"""Column of pairs and feedback that is written only if a row has an annotator."""
 PROMPTS_SCHEMA = pa.schema(
     [("id", pa.string()), ("messages", MESSAGES), ("label", pa.string()), ("source", pa.string())]
 )
@@ -157,11 +188,10 @@ PROMPTS_SCHEMA = pa.schema(
 
 def write_demonstrations(path: Path, rows: Iterable[Demonstration]) -> None:
     """Write `rows` to the parquet file `path`."""
-    write_table(
-        path,
-        DEMONSTRATIONS_SCHEMA,
-        [{"id": row.id, "messages": plain_messages(row.messages), "source": row.source} for row in rows],
-    )
+    found = list(rows)
+    tools = any(message.tool_fields for row in found for message in row.messages)
+    schema, plain = (TOOL_DEMONSTRATIONS_SCHEMA, tool_messages) if tools else (DEMONSTRATIONS_SCHEMA, plain_messages)
+    write_table(path, schema, [{"id": row.id, "messages": plain(row.messages), "source": row.source} for row in found])
 
 
 def read_demonstrations(path: Path) -> list[Demonstration]:
@@ -174,9 +204,10 @@ def read_demonstrations(path: Path) -> list[Demonstration]:
 
 def write_preferences(path: Path, rows: Iterable[Preference]) -> None:
     """Write `rows` to the parquet file `path`."""
+    found = list(rows)
     write_table(
         path,
-        PREFERENCES_SCHEMA,
+        _with_annotators(PREFERENCES_SCHEMA, found),
         [
             {
                 "id": row.id,
@@ -185,8 +216,9 @@ def write_preferences(path: Path, rows: Iterable[Preference]) -> None:
                 "rejected": plain_messages(row.rejected),
                 "margin": row.margin,
                 "source": row.source,
+                "annotator": row.annotator,
             }
-            for row in rows
+            for row in found
         ],
     )
 
@@ -201,16 +233,18 @@ def read_preferences(path: Path) -> list[Preference]:
             to_messages(row["rejected"]),
             row["margin"],
             row["source"],
+            row["annotator"] or "",
         )
-        for row in read_table(path, PREFERENCES_SCHEMA)
+        for row in read_table(path, PREFERENCES_SCHEMA.append(ANNOTATOR), since=[ANNOTATOR.name])
     ]
 
 
 def write_feedback(folder: Path, split: str, rows: Iterable[Feedback]) -> None:
     """Write `rows` to `folder`, in a file beside the pairs of `split` (`train` or `eval`)."""
+    found = list(rows)
     write_table(
         _feedback_file(folder, split),
-        FEEDBACK_SCHEMA,
+        _with_annotators(FEEDBACK_SCHEMA, found),
         [
             {
                 "id": row.id,
@@ -218,8 +252,9 @@ def write_feedback(folder: Path, split: str, rows: Iterable[Feedback]) -> None:
                 "answer": plain_messages(row.answer),
                 "desirable": row.desirable,
                 "source": row.source,
+                "annotator": row.annotator,
             }
-            for row in rows
+            for row in found
         ],
     )
 
@@ -230,9 +265,21 @@ def read_feedback(folder: Path, split: str) -> list[Feedback]:
     if not path.exists():
         return []
     return [
-        Feedback(row["id"], to_messages(row["prompt"]), to_messages(row["answer"]), row["desirable"], row["source"])
-        for row in read_table(path, FEEDBACK_SCHEMA)
+        Feedback(
+            row["id"],
+            to_messages(row["prompt"]),
+            to_messages(row["answer"]),
+            row["desirable"],
+            row["source"],
+            row["annotator"] or "",
+        )
+        for row in read_table(path, FEEDBACK_SCHEMA.append(ANNOTATOR), since=[ANNOTATOR.name])
     ]
+
+
+def _with_annotators(schema: pa.Schema, rows: Sequence[Preference | Feedback]) -> pa.Schema:
+    """Return `schema`, with the column of annotators if a row has one: tables without them keep their bytes."""
+    return schema.append(ANNOTATOR) if any(row.annotator for row in rows) else schema
 
 
 def _feedback_file(folder: Path, split: str) -> Path:

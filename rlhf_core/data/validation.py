@@ -45,6 +45,12 @@ class DropReport:
     unused: Counter[str] = field(default_factory=Counter)
     """Number of valid rows per source that no table needed (shares below 1, weights, `max_rows`)."""
 
+    tied_pairs: Counter[str] = field(default_factory=Counter)
+    """Number of pairs of equally good answers per source, in rows that have other pairs."""
+
+    masked: Counter[str] = field(default_factory=Counter)
+    """Number of masked pieces of personal data per kind."""
+
     def add(self, source: str, origin: Origin, reason: str) -> None:
         """Record that a row is left out."""
         self.drops.append(Drop(source, origin, reason))
@@ -73,6 +79,8 @@ class DropReport:
         return {
             "rows_read": dict(self.rows_read),
             "unused": dict(self.unused),
+            **({"tied_pairs": dict(self.tied_pairs)} if self.tied_pairs else {}),
+            **({"masked": dict(self.masked)} if self.masked else {}),
             "dropped": len(self.drops),
             "reasons": self.counts(),
             "drops": [{"source": drop.source, **asdict(drop.origin), "reason": drop.reason} for drop in self.drops],

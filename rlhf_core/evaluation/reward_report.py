@@ -8,12 +8,11 @@ from typing import Any
 
 from rlhf_core.evaluation import plots
 from rlhf_core.evaluation.bootstrap import bootstrap_interval
-from rlhf_core.evaluation.metrics import ReliabilityBin, calibration_error, correlation, rank_correlation, reliability
+from rlhf_core.evaluation.calibration import calibration_report, confidence_bins
+from rlhf_core.evaluation.metrics import calibration_error, correlation, rank_correlation
 
 LEVEL = 0.95
 RESAMPLES = 2000
-BINS = 10
-"""Number of bins over [0.5, 1]."""
 
 
 def reward_model_report(
@@ -29,12 +28,13 @@ def reward_model_report(
 
     `accuracy` counts ties half. `ece` is the calibration error of sigmoid(|score difference|) as the probability that
     the answer with the higher score is the chosen one. `slices` divides the pairs by source, and by which answer is
-    longer: a model that prefers length is right only where the chosen answer is longer.
+    longer: a model that prefers length is right only where the chosen answer is longer. `calibration` is that of
+    `calibration_report`, None for few pairs.
     """
     margins = [a - b for a, b in zip(chosen_scores, rejected_scores, strict=True)]
     gaps = [a - b for a, b in zip(chosen_lengths, rejected_lengths, strict=True)]
     hits = [1.0 if margin > 0 else 0.5 if margin == 0 else 0.0 for margin in margins]
-    rows = _reliability(margins, hits)
+    rows = confidence_bins(margins)
     scores, lengths = [*chosen_scores, *rejected_scores], [*chosen_lengths, *rejected_lengths]
     ece = calibration_error(rows)
     overall = _accuracy(hits, seed)
@@ -52,6 +52,7 @@ def reward_model_report(
         "score_mean": math.fsum(scores) / len(scores),
         "score_std": _std(scores),
         "reliability": [row._asdict() for row in rows],
+        "calibration": calibration_report(margins, seed=seed),
         "slices": {
             name: _accuracy([hits[i] for i in places], seed)
             for name, places in _slices(sources, gaps).items()
@@ -70,12 +71,6 @@ def reward_model_report(
         ),
     }
     return report, figures
-
-
-def _reliability(margins: Sequence[float], hits: Sequence[float]) -> list[ReliabilityBin]:
-    """Return bins over [0.5, 1] of sigmoid(|margin|) = P(the higher-scored answer is the chosen one)."""
-    sure = [1 / (1 + math.exp(-min(abs(margin), 700.0))) for margin in margins]
-    return reliability(sure, hits, bins=2 * BINS)
 
 
 def _slices(sources: Sequence[str], gaps: Sequence[int]) -> dict[str, list[int]]:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -84,6 +84,16 @@ def _texts_below(body: ast.stmt) -> dict[str, str]:
     }
 
 
+def added_option(default: Any, **constraints: Any) -> Any:
+    """Return a field that was added after results were stored: at its default it is in neither the JSON nor the key.
+
+    Results that were made before the option existed keep their keys.
+
+    >>> min_margin: float = added_option(0.0, ge=0)                              # doctest: +SKIP
+    """
+    return Field(default, exclude_if=lambda value: bool(value == default), **constraints)
+
+
 def by_type(value: Any) -> Any:
     """Return the table that a bare name means: `loss = "ipo"` is read as `loss = {type = "ipo"}`.
 
@@ -94,11 +104,16 @@ def by_type(value: Any) -> Any:
 
 
 def keyed(config: BaseModel) -> dict[str, Any]:
-    """Return the JSON-serializable fields in a stage's key: all but those marked `OPERATIONAL`, recursively."""
+    """Return the JSON-serializable fields in a stage's key, recursively.
+
+    Those marked `OPERATIONAL` are left out, and options that were added later (`added_option`) at their defaults.
+    """
     return {
-        name: _keyed_value(getattr(config, name))
+        name: _keyed_value(value)
         for name, field in type(config).model_fields.items()
+        for value in [getattr(config, name)]
         if not any(isinstance(mark, Operational) for mark in field.metadata)
+        and not (field.exclude_if is not None and field.exclude_if(value))
     }
 
 

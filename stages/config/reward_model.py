@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
+from rlhf_core.config.data import Suite
 from rlhf_core.config.engines import OptimizerConfig, refuse_average
 from rlhf_core.config.loop import LoopConfig
-from rlhf_core.schema.base import Config
+from rlhf_core.schema.base import Config, added_option
+
+
+class Member(Config):
+    """One member of an ensemble: what makes it differ from the others."""
+
+    number: int = Field(ge=1)
+    """Number of the member, from 1."""
+    of: int = Field(ge=2)
+    """Number of members."""
+    by: Literal["seeds", "folds"] = "seeds"
+    """What differs: the seed of the head and of the order alone (`seeds`), or also which of `of` folds of the prompts the
+    member is not trained on (`folds`)."""
+
+    @model_validator(mode="after")
+    def _is_one_of_them(self) -> Member:
+        if self.number > self.of:
+            raise ValueError(f"number = {self.number}: there are {self.of} members; give one of 1 to {self.of}")
+        return self
 
 
 class RewardModelConfig(Config):
@@ -18,6 +39,12 @@ class RewardModelConfig(Config):
     """Whether the pair's `margin` column is subtracted inside the sigmoid."""
     centering_coef: float = Field(0.0, ge=0)
     """Weight of the term that pulls the mean score to zero (arXiv 2312.09244); 0.01 is a common value."""
+    probe_answers: int = added_option(64, ge=0)
+    """Number of held-out chosen answers that are edited by rule, to measure what the reward model is swayed by; 0: none."""
+    suites: dict[str, Suite] = added_option({})
+    """Suites of chosen and rejected answers by name, local files, on which accuracy is reported by subset."""
+    member: Member | None = added_option(None)
+    """The member of an ensemble that is trained; `[reward_model.ensemble]` of a profile sets it."""
     loop: LoopConfig = LoopConfig(batch_size=32, epochs=1)
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
 

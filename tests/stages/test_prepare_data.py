@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.config.data import ArithmeticWorld, Files, Source, SupportWorld, Use
+from rlhf_core.config.data import ArithmeticWorld, Files, Filters, Source, SupportWorld, Use
 from rlhf_core.config.engines import InitModel, PretrainedModel
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.tables import read_demonstrations, read_feedback, read_preferences, read_prompts, read_steps
@@ -258,3 +258,46 @@ def test_a_file_that_is_cut_short_under_its_reader_is_told_as_that(
     monkeypatch.setattr("stages.prepare_data.from_files", cut)
     with pytest.raises(DataError, match="changed while it was read"):
         shop.run("prepare_data", config, {}, files=content_digests(config))
+
+
+TOOLS = """{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for message in messages %}{{ '<|' + message.role + '|>\\n' + message.content }}
+{%- for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{{ eos_token + '\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"""
+
+
+def with_tools(number: int) -> dict[str, object]:
+    turns = [
+        {"role": "user", "content": f"{number} + 1? Write to jo@example.com"},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": number}}}]},
+        {"role": "tool", "content": "the result"},
+        {"role": "assistant", "content": "There."},
+    ]
+    return {"messages": turns, "tools": '[{"name": "add", "parameters": {}}]'}
+
+
+def test_tool_calls_are_trained_on_and_masks_of_personal_data_are_counted(
+    shop: Workshop, tmp_path: Path, policy: Path
+) -> None:
+    path, template = tmp_path / "tools.jsonl", tmp_path / "tools.jinja"
+    path.write_text("".join(json.dumps(with_tools(number)) + "\n" for number in range(20)))
+    template.write_text(TOOLS)
+    source = Source(name="t", path=str(path), use=Use(demonstrations=1.0))
+    config = PrepareDataConfig(
+        data=Files(sources=(source,), filters=Filters(pii="mask")),
+        model=PretrainedModel(path=str(policy)),
+        chat_template=str(template),
+        max_tokens=512,
+        max_prompt_tokens=400,
+    )
+    ref, metrics = prepare(shop, config)
+    assert metrics["rows/demonstrations"] + metrics["rows/eval_demonstrations"] == 20
+    assert (metrics["masked/email"], metrics["dropped/all"]) == (20, 0)
+    assert ref.demonstrations is not None
+    row = read_demonstrations(shop.store.path(ref.demonstrations) / "train.parquet")[0]
+    chat = ChatTemplate.load(shop.store.path(ref.base))
+    sample = chat.conversation(row.messages, max_length=512)
+    assert sample is not None
+    trained = [part.partition("】")[0] for part in chat.preview(sample).split("【")[1:]]
+    assert len(trained) == 2 and '"name": "add"' in trained[0] and trained[1].startswith("There.")
+    with pytest.raises(ConfigError, match="does not render the tools"):
+        prepare(shop, config.model_copy(update={"chat_template": "chatml"}))

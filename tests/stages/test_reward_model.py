@@ -9,12 +9,16 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from rlhf_core.config.data import Suite
 from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.config.loop import LoopConfig
-from rlhf_core.errors import DataError
+from rlhf_core.data.tables import Preference
+from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.types import PolicyRef, TokenSample
-from stages.reward_model import RewardModelConfig, scored_ids
+from rlhf_core.types import Message, PolicyRef, TokenSample
+from stages.config.reward_model import Member
+from stages.config.suites import suite_digests
+from stages.reward_model import RewardModelConfig, member_seed, scored_ids, without_fold
 from tests.support.tolerances import near, of_model
 from tests.support.training import killed_and_resumed, preferences, thumbs
 from tests.support.workshop import SHAPE, Workshop
@@ -42,6 +46,22 @@ def test_it_separates_the_pairs_and_transformers_returns_the_same_scores(tmp_pat
     for ids, score in zip(contract["probe"], contract["probe_scores"], strict=True):
         with torch.no_grad():
             assert model(torch.tensor([ids])).logits.item() == near(score, of_model(SHAPE))
+
+
+def test_probes_and_calibration_are_in_the_report_and_in_the_metrics(tmp_path: Path, policy: Path) -> None:
+    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    rows = preferences(shop.store, tmp_path, 20, held_out=20)
+    inputs = {"policy": shop.store.external(PolicyRef, policy), "preferences": rows}
+    config = CONFIG.model_copy(update={"probe_answers": 5, "max_length": 256})
+    ref, decision = shop.run("reward_model", config, inputs)
+    report = json.loads((shop.store.path(ref) / "report.json").read_text())
+    metrics = shop.metrics(decision)
+    refused = report["probes"]["refusal/instead"]
+    assert report["probes"]["answers"] == refused["answers"] == 5
+    assert metrics["probes/refusal/instead"] == pytest.approx(refused["effect"]) and refused["low"] <= refused["effect"]
+    assert "not_applicable" in report["probes"]["position"]
+    assert metrics["held_out/temperature"] == pytest.approx(report["calibration"]["temperature"])
+    assert report["calibration"]["pairs"] == report["calibration"]["fitted_pairs"] == 10
 
 
 def test_the_report_tells_the_sources_apart(tmp_path: Path, policy: Path) -> None:
@@ -97,3 +117,44 @@ def test_adapters_are_not_offered() -> None:
 def test_a_sequence_is_scored_where_its_answer_ends() -> None:
     # a template that writes a newline (9) after the end of the turn (2): sampled answers end at 2
     assert scored_ids(TokenSample((5, 6, 7, 2, 9), (0, 0, 1, 1, 0))) == (5, 6, 7, 2)
+
+
+def test_suites_are_scored_by_subset_and_their_content_is_in_the_key(tmp_path: Path, policy: Path) -> None:
+    path = tmp_path / "suite.jsonl"
+    row = {"prompt": "Hi", "chosen": "Hello.", "rejected": "No.", "subset": "chat"}
+    path.write_text(json.dumps(row) + "\n")
+    config = CONFIG.model_copy(update={"suites": {"rb": Suite(path=str(path))}})
+    planned = suite_digests(config)
+    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    inputs = {"policy": shop.store.external(PolicyRef, policy), "preferences": preferences(shop.store, tmp_path, 4)}
+    ref, decision = shop.run("reward_model", config, inputs, files=planned)
+    report = json.loads((shop.store.path(ref) / "suites.json").read_text())
+    assert report["rb"]["subsets"]["chat"]["rows"] == 1
+    assert shop.metrics(decision)["suites/rb/chat/accuracy"] == report["rb"]["accuracy"]
+    path.write_text(json.dumps(row | {"chosen": "Hey."}) + "\n")
+    assert suite_digests(config) != planned
+    with pytest.raises(ConfigError, match=r"suites.rb.*has changed since the run was planned"):
+        shop.run("reward_model", config.model_copy(update={"max_length": 40}), inputs, files=planned)
+    with pytest.raises(ConfigError, match="is not a file; give a local file"):
+        suite_digests(CONFIG.model_copy(update={"suites": {"rb": Suite(path=str(tmp_path / "none.jsonl"))}}))
+
+
+def pair(number: int) -> Preference:
+    turns = (Message("user", f"question {number}"),), (Message("assistant", "A"),), (Message("assistant", "B"),)
+    return Preference(f"p{number}", *turns, 0.0, "s")
+
+
+def test_members_by_folds_leave_out_each_prompt_once_and_members_by_seeds_none() -> None:
+    rows = [pair(number) for number in range(90)]
+    folds = [CONFIG.model_copy(update={"member": Member(number=n, of=3, by="folds")}) for n in (1, 2, 3)]
+    left_out = [{row.id for row in rows} - {row.id for row in without_fold(rows, config)} for config in folds]
+    assert set.union(*left_out) == {row.id for row in rows} and sum(map(len, left_out)) == 90
+    assert all(15 < len(fold) < 45 for fold in left_out)
+    seeds = CONFIG.model_copy(update={"member": Member(number=1, of=3)})
+    assert without_fold(rows, seeds) == without_fold(rows, CONFIG) == rows
+    assert len({member_seed(config, 17) for config in (CONFIG, *folds)}) == 4 and member_seed(CONFIG, 17) == 17
+
+
+def test_a_member_is_one_of_them() -> None:
+    with pytest.raises(ValidationError, match="number = 4: there are 3 members; give one of 1 to 3"):
+        Member(number=4, of=3)

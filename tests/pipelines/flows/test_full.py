@@ -8,6 +8,7 @@ from pipelines.execution.plan import PlannedStage, plan
 from pipelines.flows.full import part
 from pipelines.flows.profile import load_profile
 from rlhf_core.errors import ConfigError
+from rlhf_core.schema.base import keyed
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PreferencesRef, PreparedDataRef, ProcessRewardModelRef, PromptsRef
 
@@ -99,3 +100,23 @@ def test_a_process_reward_model_is_offered_to_later_stages_and_not_to_the_report
 def test_a_judge_that_no_section_trains_is_missed_before_anything_is_computed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^ppo\.rewards\.terms\.judge\.model = 'other'"):
         planned(tmp_path, 'ppo.rewards.terms={judge={type="reward_model", model="other"}}')
+
+
+def test_an_ensemble_is_a_stage_per_member_and_serves_as_one_reward(tmp_path: Path) -> None:
+    plain = planned(tmp_path)
+    term = 'ppo.rewards.terms={careful={type="ensemble", models=["reward_model/1", "reward_model/2"], reduce="mean_minus_std"}}'
+    stages = planned(tmp_path, 'reward_model.ensemble={members=2, by="folds"}', term)
+    assert "reward_model" not in stages
+    members = [stages[f"reward_model/{number}"] for number in (1, 2)]
+    assert [one.spec.config.model_dump()["member"] for one in members] == [
+        {"number": 1, "of": 2, "by": "folds"},
+        {"number": 2, "of": 2, "by": "folds"},
+    ]
+    offered = stages["ppo"].spec.inputs["reward_models"]
+    assert isinstance(offered, dict) and set(offered) == {"reward_model", "reward_model/1", "reward_model/2"}
+    assert made_by(stages["evaluate"], "reward_model") == "reward_model/1"
+    one = load_profile("tiny/full").reward_model
+    assert one is not None
+    (alone,) = one.stage_configs().values()
+    assert keyed(alone) == keyed(one) == keyed(plain["reward_model"].spec.config)
+    assert "member" not in keyed(alone) and "suites" not in keyed(alone)

@@ -297,3 +297,31 @@ def test_a_reason_is_not_as_long_as_the_row(tmp_path: Path) -> None:
     *_, report = tables_of(sources=[source], max_bad_fraction=0.5)
     assert report.drops[0].reason.startswith("malformed: not a number: reward is 'zzz")
     assert len(report.drops[0].reason) < 600
+
+
+def test_ratings_become_pairs_with_margins_and_pseudonyms_and_ties_are_counted(tmp_path: Path) -> None:
+    def rated(number: int, *scores: float) -> dict[str, Any]:
+        answers = [{"response": f"answer {place}", "overall_score": score} for place, score in enumerate(scores)]
+        return {"instruction": f"question {number}", "completions": answers, "annotator": "jo@example.com"}
+
+    rows = [*(rated(number, 1, 4, 4) for number in range(10)), rated(10, 2, 2)]
+    source = {"name": "u", "path": write(tmp_path / "u.jsonl", rows), "use": {"preferences": 1.0}}
+    tables, _, report = tables_of(sources=[source | {"ranking_pairs": "all"}])
+    pairs = [*tables.preferences, *tables.eval_preferences]
+    assert len(pairs) == 20 and {pair.margin for pair in pairs} == {3.0}
+    assert len({pair.annotator for pair in pairs}) == 1 and pairs[0].annotator.startswith("annotator-")
+    assert report.counts() == {"tie": 1}
+    assert report.to_json()["tied_pairs"] == {"u": 10}
+
+
+def test_a_pair_of_answers_that_two_people_judged_has_no_annotator(tmp_path: Path) -> None:
+    def thumbs(number: int, way: str, who: int) -> dict[str, Any]:
+        return {"prompt": f"q {number}", "completion": f"{way} {number}", "thumbs": way, "annotator": who}
+
+    rows = [thumbs(number, way, 1) for number in range(4) for way in ("up", "down")]
+    rows += [thumbs(9, "up", 1), thumbs(9, "down", 2), thumbs(10, "up", 3)]
+    source = {"name": "t", "path": write(tmp_path / "t.jsonl", rows), "use": {"preferences": 1.0}}
+    tables, *_ = tables_of(sources=[source])
+    pairs = [*tables.preferences, *tables.eval_preferences]
+    assert sorted(bool(pair.annotator) for pair in pairs) == [False, True, True, True, True]
+    assert [bool(row.annotator) for row in (*tables.feedback, *tables.eval_feedback)] == [True]

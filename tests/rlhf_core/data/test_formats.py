@@ -123,8 +123,12 @@ BAD_ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("prompt", {"prompt": "x", "label": b"4"}, "not JSON: label: bytes"),
     ("prompt", {"prompt": "x", "label": {"cost": Decimal("0.10")}}, "not JSON: label: Decimal"),
     ("messages", {"messages": [{"role": ["user"], "content": "x"}]}, "not text: role is list"),
-    ("messages", {"messages": [U, A | {"tool_calls": [{"function": {"name": "add"}}]}]}, "tool_calls: only text"),
-    ("messages", {"messages": [U, A | {"function_call": {"name": "add"}}]}, "function_call: only text"),
+    (
+        "messages",
+        {"messages": [U | {"tool_calls": [{"function": {"name": "add"}}]}, A]},
+        "only the assistant calls tools",
+    ),
+    ("messages", {"messages": [U, A | {"function_call": {"arguments": "{}"}}]}, "function_call: a call needs the name"),
 ]
 
 
@@ -179,13 +183,15 @@ def test_two_system_messages_that_differ_are_refused() -> None:
         read_as({"prompt": "2+2?", "system": ["Add."]}, "prompt")
 
 
-@pytest.mark.parametrize("name", ["tools", "tool_calls"])
-def test_tools_of_a_row_are_refused_and_empty_ones_are_none(name: str) -> None:
+def test_tool_calls_beside_the_turns_are_refused_and_empty_ones_are_none() -> None:
     for value in ([{"type": "function"}], '[{"type": "function"}]', {"name": "add"}):
-        with pytest.raises(DataError, match=f"{name}: only text is trained on, so it would be left out; write it into"):
-            read_as({"prompt": "2+2?", "completion": "4", name: value}, "prompt_completion")
-    for empty in (None, "", "[]", " null ", [], {}):
-        assert read_as({"prompt": "2+2?", "completion": "4", name: empty}, "prompt_completion") == [Content(ASK, GOOD)]
+        with pytest.raises(DataError, match="tool_calls: a row has them beside its turns; write them into"):
+            read_as({"prompt": "2+2?", "completion": "4", "tool_calls": value}, "prompt_completion")
+    for name in ("tools", "tool_calls", "function_call"):
+        for empty in (None, "", "[]", " null ", [], {}):
+            assert read_as({"prompt": "2+2?", "completion": "4", name: empty}, "prompt_completion") == [
+                Content(ASK, GOOD)
+            ]
 
 
 @pytest.mark.parametrize(("name", "row", "reason"), BAD_ROWS)
@@ -195,7 +201,9 @@ def test_a_bad_row_says_what_is_wrong(name: str, row: dict[str, Any], reason: st
 
 
 def test_columns_of_no_format_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(DataError, match=r"unknown columns: \['foo'\]; known formats are \['comparison', 'hh'"):
+    with pytest.raises(
+        DataError, match=r"unknown columns: \['foo'\]; known formats are \['argilla', 'comparison', 'hh'"
+    ):
         detect({"foo": 1})
 
 

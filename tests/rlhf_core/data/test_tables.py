@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -9,15 +10,18 @@ import pytest
 
 from rlhf_core.data.tables import (
     Demonstration,
+    Feedback,
     Preference,
     SteppedAnswer,
     Tables,
     content_id,
     read_demonstrations,
+    read_feedback,
     read_preferences,
     read_prompts,
     read_steps,
     write_demonstrations,
+    write_feedback,
     write_preferences,
     write_prompts,
     write_steps,
@@ -73,3 +77,18 @@ def test_steps_are_read_as_written_and_the_tokenizer_sees_them(tmp_path: Path) -
     demonstration = Demonstration("d", ASK + SAY, "world")
     tables = Tables((demonstration,), (), (), (), (), (), steps=(row,))
     assert list(tables.training_texts()) == ["Hi", "Hello.", "Hi", "one\ntwo"]
+
+
+def test_annotators_are_kept_and_tables_without_them_have_no_such_column(tmp_path: Path) -> None:
+    pair = Preference(
+        "p", (Message("user", "Hi"),), (Message("assistant", "A"),), (Message("assistant", "B"),), 0.5, "s"
+    )
+    write_preferences(tmp_path / "plain.parquet", [pair])
+    assert "annotator" not in pq.read_schema(tmp_path / "plain.parquet").names
+    assert read_preferences(tmp_path / "plain.parquet") == [pair]
+    judged = [pair, replace(pair, annotator="annotator-1")]
+    write_preferences(tmp_path / "judged.parquet", judged)
+    assert read_preferences(tmp_path / "judged.parquet") == judged
+    thumbs = [Feedback("f", pair.prompt, pair.chosen, True, "s", "annotator-2")]
+    write_feedback(tmp_path, "train", thumbs)
+    assert read_feedback(tmp_path, "train") == thumbs

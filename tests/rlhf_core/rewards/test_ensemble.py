@@ -32,4 +32,11 @@ def second(generations: Sequence[Generation]) -> list[float]:
     ],
 )
 def test_each_answer_is_reduced_over_the_members(reduce: EnsembleReduction, k: float, scores: list[float]) -> None:
-    assert score_with_ensemble([first, second], ANSWERS, reduce=reduce, k=k) == pytest.approx(scores)
+    outcome = score_with_ensemble([first, second], ANSWERS, reduce=reduce, k=k)
+    assert outcome.values == pytest.approx(scores)
+
+
+def test_disagreement_and_the_lower_bound_are_logged_however_the_scores_are_reduced() -> None:
+    logs = score_with_ensemble([first, second], ANSWERS, reduce="mean", k=1.0).logs
+    assert logs["disagreement"] == (pytest.approx(1.0 + 0.5), 2)  # (1, 3) and (2, 3)
+    assert logs["lower_bound"] == (pytest.approx(1.0 + 2.0), 2)

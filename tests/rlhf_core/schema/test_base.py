@@ -7,7 +7,7 @@ from typing import Annotated
 import pytest
 from pydantic import ValidationError
 
-from rlhf_core.schema.base import OPERATIONAL, Config, keyed
+from rlhf_core.schema.base import OPERATIONAL, Config, added_option, keyed
 
 
 class Inner(Config):
@@ -37,3 +37,17 @@ def test_an_unknown_key_and_a_change_are_refused() -> None:
         Outer.model_validate({"nane": "y"})
     with pytest.raises(ValidationError, match="frozen"):
         Outer().name = "y"  # type: ignore[misc]
+
+
+class Later(Config):
+    rate: float = 0.5
+    floor: float = added_option(0.0, ge=0)
+
+
+def test_an_option_that_was_added_later_enters_the_key_and_the_json_only_when_it_is_set() -> None:
+    assert keyed(Later()) == keyed(Later(floor=0.0)) == {"rate": 0.5}
+    assert keyed(Later(floor=2.0)) == {"rate": 0.5, "floor": 2.0}
+    assert Later().model_dump_json() == '{"rate":0.5}'
+    assert Later.model_validate_json(Later(floor=2.0).model_dump_json()).floor == 2.0
+    with pytest.raises(ValidationError, match="floor"):
+        Later(floor=-1.0)

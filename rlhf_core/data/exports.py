@@ -1,0 +1,376 @@
+"""Read what people judged from exports of Label Studio and Argilla.
+
+Both hold, for one record, the texts that people saw and the responses of each annotator. A record becomes a `Judged`:
+the answers and one verdict per annotator. An export says neither which field is the prompt nor what a number rates; what
+cannot be read in one way only is refused, with the option that decides it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from rlhf_core.config.data import RankingPairs, Source
+from rlhf_core.data.comparisons import Row, Unrated, asked, ordered_pairs, responses, verdict
+from rlhf_core.data.ratings import rating
+from rlhf_core.errors import DataError
+
+EXPORTS = ("label_studio", "argilla")
+
+LONGEST_S = 1e9
+"""Longest time for one response; anything longer, and what is no time, counts as not measured."""
+
+_PROMPTS = ("prompt", "instruction", "question", "conversation")
+_NOT_WORD = re.compile(r"[\W_]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one annotator said of the answers of a record: a value for each, more is better, None if not judged."""
+
+    annotator: str
+    values: tuple[float | None, ...]
+    seconds: float = 0.0
+
+    @property
+    def choice(self) -> str:
+        """The verdict on two answers: `first`, `second` or `tie`; the empty text if one of them was not judged.
+
+        >>> Verdict("jo", (0.0, 1.0)).choice
+        'second'
+        """
+        first, second = self.values
+        if first is None or second is None:
+            return ""
+        return "tie" if first == second else "first" if first > second else "second"
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A record of an export: the prompt (text or turns), the answers in their order, and one verdict per annotator."""
+
+    id: str
+    prompt: Any
+    answers: tuple[Any, ...]
+    verdicts: tuple[Verdict, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Response:
+    """The response of one annotator to one question; `shown` are the names of what it compares, if the export has them."""
+
+    annotator: str
+    question: str
+    kind: str
+    value: Any
+    shown: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
+def read_record(row: Row, format_name: str, source: Source) -> Judged:
+    """Return a record of an export (`label_studio` or `argilla`). Raises DataError if it is ambiguous or malformed.
+
+    Raises Unrated if nobody has judged it.
+    `source` decides by `columns` (prompt, response1, response2, preference), `rating_questions` and `bare_rankings`.
+    """
+    fields, said = _label_studio(row) if format_name == "label_studio" else _argilla(row)
+    prompt = _prompt(fields, source)
+    said = _of_question(said, source)
+    if not said:
+        raise Unrated
+    names = _answer_names(fields, said, source)
+    texts = tuple(fields[name] for name in names)
+    by_annotator: dict[str, list[_Response]] = {}
+    for number, one in enumerate(said):
+        by_annotator.setdefault(one.annotator or f"?{number}", []).append(one)
+    verdicts = tuple(_verdict(responses_, names, source) for responses_ in by_annotator.values())
+    record = next((row[name] for name in ("external_id", "id") if row.get(name) is not None), "")
+    return Judged(str(record), asked(fields[prompt]), texts, verdicts)
+
+
+def preference_rows(judged: Judged, *, pairs: RankingPairs, min_margin: float) -> list[dict[str, Any]]:
+    """Return the preference pairs of a record by the mean of its verdicts; the margin is the difference of the means.
+
+    For a choice between two answers that is the share of annotators that chose one less the share that chose the other.
+    Raises Tie if annotators are evenly split or all see a tie, and Unrated if nobody judged two answers.
+    """
+    columns = zip(*(verdict.values for verdict in judged.verdicts), strict=True)
+    means = [
+        fmean(given) if (given := [value for value in column if value is not None]) else None for column in columns
+    ]
+    places = [place for place, mean in enumerate(means) if mean is not None]
+    values = [mean for mean in means if mean is not None]
+    if len(values) < 2:
+        raise Unrated
+    made, tied = ordered_pairs(values, pairs, min_margin=min_margin)
+    names = {verdict.annotator for verdict in judged.verdicts}
+    rows = [
+        {
+            "prompt": judged.prompt,
+            "chosen": judged.answers[places[better]],
+            "rejected": judged.answers[places[worse]],
+            "margin": values[better] - values[worse],
+            **({"annotator": next(iter(names))} if len(names) == 1 else {}),
+        }
+        for better, worse in made
+    ]
+    return [rows[0] | {"tied": tied}, *rows[1:]]
+
+
+# ---------------------------------------------------------------- Label Studio
+
+
+def _label_studio(row: Row) -> tuple[Mapping[str, Any], list[_Response]]:
+    """Return the data of a task and the results of its annotations; cancelled ones and predictions are left out."""
+    data, annotations = row.get("data"), row.get("annotations")
+    if not isinstance(data, Mapping) or not isinstance(annotations, (list, tuple)):
+        raise DataError(
+            "not a task of Label Studio: data and annotations are needed; export as JSON, not as JSON-MIN or CSV"
+        )
+    said: list[_Response] = []
+    for annotation in annotations:
+        if not isinstance(annotation, Mapping) or not isinstance(annotation.get("result"), (list, tuple)):
+            raise DataError("not an annotation: it has no list `result`; export as JSON with annotations")
+        if annotation.get("was_cancelled"):
+            continue
+        seconds = annotation.get("lead_time")
+        seconds = float(seconds) if isinstance(seconds, (int, float)) and 0 <= seconds < LONGEST_S else 0.0
+        for result in annotation["result"]:
+            if isinstance(result, Mapping) and isinstance(result.get("value"), Mapping) and "from_name" in result:
+                kind = str(result.get("type"))
+                value = result["value"].get({"pairwise": "selected"}.get(kind, kind))
+                shown = _names(result.get("to_name"))
+                person = _person(annotation.get("completed_by"))
+                said.append(_Response(person, str(result["from_name"]), kind, value, shown, seconds))
+    return data, said
+
+
+def _person(completed_by: Any) -> str:
+    if isinstance(completed_by, Mapping):
+        completed_by = completed_by.get("id", completed_by.get("email", ""))
+    return "" if completed_by is None else str(completed_by)
+
+
+def _names(to_name: Any) -> tuple[str, ...]:
+    parts = to_name.split(",") if isinstance(to_name, str) else to_name if isinstance(to_name, (list, tuple)) else ()
+    return tuple(str(part).strip() for part in parts)
+
+
+# ---------------------------------------------------------------- Argilla
+
+
+def _argilla(row: Row) -> tuple[Mapping[str, Any], list[_Response]]:
+    """Return the fields of a record and the submitted responses, from any of Argilla's layouts.
+
+    `Record.to_dict` of Argilla 2 and 1 nest fields and responses; their datasets have a column for each.
+    """
+    if isinstance(row.get("fields"), Mapping):
+        given = row.get("responses")
+        if isinstance(given, Mapping):
+            said = [one for question, rows in given.items() for one in _responses(question, rows)]
+        else:
+            if not isinstance(given, (list, tuple, type(None))):
+                raise DataError(f"not responses: {type(given).__name__}; a list, or an object by question, is needed")
+            said = [one for response in given or () for one in _user_response(response)]
+        return row["fields"], said
+    said, questions = [], set()
+    for name, value in row.items():
+        if name.endswith(".responses"):  # Argilla 2
+            question = name.removesuffix(".responses")
+            columns = {"value": value, "user_id": row.get(f"{name}.users"), "status": row.get(f"{name}.status")}
+        elif isinstance(value, Mapping) and {"user_id", "value"} <= set(value):
+            question, columns = name, dict(value)  # a sequence of structs is a struct of lists
+        elif (
+            isinstance(value, (list, tuple)) and value and all(isinstance(v, Mapping) and "user_id" in v for v in value)
+        ):
+            said += _responses(name, value)  # Argilla 1
+            questions.add(name)
+            continue
+        else:
+            continue
+        said += _responses(question, _rows_of(columns, ("value", "user_id", "status")))
+        questions.add(question)
+    fields = {name: value for name, value in row.items() if name.partition(".")[0] not in questions}
+    return {name: value for name, value in fields.items() if isinstance(value, (str, list, tuple))}, said
+
+
+def _rows_of(columns: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the rows of a struct of lists; a column that is missing has no values. DataError for unequal lengths."""
+    given = {name: columns[name] for name in names if columns.get(name) is not None}
+    lengths = {len(column) if isinstance(column, (list, tuple)) else -1 for column in given.values()}
+    if not given:
+        return []
+    if len(lengths) != 1 or -1 in lengths:
+        raise DataError(f"not responses: {sorted(given)} must be lists of one length")
+    return [{name: column[place] for name, column in given.items()} for place in range(lengths.pop())]
+
+
+def _responses(question: str, rows: Any) -> list[_Response]:
+    if not isinstance(rows, (list, tuple)) or not all(isinstance(one, Mapping) and "value" in one for one in rows):
+        raise DataError(f"not responses: question {question!r} needs a list of objects with a value")
+    return [
+        _Response(str(one.get("user_id") or ""), question, _kind(one["value"]), one["value"])
+        for one in rows
+        if one.get("status") in (None, "submitted") and one["value"] is not None
+    ]
+
+
+def _user_response(response: Any) -> list[_Response]:
+    """Return one user's responses to all questions (Argilla 1 and the server's API)."""
+    if not isinstance(response, Mapping) or not isinstance(response.get("values"), Mapping):
+        raise DataError("not a response: values by question are needed; export records with `to_dict`")
+    found = []
+    for question, given in response["values"].items():
+        value = given.get("value") if isinstance(given, Mapping) else given
+        found += _responses(question, [{**response, "value": value}])
+    return found
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, (list, tuple, Mapping)):
+        return "ranking"
+    return "rating" if isinstance(value, (int, float)) and not isinstance(value, bool) else "choices"
+
+
+# ---------------------------------------------------------------- what was asked about what
+
+
+def _prompt(fields: Mapping[str, Any], source: Source) -> str:
+    names = [source.columns.prompt] if source.columns.prompt else [name for name in _PROMPTS if name in fields]
+    if len(names) != 1 or names[0] not in fields:
+        raise DataError(
+            f"no prompt: the record has the fields {sorted(fields)}; set columns = {{prompt = ...}} to the prompt's"
+        )
+    return names[0]
+
+
+def _of_question(said: list[_Response], source: Source) -> list[_Response]:
+    """Return the responses to the questions that compare the answers. Raises DataError if several could be meant."""
+    asked_for = set(source.rating_questions) or ({source.columns.preference} - {""})
+    if asked_for:
+        return [one for one in said if one.question in asked_for]
+    questions = {one.question for one in said if one.kind in ("pairwise", "choices", "ranking", "rating")}
+    if len(questions) > 1:
+        raise DataError(
+            f"several questions: {sorted(questions)} may all judge the answers; set columns = {{preference = ...}} to one, "
+            "or rating_questions for questions that rate one answer each"
+        )
+    return [one for one in said if one.question in questions]
+
+
+def _answer_names(fields: Mapping[str, Any], said: Sequence[_Response], source: Source) -> tuple[str, ...]:
+    """Return the fields with the answers. Raises DataError if the record does not tell them."""
+    columns = source.columns
+    shown = next((one.shown for one in said if one.kind == "pairwise" and set(one.shown) <= set(fields)), ())
+    ranked = next((_ranking(one.value, source) for one in said if one.kind == "ranking"), {})
+    known = responses(fields)
+    if source.rating_questions:
+        names = tuple(source.rating_questions.values())
+    elif columns.response1 and columns.response2:
+        names = (columns.response1, columns.response2)
+    elif len(shown) == 2:
+        names = shown
+    elif ranked:
+        names = tuple(_field(name, fields) for name in sorted(ranked))
+    elif known:
+        names = known
+    else:
+        raise DataError(
+            f"no answers: the record has the fields {sorted(fields)}; set columns = {{response1 = ..., response2 = ...}}"
+        )
+    missing = [name for name in names if name not in fields]
+    if missing or len(set(names)) < 2:
+        raise DataError(
+            f"no such field: {missing or list(names)}; the record has {sorted(fields)}, two answers are needed"
+        )
+    return names
+
+
+def _field(name: str, fields: Mapping[str, Any]) -> str:
+    """Return the field that a question's option names: `reply-1` is the field `reply_1`."""
+    if name in fields:
+        return name
+    found = [field for field in fields if _plain(field) == _plain(name)]
+    if len(found) != 1:
+        raise DataError(
+            f"no such field: the question names {name!r}, the record has {sorted(fields)}; name options and fields alike"
+        )
+    return found[0]
+
+
+def _plain(name: str) -> str:
+    return _NOT_WORD.sub("", name).lower()
+
+
+# ---------------------------------------------------------------- what was said
+
+
+def _verdict(said: Sequence[_Response], names: tuple[str, ...], source: Source) -> Verdict:
+    """Return what one annotator said of the answers `names`."""
+    annotator, seconds = said[0].annotator, said[0].seconds
+    if source.rating_questions:
+        given = {source.rating_questions[one.question]: rating(one.value) for one in said}
+        return Verdict(annotator, tuple(given.get(name) for name in names), seconds)
+    if len(said) > 1:
+        raise DataError(f"two responses: annotator {annotator!r} answered {said[0].question!r} twice; keep one of them")
+    (one,) = said
+    if one.kind == "pairwise":
+        return Verdict(annotator, _pairwise(one, names, source), seconds)
+    if one.kind == "ranking":
+        ranks = _ranking(one.value, source)
+        by_name = {next((n for n in names if _plain(n) == _plain(name)), name): -rank for name, rank in ranks.items()}
+        return Verdict(annotator, tuple(by_name.get(name) for name in names), seconds)
+    if one.kind == "choices":
+        return Verdict(annotator, _chosen(one, names), seconds)
+    raise DataError(
+        f"not a comparison: question {one.question!r} has {one.kind} {str(one.value)[:40]!r}, which does not say of which "
+        "answer; set rating_questions = {question = field, ...}, or columns = {preference = ...} to another question"
+    )
+
+
+def _pairwise(one: _Response, names: tuple[str, ...], source: Source) -> tuple[float, float]:
+    """Return the values of two answers by which of them was selected, left or right."""
+    if one.value not in ("left", "right"):
+        raise DataError(f"not a selection: {one.value!r}; left or right is needed")
+    if set(one.shown) == set(names):
+        left = one.shown[0]
+    elif source.columns.response1 and source.columns.response2:
+        left = names[0]
+    else:
+        raise DataError(
+            f"no side: the tags {list(one.shown)} are not fields, so the export does not say which text was left; set "
+            "columns = {response1 = <left>, response2 = <right>}"
+        )
+    first = (left == names[0]) == (one.value == "left")
+    return (1.0, 0.0) if first else (0.0, 1.0)
+
+
+def _chosen(one: _Response, names: tuple[str, ...]) -> tuple[float, float]:
+    value = one.value[0] if isinstance(one.value, (list, tuple)) and len(one.value) == 1 else one.value
+    if not isinstance(value, str) or len(names) != 2:
+        raise DataError(
+            f"not a choice: {str(value)[:80]!r}; one option that names one of two answers, or a tie, is needed"
+        )
+    found = verdict(value, (names[0], names[1]))
+    return (0.5, 0.5) if found is None else (0.0, 1.0) if found else (1.0, 0.0)
+
+
+def _ranking(value: Any, source: Source) -> dict[str, float]:
+    """Return the rank of each option, 1 is the best."""
+    if isinstance(value, Mapping) and {"rank", "value"} <= set(value):  # a sequence of structs is a struct of lists
+        value = _rows_of(value, ("rank", "value"))
+    if not isinstance(value, (list, tuple)) or not value:
+        raise DataError(f"not a ranking: {str(value)[:80]!r}; a list of values with ranks is needed")
+    if all(isinstance(name, str) for name in value):
+        if not source.bare_rankings:
+            raise DataError(
+                "ranking without ranks: Argilla 2 exports the names alone, so ties cannot be seen; set bare_rankings = true to "
+                "read them as best first, or export the server's records, which have ranks"
+            )
+        return {name: float(place) for place, name in enumerate(value, start=1)}
+    if not all(isinstance(one, Mapping) and "value" in one and rating(one.get("rank")) is not None for one in value):
+        raise DataError(f"not a ranking: {str(value)[:80]!r}; each option needs a value and a rank")
+    return {str(one["value"]): float(one["rank"]) for one in value}

@@ -1,0 +1,79 @@
+"""Turns with tool calls keep them as templates read them; what cannot be kept exactly is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from rlhf_core.data.formats import convert_all
+from rlhf_core.data.turns import calls_tools, tools_of, turns_of
+from rlhf_core.errors import DataError
+from rlhf_core.types import Message
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
+FIELDS = json.dumps({"tool_calls": [CALL]})
+ADD = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "assistant", "tool_calls": json.dumps([CALL])},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}}],
+        },
+        {"role": "assistant", "content": "", "function_call": {"name": "add", "arguments": '{"a": 2, "b": 3}'}},
+        {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2, "b": 3}}'},
+    ],
+)
+def test_every_spelling_of_a_call_is_the_same_turn(turn: dict[str, Any]) -> None:
+    (message,) = turns_of([turn], role="")
+    assert message == Message("assistant", "", FIELDS)
+    assert calls_tools(message) and not calls_tools(Message("assistant", "Hi"))
+
+
+def test_a_result_keeps_its_name_and_the_call_that_it_answers() -> None:
+    result = {"role": "tool", "content": "5", "name": "add", "tool_call_id": "c1"}
+    assert turns_of([result], role="") == (Message("tool", "5", '{"name": "add", "tool_call_id": "c1"}'),)
+    assert turns_of([{"from": "observation", "value": "5"}], role="") == (Message("tool", "5"),)
+
+
+@pytest.mark.parametrize(
+    ("turn", "reason"),
+    [
+        (
+            {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": ""}}]},
+            "needs the name of a function",
+        ),
+        ({"role": "assistant", "content": "", "tool_calls": "[oops"}, "tool_calls: not JSON"),
+        (
+            {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {"a": 1, "b": None}}]},
+            "has nulls, which tables write for keys that a row has not; store it as JSON text",
+        ),
+        (
+            {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": "[1]"}]},
+            "must be an object",
+        ),
+        ({"role": "user", "content": "x", "tool_calls": [CALL]}, "only the assistant calls tools"),
+        ({"from": "function_call", "value": "not json"}, "function_call: not JSON"),
+    ],
+)
+def test_a_call_that_cannot_be_kept_exactly_is_refused(turn: dict[str, Any], reason: str) -> None:
+    with pytest.raises(DataError, match=reason):
+        turns_of([turn], role="")
+
+
+def test_the_tools_of_a_row_stand_in_the_first_turn() -> None:
+    turns = [{"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    (content,) = convert_all(
+        {"messages": turns, "tools": json.dumps([ADD])}, "messages", coding="auto", ranking_pairs="max_min"
+    )
+    assert json.loads(content.prompt[0].tool_fields) == {"tools": [{"type": "function", "function": ADD}]}
+    assert content.chosen == (Message("assistant", "", FIELDS),)
+    with pytest.raises(DataError, match="tools: each needs a name"):
+        tools_of([{"type": "function", "function": {"description": "x"}}])

@@ -1,0 +1,52 @@
+"""The fitted temperature undoes a wrong scale of the scores, and is judged on pairs that it has not seen."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import pytest
+
+from rlhf_core.evaluation.calibration import FEWEST, calibration_report, fit_temperature
+
+
+def drawn_margins(count: int, *, scale: float, seed: int = 3) -> list[float]:
+    """Return margins of pairs whose labels follow Bradley-Terry, multiplied by `scale`."""
+    rng = random.Random(seed)
+    true = [rng.gauss(0, 1.5) for _ in range(count)]
+    signs = [1 if rng.random() < 1 / (1 + math.exp(-abs(margin))) else -1 for margin in true]
+    return [scale * abs(margin) * sign for margin, sign in zip(true, signs, strict=True)]
+
+
+@pytest.mark.parametrize("scale", [0.25, 1.0, 4.0])
+def test_the_temperature_is_the_scale_by_which_the_scores_are_wrong(scale: float) -> None:
+    assert fit_temperature(drawn_margins(20000, scale=scale)) == pytest.approx(scale, rel=0.05)
+
+
+def test_a_model_that_is_too_sure_is_calibrated_on_pairs_that_were_not_fitted() -> None:
+    report = calibration_report(drawn_margins(4000, scale=4.0), seed=1)
+    assert report is not None
+    assert report["fitted_pairs"] == report["pairs"] == 2000 and not report["at_bound"]
+    assert report["temperature"] == pytest.approx(4.0, rel=0.15)
+    assert report["ece_before"]["low"] > 0.1 > 0.05 > report["ece_after"]["value"]
+    assert report["ece_change"]["high"] < 0
+    assert report["ece_change"]["value"] == pytest.approx(report["ece_after"]["value"] - report["ece_before"]["value"])
+    json.dumps(report, allow_nan=False)
+
+
+def test_a_calibrated_model_is_not_made_better() -> None:
+    report = calibration_report(drawn_margins(4000, scale=1.0), seed=1)
+    assert report is not None
+    assert report["temperature"] == pytest.approx(1.0, rel=0.15)
+    assert report["ece_change"]["low"] < 0.01 and report["ece_change"]["high"] > -0.01
+
+
+def test_pairs_that_are_all_right_have_no_best_temperature_and_the_report_says_so() -> None:
+    report = calibration_report([1.0] * 40, seed=1)
+    assert report is not None and report["at_bound"]
+
+
+def test_too_few_pairs_fit_nothing() -> None:
+    assert calibration_report([1.0, -1.0] * (FEWEST - 1), seed=1) is None
+    assert calibration_report([1.0, -1.0] * FEWEST, seed=1) is not None
