@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -33,6 +33,16 @@ class FailureSetting(Operational):
 
 OPERATIONAL = Operational()
 FAILURES = FailureSetting()
+
+
+def unkeyed_if(absent: Any) -> Any:
+    """Return the mark of an option that is neither written nor in a key while it has the value `absent`.
+
+    So results that were stored before the option existed are still found by profiles that do not use it.
+
+    >>> evaluate: Annotated[HeldOutConfig | None, unkeyed_if(None)] = None         # doctest: +SKIP
+    """
+    return Field(exclude_if=lambda value: value == absent)
 
 
 class Config(BaseModel):
@@ -94,11 +104,12 @@ def by_type(value: Any) -> Any:
 
 
 def keyed(config: BaseModel) -> dict[str, Any]:
-    """Return the JSON-serializable fields in a stage's key: all but those marked `OPERATIONAL`, recursively."""
+    """Return the JSON-serializable fields in a stage's key, recursively: all but those marked `OPERATIONAL` or `unkeyed_if`."""
     return {
         name: _keyed_value(getattr(config, name))
         for name, field in type(config).model_fields.items()
         if not any(isinstance(mark, Operational) for mark in field.metadata)
+        and not (field.exclude_if and field.exclude_if(getattr(config, name)))
     }
 
 
