@@ -33,7 +33,8 @@ class Banded(Windowed):
     def check(self, history: History, *, looks: int) -> str:
         """Return how the mean over the window leaves the band; nothing before the window is full."""
         last = history.last(self.metric, self.window)
-        return outside(mean(last), self.low, self.high) if len(last) == self.window else ""
+        found = outside(mean(last), self.low, self.high) if len(last) == self.window else ""
+        return f"{self.metric} {found}" if found else ""
 
     @field_validator("metric")
     @classmethod
@@ -174,7 +175,7 @@ class Drift(Relative):
         """Return how the ratio leaves the band."""
         ratio = self.ratio(history, self.metric)
         found = outside(ratio, self.low, self.high) if ratio is not None else ""
-        return f"ratio to the first {self.reference_steps} steps {found}" if found else ""
+        return f"{self.metric}: ratio to the first {self.reference_steps} steps {found}" if found else ""
 
     @model_validator(mode="after")
     def _has_bounds(self) -> Self:

@@ -33,4 +33,4 @@ class Best:
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> Self:
         """Return what `state` was called on."""
-        return cls() if state["step"] < 0 else cls(**state)
+        return cls(since=state["since"]) if state["step"] < 0 else cls(**state)

@@ -13,7 +13,7 @@ from rlhf_core.monitoring.history import History
 
 @dataclass(frozen=True)
 class Alarm:
-    """What a monitor found at a step, and what is to be done; `text` is "3.1 < 6 for 3 steps"."""
+    """What a monitor found at a step, and what is to be done; `text` is "rollout/length 3.1 < 6 for 3 steps"."""
 
     step: int
     monitor: str
@@ -29,7 +29,7 @@ class Watch:
     >>> from rlhf_core.monitoring.bands import Band
     >>> watch = Watch([Band(metric="rollout/length", low=6.0, for_steps=2, action="stop")], looks=0)
     >>> watch.observe(1, {"rollout/length": 3.1}), watch.observe(2, {"rollout/length": 3.1})[0].text
-    ([], '3.1 < 6 for 2 steps')
+    ([], 'rollout/length 3.1 < 6 for 2 steps')
     """
 
     def __init__(self, monitors: Sequence[MonitorConfig], *, looks: int) -> None:
