@@ -96,15 +96,15 @@ def run(world: SmallWorld, judge: Any, seed: int, fault: Fault | None, steps: in
     inputs = world.inputs | {"reward_models": {"reward_model": judge}}
     began = time.monotonic()
     tracker = MemoryStageTracker()
-    error = ""
+    alarms: dict[str, int] = {}
     try:
         with broken.patch(clock):
-            world.run("ppo", config, inputs, seed=seed, runtime=runtime, tracker=tracker)
+            world.run("ppo", config, inputs, seed=seed, runtime=runtime, tracker=tracker, fresh=True)
     except RlhfError as failure:
         error = f"{type(failure).__name__}: {failure}"
-    rows = tracker.tables["monitors"][1] if "monitors" in tracker.tables else []
-    alarms: dict[str, int] = {}
-    for step, monitor, _ in rows:
+    else:
+        error = ""
+    for step, monitor, _ in tracker.tables["monitors"][1] if "monitors" in tracker.tables else []:
         alarms.setdefault(str(monitor), int(step))
     return Found(alarms, time.monotonic() - began, error)
 

@@ -6,6 +6,7 @@ The engines are plain torch and transformers, without Ray and vLLM, so that a ru
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from rlhf_core.interfaces import ModelSpec, Role, Runtime, Sampler, Trainer
 from rlhf_core.runtime.local_runtime import LocalRuntime
 from rlhf_core.schema.base import Config
 from rlhf_core.stage.run import execute
+from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.memory import MemoryStageTracker
 from rlhf_core.types import ArtifactRef, PreferencesRef, PreparedDataRef
@@ -102,10 +104,10 @@ class SmallWorld:
         seed: int = SEED,
         runtime: Runtime | None = None,
         tracker: MemoryStageTracker | None = None,
-        callables: tuple[str, ...] = (),
+        fresh: bool = False,
     ) -> ArtifactRef:
-        """Return the result of a stage, made in this process if the store does not have it."""
-        spec = STAGES[name].spec(config, inputs, label=name, seed=seed, engines={}, callables=callables)
+        """Return the result of a stage, made in this process if the store does not have it, or if it is to be `fresh`."""
+        spec = STAGES[name].spec(config, inputs, label=name, seed=seed, engines={})
         own = runtime or LocalRuntime(RUNTIME)
         try:
             ref, _ = execute(
@@ -114,10 +116,21 @@ class SmallWorld:
                 runtime=own,
                 tracker=tracker or MemoryStageTracker(),
                 progress=lambda done, total, text: None,
+                force=fresh,
             )
         finally:
             own.close()
         return ref
+
+    def curves(self, ref: ArtifactRef) -> dict[str, dict[int, float]]:
+        """Return what the run that made a policy logged: metric -> step -> value."""
+        (record,) = [record for record in self.store.records() if record.handle == ref]
+        lines = attempts.metrics(self.store.layout.attempt(record.key)).read_text().splitlines()
+        found: defaultdict[str, dict[int, float]] = defaultdict(dict)
+        for entry in map(json.loads, lines):
+            for name, value in entry["values"].items():
+                found[name.removeprefix("ppo/")][entry["step"]] = value
+        return found
 
     def report(self, ref: ArtifactRef) -> dict[str, Any]:
         """Return `monitors.json` of a policy."""

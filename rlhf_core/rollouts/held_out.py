@@ -106,8 +106,7 @@ class HeldOut:
             samples[f"eval/{name}/mean"] = values
             metrics |= _summary(f"eval/{name}", values)
             metrics |= {f"eval/{key}": value for key, value in component_means(rollouts).items()}
-            path = "" if name == "reward" else "evaluate.independent."
-            failed |= {f"{path}{key}": count for key, count in scorer.failed().items() if key != "agent"}
+            failed |= _counts(name, scorer.failed())
         self._note_failed(-1 - step, failed)  # a number of its own: the training of the step has counts, too
         return Measured(metrics, samples)
 
@@ -126,3 +125,11 @@ def _summary(name: str, values: Sequence[float]) -> Metrics:
     scored = [value for value in values if not math.isnan(value)]
     error = stdev(scored) / math.sqrt(len(scored)) if len(scored) > 1 else math.nan
     return {f"{name}/mean": _mean(scored), f"{name}/stderr": error}
+
+
+def _counts(name: str, failed: Counts) -> dict[str, tuple[int, int]]:
+    """Return what failed by its path in the configuration; independent rewards are not below `rewards`."""
+    terms = {path: count for path, count in failed.items() if path != "agent"}
+    if name == "reward":
+        return terms
+    return {f"evaluate.independent.{path.removeprefix('rewards.')}": count for path, count in terms.items()}

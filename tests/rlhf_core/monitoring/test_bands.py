@@ -36,7 +36,12 @@ def found(monitor: MonitorConfig, **series: Sequence[float]) -> str:
 
 @pytest.mark.parametrize(
     ("values", "expected"),
-    [([6.0], ""), ([5.9], "rollout/length 5.9 < 6"), ([9.1], "rollout/length 9.1 > 9"), ([math.nan], "rollout/length nan < 6")],
+    [
+        ([6.0], ""),
+        ([5.9], "rollout/length 5.9 < 6"),
+        ([9.1], "rollout/length 9.1 > 9"),
+        ([math.nan], "rollout/length nan < 6"),
+    ],
 )
 def test_a_band_is_closed_and_a_value_that_is_not_a_number_is_outside(values: list[float], expected: str) -> None:
     assert found(Band(metric="rollout/length", low=6.0, high=9.0), rollout__length=values) == expected

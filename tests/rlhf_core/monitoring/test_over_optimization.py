@@ -63,7 +63,9 @@ def test_the_text_says_both_slopes_and_the_steps() -> None:
         history.add_samples(10 * number, {PROXY: [number + one for one in wiggle]})
         history.add_samples(10 * number, {INDEPENDENT: [one - 2 * number for one in wiggle]})
     text = OverOptimization().check(history, looks=4)
-    assert text.startswith("held-out proxy +0.1 a step while the independent reward -0.2 a step over steps 0 to 30 (p = ")
+    assert text.startswith(
+        "held-out proxy +0.1 a step while the independent reward -0.2 a step over steps 0 to 30 (p = "
+    )
 
 
 def test_a_slope_is_that_of_least_squares() -> None:

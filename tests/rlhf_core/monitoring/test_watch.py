@@ -89,6 +89,8 @@ def test_a_watch_goes_on_from_its_state() -> None:
 
 def test_a_metric_that_is_not_logged_is_named_with_those_that_are() -> None:
     watch = Watch([band(metric="rollout/lenght")], looks=0)
-    with pytest.raises(ConfigError, match=r"ppo\.monitors\[0\]\.metric = 'rollout/lenght': .*choose one of rollout/length"):
+    with pytest.raises(
+        ConfigError, match=r"ppo\.monitors\[0\]\.metric = 'rollout/lenght': .*choose one of rollout/length"
+    ):
         watch.check_metrics({"rollout/length": 3.0}, later=("eval/",))
     Watch([band(metric="eval/mine")], looks=0).check_metrics({}, later=("eval/",))
