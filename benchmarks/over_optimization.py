@@ -55,7 +55,7 @@ class Curve:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--pairs", type=int, nargs="+", default=[60, 240, 2400], help="sizes of the reward models' data"
+        "--pairs", type=int, nargs="+", default=[40, 160, 1200], help="sizes of the reward models' data"
     )
     parser.add_argument("--steps", type=int, default=120, help="of policy optimization")
     parser.add_argument("--every", type=int, default=5, help="steps between two evaluations")

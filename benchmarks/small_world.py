@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,9 +44,11 @@ RUNTIME = RuntimeConfig(
     type="local", trainer=TrainerConfig(engine="torch", micro_batch=32), sampler=HFSamplerConfig(batch_size=128)
 )
 DATA = PrepareDataConfig(
-    data=SupportWorld(demonstrations=3000, preferences=2400, prompts=320, eval_prompts=64),
+    data=SupportWorld(
+        demonstrations=2400, preferences=1200, prompts=320, eval_prompts=64, eval_demonstrations=16, eval_preferences=64
+    ),
     model=InitModel(
-        vocab_size=512, hidden_size=128, layers=2, heads=4, kv_heads=4, intermediate_size=384, max_positions=192
+        vocab_size=512, hidden_size=64, layers=2, heads=4, kv_heads=4, intermediate_size=192, max_positions=192
     ),
     max_prompt_tokens=96,
     max_tokens=192,
@@ -76,7 +78,7 @@ class SmallWorld:
         data = world.run("prepare_data", DATA, {})
         assert isinstance(data, PreparedDataRef)
         world.data = data
-        sft = SFTConfig(max_length=192, loop=LOOP, optimizer=OptimizerConfig(learning_rate=3e-3, weight_decay=0.01))
+        sft = SFTConfig(max_length=192, loop=LOOP, optimizer=OptimizerConfig(learning_rate=5e-3, weight_decay=0.01))
         policy = world.run("sft", sft, {"policy": data.base, "demonstrations": data.demonstrations})
         world.inputs = {"policy": policy, "reference": policy, "prompts": data.prompts, "reward_models": {}}
         return world
@@ -142,7 +144,7 @@ def ppo(*, steps: int, **changes: Any) -> PPOConfig:
     """Return RLOO against the reward model, with held-out evaluations judged by the gold reward."""
     settings: dict[str, Any] = {
         "steps": steps,
-        "prompts_per_step": 16,
+        "prompts_per_step": 12,
         "samples_per_prompt": 2,
         "sampling": SamplingConfig(max_tokens=48),
         "advantage": {"type": "rloo"},
@@ -150,7 +152,7 @@ def ppo(*, steps: int, **changes: Any) -> PPOConfig:
         "optimizer": OptimizerConfig(learning_rate=1e-4, schedule="constant"),
         "kl_coef": 0.05,
         "checkpoint_every": 1000,
-        "evaluate": HeldOutConfig(every=2, prompts=32, independent=GOLD, export="last"),
+        "evaluate": HeldOutConfig(every=2, prompts=24, independent=GOLD, export="last"),
     }
     return PPOConfig(**(settings | changes))
 
@@ -163,22 +165,14 @@ class WrappedRuntime(LocalRuntime):
         self._wrap_trainer = trainer
         self._wrap_sampler = sampler
 
-    def trainer(
-        self, role: Role, model: ModelSpec, optimizer: OptimizerConfig | None
-    ) -> AbstractContextManager[Trainer]:
-        return _Wrapped(super().trainer(role, model, optimizer), lambda engine: self._wrap_trainer(role, engine))
+    @contextmanager
+    def trainer(self, role: Role, model: ModelSpec, optimizer: OptimizerConfig | None) -> Iterator[Trainer]:
+        """Lease a trainer, wrapped."""
+        with super().trainer(role, model, optimizer) as engine:
+            yield self._wrap_trainer(role, engine)
 
-    def sampler(self, policy: Path) -> AbstractContextManager[Sampler]:
-        return _Wrapped(super().sampler(policy), self._wrap_sampler)
-
-
-class _Wrapped(AbstractContextManager[Any]):
-    def __init__(self, lease: AbstractContextManager[Any], wrap: Callable[[Any], Any]) -> None:
-        self._lease = lease
-        self._wrap = wrap
-
-    def __enter__(self) -> Any:
-        return self._wrap(self._lease.__enter__())
-
-    def __exit__(self, *error: Any) -> None:
-        self._lease.__exit__(*error)
+    @contextmanager
+    def sampler(self, policy: Path) -> Iterator[Sampler]:
+        """Lease a sampler, wrapped."""
+        with super().sampler(policy) as engine:
+            yield self._wrap_sampler(engine)
