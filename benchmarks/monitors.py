@@ -26,6 +26,7 @@ from benchmarks.monitor_faults import FAULTS, Clock, Fault
 from benchmarks.small_world import SmallWorld, WrappedRuntime, ppo
 from rlhf_core.errors import RlhfError
 from rlhf_core.tracking.memory import MemoryStageTracker
+from rlhf_core.types import ArtifactRef
 
 MONITORS: tuple[dict[str, Any], ...] = (
     {"type": "mismatch", "for_steps": 1},
@@ -83,7 +84,7 @@ def main() -> int:
     return 0
 
 
-def run(world: SmallWorld, judge: Any, seed: int, fault: Fault | None, steps: int, begins: int) -> Found:
+def run(world: SmallWorld, judge: ArtifactRef | None, seed: int, fault: Fault | None, steps: int, begins: int) -> Found:
     """Return what the monitors find in one run; a `fault` begins after `begins` steps."""
     broken = fault or Fault()
     clock = Clock(begins=steps + 1 if fault is None else 0 if fault.from_start else begins)
@@ -93,7 +94,7 @@ def run(world: SmallWorld, judge: Any, seed: int, fault: Fault | None, steps: in
     )
     changes = {} if broken.rewards is None else {"rewards": broken.rewards}
     config = ppo(steps=steps, monitors=MONITORS, **changes)
-    inputs = world.inputs | {"reward_models": {"reward_model": judge}}
+    inputs = world.inputs | {"reward_models": {} if judge is None else {"reward_model": judge}}
     began = time.monotonic()
     tracker = MemoryStageTracker()
     alarms: dict[str, int] = {}

@@ -101,6 +101,8 @@ def rollout_metrics(
         undecided["rollout/undecided_groups"] = float(sum(not is_decided(group, bounds) for group in groups))
     equal = zero_variance([one.reward for one in rollouts], group_size=size)
     health = answer_metrics([one.completion for one in rollouts], ends=ends)
+    if config.agent:
+        del health["rollout/ended"]  # the last word of an episode may be its environment's
     return staleness(rollouts, step) | episodes | undecided | equal | health | {"rollout/in_flight": in_flight}
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import pytest
 from pydantic import ValidationError
 
-from rlhf_core.schema.base import OPERATIONAL, Config, keyed
+from rlhf_core.schema.base import OPERATIONAL, Config, keyed, unkeyed_if
 
 
 class Inner(Config):
@@ -37,3 +37,19 @@ def test_an_unknown_key_and_a_change_are_refused() -> None:
         Outer.model_validate({"nane": "y"})
     with pytest.raises(ValidationError, match="frozen"):
         Outer().name = "y"  # type: ignore[misc]
+
+
+class Newer(Outer):
+    """The same configuration after two options were added."""
+
+    watch: Annotated[Inner | None, unkeyed_if(None)] = None
+    bounds: Annotated[tuple[float, ...], unkeyed_if(())] = ()
+
+
+def test_an_option_that_is_not_used_is_neither_written_nor_keyed() -> None:
+    assert keyed(Newer()) == keyed(Outer())
+    assert Newer().model_dump_json() == Outer().model_dump_json()
+    used = Newer(watch=Inner(workers=9), bounds=(0.5,))
+    assert keyed(used) == keyed(Outer()) | {"watch": {"rate": 0.5}, "bounds": [0.5]}
+    assert Newer.model_validate_json(used.model_dump_json()) == used
+    assert Newer.model_validate_json(Newer().model_dump_json()) == Newer()
