@@ -359,6 +359,10 @@ class StageTracker(Protocol):
         """Record a model that the stage reads."""
         ...
 
+    def set_tags(self, values: Mapping[str, str]) -> None:
+        """Set tags of the stage's run."""
+        ...
+
     def register(self, name: str, digest: str, *, aliases: Sequence[str], tags: Mapping[str, str]) -> str:
         """Register the model with this `digest` under `name`; return the new version."""
         ...

@@ -8,6 +8,7 @@ the clipped loss, GSPO's or CISPO's. One step, top to bottom in `run`:
   measure                log pi_old, log pi_ref and values of every token, before the update
   estimate_advantages    `rlhf_core.algorithms.advantage`, with the KL penalty on every token (`kl_in = "reward"`)
   update                 E[min(rho A, clip(rho) A)], rho = pi / pi_old, weighted by truncated pi_old / mu
+  guard.after_step       held-out evaluation and monitors, which may roll the models back or end the run
 How a step is sampled (ahead of the training, in parts, in several rounds) is chosen by `rollouts.factory`.
 """
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from rlhf_core.algorithms.kl import AdaptiveKL, FixedKL
 from rlhf_core.config.policy import PPOConfig
@@ -28,9 +29,13 @@ from rlhf_core.errors import ConfigError, DataError, explain
 from rlhf_core.interfaces import Metrics, ModelSpec, Sampler, Trainer
 from rlhf_core.rewards.scoring import Scorer, component_means, open_scorer
 from rlhf_core.rollouts.answers import StepSampler, open_environments
-from rlhf_core.rollouts.factory import open_rollouts
+from rlhf_core.rollouts.factory import open_guard, open_rollouts
+from rlhf_core.rollouts.guard import RunGuard
+from rlhf_core.rollouts.held_out import hold_out
 from rlhf_core.rollouts.scored_step import rollout_metrics
+from rlhf_core.sampling.requests import stop_token_ids
 from rlhf_core.stage.context import StageContext
+from rlhf_core.store.checkpoints import Checkpoint
 from rlhf_core.training.batching import averaged
 from rlhf_core.training.experience import (
     Experience,
@@ -85,7 +90,8 @@ def run(
 ) -> PolicyRef:
     """Optimize `policy` on `prompts` for the rewards, held near `reference`; return the new policy."""
     chat = ChatTemplate.load(context.path(policy))
-    dataset = read_prompts(context.path(prompts))
+    ends = stop_token_ids(context.path(policy), tokenizer_eos=chat.eos_id)
+    dataset, held_out = hold_out(read_prompts(context.path(prompts)), config.evaluate)
     context.tracker.dataset("prompts", prompts.digest, "training")
     context.tracker.input_model(policy.digest)
     demonstrated = token_samples(config, chat, demonstrations, context)
@@ -108,14 +114,17 @@ def run(
                 note_failed=lambda step, counts: context.failed(step + 1, counts),
             )
         )
-        first, kl, metrics = start_or_resume(config, models, sampler, context)
-        for step in range(first, config.steps):
+        guard = open_guard(
+            config, models.sampler, sampler, models.scorer, chat, held_out, reward_models, environments, context, leases
+        )
+        first, kl, metrics = start_or_resume(config, models, sampler, guard, context)
+        for step in guard.steps(first):
             began = time.perf_counter()
             sampler.load_weights(models.policy.weights, version=step)
             completions = sampler.generate(step)
             waited = time.perf_counter() - began
             rollouts = score(step, completions)
-            sampled = rollout_metrics(config, step, completions, rollouts, ahead=sampler.ahead)
+            sampled = rollout_metrics(config, step, completions, rollouts, ahead=sampler.ahead, ends=ends)
             began = time.perf_counter()
             experience = measure(config, models, rollouts)
             advantages = estimate_advantages(
@@ -129,20 +138,23 @@ def run(
             )
             value_rows = value_samples(experience, advantages) if models.value_model else []
             policy_rows = policy_samples(experience, advantages)
-            updated = update(config, models, policy_rows, value_rows, demonstrated, kl.coef, step, context)
+            rate_scale = guard.learning_rate_scale
+            updated = update(config, models, policy_rows, value_rows, demonstrated, kl.coef, rate_scale, step, context)
             valid = len(rollouts) / (config.prompts_per_step * config.samples_per_prompt)
             metrics = advantages.metrics | updated | sampled | component_means(rollouts) | models.scorer.logs()
             metrics |= {"kl/coef": kl.coef, "rollout/valid": valid}
             if models.reference:
                 kl = kl.updated(metrics["kl/per_sequence"], len(rollouts))
             took = {"time/wait_for_rollouts": waited, "time/train": time.perf_counter() - began}
+            metrics |= guard.after_step(step + 1, metrics, models.policy.weights)
             record(config, context, step + 1, metrics, took, rollouts)
+            kl = rolled_back(models, guard, kl)
             stop = context.stopping()
-            save(config, models, sampler, context, step + 1, kl, metrics, stop=stop)
+            save(config, models, sampler, guard, context, step + 1, kl, metrics, stop=stop)
             if stop:
                 context.stop()
-        models.policy.export(context.out)
-    return context.commit(PolicyRef, metrics={"steps": config.steps} | metrics)
+        metrics = guard.export(models.policy) | metrics
+    return context.commit(PolicyRef, metrics=metrics)
 
 
 def lease_models(
@@ -217,13 +229,14 @@ def update(
     value_rows: Sequence[ValueSample],
     demonstrated: Sequence[TokenSample],
     kl_coef: float,
+    rate_scale: float,
     step: int,
     context: StageContext,
 ) -> Metrics:
     """Make `epochs * minibatches` optimizer steps on the rollouts; return their metrics `averaged`.
 
-    The policy waits for the value model's warm-up; its learning rate is scheduled over the steps that are left. Some of
-    the `demonstrated` samples are mixed into each of its updates, if there are any (PPO-ptx).
+    The policy waits for the value model's warm-up; its learning rate is scheduled over the steps that are left, times
+    `rate_scale`. Some of the `demonstrated` samples are mixed into each of its updates, if there are any (PPO-ptx).
     """
     policy_objective = PolicyObjective(
         loss=config.loss,
@@ -257,7 +270,7 @@ def update(
                     mixed = models.policy.forward_backward(batch, Scaled(SftObjective(pack_to=None), config.ptx.coef))
                     metrics["ptx/nll"] = mixed["nll"]
                 made |= models.policy.optim_step(
-                    learning_rate=scheduled_rate(config.optimizer, step - frozen, config.steps - frozen)
+                    learning_rate=rate_scale * scheduled_rate(config.optimizer, step - frozen, config.steps - frozen)
                 )
                 metrics |= {f"policy/{name}": value for name, value in made.items()}
             history.append(metrics)
@@ -266,31 +279,52 @@ def update(
 
 
 def start_or_resume(
-    config: PPOConfig, models: Models, sampler: StepSampler, context: StageContext
+    config: PPOConfig, models: Models, sampler: StepSampler, guard: RunGuard, context: StageContext
 ) -> tuple[int, FixedKL | AdaptiveKL, Metrics]:
     """Return the first step to make, the KL controller and the last metrics.
 
-    From the newest checkpoint, which is loaded into the models, the scorer and the sampler; from step 0 if there is none.
+    From the newest checkpoint, which is loaded into the models, the scorer, the sampler and the guard; from step 0 if
+    there is none.
     """
     checkpoint = context.checkpoints.to_resume()
-    adaptive = config.kl_target > 0
     if checkpoint is None:
-        if adaptive:
-            return 0, AdaptiveKL(coef=config.kl_coef, target=config.kl_target, horizon=config.kl_horizon), {}
-        return 0, FixedKL(coef=config.kl_coef), {}
+        kl: FixedKL | AdaptiveKL = FixedKL(coef=config.kl_coef)
+        if config.kl_target > 0:
+            kl = AdaptiveKL(coef=config.kl_coef, target=config.kl_target, horizon=config.kl_horizon)
+        context.metrics(0, guard.before_training(models.policy.weights))
+        save(config, models, sampler, guard, context, 0, kl, {}, stop=False)
+        return 0, kl, {}
+    sampler.load(checkpoint.path / "rollouts", checkpoint.step)
+    guard.restore(checkpoint.state)
+    return (
+        checkpoint.step,
+        restored(models, checkpoint, adaptive=config.kl_target > 0),
+        dict(checkpoint.state["metrics"]),
+    )
+
+
+def restored(models: Models, checkpoint: Checkpoint, *, adaptive: bool) -> FixedKL | AdaptiveKL:
+    """Load a checkpoint into the models and the scorer; return its KL controller."""
     models.policy.load(checkpoint.path / "policy")
     if models.value_model:
         models.value_model.load(checkpoint.path / "value_model")
     models.scorer.restore(checkpoint.state["rewards"])
-    sampler.load(checkpoint.path / "rollouts", checkpoint.step)
-    kl = (AdaptiveKL if adaptive else FixedKL)(**checkpoint.state["kl"])
-    return checkpoint.step, kl, dict(checkpoint.state["metrics"])
+    return (AdaptiveKL if adaptive else FixedKL)(**checkpoint.state["kl"])
+
+
+def rolled_back(models: Models, guard: RunGuard, kl: FixedKL | AdaptiveKL) -> FixedKL | AdaptiveKL:
+    """Take the models back to the guard's target, if there is one; return the KL controller to go on with."""
+    if guard.target is None:
+        return kl
+    kl = restored(models, guard.target, adaptive=isinstance(kl, AdaptiveKL))
+    return replace(kl, coef=kl.coef * guard.kl_factor(guard.target))
 
 
 def save(
     config: PPOConfig,
     models: Models,
     sampler: StepSampler,
+    guard: RunGuard,
     context: StageContext,
     step: int,
     kl: FixedKL | AdaptiveKL,
@@ -299,10 +333,11 @@ def save(
     stop: bool,
 ) -> None:
     """Write a checkpoint when it is due, or when the stage is to stop. The log has the rollouts made since the last one."""
-    if step % config.checkpoint_every and step != config.steps and not stop:
+    due = step > 0 and (step % config.checkpoint_every == 0 or step == config.steps)
+    if not (due or stop or guard.saves(step)):
         return
-    state = {"kl": asdict(kl), "rewards": models.scorer.state(), "metrics": metrics}
-    with context.checkpoints.saving(step, state) as folder:
+    state = {"kl": asdict(kl), "rewards": models.scorer.state(), "metrics": metrics} | guard.state()
+    with guard.checkpoints.saving(step, state, metric=guard.candidate) as folder:
         sampler.save(folder / "rollouts")
         models.policy.save(folder / "policy")
         if models.value_model:

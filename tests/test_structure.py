@@ -32,6 +32,8 @@ TESTED_THROUGH = {
     "pipelines/services/sign_in.py": "pipelines/services/test_own_pages.py",
     "rlhf_core/annotation/comparisons.py": "rlhf_core/annotation/test_proposing.py",
     "rlhf_core/config/annotators.py": "rlhf_core/annotation/test_annotators.py",
+    "rlhf_core/config/monitors.py": "rlhf_core/rollouts/test_guard.py",
+    "rlhf_core/monitoring/base.py": "rlhf_core/monitoring/test_bands.py",
     "rlhf_core/algorithms/lazy_torch.py": "rlhf_core/algorithms/test_methods.py",
     "rlhf_core/http/body.py": "rlhf_core/rewards/test_server.py",
     "rlhf_core/models/head_pass.py": "rlhf_core/models/test_forward.py",

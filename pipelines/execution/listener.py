@@ -61,6 +61,9 @@ class ShownTracker:
     def input_model(self, digest: str) -> None:
         self._inner.input_model(digest)
 
+    def set_tags(self, values: Mapping[str, str]) -> None:
+        self._inner.set_tags(values)
+
     def register(self, name: str, digest: str, *, aliases: Sequence[str], tags: Mapping[str, str]) -> str:
         return self._inner.register(name, digest, aliases=aliases, tags=tags)
 

@@ -263,13 +263,18 @@ class Stages:
 
     def _check_reward_models(self, path: str, config: Any, inputs: Mapping[str, Any]) -> None:
         """Raise ConfigError for a missing reward model now, not after earlier stages have run for hours."""
-        rewards: RewardsConfig | None = getattr(config, "rewards", None)
-        if rewards is None or "reward_models" not in inputs:
-            return
-        try:
-            check_reward_models(rewards, inputs["reward_models"])
-        except ConfigError as error:
-            raise ConfigError(f"{path}.{error}") from None
+        evaluated = getattr(config, "evaluate", None)
+        found: dict[str, RewardsConfig | None] = {
+            "rewards": getattr(config, "rewards", None),
+            "evaluate.independent": getattr(evaluated, "independent", None),
+        }
+        for key, rewards in found.items():
+            if rewards is None or "reward_models" not in inputs:
+                continue
+            try:
+                check_reward_models(rewards, inputs["reward_models"])
+            except ConfigError as error:
+                raise ConfigError(f"{path}.{key}.{str(error).removeprefix('rewards.')}") from None
 
     def _check_episodes(self, path: str, config: Any) -> None:
         """Raise ConfigError for episodes that may exceed the sampler's length: the first such one would end the run."""

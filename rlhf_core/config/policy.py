@@ -18,8 +18,9 @@ from rlhf_core.algorithms.policy.base import PolicyMethod
 from rlhf_core.algorithms.policy.clip import ClipLoss
 from rlhf_core.config.agents import AgentConfig
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig, SamplingConfig
+from rlhf_core.config.monitors import HeldOutConfig, Monitor, check_watched
 from rlhf_core.config.rewards import EpisodeReward, Gdpo, RewardsConfig
-from rlhf_core.schema.base import OPERATIONAL, Config
+from rlhf_core.schema.base import OPERATIONAL, Config, added_option
 
 # ---------------------------------------------------------------- the methods, by their type
 
@@ -124,6 +125,11 @@ class PPOConfig(Config):
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-6)
     value_optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-6)
     lora: LoraConfig | None = None
+
+    evaluate: HeldOutConfig | None = added_option(None)
+    """Evaluation on held-out prompts during the optimization."""
+    monitors: tuple[Monitor, ...] = added_option(())
+    """Conditions on the metrics of the steps that warn, stop the stage, or roll it back."""
 
     checkpoint_every: Annotated[int, Field(ge=1), OPERATIONAL] = 10
     table_every: Annotated[int, Field(ge=1), OPERATIONAL] = 10
@@ -320,6 +326,18 @@ class PPOConfig(Config):
                 f"in_flight_groups = {self.in_flight_groups}: must be >= prompts_per_step = {self.prompts_per_step}, or no "
                 "step would ever have its groups; raise it"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _monitors_can_act(self) -> PPOConfig:
+        late = ", ".join(name for name in ("staleness", "partial_tokens") if getattr(self, name))
+        check_watched(
+            self.evaluate,
+            self.monitors,
+            uses_reference=self.uses_reference,
+            uses_values=self.advantage.uses_values,
+            late=late,
+        )
         return self
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
-from rlhf_core.config.rewards import GatedProduct, OverlongPenalty, RewardsConfig, Term
+from rlhf_core.config.rewards import GatedProduct, Gdpo, OverlongPenalty, RewardsConfig, Term, WeightedSum
 from rlhf_core.interfaces import Metrics
 from rlhf_core.rewards.batches import BatchedReward
 from rlhf_core.rewards.composition import compose, in_group
@@ -78,6 +78,16 @@ class Scorer:
             self._with_penalty(rollouts[at]) if at in rollouts else _rollout(one, math.nan, {}, one.completion.failure)
             for at, one in enumerate(generations)
         ]
+
+    def comparable(self) -> Scorer:
+        """Return a scorer with the same opened rewards whose values compare across steps: nothing is normalized.
+
+        It leaves the running statistics, logs and counts of this one alone.
+        """
+        terms = {name: spec.model_copy(update={"normalise": "none"}) for name, spec in self._config.terms.items()}
+        composition = WeightedSum() if isinstance(self._config.composition, Gdpo) else self._config.composition
+        plain = {"terms": terms, "composition": composition, "normalise": "none"}
+        return Scorer(self._config.model_copy(update=plain), self._rewards)
 
     def logs(self) -> Metrics:
         """Return what the rewards logged in this step: means, and for terms that may fail the share that did."""

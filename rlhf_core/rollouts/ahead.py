@@ -77,6 +77,13 @@ class AheadSampler:
         """Wait for the answers of `step`; raise whatever went wrong while sampling ahead."""
         return self._jobs.result(self._drawn.pop(step))
 
+    def borrow(self, weights: Callable[[], Weights], *, version: int, job: Callable[[], T]) -> T:
+        """Return what `job` returns in the thread, after all steps that are requested, while the engine has `weights()`."""
+        if self._loaded is not None:
+            self._jobs.result(self._loaded)
+        sent = weights()
+        return self._jobs.result(self._jobs.submit(partial(self._inner.borrow, lambda: sent, version=version, job=job)))
+
     def save(self, folder: Path) -> None:
         """Wait for all requested steps and write those not taken yet: newer weights could not sample them again."""
         write_drawn(folder, {step: self._jobs.result(drawn) for step, drawn in self._drawn.items()})
@@ -88,6 +95,8 @@ class AheadSampler:
         A step in which every group has a failed episode is sampled again, and so are those after it, by the current weights.
         """
         kept = read_drawn(folder)
+        if step == 0 and not kept:
+            return  # nothing was requested before the first step
         end = min(step + self._staleness, self._steps)
         if sorted(kept) != list(range(step, end)):
             rule = f"rollouts of the steps {step} to {end - 1} should be here, but found those of {sorted(kept)}"

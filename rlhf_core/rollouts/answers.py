@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from rlhf_core.agents.episodes import Episode, play
 from rlhf_core.agents.process import Environments
@@ -24,6 +24,7 @@ from rlhf_core.interfaces import Metrics, Sampler, Weights
 from rlhf_core.stage.context import StageContext
 from rlhf_core.types import Completion, Generation, Prompt, SamplingRequest, derive_seed
 
+T = TypeVar("T")
 DrawAnswers = Callable[[int, Pool], tuple[list[Generation], Pool]]
 """(step, pool of unfinished answers) -> the answers of the step, and the pool that is left."""
 
@@ -42,6 +43,10 @@ class StepSampler(Protocol):
 
     def generate(self, step: int) -> Drawn:
         """Return the answers of `step`, those of a prompt together."""
+        ...
+
+    def borrow(self, weights: Callable[[], Weights], *, version: int, job: Callable[[], T]) -> T:
+        """Return what `job` returns, which may use the engine while it holds `weights()`; nothing else is sampled then."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -86,6 +91,11 @@ class OnPolicySampler:
         else:
             generations, self._pool = self._draw(step, self._pool)
         return Drawn(self._policy, generations, self._pool)
+
+    def borrow(self, weights: Callable[[], Weights], *, version: int, job: Callable[[], T]) -> T:
+        """Send `weights()` to the engine and return what `job` returns."""
+        self._engine.load_weights(weights(), version=version)
+        return job()
 
     def save(self, folder: Path) -> None:
         """Write the pool of unfinished answers."""

@@ -15,22 +15,25 @@ The training loop makes the same calls for all of them:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 from rlhf_core.agents.process import Environments
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.rollout_log import Pool, RolloutLog
 from rlhf_core.interfaces import Sampler
-from rlhf_core.rewards.scoring import Scorer
+from rlhf_core.rewards.scoring import Scorer, open_scorer
 from rlhf_core.rollouts.ahead import AheadSampler
 from rlhf_core.rollouts.answers import OnPolicySampler, StepSampler, WholeAnswers
 from rlhf_core.rollouts.dynamic_sampling import DynamicScoring
+from rlhf_core.rollouts.guard import RunGuard
+from rlhf_core.rollouts.held_out import HeldOut
 from rlhf_core.rollouts.partial import draw_groups
 from rlhf_core.rollouts.scored_step import ScoreAnswers, StepScorer, score_once
+from rlhf_core.stage.context import StageContext
 from rlhf_core.store.failures import Counts
-from rlhf_core.types import Generation, Prompt
+from rlhf_core.types import Generation, Prompt, RewardModelRef
 
 
 @contextmanager
@@ -72,6 +75,37 @@ def open_rollouts(
         sampler, staleness=config.staleness, steps=config.steps, group_size=config.samples_per_prompt
     ) as ahead:
         yield ahead, score
+
+
+def open_guard(
+    config: PPOConfig,
+    engine: Sampler,
+    sampler: StepSampler,
+    scorer: Scorer,
+    chat: ChatTemplate,
+    held_out: Sequence[Prompt],
+    reward_models: Mapping[str, RewardModelRef],
+    environments: Environments | None,
+    context: StageContext,
+    leases: ExitStack,
+) -> RunGuard:
+    """Return the guard of a run; `leases` end what its independent rewards need."""
+    if config.evaluate is None:
+        return RunGuard(config, sampler, None, context)
+    independent = config.evaluate.independent
+    evaluated = HeldOut(
+        config.evaluate,
+        held_out,
+        engine=engine,
+        chat=chat,
+        sampling=config.sampling,
+        seed=context.seed,
+        environments=environments,
+        scorer=scorer.comparable(),
+        independent=leases.enter_context(open_scorer(independent, reward_models, context)) if independent else None,
+        note_failed=context.failed,
+    )
+    return RunGuard(config, sampler, evaluated, context)
 
 
 def _score_answers(

@@ -12,6 +12,7 @@ from rlhf_core.data.rollout_log import Drawn, RolloutLog
 from rlhf_core.errors import RewardError, explain
 from rlhf_core.interfaces import Metrics
 from rlhf_core.rewards.scoring import Scorer
+from rlhf_core.rollouts.answer_metrics import answer_metrics, zero_variance
 from rlhf_core.rollouts.answers import episode_metrics
 from rlhf_core.rollouts.dynamic_sampling import is_decided
 from rlhf_core.store.failures import Counts
@@ -82,10 +83,12 @@ def valid_groups(rollouts: Sequence[Rollout], *, group_size: int) -> list[Rollou
     return kept
 
 
-def rollout_metrics(config: PPOConfig, step: int, drawn: Drawn, rollouts: Sequence[Rollout], *, ahead: int) -> Metrics:
-    """Return `rollout/*`: the staleness, what episodes report, undecided groups, and the groups in flight.
+def rollout_metrics(
+    config: PPOConfig, step: int, drawn: Drawn, rollouts: Sequence[Rollout], *, ahead: int, ends: Sequence[int]
+) -> Metrics:
+    """Return `rollout/*`: staleness, what episodes report, groups that are undecided, equal or in flight, and the answers' health.
 
-    `ahead` counts the later steps that are being sampled.
+    `ahead` counts the later steps that are being sampled, `ends` are the tokens that end an answer.
     """
     size = config.samples_per_prompt
     # The segments of partial rollouts are spans as well, and no turns.
@@ -96,7 +99,11 @@ def rollout_metrics(config: PPOConfig, step: int, drawn: Drawn, rollouts: Sequen
         bounds = config.dynamic_sampling
         groups = [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
         undecided["rollout/undecided_groups"] = float(sum(not is_decided(group, bounds) for group in groups))
-    return staleness(rollouts, step) | episodes | undecided | {"rollout/in_flight": in_flight}
+    equal = zero_variance([one.reward for one in rollouts], group_size=size)
+    health = answer_metrics([one.completion for one in rollouts], ends=ends)
+    if config.agent:
+        del health["rollout/ended"]  # the last word of an episode may be its environment's
+    return staleness(rollouts, step) | episodes | undecided | equal | health | {"rollout/in_flight": in_flight}
 
 
 def staleness(rollouts: Sequence[Rollout], step: int) -> Metrics:

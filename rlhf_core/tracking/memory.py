@@ -55,6 +55,9 @@ class MemoryStageTracker(StageTracker):
     def input_model(self, digest: str) -> None:
         self.input_models.append(digest)
 
+    def set_tags(self, values: Mapping[str, str]) -> None:
+        self.tags |= values
+
     def register(self, name: str, digest: str, *, aliases: Sequence[str], tags: Mapping[str, str]) -> str:
         self.registered.append((name, digest, tuple(aliases), dict(tags)))
         return str(sum(entry[0] == name for entry in self.registered))

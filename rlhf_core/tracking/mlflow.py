@@ -190,6 +190,9 @@ class MlflowStageTracker(StageTracker):
     def input_model(self, digest: str) -> None:
         self._append("input_model", digest=digest)
 
+    def set_tags(self, values: Mapping[str, str]) -> None:
+        self._append("set_tags", tags=redaction.tags(values))
+
     def register(self, name: str, digest: str, *, aliases: Sequence[str], tags: Mapping[str, str]) -> str:
         """Register the model of `digest` under `name`; return the version, "pending" while the server is away."""
         token = uuid.uuid4().hex

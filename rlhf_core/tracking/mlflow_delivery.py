@@ -265,6 +265,12 @@ class Delivery:
             model_id = self._create_model(client, "input", record["digest"], "", None)
         client.log_inputs(run.run_id, models=[self._mlflow.entities.LoggedModelInput(model_id)])
 
+    def _set_tags(self, client: Any, record: Record) -> None:
+        run = self._run(client, record["run"])
+        for key, value in record["tags"].items():
+            client.set_tag(run.run_id, key, value)
+        run.tags |= record["tags"]
+
     def _register(self, client: Any, record: Record) -> None:
         name, digest = registry_name(record["name"]), record["digest"]
         run = self._run(client, record["run"])

@@ -179,7 +179,7 @@ def test_the_largest_ratio_of_a_step_is_that_of_its_updates(tmp_path: Path) -> N
     context: Any = SimpleNamespace(seed=17, label="ppo", user_function=lambda part: None)
     rows: Any = range(8)
     settings = config(advantage={"type": "rloo"}, epochs=2, minibatches=2)
-    metrics = update(settings, models, rows, [], [], 0.0, 0, context)
+    metrics = update(settings, models, rows, [], [], 0.0, 1.0, 0, context)
     assert metrics["policy/loss"] == pytest.approx((1.0 + 5.0 + 1.5 + 1.0) / 4)
     assert metrics["policy/ratio_max"] == 5.0
 

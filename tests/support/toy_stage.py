@@ -139,5 +139,7 @@ class RecordingTracker:
 
     def input_model(self, digest: str) -> None: ...
 
+    def set_tags(self, values: Mapping[str, str]) -> None: ...
+
     def register(self, name: str, digest: str, *, aliases: Sequence[str], tags: Mapping[str, str]) -> str:
         return "1"

@@ -66,6 +66,25 @@ def test_a_reference_that_nothing_asks_is_in_no_key() -> None:
     assert [inputs(config, "one") == inputs(config, "other") for config in (PPOConfig(), DPOConfig())] == [False] * 2
 
 
+def test_a_reward_model_that_only_judges_held_out_answers_must_be_there_too() -> None:
+    def no_stage(spec: StageSpec, kind: type[ArtifactRef]) -> Any:
+        raise AssertionError("the stage was not refused")
+
+    config = PPOConfig.model_validate(
+        {"evaluate": {"independent": {"terms": {"judge": {"type": "reward_model", "model": "other"}}}}}
+    )
+    policy, judge = handle(PolicyRef, "policy"), handle(RewardModelRef, "judge")
+    with pytest.raises(ConfigError, match=r"ppo\.evaluate\.independent\.terms\.judge\.model = 'other'"):
+        Stages(no_stage, seed=17, runtime=RuntimeConfig()).ppo(
+            "ppo",
+            config,
+            policy=policy,
+            reference=policy,
+            prompts=handle(PromptsRef, "prompts"),
+            reward_models={"reward_model": judge},
+        )
+
+
 def handle(kind: type[R], name: str) -> R:
     return kind(uri=f"store://{name}", digest=name)
 

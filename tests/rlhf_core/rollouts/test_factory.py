@@ -62,7 +62,7 @@ class Ahead:
         self.steps.load_weights(self.policy.weights, version=step)
         drawn = self.steps.generate(step)
         rollouts = self._scored(step, drawn)
-        return rollouts, rollout_metrics(self.config, step, drawn, rollouts, ahead=self.steps.ahead)
+        return rollouts, rollout_metrics(self.config, step, drawn, rollouts, ahead=self.steps.ahead, ends=())
 
 
 @pytest.mark.parametrize("behind", [0, 1, 2, 4])

@@ -51,3 +51,19 @@ def test_an_option_that_was_added_later_enters_the_key_and_the_json_only_when_it
     assert Later.model_validate_json(Later(floor=2.0).model_dump_json()).floor == 2.0
     with pytest.raises(ValidationError, match="floor"):
         Later(floor=-1.0)
+
+
+class Newer(Outer):
+    """The same configuration after two options were added."""
+
+    watch: Inner | None = added_option(None)
+    bounds: tuple[float, ...] = added_option(())
+
+
+def test_an_option_that_is_not_used_is_neither_written_nor_keyed() -> None:
+    assert keyed(Newer()) == keyed(Outer())
+    assert Newer().model_dump_json() == Outer().model_dump_json()
+    used = Newer(watch=Inner(workers=9), bounds=(0.5,))
+    assert keyed(used) == keyed(Outer()) | {"watch": {"rate": 0.5}, "bounds": [0.5]}
+    assert Newer.model_validate_json(used.model_dump_json()) == used
+    assert Newer.model_validate_json(Newer().model_dump_json()) == Newer()

@@ -211,6 +211,18 @@ def test_lineage_runs_from_the_stage_that_made_a_model_to_the_one_that_reads_it(
     assert (model.tags["store.digest"], model.tags["store.uri"]) == (digest, "store://d")
 
 
+def test_tags_are_set_while_a_stage_runs_and_hold_no_secret(make: Made, client: MlflowClient) -> None:
+    tracker = make()
+    tracker.start("run", run_id=None, params={}, tags={})
+    ppo = tracker.stage("ppo", key="k1", params={}, tags={})
+    for text in ("first", "rolled back: https://me:hunter2@host/"):
+        ppo.set_tags({"monitor.answer length": text})
+    tracker.finish("FINISHED", note="")
+    tag = client.get_run(ppo.run_id).data.tags["monitor.answer length"]
+    assert tag.startswith("rolled back: ")
+    assert "hunter2" not in tag
+
+
 def test_a_model_is_registered_by_reference_with_aliases_and_tags(make: Made, client: MlflowClient) -> None:
     tracker = make()
     tracker.start("run", run_id=None, params={}, tags={})

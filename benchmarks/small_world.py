@@ -1,0 +1,178 @@
+"""A small support desk in this process: data, SFT policy and reward models, and policy optimization on them.
+
+The engines are plain torch and transformers, without Ray and vLLM, so that a run of policy optimization takes seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config.data import SupportWorld
+from rlhf_core.config.engines import (
+    HFSamplerConfig,
+    InitModel,
+    OptimizerConfig,
+    RuntimeConfig,
+    SamplingConfig,
+    TrainerConfig,
+)
+from rlhf_core.config.loop import LoopConfig
+from rlhf_core.config.monitors import HeldOutConfig
+from rlhf_core.config.policy import PPOConfig
+from rlhf_core.config.rewards import FunctionReward, RewardModelReward, RewardsConfig
+from rlhf_core.data.tables import read_preferences, write_preferences
+from rlhf_core.interfaces import ModelSpec, Role, Runtime, Sampler, Trainer
+from rlhf_core.runtime.local_runtime import LocalRuntime
+from rlhf_core.schema.base import Config
+from rlhf_core.stage.run import execute
+from rlhf_core.store import attempts
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.tracking.memory import MemoryStageTracker
+from rlhf_core.types import ArtifactRef, PreferencesRef, PreparedDataRef
+from stages.config.prepare_data import PrepareDataConfig
+from stages.config.reward_model import RewardModelConfig
+from stages.config.sft import SFTConfig
+from stages.table import STAGES
+
+RUNTIME = RuntimeConfig(
+    type="local", trainer=TrainerConfig(engine="torch", micro_batch=32), sampler=HFSamplerConfig(batch_size=128)
+)
+DATA = PrepareDataConfig(
+    data=SupportWorld(
+        demonstrations=2400, preferences=1200, prompts=320, eval_prompts=64, eval_demonstrations=16, eval_preferences=64
+    ),
+    model=InitModel(
+        vocab_size=512, hidden_size=64, layers=2, heads=4, kv_heads=4, intermediate_size=192, max_positions=192
+    ),
+    max_prompt_tokens=96,
+    max_tokens=192,
+)
+LOOP = LoopConfig(batch_size=16, epochs=1, eval_every=500, checkpoint_every=500)
+GOLD = RewardsConfig(
+    terms={"gold": FunctionReward(function="rlhf_core.data.worlds.support_readers:reader_reward", timeout_s=600.0)}
+)
+"""What a person who reads message and reply says of it; nothing trains on it."""
+SEED = 17
+"""Of data, SFT and reward models; runs of policy optimization have seeds of their own."""
+
+
+@dataclass
+class SmallWorld:
+    """A store with the artifacts that runs start from; what is in the store is not made again."""
+
+    store: ArtifactStore
+    inputs: dict[str, Any] = field(default_factory=dict)
+    data: PreparedDataRef | None = None
+
+    @classmethod
+    def at(cls, state: Path) -> SmallWorld:
+        """Return the world in the store below `state`, with data and SFT policy, which take a minute at first."""
+        world = cls(ArtifactStore(state / "store"))
+        world.store.create()
+        data = world.run("prepare_data", DATA, {})
+        assert isinstance(data, PreparedDataRef)
+        world.data = data
+        sft = SFTConfig(max_length=192, loop=LOOP, optimizer=OptimizerConfig(learning_rate=5e-3, weight_decay=0.01))
+        policy = world.run("sft", sft, {"policy": data.base, "demonstrations": data.demonstrations})
+        world.inputs = {"policy": policy, "reference": policy, "prompts": data.prompts, "reward_models": {}}
+        return world
+
+    def reward_model(self, pairs: int) -> ArtifactRef:
+        """Return a reward model that was trained on the first `pairs` pairs."""
+        assert self.data is not None and self.data.preferences is not None
+        folder = self.store.path(self.data.preferences)
+        rows = read_preferences(folder / "train.parquet")[:pairs]
+        first = self.store.layout.root.parent / f"pairs-{pairs}"
+        write_preferences(first / "train.parquet", rows)
+        write_preferences(first / "eval.parquet", read_preferences(folder / "eval.parquet"))
+        config = RewardModelConfig(
+            max_length=192, loop=LOOP, optimizer=OptimizerConfig(learning_rate=1e-3, weight_decay=0.01)
+        )
+        given = {"policy": self.inputs["policy"], "preferences": self.store.external(PreferencesRef, first)}
+        return self.run("reward_model", config, given)
+
+    def run(
+        self,
+        name: str,
+        config: Config,
+        inputs: dict[str, Any],
+        *,
+        seed: int = SEED,
+        runtime: Runtime | None = None,
+        tracker: MemoryStageTracker | None = None,
+        fresh: bool = False,
+    ) -> ArtifactRef:
+        """Return the result of a stage, made in this process if the store does not have it, or if it is to be `fresh`."""
+        spec = STAGES[name].spec(config, inputs, label=name, seed=seed, engines={})
+        own = runtime or LocalRuntime(RUNTIME)
+        try:
+            ref, _ = execute(
+                self.store,
+                spec,
+                runtime=own,
+                tracker=tracker or MemoryStageTracker(),
+                progress=lambda done, total, text: None,
+                force=fresh,
+            )
+        finally:
+            own.close()
+        return ref
+
+    def curves(self, ref: ArtifactRef) -> dict[str, dict[int, float]]:
+        """Return what the run that made a policy logged: metric -> step -> value."""
+        (record,) = [record for record in self.store.records() if record.handle == ref]
+        lines = attempts.metrics(self.store.layout.attempt(record.key)).read_text().splitlines()
+        found: defaultdict[str, dict[int, float]] = defaultdict(dict)
+        for entry in map(json.loads, lines):
+            for name, value in entry["values"].items():
+                found[name.removeprefix("ppo/")][entry["step"]] = value
+        return found
+
+    def report(self, ref: ArtifactRef) -> dict[str, Any]:
+        """Return `monitors.json` of a policy."""
+        found: dict[str, Any] = json.loads((self.store.path(ref) / "monitors.json").read_text())
+        return found
+
+
+def ppo(*, steps: int, **changes: Any) -> PPOConfig:
+    """Return RLOO against the reward model, with held-out evaluations judged by the gold reward."""
+    settings: dict[str, Any] = {
+        "steps": steps,
+        "prompts_per_step": 12,
+        "samples_per_prompt": 2,
+        "sampling": SamplingConfig(max_tokens=48),
+        "advantage": {"type": "rloo"},
+        "rewards": RewardsConfig(terms={"reward_model": RewardModelReward()}),
+        "optimizer": OptimizerConfig(learning_rate=1e-4, schedule="constant"),
+        "kl_coef": 0.05,
+        "checkpoint_every": 1000,
+        "evaluate": HeldOutConfig(every=2, prompts=24, independent=GOLD, export="last"),
+    }
+    return PPOConfig(**(settings | changes))
+
+
+class WrappedRuntime(LocalRuntime):
+    """Engines in this process, each passed through a function on its way to the stage."""
+
+    def __init__(self, *, trainer: Callable[[Role, Trainer], Trainer], sampler: Callable[[Sampler], Sampler]) -> None:
+        super().__init__(RUNTIME)
+        self._wrap_trainer = trainer
+        self._wrap_sampler = sampler
+
+    @contextmanager
+    def trainer(self, role: Role, model: ModelSpec, optimizer: OptimizerConfig | None) -> Iterator[Trainer]:
+        """Lease a trainer, wrapped."""
+        with super().trainer(role, model, optimizer) as engine:
+            yield self._wrap_trainer(role, engine)
+
+    @contextmanager
+    def sampler(self, policy: Path) -> Iterator[Sampler]:
+        """Lease a sampler, wrapped."""
+        with super().sampler(policy) as engine:
+            yield self._wrap_sampler(engine)

@@ -1,0 +1,137 @@
+"""Each monitor of a band, on histories that are made by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+from pydantic import ValidationError
+
+from rlhf_core.monitoring.bands import (
+    Band,
+    Collapse,
+    Drift,
+    EndToken,
+    ExplainedVariance,
+    Invalid,
+    KLEstimate,
+    Mismatch,
+    Skipped,
+    ZeroVariance,
+)
+from rlhf_core.monitoring.base import MonitorConfig
+from rlhf_core.monitoring.history import History
+
+
+def found(monitor: MonitorConfig, **series: Sequence[float]) -> str:
+    """Return what the monitor finds after these values; `kl__k3` is the metric `kl/k3`."""
+    history = History(monitor.reads())
+    names = {name: name.replace("__", "/") for name in series}
+    for step in range(max(map(len, series.values()))):
+        row = {names[name]: values[step] for name, values in series.items() if step < len(values)}
+        history.add(step + 1, row)
+    return monitor.check(history, looks=0)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([6.0], ""),
+        ([5.9], "rollout/length 5.9 < 6"),
+        ([9.1], "rollout/length 9.1 > 9"),
+        ([math.nan], "rollout/length nan < 6"),
+    ],
+)
+def test_a_band_is_closed_and_a_value_that_is_not_a_number_is_outside(values: list[float], expected: str) -> None:
+    assert found(Band(metric="rollout/length", low=6.0, high=9.0), rollout__length=values) == expected
+
+
+def test_a_band_is_of_the_mean_over_a_full_window() -> None:
+    monitor = Band(metric="a/b", high=2.0, window=3)
+    assert found(monitor, a__b=[9.0, 9.0]) == ""
+    assert found(monitor, a__b=[0.0, 3.0, 3.0]) == ""  # the mean is 2
+    assert found(monitor, a__b=[0.0, 1.0, 3.0, 3.0]) == "a/b 2.33 > 2"
+
+
+@pytest.mark.parametrize(
+    ("monitor", "good", "bad"),
+    [
+        (ZeroVariance(), {"rollout__zero_variance": [0.5]}, {"rollout__zero_variance": [1.0]}),
+        (Invalid(), {"rollout__valid": [1.0]}, {"rollout__valid": [0.5]}),
+        (Skipped(), {"policy__skipped": [0.25]}, {"policy__skipped": [0.5]}),
+        (EndToken(), {"rollout__ended": [1.0]}, {"rollout__ended": [0.0]}),
+        (
+            ExplainedVariance(),
+            {"value__explained_variance": [-1.5, 0.5, 0.2]},  # the first steps of a new value model explain nothing
+            {"value__explained_variance": [-1.0, -1.0, -1.0]},
+        ),
+        (
+            Mismatch(),
+            {"mismatch__exp_abs_log_q": [1.02], "mismatch__ess": [0.99]},
+            {"mismatch__exp_abs_log_q": [1.02], "mismatch__ess": [0.5]},
+        ),
+        (KLEstimate(), {"kl__per_token": [0.10], "kl__k3": [0.08]}, {"kl__per_token": [-0.08], "kl__k3": [0.08]}),
+    ],
+    ids=lambda value: value.type if isinstance(value, MonitorConfig) else "",
+)
+def test_a_known_fault_is_found_with_its_defaults(
+    monitor: MonitorConfig, good: dict[str, list[float]], bad: dict[str, list[float]]
+) -> None:
+    assert found(monitor, **good) == ""
+    assert found(monitor, **bad) != ""
+
+
+def test_a_mismatch_names_the_figure_that_left_its_bound() -> None:
+    figures = {"mismatch__exp_abs_log_q": [1.3], "mismatch__ess": [0.5]}
+    assert found(Mismatch(), **figures) == "mismatch/exp_abs_log_q 1.3 > 1.1"
+    only = Mismatch(exp_abs_log_q=None, ess=None, log_q_max=1.0)
+    assert only.reads() == ("mismatch/log_q_max",)
+    assert found(only, mismatch__log_q_max=[1.5]) == "mismatch/log_q_max 1.5 > 1"
+
+
+def test_estimates_of_a_large_divergence_may_differ_by_a_share_of_it() -> None:
+    assert found(KLEstimate(), kl__per_token=[1.4], kl__k3=[1.0]) == ""  # allowed: 0.05 + 0.5 * 1.0
+    assert found(KLEstimate(), kl__per_token=[1.6], kl__k3=[1.0]).endswith("difference 0.6 > 0.55")
+
+
+def test_a_drift_is_from_the_mean_of_the_first_steps() -> None:
+    monitor = Drift(metric="a/b", low=0.5, reference_steps=2, window=2)
+    assert found(monitor, a__b=[4.0, 6.0, 1.0]) == ""  # the window is not past the first steps yet
+    assert found(monitor, a__b=[4.0, 6.0, 2.0, 3.0]) == ""  # 2.5 of 5
+    assert found(monitor, a__b=[4.0, 6.0, 2.0, 2.0]) == "a/b: ratio to the first 2 steps 0.4 < 0.5"
+
+
+START = [20.0] * 5
+DIVERSE = [0.9] * 5
+
+
+@pytest.mark.parametrize(
+    ("length", "unique", "distinct", "collapsed"),
+    [
+        ([2.0] * 3, [0.1] * 3, [0.9] * 3, True),  # everyone gets the same word
+        ([2.0] * 3, [0.9] * 3, [0.0] * 3, True),  # one word, without a pair of tokens
+        ([2.0] * 3, [0.8] * 3, [0.8] * 3, False),  # short, and of its own
+        ([19.0] * 3, [0.1] * 3, [0.1] * 3, False),  # alike, and long: another monitor's
+        ([2.0] * 2, [0.1] * 2, [0.1] * 2, False),  # the window is not past the first steps
+    ],
+)
+def test_answers_collapse_when_they_are_short_and_alike(
+    length: list[float], unique: list[float], distinct: list[float], collapsed: bool
+) -> None:
+    values = {"rollout__length": START + length, "rollout__unique": DIVERSE + unique}
+    text = found(Collapse(), **values, rollout__distinct_2=DIVERSE + distinct)
+    assert bool(text) == collapsed
+    if collapsed:
+        assert text.startswith("length x0.10, unique answers x")
+
+
+@pytest.mark.parametrize("kind", [Band, Drift])
+def test_a_band_needs_a_bound(kind: type[Band] | type[Drift]) -> None:
+    with pytest.raises(ValidationError, match="needs at least one bound"):
+        kind(metric="a/b")
+
+
+def test_bounds_that_are_exchanged_are_refused() -> None:
+    with pytest.raises(ValidationError, match="must be < high"):
+        Band(metric="a/b", low=2.0, high=1.0)

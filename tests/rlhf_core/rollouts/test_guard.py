@@ -1,0 +1,190 @@
+"""The guard of policy optimization: held-out evaluation, early stop, rollbacks, and a killed run's bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from rlhf_core.config.monitors import HeldOutConfig
+from rlhf_core.config.rewards import FunctionReward, RewardsConfig
+from rlhf_core.errors import ConfigError
+from rlhf_core.types import ArtifactRef
+from stages.ppo import PPOConfig
+from tests.stages.test_ppo import config
+from tests.support.training import killed_and_resumed, series, shop_and_inputs, untimed
+from tests.support.workshop import Workshop
+
+
+def rewards(name: str) -> RewardsConfig:
+    return RewardsConfig(terms={"own": FunctionReward(function=f"tests.support.token_rewards:{name}")})
+
+
+EVALUATE = HeldOutConfig(every=2, prompts=3, samples=2, independent=rewards("large_is_good"))
+FAST = {"learning_rate": 2e-2, "schedule": "constant"}
+ROLLBACK = {"type": "band", "name": "short_enough", "metric": "rollout/length", "high": 0.5, "action": "rollback"}
+"""Never satisfied: every answer has a token."""
+
+
+def watched(**changes: Any) -> PPOConfig:
+    settings: dict[str, Any] = {"steps": 6, "samples_per_prompt": 4, "advantage": {"type": "rloo"}, "optimizer": FAST}
+    settings["rewards"] = rewards("small_is_good")
+    return config(**(settings | {"prompts_per_step": 2} | changes))
+
+
+def report(shop: Workshop, ref: ArtifactRef) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((shop.store.path(ref) / "monitors.json").read_text())
+    return found
+
+
+def test_the_best_checkpoint_by_the_independent_reward_is_the_result(tmp_path: Path, policy: Path) -> None:
+    shop, inputs = shop_and_inputs(tmp_path, policy)
+    ref, decision = shop.run("ppo", watched(evaluate=EVALUATE, steps=8), inputs)
+    independent, proxy = series(shop, "eval/independent/mean"), series(shop, "eval/reward/mean")
+    # what trains is the opposite of what judges: both are of the same answers, at steps 0, 2, 4, 6 and 8
+    assert independent == pytest.approx([-value for value in proxy])
+    assert len(independent) == 5
+    assert independent[-1] < independent[0] - 0.1
+    best = 2 * independent.index(max(independent))
+    assert shop.metrics(decision)["exported_step"] == best == report(shop, ref)["exported_step"]
+    last, _ = shop.run("ppo", watched(evaluate=EVALUATE.model_copy(update={"export": "last"}), steps=8), inputs)
+    assert best < 8
+    exported, trained = (shop.store.path(one) / "model.safetensors" for one in (ref, last))
+    assert exported.read_bytes() != trained.read_bytes()
+
+
+def test_a_run_without_a_better_evaluation_ends_early(tmp_path: Path, policy: Path) -> None:
+    shop, inputs = shop_and_inputs(tmp_path, policy)
+    patient = EVALUATE.model_copy(update={"patience": 2, "every": 1})
+    ref, decision = shop.run("ppo", watched(evaluate=patient, steps=30), inputs)
+    steps = shop.metrics(decision)["steps"]
+    values = series(shop, "eval/independent/mean")
+    assert len(values) == steps + 1 < 31
+    assert max(values[-2:]) <= max(values[:-2])
+    assert report(shop, ref)["ended"]["why"].startswith("no better eval/independent/mean since step ")
+
+
+def test_a_rollback_returns_to_the_start_and_lowers_the_learning_rate(tmp_path: Path, policy: Path) -> None:
+    shop, inputs = shop_and_inputs(tmp_path, policy)
+    monitor = ROLLBACK | {"for_steps": 2, "max_rollbacks": 2, "kl_coef_factor": 3.0}
+    settings = watched(monitors=[monitor], steps=9, kl_coef=0.01, checkpoint_every=100)
+    ref, decision = shop.run("ppo", settings, inputs)
+    # two steps, back to 0; two steps, back to 0; two steps, and the rollbacks are used up
+    assert series(shop, "policy/learning_rate") == pytest.approx([2e-2, 2e-2, 1e-2, 1e-2, 5e-3, 5e-3])
+    assert series(shop, "kl/coef") == pytest.approx([0.01, 0.01, 0.03, 0.03, 0.09, 0.09])
+    # the policy that sampled is the first one again, the reference, at whose distance it is
+    distance = series(shop, "kl/per_sequence")
+    assert [value == 0.0 for value in distance] == [True, False] * 3
+    events = [event["message"] for event in report(shop, ref)["events"]]
+    assert len(events) == 3
+    assert events[0].startswith("monitor short_enough: ")
+    assert events[0].endswith(
+        "> 0.5 for 2 steps at step 2: rolled back to step 0, learning rate x0.5, KL coefficient x3"
+    )
+    assert events[2].endswith("for 2 steps, after 2 rollbacks at step 6: stopped, step 0 is the result")
+    assert shop.tracker.tags == {"monitor.short_enough": events[2]}
+    assert shop.metrics(decision)["steps"] == 6
+    assert series(shop, "monitor/short_enough") == [1.0, 2.0] * 3
+    exported, first = (shop.store.path(one) / "model.safetensors" for one in (ref, inputs["policy"]))
+    assert _tensors(exported) == _tensors(first)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 5, 7])
+def test_a_killed_run_with_evaluations_and_rollbacks_ends_with_the_same_bytes(
+    tmp_path: Path, policy: Path, at: int
+) -> None:
+    monitor = ROLLBACK | {"for_steps": 3, "after": 1, "max_rollbacks": 9}
+    settings = watched(
+        evaluate=EVALUATE.model_copy(update={"independent": None}),
+        monitors=[monitor, {"type": "collapse", "reference_steps": 2}],
+        steps=8,
+        checkpoint_every=3,
+        advantage={"type": "gae"},
+        kl_coef=0.05,
+        kl_target=0.5,
+    )
+    whole, inputs = shop_and_inputs(tmp_path / "whole", policy)
+    expected, _ = whole.run("ppo", settings, inputs)
+    assert any("rolled back" in event["message"] for event in report(whole, expected)["events"])
+    killed, inputs = shop_and_inputs(tmp_path / "killed", policy)
+    ref = killed_and_resumed(killed, "ppo", settings, inputs, at=at)
+    assert untimed(killed.tracker.points) == untimed(whole.tracker.points)
+    assert ref.digest == expected.digest
+
+
+def test_a_run_that_was_stopped_and_killed_before_its_result_does_not_go_on(tmp_path: Path, policy: Path) -> None:
+    settings = watched(monitors=[ROLLBACK | {"action": "stop", "for_steps": 2}])
+    whole, inputs = shop_and_inputs(tmp_path / "whole", policy)
+    expected, decision = whole.run("ppo", settings, inputs)
+    assert whole.metrics(decision)["steps"] == 2
+    killed, inputs = shop_and_inputs(tmp_path / "killed", policy)
+    original, calls = killed.store.commit, []
+
+    def dying(*args: Any, **rest: Any) -> Any:
+        if not calls:
+            calls.append(1)
+            raise KeyboardInterrupt
+        return original(*args, **rest)
+
+    killed.store.commit = dying  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        killed.run("ppo", settings, inputs)
+    ref, decision = killed.run("ppo", settings, inputs)
+    assert decision.action == "RESUME"
+    assert killed.metrics(decision)["steps"] == 2
+    assert ref.digest == expected.digest
+
+
+def test_evaluation_and_warnings_change_no_update(tmp_path: Path, policy: Path) -> None:
+    shop, inputs = shop_and_inputs(tmp_path, policy)
+    shop.run("ppo", watched(monitors=[ROLLBACK | {"action": "warn"}], staleness=1), inputs)
+    watched_points = untimed(shop.tracker.points)
+    plain, inputs = shop_and_inputs(tmp_path / "plain", policy)
+    ref, _ = plain.run("ppo", watched(staleness=1), inputs)
+    assert [
+        {name: value for name, value in values.items() if "/monitor/" not in name} for _, values in watched_points
+    ] == [values for _, values in untimed(plain.tracker.points)]
+    assert not (plain.store.path(ref) / "monitors.json").exists()
+
+
+def test_evaluation_beside_sampling_ahead_is_resumed(tmp_path: Path, policy: Path) -> None:
+    settings = watched(evaluate=EVALUATE, staleness=2, checkpoint_every=2)
+    whole, inputs = shop_and_inputs(tmp_path / "whole", policy)
+    expected, _ = whole.run("ppo", settings, inputs)
+    killed, inputs = shop_and_inputs(tmp_path / "killed", policy)
+    ref = killed_and_resumed(killed, "ppo", settings, inputs, at=1)  # the checkpoint is that of step 0
+    assert ref.digest == expected.digest
+
+
+def test_a_monitor_of_a_metric_that_no_step_has_ends_the_run(tmp_path: Path, policy: Path) -> None:
+    shop, inputs = shop_and_inputs(tmp_path, policy)
+    with pytest.raises(ConfigError, match=r"ppo\.monitors\[0\]\.metric = 'rollout/lenght': no step of this run"):
+        shop.run("ppo", watched(monitors=[{"type": "band", "metric": "rollout/lenght", "low": 1.0}]), inputs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"monitors": [{"type": "band", "metric": "rollout/length"}]}, "needs at least one bound"),
+        ({"monitors": [{"type": "band", "metric": "time/train", "high": 1.0}]}, "differs from run to run"),
+        ({"monitors": [{"type": "mismatch"}, {"type": "mismatch"}]}, "another monitor has this name"),
+        ({"monitors": [{"type": "kl_estimate"}]}, "there is no reference"),
+        ({"monitors": [{"type": "explained_variance"}]}, "there is no value model"),
+        ({"monitors": [{"type": "over_optimization"}]}, "add .ppo.evaluate."),
+        ({"monitors": [{"type": "over_optimization"}], "evaluate": {}}, "add .ppo.evaluate.independent."),
+        ({"monitors": [ROLLBACK], "staleness": 1}, "staleness has answers of the rejected policy"),
+        ({"evaluate": {"metric": "eval/independent/mean"}}, "there is no independent reward"),
+    ],
+)
+def test_what_could_never_find_anything_or_act_is_refused(changes: dict[str, Any], rule: str) -> None:
+    with pytest.raises(ValidationError, match=rule):
+        watched(**changes)
+
+
+def _tensors(file: Path) -> dict[str, list[float]]:
+    from safetensors.torch import load_file
+
+    return {name: tensor.flatten().tolist() for name, tensor in load_file(file).items()}
