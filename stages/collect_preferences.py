@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.annotation.agreement import judgment_report
-from rlhf_core.annotation.annotators import NotJudgedYet, ask_file, ask_program, rewards_of_sides
+from rlhf_core.annotation.annotators import NotJudgedYet, ask_program, rewards_of_sides
 from rlhf_core.annotation.comparisons import Comparison, Judgment, read_comparisons, write_judgments
 from rlhf_core.annotation.judge import JudgingStopped, ask_judge, judge_report, write_verdicts
-from rlhf_core.config.annotators import FileAnnotator, JudgeAnnotator, ProgramAnnotator
+from rlhf_core.annotation.people import ask_people, condition
+from rlhf_core.config.annotators import FileAnnotator, JudgeAnnotator, ProgramAnnotator, ReviewAnnotator
 from rlhf_core.data.holdout import held_out
 from rlhf_core.data.tables import Preference, write_preferences
 from rlhf_core.errors import DataError, explain
@@ -39,7 +40,7 @@ def run(config: CollectPreferencesConfig, *, comparisons: ComparisonsRef, contex
     """Return the pairs that annotators prefer, with `judgments.parquet` and `report.json` about the annotators."""
     asked = read_comparisons(context.path(comparisons))
     context.tracker.dataset("comparisons", comparisons.digest, "training")
-    judgments, extra = judge(config, asked, comparisons.digest[:12], context)
+    judgments, extra = judge(config, asked, comparisons, context)
     gold = known_rewards(config, asked, context)
     report = judgment_report(asked, judgments, seed=context.seed, gold=gold) | extra
     trusted = attentive(config, judgments, report)
@@ -58,24 +59,23 @@ def run(config: CollectPreferencesConfig, *, comparisons: ComparisonsRef, contex
 
 
 def judge(
-    config: CollectPreferencesConfig, asked: Sequence[Comparison], name: str, context: StageContext
+    config: CollectPreferencesConfig, asked: Sequence[Comparison], comparisons: ComparisonsRef, context: StageContext
 ) -> tuple[list[Judgment], dict[str, Any]]:
     """Return the judgments of the annotator, and what it adds to the report.
 
-    The stage ends as waiting while people have not judged enough. `name` tells these comparisons from those of other
-    rounds and runs.
+    The stage ends as waiting while people have not judged enough.
     """
-    annotator = config.annotator
+    annotator, name = config.annotator, comparisons.digest[:12]
     match annotator:
         case ProgramAnnotator():
             return ask_program(annotator, asked, code=context.functions, seed=context.seed), {}
         case JudgeAnnotator():
             return judged_by_model(annotator, asked, context)
-        case FileAnnotator():
+        case FileAnnotator() | ReviewAnnotator():
             try:
-                return ask_file(annotator, asked, name=name), {}
+                return ask_people(annotator, asked, name=name, uri=context.tracker.uri)
             except NotJudgedYet as missing:
-                context.wait(str(missing))
+                context.wait(str(missing), condition(annotator, context.path(comparisons), name=name))
 
 
 def judged_by_model(

@@ -30,6 +30,7 @@ TESTED_THROUGH = {
     "pipelines/services/mlflow_server.py": "pipelines/services/test_servers.py",
     "pipelines/services/prefect_server.py": "pipelines/services/test_servers.py",
     "pipelines/services/sign_in.py": "pipelines/services/test_own_pages.py",
+    "rlhf_core/rewards/chat.py": "rlhf_core/rewards/test_judge.py",
     "rlhf_core/annotation/comparisons.py": "rlhf_core/annotation/test_proposing.py",
     "rlhf_core/config/annotators.py": "rlhf_core/annotation/test_annotators.py",
     "rlhf_core/algorithms/lazy_torch.py": "rlhf_core/algorithms/test_methods.py",

@@ -1,7 +1,8 @@
-"""Configure who judges comparisons: `annotator = {type = "program" | "file" | "judge"}`."""
+"""Configure who judges comparisons: `annotator = {type = "program" | "file" | "mlflow" | "judge"}`."""
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -29,7 +30,24 @@ class ProgramAnnotator(Config):
     """Deadline, in seconds, of the function for all answers."""
 
 
-class FileAnnotator(Config):
+class Patience(Config):
+    """How long the stage waits for people."""
+
+    needed: float = Field(1.0, gt=0, le=1)
+    """Share of the comparisons that must be judged before the stage goes on."""
+    deadline_hours: Annotated[float, Field(ge=0), OPERATIONAL] = 0.0
+    """Hours after which the stage goes on with the judgments that are there; 0 sets no deadline."""
+
+    def is_late(self, since_s: float, *, now: float) -> bool:
+        """Return whether the deadline has passed for comparisons that were shown first at `since_s`.
+
+        >>> Patience(deadline_hours=1).is_late(0.0, now=3601.0)
+        True
+        """
+        return bool(self.deadline_hours) and now > since_s + 3600 * self.deadline_hours
+
+
+class FileAnnotator(Patience):
     """Judgments from a JSONL file that people, or a labeling tool, fill in.
 
     The stage writes the comparisons to `comparisons.jsonl` in a folder of their own in `folder`, named by their digest,
@@ -40,8 +58,6 @@ class FileAnnotator(Config):
     type: Literal["file"] = "file"
     folder: str
     """Folder of the exchange, with a folder for each set of comparisons; it is created if it does not exist."""
-    needed: float = Field(1.0, gt=0, le=1)
-    """Share of the comparisons that must be judged before the stage goes on."""
 
     @field_validator("folder")
     @classmethod
@@ -49,6 +65,40 @@ class FileAnnotator(Config):
         if not folder.strip():
             raise ValueError("must name a folder; give one")
         return folder
+
+
+class ReviewAnnotator(Patience):
+    """People who judge in MLflow's Review page, each in a queue of their own.
+
+    The run that tracks the stage says which MLflow. Without `rlhf up` the queues are made, and the page is missing.
+    """
+
+    type: Literal["mlflow"] = "mlflow"
+    annotators: tuple[str, ...] = Field(("annotator-1",), min_length=1)
+    """Names of the annotators; give pseudonyms, since they are recorded. Where MLflow has sign-in, names of its users."""
+    overlap: int = Field(1, ge=1)
+    """Number of annotators who judge each comparison, each without seeing the answers of the others."""
+    instruction: str = "Which answer is better? Give a reason if you can."
+    """Text beside the choice; the request and both answers are shown in any case."""
+    experiment: Annotated[str, Field(min_length=1), OPERATIONAL] = "annotation"
+    """Experiment in MLflow whose Review page has the queues; it is created if it does not exist."""
+
+    @field_validator("annotators")
+    @classmethod
+    def _are_names(cls, annotators: tuple[str, ...]) -> tuple[str, ...]:
+        bad = [name for name in annotators if not re.fullmatch(r"[\w.@-]+", name)]
+        if bad:
+            raise ValueError(f"{bad[0]!r}: must be letters, digits and . _ @ -; rename it")
+        if len(set(annotators)) < len(annotators):
+            raise ValueError("must differ; name each once")
+        return annotators
+
+    @model_validator(mode="after")
+    def _are_enough(self) -> Self:
+        if self.overlap > len(self.annotators):
+            rule = f"there are only {len(self.annotators)} annotators; lower it or add some"
+            raise ValueError(f"overlap = {self.overlap}: {rule}")
+        return self
 
 
 class JudgeAnnotator(Config):
@@ -115,4 +165,6 @@ class JudgeAnnotator(Config):
         return self
 
 
-Annotator = Annotated[ProgramAnnotator | FileAnnotator | JudgeAnnotator, Field(discriminator="type")]
+People = FileAnnotator | ReviewAnnotator
+"""Annotators whom a stage waits for."""
+Annotator = Annotated[ProgramAnnotator | FileAnnotator | ReviewAnnotator | JudgeAnnotator, Field(discriminator="type")]
