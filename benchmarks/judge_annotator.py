@@ -37,7 +37,7 @@ GOLD = "rlhf_core.data.worlds.support_readers:reader_reward"
 RUBRIC = """\
 The better reply names the customer and the item, understands the problem, apologizes, offers what mends it, and ends
 politely. A reply that names another item or another problem is worse, and so is one that is rude."""
-START_TIMEOUT_S = 600.0
+START_TIMEOUT_S = 1800.0
 
 
 def main() -> None:
