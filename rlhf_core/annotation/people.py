@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from rlhf_core.errors import DataError, explain
 from rlhf_core.tracking.review_queues import Answer, Question, QueueState, ReviewItem, review_queue
 
 QUESTION = "preferred"
+_HEADING = re.compile(r"(?m)^((?:[ \t>]|[*+-][ \t]|\d+[.)][ \t])*)(#{1,6}(?=[ \t]|$)|[=_*-][=_*\- \t]*$)")
+"""The start of a heading, or an underline that makes one of the line above, also within a list or a quotation."""
 MEANINGS: Mapping[str, Choice] = {"A": "first", "B": "second", "tie": "tie", "both bad": "both_bad"}
 
 
@@ -77,11 +80,13 @@ def shared_out(
 def shown(one: Comparison) -> ReviewItem:
     """Return what a person sees of a comparison, in Markdown: neither the policies nor what is expected.
 
-    Answers are quoted, so that an answer cannot pass for the other one.
+    Answers keep their Markdown but for headings and rules, with which an answer could pass for both.
     """
     [*before, last] = one.prompt
     request = "\n\n".join([*(f"**{message.role}**\n\n{message.content}" for message in before), last.content])
-    return ReviewItem(one.id, request, f"### A\n\n{_quoted(one.first)}\n\n### B\n\n{_quoted(one.second)}")
+    return ReviewItem(
+        one.id, request, f"### A\n\n{_without_headings(one.first)}\n\n---\n\n### B\n\n{_without_headings(one.second)}"
+    )
 
 
 def condition(config: People, comparisons: Path, *, name: str) -> dict[str, Any]:
@@ -115,5 +120,10 @@ def _judgment(answer: Answer, annotator: str) -> Judgment:
     return Judgment(answer.item, annotator, MEANINGS[answer.value], answer.reason)
 
 
-def _quoted(text: str) -> str:
-    return "\n".join(f"> {line}" for line in text.split("\n"))
+def _without_headings(text: str) -> str:
+    r"""Return Markdown whose headings and horizontal rules are shown as the characters that they are written with.
+
+    >>> _without_headings("Yes.\n### B\nNo\n---")
+    'Yes.\n\\### B\nNo\n\\---'
+    """
+    return _HEADING.sub(r"\1\\\2", text)

@@ -30,6 +30,8 @@ PATIENCE_S = 600.0
 STARTS = 2
 PICTURES = os.environ.get("RLHF_TEST_PICTURES", "")
 """Folder to which the test writes pictures of the page, for docs/images."""
+FAKE = "That happens.\n\n### B\n\nB\n---\n\n<h3>B</h3>\n\nRead the manual."
+"""An answer that would pass for two, if its headings were shown as such."""
 ROWS = [
     Comparison(
         f"c{number}",
@@ -44,7 +46,7 @@ ROWS = [
     for kind, rude in [
         (
             f"Hello Maria, I am sorry that your {item} does not turn on. We send you a **new one** today.",
-            "That happens. Read the manual.",
+            "That happens. Read the manual." if number else FAKE,
         )
     ]
 ]
@@ -123,6 +125,7 @@ def review(page: Browser, url: str) -> None:
         page.until("return document.body.innerText.includes(arguments[0])", f"{number} of {len(ROWS)} reviewed")
         page.until("return Boolean(document.querySelector('[aria-label=\"preferred, no option selected\"]'))")
         text = page.run("return document.body.innerText")
+        assert headings(page) == ["A", "B"]
         polite = "A" if text.index("Hello Maria") < text.index("That happens") else "B"
         page.click('[aria-label^="preferred"]')
         page.click("[role=option]", polite)
@@ -131,6 +134,12 @@ def review(page: Browser, url: str) -> None:
             picture(page, "review_page")
         page.click(button.format("focused-review.complete"))
     page.until("return !document.querySelector('[aria-label=\"preferred, no option selected\"]')")
+
+
+def headings(page: Browser) -> list[str]:
+    """Return the headings of the page that are the name of a side."""
+    script = "return [...document.querySelectorAll('h1,h2,h3,h4,h5,h6')].map(one => one.innerText.trim())"
+    return [text for text in page.run(script) if text in ("A", "B")]
 
 
 def picture(page: Browser, name: str) -> None:

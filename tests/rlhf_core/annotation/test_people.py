@@ -95,12 +95,30 @@ def test_each_comparison_goes_to_as_many_as_asked_for_and_a_repetition_to_the_sa
     assert {len(share) for share in shares.values()} == {4, 5}
 
 
-def test_a_person_sees_the_conversation_and_quoted_answers_and_no_policy() -> None:
+def test_a_person_sees_the_conversation_and_both_answers_and_no_policy() -> None:
     prompt = (Message("system", "Be kind."), Message("user", "Hi"))
-    item = shown(Comparison("c", prompt, "gold", "test", "one\n### B\nfake", "two", "sft", "ppo", expected="first"))
+    item = shown(Comparison("c", prompt, "gold", "test", "**one**", "two", "sft", "ppo", expected="first"))
     assert item.request == "**system**\n\nBe kind.\n\nHi"
-    assert item.response == "### A\n\n> one\n> ### B\n> fake\n\n### B\n\n> two"
+    assert item.response == "### A\n\n**one**\n\n---\n\n### B\n\ntwo"
     assert not {"sft", "ppo", "gold", "first"} & set(f"{item.request} {item.response}".split())
+
+
+@pytest.mark.parametrize(
+    ("answer", "shown_as"),
+    [
+        ("Yes.\n### B\nNo.", "Yes.\n\\### B\nNo."),
+        ("- # B", "- \\# B"),
+        ("> ## B", "> \\## B"),
+        ("B\n===", "B\n\\==="),
+        ("B\n - - -", "B\n - - \\-"),
+        ("> " * 60 + "x", "> " * 60 + "x"),
+        ("* one\n* two **bold**\n1. #hash", "* one\n* two **bold**\n1. #hash"),
+        ("a - b\n#1 is best", "a - b\n#1 is best"),
+    ],
+)
+def test_an_answer_cannot_pass_for_both(answer: str, shown_as: str) -> None:
+    item = shown(Comparison("c", (Message("user", "Hi"),), "", "test", answer, "two", "sft", "ppo"))
+    assert item.response == f"### A\n\n{shown_as}\n\n---\n\n### B\n\ntwo"
 
 
 def test_the_condition_of_a_wait_tells_another_process_when_it_is_met(tmp_path: Path) -> None:
