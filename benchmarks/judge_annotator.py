@@ -124,6 +124,7 @@ def served(model: Path, folder: Path) -> Iterator[str]:
         "TORCHDYNAMO_DISABLE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(int(START_TIMEOUT_S)),
         "VLLM_DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
     }
