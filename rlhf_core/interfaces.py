@@ -335,6 +335,11 @@ class RewardFunction(Protocol):
 class StageTracker(Protocol):
     """The record of one stage's run. It never raises for an unreachable server: records are kept and replayed later."""
 
+    @property
+    def uri(self) -> str:
+        """Return the address of the tracking server or database; "" without one. It may contain a password."""
+        ...
+
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Record values at a step; names have the form `stage/area/name`."""
         ...

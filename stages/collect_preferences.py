@@ -6,31 +6,43 @@ While people have not judged enough, the stage ends as waiting; the same command
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from rlhf_core.annotation.agreement import judgment_report
-from rlhf_core.annotation.annotators import NotJudgedYet, ask_file, ask_program
+from rlhf_core.annotation.annotators import NotJudgedYet, ask_program, rewards_of_sides
 from rlhf_core.annotation.comparisons import Comparison, Judgment, read_comparisons, write_judgments
-from rlhf_core.config.annotators import FileAnnotator, ProgramAnnotator
+from rlhf_core.annotation.judge import JudgingStopped, ask_judge, judge_report, write_verdicts
+from rlhf_core.annotation.people import ask_people, condition
+from rlhf_core.config.annotators import FileAnnotator, JudgeAnnotator, ProgramAnnotator, ReviewAnnotator
 from rlhf_core.data.holdout import held_out
 from rlhf_core.data.tables import Preference, write_preferences
 from rlhf_core.errors import DataError, explain
 from rlhf_core.interfaces import Metrics
 from rlhf_core.stage.context import StageContext
+from rlhf_core.store.fingerprint import hash_file
 from rlhf_core.types import ComparisonsRef, Message, PreferencesRef, derive_seed
-from stages.config.collect_preferences import CollectPreferencesConfig
+from stages.config.collect_preferences import RUBRIC, CollectPreferencesConfig
+
+logger = logging.getLogger(__name__)
 
 TABLE_ROWS = 16
+VERDICTS = "verdicts.jsonl"
+"""What a language model said, by comparison and order."""
+GOLD_TIMEOUT_S = 600.0
 
 
 def run(config: CollectPreferencesConfig, *, comparisons: ComparisonsRef, context: StageContext) -> PreferencesRef:
     """Return the pairs that annotators prefer, with `judgments.parquet` and `report.json` about the annotators."""
     asked = read_comparisons(context.path(comparisons))
     context.tracker.dataset("comparisons", comparisons.digest, "training")
-    judgments = judge(config, asked, comparisons.digest[:12], context)
-    report = judgment_report(asked, judgments, seed=context.seed)
+    judgments, extra = judge(config, asked, comparisons, context)
+    gold = known_rewards(config, asked, context)
+    report = judgment_report(asked, judgments, seed=context.seed, gold=gold) | extra
     trusted = attentive(config, judgments, report)
     verdicts = settled(config, asked, trusted)
     if not verdicts.pairs:
@@ -47,21 +59,68 @@ def run(config: CollectPreferencesConfig, *, comparisons: ComparisonsRef, contex
 
 
 def judge(
-    config: CollectPreferencesConfig, asked: Sequence[Comparison], name: str, context: StageContext
-) -> list[Judgment]:
-    """Return the judgments of the annotator; end the stage as waiting while people have not judged enough.
+    config: CollectPreferencesConfig, asked: Sequence[Comparison], comparisons: ComparisonsRef, context: StageContext
+) -> tuple[list[Judgment], dict[str, Any]]:
+    """Return the judgments of the annotator, and what it adds to the report.
 
-    `name` tells these comparisons from those of other rounds and runs.
+    The stage ends as waiting while people have not judged enough.
     """
-    annotator = config.annotator
+    annotator, name = config.annotator, comparisons.digest[:12]
     match annotator:
         case ProgramAnnotator():
-            return ask_program(annotator, asked, code=context.functions, seed=context.seed)
-        case FileAnnotator():
+            return ask_program(annotator, asked, code=context.functions, seed=context.seed), {}
+        case JudgeAnnotator():
+            return judged_by_model(annotator, asked, context)
+        case FileAnnotator() | ReviewAnnotator():
             try:
-                return ask_file(annotator, asked, name=name)
+                return ask_people(annotator, asked, name=name, uri=context.tracker.uri)
             except NotJudgedYet as missing:
-                context.wait(str(missing))
+                context.wait(str(missing), condition(annotator, context.path(comparisons), name=name))
+
+
+def judged_by_model(
+    config: JudgeAnnotator, asked: Sequence[Comparison], context: StageContext
+) -> tuple[list[Judgment], dict[str, Any]]:
+    """Return the judgments of a language model and the report on it; a stage that is killed keeps its verdicts."""
+    path = f"{context.label.replace('/', '.')}.annotator"
+    try:
+        judged = ask_judge(
+            config,
+            asked,
+            rubric=rubric(config, context),
+            key=path,
+            journal=context.work / VERDICTS,
+            stopping=context.stopping,
+            progress=context.progress,
+        )
+    except JudgingStopped:
+        context.stop()
+    context.failed(0, {"annotator": (len(judged.failures), len(asked))})
+    write_verdicts(context.out / VERDICTS, judged.verdicts)
+    context.tracker.file(context.out / VERDICTS, "annotators")
+    for reason, count in Counter(judged.failures.values()).most_common(1):
+        logger.warning("%s: %d comparisons got no verdict, e.g. (%d) %s", path, len(judged.failures), count, reason)
+    return judged.judgments, {"judge": judge_report(judged.verdicts, seed=context.seed)}
+
+
+def rubric(config: JudgeAnnotator, context: StageContext) -> str:
+    """Return the text that decides which answer is better; raise DataError if its file has changed since the plan."""
+    if not config.rubric_file:
+        return config.rubric
+    path = Path(config.rubric_file).expanduser()
+    if context.files and hash_file(path) != context.files[RUBRIC]:
+        raise DataError(explain(RUBRIC, config.rubric_file, "has changed since the run was planned", "run it again"))
+    return path.read_text(encoding="utf-8")
+
+
+def known_rewards(
+    config: CollectPreferencesConfig, asked: Sequence[Comparison], context: StageContext
+) -> dict[str, float]:
+    """Return comparison -> reward of the first side less that of the second, {} without a known reward."""
+    if not config.gold:
+        return {}
+    pairs = rewards_of_sides(config.gold, asked, code=context.functions, timeout_s=GOLD_TIMEOUT_S)
+    return {one.id: first - second for one, (first, second) in zip(asked, pairs, strict=True)}
 
 
 def attentive(
@@ -144,10 +203,12 @@ def always_held_out(prompts: Iterable[str], *, fraction: float, seed: int) -> se
 def headline(report: Mapping[str, object]) -> Metrics:
     """Return the figures of the report that the key record keeps; what was not measured is left out."""
     metrics: Metrics = {}
-    for name in ("agreement", "consistency", "attention", "first_chosen"):
-        share = report[name]
-        if isinstance(share, dict):
-            metrics[name] = share["mean"]
+    shares = {name: report[name] for name in ("agreement", "consistency", "attention", "first_chosen", "gold")}
+    judge = report.get("judge")
+    if isinstance(judge, dict):
+        shares |= {f"judge/{name}": judge[name] for name in ("changed", "toward_first", "toward_second")}
+        metrics |= {f"judge/{name}": float(judge[name]) for name in ("malformed", "failed")}
+    metrics |= {name: share["mean"] for name, share in shares.items() if isinstance(share, dict)}
     alpha = report["alpha"]
     return metrics | ({"alpha": alpha} if isinstance(alpha, float) else {})
 

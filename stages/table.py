@@ -33,8 +33,7 @@ from rlhf_core.types import (
     RolloutsRef,
     StepsRef,
 )
-from stages.config import import_reward_model, prepare_data
-from stages.config.collect_preferences import CollectPreferencesConfig
+from stages.config import collect_preferences, import_reward_model, prepare_data
 from stages.config.compare_reward_models import CompareRewardModelsConfig
 from stages.config.condition import ConditionConfig
 from stages.config.distill import DistillConfig
@@ -308,13 +307,14 @@ _ROWS = (
         name="collect_preferences",
         version=1,
         code="warn",  # people's time must not be spent again because a line changed
-        config=CollectPreferencesConfig,
+        config=collect_preferences.CollectPreferencesConfig,
         inputs={"comparisons": Input(kind=ComparisonsRef, start="propose_comparisons")},
         output=PreferencesRef,
         engines=(),
         section="online.collect",
         page="online.md",
         about="Preference pairs from annotators who judge `comparisons`.",
+        files=collect_preferences.content_digests,
     ),
     Stage(
         name="merge_preferences",

@@ -21,7 +21,8 @@ PROFILES = {
     "tiny/conditional": ("5c468cf92e9bc1a0", "fbc0faa66eb0e821"),
     "tiny/distill": ("ccf18c1423c7e128", "959f436b7a78b67f"),
     "tiny/full": ("bc62bc8ee97cbdfe", "703b60e326131298"),
-    "tiny/online": ("9a990f6ea85e3c3e", "6ccdde836a3146c9"),
+    "tiny/online": ("70cce6f761e90f06", "6ccdde836a3146c9"),
+    "tiny/people": ("87071977dd95d9f5", "71c554baaa3b5cfa"),
     "tiny/prm": ("5fd834349dbb6ed7", "30ed789a43b9ec80"),
     "tiny/rlvr": ("041730cf4cf6b29c", "13eabbeee1959916"),
 }

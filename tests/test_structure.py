@@ -30,6 +30,7 @@ TESTED_THROUGH = {
     "pipelines/services/mlflow_server.py": "pipelines/services/test_servers.py",
     "pipelines/services/prefect_server.py": "pipelines/services/test_servers.py",
     "pipelines/services/sign_in.py": "pipelines/services/test_own_pages.py",
+    "rlhf_core/rewards/chat.py": "rlhf_core/rewards/test_judge.py",
     "rlhf_core/annotation/comparisons.py": "rlhf_core/annotation/test_proposing.py",
     "rlhf_core/config/annotators.py": "rlhf_core/annotation/test_annotators.py",
     "rlhf_core/config/monitors.py": "rlhf_core/rollouts/test_guard.py",
@@ -73,6 +74,7 @@ FOLDERS_TESTED_THROUGH = {
 
 OF_SEVERAL_MODULES = {
     "pipelines/test_foreign_page.py": "a web page of others against all servers",
+    "pipelines/test_people_page.py": "people at MLflow's Review page, and the run that waits for them",
     "pipelines/test_ray_jobs.py": "a pipeline as jobs of a real Ray",
     "pipelines/test_secrets.py": "a secret through a whole run",
     "rlhf_core/algorithms/test_invariances.py": "what all losses have in common",

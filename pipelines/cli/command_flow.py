@@ -17,7 +17,8 @@ from prefect.exceptions import CancelledRun
 from pipelines.execution.run import PipelineRun
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig
-from pipelines.prefect_flows.tasks import run_in_flow, settle, waiting
+from pipelines.prefect_flows.tasks import run_in_flow, settle
+from pipelines.prefect_flows.waiting import waiting
 from pipelines.services.flow_runs import FLOW_NAME
 from pipelines.services.health import ServiceError
 from pipelines.services.servers import PrivateServer

@@ -7,8 +7,10 @@ import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 
@@ -23,20 +25,50 @@ from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.services.health import ServiceError, healthy, wait_for
 from pipelines.services.home import Home, client_environment
+from pipelines.services.registry import tracking_uri
 from pipelines.services.running import running
 from pipelines.services.servers import SERVER_TIMEOUT_S, PrivateServer, private_server
 from pipelines.services.user_servers import connect_user_prefect, user_prefect
+from rlhf_core.errors import RlhfError
 from rlhf_core.secrets.redaction import shown
 from rlhf_core.stage.key import Strictness
+from rlhf_core.stage.stopping import StageWaiting
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import ArtifactRef, ReportRef
+
+logger = logging.getLogger(__name__)
 
 OUR_LOGGERS = ("pipelines", "stages", "rlhf_core")
 
 
+WAIT_LOOK_S = 10.0
+
+
 def run(options: argparse.Namespace) -> None:
-    """Run a pipeline in this process."""
-    run_profile(options, console)
+    """Run a pipeline in this process; with `--wait`, again whenever people have judged what it waited for."""
+    while True:
+        try:
+            run_profile(options, console)
+        except StageWaiting as waiting:
+            if not options.wait or not waiting.condition:
+                raise
+            console.print(f"{waiting}; Ctrl-C ends the wait", highlight=False, markup=False, soft_wrap=True)
+            _await_people(waiting.condition)
+        else:
+            return
+
+
+def _await_people(condition: Mapping[str, Any]) -> None:
+    # MLflow, 3 s: only a run that waits for people needs it here.
+    from rlhf_core.annotation.people import is_met
+
+    while True:
+        time.sleep(WAIT_LOOK_S)
+        try:
+            if is_met(condition, uri=tracking_uri(Home.here())):
+                return
+        except RlhfError as error:  # a half-edited file, or a server that is away: the next look may succeed
+            logger.warning("%s", error)
 
 
 def run_profile(options: argparse.Namespace, console: Console) -> None:
@@ -49,8 +81,7 @@ def run_profile(options: argparse.Namespace, console: Console) -> None:
     store = store_of(config, home)
     strict = Strictness(code=options.strict_code, env=options.strict_env)
     wanted = RunOptions(until=options.until, force=tuple(options.force), strict=strict)
-    with open_display(console) as display:
-        _keep_log(home, display)
+    with open_display(console) as display, _kept_log(home, display):
         planned = plan_run(config, lifecycle, wanted, store=store)
         watched = is_watched(home)
         results = None if watched else results_if_all_cached(planned, store, display, strict=strict)
@@ -125,16 +156,24 @@ def _say_where_to_look(home: Home, console: Console) -> None:
         console.print(f"Prefect {services.prefect_url}   MLflow {services.mlflow_url}", highlight=False)
 
 
-def _keep_log(home: Home, display: PlainDisplay | LiveDisplay) -> None:
+@contextmanager
+def _kept_log(home: Home, display: PlainDisplay | LiveDisplay) -> Iterator[None]:
     """Write our log to a file, and warnings to the display too."""
     to_file = logging.FileHandler(home.logs / "run.log")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    to_person = _Warnings(display)
-    for name in OUR_LOGGERS:
-        logger = logging.getLogger(name)
-        logger.setLevel(logging.INFO)
-        logger.addHandler(to_file)
-        logger.addHandler(to_person)
+    handlers = (to_file, _Warnings(display))
+    loggers = [logging.getLogger(name) for name in OUR_LOGGERS]
+    for one in loggers:
+        one.setLevel(logging.INFO)
+        for handler in handlers:
+            one.addHandler(handler)
+    try:
+        yield
+    finally:
+        for one in loggers:
+            for handler in handlers:
+                one.removeHandler(handler)
+        to_file.close()
 
 
 class _Warnings(logging.Handler):

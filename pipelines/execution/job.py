@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         outcome = run_job(read_spec(folder / SPEC), Reporter(folder))
     except stopping.StageWaiting as waiting:
-        outcome = JobOutcome("waiting", error=str(waiting))
+        outcome = JobOutcome("waiting", error=str(waiting), condition=waiting.condition)
     except KeyboardInterrupt:
         outcome = JobOutcome("stopped")
     except Exception as error:

@@ -32,7 +32,7 @@ WARNINGS_KEPT = 50
 class JobOutcome:
     """The end of a job. `samples` belong to a `done` stage, the error's class and text to a `failed` one.
 
-    A stage that is `waiting` for people says in `error` for what.
+    A stage that is `waiting` for people says in `error` for what, and in `condition` for other processes.
     """
 
     status: Literal["done", "failed", "waiting", "stopped"]
@@ -40,6 +40,7 @@ class JobOutcome:
     samples: list[dict[str, str]] = field(default_factory=list)
     error_class: str = ""
     error: str = ""
+    condition: dict[str, Any] = field(default_factory=dict)
 
 
 def write_outcome(folder: Path, outcome: JobOutcome) -> None:

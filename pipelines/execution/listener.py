@@ -38,6 +38,10 @@ class ShownTracker:
         self._listener = listener
         self.samples: list[dict[str, str]] = []
 
+    @property
+    def uri(self) -> str:
+        return self._inner.uri
+
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         self._inner.metrics(step, values)
         self._listener.metrics(self._label, step, values)

@@ -14,7 +14,7 @@ from pipelines.execution.listener import ShownTracker
 from pipelines.execution.plan import PlannedStage, engines_needed
 from pipelines.execution.retry import reached, retry_lost_workers
 from pipelines.execution.tracker import Status
-from rlhf_core.config.annotators import FileAnnotator
+from rlhf_core.config.annotators import People
 from rlhf_core.interfaces import StageTracker
 from rlhf_core.runtime.cluster import check_address, named_address
 from rlhf_core.schema import secrets
@@ -145,4 +145,4 @@ def _prewarm(runtime: LazyRuntime, needed: set[str]) -> None:
 def _waits_for_people(planned: Sequence[PlannedStage]) -> bool:
     """Return whether the next stage waits for people, who have probably not judged enough yet."""
     following = next((stage.spec.config for stage in planned if stage.decision.action != "HIT"), None)
-    return isinstance(getattr(following, "annotator", None), FileAnnotator)
+    return isinstance(getattr(following, "annotator", None), People)

@@ -230,7 +230,7 @@ def _await(context: RunContext, submission: _Submission, show_progress: Progress
         raise
     outcome = watcher.poll()
     if outcome is not None and outcome.status == "waiting":
-        raise stopping.StageWaiting(outcome.error)
+        raise stopping.StageWaiting(outcome.error, outcome.condition)
     unfinished = outcome is None or outcome.status == "stopped"
     if unfinished and (job.force or context.store.record(job.key) is None):
         _check_stopped(submission, ended, outcome)

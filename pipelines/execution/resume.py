@@ -103,4 +103,4 @@ def _options(flow_run: FlowRun) -> argparse.Namespace:
         raise ResumeError(
             f"resume = {flow_run.name!r}: is not a run of rlhf (its parameters have no {error})"
         ) from None
-    return argparse.Namespace(**options)
+    return argparse.Namespace(**options, wait=False)

@@ -1,7 +1,7 @@
 """Serve the deployments of `rlhf up`: `rlhf-pipeline/full`, `/rlvr`, and one per stage, each with a typed form.
 
 At its start and every minute, this process also corrects the state of runs that are shown as running although their
-process is gone.
+process is gone. Runs that wait for people are scheduled again when these have judged enough.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from pydantic import BaseModel
 
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.prefect_flows import pipeline_flows, stage_flows
+from pipelines.prefect_flows.waiting import keep_resuming
 from pipelines.services.flow_runs import home_tag, interrupt, reconcile
 from pipelines.services.home import Home
 from stages.table import STAGES
@@ -193,6 +194,9 @@ def main(mark: Path) -> None:
         runner.add_deployment(deployment)
     log = mark.parent / "logs" / "reconcile.log"
     threading.Thread(target=_keep_true, args=(log,), daemon=True, name="reconcile").start()
+    threading.Thread(
+        target=keep_resuming, args=(Home.here(), log.with_name("waiting.log")), daemon=True, name="waiting"
+    ).start()
     asyncio.run(_serve(runner, mark))
 
 

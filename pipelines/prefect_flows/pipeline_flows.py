@@ -13,7 +13,8 @@ from pipelines.execution.plan import Pipeline
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig, with_overrides
 from pipelines.flows.rlvr import verifiable_rewards
-from pipelines.prefect_flows.tasks import run_in_flow, waiting
+from pipelines.prefect_flows.tasks import run_in_flow
+from pipelines.prefect_flows.waiting import note, waiting
 from pipelines.services.flow_runs import FLOW_NAME, own
 from pipelines.services.home import Home
 from rlhf_core.errors import ConfigError
@@ -81,5 +82,7 @@ def run_served(config: PipelineConfig, pipeline: Pipeline, options: RunOptions) 
         try:
             results = run_in_flow(pipeline_run, pipeline)
         except StageWaiting as error:
+            if context is not None and context.flow_run is not None:
+                note(home, context.flow_run, error)
             return waiting(error)
     return {label: ref.digest for label, ref in results.items()}

@@ -18,12 +18,13 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.context import FlowRunContext
 from prefect.events.worker import EventsWorker
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, PREFECT_UI_URL, temporary_settings
-from prefect.states import Cancelled, Completed
+from prefect.states import Completed
 
 from pipelines.execution.plan import Pipeline, expect
 from pipelines.execution.run import PipelineRun, run_stages
 from pipelines.flows.inputs import parts
 from pipelines.prefect_flows.cards import ProgressCard, show_plan, show_samples, show_stage
+from pipelines.prefect_flows.waiting import waiting
 from pipelines.services.flow_runs import own, reconcile
 from pipelines.services.health import wait_for
 from rlhf_core.secrets.redaction import shown
@@ -46,11 +47,6 @@ def run_in_flow(run: PipelineRun, pipeline: Pipeline) -> dict[str, ArtifactRef]:
     show_plan([(stage.label, stage.decision) for stage in run.planned])
     with time_limit(run.context.config.runtime.time_limit_s), on_signals():
         return run_stages(run, pipeline, TaskRunner(run), tags=_links(context.flow_run))
-
-
-def waiting(error: StageWaiting) -> State[None]:
-    """Return the state of a task or flow that waits for people: its process ends, and the run is resumed by hand."""
-    return Cancelled(name="Waiting", message=str(error))
 
 
 def settle(flow_run_id: UUID, tasks: int, *, patience_s: float = 10.0) -> None:

@@ -15,15 +15,24 @@ LEVEL = 0.95
 RESAMPLES = 2000
 
 
-def judgment_report(comparisons: Sequence[Comparison], judgments: Sequence[Judgment], *, seed: int) -> dict[str, Any]:
+def judgment_report(
+    comparisons: Sequence[Comparison],
+    judgments: Sequence[Judgment],
+    *,
+    seed: int,
+    gold: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
     """Return the report as JSON values; an entry is None where there is nothing to measure it by.
 
     `agreement` is the share of pairs of annotators with the same choice, over the comparisons that several judged, and
     `alpha` Krippendorff's alpha for nominal data, which takes off the agreement by chance. `first_chosen` is the share
     of the first side among choices of a side: 0.5 without position bias, because sides are random. `consistency` is
     the share of repeated comparisons that an annotator judged alike with the sides swapped. `attention` is the share of
-    attention checks that were passed. Shares have confidence intervals.
+    attention checks that were passed. `gold` is comparison -> known reward of the first side less that of the second;
+    the report's is the share of the chosen sides with the higher one, where they differ. Shares have confidence
+    intervals.
     """
+    gold = {} if gold is None else gold
     by_id = {one.id: one for one in comparisons}
     rows = [(by_id[one.comparison], one) for one in judgments]
     training = [(asked, said) for asked, said in rows if asked.trains]
@@ -31,16 +40,18 @@ def judgment_report(comparisons: Sequence[Comparison], judgments: Sequence[Judgm
         "judgments": len(rows),
         "comparisons": len({asked.id for asked, _ in training}),
         "choices": dict(Counter(said.choice for _, said in training)),
-        "agreement": _share(_agreements(training), seed),
+        "agreement": share(_agreements(training), seed),
         "alpha": krippendorff_alpha(_units(training).values()),
-        "first_chosen": _share(_first_chosen([row for row in rows if not row[0].expected]), seed),
-        "consistency": _share(_repeated_alike(rows), seed),
-        "attention": _share(_attention(rows), seed),
+        "first_chosen": share(_first_chosen([row for row in rows if not row[0].expected]), seed),
+        "consistency": share(_repeated_alike(rows), seed),
+        "attention": share(_attention(rows), seed),
+        "gold": share(_as_gold(training, gold), seed),
         "annotators": {
             name: {
                 "judgments": len(theirs),
                 "consistency": _mean(_repeated_alike(theirs)),
                 "attention": _mean(_attention(theirs)),
+                "gold": _mean(_as_gold([row for row in theirs if row[0].trains], gold)),
                 "first_chosen": _mean(_first_chosen([row for row in theirs if not row[0].expected])),
                 "median_seconds": median(said.seconds for _, said in theirs),
             }
@@ -113,6 +124,14 @@ def _attention(rows: Sequence[Row]) -> list[float]:
     return [float(said.choice == asked.expected) for asked, said in rows if asked.expected]
 
 
+def _as_gold(rows: Sequence[Row], gold: Mapping[str, float]) -> list[float]:
+    return [
+        float((said.choice == "first") == (gold[asked.id] > 0))
+        for asked, said in rows
+        if said.choice in ("first", "second") and gold.get(asked.id, 0.0) != 0.0
+    ]
+
+
 def _by_annotator(rows: Sequence[Row]) -> dict[str, list[Row]]:
     found: defaultdict[str, list[Row]] = defaultdict(list)
     for asked, said in rows:
@@ -120,7 +139,8 @@ def _by_annotator(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return dict(sorted(found.items()))
 
 
-def _share(values: Sequence[float], seed: int) -> dict[str, float] | None:
+def share(values: Sequence[float], seed: int) -> dict[str, float] | None:
+    """Return the mean of 0 and 1 with its confidence interval; None without values."""
     if not values:
         return None
     interval = bootstrap_interval(values, level=LEVEL, resamples=RESAMPLES, seed=seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,17 +39,24 @@ def ask_program(
 
     `code` holds the digests under which the function entered the key.
     """
-    answers = [_generation(one, text) for one in comparisons for text in (one.first, one.second)]
-    settings = WorkerSettings(code=dict(code))
-    with IsolatedReward("annotator", config.function, timeout_s=config.timeout_s, settings=settings) as reward:
-        values = checked("annotator", reward(answers), answers)
-    pairs = list(zip(values[::2], values[1::2], strict=True))
+    pairs = rewards_of_sides(config.function, comparisons, code=code, timeout_s=config.timeout_s)
     names = [f"program-{number + 1}" for number in range(config.annotators)]
     return [
         Judgment(one.id, name, _drawn(config, pair, random.Random(derive_seed(seed, "annotator", name, one.id))))
         for name in names
         for one, pair in zip(comparisons, pairs, strict=True)
     ]
+
+
+def rewards_of_sides(
+    function: str, comparisons: Sequence[Comparison], *, code: Mapping[str, str], timeout_s: float
+) -> list[tuple[float, float]]:
+    """Return the rewards of the first and the second answer of each comparison."""
+    answers = [_generation(one, text) for one in comparisons for text in (one.first, one.second)]
+    settings = WorkerSettings(code=dict(code))
+    with IsolatedReward("annotator", function, timeout_s=timeout_s, settings=settings) as reward:
+        values = checked("annotator", reward(answers), answers)
+    return list(zip(values[::2], values[1::2], strict=True))
 
 
 def _drawn(config: ProgramAnnotator, rewards: tuple[float, float], rng: random.Random) -> Choice:
@@ -84,7 +92,7 @@ def ask_file(config: FileAnnotator, comparisons: Sequence[Comparison], *, name: 
         replace_file(export, content)
     judgments = read_judgment_lines(folder / IMPORT, {one.id for one in comparisons})
     done, needed = len({one.comparison for one in judgments}), math.ceil(config.needed * len(comparisons))
-    if done < needed:
+    if done < needed and not config.is_late(export.stat().st_mtime, now=time.time()):
         raise NotJudgedYet(f"{done} of {needed} comparisons are judged; add lines to {folder / IMPORT}")
     return judgments
 

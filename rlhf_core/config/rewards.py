@@ -169,7 +169,7 @@ class RemoteReward(Term):
     @field_validator("urls")
     @classmethod
     def _are_addresses(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(_address(url) for url in urls)
+        return tuple(http_address(url) for url in urls)
 
 
 class PatternVerdict(Config):
@@ -239,7 +239,7 @@ class JudgeReward(Term):
     @field_validator("url")
     @classmethod
     def _is_an_address(cls, url: str) -> str:
-        return _address(url)
+        return http_address(url)
 
     @model_validator(mode="after")
     def _asks_about_the_answer(self) -> Self:
@@ -355,7 +355,8 @@ def _check_cache(compares: Compares, *, cache: bool) -> None:
         )
 
 
-def _address(url: str) -> str:
+def http_address(url: str) -> str:
+    """Return the URL of a server; raise ValueError unless it has http:// or https:// and a host."""
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"{hidden('url', url)!r}: must begin with http:// or https://; give the complete URL")
     try:

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Self
-
-import httpx
+from typing import Self
 
 from rlhf_core.config.rewards import JsonVerdict, JudgeReward, PatternVerdict
 from rlhf_core.errors import RewardError, explain
-from rlhf_core.rewards.batches import FIRST_PAUSE_S, LONGEST_PAUSE_S
+from rlhf_core.rewards.chat import ChatEndpoint, ChatFailed, find_verdict
 from rlhf_core.rewards.outcomes import RewardOutcome, shortened
 from rlhf_core.rewards.protocols import prompt_text
-from rlhf_core.schema.secrets import bearer, resolved
-from rlhf_core.secrets.redaction import without_secrets
-from rlhf_core.types import Generation
+from rlhf_core.types import Generation, Message
 
 _PLACE = re.compile(r"\{(prompt|completion|label)\}")
-_FINAL = frozenset({400, 401, 403, 404, 405, 413, 422})
-"""Statuses that the same question gets again."""
 
 
 class Judge:
@@ -34,10 +27,7 @@ class Judge:
     def __init__(self, name: str, config: JudgeReward, *, pause: Callable[[float], None] = time.sleep) -> None:
         self._name = name
         self._config = config
-        self._pause = pause
-        limits = httpx.Limits(max_connections=config.concurrency)
-        self._address = str(resolved(config.url, f"rewards.{name}.url")).rstrip("/")
-        self._client = httpx.Client(headers=bearer(f"rewards.{name}.token_env", config.token_env), limits=limits)
+        self._endpoint = ChatEndpoint(f"rewards.{name}", config, pause=pause)
 
     def outcome(self, generations: Sequence[Generation]) -> RewardOutcome:
         """Return the score of each generation."""
@@ -52,7 +42,7 @@ class Judge:
 
     def close(self) -> None:
         """Close the connections."""
-        self._client.close()
+        self._endpoint.close()
 
     def __enter__(self) -> Self:
         return self
@@ -62,42 +52,12 @@ class Judge:
 
     def _verdict(self, generation: Generation) -> float | str:
         """Return the score, or why there is none."""
-        problem = ""
-        for attempt in range(self._config.retries + 1):
-            if attempt:
-                self._pause(min(FIRST_PAUSE_S * 2 ** (attempt - 1), LONGEST_PAUSE_S))
-            try:
-                text = self._said(question(self._config.template, generation))
-                return read_score(text, self._config.verdict, low=self._config.low, high=self._config.high)
-            except httpx.HTTPStatusError as error:
-                problem = f"{self._config.url} answered {error.response.status_code}"
-                if error.response.status_code in _FINAL:
-                    return problem
-            except httpx.HTTPError as error:
-                problem = f"{self._config.url}: {error!r}"
-            except ValueError as error:
-                return shortened(str(error))
-        return shortened(problem)
-
-    def _said(self, prompt: str) -> str:
-        """Return what the judge said; httpx.HTTPError for a fault, ReadTimeout after the deadline of the whole answer."""
         config = self._config
-        body = {
-            "model": config.model,
-            "messages": [{"role": "user", "content": prompt}],
-            "max_tokens": config.max_tokens,
-            "temperature": config.temperature,
-        }
-        deadline = time.monotonic() + config.timeout_s
-        url = f"{self._address}/chat/completions"
-        received = b""
-        with self._client.stream("POST", url, json=body, timeout=config.timeout_s) as response:
-            response.raise_for_status()
-            for piece in response.iter_bytes():  # the timeout of httpx is for each piece, not for all of them
-                received += piece
-                if time.monotonic() > deadline:
-                    raise httpx.ReadTimeout(f"took longer than {config.timeout_s:g} s")
-        return _content(received)
+        try:
+            text = self._endpoint.ask([Message("user", question(config.template, generation))])
+            return read_score(text, config.verdict, low=config.low, high=config.high)
+        except (ChatFailed, ValueError) as error:
+            return shortened(str(error))
 
 
 def question(template: str, generation: Generation) -> str:
@@ -116,7 +76,7 @@ def read_score(text: str, verdict: PatternVerdict | JsonVerdict, *, low: float, 
     >>> read_score("Clear and right. Score: 8", PatternVerdict(), low=0, high=10)
     8.0
     """
-    found = _last_field(text, verdict.field) if isinstance(verdict, JsonVerdict) else _last_match(text, verdict.pattern)
+    found = find_verdict(text, verdict)
     if found is None:
         raise ValueError(f"the judge's answer holds no score: {text[-80:]!r}")
     try:
@@ -126,32 +86,3 @@ def read_score(text: str, verdict: PatternVerdict | JsonVerdict, *, low: float, 
     if not low <= score <= high:  # NaN too
         raise ValueError(f"the judge's score {score:g} is not between {low:g} and {high:g}")
     return score
-
-
-def _content(received: bytes) -> str:
-    try:
-        content = json.loads(received)["choices"][0]["message"]["content"]
-    except (ValueError, KeyError, IndexError, TypeError, RecursionError):
-        text = without_secrets(received.decode(errors="replace"))[:80]
-        raise ValueError(f"the judge's server answered with no chat completion: {text!r}") from None
-    if not isinstance(content, str):
-        raise ValueError("the judge said nothing")
-    return content
-
-
-def _last_match(text: str, pattern: str) -> str | None:
-    found = re.findall(pattern, text)
-    return found[-1] if found else None
-
-
-def _last_field(text: str, field: str) -> Any:
-    """Return the field of the last JSON object in `text` that has it."""
-    decoder = json.JSONDecoder()
-    for start in reversed([match.start() for match in re.finditer(r"\{", text)]):
-        try:
-            value, _ = decoder.raw_decode(text, start)
-        except (ValueError, RecursionError):
-            continue
-        if field in value:
-            return value[field]
-    return None

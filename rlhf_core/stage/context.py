@@ -172,9 +172,12 @@ class StageContext:
         logger.warning("%s: %s; saved, run the same command again to resume", self.label, why)
         raise stopping.StageStopped(why)
 
-    def wait(self, what: str) -> NoReturn:
-        """Raise StageWaiting: people are to do something first, and the same command goes on then."""
-        raise stopping.StageWaiting(f"{self.label} is waiting: {what}")
+    def wait(self, what: str, condition: Mapping[str, Any] = NOTHING) -> NoReturn:
+        """Raise StageWaiting: people are to do something first, and the same command goes on then.
+
+        `condition` tells other processes, as JSON values, what the stage waits for.
+        """
+        raise stopping.StageWaiting(f"{self.label} is waiting: {what}", condition)
 
     def commit(
         self,

@@ -12,9 +12,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, MappingProxyType
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,14 @@ class StageStopped(KeyboardInterrupt):
 
 
 class StageWaiting(StageStopped):
-    """Raised by a stage that waits for people; the same command goes on when they are done."""
+    """Raised by a stage that waits for people; the same command goes on when they are done.
+
+    `condition` holds, as JSON values, what the stage waits for: see `rlhf_core.annotation.people.is_met`.
+    """
+
+    def __init__(self, message: str, condition: Mapping[str, Any] = MappingProxyType({})) -> None:
+        super().__init__(message)
+        self.condition = dict(condition)
 
 
 def reason() -> str:

@@ -32,6 +32,7 @@ class MemoryStageTracker(StageTracker):
     models: list[tuple[str, str, str]] = field(default_factory=list)
     input_models: list[str] = field(default_factory=list)
     registered: list[tuple[str, str, tuple[str, ...], dict[str, str]]] = field(default_factory=list)
+    uri: str = ""
     _last: dict[str, int] = field(default_factory=dict)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:

@@ -160,6 +160,10 @@ class MlflowStageTracker(StageTracker):
         """Return the run's id, or "" until the server has been reached."""
         return self._tracker._id_of(self._key)
 
+    @property
+    def uri(self) -> str:
+        return self._tracker._uri
+
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         finite = {name: float(value) for name, value in values.items() if math.isfinite(value)}
         if len(finite) < len(values):  # charts cannot show them; metrics.jsonl keeps them

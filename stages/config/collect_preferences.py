@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlhf_core.config.annotators import Annotator
-from rlhf_core.schema.base import Config
+from rlhf_core.config.annotators import Annotator, JudgeAnnotator
+from rlhf_core.errors import ConfigError, explain
+from rlhf_core.schema.base import OPERATIONAL, Config
+from rlhf_core.store.fingerprint import hash_file
+
+RUBRIC = "annotator.rubric_file"
+"""Name of the judge's rubric among the files in the stage's key."""
 
 
 class CollectPreferencesConfig(Config):
@@ -21,3 +27,18 @@ class CollectPreferencesConfig(Config):
     comparison without such a side is dropped and counted, as ties are."""
     min_attention: float = Field(0.0, ge=0, le=1)
     """Share of the attention checks that an annotator must pass; the judgments of others are dropped and counted."""
+    gold: Annotated[str, OPERATIONAL] = ""  # in the key by its code, as every function is, and not if there is none
+    """Known reward, `module:function` or `file.py:function`, for the share of judgments that agree with it in the
+    report. Annotators do not see it."""
+
+
+def content_digests(config: CollectPreferencesConfig) -> dict[str, str]:
+    """Return the digest of the judge's rubric, if it is a file. Raises ConfigError if there is no such file."""
+    annotator = config.annotator
+    if not isinstance(annotator, JudgeAnnotator) or not annotator.rubric_file:
+        return {}
+    path = Path(annotator.rubric_file).expanduser()
+    if not path.is_file():
+        rule = f"there is no such file in {Path.cwd()}"
+        raise ConfigError(explain(f"collect.{RUBRIC}", annotator.rubric_file, rule, "fix the path"))
+    return {RUBRIC: hash_file(path)}

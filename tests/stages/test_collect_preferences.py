@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from rlhf_core.annotation.annotators import EXPORT, IMPORT
 from rlhf_core.annotation.comparisons import Choice, Comparison, Judgment, read_judgments, write_comparisons
-from rlhf_core.config.annotators import FileAnnotator, ProgramAnnotator
+from rlhf_core.annotation.judge import read_verdicts
+from rlhf_core.config.annotators import FileAnnotator, JudgeAnnotator, ProgramAnnotator
 from rlhf_core.data.tables import read_preferences
-from rlhf_core.errors import DataError
+from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.stage.stopping import StageWaiting
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import ComparisonsRef, Generation, Message
 from stages.collect_preferences import always_held_out, attentive, settled
-from stages.config.collect_preferences import CollectPreferencesConfig
+from stages.config.collect_preferences import CollectPreferencesConfig, content_digests
+from tests.support.chat_server import ChatServer
 from tests.support.workshop import Workshop
 
 
@@ -134,3 +137,67 @@ def test_it_waits_for_people_and_the_same_command_goes_on(tmp_path: Path, store:
     history = attempts.history(store.layout.attempt(decision.key))
     assert [one.status for one in history] == ["interrupted", "interrupted", "committed"]
     assert shop.run("collect_preferences", config, inputs)[1].action == "HIT"
+
+
+@pytest.fixture
+def judge() -> Iterator[ChatServer]:
+    server = ChatServer()
+    server.says = lambda asked: f"Better: {'A' if asked.index('long answer') < asked.index('short') else 'B'}"
+    yield server
+    server.close()
+
+
+def test_a_language_model_judges_in_both_orders_and_is_compared_with_the_known_reward(
+    tmp_path: Path, store: ArtifactStore, judge: ChatServer
+) -> None:
+    (tmp_path / "rubric.txt").write_text("Say much.")
+    annotator = JudgeAnnotator(url=judge.url, model="m", rubric_file=str(tmp_path / "rubric.txt"))
+    config = CollectPreferencesConfig(annotator=annotator, eval_fraction=0.0, gold=HERE)
+    inputs = {"comparisons": asked(tmp_path, store, [comparison(n) for n in range(4)])}
+    shop = Workshop(store)
+    files = content_digests(config)
+    ref, decision = shop.run("collect_preferences", config, inputs, callables=(HERE,), files=files)
+    folder = store.path(ref)
+    assert all(row.chosen[0].content.startswith("long") for row in read_preferences(folder / "train.parquet"))
+    assert "Say much." in judge.requests[0]["messages"][0]["content"]
+    report = json.loads((folder / "report.json").read_text())
+    assert report["judge"]["questions"] == 8 and report["judge"]["changed"]["mean"] == 0.0
+    assert report["gold"] == {"mean": 1.0, "low": 1.0, "high": 1.0, "count": 4}
+    assert len(read_verdicts(folder / "verdicts.jsonl")) == 8
+    metrics = shop.metrics(decision)
+    assert (metrics["gold"], metrics["judge/changed"], metrics["judge/malformed"]) == (1.0, 0.0, 0.0)
+
+
+def test_a_rubric_that_changed_after_the_plan_is_refused(
+    tmp_path: Path, store: ArtifactStore, judge: ChatServer
+) -> None:
+    rubric = tmp_path / "rubric.txt"
+    rubric.write_text("Say much.")
+    config = CollectPreferencesConfig(annotator=JudgeAnnotator(url=judge.url, model="m", rubric_file=str(rubric)))
+    planned = content_digests(config)
+    rubric.write_text("Say little.")
+    assert content_digests(config) != planned
+    inputs = {"comparisons": asked(tmp_path, store, [comparison(0)])}
+    with pytest.raises(DataError, match=r"rubric_file.*has changed since the run was planned"):
+        Workshop(store).run("collect_preferences", config, inputs, files=planned)
+    rubric.unlink()
+    with pytest.raises(ConfigError, match="there is no such file"):
+        content_digests(config)
+
+
+def test_judgments_without_a_verdict_count_only_for_the_settings_of_the_judge(
+    tmp_path: Path, store: ArtifactStore, judge: ChatServer
+) -> None:
+    honest = judge.says
+    judge.says = lambda asked: "I refuse." if "question 0" in asked or "verdict" in asked[:40] else honest(asked)
+    annotator = JudgeAnnotator(url=judge.url, model="m", on_failure="invalid", corrections=0)
+    config = CollectPreferencesConfig(annotator=annotator, eval_fraction=0.0)
+    inputs = {"comparisons": asked(tmp_path, store, [comparison(n) for n in range(3)])}
+    shop = Workshop(store)
+    ref, decision = shop.run("collect_preferences", config, inputs)
+    assert len(read_preferences(store.path(ref) / "train.parquet")) == 2
+    assert (shop.metrics(decision)["unjudged"], shop.metrics(decision)["judge/failed"]) == (1.0, 2.0)
+    judge.says = honest
+    patient = config.model_copy(update={"annotator": annotator.model_copy(update={"corrections": 1})})
+    again, decision = shop.run("collect_preferences", patient, inputs)
+    assert decision.action != "HIT" and len(read_preferences(store.path(again) / "train.parquet")) == 3

@@ -15,12 +15,17 @@ from pipelines.execution.plan import Planner
 from pipelines.execution.run import PipelineRun
 from pipelines.services.health import ServiceError, healthy, wait_for
 from pipelines.services.home import Home
+from rlhf_core.annotation import people
+from rlhf_core.errors import DataError
 from rlhf_core.stage.key import StageSpec
+from rlhf_core.stage.stopping import StageWaiting
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import ArtifactRef
 from tests.support.small_pipeline import write_mini
 
-OPTIONS = argparse.Namespace(profile="tiny/full", overrides=[], until="", force=[], strict_code=False, strict_env=False)
+OPTIONS = argparse.Namespace(
+    profile="tiny/full", overrides=[], until="", force=[], strict_code=False, strict_env=False, wait=False
+)
 
 
 @pytest.mark.slow
@@ -67,3 +72,30 @@ def test_a_run_is_planned_once(tmp_path: Path, home: Home, monkeypatch: pytest.M
     options = argparse.Namespace(**vars(OPTIONS) | {"profile": str(write_mini(tmp_path)), "until": "sft"})
     run_command.run_profile(options, Console(file=io.StringIO()))
     assert planned == shown == ["prepare_data", "sft"]
+
+
+def test_a_run_may_stay_while_people_judge(monkeypatch: pytest.MonkeyPatch, home: Home) -> None:
+    """It ends at once without --wait; with it, it looks until they are done, through an error, and runs again."""
+    monkeypatch.setenv("RLHF_HOME", str(home.root))
+    monkeypatch.setattr(run_command, "WAIT_LOOK_S", 0.0)
+    done: list[str] = []
+
+    def judged(condition: object, *, uri: str) -> bool:
+        assert condition == {"name": "x"}
+        done.append("look")
+        if len(done) == 1:
+            raise DataError("judgments.jsonl:1 = 'x': is not JSON; write it anew")
+        return len(done) == 3
+
+    def run_profile(options: argparse.Namespace, console: Console) -> None:
+        if len(done) < 3:
+            raise StageWaiting("collect is waiting: 0 of 1 comparisons are judged", {"name": "x"})
+        done.append("ran")
+
+    monkeypatch.setattr(people, "is_met", judged)
+    monkeypatch.setattr(run_command, "run_profile", run_profile)
+    with pytest.raises(StageWaiting):
+        run_command.run(OPTIONS)
+    assert done == []
+    run_command.run(argparse.Namespace(**{**vars(OPTIONS), "wait": True}))
+    assert done == ["look", "look", "look", "ran"]

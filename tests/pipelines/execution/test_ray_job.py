@@ -16,6 +16,7 @@ from pipelines.execution.opening import open_run, store_of
 from pipelines.flows.profile import load_profile
 from pipelines.services.home import Home
 from rlhf_core.annotation.comparisons import Comparison, write_comparisons
+from rlhf_core.annotation.people import is_met
 from rlhf_core.config.annotators import FileAnnotator
 from rlhf_core.errors import ConfigError, RlhfError, TrainingError, WorkerLostError
 from rlhf_core.stage import stopping
@@ -323,8 +324,10 @@ def test_a_stage_that_waits_for_people_waits_in_a_job_too(tmp_path: Path, home: 
     inputs: dict[str, Any] = {"comparisons": run.store.external(ComparisonsRef, tmp_path / "asked")}
     config = CollectPreferencesConfig(annotator=annotator, eval_fraction=0.0)
     spec = STAGES["collect_preferences"].spec(config, inputs, label="collect", seed=17, engines={})
-    with pytest.raises(stopping.StageWaiting, match="collect is waiting: 0 of 1 comparisons are judged"):
+    with pytest.raises(stopping.StageWaiting, match="collect is waiting: 0 of 1 comparisons are judged") as waits:
         run_toy(run, jobs, spec)
+    assert not is_met(waits.value.condition, uri="")
     [own] = (tmp_path / "exchange").iterdir()
     (own / "judgments.jsonl").write_text('{"id": "c1", "choice": "first"}\n')
+    assert is_met(waits.value.condition, uri="")
     assert run_toy(run, jobs, spec).metrics["train"] == 1

@@ -55,7 +55,7 @@ def test_a_run_of_a_terminal_is_run_again_with_its_own_options_by_name_or_id(cli
     for wanted in ("nightly", str(newest), ""):
         found = resume(wanted, served=False)
         assert found.kind == "foreground" and found.options is not None
-        assert vars(found.options) == PARAMETERS
+        assert vars(found.options) == PARAMETERS | {"wait": False}
         assert found.message == f"nightly ({newest}) was Crashed (killed)"
 
 

@@ -65,6 +65,24 @@ def test_without_refresh_the_first_reward_model_serves_in_all_rounds(tmp_path: P
     assert made_from(stages["online/round_3/ppo"], "reward_models") == {"reward_model": "reward_model"}
 
 
+def test_the_rubric_of_a_judge_and_a_known_reward_are_in_the_key_by_their_content(tmp_path: Path) -> None:
+    rubric = tmp_path / "rubric.txt"
+    rubric.write_text("Be kind.")
+    judge = (
+        f'online.collect.annotator={{type = "judge", url = "http://host/v1", model = "m", rubric_file = "{rubric}"}}'
+    )
+    gold = "online.collect.gold=rlhf_core.data.worlds.support_readers:reader_reward"
+    without = planned(tmp_path)["online/round_1/collect"].spec
+    spec = planned(tmp_path, judge, gold)["online/round_1/collect"].spec
+    assert spec.callables == ("rlhf_core.data.worlds.support_readers:reader_reward",) and "files" not in without.engines
+    before = spec.engines["files"]
+    rubric.write_text("Be brief.")
+    assert planned(tmp_path, judge, gold)["online/round_1/collect"].spec.engines["files"] != before
+    rubric.unlink()
+    with pytest.raises(ConfigError, match=r"rubric_file = .*there is no such file"):
+        planned(tmp_path, judge)
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -123,3 +124,13 @@ def test_a_line_that_is_no_judgment_is_refused_with_its_place(tmp_path: Path, li
     with pytest.raises(DataError, match=said) as refused:
         ask_file(FileAnnotator(folder=str(tmp_path)), [comparison("c1")], name="")
     assert IMPORT in str(refused.value)
+
+
+def test_at_the_deadline_the_lines_that_are_there_are_enough(tmp_path: Path) -> None:
+    rows = [comparison("c1"), comparison("c2")]
+    config = FileAnnotator(folder=str(tmp_path), deadline_hours=1)
+    write(tmp_path, {"id": "c1", "choice": "first"})
+    with pytest.raises(NotJudgedYet):
+        ask_file(config, rows, name="")
+    os.utime(tmp_path / EXPORT, (0, 0))
+    assert len(ask_file(config, rows, name="")) == 1

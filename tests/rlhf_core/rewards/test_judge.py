@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ from rlhf_core.config.rewards import JsonVerdict, JudgeReward, PatternVerdict
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards.judge import Judge, question, read_score
 from rlhf_core.types import Completion, Generation, Message, Prompt
+from tests.support.chat_server import ChatServer
 
 
 def generation(text: str) -> Generation:
@@ -22,56 +21,20 @@ def generation(text: str) -> Generation:
     return Generation(prompt, (1,), Completion((2,), (-1.0,), text, "stop", 0, 0))
 
 
-class Endpoint:
-    """A chat server that answers with what `says` makes of the question; a number is a status."""
-
-    def __init__(self) -> None:
-        self.says: Callable[[str], str | int] = lambda asked: "Score: 5"
-        self.requests: list[dict[str, Any]] = []
-        self.tokens: list[str | None] = []
-        endpoint = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                endpoint.requests.append({"path": self.path} | body)
-                endpoint.tokens.append(self.headers["Authorization"])
-                said = endpoint.says(body["messages"][-1]["content"])
-                answer = {"choices": [{"message": {"role": "assistant", "content": said}}]}
-                content = (
-                    said.encode()
-                    if isinstance(said, str) and said.startswith("<html>")
-                    else json.dumps(answer).encode()
-                )
-                self.send_response(said if isinstance(said, int) else 200)
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-
-
 @pytest.fixture
-def endpoint() -> Iterator[Endpoint]:
-    made = Endpoint()
+def endpoint() -> Iterator[ChatServer]:
+    made = ChatServer()
     yield made
-    made.server.shutdown()
-    made.server.server_close()
+    made.close()
 
 
-def judge(endpoint: Endpoint, pauses: list[float] | None = None, **settings: Any) -> Judge:
+def judge(endpoint: ChatServer, pauses: list[float] | None = None, **settings: Any) -> Judge:
     given = {"url": endpoint.url, "model": "m", "template": "Rate {completion}", "retries": 2, "on_failure": "invalid"}
     waited = [] if pauses is None else pauses
     return Judge("judge", JudgeReward.model_validate(given | settings), pause=waited.append)
 
 
-def test_each_answer_is_asked_about_and_scored_in_its_place(endpoint: Endpoint) -> None:
+def test_each_answer_is_asked_about_and_scored_in_its_place(endpoint: ChatServer) -> None:
     endpoint.says = lambda asked: f"It has {len(asked)} letters. Score: {len(asked) - 5}"
     with judge(endpoint, max_tokens=9) as one:
         outcome = one.outcome([generation(text) for text in ("a", "bb", "cccc")])
@@ -127,7 +90,7 @@ def test_json_without_a_number_is_not_zero(text: str) -> None:
         read_score(text, JsonVerdict(), low=0, high=10)
 
 
-def test_an_answer_that_cannot_be_judged_fails_alone_and_is_named(endpoint: Endpoint) -> None:
+def test_an_answer_that_cannot_be_judged_fails_alone_and_is_named(endpoint: ChatServer) -> None:
     endpoint.says = lambda asked: "I cannot say" if "b" in asked else "Score: 2"
     with judge(endpoint) as one:
         outcome = one.outcome([generation("a"), generation("b")])
@@ -138,7 +101,7 @@ def test_an_answer_that_cannot_be_judged_fails_alone_and_is_named(endpoint: Endp
         one.outcome([generation("b")])
 
 
-def test_a_fault_of_the_server_is_asked_about_again(endpoint: Endpoint) -> None:
+def test_a_fault_of_the_server_is_asked_about_again(endpoint: ChatServer) -> None:
     statuses = iter([503, 500])
     endpoint.says = lambda asked: next(statuses, "Score: 2")
     pauses: list[float] = []
@@ -148,21 +111,21 @@ def test_a_fault_of_the_server_is_asked_about_again(endpoint: Endpoint) -> None:
 
 
 @pytest.mark.parametrize(("says", "reason", "asked"), [(503, "answered 503", 3), (401, "answered 401", 1)])
-def test_a_server_that_does_not_answer_is_named(endpoint: Endpoint, says: int, reason: str, asked: int) -> None:
+def test_a_server_that_does_not_answer_is_named(endpoint: ChatServer, says: int, reason: str, asked: int) -> None:
     endpoint.says = lambda _: says
     with judge(endpoint) as one:
         assert one.outcome([generation("a")]).failures == {0: f"{endpoint.url} {reason}"}
     assert len(endpoint.requests) == asked
 
 
-def test_what_is_no_chat_completion_is_a_failure(endpoint: Endpoint) -> None:
+def test_what_is_no_chat_completion_is_a_failure(endpoint: ChatServer) -> None:
     endpoint.says = lambda asked: "<html>hello"
     with judge(endpoint) as one:
         (reason,) = one.outcome([generation("a")]).failures.values()
     assert "no chat completion" in reason
 
 
-def test_a_slow_server_and_none_at_all_are_failures_in_time(endpoint: Endpoint) -> None:
+def test_a_slow_server_and_none_at_all_are_failures_in_time(endpoint: ChatServer) -> None:
     slow = threading.Event()
 
     def late(asked: str) -> str:
@@ -181,7 +144,7 @@ def test_a_slow_server_and_none_at_all_are_failures_in_time(endpoint: Endpoint) 
     assert time.monotonic() - began < 15
 
 
-def test_the_token_is_sent_and_must_be_there(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_is_sent_and_must_be_there(endpoint: ChatServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_TOKEN", "secret")
     with judge(endpoint, token_env="JUDGE_TOKEN") as one:
         one.outcome([generation("a")])

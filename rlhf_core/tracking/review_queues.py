@@ -1,0 +1,237 @@
+"""Queues of MLflow's Review page, where people answer one question about each of a list of texts.
+
+Everything is found again by its name or tags before it is made, so a process that was killed half-way leaves nothing
+twice. MLflow's queues are experimental since 3.14; tried with 3.17.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.errors import ConfigError, RlhfError, explain
+from rlhf_core.secrets.redaction import without_secrets
+from rlhf_core.tracking.mlflow_client import import_mlflow, open_client
+
+KIND = {"mlflow.experimentKind": "genai_development"}
+"""Tag of an experiment whose pages include Review."""
+QUEUE_TAG, ITEM_TAG = "rlhf.queue", "rlhf.item"
+PAGE = 100
+
+
+class ReviewError(RlhfError, RuntimeError):
+    """Raised if MLflow could not keep or return what people review; names the server."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReviewItem:
+    """A text to answer the question about, in Markdown, below the request that it responds to."""
+
+    id: str
+    request: str
+    response: str
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """The question about every item: a choice, with a reason in free text.
+
+    >>> Question("preferred", "Which is better?", ("A", "B")).options
+    ('A', 'B')
+    """
+
+    name: str
+    instruction: str
+    options: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a person answered about an item; `source` is the person's name in MLflow, `default` without sign-in."""
+
+    item: str
+    value: str
+    reason: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class QueueState:
+    """A queue: its page, how many items are done (answered or declined), and the answers."""
+
+    url: str
+    created_s: float
+    """Time of its creation, in seconds of the wall clock."""
+    items: int
+    done: int
+    answers: tuple[Answer, ...]
+
+
+def review_queue(
+    uri: str, *, experiment: str, name: str, user: str, question: Question, items: Sequence[ReviewItem]
+) -> QueueState:
+    """Return the state of the queue `name` of `user` behind `uri`; what is missing of it is made.
+
+    Raises ReviewError if MLflow does not answer, or cannot hold the whole texts.
+    """
+    try:
+        return _Queues(uri, experiment).state(name, user, question, items)
+    except RlhfError:
+        raise
+    except Exception as error:  # any error of the server or the database: the user must fix it
+        text = without_secrets(f"{type(error).__name__}: {error}".splitlines()[0][:300])
+        place = without_secrets(uri)
+        raise ReviewError(explain("MLflow", place, f"could not keep the review queue ({text})", "run again")) from error
+
+
+class _Queues:
+    """The review queues of an experiment, which is created if it does not exist."""
+
+    def __init__(self, uri: str, experiment: str) -> None:
+        if not uri:
+            rule = "needs MLflow, and this run is not tracked there"
+            raise ConfigError(explain("annotator.type", "mlflow", rule, "run it with a tracking server or database"))
+        self._client = open_client(uri)
+        self._mlflow = import_mlflow()
+        # Taken from the same import: they talk to the address that `open_client` has set.
+        from mlflow.genai import label_schemas, review_queues
+
+        self._schemas, self._queues = label_schemas, review_queues
+        self._uri = uri
+        self._experiment = self._experiment_id(experiment)
+
+    def state(self, name: str, user: str, question: Question, items: Sequence[ReviewItem]) -> QueueState:
+        traces = self._ensure_traces(name, items)
+        queue = self._ensure_queue(name, user, self._ensure_schema(question))
+        attached = {one.item_id: one.status.value for one in self._attached(queue.queue_id)}
+        missing = [traces[one.id].trace_id for one in items if traces[one.id].trace_id not in attached]
+        for start in range(0, len(missing), PAGE):
+            self._queues.add_items_to_review_queue(queue.queue_id, item_ids=missing[start : start + PAGE])
+        answers = []
+        for one in items:
+            if attached.get(traces[one.id].trace_id) == "complete":
+                answers += [answer] if (answer := _answer(one.id, traces[one.id], question.name)) else []
+        done = sum(attached.get(traces[one.id].trace_id, "pending") != "pending" for one in items)
+        url = self._url(queue.queue_id)
+        return QueueState(url, queue.creation_time_ms / 1000, len(items), done, tuple(answers))
+
+    # ---------------------------------------------------------------- found, or made
+
+    def _experiment_id(self, name: str) -> str:
+        found = self._client.get_experiment_by_name(name)
+        if found is None:
+            database = self._uri.removeprefix("sqlite:///")
+            # Without a server, MLflow would put the files into the working folder.
+            folder = Path(database).parent / "mlartifacts" if database != self._uri else None
+            location = None if folder is None else folder.resolve().as_uri()
+            return str(self._client.create_experiment(name, artifact_location=location, tags=KIND))
+        if found.lifecycle_stage == "deleted":
+            self._client.restore_experiment(found.experiment_id)
+        return str(found.experiment_id)
+
+    def _ensure_traces(self, queue: str, items: Sequence[ReviewItem]) -> dict[str, Any]:
+        """Return item -> its trace. The page shows the previews, so they must be stored whole."""
+        found = self._traces(queue)
+        missing = [one for one in items if one.id not in found]
+        if not missing:
+            return found
+        for one in missing:
+            self._make_trace(queue, one)
+        self._mlflow.flush_trace_async_logging()  # a queue refuses traces that are not stored yet
+        found = self._traces(queue)
+        for one in missing:
+            shown = found.get(one.id)
+            if shown is None or (shown.request_preview, shown.response_preview) != (one.request, one.response):
+                rule = (
+                    f"did not store the text of item {one.id} whole ({len(one.request) + len(one.response)} characters)"
+                )
+                remedy = "use MLflow on SQLite, whose texts have no limit, or shorter answers"
+                raise ReviewError(explain("MLflow", without_secrets(self._uri), rule, remedy))
+        return found
+
+    def _make_trace(self, queue: str, item: ReviewItem) -> None:
+        from mlflow.entities.trace_location import MlflowExperimentLocation
+
+        tags = {QUEUE_TAG: queue, ITEM_TAG: item.id}
+        with self._mlflow.start_span(
+            "comparison", trace_destination=MlflowExperimentLocation(self._experiment)
+        ) as span:
+            span.set_inputs({"messages": [{"role": "user", "content": item.request}]})
+            span.set_outputs(item.response)
+            self._mlflow.update_current_trace(tags=tags, request_preview=item.request, response_preview=item.response)
+
+    def _traces(self, queue: str) -> dict[str, Any]:
+        def page(token: str | None) -> Any:
+            return self._client.search_traces(
+                locations=[self._experiment],
+                filter_string=f"tags.`{QUEUE_TAG}` = '{queue}'",
+                include_spans=False,
+                max_results=PAGE,
+                page_token=token,
+            )
+
+        infos = [trace.info for trace in _pages(page)]
+        return {info.tags[ITEM_TAG]: info for info in sorted(infos, key=lambda info: -info.request_time)}
+
+    def _ensure_schema(self, question: Question) -> str:
+        schema = self._found(
+            lambda: self._schemas.get_label_schema(question.name, experiment_id=self._experiment)
+        ) or self._schemas.create_label_schema(
+            question.name,
+            type="feedback",
+            input=self._schemas.InputCategorical(options=list(question.options)),
+            instruction=question.instruction,
+            enable_comment=True,
+            experiment_id=self._experiment,
+        )
+        if schema.instruction != question.instruction:
+            self._schemas.update_label_schema(schema.schema_id, instruction=question.instruction)
+        return str(schema.schema_id)
+
+    def _ensure_queue(self, name: str, user: str, schema: str) -> Any:
+        return self._found(
+            lambda: self._queues.get_review_queue(name=name, experiment_id=self._experiment)
+        ) or self._queues.create_review_queue(
+            name, queue_type="custom", users=[user], schema_ids=[schema], experiment_id=self._experiment
+        )
+
+    def _attached(self, queue_id: str) -> Iterator[Any]:
+        return _pages(lambda token: self._queues.list_review_queue_items(queue_id, max_results=PAGE, page_token=token))
+
+    def _found(self, read: Callable[[], Any]) -> Any:
+        try:
+            return read()
+        except self._mlflow.exceptions.MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return None
+            raise
+
+    def _url(self, queue_id: str) -> str:
+        """Return the address of the queue's page, "" without a server."""
+        if not self._uri.startswith(("http://", "https://")):
+            return ""
+        page = f"#/experiments/{self._experiment}/review-queue?selectedQueueId={queue_id}"
+        return without_secrets(f"{self._uri.rstrip('/')}/{page}")
+
+
+def _pages(read: Callable[[str | None], Any]) -> Iterator[Any]:
+    token: str | None = None
+    while True:
+        page = read(token)
+        yield from page
+        token = page.token
+        if not token:
+            return
+
+
+def _answer(item: str, trace: Any, question: str) -> Answer | None:
+    """Return the newest answer to the question on a trace; None if it was completed without one."""
+    given: list[Any] = [
+        one for one in trace.assessments if one.name == question and one.valid is not False and one.feedback is not None
+    ]
+    if not given:
+        return None
+    newest: Any = max(given, key=lambda one: one.last_update_time_ms)
+    return Answer(item, str(newest.feedback.value), newest.rationale or "", newest.source.source_id)

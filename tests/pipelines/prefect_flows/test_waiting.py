@@ -1,0 +1,91 @@
+"""Runs of deployments that wait for people: scheduled again once, and only while they wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect import flow
+from prefect.states import Cancelled, Completed, Running
+
+from pipelines.prefect_flows.waiting import checked_apart, note, resume_met, waiting
+from pipelines.services.flow_runs import FLOW_NAME, reconcile
+from pipelines.services.home import Home
+from pipelines.services.wait_notes import note_wait, waiting_runs
+from rlhf_core.stage.stopping import StageWaiting
+
+WAITS = StageWaiting("collect is waiting: 0 of 12 comparisons are judged", {"name": "x"})
+
+
+@pytest.fixture
+def deployed(client: Any) -> Any:
+    """Return what makes a run of a deployment in a given state."""
+    flow_id = client.create_flow(flow(name=FLOW_NAME)(lambda: None))
+    deployment = client.create_deployment(flow_id, name="collect", entrypoint="x:y")
+
+    def make(state: Any) -> Any:
+        made = client.create_flow_run_from_deployment(deployment)
+        client.set_flow_run_state(made.id, state, force=True)
+        return client.read_flow_run(made.id)
+
+    return make
+
+
+def state_of(client: Any, flow_run: Any) -> str:
+    return str(client.read_flow_run(flow_run.id).state.name)
+
+
+def all_met(home: Home, names: Sequence[str]) -> list[str]:
+    return list(names)
+
+
+def test_a_waiting_run_goes_on_once_when_people_are_done(home: Home, client: Any, deployed: Any) -> None:
+    run = deployed(waiting(WAITS))
+    note(home, run, WAITS)
+    assert resume_met(home, lambda home, names: []) == []
+    assert state_of(client, run) == "Waiting" and waiting_runs(home) == [str(run.id)]
+    assert resume_met(home, all_met) == [str(run.id)]
+    assert state_of(client, run) == "Scheduled"
+    assert resume_met(home, all_met) == []  # it is not waiting anymore, and not checked
+    client.set_flow_run_state(run.id, Running(), force=True)
+    assert resume_met(home, lambda *_: pytest.fail("a run at work was checked")) == []
+    assert waiting_runs(home) == [str(run.id)]  # it may wait again
+    client.set_flow_run_state(run.id, Completed(), force=True)
+    assert resume_met(home, all_met) == [] and waiting_runs(home) == []
+
+
+def test_a_run_that_a_person_cancelled_or_resumed_is_left_alone(home: Home, client: Any, deployed: Any) -> None:
+    cancelled, resumed = deployed(Cancelled(message="by hand")), deployed(waiting(WAITS))
+    for run in (cancelled, resumed):
+        note(home, run, WAITS)
+    note_wait(home, "11111111-2222-3333-4444-555555555555", {"name": "of a deleted run"})
+
+    def meanwhile(home: Home, names: Sequence[str]) -> Sequence[str]:
+        client.set_flow_run_state(resumed.id, Running(), force=True)
+        return names
+
+    assert resume_met(home, meanwhile) == []
+    assert (state_of(client, cancelled), state_of(client, resumed)) == ("Cancelled", "Running")
+    assert waiting_runs(home) == [str(resumed.id)]
+
+
+def test_reconcile_leaves_a_waiting_run_alone(home: Home, client: Any, deployed: Any) -> None:
+    run = deployed(waiting(WAITS))
+    assert str(run.id) not in [mended.id for mended in reconcile()]
+    assert state_of(client, run) == "Waiting"
+
+
+def test_only_runs_of_deployments_are_noted(home: Home, client: Any, deployed: Any) -> None:
+    run = deployed(waiting(WAITS))
+    note(home, run.model_copy(update={"deployment_id": None}), WAITS)
+    note(home, run, StageWaiting("waits for something that nobody can check"))
+    assert waiting_runs(home) == []
+
+
+def test_the_check_is_a_process_of_its_own(home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLHF_HOME", str(home.root))
+    note_wait(home, "run-1", {"not": "a condition"})
+    assert checked_apart(home, ["run-1"], tmp_path / "log") == []
+    assert "flow run run-1" in (tmp_path / "log").read_text()
