@@ -110,6 +110,8 @@ class Stage:
     """Its page in docs."""
     about: str
     """One sentence: what the form in Prefect says."""
+    judges: tuple[str, ...] = ()
+    """Input that the stage's report judges, and the entry of that table: a gate after the stage holds it back, too."""
     files: Callable[[Any], Mapping[str, str]] | None = None
     """Returns the digests of the user's files that a configuration names; they are part of the key."""
 
@@ -344,6 +346,7 @@ _ROWS = (
         section="",
         page="online.md",
         about="Accuracy and calibration of several `reward_models` on the same `preferences`.",
+        judges=("reward_models", "after"),
     ),
     Stage(
         name="distill",

@@ -12,11 +12,15 @@ from types import FrameType
 
 from rlhf_core.errors import RlhfError
 from rlhf_core.secrets.redaction import without_secrets
-from rlhf_core.stage.stopping import StageWaiting
+from rlhf_core.stage.stopping import RunBlocked, RunOverBudget, StageWaiting
 
 EXIT_REFUSED = 2
 EXIT_WAITING = 75
 """For a run that waits for people: EX_TEMPFAIL of sysexits.h, try again later."""
+EXIT_BLOCKED = 77
+"""For a run in which a gate does not hold: EX_NOPERM of sysexits.h."""
+EXIT_OVER_BUDGET = 69
+"""For a run that has spent its budget: EX_UNAVAILABLE of sysexits.h."""
 EXIT_INTERRUPTED = 130
 
 VERBS = {
@@ -40,7 +44,10 @@ VERBS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; return 0, 2 after a one-line error message, 75 if people are waited for, or 130 after an interruption."""
+    """Run one verb; return 0, 2 after a one-line error message, 130 after an interruption, or how a run has halted.
+
+    That is 75 if people are waited for, 77 if a gate blocks, 69 if the budget is spent.
+    """
     options = _parser().parse_args(arguments)
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -51,6 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except StageWaiting as waiting:
         sys.stderr.write(f"{without_secrets(str(waiting))}; then the same command goes on\n")
         return EXIT_WAITING
+    except (RunBlocked, RunOverBudget) as halted:
+        sys.stderr.write(f"{without_secrets(str(halted))}\n")
+        return EXIT_BLOCKED if isinstance(halted, RunBlocked) else EXIT_OVER_BUDGET
     except KeyboardInterrupt:
         sys.stderr.write(f"stopped; what was done is kept: {_resume(options)}\n")
         return EXIT_INTERRUPTED

@@ -13,12 +13,12 @@ from pipelines.execution.plan import Pipeline
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig, with_overrides
 from pipelines.flows.rlvr import verifiable_rewards
-from pipelines.prefect_flows.tasks import run_in_flow, waiting
+from pipelines.prefect_flows.tasks import halted, run_in_flow
 from pipelines.services.flow_runs import FLOW_NAME, own
 from pipelines.services.home import Home
 from rlhf_core.errors import ConfigError
 from rlhf_core.stage.key import Strictness
-from rlhf_core.stage.stopping import StageWaiting
+from rlhf_core.stage.stopping import RunHalted
 
 
 @flow(name=FLOW_NAME, flow_run_name="{config.name}", persist_result=False)
@@ -70,7 +70,7 @@ def online(
 
 
 def run_served(config: PipelineConfig, pipeline: Pipeline, options: RunOptions) -> dict[str, str] | State[None]:
-    """Run a pipeline in the active flow; return label -> digest of its artifacts, or the state of one that waits."""
+    """Run a pipeline in the active flow; return label -> digest of its artifacts, or the state in which it has halted."""
     home = Home.here().make()
     context = FlowRunContext.get()
     if context is not None and context.flow_run is not None:
@@ -80,6 +80,6 @@ def run_served(config: PipelineConfig, pipeline: Pipeline, options: RunOptions) 
     ) as pipeline_run:
         try:
             results = run_in_flow(pipeline_run, pipeline)
-        except StageWaiting as error:
-            return waiting(error)
+        except RunHalted as error:
+            return halted(error)
     return {label: ref.digest for label, ref in results.items()}
