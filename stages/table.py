@@ -438,12 +438,13 @@ _ROWS = (
         inputs={
             "policy": Input(kind=PolicyRef, start="ppo"),
             "report": Input(kind=ReportRef, start="evaluate"),
+            "champion": Input(kind=PolicyRef, start="", optional=True),
         },
         output=PublishedRef,
         engines=("registry",),
         section="publish",
         page="publish.md",
-        about="Gate, model card and registration of `policy`.",
+        about="Gate, model card and registration of `policy`, which has to beat `champion` if `config.challenge` says so.",
     ),
 )
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pipelines.flows.run_rules import BudgetConfig
 from rlhf_core.config.engines import RuntimeConfig
@@ -23,9 +22,6 @@ from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.layout import write_json
 from rlhf_core.store.typed_json import Stored, read_stored
 from stages.config.propose_comparisons import ProposeComparisonsConfig
-
-if TYPE_CHECKING:
-    from pipelines.execution.plan import PlannedStage
 
 HOUR = 3600.0
 SPENT = "the budget is spent"
@@ -136,17 +132,17 @@ def gpus_of(spec: StageSpec, runtime: RuntimeConfig) -> float:
 
 def pairs_asked(config: ProposeComparisonsConfig) -> int:
     """Return the largest number of pairs that a proposal asks about, repeats and attention checks included."""
-    return config.budget + round(config.repeat_fraction * config.budget) + round(config.attention_fraction * config.budget)
+    return (
+        config.budget + round(config.repeat_fraction * config.budget) + round(config.attention_fraction * config.budget)
+    )
 
 
-def check_comparisons(budget: BudgetConfig, planned: Sequence[PlannedStage]) -> None:
+def check_comparisons(budget: BudgetConfig, planned: Sequence[StageSpec]) -> None:
     """Raise ConfigError if the pipeline may ask about more pairs than its budget, rounds that are done included."""
     if budget.comparisons is None:
         return
     asked = {
-        stage.label: pairs_asked(stage.spec.config)
-        for stage in planned
-        if isinstance(stage.spec.config, ProposeComparisonsConfig)
+        spec.label: pairs_asked(spec.config) for spec in planned if isinstance(spec.config, ProposeComparisonsConfig)
     }
     total = sum(asked.values())
     if total > budget.comparisons:

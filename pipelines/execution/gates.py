@@ -20,6 +20,7 @@ from rlhf_core.stage.stopping import RunBlocked, RunHalted, StageWaiting
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.gate_decisions import GateAnswer, GateDecisions
 from rlhf_core.types import ArtifactRef
+from stages.config.publish import GateNote
 from stages.table import STAGES
 
 Outcome = Literal["passed", "warned", "blocked", "waiting", "approved", "rejected"]
@@ -104,6 +105,13 @@ class Gatekeeper:
         self.skipped.append(spec.label)
         self._held |= {one.uri: verdict for one in (ref, *parts(ref))}
 
+    def notes(self) -> tuple[GateNote, ...]:
+        """Return the verdicts so far, for the model card."""
+        return tuple(
+            GateNote(name=one.gate.title, found=one.found, outcome=one.outcome, answer=str(one.answer or ""))
+            for one in self.verdicts
+        )
+
     def check(self, run: str) -> None:
         """Raise StageWaiting if a person has to decide in the run of this name, RunBlocked if a gate does not hold."""
         blocked = [verdict for verdict in self.verdicts if not verdict.holds and verdict.outcome != "waiting"]
@@ -134,9 +142,7 @@ class Gatekeeper:
         if gate.otherwise == "approve":
             request = GateDecisions(self.store.layout).find(condition(gate), digest)
             answer = None if request is None else request.answer
-            outcome: Outcome = (
-                "waiting" if answer is None else "approved" if answer.answer == "approve" else "rejected"
-            )
+            outcome: Outcome = "waiting" if answer is None else "approved" if answer.answer == "approve" else "rejected"
             return Verdict(gate, spec.label, digest, said, outcome, answer)
         return Verdict(gate, spec.label, digest, said, "warned" if gate.otherwise == "warn" else "blocked")
 

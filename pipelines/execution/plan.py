@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pipelines.execution.budget import check_comparisons
+from pipelines.execution.champion import champion_of
 from pipelines.execution.gates import Gatekeeper
 from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import Stages
@@ -65,11 +66,15 @@ def plan(
     """
     gates = Gatekeeper(config.gates, store)
     planner = Planner(store, until=until, force=frozenset(force), strict=strict, gates=gates)
+    champion = champion_of(config, store)
     with remembered_code(store.layout), suppress(ReachedUntil):
-        pipeline(config, Stages(planner, seed=config.seed, runtime=config.runtime))
+        pipeline(
+            config,
+            Stages(planner, seed=config.seed, runtime=config.runtime, champion=champion, decisions=gates.notes),
+        )
     check_labels(planner.stages, {"--until": [until] if until else [], "--force": force})
     check_gate_labels(config, pipeline, [stage.label for stage in planner.stages], until=until)
-    check_comparisons(config.budget, planner.stages)
+    check_comparisons(config.budget, [stage.spec for stage in planner.stages])
     return planner.stages
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pipelines.execution.budget import Budget, gpus_of
+from pipelines.execution.champion import champion_of
 from pipelines.execution.executor import Progress, RunContext, StageExecutor, StageOutcome, find_result
 from pipelines.execution.gates import Gatekeeper, StageHeld, Verdict, condition
 from pipelines.execution.notify import notify
@@ -148,8 +149,12 @@ def run_stages(
     ended: BaseException | None = None
     try:
         limited = UntilStage(GatedStages(run, run_stage), run.context.options.until)
+        champion = champion_of(config, run.context.store)
         with suppress(ReachedUntil):
-            pipeline(config, Stages(limited, seed=config.seed, runtime=config.runtime))
+            pipeline(
+                config,
+                Stages(limited, seed=config.seed, runtime=config.runtime, champion=champion, decisions=run.gates.notes),
+            )
         run.gates.check(config.name)
         run.budget.close()
         status = "FINISHED"

@@ -174,7 +174,9 @@ class PipelineConfig(Config):
         names = [gate.title for gate in self.gates]
         for index, name in enumerate(names):
             if name in names[:index]:
-                raise ValueError(f"gates[{index}].name = {name!r}: is the name of two gates; give this one another name")
+                raise ValueError(
+                    f"gates[{index}].name = {name!r}: is the name of two gates; give this one another name"
+                )
         return self
 
     @model_validator(mode="after")

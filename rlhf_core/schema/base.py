@@ -31,7 +31,15 @@ class FailureSetting(Operational):
     """
 
 
+class WhenSet:
+    """A mark for an option that was added later: it enters the key only where it differs from its default.
+
+    Results that were made before there was the option are then still found.
+    """
+
+
 OPERATIONAL = Operational()
+WHEN_SET = WhenSet()
 FAILURES = FailureSetting()
 
 
@@ -99,6 +107,7 @@ def keyed(config: BaseModel) -> dict[str, Any]:
         name: _keyed_value(getattr(config, name))
         for name, field in type(config).model_fields.items()
         if not any(isinstance(mark, Operational) for mark in field.metadata)
+        and not (WHEN_SET in field.metadata and getattr(config, name) == field.default)
     }
 
 

@@ -56,9 +56,7 @@ class Trial:
     def run(self, rules: str, *overrides: str, options: RunOptions = RunOptions()) -> dict[str, object]:
         self.notes, self.tracker = Notes(), MemoryTracker()
         config = self.config(rules, *overrides)
-        with open_run(
-            config, three_toys, options, home=self.home, tracker=self.tracker, listener=self.notes
-        ) as run:
+        with open_run(config, three_toys, options, home=self.home, tracker=self.tracker, listener=self.notes) as run:
             return dict(run_stages(run, three_toys, directly(run), tags={"prefect.flow_run_id": "f1"}))
 
     def plan(self, rules: str, *overrides: str, until: str = "") -> dict[str, PlannedStage]:
@@ -135,7 +133,9 @@ def test_a_gate_is_judged_though_its_stage_is_the_last_that_is_wanted(trial: Tri
 
 
 def test_a_run_that_waits_asks_and_goes_on_when_approved(trial: Trial) -> None:
-    with pytest.raises(StageWaiting, match=r"WAITING at gate quality: total 1.5 < 2 \(first\): `rlhf approve mini quality"):
+    with pytest.raises(
+        StageWaiting, match=r"WAITING at gate quality: total 1.5 < 2 \(first\): `rlhf approve mini quality"
+    ):
         trial.run(APPROVE)
     assert trial.ran == ["first", "alone"] and trial.tracker.tags["state"] == "Waiting"
     decisions = GateDecisions(store_of(trial.config(APPROVE), trial.home).layout)
@@ -152,7 +152,7 @@ def test_a_rejection_blocks_and_the_last_answer_counts(trial: Trial) -> None:
         trial.run(APPROVE)
     decisions = GateDecisions(store_of(trial.config(APPROVE), trial.home).layout)
     decisions.decide(decisions.requests()[0], "reject", reason="too short", by="ada")
-    with pytest.raises(RunBlocked, match="BLOCKED by gate quality: total 1.5 < 2; rejected by ada at .*: too short"):
+    with pytest.raises(RunBlocked, match=r"BLOCKED by gate quality: total 1.5 < 2; rejected by ada at .*: too short"):
         trial.run(APPROVE)
     decisions.decide(decisions.requests()[0], "approve", reason="looked again", by="bob")
     assert len(trial.run(APPROVE)) == 4
@@ -177,7 +177,9 @@ def test_a_gate_without_a_condition_asks_of_every_artifact(trial: Trial) -> None
 
 
 def test_an_unknown_label_is_refused_before_anything_is_computed(trial: Trial) -> None:
-    with pytest.raises(ConfigError, match=r"gates\[0\].after = 'frist': no such stage; this pipeline has first, .*; did"):
+    with pytest.raises(
+        ConfigError, match=r"gates\[0\].after = 'frist': no such stage; this pipeline has first, .*; did"
+    ):
         trial.run(BLOCK.replace("first", "frist"))
     assert trial.ran == []
     assert list(trial.plan(BLOCK.replace("first", "alone"), until="second")) == ["first", "second"]
@@ -186,7 +188,9 @@ def test_an_unknown_label_is_refused_before_anything_is_computed(trial: Trial) -
 
 
 def test_an_unknown_metric_names_those_that_there_are(trial: Trial) -> None:
-    with pytest.raises(ConfigError, match=r"gates\[0\].metric = 'totl': first has no such metric; it has total; did you mean total"):
+    with pytest.raises(
+        ConfigError, match=r"gates\[0\].metric = 'totl': first has no such metric; it has total; did you mean total"
+    ):
         trial.run(BLOCK.replace("total", "totl"))
     with pytest.raises(ConfigError, match="totl"):  # the stage is in the store now: before any compute
         trial.plan(BLOCK.replace("total", "totl"))
@@ -197,7 +201,10 @@ def test_an_unknown_metric_names_those_that_there_are(trial: Trial) -> None:
     [
         (BLOCK + BLOCK, r"gates\[1\].name = 'first': is the name of two gates"),
         ('[[gates]]\nafter = "first"\n', "otherwise = 'block': the gate has no condition"),
-        ('[[gates]]\nafter = "first"\nmetric = "total"\n', "metric = 'total': is compared with nothing; add op and value"),
+        (
+            '[[gates]]\nafter = "first"\nmetric = "total"\n',
+            "metric = 'total': is compared with nothing; add op and value",
+        ),
     ],
 )
 def test_a_gate_that_cannot_be_judged_is_refused(trial: Trial, rules: str, said: str) -> None:
