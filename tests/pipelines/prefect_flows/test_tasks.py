@@ -160,3 +160,36 @@ def test_a_run_that_waits_for_people_is_waiting_and_goes_on_when_they_are_done(
     (own / "judgments.jsonl").write_text('{"id": "c1", "choice": "first"}\n')
     state = body(return_state=True)
     assert state.is_completed() and list(state.result()) == ["collect"]
+
+
+def test_a_blocked_run_and_an_approval_from_a_form(
+    prefect_home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prefect import flow
+
+    from pipelines.prefect_flows import pipeline_flows
+    from pipelines.prefect_flows.approval_flow import approve
+
+    monkeypatch.setattr(pipeline_flows, "open_tracker", lambda *_: MemoryTracker())
+    monkeypatch.setenv("RLHF_HOME", str(prefect_home.root))
+    gate = '[[gates]]\nafter = "first"\nmetric = "total"\nop = ">="\nvalue = 2.0\nname = "quality"\n'
+    config = load_profile(write_mini(tmp_path, gate + 'otherwise = "approve"\n'), [f'store="{tmp_path}/store"'])
+
+    @flow(name="test-blocked", persist_result=False)
+    def body() -> Any:
+        return pipeline_flows.run_served(config, two_toys, RunOptions())
+
+    state = body(return_state=True)
+    assert state.name == "Waiting" and "`rlhf approve mini quality --artifact" in str(state.message)
+    flow_run = str(state.state_details.flow_run_id)
+    given = {"run": flow_run, "gate": "quality", "reason": "too short", "by": "ada", "store": f"{tmp_path}/store"}
+    # The run that waits is no deployment's, so it is not started again from here.
+    assert "rejected by ada at" in approve(decision="reject", **given)
+    state = body(return_state=True)
+    assert state.name == "Blocked" and str(state.message).startswith(
+        "BLOCKED by gate quality: total 1.5 < 2; rejected by ada"
+    )
+    approve(decision="approve", **given)
+    assert body(return_state=True).is_completed()
+    with pytest.raises(ValueError, match="decision"):
+        approve(decision="maybe", **given)
