@@ -13,17 +13,17 @@ from rlhf_core.schema.base import keyed
 from rlhf_core.store.fingerprint import canonical_json, sha256_text
 
 PROFILES = {
-    "multi_node/full": ("086880412b6f563a", "8381e15b9815b27e"),
-    "one_gpu/full": ("8a70d983f6940768", "b79d4c949e7ada29"),
-    "one_node/full": ("cec4fdffe9bd7322", "b37130a8a96d9c4d"),
-    "smollm2/full": ("c18a3e2c02bbf254", "60373be1cb851b84"),
-    "smollm2/grpo": ("bfd71a46e4da1f48", "dc28c6d2313e01ce"),
-    "tiny/conditional": ("5c468cf92e9bc1a0", "fbc0faa66eb0e821"),
-    "tiny/distill": ("ccf18c1423c7e128", "959f436b7a78b67f"),
-    "tiny/full": ("bc62bc8ee97cbdfe", "703b60e326131298"),
-    "tiny/online": ("9a990f6ea85e3c3e", "6ccdde836a3146c9"),
-    "tiny/prm": ("5fd834349dbb6ed7", "30ed789a43b9ec80"),
-    "tiny/rlvr": ("041730cf4cf6b29c", "13eabbeee1959916"),
+    "multi_node/full": ("5cd43ee768c8734f", "8381e15b9815b27e"),
+    "one_gpu/full": ("14a9d24ba98c717c", "b79d4c949e7ada29"),
+    "one_node/full": ("832eb91cdd28b736", "b37130a8a96d9c4d"),
+    "smollm2/full": ("0fdca359f77f7d8b", "60373be1cb851b84"),
+    "smollm2/grpo": ("e5bb4bc7be2e7ce2", "dc28c6d2313e01ce"),
+    "tiny/conditional": ("46fd1f413031ac8f", "fbc0faa66eb0e821"),
+    "tiny/distill": ("5db2405b744c158c", "959f436b7a78b67f"),
+    "tiny/full": ("ce854760bbb476b4", "703b60e326131298"),
+    "tiny/online": ("f83fce10805cc52c", "6ccdde836a3146c9"),
+    "tiny/prm": ("c922ab4333ce90e5", "30ed789a43b9ec80"),
+    "tiny/rlvr": ("960996c781bb816a", "13eabbeee1959916"),
 }
 """Profile -> the first digits of the digests of its JSON and of what of it belongs to keys."""
 
