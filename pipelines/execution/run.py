@@ -79,7 +79,8 @@ class PipelineRun:
             return
         record = self.context.store.record(self.context.key_of(spec))
         for verdict in self.gates.judge(spec, ref, {} if record is None else record.metrics):
-            logger.log(logging.INFO if verdict.outcome == "passed" else logging.WARNING, "%s: %s", spec.label, verdict)
+            level = logging.INFO if verdict.outcome in ("passed", "approved") else logging.WARNING
+            logger.log(level, "%s: %s", spec.label, verdict)
             self.context.tracker.tag({f"gate.{verdict.gate.title}": f"{verdict.outcome}: {verdict.why}"})
             if verdict.outcome == "waiting":
                 self._ask(verdict)

@@ -7,7 +7,7 @@ from typing import Literal
 from prefect import flow
 
 from pipelines.execution.approving import answer_gate
-from pipelines.execution.resume import resume
+from pipelines.execution.resume import ResumeError, resume
 from pipelines.services.flow_runs import FLOW_NAME
 
 
@@ -27,6 +27,17 @@ def approve(
     with the artifact. `artifact`, the beginning of a digest, is needed only if the gate has asked about several.
     """
     request, said = answer_gate(run, gate, decision, reason=reason, artifact=artifact, store=store, by=by)
-    waiting = request.links.get("prefect.flow_run_id", "")
-    found = resume(waiting, served=True).message if waiting else "run the same command again"
-    return f"gate {request.gate}, {request.condition['after']} {request.digest[:12]}: {said}; {found}"
+    flow_run = request.links["prefect.flow_run_id"] if "prefect.flow_run_id" in request.links else ""
+    return f"gate {request.gate}, {request.condition['after']} {request.digest[:12]}: {said}; {go_on(flow_run)}"
+
+
+def go_on(flow_run: str) -> str:
+    """Start the run of a deployment that waits again; return what comes of it, or what is left to do."""
+    by_hand = "run the same command again, and it goes on"
+    if not flow_run:
+        return by_hand
+    try:
+        found = resume(flow_run, served=True)
+    except ResumeError as error:  # the decision is written down in any case
+        return f"{error}; {by_hand}"
+    return found.message if found.kind == "scheduled" else by_hand

@@ -167,7 +167,8 @@ def test_a_blocked_run_and_an_approval_from_a_form(
 ) -> None:
     from prefect import flow
 
-    from pipelines.prefect_flows import pipeline_flows
+    from pipelines.execution.resume import Resumption
+    from pipelines.prefect_flows import approval_flow, pipeline_flows
     from pipelines.prefect_flows.approval_flow import approve
 
     monkeypatch.setattr(pipeline_flows, "open_tracker", lambda *_: MemoryTracker())
@@ -183,13 +184,19 @@ def test_a_blocked_run_and_an_approval_from_a_form(
     assert state.name == "Waiting" and "`rlhf approve mini quality --artifact" in str(state.message)
     flow_run = str(state.state_details.flow_run_id)
     given = {"run": flow_run, "gate": "quality", "reason": "too short", "by": "ada", "store": f"{tmp_path}/store"}
-    # The run that waits is no deployment's, so it is not started again from here.
-    assert "rejected by ada at" in approve(decision="reject", **given)
+    # This test's flow is none of `rlhf up`, so it cannot be started again from here.
+    said = approve(decision="reject", **given)
+    assert "rejected by ada at" in said and said.endswith("run the same command again, and it goes on")
     state = body(return_state=True)
     assert state.name == "Blocked" and str(state.message).startswith(
         "BLOCKED by gate quality: total 1.5 < 2; rejected by ada"
     )
-    approve(decision="approve", **given)
+    resumed = []
+    monkeypatch.setattr(
+        approval_flow, "resume", lambda one, *, served: resumed.append(one) or Resumption("scheduled", "it goes on")
+    )
+    assert approve(decision="approve", **given).endswith("; it goes on")
+    assert resumed == [given["run"]]
     assert body(return_state=True).is_completed()
     with pytest.raises(ValueError, match="decision"):
         approve(decision="maybe", **given)
