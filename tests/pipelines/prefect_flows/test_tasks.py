@@ -166,6 +166,7 @@ def test_a_blocked_run_and_an_approval_from_a_form(
     prefect_home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from prefect import flow
+    from prefect.exceptions import ParameterTypeError
 
     from pipelines.execution.resume import Resumption
     from pipelines.prefect_flows import approval_flow, pipeline_flows
@@ -198,5 +199,5 @@ def test_a_blocked_run_and_an_approval_from_a_form(
     assert approve(decision="approve", **given).endswith("; it goes on")
     assert resumed == [given["run"]]
     assert body(return_state=True).is_completed()
-    with pytest.raises(ValueError, match="decision"):
+    with pytest.raises(ParameterTypeError, match="decision: Input should be 'approve' or 'reject'"):
         approve(decision="maybe", **given)
