@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pipelines.flows import run_rules
 from pipelines.flows.profile import PipelineConfig
 from rlhf_core.schema.base import Config, Operational
 
@@ -218,7 +219,10 @@ def class_name(table: str) -> str:
 
 def operational_fields(table: str) -> set[str]:
     """Return the fields of a configuration class that are in no stage's key."""
-    fields = classes()[table].model_fields
+    kind = classes()[table]
+    fields = kind.model_fields
+    if kind.__module__ == run_rules.__name__:  # they decide what is run, and nothing that a stage makes
+        return set(fields)
     return {name for name, field in fields.items() if any(isinstance(mark, Operational) for mark in field.metadata)}
 
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+CHAMPION = "champion"
+"""Name in reports, and alias in the registry, of the policy that is in use."""
 FinishReason: TypeAlias = Literal["stop", "length"]
 
 

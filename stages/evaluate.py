@@ -17,7 +17,7 @@ from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.shards import read_generations, read_index
 from rlhf_core.errors import ConfigError, DataError, explain
 from rlhf_core.evaluation import plots
-from rlhf_core.evaluation.comparison import Answers, Intervals, best_of, improvement, summary, win_rate
+from rlhf_core.evaluation.comparison import Answers, Intervals, best_of, challenges, improvement, summary, win_rate
 from rlhf_core.evaluation.distance import log_ratios
 from rlhf_core.evaluation.lineage import lineage
 from rlhf_core.evaluation.metrics import best_of_n_kl
@@ -30,7 +30,7 @@ from rlhf_core.rewards.worker import WorkerSettings
 from rlhf_core.schema.base import keyed
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store import attempts
-from rlhf_core.types import Generation, GenerationsRef, PolicyRef, ReportRef, RewardModelRef
+from rlhf_core.types import CHAMPION, Generation, GenerationsRef, PolicyRef, ReportRef, RewardModelRef
 from stages.config.evaluate import EvaluateConfig
 
 
@@ -177,6 +177,8 @@ def compare(
         if parent and answers.rewards:
             rows[name]["win_rate"] = win_rate(answers, by_name[parent], intervals)
             rows[name]["improvement"] = improvement(answers, by_name[parent], intervals)
+        if CHAMPION in by_name and name in names and name != CHAMPION:
+            rows[name] |= challenges(answers, by_name[CHAMPION], intervals)
     return {
         "key": context.key,
         "reference": config.reference,

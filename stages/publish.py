@@ -13,8 +13,9 @@ from typing import Any
 
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.stage.context import StageContext
-from rlhf_core.types import PolicyRef, PublishedRef, ReportRef
-from stages.config.publish import PublishConfig, Threshold
+from rlhf_core.tracking.champion_tags import move_tag
+from rlhf_core.types import CHAMPION, PolicyRef, PublishedRef, ReportRef
+from stages.config.publish import ChallengeConfig, GateNote, PublishConfig, Threshold
 
 OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -22,14 +23,26 @@ OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
     "<=": operator.le,
     "<": operator.lt,
 }
-CANDIDATE, CHAMPION = "candidate", "champion"
+CANDIDATE = "candidate"
 
 
-def run(config: PublishConfig, *, policy: PolicyRef, report: ReportRef, context: StageContext) -> PublishedRef:
-    """Judge `policy` by `report`, write gate.json and the model card, register by reference; return what came of it."""
+def run(
+    config: PublishConfig,
+    *,
+    policy: PolicyRef,
+    report: ReportRef,
+    champion: PolicyRef | None = None,
+    context: StageContext,
+) -> PublishedRef:
+    """Judge `policy` by `report`, write gate.json and the model card, register by reference; return what came of it.
+
+    `champion` is the policy that has to be beaten if the configuration has a challenge.
+    """
     content = json.loads((context.path(report) / "report.json").read_text())
     name = name_of(config, policy, content)
     checks = [check(threshold, index, name, content) for index, threshold in enumerate(config.gate)]
+    if config.challenge is not None and champion is not None and champion.digest != policy.digest:
+        checks.append(challenge(config.challenge, name, champion, content))
     passed = all(entry["pass"] for entry in checks)
 
     if not context.store.is_external(policy):
@@ -37,9 +50,10 @@ def run(config: PublishConfig, *, policy: PolicyRef, report: ReportRef, context:
     context.tracker.input_model(policy.digest)
     context.tracker.dataset("report", report.digest, "evaluation")
     aliases = [CANDIDATE, CHAMPION] if passed else [CANDIDATE]
-    version = context.tracker.register(
-        config.name, policy.digest, aliases=aliases, tags=version_tags(name, content, context.key, passed)
-    )
+    tags = version_tags(name, content, context.key, passed)
+    if passed:
+        tags |= move_tag("publish", won(checks))
+    version = context.tracker.register(config.name, policy.digest, aliases=aliases, tags=tags)
     gate = {
         "passed": passed,
         "policy": name,
@@ -102,6 +116,35 @@ def check(threshold: Threshold, index: int, name: str, report: Mapping[str, Any]
     }
 
 
+def challenge(config: ChallengeConfig, name: str, champion: PolicyRef, report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the comparison with the champion as a condition: the interval of the difference is above the margin."""
+    measure, key = f"{config.metric}_over_{CHAMPION}", "publish.challenge.metric"
+    rows = report["policies"]
+    if CHAMPION not in rows or rows[CHAMPION]["digest"] != champion.digest:
+        rule = f"the report does not evaluate the champion {champion.digest[:12]}"
+        raise ConfigError(explain(key, config.metric, rule, "run the pipeline again, or leave the champion out"))
+    if measure not in rows[name]:
+        rule = "the report does not compare with the champion by it"
+        remedy = "set evaluate.evaluate.gold" if config.metric == "gold" else "train a reward model"
+        raise ConfigError(explain(key, config.metric, rule, f"{remedy}, or choose another metric"))
+    low = rows[name][measure]["low"]
+    return {
+        "metric": f"{measure}/low",
+        "op": ">",
+        "than": "",
+        "factor": 1.0,
+        "value": low,
+        "threshold": config.margin,
+        "pass": low > config.margin,
+    }
+
+
+def won(checks: Sequence[Mapping[str, Any]]) -> str:
+    """Return in a line why a policy becomes champion."""
+    held = [f"{entry['metric']} {entry['value']:.4g} {entry['op']} {entry['threshold']:.4g}" for entry in checks]
+    return ", ".join(held) or "no conditions were set"
+
+
 def metric(report: Mapping[str, Any], policy: str, path: str, key: str) -> float:
     """Return the number at `path` in the policy's row; ConfigError naming what there is when it is not there."""
     if policy not in report["policies"]:
@@ -158,6 +201,7 @@ def model_card(
         f"## Intended use\n\n{config.intended_use}",
         f"## Evaluation\n\n{judged} Report `{report.digest[:12]}`.\n\n{_measures(row)}",
         f"## Gate\n\n{_gate_table(gate['checks'])}",
+        f"## Decisions\n\n{_decisions(config.decisions)}",
         f"## Made from\n\n{_made_from(content['lineage'])}",
         f"## Configuration\n\n{_configurations(content['lineage'])}",
         f"## Licence\n\n{config.licence}",
@@ -187,6 +231,13 @@ def _gate_table(checks: Sequence[Mapping[str, Any]]) -> str:
         bound = f"{entry['op']} {entry['threshold']:.4g}{than}"
         lines.append(f"| {entry['metric']} | {bound} | {entry['value']:.4g} | {verdict} |")
     return "\n".join(lines)
+
+
+def _decisions(notes: Sequence[GateNote]) -> str:
+    if not notes:
+        return "The run had no gates."
+    lines = ["| gate | found | outcome | decision |", "|---|---|---|---|"]
+    return "\n".join([*lines, *(f"| {one.name} | {one.found} | {one.outcome} | {one.answer} |" for one in notes)])
 
 
 def _made_from(lineage: Sequence[Mapping[str, Any]]) -> str:

@@ -110,6 +110,8 @@ class Stage:
     """Its page in docs."""
     about: str
     """One sentence: what the form in Prefect says."""
+    judges: tuple[str, ...] = ()
+    """Input that the stage's report judges, and the entry of that table: a gate after the stage holds it back, too."""
     files: Callable[[Any], Mapping[str, str]] | None = None
     """Returns the digests of the user's files that a configuration names; they are part of the key."""
 
@@ -347,6 +349,7 @@ _ROWS = (
         page="online.md",
         about="Accuracy and calibration of several `reward_models` on the same `preferences`.",
         files=suite_digests,
+        judges=("reward_models", "after"),
     ),
     Stage(
         name="distill",
@@ -438,12 +441,13 @@ _ROWS = (
         inputs={
             "policy": Input(kind=PolicyRef, start="ppo"),
             "report": Input(kind=ReportRef, start="evaluate"),
+            "champion": Input(kind=PolicyRef, start="", optional=True),
         },
         output=PublishedRef,
         engines=("registry",),
         section="publish",
         page="publish.md",
-        about="Gate, model card and registration of `policy`.",
+        about="Gate, model card and registration of `policy`, which has to beat `champion` if `config.challenge` says so.",
     ),
 )
 

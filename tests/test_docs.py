@@ -78,7 +78,7 @@ def test_a_documented_command_is_accepted(command: str, page: Path, tmp_path: Pa
         case "prefect":
             from pipelines.prefect_flows.deployments import stage_parameters
 
-            served = {"full", "rlvr", "online", *stage_parameters(load_profile("tiny/full"))}
+            served = {"full", "rlvr", "online", "approve", *stage_parameters(load_profile("tiny/full"))}
             assert words[:3] == ["prefect", "deployment", "run"]
             assert words[3].removeprefix("rlhf-pipeline/") in served
         case "rlhf":

@@ -15,6 +15,8 @@ TESTED_THROUGH = {
     "pipelines/cli/key_metric.py": "pipelines/cli/test_display.py",
     "pipelines/cli/common.py": "pipelines/cli/test_main.py",
     "pipelines/cli/import_openrlhf.py": "pipelines/importers/openrlhf/test_importing.py",
+    "pipelines/cli/champion_verbs.py": "pipelines/execution/test_champion.py",
+    "pipelines/cli/gate_verbs.py": "pipelines/execution/test_approving.py",
     "pipelines/cli/plan_verbs.py": "pipelines/cli/test_main.py",
     "pipelines/cli/recovery_verbs.py": "pipelines/cli/test_main.py",
     "pipelines/cli/services_verbs.py": "pipelines/services/test_servers.py",
@@ -25,6 +27,8 @@ TESTED_THROUGH = {
     "pipelines/execution/listener.py": "pipelines/execution/test_run.py",
     "pipelines/execution/local.py": "pipelines/execution/test_run.py",
     "pipelines/execution/tracker.py": "pipelines/execution/test_run.py",
+    "pipelines/flows/run_rules.py": "pipelines/execution/test_gates.py",
+    "pipelines/prefect_flows/approval_flow.py": "pipelines/prefect_flows/test_tasks.py",
     "pipelines/prefect_flows/pipeline_flows.py": "pipelines/prefect_flows/test_deployments.py",
     "pipelines/prefect_flows/stage_flows.py": "pipelines/prefect_flows/test_deployments.py",
     "pipelines/services/mlflow_server.py": "pipelines/services/test_servers.py",
@@ -51,6 +55,7 @@ TESTED_THROUGH = {
     "rlhf_core/stage/context.py": "rlhf_core/stage/test_run.py",
     "rlhf_core/store/object_check.py": "rlhf_core/store/test_damage.py",
     "rlhf_core/store/typed_json.py": "rlhf_core/store/test_records.py",
+    "rlhf_core/tracking/champion_tags.py": "rlhf_core/tracking/test_champions.py",
     "rlhf_core/training/engines/offload.py": "rlhf_core/training/engines/test_deepspeed_engine.py",
 } | dict.fromkeys(
     (

@@ -18,12 +18,12 @@ from pipelines.execution.run import PipelineRun
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig
 from pipelines.prefect_flows.tasks import run_in_flow, settle
-from pipelines.prefect_flows.waiting import waiting
+from pipelines.prefect_flows.waiting import halted
 from pipelines.services.flow_runs import FLOW_NAME
 from pipelines.services.health import ServiceError
 from pipelines.services.servers import PrivateServer
 from rlhf_core.secrets.redaction import shown
-from rlhf_core.stage.stopping import StageWaiting
+from rlhf_core.stage.stopping import RunHalted
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,8 @@ def run_flow(
 ) -> None:
     """Run the pipeline as a flow; raise ServiceError if Prefect's server is gone before the last stage is done.
 
-    Raises StageWaiting if a stage waits for people; the flow run is then Waiting, which `rlhf resume` finds.
+    Raises RunHalted if people are waited for, a gate blocks, or the budget is spent; the flow run has that state, and
+    `rlhf resume` finds it.
     """
 
     @flow(name=FLOW_NAME, flow_run_name=config.name, validate_parameters=False, persist_result=False)
@@ -43,9 +44,9 @@ def run_flow(
         flow_runs.append(FlowRunContext.get().flow_run.id)
         try:
             run_in_flow(pipeline_run, lifecycle)
-        except StageWaiting as error:
-            waits.append(error)
-            return waiting(error)
+        except RunHalted as error:
+            halts.append(error)
+            return halted(error)
         ended.append(True)
         return None
 
@@ -53,13 +54,13 @@ def run_flow(
         server.wait()
     flow_runs: list[UUID] = []
     ended: list[bool] = []
-    waits: list[StageWaiting] = []
+    halts: list[RunHalted] = []
     try:
         strict = (options.strict_code, options.strict_env)
         parameters = (whereabouts(options.profile), options.overrides, options.until, options.force, *strict)
         full(*parameters)
     except CancelledRun:
-        if not waits:
+        if not halts:
             raise
     except TransportError as error:
         url = shown(os.environ["PREFECT_API_URL"])
@@ -74,8 +75,8 @@ def run_flow(
     finally:
         for flow_run in flow_runs:
             settle(flow_run, pipeline_run.started)
-    if waits:
-        raise waits[0]
+    if halts:
+        raise halts[0]
 
 
 def whereabouts(profile: str) -> str:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from pipelines.cli.key_metric import key_metric
 from rlhf_core.stage.decision import Decision
-from rlhf_core.stage.stopping import StageWaiting
+from rlhf_core.stage.stopping import RunHalted
 
 STYLES = {
     "HIT": "green",
@@ -150,8 +150,12 @@ class LiveDisplay:
             return table
 
 
+ENDS = {"Waiting": "waiting for people", "Blocked": "blocked by a gate", "OverBudget": "over budget"}
+"""State of a halted run -> what the display says."""
+
+
 def _end(error: BaseException) -> str:
-    return "waiting for people" if isinstance(error, StageWaiting) else "stopped"
+    return ENDS[error.state] if isinstance(error, RunHalted) else "stopped"
 
 
 def _cells(label: str, row: Row) -> tuple[RenderableType, ...]:

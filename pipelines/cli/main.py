@@ -12,11 +12,15 @@ from types import FrameType
 
 from rlhf_core.errors import RlhfError
 from rlhf_core.secrets.redaction import without_secrets
-from rlhf_core.stage.stopping import StageWaiting
+from rlhf_core.stage.stopping import RunBlocked, RunOverBudget, StageWaiting
 
 EXIT_REFUSED = 2
 EXIT_WAITING = 75
 """For a run that waits for people: EX_TEMPFAIL of sysexits.h, try again later."""
+EXIT_BLOCKED = 77
+"""For a run in which a gate does not hold: EX_NOPERM of sysexits.h."""
+EXIT_OVER_BUDGET = 69
+"""For a run that has spent its budget: EX_UNAVAILABLE of sysexits.h."""
 EXIT_INTERRUPTED = 130
 
 VERBS = {
@@ -26,6 +30,10 @@ VERBS = {
     "run": "pipelines.cli.run_command:run",
     "plan": "pipelines.cli.plan_verbs:plan",
     "explain": "pipelines.cli.plan_verbs:explain",
+    "approve": "pipelines.cli.gate_verbs:approve",
+    "reject": "pipelines.cli.gate_verbs:reject",
+    "champion": "pipelines.cli.champion_verbs:champion",
+    "rollback": "pipelines.cli.champion_verbs:rollback",
     "reconcile": "pipelines.cli.recovery_verbs:reconcile",
     "resume": "pipelines.cli.recovery_verbs:resume",
     "runs": "pipelines.cli.store_lists:runs",
@@ -40,7 +48,10 @@ VERBS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; return 0, 2 after a one-line error message, 75 if people are waited for, or 130 after an interruption."""
+    """Run one verb; return 0, 2 after a one-line error message, 130 after an interruption, or how a run has halted.
+
+    That is 75 if people are waited for, 77 if a gate blocks, 69 if the budget is spent.
+    """
     options = _parser().parse_args(arguments)
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -51,6 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except StageWaiting as waiting:
         sys.stderr.write(f"{without_secrets(str(waiting))}; then the same command goes on\n")
         return EXIT_WAITING
+    except (RunBlocked, RunOverBudget) as halted:
+        sys.stderr.write(f"{without_secrets(str(halted))}\n")
+        return EXIT_BLOCKED if isinstance(halted, RunBlocked) else EXIT_OVER_BUDGET
     except KeyboardInterrupt:
         sys.stderr.write(f"stopped; what was done is kept: {_resume(options)}\n")
         return EXIT_INTERRUPTED
@@ -82,6 +96,14 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("stage", help="label of a stage, as `rlhf plan` shows it")
     _profile_options(explain, positional=False)
 
+    for name, does in (("approve", "let go on"), ("reject", "hold back for good")):
+        _gate_verb(verbs.add_parser(name, help=f"{does} what depends on an artifact that a gate asks about"))
+    champion = verbs.add_parser("champion", help="which policy of the registry is champion, and which ones were")
+    rollback = verbs.add_parser("rollback", help="make the previous champion of the registry champion again")
+    for verb in (champion, rollback):
+        verb.add_argument("name", nargs="?", default="", help="the model's name in the registry; default: the only one")
+    rollback.add_argument("--reason", required=True, help="why; kept in the registry")
+
     reconcile = verbs.add_parser(
         "reconcile", help="give what a kill left at work in Prefect, MLflow and the store its true state"
     )
@@ -108,6 +130,16 @@ def _parser() -> argparse.ArgumentParser:
 
     _store_verbs(verbs.add_parser("store", help="look after the artifact store"))
     return parser
+
+
+def _gate_verb(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", help="the profile, or the name or id of the run that waits")
+    parser.add_argument("gate", help="name of the gate, as the run that waits says it")
+    parser.add_argument("--reason", required=True, help="why; kept with the decision")
+    parser.add_argument("--artifact", default="", metavar="DIGEST", help="which one, if the gate asks about several")
+    parser.add_argument(
+        "--store", default="", metavar="FOLDER", help="the store; default: that of the profile or state folder"
+    )
 
 
 def _serve_reward_verb(parser: argparse.ArgumentParser) -> None:

@@ -24,8 +24,11 @@ def is_watched(home: Home) -> bool:
 def results_if_all_cached(
     planned: Sequence[PlannedStage], store: ArtifactStore, listener: Listener, *, strict: Strictness
 ) -> dict[str, ArtifactRef] | None:
-    """Return the artifacts by label, and report them to the listener, if every stage is still cached; else None."""
-    if any(stage.decision.action != "HIT" for stage in planned):
+    """Return the artifacts by label, and report them to the listener, if every stage is still cached; else None.
+
+    A run with a gate that does not hold is none of these: it has to end as blocked, or to ask.
+    """
+    if any(stage.decision.action != "HIT" or not stage.gates_hold for stage in planned):
         return None
     found = {}
     for stage in planned:

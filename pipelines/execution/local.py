@@ -144,5 +144,6 @@ def _prewarm(runtime: LazyRuntime, needed: set[str]) -> None:
 
 def _waits_for_people(planned: Sequence[PlannedStage]) -> bool:
     """Return whether the next stage waits for people, who have probably not judged enough yet."""
-    following = next((stage.spec.config for stage in planned if stage.decision.action != "HIT"), None)
+    working = (stage for stage in planned if stage.decision.action not in ("HIT", "BLOCKED"))
+    following = next((stage.spec.config for stage in working), None)
     return isinstance(getattr(following, "annotator", None), People)

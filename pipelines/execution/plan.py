@@ -7,10 +7,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from pipelines.execution.budget import check_comparisons
+from pipelines.execution.champion import champion_of
+from pipelines.execution.gates import Gatekeeper
 from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import PipelineConfig
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import ConfigError, explain, nearest
 from rlhf_core.stage.decision import Decision, decide
 from rlhf_core.stage.key import StageSpec, Strictness
 from rlhf_core.store.artifacts import ArtifactStore
@@ -28,7 +31,8 @@ from rlhf_core.types import (
 R = TypeVar("R", bound=ArtifactRef)
 Pipeline = Callable[[PipelineConfig, Stages], object]
 
-PENDING = "pending://"
+PENDING, HELD = "pending://", "held://"
+"""Beginnings of the uris of placeholders: for a stage that has yet to run, and for one that a gate holds back."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,8 @@ class PlannedStage:
     label: str
     spec: StageSpec
     decision: Decision
+    gates_hold: bool = True
+    """Whether the gates after a stage in the store hold."""
 
 
 class ReachedUntil(BaseException):
@@ -53,17 +59,29 @@ def plan(
     force: Collection[str] = (),
     strict: Strictness = Strictness(),
 ) -> list[PlannedStage]:
-    """Return the decision for every stage in order; a stage whose input does not exist yet is RUN."""
-    planner = Planner(store, until=until, force=frozenset(force), strict=strict)
+    """Return the decision for every stage in order; a stage whose input does not exist yet is RUN.
+
+    A stage behind a gate that does not hold is BLOCKED. Raises ConfigError for labels that the pipeline does not have, and
+    for a budget that the pipeline exceeds.
+    """
+    gates = Gatekeeper(config.gates, store)
+    planner = Planner(store, until=until, force=frozenset(force), strict=strict, gates=gates)
+    champion = champion_of(config, store)
     with remembered_code(store.layout), suppress(ReachedUntil):
-        pipeline(config, Stages(planner, seed=config.seed, runtime=config.runtime))
+        pipeline(
+            config,
+            Stages(planner, seed=config.seed, runtime=config.runtime, champion=champion, decisions=gates.notes),
+        )
     check_labels(planner.stages, {"--until": [until] if until else [], "--force": force})
+    check_gate_labels(config, pipeline, [stage.label for stage in planner.stages], until=until)
+    check_comparisons(config.budget, [stage.spec for stage in planner.stages])
     return planner.stages
 
 
 def engines_needed(stages: Sequence[PlannedStage]) -> set[str]:
     """Return the engines (`trainer`, `sampler`) needed by the stages that are not cached."""
-    named = {engine for stage in stages if stage.decision.action != "HIT" for engine in stage.spec.engines}
+    working = (stage for stage in stages if stage.decision.action not in ("HIT", "BLOCKED"))
+    named = {engine for stage in working for engine in stage.spec.engines}
     return named & {"trainer", "sampler"}
 
 
@@ -76,6 +94,30 @@ def check_labels(stages: list[PlannedStage], named: Mapping[str, Collection[str]
                 raise ConfigError(f"{option} {label!r}: no such stage; this pipeline has {', '.join(labels)}")
 
 
+def check_gate_labels(config: PipelineConfig, pipeline: Pipeline, labels: Collection[str], *, until: str) -> None:
+    """Raise ConfigError for a gate after a stage that is not part of the pipeline; `until` ended the plan early."""
+    if until and any(gate.after not in labels for gate in config.gates):
+        labels = all_labels(config, pipeline)
+    for index, gate in enumerate(config.gates):
+        if gate.after not in labels:
+            rule = f"no such stage; this pipeline has {', '.join(labels)}"
+            near = nearest(gate.after, list(labels))
+            remedy = near if near.startswith("did you mean") else "name one of them"
+            raise ConfigError(explain(f"gates[{index}].after", gate.after, rule, remedy))
+
+
+def all_labels(config: PipelineConfig, pipeline: Pipeline) -> list[str]:
+    """Return the labels of all stages of a pipeline, in order."""
+    labels: list[str] = []
+
+    def note(spec: StageSpec, kind: type[R]) -> R:
+        labels.append(spec.label)
+        return placeholder(spec.label, kind)
+
+    pipeline(config, Stages(note, seed=config.seed, runtime=config.runtime))
+    return labels
+
+
 @dataclass
 class Planner:
     """A `RunStage` that records the decision for each stage and returns the artifact of a hit or a placeholder."""
@@ -84,18 +126,31 @@ class Planner:
     until: str = ""
     force: frozenset[str] = frozenset()
     strict: Strictness = Strictness()
+    gates: Gatekeeper | None = None
     stages: list[PlannedStage] = field(default_factory=list)
 
     def __call__(self, spec: StageSpec, kind: type[R]) -> R:
-        decision = self._decide(spec)
-        self.stages.append(PlannedStage(spec.label, spec, decision))
+        ref = self._planned(spec, kind)
         if spec.label == self.until:
             raise ReachedUntil
-        if decision.action == "HIT":
-            record = self.store.record(decision.key)
-            if record is not None:
-                return expect(record.handle, kind, spec.label)
-        return placeholder(spec.label, kind)
+        return ref
+
+    def _planned(self, spec: StageSpec, kind: type[R]) -> R:
+        verdict = None if self.gates is None else self.gates.hold(spec)
+        if self.gates is not None and verdict is not None:
+            self.stages.append(PlannedStage(spec.label, spec, Decision("BLOCKED", str(verdict), "", None)))
+            ref = placeholder(spec.label, kind, HELD)
+            self.gates.skip(spec, ref, verdict)
+            return ref
+        decision = self._decide(spec)
+        record = self.store.record(decision.key) if decision.action == "HIT" else None
+        if record is None:
+            self.stages.append(PlannedStage(spec.label, spec, decision))
+            return placeholder(spec.label, kind)
+        made = expect(record.handle, kind, spec.label)
+        verdicts = [] if self.gates is None else self.gates.judge(spec, made, record.metrics)
+        self.stages.append(PlannedStage(spec.label, spec, decision, all(verdict.holds for verdict in verdicts)))
+        return made
 
     def _decide(self, spec: StageSpec) -> Decision:
         for ref in spec.refs():
@@ -113,9 +168,9 @@ def expect(ref: ArtifactRef, kind: type[R], label: str) -> R:
     return ref
 
 
-def placeholder(label: str, kind: type[R]) -> R:
-    """Return a handle that stands for the future result of the stage `label`."""
-    uri = PENDING + label
+def placeholder(label: str, kind: type[R], beginning: str = PENDING) -> R:
+    """Return a handle that stands for the result of the stage `label`, which does not exist."""
+    uri = beginning + label
     if kind is PreparedDataRef:
         parts = {
             "demonstrations": DemonstrationsRef(uri=uri, digest=uri),

@@ -22,6 +22,7 @@ from pipelines.execution.job_spec import JobSpec, write_spec
 from pipelines.execution.plan import PlannedStage
 from pipelines.execution.retry import reached, retry_lost_workers
 from pipelines.flows.profile import PipelineConfig
+from pipelines.flows.run_rules import BudgetConfig
 from pipelines.services.home import Home, quiet_environment
 from pipelines.services.registry import REGISTRY, tracking_uri
 from pipelines.services.user_settings import OWN
@@ -65,7 +66,7 @@ class RayJobExecutor:
 
         Secrets are not checked here: a job has the environment of its cluster, and checks them when it starts.
         """
-        if all(stage.decision.action == "HIT" for stage in planned):
+        if all(stage.decision.action in ("HIT", "BLOCKED") for stage in planned):
             return
         self.connect()
         if self.context.tracker.token:
@@ -142,9 +143,10 @@ def _attach_or_submit(context: RunContext, spec: StageSpec, key: str, jobs: Jobs
 
 
 def _inline(context: RunContext) -> PipelineConfig:
-    """Return the configuration with which the job runs the stage in its own process."""
+    """Return the configuration with which the job runs the stage in its own process; gates and budget stay with us."""
     runtime = context.config.runtime.model_copy(update={"execution": "inline"})
-    return context.config.model_copy(update={"runtime": runtime})
+    ours = {"gates": (), "budget": BudgetConfig(), "notify": None}
+    return context.config.model_copy(update={"runtime": runtime} | ours)
 
 
 def _next_number(store: ArtifactStore, key: str, known: list[Job]) -> int:

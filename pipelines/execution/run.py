@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from pipelines.execution.budget import Budget, gpus_of
+from pipelines.execution.champion import champion_of
 from pipelines.execution.executor import Progress, RunContext, StageExecutor, StageOutcome, find_result
-from pipelines.execution.plan import Pipeline, PlannedStage, ReachedUntil
+from pipelines.execution.gates import Gatekeeper, StageHeld, Verdict, condition
+from pipelines.execution.notify import notify
+from pipelines.execution.plan import HELD, Pipeline, PlannedStage, ReachedUntil, placeholder
 from pipelines.execution.tracker import Status
 from pipelines.flows.graph import RunStage, Stages
 from rlhf_core.secrets.redaction import hide_in
 from rlhf_core.stage import stopping
 from rlhf_core.stage.key import StageSpec
+from rlhf_core.store.gate_decisions import GateDecisions
 from rlhf_core.types import ArtifactRef
+
+logger = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=ArtifactRef)
 
@@ -29,16 +38,31 @@ class PipelineRun:
     results: dict[str, ArtifactRef] = field(default_factory=dict)
     started: int = 0
     """Number of stages that were started, cached ones included."""
+    links: Mapping[str, str] = field(default_factory=dict)
+    """Where the run can be looked up, besides the tracker."""
+    gates: Gatekeeper = field(init=False)
+    budget: Budget = field(init=False)
+
+    def __post_init__(self) -> None:
+        config, store = self.context.config, self.context.store
+        self.gates = Gatekeeper(config.gates, store)
+        self.budget = Budget(config.budget, config.name, store.root)
 
     def stage(self, spec: StageSpec, show_progress: Progress) -> StageOutcome:
-        """Return the outcome of a stage, from the store or by executing it; report the end to the listener."""
+        """Return the outcome of a stage, from the store or by executing it; report the end to the listener.
+
+        Raises StageHeld if a gate holds back an input.
+        """
         if stopping.reason():
             raise stopping.StageStopped(stopping.reason())
         self.started += 1
         listener = self.context.listener
         try:
+            verdict = self.gates.hold(spec)
+            if verdict is not None:
+                raise StageHeld(str(verdict), "Waiting" if verdict.outcome == "waiting" else "Blocked")
             found = None if self.context.options.forces(spec.label) else find_result(self.context, spec)
-            outcome = found or self.executor.execute(spec, show_progress)
+            outcome = found or self._execute(spec, show_progress)
         except BaseException as error:
             safe = hide_in(error)
             listener.failed(spec.label, safe)
@@ -48,6 +72,53 @@ class PipelineRun:
         self.results[spec.label] = outcome.ref
         listener.finished(spec.label, outcome.decision, outcome.metrics, outcome.seconds)
         return outcome
+
+    def judge(self, spec: StageSpec, ref: ArtifactRef) -> None:
+        """Judge the gates after a finished stage; log and track the verdicts, and ask a person where one has to decide."""
+        if not any(gate.after == spec.label for gate in self.context.config.gates):
+            return
+        record = self.context.store.record(self.context.key_of(spec))
+        for verdict in self.gates.judge(spec, ref, {} if record is None else record.metrics):
+            level = logging.INFO if verdict.outcome in ("passed", "approved") else logging.WARNING
+            logger.log(level, "%s: %s", spec.label, verdict)
+            self.context.tracker.tag({f"gate.{verdict.gate.title}": f"{verdict.outcome}: {verdict.why}"})
+            if verdict.outcome == "waiting":
+                self._ask(verdict)
+
+    def _ask(self, verdict: Verdict) -> None:
+        GateDecisions(self.context.store.layout).ask(
+            verdict.gate.title,
+            condition(verdict.gate),
+            verdict.digest,
+            found=verdict.found,
+            run=self.context.config.name,
+            links=self.links,
+        )
+
+    def _execute(self, spec: StageSpec, show_progress: Progress) -> StageOutcome:
+        with self.budget.spending(gpus_of(spec, self.context.config.runtime)) as spent:
+            outcome = self.executor.execute(spec, show_progress)
+            spent.counts = outcome.decision.action != "ATTACH"  # the process that computed it pays
+        return outcome
+
+
+@dataclass(frozen=True)
+class GatedStages:
+    """A `RunStage` that judges the gates after each stage, and goes on without the stages that they hold back."""
+
+    run: PipelineRun
+    run_stage: RunStage
+
+    def __call__(self, spec: StageSpec, kind: type[R]) -> R:
+        try:
+            ref = self.run_stage(spec, kind)
+        except StageHeld:
+            verdict, missing = self.run.gates.hold(spec), placeholder(spec.label, kind, HELD)
+            assert verdict is not None  # it is why the stage was held back
+            self.run.gates.skip(spec, missing, verdict)
+            return missing
+        self.run.judge(spec, ref)
+        return ref
 
 
 @dataclass(frozen=True)
@@ -67,21 +138,36 @@ class UntilStage:
 def run_stages(
     run: PipelineRun, pipeline: Pipeline, run_stage: RunStage, *, tags: Mapping[str, str]
 ) -> dict[str, ArtifactRef]:
-    """Run the pipeline through `run_stage`; return the artifacts by label. The tracking run gets the true status."""
+    """Run the pipeline through `run_stage`; return the artifacts by label. The tracking run gets the true status.
+
+    Raises RunHalted if gates hold back a part of the pipeline, or the budget is spent.
+    """
     config, tracker = run.context.config, run.context.tracker
-    tracker.start(config.name, run_id=None, params=config.model_dump(mode="json"), tags=tags)
+    params = config.model_dump(mode="json", exclude={"notify"})  # the path of an address may be a secret
+    run.links = tags
+    tracker.start(config.name, run_id=None, params=params, tags=tags)
     status: Status = "KILLED"
+    ended: BaseException | None = None
     try:
-        limited = UntilStage(run_stage, run.context.options.until)
-        pipeline(config, Stages(limited, seed=config.seed, runtime=config.runtime))
+        limited = UntilStage(GatedStages(run, run_stage), run.context.options.until)
+        champion = champion_of(config, run.context.store)
+        with suppress(ReachedUntil):
+            pipeline(
+                config,
+                Stages(limited, seed=config.seed, runtime=config.runtime, champion=champion, decisions=run.gates.notes),
+            )
+        run.gates.check(config.name)
+        run.budget.close()
         status = "FINISHED"
-    except ReachedUntil:
-        status = "FINISHED"
-    except Exception:
-        status = "FAILED"
+    except BaseException as error:
+        ended = error
+        if isinstance(error, stopping.RunHalted):
+            tracker.tag({"state": error.state, "state.message": str(error)})
+        status = "FAILED" if isinstance(error, Exception) else "KILLED"
         raise
     finally:
         tracker.finish(status, note=_note(run))
+        notify(config.notify, ended, run=config.name, links=tags)
     return run.results
 
 

@@ -24,6 +24,7 @@ from pipelines.flows.profile import (
 )
 from rlhf_core.errors import ConfigError
 from rlhf_core.types import (
+    CHAMPION,
     ArtifactRef,
     DemonstrationsRef,
     PolicyRef,
@@ -71,18 +72,32 @@ def lifecycle(config: PipelineConfig, stages: Stages) -> dict[str, PolicyRef]:
     optimize_preferences(config, stages, state)
     optimize_policy(config, stages, state)
     if config.evaluate:
+        champion = opponent(config, stages, state)
         report = evaluate_policies(
             config.evaluate,
             stages,
-            policies=state.policies,
+            policies=state.policies if champion is None else state.policies | {CHAMPION: champion},
             prompts=part(data, "eval_prompts", PromptsRef),
             conditioned_prompts=state.conditioned_prompts,
             reward_models=state.reward_models,
         )
         if config.publish:
-            chosen = config.publish.policy or list(state.policies)[-1]
-            stages.publish("publish", config.publish, policy=state.policies[chosen], report=report)
+            policy = state.policies[published(config, state)]
+            stages.publish("publish", config.publish, policy=policy, report=report, champion=champion)
     return state.policies
+
+
+def published(config: PipelineConfig, state: LifecycleState) -> str:
+    """Return the name of the policy that is published: the one that the profile names, or the last."""
+    return (config.publish.policy if config.publish else "") or list(state.policies)[-1]
+
+
+def opponent(config: PipelineConfig, stages: Stages, state: LifecycleState) -> PolicyRef | None:
+    """Return the champion that the published policy has to beat; None if there is none, or it is that policy itself."""
+    champion = stages.champion
+    if champion is None or champion.digest == state.policies[published(config, state)].digest:
+        return None
+    return champion
 
 
 def train_reward_models(config: PipelineConfig, stages: Stages, state: LifecycleState) -> None:

@@ -5,7 +5,7 @@ The inputs and engines of a stage are in its row of `stages.table`; the calls he
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -52,7 +52,7 @@ from stages.config.merge_preferences import MergePreferencesConfig
 from stages.config.prepare_data import PrepareDataConfig
 from stages.config.process_reward_model import ProcessRewardModelConfig
 from stages.config.propose_comparisons import ProposeComparisonsConfig
-from stages.config.publish import PublishConfig
+from stages.config.publish import GateNote, PublishConfig
 from stages.config.reward_model import RewardModelConfig
 from stages.config.score import ScoreConfig
 from stages.config.select import SelectConfig
@@ -79,6 +79,10 @@ class Stages:
     run_stage: RunStage
     seed: int
     runtime: RuntimeConfig
+    champion: PolicyRef | None = None
+    """The champion of the registry, if a policy has to beat it."""
+    decisions: Callable[[], tuple[GateNote, ...]] = tuple
+    """Returns what came of the gates so far, for the model card."""
 
     def prepare_data(self, label: str, config: PrepareDataConfig) -> PreparedDataRef:
         return self.run("prepare_data", label, config, PreparedDataRef)
@@ -231,8 +235,17 @@ class Stages:
             reward_model=reward_model,
         )
 
-    def publish(self, label: str, config: PublishConfig, *, policy: PolicyRef, report: ReportRef) -> PublishedRef:
-        return self.run("publish", label, config, PublishedRef, policy=policy, report=report)
+    def publish(
+        self,
+        label: str,
+        config: PublishConfig,
+        *,
+        policy: PolicyRef,
+        report: ReportRef,
+        champion: PolicyRef | None = None,
+    ) -> PublishedRef:
+        decided = config.model_copy(update={"decisions": self.decisions()})
+        return self.run("publish", label, decided, PublishedRef, policy=policy, report=report, champion=champion)
 
     def run(self, name: str, label: str, config: Config, kind: type[R], **given: GivenInput) -> R:
         """Run the stage `name` of the table and return its artifact, of type `kind`.

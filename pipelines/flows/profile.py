@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from pipelines.flows.profile_errors import first_error, shown_value
+from pipelines.flows.run_rules import BudgetConfig, GateConfig, NotifyConfig
 from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.errors import ConfigError
@@ -195,6 +196,21 @@ class PipelineConfig(Config):
     distill: DistillationConfig | None = None
     evaluate: EvaluationConfig | None = None
     publish: PublishConfig | None = None
+    gates: Annotated[tuple[GateConfig, ...], OPERATIONAL] = ()
+    """Conditions on finished stages that hold back what depends on them."""
+    budget: Annotated[BudgetConfig, OPERATIONAL] = BudgetConfig()
+    notify: Annotated[NotifyConfig | None, OPERATIONAL] = None
+    """Where to say that a run has ended or waits."""
+
+    @model_validator(mode="after")
+    def _gates_have_different_names(self) -> PipelineConfig:
+        names = [gate.title for gate in self.gates]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                raise ValueError(
+                    f"gates[{index}].name = {name!r}: is the name of two gates; give this one another name"
+                )
+        return self
 
     @model_validator(mode="after")
     def _starts_exist(self) -> PipelineConfig:

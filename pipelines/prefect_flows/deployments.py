@@ -1,4 +1,6 @@
-"""Serve the deployments of `rlhf up`: `rlhf-pipeline/full`, `/rlvr`, and one per stage, each with a typed form.
+"""Serve the deployments of `rlhf up`: `rlhf-pipeline/full`, `/rlvr`, `/online`, `/approve`, and one per stage.
+
+Each has a typed form.
 
 At its start and every minute, this process also corrects the state of runs that are shown as running although their
 process is gone. Runs that wait for people are scheduled again when these have judged enough.
@@ -28,7 +30,7 @@ from prefect.runner import _scheduled_run_poller as poller
 from pydantic import BaseModel
 
 from pipelines.flows.profile import PipelineConfig, load_profile
-from pipelines.prefect_flows import pipeline_flows, stage_flows
+from pipelines.prefect_flows import approval_flow, pipeline_flows, stage_flows
 from pipelines.prefect_flows.waiting import keep_resuming
 from pipelines.services.flow_runs import home_tag, interrupt, reconcile
 from pipelines.services.home import Home
@@ -66,6 +68,7 @@ def deployments() -> list[Any]:
         _deploy(pipeline_flows.full, "full", {"config": _plain(profile)}),
         _deploy(pipeline_flows.rlvr, "rlvr", {"config": _plain(load_profile("tiny/rlvr"))}),
         _deploy(pipeline_flows.online, "online", {"config": _plain(load_profile("tiny/online"))}),
+        _deploy(approval_flow.approve, "approve", {}),
         *(_deploy(flow, name, parameters) for name, (flow, parameters) in forms.items()),
     ]
 

@@ -14,12 +14,12 @@ from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig, with_overrides
 from pipelines.flows.rlvr import verifiable_rewards
 from pipelines.prefect_flows.tasks import run_in_flow
-from pipelines.prefect_flows.waiting import note, waiting
+from pipelines.prefect_flows.waiting import halted, note
 from pipelines.services.flow_runs import FLOW_NAME, own
 from pipelines.services.home import Home
 from rlhf_core.errors import ConfigError
 from rlhf_core.stage.key import Strictness
-from rlhf_core.stage.stopping import StageWaiting
+from rlhf_core.stage.stopping import RunHalted
 
 
 @flow(name=FLOW_NAME, flow_run_name="{config.name}", persist_result=False)
@@ -71,7 +71,7 @@ def online(
 
 
 def run_served(config: PipelineConfig, pipeline: Pipeline, options: RunOptions) -> dict[str, str] | State[None]:
-    """Run a pipeline in the active flow; return label -> digest of its artifacts, or the state of one that waits."""
+    """Run a pipeline in the active flow; return label -> digest of its artifacts, or the state in which it has halted."""
     home = Home.here().make()
     context = FlowRunContext.get()
     if context is not None and context.flow_run is not None:
@@ -81,8 +81,8 @@ def run_served(config: PipelineConfig, pipeline: Pipeline, options: RunOptions) 
     ) as pipeline_run:
         try:
             results = run_in_flow(pipeline_run, pipeline)
-        except StageWaiting as error:
+        except RunHalted as error:
             if context is not None and context.flow_run is not None:
                 note(home, context.flow_run, error)
-            return waiting(error)
+            return halted(error)
     return {label: ref.digest for label, ref in results.items()}

@@ -24,12 +24,12 @@ from pipelines.execution.plan import Pipeline, expect
 from pipelines.execution.run import PipelineRun, run_stages
 from pipelines.flows.inputs import parts
 from pipelines.prefect_flows.cards import ProgressCard, show_plan, show_samples, show_stage
-from pipelines.prefect_flows.waiting import waiting
+from pipelines.prefect_flows.waiting import halted
 from pipelines.services.flow_runs import own, reconcile
 from pipelines.services.health import wait_for
 from rlhf_core.secrets.redaction import shown
 from rlhf_core.stage.key import StageSpec
-from rlhf_core.stage.stopping import StageWaiting, on_signals, time_limit
+from rlhf_core.stage.stopping import RunHalted, on_signals, time_limit
 from rlhf_core.types import ArtifactRef
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class TaskRunner:
 
     def __call__(self, spec: StageSpec, kind: type[R]) -> R:
         run, refs = self._run, []
-        waits: list[StageWaiting] = []
+        halts: list[RunHalted] = []
 
         # Handles bypass Prefect, and `wait_for` draws the edges. As arguments and results they would draw wrong edges,
         # since Prefect compares the identity of every value in them, down to the digests of parents.
@@ -84,9 +84,9 @@ class TaskRunner:
         def stage() -> State[Any]:
             try:
                 outcome = run.stage(spec, ProgressCard(spec.label).show)
-            except StageWaiting as error:
-                waits.append(error)
-                return waiting(error)
+            except RunHalted as error:
+                halts.append(error)
+                return halted(error)
             refs.append(outcome.ref)
             show_stage(spec, outcome)
             show_samples(spec.label, outcome.samples)
@@ -95,8 +95,8 @@ class TaskRunner:
 
         before = {self._made[ref.uri].id: self._made[ref.uri] for ref in spec.refs() if ref.uri in self._made}
         state = stage(wait_for=list(before.values()), return_state=True)
-        if waits:
-            raise waits[0]
+        if halts:
+            raise halts[0]
         state.result()  # raises the error of the stage
         ref: R = expect(refs[0], kind, spec.label)
         self._made |= dict.fromkeys([ref.uri, *(part.uri for part in parts(ref))], state)

@@ -17,25 +17,27 @@ from prefect.states import Cancelled, Scheduled
 
 from pipelines.services.home import Home
 from pipelines.services.wait_notes import forget_wait, note_wait, waiting_runs
-from rlhf_core.stage.stopping import StageWaiting
+from rlhf_core.stage.stopping import RunHalted, StageWaiting
 
 logger = logging.getLogger(__name__)
 
-WAITING = "Waiting"
 LOOK_EVERY_S = 20.0
 CHECK_TIMEOUT_S = 300.0
 
 Check = Callable[[Home, Sequence[str]], Sequence[str]]
 
 
-def waiting(error: StageWaiting) -> State[None]:
-    """Return the state of a task or flow that waits for people: its process ends, and `keep_resuming` runs it again."""
-    return Cancelled(name=WAITING, message=str(error))
+def halted(error: RunHalted) -> State[None]:
+    """Return the state of a task or flow that waits for people, is blocked, or over budget: its process ends.
+
+    `keep_resuming` runs again what waits.
+    """
+    return Cancelled(name=error.state, message=str(error))
 
 
-def note(home: Home, flow_run: FlowRun, error: StageWaiting) -> None:
+def note(home: Home, flow_run: FlowRun, error: RunHalted) -> None:
     """Remember what a run of a deployment waits for. Other runs are in a terminal, where the same command goes on."""
-    if flow_run.deployment_id is not None and error.condition:
+    if flow_run.deployment_id is not None and isinstance(error, StageWaiting) and error.condition:
         note_wait(home, str(flow_run.id), error.condition)
 
 
@@ -91,7 +93,7 @@ def checked_apart(home: Home, names: Sequence[str], log: Path) -> list[str]:
 
 def _waits(flow_run: FlowRun | None) -> bool:
     state = None if flow_run is None else flow_run.state
-    return state is not None and state.is_cancelled() and state.name == WAITING
+    return state is not None and state.is_cancelled() and state.name == StageWaiting.state
 
 
 def _read(client: SyncPrefectClient, name: str) -> FlowRun | None:

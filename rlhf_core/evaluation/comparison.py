@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from rlhf_core.errors import ConfigError, DataError, explain
 from rlhf_core.evaluation.bootstrap import Interval, bootstrap_interval
 from rlhf_core.evaluation.metrics import correlation, distinct_n, entropy_estimate, repetition
-from rlhf_core.types import Completion, Generation
+from rlhf_core.types import CHAMPION, Completion, Generation
 
 REPEATED_N = 3
 T = TypeVar("T")
@@ -152,6 +152,21 @@ def win_rate(ours: Answers, theirs: Answers, intervals: Intervals) -> dict[str, 
 def improvement(ours: Answers, theirs: Answers, intervals: Intervals) -> dict[str, Any]:
     """Return the mean difference of the rewards on shared prompts, which is more precise than comparing two means."""
     return _paired(ours, theirs, intervals, lambda mine, other: fmean(mine) - fmean(other))
+
+
+def challenges(ours: Answers, champion: Answers, intervals: Intervals) -> dict[str, dict[str, Any]]:
+    """Return the mean difference to the champion on shared prompts by `gold` and `reward_model`, where both have it.
+
+    The names are `gold_over_champion` and `reward_model_over_champion`.
+    """
+    measures = {"gold": (ours.gold, champion.gold), "reward_model": (ours.scores, champion.scores)}
+    return {
+        f"{measure}_over_{CHAMPION}": improvement(
+            replace(ours, gold=mine, scores=()), replace(champion, gold=theirs, scores=()), intervals
+        )
+        for measure, (mine, theirs) in measures.items()
+        if mine and theirs
+    }
 
 
 def _paired(

@@ -26,14 +26,21 @@ ALLOCATION_START = "SLURM_JOB_START_TIME"
 
 _asked = threading.Event()
 _reason = ""
-_deadline = float("inf")
+_deadlines: list[tuple[float, str]] = []
+"""Times after which the stage must save and end, and why."""
 
 
 class StageStopped(KeyboardInterrupt):
     """Raised by a stage that was asked to end and has saved its work; the same command resumes it."""
 
 
-class StageWaiting(StageStopped):
+class RunHalted(StageStopped):
+    """Raised to end a run in a state of its own, which pages show under the name `state`; finished work is kept."""
+
+    state = "Halted"
+
+
+class StageWaiting(RunHalted):
     """Raised by a stage that waits for people; the same command goes on when they are done.
 
     `condition` holds, as JSON values, what the stage waits for: see `rlhf_core.annotation.people.is_met`.
@@ -43,12 +50,27 @@ class StageWaiting(StageStopped):
         super().__init__(message)
         self.condition = dict(condition)
 
+    state = "Waiting"
+
+
+class RunBlocked(RunHalted):
+    """Raised at the end of a run in which a gate held back what depends on an artifact."""
+
+    state = "Blocked"
+
+
+class RunOverBudget(RunHalted):
+    """Raised when the budget of a run is spent; the same command goes on with a larger budget."""
+
+    state = "OverBudget"
+
 
 def reason() -> str:
     """Return why the stage must save and end now, or "" if it may continue."""
     if _asked.is_set():
         return _reason
-    return "the time limit is reached" if time.time() > _deadline else ""
+    now = time.time()
+    return next((why for at, why in _deadlines if now > at), "")
 
 
 def ask(why: str) -> None:
@@ -61,14 +83,23 @@ def ask(why: str) -> None:
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
     """Ask stages inside the block to end `seconds` after the start of the allocation, or after now; 0 sets no limit."""
-    global _deadline
-    before = _deadline
-    if seconds:
-        _deadline = float(os.environ.get(ALLOCATION_START) or time.time()) + seconds
+    if not seconds:
+        yield
+        return
+    began = float(os.environ.get(ALLOCATION_START) or time.time())
+    with deadline(began + seconds - time.time(), "the time limit is reached"):
+        yield
+
+
+@contextmanager
+def deadline(seconds: float, why: str) -> Iterator[None]:
+    """Ask stages inside the block to end `seconds` from now, with `why` as the reason."""
+    limit = (time.time() + seconds, why)
+    _deadlines.append(limit)
     try:
         yield
     finally:
-        _deadline = before
+        _deadlines.remove(limit)
 
 
 @contextmanager

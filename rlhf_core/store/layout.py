@@ -85,6 +85,11 @@ class StoreLayout:
         return self.root / "roots" / "pins"
 
     @property
+    def gates(self) -> Path:
+        """Return the folder of what people were asked, and what they decided, at gates."""
+        return self.root / "roots" / "gates"
+
+    @property
     def externals(self) -> Path:
         return self.root / "roots" / "external"
 

@@ -102,6 +102,10 @@ class MemoryTracker:
         self.tags[f"stage.{label}"] = tracker.run_id
         return tracker
 
+    def tag(self, tags: Mapping[str, str]) -> None:
+        """Set tags of the run."""
+        self.tags |= tags
+
     def cached(self, label: str, *, run_id: str | None, key: str) -> None:
         """Record that a stage was taken from the store."""
         known = self.stages[key].run_id if key in self.stages else ""

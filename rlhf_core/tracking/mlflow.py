@@ -118,6 +118,10 @@ class MlflowTracker:
         self._outbox.flush(OPEN_SECONDS, retry=False)
         return MlflowStageTracker(self, key)
 
+    def tag(self, tags: Mapping[str, str]) -> None:
+        """Set tags of the parent run."""
+        self._append("tag", self._token, tags=redaction.tags(tags))
+
     def cached(self, label: str, *, run_id: str | None, key: str) -> None:
         """Record on the parent run that `label` was taken from the store, and the run that made it."""
         self._append("cached", self._token, label=label, run_id=run_id or "", key=key)

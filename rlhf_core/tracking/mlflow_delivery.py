@@ -163,6 +163,12 @@ class Delivery:
         self.runs[record["run"]] = run
         return run
 
+    def _tag(self, client: Any, record: Record) -> None:
+        run = self._run(client, record["run"])
+        client.log_batch(
+            run.run_id, tags=[self._mlflow.entities.RunTag(key, value) for key, value in record["tags"].items()]
+        )
+
     def _cached(self, client: Any, record: Record) -> None:
         parent = self._run(client, record["run"])
         run_id = record["run_id"]

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_core.schema.base import Config
+from rlhf_core.schema.base import Config, added_option
 
 
 class Threshold(Config):
@@ -28,6 +28,25 @@ class Threshold(Config):
         return self
 
 
+class ChallengeConfig(Config):
+    """The comparison with the current champion, on the same held-out prompts."""
+
+    metric: Literal["gold", "reward_model"] = "gold"
+    """What the answers are compared by: the gold reward of `[evaluate]`, or the score of its reward model."""
+    margin: float = Field(0.0, ge=0)
+    """The interval of the mean difference, prompt by prompt, must be above this for the alias `champion` to move."""
+
+
+class GateNote(Config):
+    """A gate of the run, what it found, and what a person decided."""
+
+    name: str
+    found: str
+    outcome: str
+    answer: str = ""
+    """Who decided what, when and why."""
+
+
 class PublishConfig(Config):
     """The registration of the policy, and the gate that it must pass."""
 
@@ -37,5 +56,9 @@ class PublishConfig(Config):
     """Name of the policy in the report; "" finds it by its digest."""
     gate: tuple[Threshold, ...] = ()
     """Conditions that must all hold. An empty gate passes."""
+    challenge: ChallengeConfig | None = added_option(None)
+    """If given, the policy becomes champion only if it is better than the current one. A first policy has no opponent."""
+    decisions: tuple[GateNote, ...] = added_option(())
+    """What came of the `[[gates]]` of the run, for the model card. The pipeline fills it in."""
     intended_use: str = "Research on preference learning. Not reviewed for use with people."
     licence: str = "To be chosen by whoever releases the model; mind the licences of the base model and of the data."

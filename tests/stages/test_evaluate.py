@@ -98,6 +98,20 @@ def test_policies_are_compared_by_gold_reward_without_any_engine(shop: Workshop,
     assert shop.runtime.engines() == {}
 
 
+def test_every_policy_is_compared_with_the_champion_prompt_by_prompt(shop: Workshop, gold: str, tmp_path: Path) -> None:
+    inputs = three_policies(shop, tmp_path)
+    texts = {"p1": ["xxx"], "p2": ["xxx"]}
+    inputs["champion"] = answers(shop.store, tmp_path / "champion", "digest-old", texts)
+    ref, decision = shop.run("evaluate", EvaluateConfig(gold=gold), {"generations": inputs})
+    rows = report_of(shop, ref)["policies"]
+    # ppo: 4 - 3 on both prompts; sft: p1 (2 + 4) / 2 - 3 = 0 and p2 2 - 3 = -1
+    better, worse = rows["ppo"]["gold_over_champion"], rows["sft"]["gold_over_champion"]
+    assert (better["mean"], better["low"], better["against"], better["prompts"]) == (1.0, 1.0, "champion", 2)
+    assert (worse["mean"], worse["low"], worse["high"]) == (-0.5, -1.0, 0.0)
+    assert "reward_model_over_champion" not in rows["ppo"] and "gold_over_champion" not in rows["champion"]
+    assert (shop.store.path(ref) / "report.html").exists() and shop.metrics(decision)["champion/gold"] == 3.0
+
+
 def test_the_artifact_holds_page_figures_and_the_tracker_has_the_same(
     shop: Workshop, gold: str, tmp_path: Path
 ) -> None:

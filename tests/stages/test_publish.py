@@ -86,6 +86,65 @@ def test_a_passed_gate_makes_the_policy_champion(shop: Workshop, inputs: dict[st
     assert "Gate: **passed**" in card
 
 
+def with_champion(shop: Workshop, inputs: dict[str, Any], tmp_path: Path, low: float) -> dict[str, Any]:
+    """Add a champion that the policy's gold reward exceeds by an interval that begins at `low`."""
+    (tmp_path / "champion").mkdir()
+    (tmp_path / "champion" / "config.json").write_text('{"old": true}')
+    champion = shop.store.external(PolicyRef, tmp_path / "champion")
+    file = shop.store.path(inputs["report"]) / "report.json"
+    report = json.loads(file.read_text())
+    report["policies"]["champion"] = {"digest": champion.digest, "prompts": 64, "samples": 64, "gold": interval(1.5)}
+    report["policies"]["ppo"]["gold_over_champion"] = {"mean": low + 0.1, "low": low, "high": low + 0.2}
+    (tmp_path / "compared").mkdir()
+    (tmp_path / "compared" / "report.json").write_text(json.dumps(report))
+    return inputs | {"report": shop.store.external(ReportRef, tmp_path / "compared"), "champion": champion}
+
+
+@pytest.mark.parametrize(("low", "margin", "wins"), [(0.05, 0.0, True), (0.0, 0.0, False), (0.05, 0.1, False)])
+def test_the_alias_moves_only_if_the_champion_is_beaten_by_the_margin(
+    shop: Workshop, inputs: dict[str, Any], tmp_path: Path, low: float, margin: float, wins: bool
+) -> None:
+    compared = with_champion(shop, inputs, tmp_path, low)
+    gate, card, _ = publish(shop, compared, gate=GOOD, challenge={"metric": "gold", "margin": margin})
+    assert gate["passed"] is wins and gate["checks"][-1]["metric"] == "gold_over_champion/low"
+    ((_, _, aliases, tags),) = shop.tracker.registered
+    assert aliases == (("candidate", "champion") if wins else ("candidate",))
+    moves = [json.loads(value) for key, value in tags.items() if key.startswith("champion.")]
+    assert len(moves) == wins
+    if wins:
+        assert moves[0]["how"] == "publish" and moves[0]["by"] and "gold_over_champion/low 0.05 > 0" in moves[0]["why"]
+    assert f"| gold_over_champion/low | > {margin:.4g} | {low:.4g} |" in card
+
+
+def test_a_first_policy_and_the_champion_itself_have_no_opponent(shop: Workshop, inputs: dict[str, Any]) -> None:
+    for given in (inputs, inputs | {"champion": inputs["policy"]}):
+        gate, _, _ = publish(shop, given, gate=GOOD, challenge={})
+        assert gate["passed"] is True and len(gate["checks"]) == len(GOOD)
+
+
+def test_a_report_without_that_champion_or_metric_is_refused(
+    shop: Workshop, inputs: dict[str, Any], tmp_path: Path
+) -> None:
+    compared = with_champion(shop, inputs, tmp_path, 0.1)
+    with pytest.raises(
+        ConfigError, match=r"publish.challenge.metric = 'gold': the report does not evaluate the champion"
+    ):
+        publish(shop, compared | {"report": inputs["report"]}, challenge={})
+    with pytest.raises(
+        ConfigError, match=r"'reward_model': the report does not compare with the champion by it; train"
+    ):
+        publish(shop, compared, challenge={"metric": "reward_model"})
+    assert shop.tracker.registered == []
+
+
+def test_the_card_says_who_decided_what_at_gates(shop: Workshop, inputs: dict[str, Any]) -> None:
+    note = {"name": "quality", "found": "accuracy_low 0.61 < 0.65", "outcome": "approved", "answer": "approved by ada"}
+    _, card, _ = publish(shop, inputs, decisions=[note])
+    assert "| quality | accuracy_low 0.61 < 0.65 | approved | approved by ada |" in card
+    _, card, _ = publish(shop, inputs)
+    assert "The run had no gates." in card
+
+
 def test_what_is_registered_stays_in_the_store(shop: Workshop, inputs: dict[str, Any]) -> None:
     made, _ = execute(shop.store, toy_spec(), runtime=NoEngines(), tracker=shop.tracker, progress=quiet)
     report = shop.store.path(inputs["report"]) / "report.json"

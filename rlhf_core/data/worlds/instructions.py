@@ -53,7 +53,7 @@ def make_tables(config: InstructionsWorld, *, seed: int) -> tuple[Tables, dict[s
     """Return the prompts for sampling and the held-out ones, all different."""
     rng = random.Random(derive_seed(seed, "kinds"))
     seen = [kind for kind in PHRASES if kind not in NEW_KINDS]
-    trained: list[Kinds] = [(kind,) for kind in seen] * SINGLES
+    trained: list[Kinds] = [(kind,) for kind in seen for _ in range(SINGLES)]
     trained += [pair for pair in combinations(seen, 2) if allowed(pair) and pair not in _NEW_PAIRS]
     triples: list[Kinds] = [
         three for three in combinations(seen, 3) if allowed(three) and _NEW_PAIRS & set(combinations(three, 2))

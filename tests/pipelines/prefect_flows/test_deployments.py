@@ -58,7 +58,7 @@ def test_the_stages_of_other_profiles_have_forms_too(profile: str, names: set[st
 def test_every_deployment_is_served_once() -> None:
     served = [deployment.name for deployment in deployments.deployments()]
     assert len(served) == len(set(served))
-    several = {"full", "rlvr", "online", "rejection-sampling", "conditional-sft", "iterative-dpo"}
+    several = {"full", "rlvr", "online", "approve", "rejection-sampling", "conditional-sft", "iterative-dpo"}
     assert set(served) == several | {name.replace("_", "-") for name in STAGES}
 
 

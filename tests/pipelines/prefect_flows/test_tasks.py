@@ -160,3 +160,44 @@ def test_a_run_that_waits_for_people_is_waiting_and_goes_on_when_they_are_done(
     (own / "judgments.jsonl").write_text('{"id": "c1", "choice": "first"}\n')
     state = body(return_state=True)
     assert state.is_completed() and list(state.result()) == ["collect"]
+
+
+def test_a_blocked_run_and_an_approval_from_a_form(
+    prefect_home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prefect import flow
+    from prefect.exceptions import ParameterTypeError
+
+    from pipelines.execution.resume import Resumption
+    from pipelines.prefect_flows import approval_flow, pipeline_flows
+    from pipelines.prefect_flows.approval_flow import approve
+
+    monkeypatch.setattr(pipeline_flows, "open_tracker", lambda *_: MemoryTracker())
+    monkeypatch.setenv("RLHF_HOME", str(prefect_home.root))
+    gate = '[[gates]]\nafter = "first"\nmetric = "total"\nop = ">="\nvalue = 2.0\nname = "quality"\n'
+    config = load_profile(write_mini(tmp_path, gate + 'otherwise = "approve"\n'), [f'store="{tmp_path}/store"'])
+
+    @flow(name="test-blocked", persist_result=False)
+    def body() -> Any:
+        return pipeline_flows.run_served(config, two_toys, RunOptions())
+
+    state = body(return_state=True)
+    assert state.name == "Waiting" and "`rlhf approve mini quality --artifact" in str(state.message)
+    flow_run = str(state.state_details.flow_run_id)
+    given = {"run": flow_run, "gate": "quality", "reason": "too short", "by": "ada", "store": f"{tmp_path}/store"}
+    # This test's flow is none of `rlhf up`, so it cannot be started again from here.
+    said = approve(decision="reject", **given)
+    assert "rejected by ada at" in said and said.endswith("run the same command again, and it goes on")
+    state = body(return_state=True)
+    assert state.name == "Blocked" and str(state.message).startswith(
+        "BLOCKED by gate quality: total 1.5 < 2; rejected by ada"
+    )
+    resumed = []
+    monkeypatch.setattr(
+        approval_flow, "resume", lambda one, *, served: resumed.append(one) or Resumption("scheduled", "it goes on")
+    )
+    assert approve(decision="approve", **given).endswith("; it goes on")
+    assert resumed == [given["run"]]
+    assert body(return_state=True).is_completed()
+    with pytest.raises(ParameterTypeError, match="decision: Input should be 'approve' or 'reject'"):
+        approve(decision="maybe", **given)

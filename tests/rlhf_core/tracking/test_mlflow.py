@@ -39,6 +39,15 @@ def client(database: Path) -> MlflowClient:
     return MlflowClient(tracking_uri=f"sqlite:///{database}")
 
 
+def test_tags_of_a_pipeline_run_are_set_while_it_runs(make: Made, client: MlflowClient) -> None:
+    tracker = make()
+    parent = tracker.start("nightly", run_id=None, params={}, tags={})
+    tracker.tag({"gate.quality": "blocked: accuracy_low 0.61 < 0.65", "state.message": "key sk-abcdefghijklmnop1234"})
+    tracker.finish("KILLED", note="")
+    tags = client.get_run(parent).data.tags
+    assert tags["gate.quality"] == "blocked: accuracy_low 0.61 < 0.65" and "sk-abc" not in tags["state.message"]
+
+
 def test_a_pipeline_is_a_parent_run_and_a_stage_a_run_below_it(make: Made, client: MlflowClient) -> None:
     tracker = make()
     parent = tracker.start(

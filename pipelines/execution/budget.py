@@ -1,0 +1,151 @@
+"""Keep a run within its budget of hours and GPU hours, over all attempts until it finishes.
+
+What the attempts of a run have spent is kept in the store, under the name of the run, until the run finishes. A process that is
+killed does not write down what its last stage had spent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipelines.flows.run_rules import BudgetConfig
+from rlhf_core.config.engines import RuntimeConfig
+from rlhf_core.errors import ConfigError, explain
+from rlhf_core.stage import stopping
+from rlhf_core.stage.key import StageSpec
+from rlhf_core.stage.stopping import RunOverBudget, StageStopped
+from rlhf_core.store.fingerprint import sha256_text
+from rlhf_core.store.layout import write_json
+from rlhf_core.store.typed_json import Stored, read_stored
+from stages.config.propose_comparisons import ProposeComparisonsConfig
+
+HOUR = 3600.0
+SPENT = "the budget is spent"
+
+
+class Ledger(Stored):
+    """What the attempts of a run have spent so far, in seconds."""
+
+    run: str
+    seconds: float = 0.0
+    gpu_seconds: float = 0.0
+
+
+@dataclass
+class Spent:
+    """Whether the time inside a block counts; it does not where another process computed the stage."""
+
+    counts: bool = True
+
+
+@dataclass
+class Budget:
+    """The budget of one run; `root` is the folder of its store."""
+
+    config: BudgetConfig
+    run: str
+    root: Path
+    clock: Callable[[], float] = time.monotonic
+    _ledger: Ledger = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._ledger = read_stored(self._path, Ledger) or Ledger(run=self.run)
+
+    def check(self) -> None:
+        """Raise RunOverBudget if a part of the budget is spent."""
+        for key, spent, limit in self._limits():
+            if spent >= limit:
+                raise RunOverBudget(
+                    f"budget.{key} = {limit:g}: {spent:.3g} {key.replace('_', ' ').replace('gpu', 'GPU')} are spent; "
+                    f"finished work is kept: run the same command again with a higher budget.{key}"
+                )
+
+    @contextmanager
+    def spending(self, gpus: float) -> Iterator[Spent]:
+        """Count the time inside the block, on `gpus` GPUs; a stage in it is asked to save when the budget is spent.
+
+        Raises RunOverBudget if the budget is spent at the beginning, or if the stage was stopped for that reason.
+        """
+        spent = Spent()
+        if not self._limits():
+            yield spent
+            return
+        self.check()
+        began, left = self.clock(), self._left_s(gpus)
+        least = 0.0
+        try:
+            with stopping.deadline(left, SPENT):
+                yield spent
+        except StageStopped as error:
+            least = left if str(error) == SPENT else 0.0  # the two clocks may differ by a little
+            raise
+        finally:
+            if spent.counts:
+                self._add(max(self.clock() - began, least), gpus)
+            if least:
+                self.check()
+
+    def close(self) -> None:
+        """Forget what was spent: the run has finished, and the next one starts anew."""
+        self._path.unlink(missing_ok=True)
+
+    def _limits(self) -> list[tuple[str, float, float]]:
+        """Return key, hours spent and limit of each part of the budget that is limited."""
+        found = (
+            ("hours", self._ledger.seconds / HOUR, self.config.hours),
+            ("gpu_hours", self._ledger.gpu_seconds / HOUR, self.config.gpu_hours),
+        )
+        return [(key, spent, limit) for key, spent, limit in found if limit is not None]
+
+    def _left_s(self, gpus: float) -> float:
+        rates = {"hours": 1.0, "gpu_hours": gpus}
+        left = [(limit - spent) * HOUR / rates[key] for key, spent, limit in self._limits() if rates[key]]
+        return min(left, default=float("inf"))
+
+    def _add(self, seconds: float, gpus: float) -> None:
+        spent = {
+            "seconds": self._ledger.seconds + seconds,
+            "gpu_seconds": self._ledger.gpu_seconds + seconds * gpus,
+        }
+        self._ledger = self._ledger.model_copy(update=spent)
+        write_json(self._path, self._ledger.model_dump())
+
+    @property
+    def _path(self) -> Path:
+        return self.root / "roots" / "budgets" / f"{sha256_text(self.run)}.json"
+
+
+def gpus_of(spec: StageSpec, runtime: RuntimeConfig) -> float:
+    """Return the number of GPUs that the engines of a stage hold."""
+    train = runtime.train_workers * runtime.gpus_per_train_worker if "trainer" in spec.engines else 0.0
+    sample = runtime.sampler.needs().engines * runtime.gpus_per_engine if "sampler" in spec.engines else 0.0
+    if runtime.shares_gpus:  # a train worker and an engine hold the same GPU, which counts once
+        workers = runtime.train_workers if "trainer" in spec.engines else 0
+        engines = runtime.sampler.needs().engines if "sampler" in spec.engines else 0
+        return float(max(workers, engines))
+    return float(train + sample)
+
+
+def pairs_asked(config: ProposeComparisonsConfig) -> int:
+    """Return the largest number of pairs that a proposal asks about, repeats and attention checks included."""
+    return (
+        config.budget + round(config.repeat_fraction * config.budget) + round(config.attention_fraction * config.budget)
+    )
+
+
+def check_comparisons(budget: BudgetConfig, planned: Sequence[StageSpec]) -> None:
+    """Raise ConfigError if the pipeline may ask about more pairs than its budget, rounds that are done included."""
+    if budget.comparisons is None:
+        return
+    asked = {
+        spec.label: pairs_asked(spec.config) for spec in planned if isinstance(spec.config, ProposeComparisonsConfig)
+    }
+    total = sum(asked.values())
+    if total > budget.comparisons:
+        rule = f"{' + '.join(f'{label} {pairs}' for label, pairs in asked.items())} may ask about {total} pairs"
+        remedy = "lower the budget of the proposals or the number of rounds, or raise this one"
+        raise ConfigError(explain("budget.comparisons", budget.comparisons, rule, remedy))

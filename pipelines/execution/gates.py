@@ -1,0 +1,203 @@
+"""Judge gates: hold back what depends on an artifact whose gate does not hold, until a person decides or for good.
+
+A gate is judged from the record of its stage, or from the stage's report.json, whenever the stage has run or was a hit. That
+costs nothing, and gates are in no key. The same rules serve the plan and the run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pipelines.flows.inputs import parts
+from pipelines.flows.run_rules import OPPOSITE, GateConfig
+from rlhf_core.errors import ConfigError, explain, nearest
+from rlhf_core.stage.key import StageSpec
+from rlhf_core.stage.stopping import RunBlocked, RunHalted, StageWaiting
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.gate_decisions import GateAnswer, GateDecisions
+from rlhf_core.types import ArtifactRef
+from stages.config.publish import GateNote
+from stages.table import STAGES
+
+Outcome = Literal["passed", "warned", "blocked", "waiting", "approved", "rejected"]
+REPORT = "report.json"
+SHOWN = 40
+"""Number of metrics that an error lists."""
+
+
+class StageHeld(RunHalted):
+    """Raised for a stage that is not run because a gate holds back one of its inputs; the run goes on without it."""
+
+    def __init__(self, message: str, state: str) -> None:
+        super().__init__(message)
+        self.state = state
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a gate for one artifact."""
+
+    gate: GateConfig
+    label: str
+    digest: str
+    found: str
+    """What was compared, such as `accuracy_low 0.61 < 0.65`; empty for a gate without a condition."""
+    outcome: Outcome
+    answer: GateAnswer | None = None
+
+    @property
+    def holds(self) -> bool:
+        """Return whether what depends on the artifact may go on."""
+        return self.outcome in ("passed", "warned", "approved")
+
+    @property
+    def why(self) -> str:
+        """Return what was found and what a person said."""
+        asked = "" if self.found or self.answer else "a person has to approve it"
+        return "; ".join(part for part in (self.found, str(self.answer or ""), asked) if part)
+
+    def __str__(self) -> str:
+        words = {"blocked": "BLOCKED by", "rejected": "BLOCKED by", "waiting": "WAITING at", "warned": "warning of"}
+        return f"{words.get(self.outcome, f'{self.outcome} at')} gate {self.gate.title}: {self.why}"
+
+
+@dataclass
+class Gatekeeper:
+    """The gates of one run or plan, the verdicts so far, and the artifacts that they hold back."""
+
+    gates: Sequence[GateConfig]
+    store: ArtifactStore
+    verdicts: list[Verdict] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    """Labels of the stages that were not run."""
+    _held: dict[str, Verdict] = field(default_factory=dict)
+    """Uri of an artifact that is held back -> the verdict."""
+
+    def judge(self, spec: StageSpec, ref: ArtifactRef, metrics: Mapping[str, float]) -> list[Verdict]:
+        """Judge the gates after a stage that has this artifact and these metrics; return the verdicts.
+
+        Raises ConfigError for a metric that the stage does not have.
+        """
+        found = []
+        for index, gate in enumerate(self.gates):
+            if gate.after == spec.label:
+                folder = self.store.path(ref) if gate.metric else Path()
+                found.append(self._judged(gate, index, spec, ref.digest, metrics, folder))
+        self.verdicts += found
+        for verdict in found:
+            if not verdict.holds:
+                self._held |= {one.uri: verdict for one in guarded(spec, ref)}
+        return found
+
+    def hold(self, spec: StageSpec) -> Verdict | None:
+        """Return the verdict that holds back a stage, None if it may run. `publish` runs only if every gate holds."""
+        failed = [verdict for verdict in self.verdicts if not verdict.holds]
+        found = [self._held[ref.uri] for ref in spec.refs() if ref.uri in self._held]
+        found += failed if spec.name == "publish" else []
+        return min(found, key=lambda verdict: verdict.outcome == "waiting", default=None)
+
+    def skip(self, spec: StageSpec, ref: ArtifactRef, verdict: Verdict) -> None:
+        """Hold back what depends on `ref`, the placeholder for the artifact of a stage that is not run."""
+        self.skipped.append(spec.label)
+        self._held |= {one.uri: verdict for one in (ref, *parts(ref))}
+
+    def notes(self) -> tuple[GateNote, ...]:
+        """Return the verdicts so far, for the model card."""
+        return tuple(
+            GateNote(name=one.gate.title, found=one.found, outcome=one.outcome, answer=str(one.answer or ""))
+            for one in self.verdicts
+        )
+
+    def check(self, run: str) -> None:
+        """Raise StageWaiting if a person has to decide in the run of this name, RunBlocked if a gate does not hold."""
+        blocked = [verdict for verdict in self.verdicts if not verdict.holds and verdict.outcome != "waiting"]
+        waiting = [verdict for verdict in self.verdicts if verdict.outcome == "waiting"]
+        said = [str(verdict) for verdict in blocked] + [question(verdict, run) for verdict in waiting]
+        left = f" (not run: {', '.join(self.skipped)})" if self.skipped else ""
+        if waiting:
+            raise StageWaiting("; ".join(said) + left)
+        if blocked:
+            raise RunBlocked("; ".join(said) + left)
+
+    def _judged(
+        self,
+        gate: GateConfig,
+        index: int,
+        spec: StageSpec,
+        digest: str,
+        metrics: Mapping[str, float],
+        folder: Path,
+    ) -> Verdict:
+        said = ""
+        if gate.metric:
+            found = value_of(gate, index, metrics, folder)
+            holds = gate.holds(found)
+            said = f"{gate.metric} {found:.6g} {gate.op if holds else OPPOSITE[gate.op]} {gate.value:.6g}"
+            if holds:
+                return Verdict(gate, spec.label, digest, said, "passed")
+        if gate.otherwise == "approve":
+            request = GateDecisions(self.store.layout).find(condition(gate), digest)
+            answer = None if request is None else request.answer
+            outcome: Outcome = "waiting" if answer is None else "approved" if answer.answer == "approve" else "rejected"
+            return Verdict(gate, spec.label, digest, said, outcome, answer)
+        return Verdict(gate, spec.label, digest, said, "warned" if gate.otherwise == "warn" else "blocked")
+
+
+def condition(gate: GateConfig) -> dict[str, Any]:
+    """Return what an approval is about besides the artifact: the stage and the condition."""
+    return gate.model_dump(mode="json", exclude={"otherwise"}) | {"name": gate.title}
+
+
+def question(verdict: Verdict, run: str) -> str:
+    """Return who is to do what about a verdict that waits."""
+    command = f"{run} {verdict.gate.title} --artifact {verdict.digest[:12]} --reason ..."
+    return f"{verdict} ({verdict.label}): `rlhf approve {command}` or `rlhf reject {command}`"
+
+
+def guarded(spec: StageSpec, ref: ArtifactRef) -> Iterator[ArtifactRef]:
+    """Yield the artifacts that a gate after the stage holds back: its own, and the input that its report judges."""
+    yield from (ref, *parts(ref))
+    judges = STAGES[spec.name].judges if spec.name in STAGES else ()
+    if judges:
+        name, entry = judges
+        table = spec.inputs[name]
+        if isinstance(table, Mapping) and entry in table:
+            yield table[entry]
+
+
+def value_of(gate: GateConfig, index: int, metrics: Mapping[str, float], folder: Path) -> float:
+    """Return the number that a gate names: a metric of the record, or the path of a number in report.json.
+
+    Raises ConfigError that names what there is.
+    """
+    if gate.metric in metrics:
+        return metrics[gate.metric]
+    report = folder / REPORT
+    known = dict(metrics)
+    if report.is_file():
+        known = dict(numbers(json.loads(report.read_text()))) | known
+    if gate.metric in known:
+        return known[gate.metric]
+    names = sorted(known)
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    rule = f"{gate.after} has no such metric; it has {', '.join(names[:SHOWN]) or 'none'}{more}"
+    near = nearest(gate.metric, names)
+    remedy = near if near.startswith("did you mean") else "name one of them"
+    raise ConfigError(explain(f"gates[{index}].metric", gate.metric, rule, remedy))
+
+
+def numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
+    """Yield path -> number for every number in a report.
+
+    >>> dict(numbers({"policies": {"ppo": {"gold": {"low": 1.5}}}, "order": ["ppo"]}))
+    {'policies/ppo/gold/low': 1.5}
+    """
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from numbers(item, f"{path}/{name}" if path else str(name))
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield path, float(value)

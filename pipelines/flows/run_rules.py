@@ -1,0 +1,90 @@
+"""Configure what ends or holds back a run: gates after stages, budgets, and who is notified. Nothing here enters a key."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from rlhf_core.schema.base import Config
+from rlhf_core.schema.secrets import HOLDS_SECRETS
+
+OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    ">": operator.gt,
+    "<=": operator.le,
+    "<": operator.lt,
+}
+OPPOSITE = {">=": "<", ">": "<=", "<=": ">", "<": ">="}
+Event = Literal["waiting", "blocked", "over_budget", "failed", "finished"]
+
+
+class GateConfig(Config):
+    """A condition on a number of a finished stage, and what happens if it does not hold.
+
+    >>> GateConfig(after="reward_model", metric="accuracy_low", op=">=", value=0.65).title
+    'reward_model'
+    """
+
+    after: str = Field(min_length=1)
+    """Label of the stage, as `rlhf plan` shows it: `reward_model`, `online/round_1/compare`."""
+    metric: str = ""
+    """Metric of the stage's record, or the path of a number in its report.json: `accuracy_low`, `policies/ppo/gold/low`.
+    Without one, a person approves every artifact."""
+    op: Literal[">=", ">", "<=", "<"] = ">="
+    value: float | None = None
+    otherwise: Literal["block", "approve", "warn"] = "block"
+    """What happens if the condition does not hold: `block` holds back all that depends on the artifact, `approve` does
+    so until a person decides, `warn` only says so."""
+    name: str = ""
+    """Name of the gate in messages, tags and `rlhf approve`; if empty, the label in `after`."""
+
+    @property
+    def title(self) -> str:
+        """Return the name of the gate."""
+        return self.name or self.after
+
+    def holds(self, found: float) -> bool:
+        """Return whether the condition holds for a number; it never holds for NaN."""
+        return self.value is not None and OPERATORS[self.op](found, self.value)
+
+    @model_validator(mode="after")
+    def _condition_is_complete(self) -> GateConfig:
+        if self.metric and self.value is None:
+            raise ValueError(f"metric = {self.metric!r}: is compared with nothing; add op and value")
+        if not self.metric and self.value is not None:
+            raise ValueError(f"value = {self.value:g}: nothing is compared with it; add metric")
+        if not self.metric and self.otherwise != "approve":
+            raise ValueError(
+                f"otherwise = {self.otherwise!r}: the gate has no condition; add metric, op and value, or choose 'approve'"
+            )
+        return self
+
+
+class BudgetConfig(Config):
+    """Limits on what a run may spend, its earlier attempts included; stages that are taken from the store cost nothing."""
+
+    hours: float | None = Field(None, gt=0)
+    """Hours of executed stages."""
+    gpu_hours: float | None = Field(None, gt=0)
+    """Hours of executed stages times the number of GPUs that their engines hold."""
+    comparisons: int | None = Field(None, ge=0)
+    """Number of pairs that people or judges may be asked about, over all rounds."""
+
+
+class NotifyConfig(Config):
+    """A receiver that gets a small JSON object by POST when a run ends or waits."""
+
+    webhook: Annotated[str, Field(min_length=1), HOLDS_SECRETS]
+    """Address of the receiver, or `env:NAME` for an address with a secret in it."""
+    events: tuple[Event, ...] = ("waiting", "blocked", "over_budget", "failed", "finished")
+    timeout_s: float = Field(5.0, gt=0, le=60)
+    """Deadline of the request. A receiver that is away never fails a run."""
+
+    @model_validator(mode="after")
+    def _is_an_address(self) -> NotifyConfig:
+        if not self.webhook.startswith(("http://", "https://", "env:")):
+            raise ValueError("webhook = ...: must be an http(s) address; give one, or env:NAME for one in a variable")
+        return self

@@ -1,0 +1,167 @@
+"""The champions of a model in the registry: which version has the alias `champion`, which ones had it, and why.
+
+MLflow keeps only where an alias is now. So each version gets one tag for each time that it became champion, `champion.<time>`,
+with who moved the alias and why; the history of a model is all these tags in order of time.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.errors import ConfigError, explain, nearest
+from rlhf_core.secrets.redaction import without_secrets
+from rlhf_core.tracking import redaction
+from rlhf_core.tracking.champion_tags import TAG, move_tag
+from rlhf_core.tracking.mlflow import TrackingError
+from rlhf_core.tracking.mlflow_client import open_client
+from rlhf_core.tracking.mlflow_delivery import DIGEST_TAG, registry_name
+from rlhf_core.types import CHAMPION
+
+logger = logging.getLogger(__name__)
+
+ROLLBACK = "rollback"
+
+
+@dataclass(frozen=True)
+class ChampionMove:
+    """A move of the alias `champion` to a version."""
+
+    version: str
+    digest: str
+    at: str
+    """Time in ISO 8601 in UTC."""
+    how: str
+    """`publish` or `rollback`."""
+    by: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Champions:
+    """The champions of one registered model. `current` is the version that has the alias, "" if none has."""
+
+    name: str
+    current: str
+    moves: tuple[ChampionMove, ...]
+    digests: Mapping[str, str]
+    """Version -> digest of its weights in the store."""
+
+    @property
+    def previous(self) -> str:
+        """Return the version that a rollback goes to: the champion before the current one; "" if there is none."""
+        line = reign(self.moves)
+        if self.current in line:
+            line = line[: line.index(self.current)]
+        return line[-1] if line else ""
+
+
+def reign(moves: Sequence[ChampionMove]) -> list[str]:
+    """Return the versions in the order in which they became champion, without those that were rolled back.
+
+    >>> def moved(how, *versions): return [ChampionMove(one, "", "", how, "", "") for one in versions]
+    >>> reign([*moved("publish", "1", "2", "3"), *moved("rollback", "2"), *moved("publish", "4")])
+    ['1', '2', '4']
+    """
+    line: list[str] = []
+    for move in moves:
+        if move.how == ROLLBACK and move.version in line:
+            line = line[: line.index(move.version) + 1]
+        elif not line or line[-1] != move.version:
+            line = [version for version in line if version != move.version] + [move.version]
+    return line
+
+
+# ---------------------------------------------------------------- the registry
+
+
+def read_champions(uri: str, name: str) -> Champions | None:
+    """Return the champions of a registered model; None if the registry has no model of this name.
+
+    Raises TrackingError if the registry does not answer.
+    """
+    if _is_missing_database(uri):
+        return None
+    with _answering(uri):
+        client = open_client(uri)
+        found = client.search_registered_models(filter_string=f"name = '{registry_name(name)}'")
+        return _champions(client, found[0]) if found else None
+
+
+def champion_digest(uri: str, name: str) -> str:
+    """Return the digest of the current champion's weights; "" without a champion."""
+    found = read_champions(uri, name)
+    return "" if found is None or not found.current else found.digests[found.current]
+
+
+def model_names(uri: str) -> list[str]:
+    """Return the names of the registered models that have or had a champion."""
+    if _is_missing_database(uri):
+        return []
+    with _answering(uri):
+        client = open_client(uri)
+        found = [_champions(client, model) for model in client.search_registered_models()]
+    return [one.name for one in found if one.current or one.moves]
+
+
+def roll_back(uri: str, name: str, *, why: str) -> tuple[str, str]:
+    """Give the alias `champion` back to the champion before the current one; return the version before and now.
+
+    Who did so, when and why is written into the tags of the version. Raises ConfigError if there was none before.
+    """
+    found = read_champions(uri, name)
+    if found is None:
+        raise ConfigError(explain("champion", name, "the registry has no such model", nearest(name, model_names(uri))))
+    if not found.previous:
+        rule = "has no champion before the current one" if found.current else "has never had a champion"
+        raise ConfigError(explain("champion", name, rule, "publish another policy, or move the alias in MLflow"))
+    with _answering(uri):
+        client = open_client(uri)
+        for key, value in redaction.tags(move_tag(ROLLBACK, why)).items():  # first, so that no move lacks its reason
+            client.set_model_version_tag(found.name, found.previous, key, value)
+        client.set_registered_model_alias(found.name, CHAMPION, found.previous)
+    return found.current, found.previous
+
+
+def _champions(client: Any, model: Any) -> Champions:
+    versions = client.search_model_versions(f"name = '{model.name}'")
+    moves = sorted((move for version in versions for move in _moves(version)), key=lambda pair: pair[0])
+    current = str(model.aliases[CHAMPION]) if CHAMPION in model.aliases else ""
+    digests = {str(version.version): str(version.tags.get(DIGEST_TAG, "")) for version in versions}
+    return Champions(model.name, current, tuple(move for _, move in moves), digests)
+
+
+def _moves(version: Any) -> Iterator[tuple[str, ChampionMove]]:
+    """Yield time and move for each tag of a version; a tag that cannot be read is reported and left out."""
+    for key, value in version.tags.items():
+        if key.startswith(TAG):
+            digest = str(version.tags.get(DIGEST_TAG, ""))
+            try:
+                yield key, ChampionMove(version=str(version.version), digest=digest, **json.loads(value))
+            except (TypeError, ValueError):
+                logger.warning("version %s of %s: the tag %s cannot be read", version.version, version.name, key)
+
+
+def _is_missing_database(uri: str) -> bool:
+    return uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists()
+
+
+class _answering:
+    """A block whose errors of the server or the database become a TrackingError."""
+
+    def __init__(self, uri: str) -> None:
+        self._uri = uri
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            text = without_secrets(f"{type(error).__name__}: {error}".splitlines()[0][:300])
+            raise TrackingError(
+                f"registry at {without_secrets(self._uri)}: does not answer ({text}); try again"
+            ) from error

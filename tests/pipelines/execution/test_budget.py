@@ -1,0 +1,163 @@
+"""Budgets of runs of toy stages, with a clock that the test moves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipelines.execution.budget import Budget, gpus_of
+from pipelines.execution.executor import RunOptions
+from pipelines.execution.opening import open_run, store_of
+from pipelines.execution.plan import plan
+from pipelines.execution.run import run_stages
+from pipelines.flows.graph import Stages
+from pipelines.flows.profile import PipelineConfig, load_profile
+from pipelines.flows.run_rules import BudgetConfig
+from pipelines.services.home import Home
+from rlhf_core.config.engines import RuntimeConfig, VllmSamplerConfig
+from rlhf_core.errors import ConfigError
+from rlhf_core.stage import stopping
+from rlhf_core.stage.stopping import RunOverBudget
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.tracking.memory import MemoryTracker
+from rlhf_core.types import PolicyRef
+from tests.pipelines.execution.test_run import directly
+from tests.support.listener import Notes
+from tests.support.small_pipeline import write_mini
+from tests.support.toy_stage import ToyConfig, toy_spec
+
+HOUR = 3600.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def spend(budget: Budget, clock: Clock, seconds: float, gpus: float = 0.0, *, counts: bool = True) -> None:
+    with budget.spending(gpus) as spent:
+        clock.now += seconds
+        spent.counts = counts
+
+
+def test_hours_are_counted_over_attempts_until_the_run_finishes(tmp_path: Path) -> None:
+    clock, config = Clock(), BudgetConfig(hours=2)
+    spend(Budget(config, "night", tmp_path, clock), clock, 1.5 * HOUR)
+    again = Budget(config, "night", tmp_path, clock)  # another process goes on with the run
+    spend(again, clock, 1.0 * HOUR)
+    with pytest.raises(
+        RunOverBudget, match=r"^budget.hours = 2: 2.5 hours are spent; finished work is kept: run the same"
+    ):
+        spend(again, clock, 0.0)
+    spend(Budget(BudgetConfig(hours=3), "night", tmp_path, clock), clock, 0.1 * HOUR)
+    Budget(config, "day", tmp_path, clock).check()  # another run has a budget of its own
+    again.close()
+    Budget(config, "night", tmp_path, clock).check()
+
+
+def test_gpu_hours_count_gpus_and_work_of_others_costs_nothing(tmp_path: Path) -> None:
+    clock = Clock()
+    budget = Budget(BudgetConfig(gpu_hours=8), "night", tmp_path, clock)
+    spend(budget, clock, 50 * HOUR, gpus=0)
+    spend(budget, clock, 3 * HOUR, gpus=4, counts=False)
+    spend(budget, clock, 1 * HOUR, gpus=4)
+    budget.check()
+    spend(budget, clock, 1 * HOUR, gpus=4)
+    with pytest.raises(RunOverBudget, match=r"budget.gpu_hours = 8: 8 GPU hours are spent"):
+        budget.check()
+
+
+def test_what_a_failed_stage_has_spent_counts(tmp_path: Path) -> None:
+    clock = Clock()
+    budget = Budget(BudgetConfig(hours=1), "night", tmp_path, clock)
+    with pytest.raises(ZeroDivisionError), budget.spending(0):
+        clock.now += 2 * HOUR
+        raise ZeroDivisionError
+    with pytest.raises(RunOverBudget):
+        budget.check()
+
+
+def test_without_a_budget_nothing_is_written(tmp_path: Path) -> None:
+    clock = Clock()
+    spend(Budget(BudgetConfig(), "night", tmp_path, clock), clock, HOUR)
+    assert list(tmp_path.iterdir()) == []
+
+
+def toys(trouble: str) -> Any:
+    def pipeline(config: PipelineConfig, stages: Stages) -> None:
+        first = stages.run_stage(toy_spec(ToyConfig(), label="first"), PolicyRef)
+        if trouble == "first":
+            return
+        slow = toy_spec(ToyConfig(kl_coef=0.1, trouble=trouble), label="second", inputs={"policy": first})
+        stages.run_stage(slow, PolicyRef)
+
+    return pipeline
+
+
+def run_once(folder: Path, home: Home, trouble: str, *overrides: str) -> tuple[Notes, MemoryTracker, Any]:
+    notes, tracker, pipeline = Notes(), MemoryTracker(), toys(trouble)
+    ended: Any = None
+    config = load_profile(write_mini(folder), overrides)
+    with open_run(config, pipeline, RunOptions(), home=home, tracker=tracker, listener=notes) as run:
+        try:
+            run_stages(run, pipeline, directly(run), tags={})
+        except RunOverBudget as error:
+            ended = error
+    return notes, tracker, ended
+
+
+def test_a_stage_is_asked_to_save_when_the_hours_are_spent_and_a_higher_budget_goes_on(
+    tmp_path: Path, home: Home
+) -> None:
+    run_once(tmp_path, home, "first")  # without a budget
+    # The second stage waits for a file that nobody writes: only the deadline of the budget ends it.
+    notes, tracker, ended = run_once(tmp_path, home, f"wait:{tmp_path}/never", f"budget.hours={1 / HOUR}")
+    assert str(ended).startswith("budget.hours = ")
+    assert (tracker.tags["state"], tracker.status) == ("OverBudget", "KILLED")
+    assert notes.of("failed") == [("second", "RunOverBudget")]
+
+    notes, _, ended = run_once(tmp_path, home, "", f"budget.hours={1 / HOUR}")
+    assert ended is not None and notes.of("started") == [("first", "HIT")]  # spent before it could begin
+
+    notes, tracker, ended = run_once(tmp_path, home, "", "budget.hours=1")
+    assert ended is None and tracker.status == "FINISHED"
+    assert notes.of("started") == [("first", "HIT"), ("second", "RESUME")]
+
+    config = load_profile(write_mini(tmp_path))
+    assert list((store_of(config, home).root / "roots" / "budgets").iterdir()) == []  # the next run starts anew
+    assert stopping.reason() == ""
+
+
+def test_pairs_beyond_the_budget_are_refused_by_the_plan(store: ArtifactStore) -> None:
+    def planned(*overrides: str) -> int:
+        return len(plan(load_profile("tiny/online", overrides), store))
+
+    # 300 pairs a round, a tenth of them again, and a twentieth as many attention checks: 345 in each of three rounds.
+    with pytest.raises(
+        ConfigError, match=r"budget.comparisons = 1000: online/round_1/propose 345 \+ .* ask about 1035 pairs"
+    ):
+        planned("budget.comparisons=1000")
+    assert planned("budget.comparisons=1035") == planned()
+
+
+def test_a_gpu_that_is_shared_counts_once() -> None:
+    spec: Any = SimpleNamespace(engines={"trainer": {}, "sampler": {}})
+    apart = RuntimeConfig(
+        train_workers=4,
+        gpus_per_train_worker=1,
+        gpus_per_engine=2,
+        sampler=VllmSamplerConfig(engines=2, tensor_parallel=2),
+    )
+    assert gpus_of(spec, apart) == 8
+    shared = RuntimeConfig(
+        train_workers=4, gpus_per_train_worker=0.5, gpus_per_engine=0.5, sampler=VllmSamplerConfig(engines=4)
+    )
+    assert gpus_of(spec, shared) == 4
+    only: Any = SimpleNamespace(engines={"trainer": {}})
+    assert gpus_of(only, apart) == 4 and gpus_of(only, RuntimeConfig()) == 0

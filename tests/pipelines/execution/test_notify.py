@@ -1,0 +1,105 @@
+"""A run tells a receiver on this machine how it ended."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines.execution.gates import StageHeld
+from pipelines.execution.notify import event_of, notify
+from pipelines.flows.profile import load_profile
+from pipelines.flows.run_rules import NotifyConfig
+from pipelines.services.home import Home
+from rlhf_core.errors import ConfigError
+from rlhf_core.stage.stopping import RunBlocked, RunOverBudget, StageStopped, StageWaiting
+from tests.pipelines.execution.test_gates import BLOCK, Trial
+from tests.support.small_pipeline import write_mini
+
+
+class Receiver:
+    """A server that keeps the JSON objects that it gets."""
+
+    def __init__(self) -> None:
+        got = self.got = list[dict[str, Any]]()
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                self.send_response(204)
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None: ...
+
+        self._server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}/hook"
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    receiver = Receiver()
+    yield receiver
+    receiver.close()
+
+
+def test_a_run_that_is_blocked_and_one_that_finishes_are_told(tmp_path: Path, home: Home, receiver: Receiver) -> None:
+    trial, rules = Trial(tmp_path, home), f'[notify]\nwebhook = "{receiver.url}"\n'
+    with pytest.raises(RunBlocked):
+        trial.run(rules + BLOCK)
+    trial.run(rules)
+    blocked, finished = receiver.got
+    assert (blocked["event"], blocked["run"]) == ("blocked", "mini")
+    assert blocked["message"] == "BLOCKED by gate first: total 1.5 < 2 (not run: second, third)"
+    assert blocked["links"] == {"prefect.flow_run_id": "f1"} and blocked["time"]
+    assert (finished["event"], finished["message"]) == ("finished", "")
+    assert not [name for name in trial.tracker.params if name.startswith("notify")]
+
+
+def test_only_the_wanted_events_are_told_and_secrets_are_not(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOOK", receiver.url)
+    config = NotifyConfig(webhook="env:HOOK", events=("failed",))
+    notify(config, None, run="night", links={})
+    notify(config, ValueError("wrong key sk-abcdefghijklmnop1234"), run="night", links={})
+    (told,) = receiver.got
+    assert told["event"] == "failed" and "sk-abc" not in told["message"] and told["message"].startswith("wrong key")
+
+
+@pytest.mark.parametrize("webhook", ["http://127.0.0.1:9/hook", "env:RLHF_NO_SUCH_VARIABLE"])
+def test_a_receiver_that_is_away_is_logged_and_fails_nothing(
+    tmp_path: Path, home: Home, caplog: pytest.LogCaptureFixture, webhook: str
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="pipelines.execution.notify"):
+        assert len(Trial(tmp_path, home).run(f'[notify]\nwebhook = "{webhook}"\n')) == 4
+    assert "notify.webhook: could not be told that the run is finished" in caplog.text
+    assert webhook not in caplog.text
+
+
+def test_every_end_of_a_run_but_an_interruption_is_an_event() -> None:
+    ends = [None, StageWaiting(), RunBlocked(), RunOverBudget(), ValueError(), StageStopped(), KeyboardInterrupt()]
+    assert [event_of(end) for end in ends] == ["finished", "waiting", "blocked", "over_budget", "failed", None, None]
+    assert event_of(StageHeld("", "Blocked")) == "blocked"
+
+
+@pytest.mark.parametrize(
+    ("webhook", "said"),
+    [("ftp://host", "must be an http"), ("https://me:hunter2@host/hook", "secret in plain text")],
+)
+def test_an_address_that_cannot_be_used_is_refused(tmp_path: Path, webhook: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as error:
+        load_profile(write_mini(tmp_path, f'[notify]\nwebhook = "{webhook}"\n'))
+    assert "hunter2" not in str(error.value)

@@ -1,0 +1,88 @@
+"""The champions of a real registry, and the way back to the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from rlhf_core.errors import ConfigError
+from rlhf_core.tracking.champion_tags import move_tag
+from rlhf_core.tracking.champions import champion_digest, model_names, read_champions, roll_back
+from rlhf_core.tracking.mlflow import MlflowTracker, TrackingError
+
+Publish = Callable[[str, bool], str]
+
+
+@pytest.fixture
+def uri(database: Path) -> str:
+    return f"sqlite:///{database}"
+
+
+@pytest.fixture
+def publish(uri: str, tmp_path: Path) -> Iterator[Publish]:
+    """Register the weights of a digest as the stage `publish` does; return the version."""
+    tracker = MlflowTracker(uri, experiment="rlhf", artifact_root=tmp_path / "files")
+    tracker.start("night", run_id=None, params={}, tags={})
+    stage = tracker.stage("publish", key="k1", params={}, tags={})
+
+    def register(digest: str, wins: bool) -> str:
+        aliases = ["candidate", "champion"] if wins else ["candidate"]
+        tags = move_tag("publish", f"{digest} is better") if wins else {}
+        return stage.register("support", digest, aliases=aliases, tags=tags)
+
+    yield register
+    tracker.finish("FINISHED", note="")
+
+
+def test_rollback_goes_to_the_champion_before_and_says_who_and_why(publish: Publish, uri: str) -> None:
+    assert [publish(digest, True) for digest in ("d1", "d2", "d3")] == ["1", "2", "3"]
+    assert publish("d4", False) == "4"
+    found = read_champions(uri, "support")
+    assert found is not None and (found.current, found.previous) == ("3", "2")
+    assert champion_digest(uri, "support") == "d3" and model_names(uri) == ["support"]
+
+    assert roll_back(uri, "support", why="rude answers") == ("3", "2")
+    assert champion_digest(uri, "support") == "d2"
+    client = MlflowClient(tracking_uri=uri)
+    aliases = client.get_registered_model("support").aliases
+    assert {name: str(version) for name, version in aliases.items()} == {"candidate": "4", "champion": "2"}
+    found = read_champions(uri, "support")
+    assert found is not None
+    assert [(move.version, move.how, move.why) for move in found.moves] == [
+        ("1", "publish", "d1 is better"),
+        ("2", "publish", "d2 is better"),
+        ("3", "publish", "d3 is better"),
+        ("2", "rollback", "rude answers"),
+    ]
+    assert all(move.by and move.at for move in found.moves)
+
+    assert roll_back(uri, "support", why="still rude") == ("2", "1")  # further back, not to version 3 again
+    with pytest.raises(ConfigError, match="champion = 'support': has no champion before the current one"):
+        roll_back(uri, "support", why="even ruder")
+    assert champion_digest(uri, "support") == "d1"
+
+
+def test_a_version_that_wins_again_comes_after_the_others(publish: Publish, uri: str) -> None:
+    for digest in ("d1", "d2", "d1"):
+        publish(digest, True)
+    found = read_champions(uri, "support")
+    assert found is not None and (found.current, found.previous) == ("1", "2")
+
+
+def test_without_a_champion_there_is_nothing_to_go_back_to(publish: Publish, uri: str) -> None:
+    publish("d1", False)
+    assert champion_digest(uri, "support") == "" and model_names(uri) == []
+    with pytest.raises(ConfigError, match="has never had a champion"):
+        roll_back(uri, "support", why="")
+    with pytest.raises(ConfigError, match="the registry has no such model"):
+        roll_back(uri, "suport", why="")
+
+
+def test_a_registry_that_is_not_there_is_empty_or_an_error(tmp_path: Path) -> None:
+    missing = f"sqlite:///{tmp_path}/none.db"
+    assert read_champions(missing, "support") is None and not (tmp_path / "none.db").exists()
+    with pytest.raises(TrackingError, match=r"registry at http://127.0.0.1:9: does not answer"):
+        read_champions("http://127.0.0.1:9", "support")
