@@ -18,6 +18,8 @@ PROFILES = {
     "one_node/full": ("cec4fdffe9bd7322", "b37130a8a96d9c4d"),
     "smollm2/full": ("c18a3e2c02bbf254", "60373be1cb851b84"),
     "smollm2/grpo": ("bfd71a46e4da1f48", "dc28c6d2313e01ce"),
+    "smollm2/instructions": ("472394c43c7a45bd", "32c72c5f4b81bf4a"),
+    "smollm2/instructions_hacked": ("87e968a949a8fb7f", "6a57bb485afaa722"),
     "tiny/conditional": ("5c468cf92e9bc1a0", "fbc0faa66eb0e821"),
     "tiny/distill": ("ccf18c1423c7e128", "959f436b7a78b67f"),
     "tiny/full": ("bc62bc8ee97cbdfe", "703b60e326131298"),

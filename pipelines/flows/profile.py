@@ -196,10 +196,10 @@ class PipelineConfig(Config):
     distill: DistillationConfig | None = None
     evaluate: EvaluationConfig | None = None
     publish: PublishConfig | None = None
-    gates: Annotated[tuple[GateConfig, ...], OPERATIONAL] = ()
+    gates: Annotated[tuple[GateConfig, ...], OPERATIONAL] = added_option(())
     """Conditions on finished stages that hold back what depends on them."""
-    budget: Annotated[BudgetConfig, OPERATIONAL] = BudgetConfig()
-    notify: Annotated[NotifyConfig | None, OPERATIONAL] = None
+    budget: Annotated[BudgetConfig, OPERATIONAL] = added_option(BudgetConfig())
+    notify: Annotated[NotifyConfig | None, OPERATIONAL] = added_option(None)
     """Where to say that a run has ended or waits."""
 
     @model_validator(mode="after")
