@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 KEY_METRICS = (
     "accuracy",
@@ -25,9 +26,16 @@ def key_metric(metrics: Mapping[str, float]) -> str:
     While a stage runs, its label precedes the name. Metrics measured `before` training are ignored, as they are no
     result.
     """
-    results = {name: value for name, value in metrics.items() if "before" not in name.split("/")}
-    for wanted in KEY_METRICS:
-        for name, value in results.items():
+    name = min(metrics, key=_rank, default="")
+    rank = _rank(name)
+    return f"{KEY_METRICS[rank]} {metrics[name]:.4g}" if rank < len(KEY_METRICS) else ""
+
+
+@lru_cache(maxsize=4096)  # a list of runs asks about the same names ten thousand times
+def _rank(name: str) -> int:
+    """Return the place in KEY_METRICS of the end of a metric's name; beyond the last if it is none of them."""
+    if "before" not in name.split("/"):
+        for rank, wanted in enumerate(KEY_METRICS):
             if name == wanted or name.endswith(f"/{wanted}"):
-                return f"{wanted} {value:.4g}"
-    return ""
+                return rank
+    return len(KEY_METRICS)

@@ -37,8 +37,9 @@ def print_store(layout: StoreLayout, console: Console) -> None:
     for row in rows:
         state = states[row.object]
         size = "-" if state.bytes is None else f"{state.bytes / 2**20:.1f}"
-        folder = str(layout.object(row.object))
-        said = f"damaged: {state.damage.replace(folder, 'its object')}" if state.damage else ""
+        said = ""
+        if state.damage:
+            said = f"damaged: {state.damage.replace(str(layout.object(row.object)), 'its object')}"
         cells.append((row.digest[:12], row.kind, row.label, size, said))
     _print_columns(("digest", "kind", "stage", "MiB", ""), cells, console)
     for found in unreadable:

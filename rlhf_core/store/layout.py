@@ -9,7 +9,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,6 +45,12 @@ class StoreLayout:
     def object(self, digest: str) -> Path:
         """Return the folder of an immutable object."""
         return self.objects / digest[:2] / digest
+
+    def object_folders(self, digests: Iterable[str]) -> Iterator[tuple[str, str]]:
+        """Yield each digest with the folder of its object as text: paths of thousands of objects take a second."""
+        objects = str(self.objects)
+        for digest in digests:
+            yield digest, os.path.join(objects, digest[:2], digest)  # noqa: PTH118
 
     def key(self, key: str) -> Path:
         """Return the file of a key record: an object belongs to a stage only once this file exists."""
