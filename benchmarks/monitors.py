@@ -4,8 +4,10 @@
     python -m benchmarks.monitors --faults 'stale*' --clean 0 --state /tmp/monitors
 
 Every run is RLOO on the small support desk of `benchmarks.small_world`, with engines in this process, all of `MONITORS`
-and no fault for the first `--begins` steps. Clean runs with other seeds count the false alarms. The bounds of the
-monitors were set on the clean seeds 900 to 903, which are not among those that are reported.
+and no fault for the first `--begins` steps. Clean runs with other seeds count the false alarms. Where bounds are to be
+set for another machine or world, look at clean runs with other seeds than those that are reported:
+
+    python -m benchmarks.monitors --faults none --clean 4 --first-seed 900
 """
 
 from __future__ import annotations

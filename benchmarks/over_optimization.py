@@ -5,7 +5,7 @@
 
 As in Gao, Schulman, Hilton (arXiv 2210.10760) the policy is optimized against reward models that know less and less -
 here they are trained on fewer pairs - and judged by a gold reward that nothing trains on. The KL of best-of-n is the
-bound log n - (n - 1) / n; that of policy optimization is measured on the answers that it trains on. Rewards are relative
+bound log n - (n - 1) / n; that of policy optimization is measured on the answers that the next step trains on. Rewards are relative
 to those of the SFT policy, the proxy in its own standard deviations over SFT's answers. The last table says at which
 step the monitor `over_optimization` would have stopped, and how much gold that run had then, at its best and at its end.
 """
@@ -133,7 +133,7 @@ def optimized(world: SmallWorld, judge: ArtifactRef, pairs: int, options: argpar
     points = [
         Point(
             f"step {step}",
-            max(0.0, kl[step]) if step else 0.0,
+            max(0.0, kl[step + 1] if step + 1 in kl else kl[step]),  # a step measures the policy that it begins with
             (value - proxy[0]) / spread,
             gold[step] - gold[0],
         )
