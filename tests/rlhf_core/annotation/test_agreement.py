@@ -64,3 +64,14 @@ def test_the_report_counts_what_people_did() -> None:
 def test_what_was_not_measured_is_none() -> None:
     report = judgment_report([comparison("c")], [Judgment("c", "ada", "tie")], seed=1)
     assert report["agreement"] is report["alpha"] is report["first_chosen"] is report["consistency"] is None
+
+
+def test_agreement_with_a_known_reward_counts_choices_of_a_side_where_the_rewards_differ() -> None:
+    """Of c0 to c5, c3 is a tie, c4 has equal rewards and c5 none: ada is right about c0 and c1 and wrong about c2."""
+    choices: list[Choice] = ["first", "second", "first", "tie", "first", "second"]
+    judgments = [Judgment(f"c{n}", "ada", choice) for n, choice in enumerate(choices)]
+    gold = {"c0": 2.0, "c1": -0.5, "c2": -1.0, "c3": 1.0, "c4": 0.0}
+    report = judgment_report([comparison(f"c{n}") for n in range(6)], judgments, seed=1, gold=gold)
+    assert report["gold"]["count"] == 3 and report["gold"]["mean"] == pytest.approx(2 / 3)
+    assert report["annotators"]["ada"]["gold"] == pytest.approx(2 / 3)
+    assert judgment_report([comparison("c0")], judgments[:1], seed=1)["gold"] is None
