@@ -30,6 +30,7 @@ from rlhf_core.annotation.comparisons import Comparison
 from rlhf_core.annotation.judge import ask_judge, judge_report
 from rlhf_core.config.annotators import JudgeAnnotator
 from rlhf_core.config.data import SupportWorld
+from rlhf_core.config.rewards import PatternVerdict
 from rlhf_core.data.worlds.support import make_tables
 
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -37,6 +38,23 @@ GOLD = "rlhf_core.data.worlds.support_readers:reader_reward"
 RUBRIC = """\
 The better reply names the customer and the item, understands the problem, apologizes, offers what mends it, and ends
 politely. A reply that names another item or another problem is worse, and so is one that is rude."""
+TEMPLATE = """\
+Compare two replies to the same customer.
+
+What counts:
+{rubric}
+
+{prompt}
+
+Reply A:
+{first}
+
+Reply B:
+{second}
+
+Which reply is better? Answer with one letter, A or B."""
+LETTER = r"(?i)^\W*(?:reply\W+|answer\W+|better\W+)*(a|b)\b"
+"""The first word of the reply: a model of 135M parameters gives no verdict in the default template's form."""
 START_TIMEOUT_S = 1800.0
 
 
@@ -46,7 +64,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=17)
     parser.add_argument("--model", default="", help="a folder, or with --url a name; default: SmolLM2")
     parser.add_argument("--url", default="", help="an OpenAI-compatible server; default: one that ends with this run")
-    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=8)
     parser.add_argument("--folder", default="", help="keeps the verdicts; default: a temporary folder")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -63,7 +81,15 @@ def measured(options: argparse.Namespace, url: str, model: str, kept: Path) -> s
     """Return the report on the judge as JSON, with the time that it took."""
     asked = comparisons(options.pairs, seed=options.seed)
     annotator = JudgeAnnotator(
-        url=url, model=model, rubric=RUBRIC, max_tokens=options.max_tokens, timeout_s=600, on_failure="invalid"
+        url=url,
+        model=model,
+        rubric=RUBRIC,
+        template=TEMPLATE,
+        verdict=PatternVerdict(pattern=LETTER),
+        max_tokens=options.max_tokens,
+        corrections=1,
+        timeout_s=600,
+        on_failure="invalid",
     )
     began = time.monotonic()
     judged = ask_judge(

@@ -16,9 +16,10 @@ from tests.support.chat_server import ChatServer
 
 def reward(asked: str, side: str) -> float:
     """Return the gold reward of the answer on a side of the question."""
-    request, _, answers = asked.partition("Request:\n")[2].partition("\n\nAnswer A:\n")
-    first, _, rest = answers.partition("\n\nAnswer B:\n")
-    text = first if side == "A" else rest.partition("\n\nSay in one sentence")[0]
+    before, _, answers = asked.partition("\n\nReply A:\n")
+    request = before.rpartition("\n\n")[2]
+    first, _, rest = answers.partition("\n\nReply B:\n")
+    text = first if side == "A" else rest.partition("\n\nWhich reply is better?")[0]
     prompt = Prompt("p", (Message("user", request),), "", "test")
     return reader_reward([Generation(prompt, (), Completion((), (), text, "stop", 0, 0))])[0]
 
@@ -28,7 +29,7 @@ def test_an_honest_judge_agrees_with_gold_and_a_biased_one_is_found_out(
     tmp_path: Path, *, biased: bool, gold: float | None, changed: float, first: float
 ) -> None:
     server = ChatServer()
-    server.says = lambda asked: f"Better: {'A' if biased or reward(asked, 'A') > reward(asked, 'B') else 'B'}"
+    server.says = lambda asked: f"{'A' if biased or reward(asked, 'A') > reward(asked, 'B') else 'B'}) it is"
     try:
         options = argparse.Namespace(pairs=12, seed=3, max_tokens=8)
         report = json.loads(measured(options, server.url, "m", tmp_path))
