@@ -17,14 +17,13 @@ from pipelines.execution.local import LocalExecutor
 from pipelines.execution.run import PipelineRun
 from pipelines.flows.full import condition_and_imitate, evaluate_policies, part, sample_and_imitate
 from pipelines.flows.graph import Stages
-from pipelines.flows.profile import (
+from pipelines.flows.profile import PipelineConfig, load_profile
+from pipelines.flows.sections import (
     ConditionalSFTConfig,
     DistillationConfig,
     EvaluationConfig,
     OfflineDPOConfig,
-    PipelineConfig,
     PolicyOptimizationConfig,
-    load_profile,
 )
 from rlhf_core.config.policy import GROUP_ADVANTAGES, PPOConfig
 from rlhf_core.data.tables import read_preferences, write_preferences

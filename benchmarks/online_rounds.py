@@ -27,7 +27,8 @@ from benchmarks.method_rows import Bench, Start, make_start
 from pipelines.flows.full import evaluate_policies
 from pipelines.flows.graph import Stages
 from pipelines.flows.online import run_online
-from pipelines.flows.profile import EvaluationConfig, OnlineConfig, load_profile
+from pipelines.flows.profile import load_profile
+from pipelines.flows.sections import EvaluationConfig, OnlineConfig
 from rlhf_core.types import PolicyRef
 
 ARMS = {"refreshed": True, "fixed": False}

@@ -28,6 +28,7 @@ TESTED_THROUGH = {
     "pipelines/execution/local.py": "pipelines/execution/test_run.py",
     "pipelines/execution/tracker.py": "pipelines/execution/test_run.py",
     "pipelines/flows/run_rules.py": "pipelines/execution/test_gates.py",
+    "pipelines/flows/sections.py": "pipelines/flows/test_profile.py",
     "pipelines/prefect_flows/approval_flow.py": "pipelines/prefect_flows/test_tasks.py",
     "pipelines/prefect_flows/pipeline_flows.py": "pipelines/prefect_flows/test_deployments.py",
     "pipelines/prefect_flows/stage_flows.py": "pipelines/prefect_flows/test_deployments.py",

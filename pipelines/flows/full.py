@@ -15,13 +15,8 @@ from typing import TypeVar
 from pipelines.flows.graph import Stages
 from pipelines.flows.iterative_dpo import iterate_dpo
 from pipelines.flows.online import run_online
-from pipelines.flows.profile import (
-    ConditionalSFTConfig,
-    DistillationConfig,
-    EvaluationConfig,
-    PipelineConfig,
-    RejectionSamplingConfig,
-)
+from pipelines.flows.profile import PipelineConfig
+from pipelines.flows.sections import ConditionalSFTConfig, DistillationConfig, EvaluationConfig, RejectionSamplingConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.types import (
     CHAMPION,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipelines.flows.graph import Stages
-from pipelines.flows.profile import IterativeDPOConfig
+from pipelines.flows.sections import IterativeDPOConfig
 from rlhf_core.types import PolicyRef, PromptsRef, RewardModelRef
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from pipelines.flows.graph import Stages
-from pipelines.flows.profile import OnlineConfig
+from pipelines.flows.sections import OnlineConfig
 from rlhf_core.types import DemonstrationsRef, PolicyRef, PreferencesRef, PromptsRef, RewardModelRef, RolloutsRef
 from stages.config.compare_reward_models import CompareRewardModelsConfig
 from stages.config.merge_preferences import MergePreferencesConfig

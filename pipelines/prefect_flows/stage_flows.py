@@ -19,7 +19,8 @@ from pipelines.flows.full import condition_and_imitate, sample_and_imitate
 from pipelines.flows.graph import GivenInput, Stages
 from pipelines.flows.inputs import find_artifact
 from pipelines.flows.iterative_dpo import iterate_dpo
-from pipelines.flows.profile import ConditionalSFTConfig, IterativeDPOConfig, PipelineConfig, RejectionSamplingConfig
+from pipelines.flows.profile import PipelineConfig
+from pipelines.flows.sections import ConditionalSFTConfig, IterativeDPOConfig, RejectionSamplingConfig
 from pipelines.prefect_flows.pipeline_flows import run_served
 from pipelines.services.flow_runs import FLOW_NAME
 from pipelines.services.home import Home

@@ -1,0 +1,150 @@
+"""Define the sections of a profile that combine stages, or that name the artifacts which their stage starts from."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from rlhf_core.config.policy import PPOConfig
+from rlhf_core.schema.base import OPERATIONAL, Config, added_option
+from stages.config.collect_preferences import CollectPreferencesConfig
+from stages.config.condition import ConditionConfig
+from stages.config.distill import DistillConfig
+from stages.config.dpo import DPOConfig
+from stages.config.evaluate import EvaluateConfig
+from stages.config.generate import GenerateConfig
+from stages.config.propose_comparisons import ProposeComparisonsConfig
+from stages.config.reward_model import Member, RewardModelConfig
+from stages.config.score import ScoreConfig
+from stages.config.select import SelectConfig
+from stages.config.sft import SFTConfig
+
+Start = Literal["base", "sft", "rejection_sampling", "dpo", "iterative_dpo"]
+POLICY_SECTIONS = ("sft", "rejection_sampling", "conditional_sft", "dpo", "iterative_dpo", "online", "ppo", "distill")
+
+
+class RewardEnsembleConfig(Config):
+    """Several reward models in place of one, as stages `reward_model/1` to `reward_model/<members>`."""
+
+    members: int = Field(3, ge=2)
+    """Number of reward models."""
+    by: Literal["seeds", "folds"] = "seeds"
+    """What differs: the seed alone (`seeds`), or also which fold of the prompts a member is not trained on (`folds`)."""
+
+
+class RewardModelSection(RewardModelConfig):
+    """Training of a reward model, or of several of them."""
+
+    ensemble: Annotated[RewardEnsembleConfig | None, OPERATIONAL] = added_option(None)
+    """Trains several reward models. Not part of the key, because each member's number and kind are."""
+
+    def stage_configs(self) -> dict[str, RewardModelConfig]:
+        """Return the configuration of each reward model by its label.
+
+        >>> list(RewardModelSection(ensemble=RewardEnsembleConfig(members=2)).stage_configs())
+        ['reward_model/1', 'reward_model/2']
+        """
+        fields = {name: getattr(self, name) for name in RewardModelConfig.model_fields}
+        if self.ensemble is None:
+            return {"reward_model": RewardModelConfig(**fields)}
+        members = self.ensemble.members
+        return {
+            f"reward_model/{number}": RewardModelConfig(
+                **fields | {"member": Member(number=number, of=members, by=self.ensemble.by)}
+            )
+            for number in range(1, members + 1)
+        }
+
+
+class RejectionSamplingConfig(Config):
+    """Sample and score answers, keep the best, fine-tune on them: generate -> score -> select -> sft."""
+
+    generate: GenerateConfig
+    score: ScoreConfig
+    select: SelectConfig
+    sft: SFTConfig
+
+
+class ConditionalSFTConfig(Config):
+    """Sample, score, and fine-tune on all answers conditioned on the score: generate -> score -> condition -> sft."""
+
+    generate: GenerateConfig
+    score: ScoreConfig
+    condition: ConditionConfig = ConditionConfig()
+    sft: SFTConfig
+
+
+class OfflineDPOConfig(DPOConfig):
+    """Preference optimization on the prepared pairs, and its initial policy, which is also its reference."""
+
+    start_from: Annotated[Literal["base", "sft", "rejection_sampling"], OPERATIONAL] = "sft"
+    """The policy that training starts from. Not part of the key, because the digest of the policy is."""
+
+
+class IterativeDPOConfig(Config):
+    """Rounds of generate -> score -> select (pairs) -> dpo, each starting from the policy of the previous round."""
+
+    rounds: int = Field(2, ge=1)
+    start_from: Literal["base", "sft", "rejection_sampling"] = "sft"
+    reference: Literal["initial", "previous"] = "initial"
+    """Reference policy: `initial` keeps every round close to the first policy, `previous` uses the last round's."""
+    generate: GenerateConfig
+    score: ScoreConfig
+    select: SelectConfig
+    dpo: DPOConfig
+
+
+class OnlineConfig(Config):
+    """Rounds of generate -> score -> propose -> collect -> reward model -> dpo or ppo, on the current policy's answers."""
+
+    rounds: int = Field(3, ge=1)
+    start_from: Annotated[Literal["base", "sft", "rejection_sampling"], OPERATIONAL] = "sft"
+    """The first policy, which is also the reference of all rounds. Not part of the key, because its digest is."""
+    refresh: bool = True
+    """Whether each round trains a reward model on all pairs so far; otherwise `[reward_model]` serves in all rounds."""
+    generate: GenerateConfig
+    score: ScoreConfig = ScoreConfig()
+    propose: ProposeComparisonsConfig = ProposeComparisonsConfig()
+    collect: CollectPreferencesConfig
+    reward_model: RewardModelConfig = RewardModelConfig()
+    """Training of the reward model of each round, always from the same weights."""
+    dpo: DPOConfig | None = None
+    """Optimization of the policy on the pairs of the round; `dpo` or `ppo`."""
+    ppo: PPOConfig | None = None
+    """Optimization of the policy on the reward model of the round."""
+
+    @model_validator(mode="after")
+    def _the_policy_is_optimized_in_one_way(self) -> OnlineConfig:
+        if (self.dpo is None) == (self.ppo is None):
+            found = "neither" if self.dpo is None else "both"
+            raise ValueError(f"the profile has {found} of [online.dpo] and [online.ppo]; give one of them")
+        if self.refresh and not self.collect.eval_fraction:
+            raise ValueError(
+                "collect.eval_fraction = 0.0: each refreshed reward model is compared with the one before on held-out "
+                "pairs; raise it, or set refresh = false"
+            )
+        return self
+
+
+class PolicyOptimizationConfig(PPOConfig):
+    """Policy optimization and its initial policy, which is also its reference."""
+
+    start_from: Annotated[Start, OPERATIONAL] = "sft"
+    """The policy that training starts from. Not part of the key, because the digest of the policy is."""
+
+
+class DistillationConfig(DistillConfig):
+    """Distillation, its student and its teacher. On-policy it uses the prompts, otherwise the demonstrations."""
+
+    start_from: Annotated[Start, OPERATIONAL] = "base"
+    """The student. Not part of the key, because the digest of the policy is; the same holds for the teacher."""
+    teacher: Annotated[Literal["sft", "rejection_sampling", "dpo", "iterative_dpo", "ppo"], OPERATIONAL] = "ppo"
+
+
+class EvaluationConfig(Config):
+    """Sampling of every policy's answers to the held-out prompts, and their comparison in one report."""
+
+    generate: GenerateConfig
+    """Sampling of the answers. A policy in `evaluate.best_of` answers each prompt as often as given there."""
+    evaluate: EvaluateConfig = EvaluateConfig()
