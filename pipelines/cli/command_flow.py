@@ -11,7 +11,7 @@ from uuid import UUID
 from httpx import TransportError
 from prefect import flow
 from prefect.client.schemas.objects import State
-from prefect.context import FlowRunContext
+from prefect.context import FlowRunContext, refresh_global_settings_context
 from prefect.exceptions import CancelledRun
 
 from pipelines.execution.run import PipelineRun
@@ -50,6 +50,7 @@ def run_flow(
         ended.append(True)
         return None
 
+    refresh_global_settings_context()  # an earlier run of this process (`--wait`) may have had another server
     if server is not None:
         server.wait()
     flow_runs: list[UUID] = []

@@ -90,8 +90,12 @@ class Budget:
                 self.check()
 
     def close(self) -> None:
-        """Forget what was spent: the run has finished, and the next one starts anew."""
-        self._path.unlink(missing_ok=True)
+        """Forget what was spent: the run has finished, and the next one starts anew.
+
+        A run without a budget leaves that of another run of the same name alone.
+        """
+        if self._limits():
+            self._path.unlink(missing_ok=True)
 
     def _limits(self) -> list[tuple[str, float, float]]:
         """Return key, hours spent and limit of each part of the budget that is limited."""

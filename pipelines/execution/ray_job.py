@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipelines.execution.budget import SPENT
 from pipelines.execution.executor import Progress, RunContext, StageOutcome
 from pipelines.execution.job_report import SPEC, JobOutcome, Watcher, error_of, read_outcome
 from pipelines.execution.job_spec import JobSpec, write_spec
@@ -225,9 +226,10 @@ def _await(context: RunContext, submission: _Submission, show_progress: Progress
     context.listener.started(label, decision)
     watcher = Watcher(submission.folder, label, context.listener, show_progress, decision=decision)
     try:
-        ended = _follow(jobs, job.job_id, watcher, pending_s=context.config.runtime.job_pending_timeout_s)
+        pending_s = context.config.runtime.job_pending_timeout_s
+        ended = _follow(jobs, job.job_id, watcher, pending_s=pending_s, attached=submission.attached)
     except BaseException as error:
-        if not isinstance(error, Exception):
+        if not isinstance(error, Exception) and not (submission.attached and str(error) == SPENT):
             _stop(jobs, job.job_id)
         raise
     outcome = watcher.poll()
@@ -240,12 +242,17 @@ def _await(context: RunContext, submission: _Submission, show_progress: Progress
     return _Ended(submission, outcome, watcher.decision)
 
 
-def _follow(jobs: Jobs, job_id: str, watcher: Watcher, *, pending_s: float) -> Job | None:
-    """Watch until the job has written its outcome or has ended; return the job as Ray last described it."""
+def _follow(jobs: Jobs, job_id: str, watcher: Watcher, *, pending_s: float, attached: bool) -> Job | None:
+    """Watch until the job has written its outcome or has ended; return the job as Ray last described it.
+
+    Our budget does not stop the job of another run, to which we only `attached`: raises StageStopped.
+    """
     began = answered = time.monotonic()
     due, stopped = began, False
     job: Job | None = None
     while watcher.poll() is None:
+        if attached and stopping.reason() == SPENT:
+            raise stopping.StageStopped(SPENT)
         if stopping.reason() and not stopped:
             stopped = True
             _stop(jobs, job_id)

@@ -98,7 +98,8 @@ class PipelineRun:
     def _execute(self, spec: StageSpec, show_progress: Progress) -> StageOutcome:
         with self.budget.spending(gpus_of(spec, self.context.config.runtime)) as spent:
             outcome = self.executor.execute(spec, show_progress)
-            spent.counts = outcome.decision.action != "ATTACH"  # the process that computed it pays
+            # The process that computed it pays, whether we attached to its job or waited for its result.
+            spent.counts = outcome.decision.action not in ("ATTACH", "HIT")
         return outcome
 
 
@@ -157,7 +158,8 @@ def run_stages(
                 Stages(limited, seed=config.seed, runtime=config.runtime, champion=champion, decisions=run.gates.notes),
             )
         run.gates.check(config.name)
-        run.budget.close()
+        if not run.context.options.until:
+            run.budget.close()
         status = "FINISHED"
     except BaseException as error:
         ended = error

@@ -36,9 +36,17 @@ def halted(error: RunHalted) -> State[None]:
 
 
 def note(home: Home, flow_run: FlowRun, error: RunHalted) -> None:
-    """Remember what a run of a deployment waits for. Other runs are in a terminal, where the same command goes on."""
-    if flow_run.deployment_id is not None and isinstance(error, StageWaiting) and error.condition:
+    """Remember what a run of a deployment waits for, in place of what it waited for before.
+
+    A gate is waited for without a condition: whoever answers it starts the run again. Runs that are no deployment's are in
+    a terminal, where the same command goes on.
+    """
+    if flow_run.deployment_id is None:
+        return
+    if isinstance(error, StageWaiting) and error.condition:
         note_wait(home, str(flow_run.id), error.condition)
+    else:
+        forget_wait(home, str(flow_run.id))
 
 
 def keep_resuming(home: Home, log: Path) -> None:

@@ -17,15 +17,15 @@ PREFECT_PORT = 4200
 MLFLOW_PORT = 5000
 PORTS_TRIED = 200
 
-_CLAIMS: list[IO[str]] = []
-"""Locked files, one per port that this process claimed for a server."""
+_CLAIMS: dict[int, IO[str]] = {}
+"""Port that this process claimed for a server -> its locked file."""
 
 
 def claim_port(wanted: int) -> int:
     """Claim `wanted`, or the next free port, for this process, and return it.
 
     A server needs seconds before it listens. Without a claim, two runs that start together would choose the same port,
-    and one of them would use the other's server until that ends. A claim ends with its process.
+    and one of them would use the other's server until that ends. A claim ends with `release_port`, or with its process.
     """
     for port in range(wanted, wanted + PORTS_TRIED):
         claim = _claim_file(port).open("w")
@@ -35,12 +35,17 @@ def claim_port(wanted: int) -> int:
             claim.close()
             continue
         if is_free(port):
-            _CLAIMS.append(claim)
+            _CLAIMS[port] = claim
             return port
         claim.close()
     raise ServiceError(
         f"port = {wanted}: this port and the {PORTS_TRIED} after it are in use; stop the programs that listen there"
     )
+
+
+def release_port(port: int) -> None:
+    """End the claim of this process to a port whose server has ended."""
+    _CLAIMS.pop(port).close()
 
 
 def is_claimed(port: int) -> bool:

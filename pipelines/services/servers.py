@@ -18,7 +18,7 @@ from pathlib import Path
 from pipelines.services import user_settings
 from pipelines.services.health import ServiceError, answers, await_health, healthy, wait_for
 from pipelines.services.home import LOOPBACK, Home, client_environment, quiet_environment
-from pipelines.services.ports import PREFECT_PORT, claim_port
+from pipelines.services.ports import PREFECT_PORT, claim_port, release_port
 from pipelines.services.running import Services, alive, running
 from pipelines.services.user_servers import connect_user_prefect, prefect_trouble, user_prefect
 from pipelines.services.watchdog import START_TIMEOUT_S, Child, keep_alive
@@ -165,6 +165,7 @@ def private_server(home: Home) -> Iterator[PrivateServer]:
         yield server
     finally:
         server.stop()
+        release_port(port)
 
 
 # ---------------------------------------------------------------- commands

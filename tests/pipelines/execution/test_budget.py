@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipelines.execution.budget import Budget, gpus_of
-from pipelines.execution.executor import RunOptions
+from pipelines.execution.executor import RunOptions, StageOutcome
 from pipelines.execution.opening import open_run, store_of
 from pipelines.execution.plan import plan
 from pipelines.execution.run import run_stages
@@ -20,6 +20,8 @@ from pipelines.services.home import Home
 from rlhf_core.config.engines import RuntimeConfig, VllmSamplerConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.stage import stopping
+from rlhf_core.stage.decision import Decision
+from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.stopping import RunOverBudget
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.memory import MemoryTracker
@@ -89,6 +91,14 @@ def test_without_a_budget_nothing_is_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_run_of_the_same_name_without_a_budget_leaves_what_was_spent(tmp_path: Path) -> None:
+    clock, config = Clock(), BudgetConfig(hours=1)
+    spend(Budget(config, "tiny", tmp_path, clock), clock, 2 * HOUR)
+    Budget(BudgetConfig(), "tiny", tmp_path, clock).close()
+    with pytest.raises(RunOverBudget):
+        Budget(config, "tiny", tmp_path, clock).check()
+
+
 def toys(trouble: str) -> Any:
     def pipeline(config: PipelineConfig, stages: Stages) -> None:
         first = stages.run_stage(toy_spec(ToyConfig(), label="first"), PolicyRef)
@@ -100,11 +110,13 @@ def toys(trouble: str) -> Any:
     return pipeline
 
 
-def run_once(folder: Path, home: Home, trouble: str, *overrides: str) -> tuple[Notes, MemoryTracker, Any]:
+def run_once(
+    folder: Path, home: Home, trouble: str, *overrides: str, until: str = ""
+) -> tuple[Notes, MemoryTracker, Any]:
     notes, tracker, pipeline = Notes(), MemoryTracker(), toys(trouble)
     ended: Any = None
     config = load_profile(write_mini(folder), overrides)
-    with open_run(config, pipeline, RunOptions(), home=home, tracker=tracker, listener=notes) as run:
+    with open_run(config, pipeline, RunOptions(until=until), home=home, tracker=tracker, listener=notes) as run:
         try:
             run_stages(run, pipeline, directly(run), tags={})
         except RunOverBudget as error:
@@ -122,6 +134,7 @@ def test_a_stage_is_asked_to_save_when_the_hours_are_spent_and_a_higher_budget_g
     assert (tracker.tags["state"], tracker.status) == ("OverBudget", "KILLED")
     assert notes.of("failed") == [("second", "RunOverBudget")]
 
+    run_once(tmp_path, home, "first", f"budget.hours={1 / HOUR}", until="first")  # a part of the run is not its end
     notes, _, ended = run_once(tmp_path, home, "", f"budget.hours={1 / HOUR}")
     assert ended is not None and notes.of("started") == [("first", "HIT")]  # spent before it could begin
 
@@ -161,3 +174,23 @@ def test_a_gpu_that_is_shared_counts_once() -> None:
     assert gpus_of(spec, shared) == 4
     only: Any = SimpleNamespace(engines={"trainer": {}})
     assert gpus_of(only, apart) == 4 and gpus_of(only, RuntimeConfig()) == 0
+
+
+def test_what_another_process_has_computed_costs_nothing_while_we_wait_for_it(tmp_path: Path, home: Home) -> None:
+    class Waits:
+        """An executor that waits for another process, whose result is a hit then."""
+
+        def execute(self, spec: StageSpec, show_progress: Any) -> StageOutcome:
+            clock.now += 5 * HOUR
+            return StageOutcome(
+                PolicyRef(uri="store://x", digest="x"), Decision("HIT", "found", "k", None), {}, 0, [], ""
+            )
+
+    clock = Clock()
+    pipeline = toys("first")
+    config = load_profile(write_mini(tmp_path), ["budget.hours=1"])
+    with open_run(config, pipeline, RunOptions(), home=home, tracker=MemoryTracker(), listener=Notes()) as run:
+        run.executor = Waits()  # type: ignore[assignment]
+        run.budget.clock = clock
+        run.stage(toy_spec(ToyConfig(), label="first"), lambda *_: None)
+        run.budget.check()

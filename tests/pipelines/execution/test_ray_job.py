@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pipelines.execution import ray_job, retry
+from pipelines.execution.budget import SPENT
 from pipelines.execution.executor import Progress, RunContext, RunOptions, StageOutcome
 from pipelines.execution.job_report import OUTCOME, SPEC
 from pipelines.execution.opening import open_run, store_of
@@ -212,6 +213,22 @@ def test_a_flow_that_is_interrupted_stops_its_job(tmp_path: Path, home: Home, jo
     jobs.join()
     (past,) = attempts.history(run.store.layout.attempt(stage_key(spec)))
     assert past.status == "interrupted"
+
+
+def test_our_budget_does_not_stop_the_job_of_another_run(tmp_path: Path, home: Home, jobs: ForkedJobs) -> None:
+    def spend(done: int, total: int, message: str) -> None:
+        stopping.ask(SPENT)
+
+    spec = replace(SPEC_OF_A_TOY, config=SLOW)
+    try:
+        with (
+            submitted(new_run(tmp_path, home), jobs, spec),
+            pytest.raises(stopping.StageStopped, match=SPENT),
+        ):
+            run_toy(new_run(tmp_path, home), jobs, spec, progress=spend)
+    finally:
+        stopping._asked.clear()
+    assert jobs.stopped == [] and [job.state for job in jobs.all()] == ["RUNNING"]
 
 
 def test_a_flow_that_fails_leaves_its_job_at_work(tmp_path: Path, home: Home, jobs: ForkedJobs) -> None:

@@ -10,7 +10,7 @@ import pytest
 from prefect import flow
 from prefect.states import Cancelled, Completed, Running
 
-from pipelines.prefect_flows.waiting import checked_apart, note, resume_met, waiting
+from pipelines.prefect_flows.waiting import checked_apart, halted, note, resume_met
 from pipelines.services.flow_runs import FLOW_NAME, reconcile
 from pipelines.services.home import Home
 from pipelines.services.wait_notes import note_wait, waiting_runs
@@ -42,7 +42,7 @@ def all_met(home: Home, names: Sequence[str]) -> list[str]:
 
 
 def test_a_waiting_run_goes_on_once_when_people_are_done(home: Home, client: Any, deployed: Any) -> None:
-    run = deployed(waiting(WAITS))
+    run = deployed(halted(WAITS))
     note(home, run, WAITS)
     assert resume_met(home, lambda home, names: []) == []
     assert state_of(client, run) == "Waiting" and waiting_runs(home) == [str(run.id)]
@@ -57,7 +57,7 @@ def test_a_waiting_run_goes_on_once_when_people_are_done(home: Home, client: Any
 
 
 def test_a_run_that_a_person_cancelled_or_resumed_is_left_alone(home: Home, client: Any, deployed: Any) -> None:
-    cancelled, resumed = deployed(Cancelled(message="by hand")), deployed(waiting(WAITS))
+    cancelled, resumed = deployed(Cancelled(message="by hand")), deployed(halted(WAITS))
     for run in (cancelled, resumed):
         note(home, run, WAITS)
     note_wait(home, "11111111-2222-3333-4444-555555555555", {"name": "of a deleted run"})
@@ -72,16 +72,29 @@ def test_a_run_that_a_person_cancelled_or_resumed_is_left_alone(home: Home, clie
 
 
 def test_reconcile_leaves_a_waiting_run_alone(home: Home, client: Any, deployed: Any) -> None:
-    run = deployed(waiting(WAITS))
+    run = deployed(halted(WAITS))
     assert str(run.id) not in [mended.id for mended in reconcile()]
     assert state_of(client, run) == "Waiting"
 
 
 def test_only_runs_of_deployments_are_noted(home: Home, client: Any, deployed: Any) -> None:
-    run = deployed(waiting(WAITS))
+    run = deployed(halted(WAITS))
     note(home, run.model_copy(update={"deployment_id": None}), WAITS)
     note(home, run, StageWaiting("waits for something that nobody can check"))
     assert waiting_runs(home) == []
+
+
+def test_a_run_that_went_on_and_waits_at_a_gate_is_not_started_again_for_the_people_it_waited_for(
+    home: Home, client: Any, deployed: Any
+) -> None:
+    run = deployed(halted(WAITS))
+    note(home, run, WAITS)
+    assert resume_met(home, all_met) == [str(run.id)]
+    gate = StageWaiting("WAITING at gate quality: `rlhf approve mini quality`")
+    client.set_flow_run_state(run.id, halted(gate), force=True)
+    note(home, run, gate)
+    assert resume_met(home, all_met) == [] and waiting_runs(home) == []
+    assert state_of(client, run) == "Waiting"
 
 
 def test_the_check_is_a_process_of_its_own(home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import socket
 
-from pipelines.services.ports import claim_port, is_free
+from pipelines.services.ports import claim_port, is_claimed, is_free, release_port
 
 
 def test_a_taken_port_is_passed_over() -> None:
@@ -17,3 +17,11 @@ def test_a_port_is_given_once_although_nobody_listens_on_it_yet() -> None:
     first = claim_port(43210)
     assert is_free(first)
     assert claim_port(first) > first
+
+
+def test_a_port_whose_server_has_ended_is_given_again() -> None:
+    port = claim_port(43300)
+    assert is_claimed(port)
+    release_port(port)
+    assert not is_claimed(port)
+    assert claim_port(port) == port
