@@ -8,6 +8,7 @@ cannot be read in one way only is refused, with the option that decides it.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -311,11 +312,12 @@ def _plain(name: str) -> str:
 def _verdict(said: Sequence[_Response], names: tuple[str, ...], source: Source) -> Verdict:
     """Return what one annotator said of the answers `names`."""
     annotator, seconds = said[0].annotator, said[0].seconds
+    twice = next((question for question, count in Counter(one.question for one in said).items() if count > 1), None)
+    if twice is not None:
+        raise DataError(f"two responses: annotator {annotator!r} answered {twice!r} twice; keep one of them")
     if source.rating_questions:
         given = {source.rating_questions[one.question]: rating(one.value) for one in said}
         return Verdict(annotator, tuple(given.get(name) for name in names), seconds)
-    if len(said) > 1:
-        raise DataError(f"two responses: annotator {annotator!r} answered {said[0].question!r} twice; keep one of them")
     (one,) = said
     if one.kind == "pairwise":
         return Verdict(annotator, _pairwise(one, names, source), seconds)

@@ -91,6 +91,18 @@ def test_choices_and_ratings_are_read() -> None:
     assert pairs_of(task(rated), rating_questions={"q1": "answer1", "q2": "answer2"}) == [("4", "5", 3.0, "1")]
 
 
+def test_a_second_rating_by_the_same_annotator_is_refused_and_does_not_replace_the_first() -> None:
+    def rated(first: int, second: int, who: int) -> dict[str, Any]:
+        found = annotation({"rating": first}, kind="rating", name="q1", to_name="answer1", who=who)
+        found["result"].append({"from_name": "q2", "to_name": "answer2", "type": "rating", "value": {"rating": second}})
+        return found
+
+    questions = {"q1": "answer1", "q2": "answer2"}
+    with pytest.raises(DataError, match="two responses: annotator '1' answered 'q1' twice; keep one of them"):
+        pairs_of(task(rated(5, 1, 1), rated(1, 5, 1)), rating_questions=questions)
+    assert pairs_of(task(rated(5, 1, 1), rated(2, 4, 2)), rating_questions=questions) == [("4", "5", 1.0, "")]
+
+
 AMBIGUOUS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (task(annotation({"selected": "left"}, to_name="txt-1,txt-2")), {}, "no answers: .*set columns = {response1"),
     (
