@@ -92,8 +92,10 @@ def read_record(row: Row, format_name: str, source: Source) -> Judged:
     return Judged(str(record), asked(fields[prompt]), texts, verdicts)
 
 
-def preference_rows(judged: Judged, *, pairs: RankingPairs, min_margin: float) -> list[dict[str, Any]]:
-    """Return the preference pairs of a record by the mean of its verdicts; the margin is the difference of the means.
+def preference_rows(judged: Judged, *, pairs: RankingPairs, min_margin: float) -> tuple[list[dict[str, Any]], int]:
+    """Return the preference pairs of a record by the mean of its verdicts, and the number of ties.
+
+    The margin is the difference of the means.
 
     For a choice between two answers that is the share of annotators that chose one less the share that chose the other.
     Raises Tie if annotators are evenly split or all see a tie, and Unrated if nobody judged two answers.
@@ -118,7 +120,7 @@ def preference_rows(judged: Judged, *, pairs: RankingPairs, min_margin: float) -
         }
         for better, worse in made
     ]
-    return [rows[0] | {"tied": tied}, *rows[1:]]
+    return rows, tied
 
 
 # ---------------------------------------------------------------- Label Studio

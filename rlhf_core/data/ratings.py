@@ -44,8 +44,10 @@ def is_rated(row: Row) -> bool:
     )
 
 
-def rated(row: Row, *, pairs: RankingPairs, weights: Mapping[str, float], min_margin: float) -> list[dict[str, Any]]:
-    """Return the preference pairs of a row with ratings, those of the best answer first.
+def rated(
+    row: Row, *, pairs: RankingPairs, weights: Mapping[str, float], min_margin: float
+) -> tuple[list[dict[str, Any]], int]:
+    """Return the preference pairs of a row with ratings, those of the best answer first, and the number of ties.
 
     Answers without a rating are left out. Raises Tie if no two ratings differ enough, Unrated if fewer than two answers
     have a rating, and DataError if the rating of an answer is ambiguous.
@@ -67,7 +69,7 @@ def rated(row: Row, *, pairs: RankingPairs, weights: Mapping[str, float], min_ma
         }
         for better, worse in made
     ]
-    return [rows[0] | {"tied": tied}, *rows[1:]]
+    return rows, tied
 
 
 def overall(aspects: Mapping[str, Any], weights: Mapping[str, float]) -> float | None:

@@ -22,7 +22,7 @@ def source(**options: Any) -> Source:
 
 
 def pairs_of(row: dict[str, Any], **options: Any) -> list[tuple[str, str, float, str]]:
-    rows = preference_rows(read_record(row, detect(row), source(**options)), pairs="all", min_margin=0.0)
+    rows, _ = preference_rows(read_record(row, detect(row), source(**options)), pairs="all", min_margin=0.0)
     return [(one["chosen"], one["rejected"], one["margin"], one.get("annotator", "")) for one in rows]
 
 
@@ -168,7 +168,7 @@ RANKED = [{"value": "response-2", "rank": 1}, {"value": "response-1", "rank": 2}
 )
 def test_every_layout_of_argilla_gives_the_same_ranking(row: dict[str, Any]) -> None:
     judged = read_record(row, "argilla", source())
-    rows = preference_rows(judged, pairs="max_min", min_margin=0.0)
+    rows, _ = preference_rows(judged, pairs="max_min", min_margin=0.0)
     assert [(one["chosen"], one["rejected"], one["annotator"]) for one in rows] == [("4", "5", "u")]
 
 
