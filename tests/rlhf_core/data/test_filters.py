@@ -61,6 +61,14 @@ def test_masks_reach_every_text_of_a_row_and_are_counted() -> None:
     assert report.to_json()["masked"] == {"ip": 1, "email": 1, "phone": 1}
 
 
+def test_arguments_that_are_nested_too_deep_to_be_masked_are_malformed() -> None:
+    arguments = json.loads("[" * 900 + "]" * 900)
+    tools = json.dumps({"tool_calls": [{"function": {"name": "mail", "arguments": {"to": arguments}}}]})
+    kept, report = filtered(example(GOOD, prompt="jo@example.com", tools=tools), example(GOOD), pii="mask")
+    assert kept == [GOOD]
+    assert report.counts() == {"malformed": 1} and not report.masked
+
+
 def test_rows_of_other_languages_are_dropped_and_short_ones_stay() -> None:
     pytest.importorskip("py3langid")
     german = "Guten Morgen, wie geht es Ihnen heute? Mir geht es sehr gut, danke."
