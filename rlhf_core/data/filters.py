@@ -40,6 +40,8 @@ class RowFilter:
                     found = self._masked(example, counts)
                 except RecursionError:
                     reason = "malformed: brackets too deep to look for personal data"
+                if example.chosen and example.rejected and found.chosen == found.rejected:
+                    reason = "no preference left: chosen and rejected differ in personal data alone"
             if reason:
                 report.add(example.source, example.origin, reason)
             else:
@@ -98,12 +100,20 @@ class RowFilter:
             prompt=turns(example.prompt),
             chosen=turns(example.chosen),
             rejected=turns(example.rejected),
-            label=text(example.label),
+            label=fields(example.label) if _is_json(example.label) else text(example.label),
             steps=tuple(text(step) for step in example.steps),
         )
 
 
 # ---------------------------------------------------------------- private
+
+
+def _is_json(label: str) -> bool:
+    """Return whether a label is a JSON object or list, which a reward reads as such."""
+    try:
+        return label.lstrip()[:1] in ("{", "[") and isinstance(json.loads(label), (dict, list))
+    except ValueError:
+        return False
 
 
 def _poor(answer: Turns, config: Filters) -> str:
