@@ -102,8 +102,10 @@ def score_margin(row: Row) -> float | None:
 
 
 def rating(value: Any) -> float | None:
-    """Return a rating as a number, or None for a missing one (`N/A`). Raises DataError for anything else."""
+    """Return a rating as a number, or None for a missing one (`N/A`, NaN). Raises DataError for anything else."""
     if value is None or (isinstance(value, str) and value.strip().lower() in _MISSING):
+        return None
+    if isinstance(value, float) and math.isnan(value):  # pandas writes what is missing so
         return None
     try:
         number = math.nan if isinstance(value, bool) else float(value)
