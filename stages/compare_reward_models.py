@@ -17,7 +17,7 @@ from rlhf_core.stage.context import StageContext
 from rlhf_core.types import PreferencesRef, ReportRef, RewardModelRef, RewardPair
 from stages.config.compare_reward_models import CompareRewardModelsConfig
 from stages.config.reward_model import RewardModelConfig
-from stages.config.suites import check_suites
+from stages.config.suites import suites_as_planned
 from stages.reward_model import reward_pairs
 
 Rendered = list[tuple[str, RewardPair]]
@@ -32,8 +32,8 @@ def run(
     context: StageContext,
 ) -> ReportRef:
     """Return a report with the accuracy, calibration and length dependence of each reward model on `preferences`."""
-    check_suites(config, context.files)
-    suites = {name: read_suite(name, suite) for name, suite in config.suites.items()}
+    with suites_as_planned(config, context.files):
+        suites = {name: read_suite(name, suite) for name, suite in config.suites.items()}
     folder = context.path(preferences)
     splits = ("eval",) if config.split == "eval" else ("train", "eval")
     rows = [row for split in splits for row in read_preferences(folder / f"{split}.parquet")]

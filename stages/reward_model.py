@@ -26,7 +26,7 @@ from rlhf_core.training.fit import fit
 from rlhf_core.training.objectives.base import BradleyTerryObjective
 from rlhf_core.types import PolicyRef, PreferencesRef, RewardModelRef, RewardPair, TokenSample, derive_seed
 from stages.config.reward_model import RewardModelConfig
-from stages.config.suites import check_suites
+from stages.config.suites import suites_as_planned
 
 PROBES = 32
 
@@ -46,8 +46,8 @@ def run(
     context = replace(context, seed=member_seed(config, context.seed))
     check_longest(f"{context.label}.max_length", config.max_length, context.path(policy))
     chat = ChatTemplate.load(context.path(policy))
-    check_suites(config, context.files)
-    suites = {name: read_suite(name, suite) for name, suite in config.suites.items()}
+    with suites_as_planned(config, context.files):
+        suites = {name: read_suite(name, suite) for name, suite in config.suites.items()}
     rows = {split: read_preferences(context.path(preferences) / f"{split}.parquet") for split in ("train", "eval")}
     rows["train"] = without_fold(rows["train"], config)
     rendered = {split: reward_pairs(chat, rows[split], config) for split in rows}

@@ -217,7 +217,8 @@ class Filters(Config):
 
     near_duplicates: float = Field(0.0, ge=0, le=1)
     """Similarity from which a row is dropped as a near-duplicate of an earlier one, 0.8 is common; 0 is off. It is the
-    Jaccard similarity of their word trigrams, estimated by MinHash (Broder 1997) with 128 permutations."""
+    Jaccard similarity of the word trigrams of the whole rows, prompt and answers, but for system turns and schemas of
+    tools; estimated by MinHash (Broder 1997) with 128 permutations."""
     languages: tuple[str, ...] = ()
     """ISO 639-1 codes of the languages to keep (`["en", "de"]`); empty keeps all. Needs the extra `language`."""
     min_language_probability: float = Field(0.0, ge=0, le=1)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.data.pieces import Ids, continued, difference, encode, following, marks_beginning
-from rlhf_core.data.tool_rendering import Rows, left_out, template_rows
+from rlhf_core.data.tool_rendering import Rows, left_out, speaks_and_calls, template_rows
 from rlhf_core.errors import ConfigError, DataError, explain
 from rlhf_core.types import Message, TokenSample
 
@@ -78,7 +78,7 @@ class ChatTemplate:
         self.tokenizer: Any = tokenizer
         self._tools = [dict(tool) for tool in tools]
         self._recent: dict[str, Ids] = {}
-        self._tools_checked: set[tuple[bool, bool, bool]] = set()
+        self._tools_checked: set[tuple[bool, ...]] = set()
         self._marks_beginning = marks_beginning(self.tokenizer)
         name = str(self.tokenizer.name_or_path)
         if not self.tokenizer.chat_template:
@@ -231,7 +231,8 @@ class ChatTemplate:
 
     def _check_tools(self, rows: Rows, tools: Sequence[dict[str, Any]]) -> None:
         """Raise ConfigError if the template leaves out tools, calls or results, which would not be trained on."""
-        used = (bool(tools), any("tool_calls" in row for row in rows), any(row["role"] == "tool" for row in rows))
+        calls, results = any("tool_calls" in row for row in rows), any(row["role"] == "tool" for row in rows)
+        used = (bool(tools), calls, speaks_and_calls(rows), results)
         if used in self._tools_checked:
             return
         missing = left_out(rows, tools, self._apply, str(self.tokenizer.eos_token))

@@ -147,11 +147,11 @@ def compared(row: Row, coding: PreferenceCoding) -> dict[str, Any]:
     }
 
 
-def ranked(row: Row, pairs: RankingPairs) -> list[dict[str, Any]]:
-    """Return the preference pairs of a ranking, those of the best answer first. Raises Tie if all ranks are equal.
+def ranked(row: Row, pairs: RankingPairs) -> tuple[list[dict[str, Any]], int]:
+    """Return the preference pairs of a ranking, those of the best answer first, and the number of ties.
 
     `max_min` pairs the best answer with the worst, `adjacent` each answer with the next one, `all` every two answers.
-    Answers of equal rank are never paired.
+    Answers of equal rank are never paired. Raises Tie if all ranks are equal.
     """
     answers = row["answers"]
     if not isinstance(answers, (list, tuple)) or len(answers) < 2:
@@ -162,7 +162,7 @@ def ranked(row: Row, pairs: RankingPairs) -> list[dict[str, Any]]:
         {"prompt": prompt, "chosen": answers[better]["answer"], "rejected": answers[worse]["answer"]}
         for better, worse in made
     ]
-    return [rows[0] | {"tied": tied}, *rows[1:]]
+    return rows, tied
 
 
 def ordered_pairs(

@@ -8,6 +8,7 @@ cannot be read in one way only is refused, with the option that decides it.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -23,6 +24,7 @@ EXPORTS = ("label_studio", "argilla")
 LONGEST_S = 1e9
 """Longest time for one response; anything longer, and what is no time, counts as not measured."""
 
+_KINDS = ("pairwise", "choices", "ranking", "rating")
 _PROMPTS = ("prompt", "instruction", "question", "conversation")
 _NOT_WORD = re.compile(r"[\W_]+")
 
@@ -91,10 +93,11 @@ def read_record(row: Row, format_name: str, source: Source) -> Judged:
     return Judged(str(record), asked(fields[prompt]), texts, verdicts)
 
 
-def preference_rows(judged: Judged, *, pairs: RankingPairs, min_margin: float) -> list[dict[str, Any]]:
-    """Return the preference pairs of a record by the mean of its verdicts; the margin is the difference of the means.
+def preference_rows(judged: Judged, *, pairs: RankingPairs, min_margin: float) -> tuple[list[dict[str, Any]], int]:
+    """Return the preference pairs of a record by the mean of its verdicts, and the number of ties.
 
-    For a choice between two answers that is the share of annotators that chose one less the share that chose the other.
+    The margin is the difference of the means: for a choice between two answers the share of annotators that chose one
+    less the share that chose the other.
     Raises Tie if annotators are evenly split or all see a tie, and Unrated if nobody judged two answers.
     """
     columns = zip(*(verdict.values for verdict in judged.verdicts), strict=True)
@@ -117,7 +120,7 @@ def preference_rows(judged: Judged, *, pairs: RankingPairs, min_margin: float) -
         }
         for better, worse in made
     ]
-    return [rows[0] | {"tied": tied}, *rows[1:]]
+    return rows, tied
 
 
 # ---------------------------------------------------------------- Label Studio
@@ -248,17 +251,33 @@ def _prompt(fields: Mapping[str, Any], source: Source) -> str:
 
 
 def _of_question(said: list[_Response], source: Source) -> list[_Response]:
-    """Return the responses to the questions that compare the answers. Raises DataError if several could be meant."""
+    """Return the responses to the questions that compare the answers. Raises DataError if these cannot be told."""
     asked_for = set(source.rating_questions) or ({source.columns.preference} - {""})
+    questions = asked_for or {one.question for one in said if one.kind in _KINDS}
+    found = [one for one in said if one.question in questions]
     if asked_for:
-        return [one for one in said if one.question in asked_for]
-    questions = {one.question for one in said if one.kind in ("pairwise", "choices", "ranking", "rating")}
+        if said and not found:
+            raise DataError(
+                f"no such question: the responses are to {sorted({one.question for one in said})}, none to "
+                f"{sorted(asked_for)}; set columns = {{preference = ...}} or rating_questions to questions of the export"
+            )
+        _refuse_unread([one for one in found if one.value is None])
+        return found
     if len(questions) > 1:
         raise DataError(
             f"several questions: {sorted(questions)} may all judge the answers; set columns = {{preference = ...}} to one, "
             "or rating_questions for questions that rate one answer each"
         )
-    return [one for one in said if one.question in questions]
+    if not found:
+        _refuse_unread([one for one in said if one.value is not None])
+    return found
+
+
+def _refuse_unread(said: Sequence[_Response]) -> None:
+    """Raise DataError for responses of kinds that are not known, which would otherwise count as not judged."""
+    strange = sorted({f"{one.question} ({one.kind})" for one in said if one.kind not in _KINDS})
+    if strange:
+        raise DataError(f"not a comparison: {strange} cannot be read; use questions of the kinds {list(_KINDS)}")
 
 
 def _answer_names(fields: Mapping[str, Any], said: Sequence[_Response], source: Source) -> tuple[str, ...]:
@@ -311,17 +330,21 @@ def _plain(name: str) -> str:
 def _verdict(said: Sequence[_Response], names: tuple[str, ...], source: Source) -> Verdict:
     """Return what one annotator said of the answers `names`."""
     annotator, seconds = said[0].annotator, said[0].seconds
+    twice = next((question for question, count in Counter(one.question for one in said).items() if count > 1), None)
+    if twice is not None:
+        raise DataError(f"two responses: annotator {annotator!r} answered {twice!r} twice; keep one of them")
     if source.rating_questions:
         given = {source.rating_questions[one.question]: rating(one.value) for one in said}
         return Verdict(annotator, tuple(given.get(name) for name in names), seconds)
-    if len(said) > 1:
-        raise DataError(f"two responses: annotator {annotator!r} answered {said[0].question!r} twice; keep one of them")
     (one,) = said
     if one.kind == "pairwise":
         return Verdict(annotator, _pairwise(one, names, source), seconds)
     if one.kind == "ranking":
         ranks = _ranking(one.value, source)
         by_name = {next((n for n in names if _plain(n) == _plain(name)), name): -rank for name, rank in ranks.items()}
+        if not set(by_name) & set(names):
+            rule = f"the ranking names {sorted(ranks)}, the answers are {list(names)}"
+            raise DataError(f"no such answer: {rule}; name options and fields alike, or set columns to fields it ranks")
         return Verdict(annotator, tuple(by_name.get(name) for name in names), seconds)
     if one.kind == "choices":
         return Verdict(annotator, _chosen(one, names), seconds)

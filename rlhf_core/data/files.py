@@ -172,8 +172,8 @@ def _contents(row: Row, format_name: str, source: Source, coding: PreferenceCodi
     """Return the contents of a row. Raises DataError for a malformed one, and NoPreference if it prefers no answer."""
     if format_name in EXPORTS:
         judged = read_record(row, format_name, source)
-        rows = preference_rows(judged, pairs=source.ranking_pairs, min_margin=source.min_margin)
-        return contents_of(rows, "preference", {})
+        rows, tied = preference_rows(judged, pairs=source.ranking_pairs, min_margin=source.min_margin)
+        return contents_of(rows, "preference", {}, tied=tied)
     return convert_all(
         row,
         format_name,

@@ -33,11 +33,20 @@ class RowFilter:
             return list(examples)
         kept = []
         for example in examples:
-            reason = self._reason(example)
+            reason, found = self._reason(example), example
+            counts: Counter[str] = Counter()
+            if not reason and self._config.pii == "mask":
+                try:
+                    found = self._masked(example, counts)
+                except RecursionError:
+                    reason = "malformed: brackets too deep to look for personal data"
+                if example.chosen and example.rejected and found.chosen == found.rejected:
+                    reason = "no preference left: chosen and rejected differ in personal data alone"
             if reason:
                 report.add(example.source, example.origin, reason)
             else:
-                kept.append(self._masked(example, report) if self._config.pii == "mask" else example)
+                report.masked.update(counts)
+                kept.append(found)
         return kept
 
     def _reason(self, example: Example) -> str:
@@ -65,20 +74,20 @@ class RowFilter:
             return f"language unsure: {language} ({probability:.2f})"
         return ""
 
-    def _masked(self, example: Example, report: DropReport) -> Example:
-        """Return an example without personal data in its turns, steps and label."""
+    def _masked(self, example: Example, counts: Counter[str]) -> Example:
+        """Return an example without personal data in its turns, steps and label; `counts` is increased."""
         region = self._config.phone_region
 
         def text(value: str) -> str:
             masked, found = mask(value, phone_region=region)
-            report.masked.update(found)
+            counts.update(found)
             return masked
 
         def fields(value: str) -> str:
-            counts: Counter[str] = Counter()
-            masked = mask_json(json.loads(value), phone_region=region, counts=counts)
-            report.masked.update(counts)
-            return json.dumps(masked, ensure_ascii=False) if counts else value
+            found: Counter[str] = Counter()
+            masked = mask_json(json.loads(value), phone_region=region, counts=found)
+            counts.update(found)
+            return json.dumps(masked, ensure_ascii=False) if found else value
 
         def turns(messages: Turns) -> Turns:
             return tuple(
@@ -91,12 +100,20 @@ class RowFilter:
             prompt=turns(example.prompt),
             chosen=turns(example.chosen),
             rejected=turns(example.rejected),
-            label=text(example.label),
+            label=fields(example.label) if _is_json(example.label) else text(example.label),
             steps=tuple(text(step) for step in example.steps),
         )
 
 
 # ---------------------------------------------------------------- private
+
+
+def _is_json(label: str) -> bool:
+    """Return whether a label is a JSON object or list, which a reward reads as such."""
+    try:
+        return label.lstrip()[:1] in ("{", "[") and isinstance(json.loads(label), (dict, list))
+    except ValueError:
+        return False
 
 
 def _poor(answer: Turns, config: Filters) -> str:

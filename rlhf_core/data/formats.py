@@ -151,14 +151,16 @@ def convert_all(
     """
     refuse_calls(row)
     weights = rating_weights or {}
-    rows: list[Row] = [row]
+    rows: Sequence[Row] = [row]
+    tied = 0
     try:
         if format_name == "comparison":
             rows, format_name = [compared(row, coding)], "preference"
         elif format_name == "ranking":
-            rows, format_name = list(ranked(row, ranking_pairs)), "preference"
+            rows, tied = ranked(row, ranking_pairs)
+            format_name = "preference"
         elif format_name == "ratings":
-            rows = list(rated(row, pairs=ranking_pairs, weights=weights, min_margin=min_margin))
+            rows, tied = rated(row, pairs=ranking_pairs, weights=weights, min_margin=min_margin)
             format_name = "preference"
         elif format_name == "scored" and weights:
             rows = [{**row, "reward": _weighted(row, weights)}]
@@ -166,11 +168,11 @@ def convert_all(
             rows = [_with_margin(row, margin, min_margin)]
     except KeyError as error:
         raise DataError(f"missing column: {error.args[0]!r}; the row has {sorted(row)}") from error
-    return contents_of(rows, format_name, row)
+    return contents_of(rows, format_name, row, tied=tied)
 
 
-def contents_of(rows: Sequence[Row], format_name: str, row: Row) -> list[Content]:
-    """Return the contents of `rows`, which were made from one `row`, with its system message and its annotator."""
+def contents_of(rows: Sequence[Row], format_name: str, row: Row, *, tied: int) -> list[Content]:
+    """Return the contents of `rows`, which were made from one `row`, with its system message, annotator and ties."""
     contents = [
         replace(
             _with_tools(_with_system(convert(one, format_name), row), row),
@@ -178,8 +180,7 @@ def contents_of(rows: Sequence[Row], format_name: str, row: Row) -> list[Content
         )
         for one in rows
     ]
-    tied = rows[0]["tied"] if "tied" in rows[0] else 0
-    return [replace(contents[0], tied=tied), *contents[1:]] if tied else contents
+    return [replace(contents[0], tied=tied), *contents[1:]]
 
 
 def convert(row: Row, format_name: str) -> Content:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 from rlhf_core.data.cleaning import normalize
-from rlhf_core.data.formats import Example
+from rlhf_core.data.formats import Example, Turns
 from rlhf_core.data.validation import DropReport, Origin
+from rlhf_core.types import Message
 
 PERMUTATIONS = 128
 SHINGLE = 3
@@ -54,8 +56,7 @@ class NearDuplicates:
         from datasketch import MinHash
 
         sketch = MinHash(num_perm=PERMUTATIONS, seed=1)
-        turns = (*example.prompt, *example.chosen, *example.rejected)
-        sketch.update_batch(sorted(shingles(normalize(turns))))
+        sketch.update_batch(sorted(shingles(normalize(_compared(example)))))
         # The index finds candidates with some error on both sides of the threshold, so each is compared.
         close = [
             (similarity, origin)
@@ -67,3 +68,19 @@ class NearDuplicates:
         self._index.insert(len(self._rows), sketch)
         self._rows.append((sketch, example.origin))
         return None
+
+
+def _compared(example: Example) -> Turns:
+    """Return the turns of a row with their tool calls as words, without what whole sources share.
+
+    That is system turns and the schemas of tools; a long one would make every two rows similar.
+    """
+    turns = (*example.prompt, *example.chosen, *example.rejected)
+    own = tuple(message for message in turns if message.role != "system") or turns
+    return tuple(Message(message.role, f"{message.content} {_calls(message)}") for message in own)
+
+
+def _calls(message: Message) -> str:
+    """Return the JSON of a turn's tool calls, or of the name of the tool whose result it is."""
+    fields = json.loads(message.tool_fields) if message.tool_fields else {}
+    return json.dumps({name: value for name, value in fields.items() if name != "tools"}, ensure_ascii=False)

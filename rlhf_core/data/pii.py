@@ -62,9 +62,17 @@ def mask(text: str, *, phone_region: str) -> tuple[str, Counter[str]]:
 
 
 def mask_json(value: Any, *, phone_region: str, counts: Counter[str]) -> Any:
-    """Return a JSON value with its texts and numbers masked; `counts` is increased."""
+    """Return a JSON value with its keys, texts and numbers masked; `counts` is increased.
+
+    Keys that masks would make equal are numbered, so that no value is lost.
+    """
     if isinstance(value, dict):
-        return {key: mask_json(item, phone_region=phone_region, counts=counts) for key, item in value.items()}
+        masked: dict[str, Any] = {}
+        for number, (key, item) in enumerate(value.items(), start=1):
+            name = mask_json(key, phone_region=phone_region, counts=counts)
+            name = f"{name} {number}" if name in masked else name
+            masked[name] = mask_json(item, phone_region=phone_region, counts=counts)
+        return masked
     if isinstance(value, list):
         return [mask_json(item, phone_region=phone_region, counts=counts) for item in value]
     if isinstance(value, bool) or not isinstance(value, (str, int)):

@@ -44,8 +44,10 @@ def is_rated(row: Row) -> bool:
     )
 
 
-def rated(row: Row, *, pairs: RankingPairs, weights: Mapping[str, float], min_margin: float) -> list[dict[str, Any]]:
-    """Return the preference pairs of a row with ratings, those of the best answer first.
+def rated(
+    row: Row, *, pairs: RankingPairs, weights: Mapping[str, float], min_margin: float
+) -> tuple[list[dict[str, Any]], int]:
+    """Return the preference pairs of a row with ratings, those of the best answer first, and the number of ties.
 
     Answers without a rating are left out. Raises Tie if no two ratings differ enough, Unrated if fewer than two answers
     have a rating, and DataError if the rating of an answer is ambiguous.
@@ -67,7 +69,7 @@ def rated(row: Row, *, pairs: RankingPairs, weights: Mapping[str, float], min_ma
         }
         for better, worse in made
     ]
-    return [rows[0] | {"tied": tied}, *rows[1:]]
+    return rows, tied
 
 
 def overall(aspects: Mapping[str, Any], weights: Mapping[str, float]) -> float | None:
@@ -100,8 +102,10 @@ def score_margin(row: Row) -> float | None:
 
 
 def rating(value: Any) -> float | None:
-    """Return a rating as a number, or None for a missing one (`N/A`). Raises DataError for anything else."""
+    """Return a rating as a number, or None for a missing one (`N/A`, NaN). Raises DataError for anything else."""
     if value is None or (isinstance(value, str) and value.strip().lower() in _MISSING):
+        return None
+    if isinstance(value, float) and math.isnan(value):  # pandas writes what is missing so
         return None
     try:
         number = math.nan if isinstance(value, bool) else float(value)

@@ -27,6 +27,7 @@ _CALL = {
 }
 _USER: dict[str, Any] = {"role": "user", "content": "Hi"}
 _CALLING: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+_SPEAKING: dict[str, Any] = {**_CALLING, "content": "probe_words"}
 _RESULT: dict[str, Any] = {
     "role": "tool",
     "content": "probe_result",
@@ -50,6 +51,11 @@ def template_rows(messages: Sequence[Message]) -> tuple[Rows, list[dict[str, Any
     return rows, tools
 
 
+def speaks_and_calls(rows: Rows) -> bool:
+    """Return whether a turn has words beside its tool calls; some templates write the calls alone."""
+    return any("tool_calls" in row and row["content"].strip() for row in rows)
+
+
 def left_out(
     rows: Rows, tools: Sequence[dict[str, Any]], render: Callable[[Rows, list[dict[str, Any]], bool], str], eos: str
 ) -> str:
@@ -67,6 +73,8 @@ def left_out(
             return "the assistant's tool calls"
         if eos not in said:
             return "the end of the turn of a tool call (the tokenizer's EOS)"
+        if speaks_and_calls(rows) and "probe_words" not in render([_USER, _SPEAKING], _TOOLS if tools else [], False):
+            return "the assistant's words beside a tool call"
     if any(row["role"] == "tool" for row in rows) and "probe_result" not in render(
         [_USER, _CALLING, _RESULT], _TOOLS, True
     ):

@@ -61,7 +61,7 @@ def other_forms(text: str) -> str:
 
     def swapped(match: re.Match[str]) -> str:
         said = match.group()
-        form = (_SHORT_FORMS | _LONG_FORMS)[said.lower()]
+        form = (_SHORT_FORMS | _LONG_FORMS).get(said.lower(), said)  # without case, i and s match ı and ſ too
         return form[0].upper() + form[1:] if said[0].isupper() else form
 
     return _FORMS.sub(swapped, text)

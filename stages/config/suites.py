@@ -1,8 +1,9 @@
-"""Compute the digests of the suites that a stage scores reward models on."""
+"""Compute the digests of the suites that a stage scores reward models on, and check that these files are read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -30,9 +31,30 @@ def suite_digests(config: WithSuites) -> dict[str, str]:
     return digests
 
 
-def check_suites(config: WithSuites, planned: Mapping[str, str]) -> None:
-    """Raise ConfigError if a suite's file has changed since the run was planned."""
+@contextmanager
+def suites_as_planned(config: WithSuites, planned: Mapping[str, str]) -> Iterator[None]:
+    """Raise ConfigError unless the suites that are read inside are those whose digests are in the key, `planned`.
+
+    They are hashed once more before; a file that nobody replaced or wrote to from then on is what was hashed.
+    """
+    before = {name: _status(suite) for name, suite in config.suites.items()}
     for name, digest in suite_digests(config).items():
         if name in planned and planned[name] != digest:
             rule, remedy = "has changed since the run was planned", "run again: the new content gets its own key"
             raise ConfigError(explain(name, name, rule, remedy))
+    try:
+        yield
+    finally:  # also where reading failed: a file that changed under it is the reason
+        for name, suite in config.suites.items():
+            if _status(suite) != before[name]:
+                rule, remedy = "changed while it was read", "run again when no other process writes to it"
+                raise ConfigError(explain(f"suites.{name}.path", suite.path, rule, remedy))
+
+
+def _status(suite: Suite) -> tuple[int, ...]:
+    """Return what changes with every write to the file of a suite; nothing if it is gone."""
+    path = Path(suite.path).expanduser()
+    if not path.is_file():
+        return ()
+    status = path.stat()
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from pydantic import ValidationError
 
+import stages.compare_reward_models
+import stages.reward_model
 from rlhf_core.config.data import Suite
 from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.config.loop import LoopConfig
 from rlhf_core.data.tables import Preference
 from rlhf_core.errors import ConfigError, DataError
+from rlhf_core.evaluation.reward_suites import SuiteRow, read_suite
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Message, PolicyRef, TokenSample
+from stages.config.compare_reward_models import CompareRewardModelsConfig
 from stages.config.reward_model import Member
 from stages.config.suites import suite_digests
 from stages.reward_model import RewardModelConfig, member_seed, scored_ids, without_fold
@@ -137,6 +142,37 @@ def test_suites_are_scored_by_subset_and_their_content_is_in_the_key(tmp_path: P
         shop.run("reward_model", config.model_copy(update={"max_length": 40}), inputs, files=planned)
     with pytest.raises(ConfigError, match="is not a file; give a local file"):
         suite_digests(CONFIG.model_copy(update={"suites": {"rb": Suite(path=str(tmp_path / "none.jsonl"))}}))
+
+
+def test_a_suite_that_changes_while_it_is_read_is_refused(
+    tmp_path: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "suite.jsonl"
+    planned_text = json.dumps({"prompt": "Hi", "chosen": "Hello.", "rejected": "No."}) + "\n"
+    path.write_text(planned_text)
+    suites = {"rb": Suite(path=str(path))}
+    planned = suite_digests(CONFIG.model_copy(update={"suites": suites}))
+
+    def other_rows(name: str, suite: Suite) -> list[SuiteRow]:
+        path.write_text(planned_text.replace("Hello", "Hey"))
+        rows = read_suite(name, suite)
+        path.write_text(planned_text)
+        return rows
+
+    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    inputs = {"policy": shop.store.external(PolicyRef, policy), "preferences": preferences(shop.store, tmp_path, 4)}
+    for stage in (stages.reward_model, stages.compare_reward_models):
+        monkeypatch.setattr(stage, "read_suite", other_rows)
+    changed = r"suites.rb.path = .*suite.jsonl': changed while it was read; run again when no other process"
+    with pytest.raises(ConfigError, match=changed):
+        shop.run("reward_model", CONFIG.model_copy(update={"suites": suites}), inputs, files=planned)
+    with pytest.raises(ConfigError, match=changed):
+        stages.compare_reward_models.run(
+            CompareRewardModelsConfig(suites=suites),
+            reward_models={},
+            preferences=None,  # type: ignore[arg-type]
+            context=SimpleNamespace(files=planned),  # type: ignore[arg-type]
+        )
 
 
 def pair(number: int) -> Preference:

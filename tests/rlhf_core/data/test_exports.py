@@ -22,7 +22,7 @@ def source(**options: Any) -> Source:
 
 
 def pairs_of(row: dict[str, Any], **options: Any) -> list[tuple[str, str, float, str]]:
-    rows = preference_rows(read_record(row, detect(row), source(**options)), pairs="all", min_margin=0.0)
+    rows, _ = preference_rows(read_record(row, detect(row), source(**options)), pairs="all", min_margin=0.0)
     return [(one["chosen"], one["rejected"], one["margin"], one.get("annotator", "")) for one in rows]
 
 
@@ -91,6 +91,18 @@ def test_choices_and_ratings_are_read() -> None:
     assert pairs_of(task(rated), rating_questions={"q1": "answer1", "q2": "answer2"}) == [("4", "5", 3.0, "1")]
 
 
+def test_a_second_rating_by_the_same_annotator_is_refused_and_does_not_replace_the_first() -> None:
+    def rated(first: int, second: int, who: int) -> dict[str, Any]:
+        found = annotation({"rating": first}, kind="rating", name="q1", to_name="answer1", who=who)
+        found["result"].append({"from_name": "q2", "to_name": "answer2", "type": "rating", "value": {"rating": second}})
+        return found
+
+    questions = {"q1": "answer1", "q2": "answer2"}
+    with pytest.raises(DataError, match="two responses: annotator '1' answered 'q1' twice; keep one of them"):
+        pairs_of(task(rated(5, 1, 1), rated(1, 5, 1)), rating_questions=questions)
+    assert pairs_of(task(rated(5, 1, 1), rated(2, 4, 2)), rating_questions=questions) == [("4", "5", 1.0, "")]
+
+
 AMBIGUOUS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (task(annotation({"selected": "left"}, to_name="txt-1,txt-2")), {}, "no answers: .*set columns = {response1"),
     (
@@ -126,6 +138,47 @@ def test_an_ambiguous_task_is_refused_with_the_option_that_decides_it(
         pairs_of(row, **options)
 
 
+RANKER = {"kind": "ranker", "name": "order", "to_name": "answers"}
+TWO = {"response1": "answer1", "response2": "answer2"}
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "reason"),
+    [
+        (
+            task(annotation({"selected": "left"})),
+            {"columns": {"preference": "wp"}},
+            r"no such question: the responses are to \['pw'\], none to \['wp'\]",
+        ),
+        (
+            task(annotation({"selected": "left"})),
+            {"rating_questions": {"q1": "answer1", "q2": "answer2"}},
+            r"no such question: .*none to \['q1', 'q2'\]",
+        ),
+        (
+            task(annotation({"ranker": {"rank": ["a", "b"]}}, **RANKER)),
+            {"columns": TWO},
+            r"not a comparison: \['order \(ranker\)'\] cannot be read; use questions of the kinds",
+        ),
+        (
+            task(annotation({"text": ["4"]}, kind="textarea", name="q1")),
+            {"rating_questions": {"q1": "answer1", "q2": "answer2"}},
+            r"not a comparison: \['q1 \(textarea\)'\]",
+        ),
+    ],
+)
+def test_responses_that_the_options_do_not_reach_are_an_error_and_not_unjudged(
+    row: dict[str, Any], options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(DataError, match=reason):
+        pairs_of(row, **options)
+
+
+def test_a_comment_alone_judges_nothing() -> None:
+    with pytest.raises(Unrated):
+        pairs_of(task(annotation({"text": ["nice"]}, kind="textarea", name="comment")), columns=TWO)
+
+
 # ---------------------------------------------------------------- Argilla
 
 FIELDS = {"instruction": "2+2?", "response_1": "5", "response_2": "4"}
@@ -156,7 +209,7 @@ RANKED = [{"value": "response-2", "rank": 1}, {"value": "response-1", "rank": 2}
 )
 def test_every_layout_of_argilla_gives_the_same_ranking(row: dict[str, Any]) -> None:
     judged = read_record(row, "argilla", source())
-    rows = preference_rows(judged, pairs="max_min", min_margin=0.0)
+    rows, _ = preference_rows(judged, pairs="max_min", min_margin=0.0)
     assert [(one["chosen"], one["rejected"], one["annotator"]) for one in rows] == [("4", "5", "u")]
 
 
@@ -178,6 +231,14 @@ def test_a_ranking_without_ranks_needs_a_decision() -> None:
     with pytest.raises(DataError, match=r"ranking without ranks: .*ties cannot be seen; set bare_rankings = true"):
         pairs_of(bare)
     assert pairs_of(bare, bare_rankings=True) == [("4", "5", 1.0, "u0")]
+
+
+def test_a_ranking_of_other_answers_is_refused() -> None:
+    others = record("ranking", [{"value": "a", "rank": 1}, {"value": "b", "rank": 2}])
+    with pytest.raises(
+        DataError, match=r"no such answer: the ranking names \['a', 'b'\], the answers are \['response_1'"
+    ):
+        pairs_of(others, columns={"response1": "response_1", "response2": "response_2"})
 
 
 def test_drafts_and_discarded_responses_do_not_count() -> None:

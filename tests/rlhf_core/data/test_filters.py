@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,38 @@ def test_masks_reach_every_text_of_a_row_and_are_counted() -> None:
     assert (masked.prompt[0].content, masked.chosen[0].content) == ("[IP]?", "[PHONE]")
     assert json.loads(masked.prompt[0].tool_fields)["tools"][0]["function"]["to"] == "[EMAIL]"
     assert report.to_json()["masked"] == {"ip": 1, "email": 1, "phone": 1}
+
+
+def test_arguments_that_are_nested_too_deep_to_be_masked_are_malformed() -> None:
+    arguments = json.loads("[" * 900 + "]" * 900)
+    tools = json.dumps({"tool_calls": [{"function": {"name": "mail", "arguments": {"to": arguments}}}]})
+    kept, report = filtered(example(GOOD, prompt="jo@example.com", tools=tools), example(GOOD), pii="mask")
+    assert kept == [GOOD]
+    assert report.counts() == {"malformed": 1} and not report.masked
+
+
+def test_a_label_that_is_json_stays_json_and_any_other_is_masked_as_text() -> None:
+    def masked(label: str) -> str:
+        report = DropReport()
+        (one,) = RowFilter(Filters(pii="mask")).kept([replace(example(GOOD), label=label)], report)
+        assert report.masked
+        return one.label
+
+    assert json.loads(masked('{"card": 4111111111111111, "n": [1]}')) == {"card": "[CARD]", "n": [1]}
+    assert json.loads(masked("[4111111111111111, 7]")) == ["[CARD]", 7]
+    assert masked("[see jo@example.com]") == "[see [EMAIL]]"
+    assert masked("4111111111111111") == "[CARD]"
+
+
+def test_a_pair_whose_answers_differ_in_personal_data_alone_is_dropped_and_counted() -> None:
+    def pair(chosen: str, rejected: str) -> Example:
+        return replace(example(chosen), rejected=(Message("assistant", rejected),))
+
+    equal = pair("ask jo@example.com", "ask ann@example.com")
+    kept, report = filtered(equal, pair("ask jo@example.com", "ask 192.0.2.1"), pii="mask")
+    assert kept == ["ask [EMAIL]"]
+    assert report.counts() == {"no preference left": 1}
+    assert report.masked == {"email": 1, "ip": 1}  # of the rows that are kept
 
 
 def test_rows_of_other_languages_are_dropped_and_short_ones_stay() -> None:

@@ -211,6 +211,12 @@ def test_an_empty_column_does_not_decide_the_format() -> None:
     assert detect({"prompt": "2+2?", "completion": None}) == "prompt"
 
 
+@pytest.mark.parametrize("said", ["no", 7, None])
+def test_a_column_called_tied_is_one_like_any_other(said: Any) -> None:
+    (content,) = read_as({"prompt": "2+2?", "chosen": "4", "rejected": "5", "tied": said}, "preference")
+    assert content.tied == 0
+
+
 def test_columns_are_renamed_and_a_mapped_one_wins() -> None:
     row = {"instruction": "2+2?", "output": "4", "prompt": "old"}
     assert rename(row, Columns(prompt="instruction", completion="output")) == {"prompt": "2+2?", "completion": "4"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from rlhf_core.data.formats import Example
@@ -44,3 +46,36 @@ def test_pairs_of_one_row_are_not_duplicates_of_each_other() -> None:
 def test_a_short_text_is_one_shingle() -> None:
     assert shingles("user hi") == {b"user hi"}
     assert shingles("") == {b""}
+
+
+def with_system(text: str, line: int) -> Example:
+    turns = (Message("system", f"{LONG} {LONG[::-1]}"), Message("user", text))
+    return Example(turns, (), (), "", 0.0, "s", Origin("f.jsonl", line))
+
+
+def test_a_system_prompt_or_tools_that_rows_share_do_not_make_them_similar() -> None:
+    assert distinct(with_system("why is it cold", 1), with_system("where do cows sleep", 2))[0] == [1, 2]
+    assert distinct(with_system(LONG, 1), example(LONG, 2))[0] == [1]
+    schema = json.dumps({"tools": [{"type": "function", "function": {"name": "add", "description": LONG}}]})
+    asked = [
+        Example((Message("user", text, schema),), (), (), "", 0.0, "s", Origin("f.jsonl", line))
+        for line, text in enumerate(("why is it cold", "where do cows sleep"), start=1)
+    ]
+    assert distinct(*asked)[0] == [1, 2]
+
+
+def test_rows_that_differ_in_what_they_call_are_not_similar() -> None:
+    def calling(name: str, line: int) -> Example:
+        calls = json.dumps({"tool_calls": [{"function": {"name": name, "arguments": {"by": name, "to": name[::-1]}}}]})
+        turns = (Message("user", "do it"),), (Message("assistant", "", calls),)
+        return Example(*turns, (), "", 0.0, "s", Origin("f.jsonl", line))
+
+    assert distinct(calling("mail", 1), calling("weather", 2), calling("mail", 3))[0] == [1, 2]
+
+
+def test_rows_of_system_turns_alone_are_compared_by_them() -> None:
+    rows = [
+        Example((Message("system", text),), (), (), "", 0.0, "s", Origin("f.jsonl", line))
+        for line, text in enumerate((LONG, "why is it cold", LONG), start=1)
+    ]
+    assert distinct(*rows)[0] == [1, 2]

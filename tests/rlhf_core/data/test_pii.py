@@ -55,6 +55,13 @@ def test_json_stays_json() -> None:
     assert counts == {"email": 1, "card": 1}
 
 
+def test_keys_are_masked_and_no_value_is_lost() -> None:
+    counts: Counter[str] = Counter()
+    found = mask_json({"jo@example.com": 1, "ann@example.com": 2, "n": 3}, phone_region="", counts=counts)
+    assert found == {"[EMAIL]": 1, "[EMAIL] 2": 2, "n": 3}
+    assert counts == {"email": 2}
+
+
 def test_the_checksum_of_the_standard() -> None:
     assert luhn("79927398713")
     assert not any(luhn(f"7992739871{digit}") for digit in "012456789")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -88,6 +89,15 @@ def test_equal_ratings_are_a_tie_and_missing_ones_are_not_judged() -> None:
     with pytest.raises(Unrated):
         pairs_of(ultrafeedback(("a", "N/A", 3), ("b", 5, 4)))
     assert answers(pairs_of(ultrafeedback(("a", "N/A", 3), ("b", 5, 4), ("c", "4", 4)))) == [("b", "c", 1.0)]
+
+
+def test_a_rating_that_is_nan_is_missing_and_an_infinite_one_is_refused() -> None:
+    rows = ultrafeedback(("a", math.nan, 3), ("b", 5, 4), ("c", 4.0, 4))
+    assert answers(pairs_of(rows)) == [("b", "c", 1.0)]
+    with pytest.raises(Unrated):
+        pairs_of({"prompt": "2+2?", "completions": ["five", "4"], "ratings": [math.nan, 5.0]})
+    with pytest.raises(DataError, match="not a rating: 'inf'"):
+        pairs_of(ultrafeedback(("a", math.inf, 3), ("b", 5, 4)))
 
 
 def test_two_lists_of_answers_and_ratings_are_read() -> None:

@@ -26,6 +26,9 @@ TOOL_TEMPLATE = """{%- if tools %}{{ '<|system|>\\nTools: ' }}{% for tool in too
 {{- eos_token + '\\n' }}
 {%- endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"""
 NO_CALLS = TOOL_TEMPLATE.replace("message.tool_calls or []", "[]")
+NO_WORDS = TOOL_TEMPLATE.replace(
+    "+ message.content }}\n{%- for call", "+ ('' if message.tool_calls else message.content) }}\n{%- for call"
+)
 NO_END = TOOL_TEMPLATE.replace("{{- eos_token + '\\n' }}", "{{- '' if message.tool_calls else eos_token + '\\n' }}")
 
 
@@ -84,6 +87,14 @@ def test_the_last_answer_follows_the_results_that_the_sampler_would_see(chat_fol
 def test_a_template_that_leaves_calls_out_is_refused(chat_folder: Path, text: str, missing: str) -> None:
     chat = template(chat_folder, text)
     with pytest.raises(ConfigError, match=f"does not render {missing}.*prepare_data.chat_template"):
+        chat.conversation(TALK, max_length=4096)
+
+
+def test_a_template_that_leaves_out_words_beside_a_call_is_refused_for_rows_that_have_both(chat_folder: Path) -> None:
+    chat = template(chat_folder, NO_WORDS)
+    calls_alone = (ASK, *TALK[4:])
+    assert len(trained(chat, sample_of(chat, calls_alone))) == 2
+    with pytest.raises(ConfigError, match="does not render the assistant's words beside a tool call"):
         chat.conversation(TALK, max_length=4096)
 
 

@@ -6,7 +6,15 @@ import json
 
 import pytest
 
-from rlhf_core.evaluation.reward_probes import EDITS, FILLER, NOT_APPLICABLE, PRAISE, REFUSAL, probe_report
+from rlhf_core.evaluation.reward_probes import (
+    EDITS,
+    FILLER,
+    NOT_APPLICABLE,
+    PRAISE,
+    REFUSAL,
+    other_forms,
+    probe_report,
+)
 
 TEXT = "It is 42. I add 12 and 30. You do not need more."
 
@@ -52,3 +60,8 @@ def test_rewards_without_spread_are_measured_as_they_are() -> None:
         probe_report(rewards=[1.0], changes={"length/filler": [0.25]}, spread=0.0, seed=1)["length/filler"]["effect"]
         == 0.25
     )
+
+
+@pytest.mark.parametrize("text", ["It iſ not true", "It ıs here", "İt is here", "éit is"])
+def test_letters_that_match_i_and_s_only_without_case_stay(text: str) -> None:
+    assert other_forms(text) == text
