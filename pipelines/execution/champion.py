@@ -9,6 +9,7 @@ from pipelines.services.registry import tracking_uri
 from rlhf_core.errors import ArtifactError, ConfigError, explain
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef
+from stages.config.publish import PublishConfig
 
 
 def champion_of(config: PipelineConfig, store: ArtifactStore) -> PolicyRef | None:
@@ -16,11 +17,16 @@ def champion_of(config: PipelineConfig, store: ArtifactStore) -> PolicyRef | Non
 
     Raises ConfigError if the champion's weights are not in this store, TrackingError if the registry does not answer.
     """
-    if config.publish is None or config.publish.challenge is None:
+    return None if config.publish is None else champion_for(config.publish, store)
+
+
+def champion_for(publish: PublishConfig, store: ArtifactStore) -> PolicyRef | None:
+    """Return the champion that the challenge of this section compares with, as `champion_of`."""
+    if publish.challenge is None:
         return None
     from rlhf_core.tracking.champions import champion_digest  # MLflow's parts, which most plans do without
 
-    name = config.publish.name
+    name = publish.name
     digest = champion_digest(tracking_uri(Home.here()), name)
     if not digest:
         return None

@@ -14,11 +14,15 @@ from pipelines.execution.executor import RunOptions
 from pipelines.execution.opening import open_run, open_tracker, store_of
 from pipelines.execution.run import run_stages
 from pipelines.flows.full import lifecycle
-from pipelines.flows.profile import load_profile
+from pipelines.flows.graph import Stages
+from pipelines.flows.profile import PipelineConfig, load_profile
+from pipelines.prefect_flows import stage_flows
 from pipelines.services.home import Home
 from pipelines.services.registry import tracking_uri
 from rlhf_core.errors import ConfigError
+from rlhf_core.stage.key import StageSpec
 from rlhf_core.tracking.champions import read_champions
+from stages.config.publish import PublishConfig
 from tests.pipelines.execution.test_run import directly
 from tests.support.listener import Notes
 from tests.support.small_pipeline import write_mini
@@ -99,6 +103,32 @@ def test_a_champion_whose_weights_are_elsewhere_is_refused_before_anything_is_co
         ConfigError, match=r"publish.challenge = 'support': the champion of support \(abababababab\) is not in"
     ):
         run_once(tmp_path, home)
+
+
+@pytest.mark.parametrize(
+    ("challenge", "given", "found"), [(None, "", None), ({}, "", "current"), ({}, "other", "other")]
+)
+def test_the_deployment_of_the_stage_alone_looks_the_champion_up_too(
+    home: Home, monkeypatch: pytest.MonkeyPatch, challenge: dict[str, Any] | None, given: str, found: str | None
+) -> None:
+    config = PublishConfig.model_validate({"name": "support", "challenge": challenge})
+    monkeypatch.setenv("RLHF_HOME", str(home.root))
+    monkeypatch.setattr("rlhf_core.tracking.champions.champion_digest", lambda *_: "current")
+    for module in ("execution.champion", "prefect_flows.stage_flows"):
+        monkeypatch.setattr(f"pipelines.{module}.find_artifact", lambda _, kind, name: kind(uri=name, digest=name))
+    specs: list[StageSpec] = []
+
+    def run_served(config: PipelineConfig, pipeline: Any, options: RunOptions) -> dict[str, str]:
+        stages = Stages(
+            lambda spec, kind: specs.append(spec) or kind(uri="x", digest="x"), seed=1, runtime=config.runtime
+        )
+        pipeline(config, stages)
+        return {}
+
+    monkeypatch.setattr("pipelines.prefect_flows.stage_flows.run_served", run_served)
+    stage_flows.STAGE_FLOWS["publish"].fn(config, stage_flows.Settings(), champion=given)
+    (spec,) = specs
+    assert (spec.inputs["champion"].digest if "champion" in spec.inputs else None) == found
 
 
 def test_without_models_there_is_no_name_to_guess(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
