@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.errors import ConfigError, explain, nearest
+from rlhf_core.interfaces import RegistryState
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.tracking import redaction
 from rlhf_core.tracking.champion_tags import TAG, move_tag
-from rlhf_core.tracking.mlflow import TrackingError
-from rlhf_core.tracking.mlflow_client import open_client
+from rlhf_core.tracking.mlflow_client import TrackingError, open_client
 from rlhf_core.tracking.mlflow_delivery import DIGEST_TAG, registry_name
 from rlhf_core.types import CHAMPION
 
@@ -59,6 +59,12 @@ class Champions:
             line = line[: line.index(self.current)]
         return line[-1] if line else ""
 
+    @property
+    def rolled_back(self) -> frozenset[str]:
+        """Return the digests of the versions that were champion until a rollback. The alias moved by hand ends that."""
+        line = {self.current, *reign(self.moves)}
+        return frozenset(move.digest for move in self.moves if move.version not in line)
+
 
 def reign(moves: Sequence[ChampionMove]) -> list[str]:
     """Return the versions in the order in which they became champion, without those that were rolled back.
@@ -96,6 +102,15 @@ def champion_digest(uri: str, name: str) -> str:
     """Return the digest of the current champion's weights; "" without a champion."""
     found = read_champions(uri, name)
     return "" if found is None or not found.current else found.digests[found.current]
+
+
+def registry_state(uri: str, name: str) -> RegistryState:
+    """Return the champions of a registered model by the digests of their weights, as a stage needs them."""
+    found = read_champions(uri, name)
+    if found is None:
+        return RegistryState()
+    current = found.current and (found.digests[found.current] or f"version {found.current}")
+    return RegistryState(current, found.rolled_back)
 
 
 def model_names(uri: str) -> list[str]:

@@ -9,9 +9,11 @@ import pytest
 from mlflow import MlflowClient
 
 from rlhf_core.errors import ConfigError
+from rlhf_core.interfaces import RegistryState
 from rlhf_core.tracking.champion_tags import move_tag
-from rlhf_core.tracking.champions import champion_digest, model_names, read_champions, roll_back
-from rlhf_core.tracking.mlflow import MlflowTracker, TrackingError
+from rlhf_core.tracking.champions import champion_digest, model_names, read_champions, registry_state, roll_back
+from rlhf_core.tracking.mlflow import MlflowTracker
+from rlhf_core.tracking.mlflow_client import TrackingError
 
 Publish = Callable[[str, bool], str]
 
@@ -63,6 +65,9 @@ def test_rollback_goes_to_the_champion_before_and_says_who_and_why(publish: Publ
     with pytest.raises(ConfigError, match="champion = 'support': has no champion before the current one"):
         roll_back(uri, "support", why="even ruder")
     assert champion_digest(uri, "support") == "d1"
+    assert registry_state(uri, "support") == RegistryState("d1", frozenset({"d2", "d3"}))
+    client.set_registered_model_alias("support", "champion", "3")  # a person says so
+    assert registry_state(uri, "support") == RegistryState("d3", frozenset({"d2"}))
 
 
 def test_a_version_that_wins_again_comes_after_the_others(publish: Publish, uri: str) -> None:
