@@ -63,7 +63,7 @@ def stage_flow(stage: Stage) -> Flow[..., dict[str, str]]:
         def body(stages: Stages, find: Find) -> ArtifactRef:
             inputs = {name: find.input(stage, name, form.arguments[name]) for name in stage.inputs_read(config)}
             if isinstance(config, PublishConfig) and inputs["champion"] is None:
-                inputs["champion"] = find.champion(config)
+                inputs["champion"] = find.champion(config, inputs["policy"])
             return stages.run(stage.name, stage.name, config, stage.output, **inputs)
 
         return _run(settings, stage.name, body)
@@ -177,9 +177,10 @@ class Find:
             return None if row.optional and not named else self(row.kind, named)
         return self.all(row.kind, named)
 
-    def champion(self, config: PublishConfig) -> PolicyRef | None:
-        """Return the champion in the registry if the configuration has a challenge, as the pipelines do."""
-        return champion_for(config, self._store)
+    def champion(self, config: PublishConfig, policy: GivenInput) -> PolicyRef | None:
+        """Return the champion that the policy has to beat if the configuration has a challenge, as the pipelines do."""
+        found = champion_for(config, self._store)
+        return found.of(policy) if found is not None and isinstance(policy, PolicyRef) else None
 
     def all(self, kind: type[R], names: Mapping[str, str]) -> dict[str, R]:
         """Return the artifacts for a table of names, under the same keys."""

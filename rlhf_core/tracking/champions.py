@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,10 +99,19 @@ def read_champions(uri: str, name: str) -> Champions | None:
         return _champions(client, found[0]) if found else None
 
 
-def champion_digest(uri: str, name: str) -> str:
-    """Return the digest of the current champion's weights; "" without a champion."""
+def champion_digests(uri: str, name: str) -> tuple[str, str]:
+    """Return the digests of the current champion's weights and of the one before; "" for one that there is not.
+
+    Raises ConfigError for a champion whose weights are unknown.
+    """
     found = read_champions(uri, name)
-    return "" if found is None or not found.current else found.digests[found.current]
+    if found is None or not found.current:
+        return "", ""
+    digest = found.digests.get(found.current, "")
+    if not digest:
+        rule = f"its champion, version {found.current}, has no tag {DIGEST_TAG}, so its weights are unknown"
+        raise ConfigError(explain("publish.challenge", name, rule, "give the alias to a version that `publish` made"))
+    return digest, found.digests.get(found.previous, "")
 
 
 def registry_state(uri: str, name: str) -> RegistryState:
@@ -109,7 +119,7 @@ def registry_state(uri: str, name: str) -> RegistryState:
     found = read_champions(uri, name)
     if found is None:
         return RegistryState()
-    current = found.current and (found.digests[found.current] or f"version {found.current}")
+    current = found.current and (found.digests.get(found.current) or f"version {found.current}")
     return RegistryState(current, found.rolled_back)
 
 
@@ -162,6 +172,8 @@ def _moves(version: Any) -> Iterator[tuple[str, ChampionMove]]:
 
 
 def _is_missing_database(uri: str) -> bool:
+    """Return whether the registry behind `uri` is a database that does not exist yet."""
+    uri = os.environ.get("MLFLOW_REGISTRY_URI") or uri
     return uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists()
 
 
