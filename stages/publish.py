@@ -272,7 +272,17 @@ def _decisions(notes: Sequence[GateNote]) -> str:
     if not notes:
         return "The run had no gates."
     lines = ["| gate | found | outcome | decision |", "|---|---|---|---|"]
-    return "\n".join([*lines, *(f"| {one.name} | {one.found} | {one.outcome} | {one.answer} |" for one in notes)])
+    cells = ([_cell(text) for text in (one.name, one.found, one.outcome, one.answer)] for one in notes)
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in cells)])
+
+
+def _cell(text: str) -> str:
+    """Return a text in one line of a table.
+
+    >>> print(_cell("a | b\\nc"))
+    a \\| b c
+    """
+    return " ".join(text.split()).replace("|", "\\|")
 
 
 def _made_from(lineage: Sequence[Mapping[str, Any]]) -> str:

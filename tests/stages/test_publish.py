@@ -167,9 +167,14 @@ def test_a_report_without_that_champion_or_metric_is_refused(
 
 
 def test_the_card_says_who_decided_what_at_gates(shop: Workshop, inputs: dict[str, Any]) -> None:
-    note = {"name": "quality", "found": "accuracy_low 0.61 < 0.65", "outcome": "approved", "answer": "approved by ada"}
+    note = {
+        "name": "quality",
+        "found": "accuracy_low 0.61 < 0.65",
+        "outcome": "approved",
+        "answer": "approved by ada: a|b\n\nc",
+    }
     _, card, _ = publish(shop, inputs, decisions=[note])
-    assert "| quality | accuracy_low 0.61 < 0.65 | approved | approved by ada |" in card
+    assert "| quality | accuracy_low 0.61 < 0.65 | approved | approved by ada: a\\|b c |" in card
     _, card, _ = publish(shop, inputs)
     assert "The run had no gates." in card
 
@@ -242,6 +247,12 @@ def test_a_policy_that_was_not_judged_is_not_published(shop: Workshop, inputs: d
     inputs["policy"] = shop.store.external(PolicyRef, tmp_path / "other")
     with pytest.raises(ConfigError, match="was not evaluated in this report"):
         shop.run("publish", PublishConfig(), inputs)
+
+
+def test_a_threshold_is_a_number() -> None:
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(ValidationError, match="finite"):
+            Threshold(metric="gold/mean", op=">=", value=value)
 
 
 @pytest.mark.parametrize("bound", [{}, {"value": 1.0, "than": "sft"}])
