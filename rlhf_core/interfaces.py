@@ -332,6 +332,16 @@ class RewardFunction(Protocol):
 # ---------------------------------------------------------------- tracking
 
 
+@dataclass(frozen=True)
+class RegistryState:
+    """What the registry says about the champions of one model: digests of weights."""
+
+    champion: str = ""
+    """The current champion; "" without one."""
+    rolled_back: frozenset[str] = frozenset()
+    """Those that were champion until a rollback."""
+
+
 class StageTracker(Protocol):
     """The record of one stage's run. It never raises for an unreachable server: records are kept and replayed later."""
 
@@ -370,4 +380,8 @@ class StageTracker(Protocol):
 
     def register(self, name: str, digest: str, *, aliases: Sequence[str], tags: Mapping[str, str]) -> str:
         """Register the model with this `digest` under `name`; return the new version."""
+        ...
+
+    def champions(self, name: str) -> RegistryState | None:
+        """Return the champions of a registered model now; None if the registry does not answer."""
         ...

@@ -1,6 +1,7 @@
 """Publishing: a gate over the report's numbers, a model card, and an entry in the registry by reference.
 
-Every policy that gets here is registered as `candidate`; `champion` moves only when every threshold holds. A failed
+Every policy that gets here is registered as `candidate`; `champion` moves only when every threshold holds, and never
+back to a policy that was rolled back. A failed
 gate is an outcome, written down like a passed one.
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlhf_core.errors import ConfigError, explain
+from rlhf_core.interfaces import RegistryState
 from rlhf_core.stage.context import StageContext
 from rlhf_core.tracking.champion_tags import move_tag
 from rlhf_core.types import CHAMPION, PolicyRef, PublishedRef, ReportRef
@@ -24,6 +26,16 @@ OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
 }
 CANDIDATE = "candidate"
+ROLLED_BACK: dict[str, Any] = {
+    "metric": "was rolled back",
+    "op": "<=",
+    "than": "",
+    "factor": 1.0,
+    "value": 1.0,
+    "threshold": 0.0,
+    "pass": False,
+}
+"""The failed condition of a policy that a person has rolled back: only a person makes it champion again."""
 
 
 def run(
@@ -43,7 +55,12 @@ def run(
     checks = [check(threshold, index, name, content) for index, threshold in enumerate(config.gate)]
     if config.challenge is not None and champion is not None and champion.digest != policy.digest:
         checks.append(challenge(config.challenge, name, champion, content))
+    state = context.tracker.champions(config.name)
+    if state is not None and policy.digest in state.rolled_back:
+        checks.append(ROLLED_BACK)
     passed = all(entry["pass"] for entry in checks)
+    if passed and config.challenge is not None:
+        check_opponent(config, policy, champion, state)
 
     if not context.store.is_external(policy):
         context.store.pin(policy.uri, note=f"{config.name} {'champion' if passed else 'candidate'}")
@@ -137,6 +154,24 @@ def challenge(config: ChallengeConfig, name: str, champion: PolicyRef, report: M
         "threshold": config.margin,
         "pass": low > config.margin,
     }
+
+
+def check_opponent(
+    config: PublishConfig, policy: PolicyRef, champion: PolicyRef | None, state: RegistryState | None
+) -> None:
+    """Raise ConfigError unless the policy was compared with the current champion, or is the current champion itself."""
+    compared = champion.digest if champion is not None else ""
+    if state is None:
+        rule = "the registry does not answer, so the current champion is unknown"
+    elif state.champion not in (compared, policy.digest):
+        rule = f"the champion is {_short(state.champion)} now, and the policy was compared with {_short(compared)}"
+    else:
+        return
+    raise ConfigError(explain("publish.challenge", config.name, rule, "run again"))
+
+
+def _short(digest: str) -> str:
+    return digest[:12] or "none"
 
 
 def won(checks: Sequence[Mapping[str, Any]]) -> str:
@@ -237,7 +272,17 @@ def _decisions(notes: Sequence[GateNote]) -> str:
     if not notes:
         return "The run had no gates."
     lines = ["| gate | found | outcome | decision |", "|---|---|---|---|"]
-    return "\n".join([*lines, *(f"| {one.name} | {one.found} | {one.outcome} | {one.answer} |" for one in notes)])
+    cells = ([_cell(text) for text in (one.name, one.found, one.outcome, one.answer)] for one in notes)
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in cells)])
+
+
+def _cell(text: str) -> str:
+    """Return a text in one line of a table.
+
+    >>> print(_cell("a | b\\nc"))
+    a \\| b c
+    """
+    return " ".join(text.split()).replace("|", "\\|")
 
 
 def _made_from(lineage: Sequence[Mapping[str, Any]]) -> str:

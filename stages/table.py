@@ -447,7 +447,8 @@ _ROWS = (
         engines=("registry",),
         section="publish",
         page="publish.md",
-        about="Gate, model card and registration of `policy`, which has to beat `champion` if `config.challenge` says so.",
+        about="Gate, model card and registration of `policy`, which has to beat `champion` if `config.challenge` says so; "
+        "if empty, the current one.",
     ),
 )
 

@@ -6,7 +6,9 @@ import argparse
 
 from pipelines.cli.common import console
 from pipelines.execution.approving import answer_gate
-from rlhf_core.store.gate_decisions import Answer
+from rlhf_core.store.gate_decisions import Answer, GateRequest
+
+FLOW_RUN = "prefect.flow_run_id"
 
 
 def approve(options: argparse.Namespace) -> None:
@@ -25,4 +27,12 @@ def _answer(options: argparse.Namespace, answer: Answer) -> None:
     )
     line = f"gate {request.gate}, {request.condition['after']} {request.digest[:12]}: {said}"
     console.print(line, highlight=False, markup=False, soft_wrap=True)
-    console.print("the run goes on, or ends as blocked, with the same command as before", highlight=False)
+    console.print(next_step(request), highlight=False, soft_wrap=True)
+
+
+def next_step(request: GateRequest) -> str:
+    """Return what makes the run that asked go on."""
+    again = "the run goes on, or ends as blocked, with the same command as before"
+    if FLOW_RUN not in request.links:
+        return again
+    return f"{again}, or with `rlhf resume {request.links[FLOW_RUN]}`"

@@ -41,7 +41,7 @@ def place_of(run: str, store: str) -> tuple[ArtifactStore, str]:
 
 
 def chosen(requests: Sequence[GateRequest], run: str, gate: str, artifact: str) -> GateRequest:
-    """Return the only request that is meant; one without an answer is preferred. Raises ConfigError."""
+    """Return the only request that is meant; the one asked last if that has an answer. Raises ConfigError."""
     of_run = [one for one in requests if run in (one.run, *one.links.values())]
     of_gate = [one for one in of_run if one.gate == gate]
     if not of_gate:
@@ -52,8 +52,11 @@ def chosen(requests: Sequence[GateRequest], run: str, gate: str, artifact: str) 
     if not found:
         known = ", ".join(one.digest[:12] for one in of_gate)
         raise ConfigError(explain("artifact", artifact, "the gate has not asked about it", f"it has about {known}"))
-    found = [one for one in found if one.answer is None] or found
+    newest = max(found, key=lambda one: one.asked)
+    if newest.answer is not None:
+        return newest
+    found = [one for one in found if one.answer is None]
     if len(found) > 1:
         known = ", ".join(f"{one.digest[:12]} ({one.found or 'no condition'}, asked {one.asked})" for one in found)
         raise ConfigError(explain("gate", gate, f"has asked about {len(found)} artifacts: {known}", "add --artifact"))
-    return found[0]
+    return newest

@@ -7,6 +7,7 @@ costs nothing, and gates are in no key. The same rules serve the plan and the ru
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, Literal
 
 from pipelines.flows.inputs import parts
 from pipelines.flows.run_rules import OPPOSITE, GateConfig
+from pipelines.services.home import Home
 from rlhf_core.errors import ConfigError, explain, nearest
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.stopping import RunBlocked, RunHalted, StageWaiting
@@ -116,7 +118,7 @@ class Gatekeeper:
         """Raise StageWaiting if a person has to decide in the run of this name, RunBlocked if a gate does not hold."""
         blocked = [verdict for verdict in self.verdicts if not verdict.holds and verdict.outcome != "waiting"]
         waiting = [verdict for verdict in self.verdicts if verdict.outcome == "waiting"]
-        said = [str(verdict) for verdict in blocked] + [question(verdict, run) for verdict in waiting]
+        said = [str(verdict) for verdict in blocked] + [question(verdict, run, self.store.root) for verdict in waiting]
         left = f" (not run: {', '.join(self.skipped)})" if self.skipped else ""
         if waiting:
             raise StageWaiting("; ".join(said) + left)
@@ -152,9 +154,11 @@ def condition(gate: GateConfig) -> dict[str, Any]:
     return gate.model_dump(mode="json", exclude={"otherwise"}) | {"name": gate.title}
 
 
-def question(verdict: Verdict, run: str) -> str:
-    """Return who is to do what about a verdict that waits."""
-    command = f"{run} {verdict.gate.title} --artifact {verdict.digest[:12]} --reason ..."
+def question(verdict: Verdict, run: str, store: Path) -> str:
+    """Return who is to do what about a verdict that waits; the commands have to name a store that is not the usual one."""
+    words = [run, verdict.gate.title, "--artifact", verdict.digest[:12]]
+    words += [] if store.resolve() == Home.here().store.resolve() else ["--store", str(store)]
+    command = f"{shlex.join(words)} --reason ..."
     return f"{verdict} ({verdict.label}): `rlhf approve {command}` or `rlhf reject {command}`"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlhf_core.interfaces import StageTracker
+from rlhf_core.interfaces import RegistryState, StageTracker
 from rlhf_core.stage.decision import Decision
 
 TABLE_ROWS = 20
@@ -70,6 +70,9 @@ class ShownTracker:
 
     def register(self, name: str, digest: str, *, aliases: Sequence[str], tags: Mapping[str, str]) -> str:
         return self._inner.register(name, digest, aliases=aliases, tags=tags)
+
+    def champions(self, name: str) -> RegistryState | None:
+        return self._inner.champions(name)
 
 
 class Silent:

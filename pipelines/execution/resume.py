@@ -20,6 +20,10 @@ LOOKED_AT = 50
 """Number of the newest runs that are read, to find an unfinished one and to suggest names."""
 
 
+RUN_PARAMETERS = {"profile", "config"}
+"""A run of stages has one of these; the form that answers a gate has none, and is not what `rlhf resume` means."""
+
+
 class ResumeError(RlhfError, ValueError):
     """A run cannot be resumed as requested; the message gives the remedy."""
 
@@ -70,7 +74,8 @@ def _find(client: SyncPrefectClient, wanted: str) -> FlowRun | None:
     found = client.read_flow_runs(flow_filter=flow, sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=LOOKED_AT)
     newest = ours(found)
     if not wanted:
-        unfinished = (run for run in newest if run.state and run.state.is_final() and not run.state.is_completed())
+        of_stages = [run for run in newest if not run.parameters.keys().isdisjoint(RUN_PARAMETERS)]
+        unfinished = (run for run in of_stages if run.state and run.state.is_final() and not run.state.is_completed())
         return next(unfinished, None)
     try:
         chosen = FlowRunFilter(id={"any_": [UUID(wanted)]})

@@ -88,11 +88,8 @@ def published(config: PipelineConfig, state: LifecycleState) -> str:
 
 
 def opponent(config: PipelineConfig, stages: Stages, state: LifecycleState) -> PolicyRef | None:
-    """Return the champion that the published policy has to beat; None if there is none, or it is that policy itself."""
-    champion = stages.champion
-    if champion is None or champion.digest == state.policies[published(config, state)].digest:
-        return None
-    return champion
+    """Return the champion that the published policy has to beat; None if there is none."""
+    return None if stages.champion is None else stages.champion.of(state.policies[published(config, state)])
 
 
 def train_reward_models(config: PipelineConfig, stages: Stages, state: LifecycleState) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from pydantic import BaseModel
 
+from pipelines.flows.inputs import Opponents
 from pipelines.services.home import Home
 from pipelines.services.registry import registry
 from rlhf_core.config.agents import AgentConfig, EpisodeLimits
@@ -79,8 +80,8 @@ class Stages:
     run_stage: RunStage
     seed: int
     runtime: RuntimeConfig
-    champion: PolicyRef | None = None
-    """The champion of the registry, if a policy has to beat it."""
+    champion: Opponents | None = None
+    """The champion of the registry and the one before, if a policy has to beat it."""
     decisions: Callable[[], tuple[GateNote, ...]] = tuple
     """Returns what came of the gates so far, for the model card."""
 

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from rlhf_core.errors import ArtifactError
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.types import ArtifactRef
+from rlhf_core.types import ArtifactRef, PolicyRef
 
 R = TypeVar("R", bound=ArtifactRef)
 
 SHORTEST_DIGEST = 8
+
+
+@dataclass(frozen=True)
+class Opponents:
+    """The champion that a published policy has to beat, and the champion before it."""
+
+    current: PolicyRef
+    previous: PolicyRef | None = None
+
+    def of(self, policy: PolicyRef) -> PolicyRef | None:
+        """Return the opponent of a policy; that of the champion is the one before it, which it has beaten."""
+        return self.previous if self.current.digest == policy.digest else self.current
 
 
 def find_artifact(store: ArtifactStore, kind: type[R], name: str) -> R:

@@ -34,7 +34,7 @@ class GateConfig(Config):
     """Metric of the stage's record, or the path of a number in its report.json: `accuracy_low`, `policies/ppo/gold/low`.
     Without one, a person approves every artifact."""
     op: Literal[">=", ">", "<=", "<"] = ">="
-    value: float | None = None
+    value: float | None = Field(None, allow_inf_nan=False)
     otherwise: Literal["block", "approve", "warn"] = "block"
     """What happens if the condition does not hold: `block` holds back all that depends on the artifact, `approve` does
     so until a person decides, `warn` only says so."""

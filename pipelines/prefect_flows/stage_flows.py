@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from prefect import Flow, flow
 from pydantic import Field
 
+from pipelines.execution.champion import champion_for
 from pipelines.execution.executor import RunOptions
 from pipelines.execution.opening import store_of
 from pipelines.flows.full import condition_and_imitate, sample_and_imitate
@@ -28,6 +29,7 @@ from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.schema.base import Config
 from rlhf_core.types import ArtifactRef, PolicyRef, PromptsRef, RewardModelRef
 from stages.config.prepare_data import PrepareDataConfig
+from stages.config.publish import PublishConfig
 from stages.table import STAGES, Stage
 
 R = TypeVar("R", bound=ArtifactRef)
@@ -60,6 +62,8 @@ def stage_flow(stage: Stage) -> Flow[..., dict[str, str]]:
 
         def body(stages: Stages, find: Find) -> ArtifactRef:
             inputs = {name: find.input(stage, name, form.arguments[name]) for name in stage.inputs_read(config)}
+            if isinstance(config, PublishConfig) and inputs["champion"] is None:
+                inputs["champion"] = find.champion(config, inputs["policy"])
             return stages.run(stage.name, stage.name, config, stage.output, **inputs)
 
         return _run(settings, stage.name, body)
@@ -172,6 +176,11 @@ class Find:
         if isinstance(named, str):
             return None if row.optional and not named else self(row.kind, named)
         return self.all(row.kind, named)
+
+    def champion(self, config: PublishConfig, policy: GivenInput) -> PolicyRef | None:
+        """Return the champion that the policy has to beat if the configuration has a challenge, as the pipelines do."""
+        found = champion_for(config, self._store)
+        return found.of(policy) if found is not None and isinstance(policy, PolicyRef) else None
 
     def all(self, kind: type[R], names: Mapping[str, str]) -> dict[str, R]:
         """Return the artifacts for a table of names, under the same keys."""

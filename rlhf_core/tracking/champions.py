@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.errors import ConfigError, explain, nearest
+from rlhf_core.interfaces import RegistryState
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.tracking import redaction
 from rlhf_core.tracking.champion_tags import TAG, move_tag
-from rlhf_core.tracking.mlflow import TrackingError
-from rlhf_core.tracking.mlflow_client import open_client
+from rlhf_core.tracking.mlflow_client import TrackingError, open_client
 from rlhf_core.tracking.mlflow_delivery import DIGEST_TAG, registry_name
 from rlhf_core.types import CHAMPION
 
@@ -59,6 +60,12 @@ class Champions:
             line = line[: line.index(self.current)]
         return line[-1] if line else ""
 
+    @property
+    def rolled_back(self) -> frozenset[str]:
+        """Return the digests of the versions that were champion until a rollback. The alias moved by hand ends that."""
+        line = {self.current, *reign(self.moves)}
+        return frozenset(move.digest for move in self.moves if move.version not in line)
+
 
 def reign(moves: Sequence[ChampionMove]) -> list[str]:
     """Return the versions in the order in which they became champion, without those that were rolled back.
@@ -92,10 +99,28 @@ def read_champions(uri: str, name: str) -> Champions | None:
         return _champions(client, found[0]) if found else None
 
 
-def champion_digest(uri: str, name: str) -> str:
-    """Return the digest of the current champion's weights; "" without a champion."""
+def champion_digests(uri: str, name: str) -> tuple[str, str]:
+    """Return the digests of the current champion's weights and of the one before; "" for one that there is not.
+
+    Raises ConfigError for a champion whose weights are unknown.
+    """
     found = read_champions(uri, name)
-    return "" if found is None or not found.current else found.digests[found.current]
+    if found is None or not found.current:
+        return "", ""
+    digest = found.digests.get(found.current, "")
+    if not digest:
+        rule = f"its champion, version {found.current}, has no tag {DIGEST_TAG}, so its weights are unknown"
+        raise ConfigError(explain("publish.challenge", name, rule, "give the alias to a version that `publish` made"))
+    return digest, found.digests.get(found.previous, "")
+
+
+def registry_state(uri: str, name: str) -> RegistryState:
+    """Return the champions of a registered model by the digests of their weights, as a stage needs them."""
+    found = read_champions(uri, name)
+    if found is None:
+        return RegistryState()
+    current = found.current and (found.digests.get(found.current) or f"version {found.current}")
+    return RegistryState(current, found.rolled_back)
 
 
 def model_names(uri: str) -> list[str]:
@@ -147,6 +172,8 @@ def _moves(version: Any) -> Iterator[tuple[str, ChampionMove]]:
 
 
 def _is_missing_database(uri: str) -> bool:
+    """Return whether the registry behind `uri` is a database that does not exist yet."""
+    uri = os.environ.get("MLFLOW_REGISTRY_URI") or uri
     return uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists()
 
 

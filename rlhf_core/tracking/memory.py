@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_core.interfaces import StageTracker
+from rlhf_core.interfaces import RegistryState, StageTracker
 from rlhf_core.tracking.redaction import flatten
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
@@ -32,6 +32,7 @@ class MemoryStageTracker(StageTracker):
     models: list[tuple[str, str, str]] = field(default_factory=list)
     input_models: list[str] = field(default_factory=list)
     registered: list[tuple[str, str, tuple[str, ...], dict[str, str]]] = field(default_factory=list)
+    known_champions: RegistryState | None = RegistryState()
     uri: str = ""
     _last: dict[str, int] = field(default_factory=dict)
 
@@ -62,6 +63,9 @@ class MemoryStageTracker(StageTracker):
     def register(self, name: str, digest: str, *, aliases: Sequence[str], tags: Mapping[str, str]) -> str:
         self.registered.append((name, digest, tuple(aliases), dict(tags)))
         return str(sum(entry[0] == name for entry in self.registered))
+
+    def champions(self, name: str) -> RegistryState | None:
+        return self.known_champions
 
     def finish(self, status: Status) -> None:
         self.status = status

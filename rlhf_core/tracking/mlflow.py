@@ -26,13 +26,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_core.errors import RlhfError
-from rlhf_core.interfaces import StageTracker
+from rlhf_core.interfaces import RegistryState, StageTracker
 from rlhf_core.processes.private_folder import private_folder
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.store.leases import Owner, is_gone
 from rlhf_core.tracking import owner, redaction
-from rlhf_core.tracking.mlflow_client import open_client, run_url
+from rlhf_core.tracking.champions import registry_state
+from rlhf_core.tracking.mlflow_client import TrackingError, open_client, run_url
 from rlhf_core.tracking.mlflow_delivery import Delivery
 from rlhf_core.tracking.outbox import Outbox
 
@@ -45,10 +45,6 @@ OPEN_SECONDS = 120.0
 CLOSE_SECONDS = 30.0
 LARGEST_FILE = 64 * 2**20
 """Maximum size in bytes of a file for readers (figures, reports); weights and data stay in the store."""
-
-
-class TrackingError(RlhfError, RuntimeError):
-    """MLflow could not answer a user's command. Runs never raise it: they record later."""
 
 
 class MlflowTracker:
@@ -207,6 +203,13 @@ class MlflowStageTracker(StageTracker):
         self._append("register", id=token, name=name, digest=digest, aliases=list(aliases), tags=dict(tags))
         self._tracker._outbox.flush(OPEN_SECONDS, retry=False)
         return self._tracker._delivery.versions.get(token, "pending")
+
+    def champions(self, name: str) -> RegistryState | None:
+        try:
+            return registry_state(self.uri, name)
+        except TrackingError as error:
+            logger.warning("tracking: the champions of %s are unknown: %s", name, error)
+            return None
 
     def flush(self) -> bool:
         """Deliver waiting records, for instance at a checkpoint; return whether everything arrived."""

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.errors import RlhfError
 from rlhf_core.secrets.redaction import without_secrets
 
 logger = logging.getLogger(__name__)
@@ -21,6 +22,10 @@ _SETTINGS = {  # short: a server that is down must be noticed in seconds, and we
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
+
+
+class TrackingError(RlhfError, RuntimeError):
+    """MLflow could not answer a user's command. Trackers of runs never raise it: they record later."""
 
 
 def import_mlflow() -> Any:

@@ -10,6 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from rlhf_core.errors import ConfigError
+from rlhf_core.interfaces import RegistryState
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef, ReportRef
@@ -97,6 +98,7 @@ def with_champion(shop: Workshop, inputs: dict[str, Any], tmp_path: Path, low: f
     report["policies"]["ppo"]["gold_over_champion"] = {"mean": low + 0.1, "low": low, "high": low + 0.2}
     (tmp_path / "compared").mkdir()
     (tmp_path / "compared" / "report.json").write_text(json.dumps(report))
+    shop.tracker.known_champions = RegistryState(champion.digest)
     return inputs | {"report": shop.store.external(ReportRef, tmp_path / "compared"), "champion": champion}
 
 
@@ -116,8 +118,35 @@ def test_the_alias_moves_only_if_the_champion_is_beaten_by_the_margin(
     assert f"| gold_over_champion/low | > {margin:.4g} | {low:.4g} |" in card
 
 
+@pytest.mark.parametrize("now", [RegistryState("ab" * 32), RegistryState(), None])
+def test_the_alias_does_not_move_if_the_champion_is_another_than_the_one_compared_with(
+    shop: Workshop, inputs: dict[str, Any], tmp_path: Path, now: RegistryState | None
+) -> None:
+    compared = with_champion(shop, inputs, tmp_path, 0.1)
+    shop.tracker.known_champions = now
+    said = "the registry does not answer," if now is None else f"the champion is {now.champion[:12] or 'none'} now, and"
+    with pytest.raises(ConfigError, match=rf"publish.challenge = 'rlhf-policy': {said} .*; run again"):
+        publish(shop, compared, challenge={})
+    assert shop.tracker.registered == []
+    shop.tracker.known_champions = RegistryState(inputs["policy"].digest)  # made again, of the champion
+    assert publish(shop, compared, challenge={})[0]["passed"] is True
+
+
+@pytest.mark.parametrize("challenge", [None, {}])
+def test_a_policy_that_was_rolled_back_stays_a_candidate(
+    shop: Workshop, inputs: dict[str, Any], tmp_path: Path, challenge: dict[str, Any] | None
+) -> None:
+    compared = with_champion(shop, inputs, tmp_path, 0.1)
+    shop.tracker.known_champions = RegistryState(compared["champion"].digest, frozenset({inputs["policy"].digest}))
+    gate, card, _ = publish(shop, compared, challenge=challenge)
+    assert gate["passed"] is False and gate["registry"]["aliases"] == ["candidate"]
+    assert "| was rolled back | <= 0 | 1 | **fails** |" in card
+    assert not any(key.startswith("champion.") for key in shop.tracker.registered[0][3])
+
+
 def test_a_first_policy_and_the_champion_itself_have_no_opponent(shop: Workshop, inputs: dict[str, Any]) -> None:
     for given in (inputs, inputs | {"champion": inputs["policy"]}):
+        shop.tracker.known_champions = RegistryState(given["champion"].digest if "champion" in given else "")
         gate, _, _ = publish(shop, given, gate=GOOD, challenge={})
         assert gate["passed"] is True and len(gate["checks"]) == len(GOOD)
 
@@ -138,9 +167,14 @@ def test_a_report_without_that_champion_or_metric_is_refused(
 
 
 def test_the_card_says_who_decided_what_at_gates(shop: Workshop, inputs: dict[str, Any]) -> None:
-    note = {"name": "quality", "found": "accuracy_low 0.61 < 0.65", "outcome": "approved", "answer": "approved by ada"}
+    note = {
+        "name": "quality",
+        "found": "accuracy_low 0.61 < 0.65",
+        "outcome": "approved",
+        "answer": "approved by ada: a|b\n\nc",
+    }
     _, card, _ = publish(shop, inputs, decisions=[note])
-    assert "| quality | accuracy_low 0.61 < 0.65 | approved | approved by ada |" in card
+    assert "| quality | accuracy_low 0.61 < 0.65 | approved | approved by ada: a\\|b c |" in card
     _, card, _ = publish(shop, inputs)
     assert "The run had no gates." in card
 
@@ -213,6 +247,12 @@ def test_a_policy_that_was_not_judged_is_not_published(shop: Workshop, inputs: d
     inputs["policy"] = shop.store.external(PolicyRef, tmp_path / "other")
     with pytest.raises(ConfigError, match="was not evaluated in this report"):
         shop.run("publish", PublishConfig(), inputs)
+
+
+def test_a_threshold_is_a_number() -> None:
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(ValidationError, match="finite"):
+            Threshold(metric="gold/mean", op=">=", value=value)
 
 
 @pytest.mark.parametrize("bound", [{}, {"value": 1.0, "than": "sft"}])

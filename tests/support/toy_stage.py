@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from rlhf_core.config.engines import OptimizerConfig
-from rlhf_core.interfaces import ModelSpec, Role, Sampler, Trainer
+from rlhf_core.interfaces import ModelSpec, RegistryState, Role, Sampler, Trainer
 from rlhf_core.schema.base import FAILURES, OPERATIONAL, Config
 from rlhf_core.stage.context import StageContext
 from rlhf_core.stage.key import StageSpec
@@ -143,3 +143,6 @@ class RecordingTracker:
 
     def register(self, name: str, digest: str, *, aliases: Sequence[str], tags: Mapping[str, str]) -> str:
         return "1"
+
+    def champions(self, name: str) -> RegistryState:
+        return RegistryState()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
 from pipelines.cli.main import EXIT_BLOCKED, EXIT_OVER_BUDGET, EXIT_WAITING, main
-from pipelines.execution.approving import answer_gate
+from pipelines.execution.approving import answer_gate, chosen
+from pipelines.execution.resume import Resumption
+from pipelines.prefect_flows import approval_flow
 from pipelines.services.home import Home
 from rlhf_core.errors import ConfigError
 from rlhf_core.stage.stopping import RunBlocked, RunOverBudget, StageWaiting
@@ -40,6 +43,7 @@ def test_a_run_is_named_by_its_profile_its_name_or_its_flow_run(
     said = capsys.readouterr().out
     (request,) = requests(home)
     assert f"gate quality, first {request.digest[:12]}: approved by " in said and ": good enough" in said
+    assert "or with `rlhf resume f1`" in said
     assert len(trial.run(APPROVE)) == 4
 
 
@@ -59,8 +63,29 @@ def test_of_several_artifacts_the_right_one_must_be_named(trial: Trial, home: Ho
         answer_gate("mini", "quality", "approve", reason="yes")
     request, _ = answer_gate("mini", "quality", "approve", reason="yes", artifact=second[:12])
     assert request.digest == second
-    request, _ = answer_gate("mini", "quality", "approve", reason="yes")  # one is left without an answer
-    assert request.digest == first
+
+
+def test_a_second_answer_is_about_what_was_asked_last() -> None:
+    answer = {"answer": "approve", "by": "ada", "at": "now", "reason": "yes"}
+    old = GateRequest(
+        id="1", gate="quality", condition={}, digest="d1", found="", run="mini", asked="2026-01-01T00:00:00+00:00"
+    )
+    new = old.model_copy(update={"id": "2", "digest": "d2", "asked": "2026-01-02T00:00:00+00:00", "answers": [answer]})
+    assert chosen([old, new], "mini", "quality", "") == new
+    assert chosen([old, new], "mini", "quality", "d1") == old
+    asked_again = old.model_copy(update={"asked": "2026-01-03T00:00:00+00:00"})
+    assert chosen([asked_again, new], "mini", "quality", "") == asked_again
+
+
+@pytest.mark.parametrize(("state", "resumed"), [("Waiting", True), ("Cancelled", False), ("Blocked", False)])
+def test_the_form_starts_only_a_run_that_waits(monkeypatch: pytest.MonkeyPatch, state: str, resumed: bool) -> None:
+    client = MagicMock()
+    client.__enter__.return_value.read_flow_run.return_value.state.name = state
+    monkeypatch.setattr(approval_flow, "get_client", lambda **_: client)
+    monkeypatch.setattr(approval_flow, "resume", lambda run, *, served: Resumption("scheduled", "it goes on"))
+    said = approval_flow.go_on("7d0cba3e-3c5b-4d37-94a0-9b7c5fa8b0a4")
+    assert (said == "it goes on") is resumed
+    assert approval_flow.go_on("f1").startswith("run the same command again")
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,18 @@ from pipelines.cli.main import main
 from pipelines.execution.executor import RunOptions
 from pipelines.execution.opening import open_run, open_tracker, store_of
 from pipelines.execution.run import run_stages
-from pipelines.flows.full import lifecycle
-from pipelines.flows.profile import load_profile
+from pipelines.flows.full import LifecycleState, lifecycle, opponent
+from pipelines.flows.graph import Stages
+from pipelines.flows.inputs import Opponents
+from pipelines.flows.profile import PipelineConfig, load_profile
+from pipelines.prefect_flows import stage_flows
 from pipelines.services.home import Home
 from pipelines.services.registry import tracking_uri
 from rlhf_core.errors import ConfigError
+from rlhf_core.stage.key import StageSpec
 from rlhf_core.tracking.champions import read_champions
+from rlhf_core.types import PolicyRef, PreparedDataRef
+from stages.config.publish import PublishConfig
 from tests.pipelines.execution.test_run import directly
 from tests.support.listener import Notes
 from tests.support.small_pipeline import write_mini
@@ -87,6 +93,10 @@ def test_a_challenger_that_does_not_win_leaves_the_champion_and_rollback_needs_o
     # What was published once stays rolled back: its stage is a hit.
     decided, _, _ = run_once(tmp_path, home, "publish.policy=base", "publish.challenge=none")
     assert decided["publish"] == "HIT"
+    # Nor does a new key of the stage give it the alias again.
+    decided, gate, _ = run_once(tmp_path, home, "publish.policy=base", "publish.challenge=none", "publish.licence=MIT")
+    assert decided["publish"] == "RUN" and gate["registry"]["aliases"] == ["candidate"]
+    assert [check["metric"] for check in gate["checks"]] == ["was rolled back"]
     found = read_champions(tracking_uri(home), "support")
     assert found is not None and found.current == "1"
 
@@ -94,11 +104,62 @@ def test_a_challenger_that_does_not_win_leaves_the_champion_and_rollback_needs_o
 def test_a_champion_whose_weights_are_elsewhere_is_refused_before_anything_is_computed(
     tmp_path: Path, home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlhf_core.tracking.champions.champion_digest", lambda *_: "ab" * 32)
+    monkeypatch.setattr("rlhf_core.tracking.champions.champion_digests", lambda *_: ("ab" * 32, ""))
     with pytest.raises(
         ConfigError, match=r"publish.challenge = 'support': the champion of support \(abababababab\) is not in"
     ):
         run_once(tmp_path, home)
+
+
+@pytest.mark.parametrize(
+    ("policy", "challenge", "given", "found"),
+    [
+        ("ppo", None, "", None),
+        ("ppo", {}, "", "current"),
+        ("current", {}, "", "before"),  # the champion itself, made again, against the one that it has beaten
+        ("ppo", {}, "other", "other"),
+    ],
+)
+def test_the_deployment_of_the_stage_alone_looks_the_champion_up_too(
+    home: Home,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+    challenge: dict[str, Any] | None,
+    given: str,
+    found: str | None,
+) -> None:
+    config = PublishConfig.model_validate({"name": "support", "challenge": challenge})
+    monkeypatch.setenv("RLHF_HOME", str(home.root))
+    monkeypatch.setattr("rlhf_core.tracking.champions.champion_digests", lambda *_: ("current", "before"))
+    for module in ("execution.champion", "prefect_flows.stage_flows"):
+        monkeypatch.setattr(f"pipelines.{module}.find_artifact", lambda _, kind, name: kind(uri=name, digest=name))
+    specs: list[StageSpec] = []
+
+    def run_served(config: PipelineConfig, pipeline: Any, options: RunOptions) -> dict[str, str]:
+        stages = Stages(
+            lambda spec, kind: specs.append(spec) or kind(uri="x", digest="x"), seed=1, runtime=config.runtime
+        )
+        pipeline(config, stages)
+        return {}
+
+    monkeypatch.setattr("pipelines.prefect_flows.stage_flows.run_served", run_served)
+    stage_flows.STAGE_FLOWS["publish"].fn(config, stage_flows.Settings(), policy=policy, champion=given)
+    (spec,) = specs
+    assert (spec.inputs["champion"].digest if "champion" in spec.inputs else None) == found
+
+
+def test_a_champion_made_again_is_compared_as_before(tmp_path: Path) -> None:
+    config = load_profile(write_mini(tmp_path, PUBLISH))
+    old, new, data = (kind(uri=name, digest=name) for kind, name in zip((PolicyRef, PolicyRef, PreparedDataRef), "ond"))
+    state = LifecycleState(data, {"sft": new})
+
+    def met(champion: Opponents | None) -> PolicyRef | None:
+        stages = Stages(lambda spec, kind: kind(uri="x", digest="x"), seed=1, runtime=config.runtime, champion=champion)
+        return opponent(config, stages, state)
+
+    assert met(Opponents(old)) == old  # the run that wins
+    assert met(Opponents(new, old)) == old  # the same run once more: the same inputs, so a hit
+    assert met(Opponents(new)) is None and met(None) is None
 
 
 def test_without_models_there_is_no_name_to_guess(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,6 +147,17 @@ def test_a_run_that_waits_asks_and_goes_on_when_approved(trial: Trial) -> None:
     assert said.startswith("approved: total 1.5 < 2; approved by ada at ") and said.endswith(": good enough")
 
 
+def test_the_printed_command_can_be_pasted(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = APPROVE.replace('"quality"', '"good enough?"')
+    with pytest.raises(
+        StageWaiting, match=r"rlhf approve 'my run' 'good enough\?' --artifact \w{12} --store \S+/store --r"
+    ):
+        trial.run(rules, "name=my run")
+    monkeypatch.setenv("RLHF_HOME", str(trial.home.root))
+    with pytest.raises(StageWaiting, match=r"--artifact \w{12} --reason \.\.\.`"):
+        trial.run(rules, "name=my run")
+
+
 def test_a_rejection_blocks_and_the_last_answer_counts(trial: Trial) -> None:
     with pytest.raises(StageWaiting):
         trial.run(APPROVE)
@@ -200,6 +211,7 @@ def test_an_unknown_metric_names_those_that_there_are(trial: Trial) -> None:
     ("rules", "said"),
     [
         (BLOCK + BLOCK, r"gates\[1\].name = 'first': is the name of two gates"),
+        (BLOCK.replace("2.0", "nan"), r"gates.*value = nan: .*finite"),
         ('[[gates]]\nafter = "first"\n', "otherwise = 'block': the gate has no condition"),
         (
             '[[gates]]\nafter = "first"\nmetric = "total"\n',

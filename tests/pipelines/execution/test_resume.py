@@ -59,6 +59,16 @@ def test_a_run_of_a_terminal_is_run_again_with_its_own_options_by_name_or_id(cli
         assert found.message == f"nightly ({newest}) was Crashed (killed)"
 
 
+def test_the_form_that_answers_a_gate_is_not_what_resume_means(client: Any) -> None:
+    from prefect.states import Failed
+
+    from pipelines.execution.resume import resume
+
+    wanted = foreground(client, "nightly", Failed())
+    foreground(client, "approve quality", Failed(), {"run": "nightly", "gate": "quality"})
+    assert str(wanted) in resume("", served=False).message
+
+
 def test_there_is_nothing_to_resume_of_what_completed_runs_or_waits(client: Any) -> None:
     from prefect.states import Completed, Paused, Running
 

@@ -9,9 +9,11 @@ import pytest
 from mlflow import MlflowClient
 
 from rlhf_core.errors import ConfigError
+from rlhf_core.interfaces import RegistryState
 from rlhf_core.tracking.champion_tags import move_tag
-from rlhf_core.tracking.champions import champion_digest, model_names, read_champions, roll_back
-from rlhf_core.tracking.mlflow import MlflowTracker, TrackingError
+from rlhf_core.tracking.champions import champion_digests, model_names, read_champions, registry_state, roll_back
+from rlhf_core.tracking.mlflow import MlflowTracker
+from rlhf_core.tracking.mlflow_client import TrackingError
 
 Publish = Callable[[str, bool], str]
 
@@ -42,10 +44,10 @@ def test_rollback_goes_to_the_champion_before_and_says_who_and_why(publish: Publ
     assert publish("d4", False) == "4"
     found = read_champions(uri, "support")
     assert found is not None and (found.current, found.previous) == ("3", "2")
-    assert champion_digest(uri, "support") == "d3" and model_names(uri) == ["support"]
+    assert champion_digests(uri, "support")[0] == "d3" and model_names(uri) == ["support"]
 
     assert roll_back(uri, "support", why="rude answers") == ("3", "2")
-    assert champion_digest(uri, "support") == "d2"
+    assert champion_digests(uri, "support")[0] == "d2"
     client = MlflowClient(tracking_uri=uri)
     aliases = client.get_registered_model("support").aliases
     assert {name: str(version) for name, version in aliases.items()} == {"candidate": "4", "champion": "2"}
@@ -62,7 +64,29 @@ def test_rollback_goes_to_the_champion_before_and_says_who_and_why(publish: Publ
     assert roll_back(uri, "support", why="still rude") == ("2", "1")  # further back, not to version 3 again
     with pytest.raises(ConfigError, match="champion = 'support': has no champion before the current one"):
         roll_back(uri, "support", why="even ruder")
-    assert champion_digest(uri, "support") == "d1"
+    assert champion_digests(uri, "support")[0] == "d1"
+    assert registry_state(uri, "support") == RegistryState("d1", frozenset({"d2", "d3"}))
+    client.set_registered_model_alias("support", "champion", "3")  # a person says so
+    assert registry_state(uri, "support") == RegistryState("d3", frozenset({"d2"}))
+
+
+def test_a_champion_without_a_digest_is_refused(publish: Publish, uri: str) -> None:
+    publish("d1", True)
+    publish("d2", True)
+    assert champion_digests(uri, "support") == ("d2", "d1")
+    MlflowClient(tracking_uri=uri).delete_model_version_tag("support", "2", "store.digest")
+    with pytest.raises(
+        ConfigError, match=r"publish.challenge = 'support': its champion, version 2, has no tag store.digest, .*; give"
+    ):
+        champion_digests(uri, "support")
+
+
+def test_a_registry_of_its_own_is_read_though_nothing_was_tracked_yet(
+    publish: Publish, uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish("d1", True)
+    monkeypatch.setenv("MLFLOW_REGISTRY_URI", uri)
+    assert champion_digests(f"sqlite:///{tmp_path}/new.db", "support") == ("d1", "")
 
 
 def test_a_version_that_wins_again_comes_after_the_others(publish: Publish, uri: str) -> None:
@@ -74,7 +98,7 @@ def test_a_version_that_wins_again_comes_after_the_others(publish: Publish, uri:
 
 def test_without_a_champion_there_is_nothing_to_go_back_to(publish: Publish, uri: str) -> None:
     publish("d1", False)
-    assert champion_digest(uri, "support") == "" and model_names(uri) == []
+    assert champion_digests(uri, "support")[0] == "" and model_names(uri) == []
     with pytest.raises(ConfigError, match="has never had a champion"):
         roll_back(uri, "support", why="")
     with pytest.raises(ConfigError, match="the registry has no such model"):

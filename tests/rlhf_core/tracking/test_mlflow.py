@@ -16,7 +16,8 @@ import pytest
 from mlflow import MlflowClient
 
 from rlhf_core.tracking import owner
-from rlhf_core.tracking.mlflow import MlflowTracker, TrackingError, reconcile, reconcile_all
+from rlhf_core.tracking.mlflow import MlflowTracker, reconcile, reconcile_all
+from rlhf_core.tracking.mlflow_client import TrackingError
 
 Made = Any
 
