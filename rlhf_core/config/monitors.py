@@ -79,6 +79,11 @@ def check_watched(
                 f'{where}.action = "rollback": {late} has answers of the rejected policy on their way; set it to 0, or '
                 'choose "stop"'
             )
+        if monitor.action != "warn" and evaluate is None:
+            raise ValueError(
+                f"{where}.action = {monitor.action!r}: the checkpoint to return to is chosen by evaluations, and there are "
+                'none; add [ppo.evaluate], or choose "warn"'
+            )
         for name in monitor.reads():
             missing = _never_logged(name, evaluate, uses_reference=uses_reference, uses_values=uses_values)
             if missing:

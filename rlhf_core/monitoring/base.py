@@ -22,8 +22,8 @@ class MonitorConfig(Config):
     name: str = Field("", pattern=r"^[\w\-. ]*$")
     """Name of the monitor in messages and metrics; its type if empty."""
     action: Action = "warn"
-    """What happens: `warn` only says so, `stop` ends the stage with its last honest checkpoint, `rollback` returns to that
-    checkpoint and goes on more carefully."""
+    """What happens: `warn` only says so, `stop` ends the stage with its best honest checkpoint, `rollback` returns to that
+    checkpoint and goes on more carefully. Both need `[ppo.evaluate]`, which finds it."""
     for_steps: int = Field(3, ge=1, le=LAST)
     """Number of steps in a row (for `over_optimization`: of evaluations) for which the condition must hold."""
     after: int = Field(0, ge=0)

@@ -47,7 +47,7 @@ class RunGuard:
         self._context = context
         evaluate = config.evaluate
         self._watch = Watch(config.monitors, looks=1 + math.ceil(config.steps / evaluate.every) if evaluate else 0)
-        self.acts = evaluate is not None or any(monitor.action != "warn" for monitor in config.monitors)
+        self.acts = evaluate is not None
         """Whether the guard may return to a checkpoint, so that the best honest one is kept besides the newest."""
         self.checkpoints = context.checkpoints.keeping(best=1) if self.acts else context.checkpoints
         self.target: Checkpoint | None = None
@@ -107,8 +107,8 @@ class RunGuard:
 
     def saves(self, step: int) -> bool:
         """Return whether a checkpoint is due because of what the step brought: a new best, a rollback, the end."""
-        evaluated_best = self._config.evaluate is not None and self.candidate is not None
-        return bool(self._ended) or self.target is not None or evaluated_best or (step == 0 and self.acts)
+        new_best = self.candidate is not None
+        return bool(self._ended) or self.target is not None or new_best or (step == 0 and self.acts)
 
     def kl_factor(self, checkpoint: Checkpoint) -> float:
         """Return the factor of the KL coefficient in a checkpoint to which the run was rolled back."""
@@ -172,19 +172,15 @@ class RunGuard:
             self._watch.check_metrics(metrics, later=("eval/", "reward_extra/"))
 
     def _judge(self, step: int, metrics: Metrics) -> None:
-        """Set `candidate`: with evaluations a new best value, without them the step, if no monitor objects."""
-        honest = self._watch.honest
-        if self._config.evaluate is None:
-            self.candidate = float(step) if self.acts and honest else None
-            return
+        """Set `candidate` to the value of a new best evaluation, if no monitor objects; else to None."""
         self.candidate = None
-        if not metrics:
+        if self._config.evaluate is None or not metrics:
             return
         name = self._config.evaluate.best_by
         if name not in metrics:
             rule = f"evaluations have no such metric, but {', '.join(sorted(metrics))}"
             raise ConfigError(explain("ppo.evaluate.metric", name, rule, "choose one of these"))
-        after = self._best.after(step, metrics[name] if honest else math.nan)
+        after = self._best.after(step, metrics[name] if self._watch.honest else math.nan)
         self.candidate = after.value if after.step == step else None
         self._best = after
 

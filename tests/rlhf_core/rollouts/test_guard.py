@@ -15,7 +15,7 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.types import ArtifactRef
 from stages.ppo import PPOConfig
 from tests.stages.test_ppo import config
-from tests.support.training import killed_and_resumed, series, shop_and_inputs, untimed
+from tests.support.training import killed_and_resumed, series, shop_and_inputs, stopped_and_resumed, untimed
 from tests.support.workshop import Workshop
 
 
@@ -70,7 +70,7 @@ def test_a_run_without_a_better_evaluation_ends_early(tmp_path: Path, policy: Pa
 def test_a_rollback_returns_to_the_start_and_lowers_the_learning_rate(tmp_path: Path, policy: Path) -> None:
     shop, inputs = shop_and_inputs(tmp_path, policy)
     monitor = ROLLBACK | {"for_steps": 2, "max_rollbacks": 2, "kl_coef_factor": 3.0}
-    settings = watched(monitors=[monitor], steps=9, kl_coef=0.01, checkpoint_every=100)
+    settings = watched(evaluate=EVALUATE, monitors=[monitor], steps=9, kl_coef=0.01, checkpoint_every=100)
     ref, decision = shop.run("ppo", settings, inputs)
     # two steps, back to 0; two steps, back to 0; two steps, and the rollbacks are used up
     assert series(shop, "policy/learning_rate") == pytest.approx([2e-2, 2e-2, 1e-2, 1e-2, 5e-3, 5e-3])
@@ -115,8 +115,24 @@ def test_a_killed_run_with_evaluations_and_rollbacks_ends_with_the_same_bytes(
     assert ref.digest == expected.digest
 
 
+def test_how_often_checkpoints_are_written_and_a_stop_on_request_change_no_rollback(
+    tmp_path: Path, policy: Path
+) -> None:
+    monitor = ROLLBACK | {"for_steps": 2, "after": 4, "max_rollbacks": 1}
+    results = []
+    for every in (2, 100):
+        settings = watched(evaluate=EVALUATE, monitors=[monitor], steps=7, checkpoint_every=every)
+        shop, inputs = shop_and_inputs(tmp_path / str(every), policy)
+        results.append(shop.run("ppo", settings, inputs)[0])
+    assert "rolled back to step" in report(shop, results[-1])["events"][0]["message"]
+    stopped, inputs = shop_and_inputs(tmp_path / "stopped", policy)
+    ref, resumed_at = stopped_and_resumed(stopped, "ppo", settings, inputs, at=3)
+    assert resumed_at == 3
+    assert [one.digest for one in results] == [ref.digest] * 2
+
+
 def test_a_run_that_was_stopped_and_killed_before_its_result_does_not_go_on(tmp_path: Path, policy: Path) -> None:
-    settings = watched(monitors=[ROLLBACK | {"action": "stop", "for_steps": 2}])
+    settings = watched(evaluate=EVALUATE, monitors=[ROLLBACK | {"action": "stop", "for_steps": 2}])
     whole, inputs = shop_and_inputs(tmp_path / "whole", policy)
     expected, decision = whole.run("ppo", settings, inputs)
     assert whole.metrics(decision)["steps"] == 2
@@ -176,6 +192,8 @@ def test_a_monitor_of_a_metric_that_no_step_has_ends_the_run(tmp_path: Path, pol
         ({"monitors": [{"type": "over_optimization"}]}, "add .ppo.evaluate."),
         ({"monitors": [{"type": "over_optimization"}], "evaluate": {}}, "add .ppo.evaluate.independent."),
         ({"monitors": [ROLLBACK], "staleness": 1}, "staleness has answers of the rejected policy"),
+        ({"monitors": [ROLLBACK]}, r"monitors\[0\]\.action = 'rollback': .* add .ppo\.evaluate."),
+        ({"monitors": [ROLLBACK | {"action": "stop"}]}, r"monitors\[0\]\.action = 'stop': .* add .ppo\.evaluate."),
         ({"evaluate": {"metric": "eval/independent/mean"}}, "there is no independent reward"),
     ],
 )
