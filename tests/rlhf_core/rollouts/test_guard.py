@@ -35,6 +35,12 @@ def watched(**changes: Any) -> PPOConfig:
     return config(**(settings | {"prompts_per_step": 2} | changes))
 
 
+def independent(term: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    """Return a section of evaluation whose independent rewards are changed so."""
+    terms = {"own": {"type": "function", "function": "a.b:c"} | (term or {})}
+    return {"evaluate": {"independent": {"terms": terms} | changes}}
+
+
 def report(shop: Workshop, ref: ArtifactRef) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((shop.store.path(ref) / "monitors.json").read_text())
     return found
@@ -195,6 +201,9 @@ def test_a_monitor_of_a_metric_that_no_step_has_ends_the_run(tmp_path: Path, pol
         ({"monitors": [ROLLBACK]}, r"monitors\[0\]\.action = 'rollback': .* add .ppo\.evaluate."),
         ({"monitors": [ROLLBACK | {"action": "stop"}]}, r"monitors\[0\]\.action = 'stop': .* add .ppo\.evaluate."),
         ({"evaluate": {"metric": "eval/independent/mean"}}, "there is no independent reward"),
+        (independent(normalise="running"), "evaluate.independent.normalise = 'running': .* cannot be compared"),
+        (independent({"normalise": "group"}), "evaluate.independent.terms.own.normalise = 'group': "),
+        (independent(composition={"type": "gdpo"}), "evaluate.independent.composition.type = 'gdpo': "),
     ],
 )
 def test_what_could_never_find_anything_or_act_is_refused(changes: dict[str, Any], rule: str) -> None:
