@@ -338,6 +338,14 @@ class PPOConfig(Config):
             uses_values=self.advantage.uses_values,
             late=late,
         )
+        chooses = self.evaluate is not None and (
+            self.evaluate.export == "best" or any(monitor.action != "warn" for monitor in self.monitors)
+        )
+        if chooses and self.optimizer.ema_decay:
+            raise ValueError(
+                f"optimizer.ema_decay = {self.optimizer.ema_decay}: the average is exported, but evaluations choose the "
+                'checkpoint by the trained weights; set it to 0, or choose evaluate.export = "last" and only warn'
+            )
         return self
 
 
