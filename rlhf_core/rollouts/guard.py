@@ -75,8 +75,12 @@ class RunGuard:
             yield step
 
     def before_training(self, weights: Callable[[], Weights]) -> Metrics:
-        """Return the evaluation of the policy before any update; {} if nothing is evaluated."""
+        """Return the evaluation of the policy before any update; {} if nothing is evaluated.
+
+        Raises ConfigError for a monitor of what evaluations do not have.
+        """
         measured = self._evaluate(0, weights)
+        self._watch.check_metrics({*measured.metrics, *self._components()}, only="eval/")
         self._judge(0, measured.metrics)
         self._watch.observe(0, measured.metrics, measured.samples)
         return measured.metrics
@@ -120,6 +124,10 @@ class RunGuard:
         if not self.acts and not self._config.monitors:
             policy.export(folder)
             return {"steps": float(done)}
+        for name in self._watch.missing():
+            logger.warning(
+                "%s: no step had the metric %s, so its monitor never found anything", self._context.label, name
+            )
         chosen = self.checkpoints.best() if self._exports_best() else None
         if chosen is not None:
             policy.load(chosen.path / "policy")
@@ -170,6 +178,17 @@ class RunGuard:
         """Raise ConfigError, at the first step that updates the policy, for a monitor of what steps do not have."""
         if step == 1 + self._config.value_warmup_steps * self._config.advantage.uses_values:
             self._watch.check_metrics(metrics, later=("eval/", "reward_extra/"))
+
+    def _components(self) -> list[str]:
+        """Return the metrics of terms, which an evaluation has only if they apply to one of its answers."""
+        evaluate = self._config.evaluate
+        scored = {"reward": self._config.rewards, "independent": evaluate.independent if evaluate else None}
+        return [
+            f"eval/{name}_component/{term}"
+            for name, rewards in scored.items()
+            if rewards
+            for term in [*rewards.terms, *["overlong"] * bool(rewards.overlong)]
+        ]
 
     def _judge(self, step: int, metrics: Metrics) -> None:
         """Set `candidate` to the value of a new best evaluation, if no monitor objects; else to None."""

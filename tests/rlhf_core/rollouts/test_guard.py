@@ -181,6 +181,25 @@ def test_evaluation_beside_sampling_ahead_is_resumed(tmp_path: Path, policy: Pat
     assert ref.digest == expected.digest
 
 
+def test_a_monitor_of_a_metric_that_no_evaluation_has_ends_the_run_before_its_first_step(
+    tmp_path: Path, policy: Path
+) -> None:
+    shop, inputs = shop_and_inputs(tmp_path, policy)
+    monitor = {"type": "band", "metric": "eval/lenght", "low": 1.0}
+    with pytest.raises(ConfigError, match=r"ppo\.monitors\[0\]\.metric = 'eval/lenght': .*eval/length"):
+        shop.run("ppo", watched(evaluate=EVALUATE, monitors=[monitor]), inputs)
+    assert series(shop, "rollout/length") == []
+
+
+def test_a_metric_that_was_never_logged_is_named_at_the_end(
+    tmp_path: Path, policy: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shop, inputs = shop_and_inputs(tmp_path, policy)
+    monitor = {"type": "band", "metric": "reward_extra/own/mine", "low": 1.0}
+    shop.run("ppo", watched(monitors=[monitor], steps=1), inputs)
+    assert "no step had the metric reward_extra/own/mine" in caplog.text
+
+
 def test_a_monitor_of_a_metric_that_no_step_has_ends_the_run(tmp_path: Path, policy: Path) -> None:
     shop, inputs = shop_and_inputs(tmp_path, policy)
     with pytest.raises(ConfigError, match=r"ppo\.monitors\[0\]\.metric = 'rollout/lenght': no step of this run"):
@@ -201,6 +220,14 @@ def test_a_monitor_of_a_metric_that_no_step_has_ends_the_run(tmp_path: Path, pol
         ({"monitors": [ROLLBACK]}, r"monitors\[0\]\.action = 'rollback': .* add .ppo\.evaluate."),
         ({"monitors": [ROLLBACK | {"action": "stop"}]}, r"monitors\[0\]\.action = 'stop': .* add .ppo\.evaluate."),
         ({"evaluate": {"metric": "eval/independent/mean"}}, "there is no independent reward"),
+        (
+            {"evaluate": {}, "optimizer": FAST | {"ema_decay": 0.9}},
+            r"optimizer\.ema_decay = 0\.9: the average is exported",
+        ),
+        (
+            {"evaluate": {"export": "last"}, "monitors": [ROLLBACK], "optimizer": FAST | {"ema_decay": 0.9}},
+            r"optimizer\.ema_decay = 0\.9: the average is exported",
+        ),
         (independent(normalise="running"), "evaluate.independent.normalise = 'running': .* cannot be compared"),
         (independent({"normalise": "group"}), "evaluate.independent.terms.own.normalise = 'group': "),
         (independent(composition={"type": "gdpo"}), "evaluate.independent.composition.type = 'gdpo': "),
