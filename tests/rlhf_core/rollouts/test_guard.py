@@ -11,8 +11,10 @@ from pydantic import ValidationError
 
 from rlhf_core.config.monitors import HeldOutConfig
 from rlhf_core.config.rewards import FunctionReward, RewardsConfig
+from rlhf_core.data.tables import read_prompts, write_prompts
 from rlhf_core.errors import ConfigError
-from rlhf_core.types import ArtifactRef
+from rlhf_core.rollouts.held_out import hold_out
+from rlhf_core.types import ArtifactRef, PromptsRef
 from stages.ppo import PPOConfig
 from tests.stages.test_ppo import config
 from tests.support.training import killed_and_resumed, series, shop_and_inputs, stopped_and_resumed, untimed
@@ -162,14 +164,21 @@ def test_a_run_that_was_stopped_and_killed_before_its_result_does_not_go_on(tmp_
 
 def test_evaluation_and_warnings_change_no_update(tmp_path: Path, policy: Path) -> None:
     shop, inputs = shop_and_inputs(tmp_path, policy)
-    shop.run("ppo", watched(monitors=[ROLLBACK | {"action": "warn"}], staleness=1), inputs)
-    watched_points = untimed(shop.tracker.points)
+    evaluate = EVALUATE.model_copy(update={"export": "last"})
+    monitors = [ROLLBACK | {"action": "warn"}]
+    ref, _ = shop.run("ppo", watched(evaluate=evaluate, monitors=monitors, staleness=1), inputs)
+    assert len(series(shop, "eval/reward/mean")) == 4
+    # the same prompts without those that are held out, which is all that evaluation may change
     plain, inputs = shop_and_inputs(tmp_path / "plain", policy)
-    ref, _ = plain.run("ppo", watched(staleness=1), inputs)
-    assert [
-        {name: value for name, value in values.items() if "/monitor/" not in name} for _, values in watched_points
-    ] == [values for _, values in untimed(plain.tracker.points)]
-    assert not (plain.store.path(ref) / "monitors.json").exists()
+    trained_on, held_out = hold_out(read_prompts(plain.store.path(inputs["prompts"])), evaluate)
+    assert len(trained_on) == len(held_out) == 3
+    write_prompts(tmp_path / "trained_on", trained_on)
+    inputs["prompts"] = plain.store.external(PromptsRef, tmp_path / "trained_on")
+    expected, _ = plain.run("ppo", watched(staleness=1), inputs)
+    assert _of_training(shop) == _of_training(plain)
+    exported, trained = (store.path(one) for store, one in ((shop.store, ref), (plain.store, expected)))
+    assert _tensors(exported / "model.safetensors") == _tensors(trained / "model.safetensors")
+    assert not (trained / "monitors.json").exists()
 
 
 def test_evaluation_beside_sampling_ahead_is_resumed(tmp_path: Path, policy: Path) -> None:
@@ -236,6 +245,15 @@ def test_a_monitor_of_a_metric_that_no_step_has_ends_the_run(tmp_path: Path, pol
 def test_what_could_never_find_anything_or_act_is_refused(changes: dict[str, Any], rule: str) -> None:
     with pytest.raises(ValidationError, match=rule):
         watched(**changes)
+
+
+def _of_training(shop: Workshop) -> list[tuple[int, dict[str, float]]]:
+    """Return what was logged of the training: neither times nor what evaluations and monitors found."""
+    points = [
+        (step, {name: value for name, value in values.items() if "/monitor/" not in name and "/eval/" not in name})
+        for step, values in untimed(shop.tracker.points)
+    ]
+    return [point for point in points if point[1]]
 
 
 def _tensors(file: Path) -> dict[str, list[float]]:
