@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlhf_core.config.rewards import RewardsConfig
+from rlhf_core.config.rewards import RewardsConfig, what_moves_rewards
 from rlhf_core.monitoring.bands import (
     Band,
     Collapse,
@@ -79,10 +79,21 @@ def check_watched(
                 f'{where}.action = "rollback": {late} has answers of the rejected policy on their way; set it to 0, or '
                 'choose "stop"'
             )
+        if monitor.action != "warn" and evaluate is None:
+            raise ValueError(
+                f"{where}.action = {monitor.action!r}: the checkpoint to return to is chosen by evaluations, and there are "
+                'none; add [ppo.evaluate], or choose "warn"'
+            )
         for name in monitor.reads():
             missing = _never_logged(name, evaluate, uses_reference=uses_reference, uses_values=uses_values)
             if missing:
                 raise ValueError(f"{where}.metric = {name!r}: is never logged, {missing}")
+    moved = what_moves_rewards(evaluate.independent) if evaluate and evaluate.independent else ""
+    if moved:
+        setting = moved.removeprefix("rewards.")
+        raise ValueError(
+            f"evaluate.independent.{setting}: evaluations with normalized rewards cannot be compared; remove it"
+        )
     if evaluate and evaluate.metric == INDEPENDENT and not evaluate.independent:
         raise ValueError(f"evaluate.metric = {INDEPENDENT!r}: there is no independent reward; set evaluate.independent")
 

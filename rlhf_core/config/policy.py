@@ -19,7 +19,7 @@ from rlhf_core.algorithms.policy.clip import ClipLoss
 from rlhf_core.config.agents import AgentConfig
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig, SamplingConfig
 from rlhf_core.config.monitors import HeldOutConfig, Monitor, check_watched
-from rlhf_core.config.rewards import EpisodeReward, Gdpo, RewardsConfig
+from rlhf_core.config.rewards import EpisodeReward, Gdpo, RewardsConfig, what_moves_rewards
 from rlhf_core.schema.base import OPERATIONAL, Config, added_option
 
 # ---------------------------------------------------------------- the methods, by their type
@@ -170,7 +170,7 @@ class PPOConfig(Config):
 
     @model_validator(mode="after")
     def _bounds_are_of_rewards_as_they_are(self) -> PPOConfig:
-        bounds, mover = self.dynamic_sampling, _what_moves_rewards(self.rewards)
+        bounds, mover = self.dynamic_sampling, what_moves_rewards(self.rewards)
         if bounds and (bounds.low is not None or bounds.high is not None) and mover:
             raise ValueError(
                 f"dynamic_sampling.low = {bounds.low}, high = {bounds.high}: are compared with the shaped reward, and "
@@ -338,6 +338,14 @@ class PPOConfig(Config):
             uses_values=self.advantage.uses_values,
             late=late,
         )
+        chooses = self.evaluate is not None and (
+            self.evaluate.export == "best" or any(monitor.action != "warn" for monitor in self.monitors)
+        )
+        if chooses and self.optimizer.ema_decay:
+            raise ValueError(
+                f"optimizer.ema_decay = {self.optimizer.ema_decay}: the average is exported, but evaluations choose the "
+                'checkpoint by the trained weights; set it to 0, or choose evaluate.export = "last" and only warn'
+            )
         return self
 
 
@@ -346,15 +354,3 @@ def _what_compares_groups(rewards: RewardsConfig) -> list[str]:
     gdpo = ['rewards.composition.type = "gdpo"'] * isinstance(rewards.composition, Gdpo)
     terms = [f'rewards.terms.{name}.normalise = "group"' for name, t in rewards.terms.items() if t.normalise == "group"]
     return gdpo + terms
-
-
-def _what_moves_rewards(rewards: RewardsConfig) -> str:
-    """Return the first setting that scales a reward by the answers around it, or ""."""
-    if rewards.normalise != "none":
-        return f"rewards.normalise = {rewards.normalise!r}"
-    if isinstance(rewards.composition, Gdpo):
-        return f"rewards.composition.type = {rewards.composition.type!r}"
-    for name, term in rewards.terms.items():
-        if term.normalise != "none" and (term.weight or term.weight_end):
-            return f"rewards.terms.{name}.normalise = {term.normalise!r}"
-    return ""

@@ -348,6 +348,18 @@ class RewardsConfig(Config):
         return self
 
 
+def what_moves_rewards(rewards: RewardsConfig) -> str:
+    """Return the first setting that scales a reward by the answers around it, or ""."""
+    if rewards.normalise != "none":
+        return f"rewards.normalise = {rewards.normalise!r}"
+    if isinstance(rewards.composition, Gdpo):
+        return f"rewards.composition.type = {rewards.composition.type!r}"
+    for name, term in rewards.terms.items():
+        if term.normalise != "none" and (term.weight or term.weight_end):
+            return f"rewards.terms.{name}.normalise = {term.normalise!r}"
+    return ""
+
+
 def _check_cache(compares: Compares, *, cache: bool) -> None:
     if cache and compares != "nothing":
         raise ValueError(

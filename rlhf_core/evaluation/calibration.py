@@ -60,9 +60,11 @@ def fit_temperature(margins: Sequence[float]) -> float:
     >>> round(fit_temperature([2.0, 2.0, 2.0, -2.0]), 3)  # three of four are right: sigmoid(2 / T) = 3/4
     1.82
     """
+    values = np.asarray(margins, dtype=np.float64)
+    if values.min() >= 0 or values.max() <= 0:  # a bound is best, and the loss may be flat before it
+        return SHARPEST if values.min() >= 0 else FLATTEST
     from scipy.optimize import minimize_scalar  # half a second
 
-    values = np.asarray(margins, dtype=np.float64)
     # In the logarithm of T, because it is a scale; the loss is convex in 1 / T, so it has one minimum.
     found = minimize_scalar(
         lambda log: float(np.logaddexp(0.0, -values * np.exp(-log)).mean()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Literal
 
@@ -22,8 +23,8 @@ class MonitorConfig(Config):
     name: str = Field("", pattern=r"^[\w\-. ]*$")
     """Name of the monitor in messages and metrics; its type if empty."""
     action: Action = "warn"
-    """What happens: `warn` only says so, `stop` ends the stage with its last honest checkpoint, `rollback` returns to that
-    checkpoint and goes on more carefully."""
+    """What happens: `warn` only says so, `stop` ends the stage with its best honest checkpoint, `rollback` returns to that
+    checkpoint and goes on more carefully. Both need `[ppo.evaluate]`, which finds it."""
     for_steps: int = Field(3, ge=1, le=LAST)
     """Number of steps in a row (for `over_optimization`: of evaluations) for which the condition must hold."""
     after: int = Field(0, ge=0)
@@ -73,12 +74,19 @@ class Relative(Windowed):
     """Number of first steps whose mean is the reference."""
 
     def ratio(self, history: History, name: str) -> float | None:
-        """Return the mean over the window by that over the first steps; None before the window is past these."""
+        """Return the mean over the window by that over the first steps; None before the window is past these.
+
+        From a reference below 0 it is 1 plus the change by its size, so that larger values have larger ratios, too. None
+        for a reference that is 0 or not finite.
+        """
         first, last = history.first(name, self.reference_steps), history.last(name, self.window)
         if len(first) < self.reference_steps or len(last) < self.window or last[0][0] <= first[-1][0]:
             return None
         reference = mean(first)
-        return mean(last) / reference if reference else None
+        if not reference or not math.isfinite(reference):
+            return None
+        ratio = mean(last) / reference
+        return ratio if reference > 0 else 2 - ratio  # 1 + (last - reference) / |reference|
 
 
 def mean(points: list[tuple[int, float]]) -> float:

@@ -97,8 +97,8 @@ def mean_test(values: Sequence[float]) -> tuple[float, float]:
     """
     count, center = len(values), fmean(values)
     variance = sum((value - center) ** 2 for value in values) / (count - 1)
-    if variance == 0:
-        return (0.0 if center > 0 else 1.0, 0.0 if center < 0 else 1.0)
+    if variance <= (1e-9 * center) ** 2:  # no spread but rounding: the sign test, for which n equal signs have p = 2^-n
+        return (0.5**count if center > 0 else 1.0, 0.5**count if center < 0 else 1.0)
     t, freedom = center / math.sqrt(variance / count), count - 1
     z = math.sqrt(freedom * math.log1p(t * t / freedom)) * (8 * freedom + 1) / (8 * freedom + 3)
     tail = NormalDist().cdf(-z)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -72,11 +72,18 @@ class Watch:
         self._streaks = dict.fromkeys(self._streaks, 0)
         self._rollbacks[alarm.monitor] += 1
 
-    def check_metrics(self, logged: Mapping[str, float], *, later: Sequence[str]) -> None:
-        """Raise ConfigError if a monitor reads a metric that steps do not have; `later` are prefixes that come later."""
+    def missing(self) -> list[str]:
+        """Return the metrics of monitors that no step had so far."""
+        return self._history.missing()
+
+    def check_metrics(self, logged: Iterable[str], *, only: str = "", later: Sequence[str] = ()) -> None:
+        """Raise ConfigError if a monitor reads a metric that steps do not have.
+
+        Looks at names that begin with `only`; `later` are prefixes of metrics that come later.
+        """
         for number, monitor in enumerate(self._monitors.values()):
             for name in monitor.reads():
-                if name not in logged and not name.startswith(tuple(later)):
+                if name.startswith(only) and name not in logged and not name.startswith(tuple(later)):
                     known = ", ".join(sorted(one for one in logged if not one.startswith(("time/", "monitor/"))))
                     rule = "no step of this run has such a metric, so the monitor would never find anything"
                     raise ConfigError(explain(f"ppo.monitors[{number}].metric", name, rule, f"choose one of {known}"))

@@ -12,7 +12,15 @@ from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
-from rlhf_core.config.rewards import GatedProduct, Gdpo, OverlongPenalty, RewardsConfig, Term, WeightedSum
+from rlhf_core.config.rewards import (
+    GatedProduct,
+    Gdpo,
+    OverlongPenalty,
+    RewardsConfig,
+    Term,
+    WeightedSum,
+    what_moves_rewards,
+)
 from rlhf_core.interfaces import Metrics
 from rlhf_core.rewards.batches import BatchedReward
 from rlhf_core.rewards.composition import compose, in_group
@@ -82,11 +90,16 @@ class Scorer:
     def comparable(self) -> Scorer:
         """Return a scorer with the same opened rewards whose values compare across steps: nothing is normalized.
 
-        It leaves the running statistics, logs and counts of this one alone.
+        A bound of normalized values means nothing for others, so it is left out, too. It leaves the running statistics, logs and counts of this one alone.
         """
-        terms = {name: spec.model_copy(update={"normalise": "none"}) for name, spec in self._config.terms.items()}
+        as_given = {"normalise": "none", "clip": 0.0}
+        terms = {
+            name: spec if spec.normalise == "none" else spec.model_copy(update=as_given)
+            for name, spec in self._config.terms.items()
+        }
         composition = WeightedSum() if isinstance(self._config.composition, Gdpo) else self._config.composition
-        plain = {"terms": terms, "composition": composition, "normalise": "none"}
+        clip = 0.0 if what_moves_rewards(self._config) else self._config.clip
+        plain = {"terms": terms, "composition": composition, "normalise": "none", "clip": clip}
         return Scorer(self._config.model_copy(update=plain), self._rewards)
 
     def logs(self) -> Metrics:

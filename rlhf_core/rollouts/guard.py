@@ -47,7 +47,7 @@ class RunGuard:
         self._context = context
         evaluate = config.evaluate
         self._watch = Watch(config.monitors, looks=1 + math.ceil(config.steps / evaluate.every) if evaluate else 0)
-        self.acts = evaluate is not None or any(monitor.action != "warn" for monitor in config.monitors)
+        self.acts = evaluate is not None
         """Whether the guard may return to a checkpoint, so that the best honest one is kept besides the newest."""
         self.checkpoints = context.checkpoints.keeping(best=1) if self.acts else context.checkpoints
         self.target: Checkpoint | None = None
@@ -75,8 +75,12 @@ class RunGuard:
             yield step
 
     def before_training(self, weights: Callable[[], Weights]) -> Metrics:
-        """Return the evaluation of the policy before any update; {} if nothing is evaluated."""
+        """Return the evaluation of the policy before any update; {} if nothing is evaluated.
+
+        Raises ConfigError for a monitor of what evaluations do not have.
+        """
         measured = self._evaluate(0, weights)
+        self._watch.check_metrics({*measured.metrics, *self._components()}, only="eval/")
         self._judge(0, measured.metrics)
         self._watch.observe(0, measured.metrics, measured.samples)
         return measured.metrics
@@ -107,8 +111,8 @@ class RunGuard:
 
     def saves(self, step: int) -> bool:
         """Return whether a checkpoint is due because of what the step brought: a new best, a rollback, the end."""
-        evaluated_best = self._config.evaluate is not None and self.candidate is not None
-        return bool(self._ended) or self.target is not None or evaluated_best or (step == 0 and self.acts)
+        new_best = self.candidate is not None
+        return bool(self._ended) or self.target is not None or new_best or (step == 0 and self.acts)
 
     def kl_factor(self, checkpoint: Checkpoint) -> float:
         """Return the factor of the KL coefficient in a checkpoint to which the run was rolled back."""
@@ -120,6 +124,10 @@ class RunGuard:
         if not self.acts and not self._config.monitors:
             policy.export(folder)
             return {"steps": float(done)}
+        for name in self._watch.missing():
+            logger.warning(
+                "%s: no step had the metric %s, so its monitor never found anything", self._context.label, name
+            )
         chosen = self.checkpoints.best() if self._exports_best() else None
         if chosen is not None:
             policy.load(chosen.path / "policy")
@@ -171,20 +179,27 @@ class RunGuard:
         if step == 1 + self._config.value_warmup_steps * self._config.advantage.uses_values:
             self._watch.check_metrics(metrics, later=("eval/", "reward_extra/"))
 
+    def _components(self) -> list[str]:
+        """Return the metrics of terms, which an evaluation has only if they apply to one of its answers."""
+        evaluate = self._config.evaluate
+        scored = {"reward": self._config.rewards, "independent": evaluate.independent if evaluate else None}
+        return [
+            f"eval/{name}_component/{term}"
+            for name, rewards in scored.items()
+            if rewards
+            for term in [*rewards.terms, *["overlong"] * bool(rewards.overlong)]
+        ]
+
     def _judge(self, step: int, metrics: Metrics) -> None:
-        """Set `candidate`: with evaluations a new best value, without them the step, if no monitor objects."""
-        honest = self._watch.honest
-        if self._config.evaluate is None:
-            self.candidate = float(step) if self.acts and honest else None
-            return
+        """Set `candidate` to the value of a new best evaluation, if no monitor objects; else to None."""
         self.candidate = None
-        if not metrics:
+        if self._config.evaluate is None or not metrics:
             return
         name = self._config.evaluate.best_by
         if name not in metrics:
             rule = f"evaluations have no such metric, but {', '.join(sorted(metrics))}"
             raise ConfigError(explain("ppo.evaluate.metric", name, rule, "choose one of these"))
-        after = self._best.after(step, metrics[name] if honest else math.nan)
+        after = self._best.after(step, metrics[name] if self._watch.honest else math.nan)
         self.candidate = after.value if after.step == step else None
         self._best = after
 

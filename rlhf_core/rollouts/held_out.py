@@ -105,7 +105,7 @@ class HeldOut:
             values = self._by_prompt(rollouts)
             samples[f"eval/{name}/mean"] = values
             metrics |= _summary(f"eval/{name}", values)
-            metrics |= {f"eval/{key}": value for key, value in component_means(rollouts).items()}
+            metrics |= _components(name, component_means(rollouts))
             failed |= _counts(name, scorer.failed())
         self._note_failed(-1 - step, failed)  # a number of its own: the training of the step has counts, too
         return Measured(metrics, samples)
@@ -127,9 +127,17 @@ def _summary(name: str, values: Sequence[float]) -> Metrics:
     return {f"{name}/mean": _mean(scored), f"{name}/stderr": error}
 
 
+def _components(name: str, means: Metrics) -> Metrics:
+    """Return the means of terms; rewards that train and independent ones may have terms of one name."""
+    return {f"eval/{name}_component/{key.removeprefix('reward_component/')}": mean for key, mean in means.items()}
+
+
 def _counts(name: str, failed: Counts) -> dict[str, tuple[int, int]]:
-    """Return what failed by its path in the configuration; independent rewards are not below `rewards`."""
-    terms = {path: count for path, count in failed.items() if path != "agent"}
+    """Return what failed by its path in the configuration; independent rewards are not below `rewards`.
+
+    Both score the same episodes, so those that failed are counted once.
+    """
     if name == "reward":
-        return terms
+        return dict(failed)
+    terms = {path: count for path, count in failed.items() if path != "agent"}
     return {f"evaluate.independent.{path.removeprefix('rewards.')}": count for path, count in terms.items()}

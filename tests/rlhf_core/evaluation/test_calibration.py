@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from rlhf_core.evaluation.calibration import FEWEST, calibration_report, fit_temperature
+from rlhf_core.evaluation.calibration import FEWEST, FLATTEST, SHARPEST, calibration_report, fit_temperature
 
 
 def drawn_margins(count: int, *, scale: float, seed: int = 3) -> list[float]:
@@ -43,8 +43,10 @@ def test_a_calibrated_model_is_not_made_better() -> None:
 
 
 def test_pairs_that_are_all_right_have_no_best_temperature_and_the_report_says_so() -> None:
-    report = calibration_report([1.0] * 40, seed=1)
-    assert report is not None and report["at_bound"]
+    for margin, best in ((1.0, SHARPEST), (1000.0, SHARPEST), (-1.0, FLATTEST)):  # at 1000 the loss is 0 long before
+        report = calibration_report([margin] * 40, seed=1)
+        assert report is not None and report["at_bound"]
+        assert report["temperature"] == best
 
 
 def test_too_few_pairs_fit_nothing() -> None:

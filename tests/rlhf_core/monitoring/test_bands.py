@@ -102,6 +102,25 @@ def test_a_drift_is_from_the_mean_of_the_first_steps() -> None:
     assert found(monitor, a__b=[4.0, 6.0, 2.0, 2.0]) == "a/b: ratio to the first 2 steps 0.4 < 0.5"
 
 
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ([-4.0, -4.0, -4.0], ""),  # 1
+        ([-4.0, -4.0, -2.0], ""),  # 1.5: it rose by half of 4
+        ([-4.0, -4.0, -7.0], "0.25 < 0.5"),
+        ([-4.0, -4.0, 1.0], "2.25 > 2"),
+        ([math.nan, 4.0, 4.0], ""),
+        ([math.inf, 4.0, 4.0], ""),
+        ([4.0, 4.0, math.nan], "nan < 0.5"),
+    ],
+)
+def test_a_drift_from_a_negative_mean_keeps_its_direction_and_one_that_is_not_finite_is_no_reference(
+    values: list[float], text: str
+) -> None:
+    monitor = Drift(metric="a/b", low=0.5, high=2.0, reference_steps=2)
+    assert found(monitor, a__b=values) == (f"a/b: ratio to the first 2 steps {text}" if text else "")
+
+
 START = [20.0] * 5
 DIVERSE = [0.9] * 5
 

@@ -91,6 +91,8 @@ def test_p_values_are_those_of_student(count: int, shift: float) -> None:
     assert below == pytest.approx(stats.ttest_1samp(values, 0, alternative="less").pvalue, rel=0.05, abs=1e-4)
 
 
-def test_values_without_a_spread_are_certain() -> None:
-    assert mean_test([0.5, 0.5, 0.5]) == (0.0, 1.0)
+def test_values_without_a_spread_are_as_certain_as_their_number() -> None:
+    assert mean_test([0.5, 0.5, 0.5]) == (0.125, 1.0)
+    assert mean_test([-0.5] * 9 + [-0.5 - 1e-16]) == (1.0, 0.5**10)
+    assert mean_test([-0.1 - 1e-17 * number for number in range(20)]) == (1.0, 0.5**20)
     assert mean_test([0.0, 0.0, 0.0]) == (1.0, 1.0)

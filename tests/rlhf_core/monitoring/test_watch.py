@@ -94,3 +94,5 @@ def test_a_metric_that_is_not_logged_is_named_with_those_that_are() -> None:
     ):
         watch.check_metrics({"rollout/length": 3.0}, later=("eval/",))
     Watch([band(metric="eval/mine")], looks=0).check_metrics({}, later=("eval/",))
+    watch.check_metrics({}, only="eval/")
+    assert watch.missing() == ["rollout/lenght"]

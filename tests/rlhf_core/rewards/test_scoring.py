@@ -242,6 +242,25 @@ def test_the_normaliser_of_a_term_and_the_logs_of_the_step_go_on_from_a_checkpoi
     assert second(answers(5)) == whole(answers(5))
 
 
+@pytest.mark.parametrize(
+    ("term", "shape", "expected"),
+    [
+        ({}, {"clip": 3.0}, [2.0, 3.0]),  # nothing is normalized, so the bound stays
+        ({"clip": 3.0}, {"normalise": "running"}, [2.0, 3.0]),
+        ({}, {"normalise": "running", "clip": 1.0}, [2.0, 6.0]),
+        ({"normalise": "running", "clip": 1.0}, {}, [2.0, 6.0]),
+        ({"normalise": "group", "clip": 1.0}, {"clip": 1.0}, [2.0, 6.0]),
+        ({}, {"composition": {"type": "gdpo"}, "clip": 1.0}, [2.0, 6.0]),
+    ],
+)
+def test_a_comparable_scorer_has_no_bounds_of_normalised_values(
+    term: dict[str, Any], shape: dict[str, Any], expected: list[float]
+) -> None:
+    config = RewardsConfig(terms={"length": TERMS["length"].model_copy(update=term)}, **shape)
+    rollouts = Scorer(config, {"length": length}).comparable()(answers(2, 6))
+    assert [one.reward for one in rollouts] == expected
+
+
 def test_the_means_of_components_are_over_the_rollouts_that_they_apply_to() -> None:
     config = config_of(part=PART, length=TERMS["length"].model_dump())
     rollouts = Scorer(config, {"part": part(failing("")), "length": length})(answers(4, 2))

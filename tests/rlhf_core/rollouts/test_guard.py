@@ -11,11 +11,13 @@ from pydantic import ValidationError
 
 from rlhf_core.config.monitors import HeldOutConfig
 from rlhf_core.config.rewards import FunctionReward, RewardsConfig
+from rlhf_core.data.tables import read_prompts, write_prompts
 from rlhf_core.errors import ConfigError
-from rlhf_core.types import ArtifactRef
+from rlhf_core.rollouts.held_out import hold_out
+from rlhf_core.types import ArtifactRef, PromptsRef
 from stages.ppo import PPOConfig
 from tests.stages.test_ppo import config
-from tests.support.training import killed_and_resumed, series, shop_and_inputs, untimed
+from tests.support.training import killed_and_resumed, series, shop_and_inputs, stopped_and_resumed, untimed
 from tests.support.workshop import Workshop
 
 
@@ -33,6 +35,12 @@ def watched(**changes: Any) -> PPOConfig:
     settings: dict[str, Any] = {"steps": 6, "samples_per_prompt": 4, "advantage": {"type": "rloo"}, "optimizer": FAST}
     settings["rewards"] = rewards("small_is_good")
     return config(**(settings | {"prompts_per_step": 2} | changes))
+
+
+def independent(term: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    """Return a section of evaluation whose independent rewards are changed so."""
+    terms = {"own": {"type": "function", "function": "a.b:c"} | (term or {})}
+    return {"evaluate": {"independent": {"terms": terms} | changes}}
 
 
 def report(shop: Workshop, ref: ArtifactRef) -> dict[str, Any]:
@@ -70,7 +78,7 @@ def test_a_run_without_a_better_evaluation_ends_early(tmp_path: Path, policy: Pa
 def test_a_rollback_returns_to_the_start_and_lowers_the_learning_rate(tmp_path: Path, policy: Path) -> None:
     shop, inputs = shop_and_inputs(tmp_path, policy)
     monitor = ROLLBACK | {"for_steps": 2, "max_rollbacks": 2, "kl_coef_factor": 3.0}
-    settings = watched(monitors=[monitor], steps=9, kl_coef=0.01, checkpoint_every=100)
+    settings = watched(evaluate=EVALUATE, monitors=[monitor], steps=9, kl_coef=0.01, checkpoint_every=100)
     ref, decision = shop.run("ppo", settings, inputs)
     # two steps, back to 0; two steps, back to 0; two steps, and the rollbacks are used up
     assert series(shop, "policy/learning_rate") == pytest.approx([2e-2, 2e-2, 1e-2, 1e-2, 5e-3, 5e-3])
@@ -115,8 +123,24 @@ def test_a_killed_run_with_evaluations_and_rollbacks_ends_with_the_same_bytes(
     assert ref.digest == expected.digest
 
 
+def test_how_often_checkpoints_are_written_and_a_stop_on_request_change_no_rollback(
+    tmp_path: Path, policy: Path
+) -> None:
+    monitor = ROLLBACK | {"for_steps": 2, "after": 4, "max_rollbacks": 1}
+    results = []
+    for every in (2, 100):
+        settings = watched(evaluate=EVALUATE, monitors=[monitor], steps=7, checkpoint_every=every)
+        shop, inputs = shop_and_inputs(tmp_path / str(every), policy)
+        results.append(shop.run("ppo", settings, inputs)[0])
+    assert "rolled back to step" in report(shop, results[-1])["events"][0]["message"]
+    stopped, inputs = shop_and_inputs(tmp_path / "stopped", policy)
+    ref, resumed_at = stopped_and_resumed(stopped, "ppo", settings, inputs, at=3)
+    assert resumed_at == 3
+    assert [one.digest for one in results] == [ref.digest] * 2
+
+
 def test_a_run_that_was_stopped_and_killed_before_its_result_does_not_go_on(tmp_path: Path, policy: Path) -> None:
-    settings = watched(monitors=[ROLLBACK | {"action": "stop", "for_steps": 2}])
+    settings = watched(evaluate=EVALUATE, monitors=[ROLLBACK | {"action": "stop", "for_steps": 2}])
     whole, inputs = shop_and_inputs(tmp_path / "whole", policy)
     expected, decision = whole.run("ppo", settings, inputs)
     assert whole.metrics(decision)["steps"] == 2
@@ -140,14 +164,21 @@ def test_a_run_that_was_stopped_and_killed_before_its_result_does_not_go_on(tmp_
 
 def test_evaluation_and_warnings_change_no_update(tmp_path: Path, policy: Path) -> None:
     shop, inputs = shop_and_inputs(tmp_path, policy)
-    shop.run("ppo", watched(monitors=[ROLLBACK | {"action": "warn"}], staleness=1), inputs)
-    watched_points = untimed(shop.tracker.points)
+    evaluate = EVALUATE.model_copy(update={"export": "last"})
+    monitors = [ROLLBACK | {"action": "warn"}]
+    ref, _ = shop.run("ppo", watched(evaluate=evaluate, monitors=monitors, staleness=1), inputs)
+    assert len(series(shop, "eval/reward/mean")) == 4
+    # the same prompts without those that are held out, which is all that evaluation may change
     plain, inputs = shop_and_inputs(tmp_path / "plain", policy)
-    ref, _ = plain.run("ppo", watched(staleness=1), inputs)
-    assert [
-        {name: value for name, value in values.items() if "/monitor/" not in name} for _, values in watched_points
-    ] == [values for _, values in untimed(plain.tracker.points)]
-    assert not (plain.store.path(ref) / "monitors.json").exists()
+    trained_on, held_out = hold_out(read_prompts(plain.store.path(inputs["prompts"])), evaluate)
+    assert len(trained_on) == len(held_out) == 3
+    write_prompts(tmp_path / "trained_on", trained_on)
+    inputs["prompts"] = plain.store.external(PromptsRef, tmp_path / "trained_on")
+    expected, _ = plain.run("ppo", watched(staleness=1), inputs)
+    assert _of_training(shop) == _of_training(plain)
+    exported, trained = (store.path(one) for store, one in ((shop.store, ref), (plain.store, expected)))
+    assert _tensors(exported / "model.safetensors") == _tensors(trained / "model.safetensors")
+    assert not (trained / "monitors.json").exists()
 
 
 def test_evaluation_beside_sampling_ahead_is_resumed(tmp_path: Path, policy: Path) -> None:
@@ -157,6 +188,25 @@ def test_evaluation_beside_sampling_ahead_is_resumed(tmp_path: Path, policy: Pat
     killed, inputs = shop_and_inputs(tmp_path / "killed", policy)
     ref = killed_and_resumed(killed, "ppo", settings, inputs, at=1)  # the checkpoint is that of step 0
     assert ref.digest == expected.digest
+
+
+def test_a_monitor_of_a_metric_that_no_evaluation_has_ends_the_run_before_its_first_step(
+    tmp_path: Path, policy: Path
+) -> None:
+    shop, inputs = shop_and_inputs(tmp_path, policy)
+    monitor = {"type": "band", "metric": "eval/lenght", "low": 1.0}
+    with pytest.raises(ConfigError, match=r"ppo\.monitors\[0\]\.metric = 'eval/lenght': .*eval/length"):
+        shop.run("ppo", watched(evaluate=EVALUATE, monitors=[monitor]), inputs)
+    assert series(shop, "rollout/length") == []
+
+
+def test_a_metric_that_was_never_logged_is_named_at_the_end(
+    tmp_path: Path, policy: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shop, inputs = shop_and_inputs(tmp_path, policy)
+    monitor = {"type": "band", "metric": "reward_extra/own/mine", "low": 1.0}
+    shop.run("ppo", watched(monitors=[monitor], steps=1), inputs)
+    assert "no step had the metric reward_extra/own/mine" in caplog.text
 
 
 def test_a_monitor_of_a_metric_that_no_step_has_ends_the_run(tmp_path: Path, policy: Path) -> None:
@@ -176,12 +226,34 @@ def test_a_monitor_of_a_metric_that_no_step_has_ends_the_run(tmp_path: Path, pol
         ({"monitors": [{"type": "over_optimization"}]}, "add .ppo.evaluate."),
         ({"monitors": [{"type": "over_optimization"}], "evaluate": {}}, "add .ppo.evaluate.independent."),
         ({"monitors": [ROLLBACK], "staleness": 1}, "staleness has answers of the rejected policy"),
+        ({"monitors": [ROLLBACK]}, r"monitors\[0\]\.action = 'rollback': .* add .ppo\.evaluate."),
+        ({"monitors": [ROLLBACK | {"action": "stop"}]}, r"monitors\[0\]\.action = 'stop': .* add .ppo\.evaluate."),
         ({"evaluate": {"metric": "eval/independent/mean"}}, "there is no independent reward"),
+        (
+            {"evaluate": {}, "optimizer": FAST | {"ema_decay": 0.9}},
+            r"optimizer\.ema_decay = 0\.9: the average is exported",
+        ),
+        (
+            {"evaluate": {"export": "last"}, "monitors": [ROLLBACK], "optimizer": FAST | {"ema_decay": 0.9}},
+            r"optimizer\.ema_decay = 0\.9: the average is exported",
+        ),
+        (independent(normalise="running"), "evaluate.independent.normalise = 'running': .* cannot be compared"),
+        (independent({"normalise": "group"}), "evaluate.independent.terms.own.normalise = 'group': "),
+        (independent(composition={"type": "gdpo"}), "evaluate.independent.composition.type = 'gdpo': "),
     ],
 )
 def test_what_could_never_find_anything_or_act_is_refused(changes: dict[str, Any], rule: str) -> None:
     with pytest.raises(ValidationError, match=rule):
         watched(**changes)
+
+
+def _of_training(shop: Workshop) -> list[tuple[int, dict[str, float]]]:
+    """Return what was logged of the training: neither times nor what evaluations and monitors found."""
+    points = [
+        (step, {name: value for name, value in values.items() if "/monitor/" not in name and "/eval/" not in name})
+        for step, values in untimed(shop.tracker.points)
+    ]
+    return [point for point in points if point[1]]
 
 
 def _tensors(file: Path) -> dict[str, list[float]]:

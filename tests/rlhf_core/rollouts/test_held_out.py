@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -131,4 +132,22 @@ def test_an_answer_that_the_independent_reward_failed_for_is_left_out_and_noted(
     measured = evaluated.score(4, evaluated.sample())
     assert measured.metrics["eval/independent/mean"] == 16.0
     assert [math.isnan(value) for value in measured.samples["eval/independent/mean"]] == [True, False, False]
-    assert noted == [(-5, {"rewards.terms.own": (0, 6), "evaluate.independent.terms.gold": (2, 6)})]
+    assert noted == [(-5, {"agent": (0, 6), "rewards.terms.own": (0, 6), "evaluate.independent.terms.gold": (2, 6)})]
+
+
+def test_terms_of_one_name_are_kept_apart() -> None:
+    terms = RewardsConfig(terms={"own": TERM})
+    independent = Scorer(terms, {"own": lambda generations: [1.0] * len(generations)})
+    evaluated = held_out(Engine(), Scorer(terms, {"own": by_prompt}), independent, [])
+    metrics = evaluated.score(0, evaluated.sample()).metrics
+    assert (metrics["eval/reward_component/own"], metrics["eval/independent_component/own"]) == (11.0, 1.0)
+
+
+def test_an_episode_that_failed_is_noted_once() -> None:
+    terms = RewardsConfig(terms={"own": TERM})
+    noted: list[tuple[int, Counts]] = []
+    evaluated = held_out(Engine(), Scorer(terms, {"own": by_prompt}), Scorer(terms, {"own": by_prompt}), noted)
+    first, *others = evaluated.sample()
+    evaluated.score(0, [replace(first, completion=replace(first.completion, failure="the program died")), *others])
+    expected = {"agent": (1, 6), "rewards.terms.own": (0, 5), "evaluate.independent.terms.own": (0, 5)}
+    assert noted == [(-1, expected)]
