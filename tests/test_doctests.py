@@ -27,6 +27,7 @@ SKIPPED = {
     "rlhf_core.data.steps": (1, "a policy's tokenizer"),
     "rlhf_core.rewards.sandbox.fusion": (1, "a server of SandboxFusion"),
     "rlhf_core.rollouts.ahead": (1, "a policy that samples"),
+    "rlhf_core.rollouts.guard": (1, "a policy that is optimized"),
     "rlhf_core.rollouts.scored_step": (1, "a policy that samples"),
     "rlhf_core.runtime.worker_group": (2, "workers of Ray"),
     "rlhf_core.runtime.liveness": (1, "a cluster of Ray"),
