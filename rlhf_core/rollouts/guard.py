@@ -79,6 +79,8 @@ class RunGuard:
 
         Raises ConfigError for a monitor of what evaluations do not have.
         """
+        if self._idle:
+            return {}
         measured = self._evaluate(0, weights)
         self._watch.check_metrics({*measured.metrics, *self._components()}, only="eval/")
         self._judge(0, measured.metrics)
@@ -91,6 +93,8 @@ class RunGuard:
         Afterwards `target` says where to roll back to, and `steps` ends if the run does.
         """
         self.target = None
+        if self._idle:
+            return {}
         every = self._config.evaluate.every if self._config.evaluate else 0
         due = every and (step % every == 0 or step == self._config.steps)
         measured = self._evaluate(step, weights) if due else NOTHING
@@ -121,7 +125,7 @@ class RunGuard:
     def export(self, policy: Trainer) -> Metrics:
         """Export the chosen weights, with the report of the monitors; return the final metrics of the guard."""
         folder, done = self._context.out, self._ended["step"] if self._ended else self._config.steps
-        if not self.acts and not self._config.monitors:
+        if self._idle:
             policy.export(folder)
             return {"steps": float(done)}
         for name in self._watch.missing():
@@ -141,7 +145,7 @@ class RunGuard:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must keep (JSON); {} for a guard that does nothing."""
-        if not self.acts and not self._config.monitors:
+        if self._idle:
             return {}
         return {
             "guard": {
@@ -165,6 +169,10 @@ class RunGuard:
         self._events, self._evaluations = list(kept["events"]), list(kept["evaluations"])
 
     # ------------------------------------------------------------ private
+
+    @property
+    def _idle(self) -> bool:
+        return self._config.evaluate is None and not self._config.monitors
 
     def _evaluate(self, step: int, weights: Callable[[], Weights]) -> Measured:
         if self._held_out is None:

@@ -11,8 +11,9 @@ import pytest
 from benchmarks.measure_walk import ROOT, CallTrace, trace_step
 
 PAGE = ROOT / "docs" / "where_a_prompt_goes.md"
-MOST_FILES, MOST_SWITCHES = 52, 285
-"""Measured: 50 files and 272 switches, since each method has a file of its own. A change that needs more has to say why."""
+MOST_FILES, MOST_SWITCHES = 55, 290
+"""Each method has a file of its own; the guard of held-out evaluations, idle here, and the metrics of the answers that
+monitors read are on the way too. A change that needs more has to say why."""
 STEP = re.compile(r"`([\w/]+\.py)` `([\w.]+)`")
 
 

@@ -86,7 +86,11 @@ class Prefect:
         made = self._client.get(f"/deployments/name/rlhf-pipeline/{deployment}")
         assert made.is_success, made.text
         body = {"parameters": parameters, "state": {"type": "SCHEDULED"}}
-        run = self._client.post(f"/deployments/{made.json()['id']}/create_flow_run", json=body)
+        path, deadline = f"/deployments/{made.json()['id']}/create_flow_run", time.monotonic() + PATIENCE_S
+        run = self._client.post(path, json=body)
+        while run.status_code == httpx.codes.SERVICE_UNAVAILABLE and time.monotonic() < deadline:
+            time.sleep(1)  # its database is busy; Prefect's own client asks again, too
+            run = self._client.post(path, json=body)
         assert run.is_success, run.text
         return str(run.json()["id"])
 

@@ -90,7 +90,7 @@ def test_a_receiver_that_is_away_is_logged_and_fails_nothing(
 
 
 def test_every_end_of_a_run_but_an_interruption_is_an_event() -> None:
-    ends = [None, StageWaiting(), RunBlocked(), RunOverBudget(), ValueError(), StageStopped(), KeyboardInterrupt()]
+    ends = [None, StageWaiting(""), RunBlocked(), RunOverBudget(), ValueError(), StageStopped(), KeyboardInterrupt()]
     assert [event_of(end) for end in ends] == ["finished", "waiting", "blocked", "over_budget", "failed", None, None]
     assert event_of(StageHeld("", "Blocked")) == "blocked"
 
