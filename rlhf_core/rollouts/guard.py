@@ -160,7 +160,7 @@ class RunGuard:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from the state of a checkpoint."""
-        if not self.state():
+        if self._idle:
             return
         kept = state["guard"]
         self._watch.restore(kept["watch"])

@@ -192,5 +192,6 @@ def test_what_another_process_has_computed_costs_nothing_while_we_wait_for_it(tm
     with open_run(config, pipeline, RunOptions(), home=home, tracker=MemoryTracker(), listener=Notes()) as run:
         run.executor = Waits()  # type: ignore[assignment]
         run.budget.clock = clock
-        run.stage(toy_spec(ToyConfig(), label="first"), lambda *_: None)
-        run.budget.check()
+        outcome = run.stage(toy_spec(ToyConfig(), label="first"), lambda *_: None)
+        assert (outcome.ref.digest, clock.now) == ("x", 5 * HOUR)
+        run.budget.check()  # raises RunOverBudget if the five hours were ours
