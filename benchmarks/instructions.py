@@ -42,7 +42,11 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import Generation, GenerationsRef
 
-PROFILES = {"honest": "smollm2/instructions", "hacked": "smollm2/instructions_hacked"}
+PROFILES = {
+    "honest": "smollm2/instructions",
+    "hacked": "smollm2/instructions_hacked",
+    "one_word": "smollm2/one_word",
+}
 MEASURES: Mapping[str, Callable[..., list[float | None]]] = {"followed": instructions_followed, "answer": on_topic}
 SAMPLES = 6
 HEADING = "| seed | policy | followed, new topics | ... new combinations | ... new kinds | still an answer | words | minutes |"

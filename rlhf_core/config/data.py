@@ -67,6 +67,11 @@ class ArithmeticWorld(Config):
     """Number of held-out judged sums, if `steps` > 0."""
 
 
+InstructionKind = Literal[
+    "lowercase", "at_most_words", "first_word", "last_word", "keyword", "no_commas", "exclamation", "json"
+]
+
+
 class InstructionsWorld(Config):
     """Everyday questions with instructions that a program can check (`rlhf_core.data.worlds.instructions`)."""
 
@@ -78,6 +83,9 @@ class InstructionsWorld(Config):
     a kind of instruction that no training prompt has."""
     min_words: int = Field(6, ge=1)
     """Number of words of an answer that is one, where no instruction asks for fewer."""
+    kinds: tuple[InstructionKind, ...] = added_option(())
+    """Kinds of instructions of the training prompts; all of them if empty. Where they allow no new combination, no
+    held-out prompt has one."""
 
 
 # ---------------------------------------------------------------- real data

@@ -52,24 +52,26 @@ _OPTIONS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
 def make_tables(config: InstructionsWorld, *, seed: int) -> tuple[Tables, dict[str, float]]:
     """Return the prompts for sampling and the held-out ones, all different."""
     rng = random.Random(derive_seed(seed, "kinds"))
-    seen = [kind for kind in PHRASES if kind not in NEW_KINDS]
+    seen = [kind for kind in PHRASES if kind not in NEW_KINDS and (not config.kinds or kind in config.kinds)]
     trained: list[Kinds] = [(kind,) for kind in seen for _ in range(SINGLES)]
     trained += [pair for pair in combinations(seen, 2) if allowed(pair) and pair not in _NEW_PAIRS]
     triples: list[Kinds] = [
         three for three in combinations(seen, 3) if allowed(three) and _NEW_PAIRS & set(combinations(three, 2))
     ]
+    pairs = sorted(pair for pair in _NEW_PAIRS if set(pair) <= set(seen))
     kinds: dict[str, list[Kinds]] = {
         "new_topics": trained,
-        "new_combinations": [*sorted(_NEW_PAIRS), *rng.sample(triples, k=len(_NEW_PAIRS))],
+        "new_combinations": [*pairs, *rng.sample(triples, k=min(len(pairs), len(triples)))],
         "new_kinds": [(kind,) for kind in NEW_KINDS],
     }
     rng = random.Random(derive_seed(seed, "prompts"))
     prompts = _draw(TOPICS, trained, "seen", config.prompts, config.min_words, rng)
     rng = random.Random(derive_seed(seed, "eval_prompts"))
-    share = config.eval_prompts // len(SOURCES)
-    counts = (config.eval_prompts - 2 * share, share, share)
+    sources = [source for source in SOURCES if kinds[source]]
+    share = config.eval_prompts // len(sources)
     held_out: list[Prompt] = []
-    for source, count in zip(SOURCES, counts, strict=True):
+    for source in sources:
+        count = share if held_out else config.eval_prompts - share * (len(sources) - 1)
         held_out += _draw(NEW_TOPICS, kinds[source], source, count, config.min_words, rng)
     return Tables((), (), (), (), tuple(prompts), tuple(held_out)), {}
 

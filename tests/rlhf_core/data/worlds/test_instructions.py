@@ -77,3 +77,14 @@ def test_one_answer_can_follow_both_of_a_new_pair() -> None:
     assert follows(text, {"kind": "first_word", "word": "Well"}) and follows(
         text, {"kind": "last_word", "word": "today"}
     )
+
+
+def test_training_prompts_may_have_some_kinds_only() -> None:
+    chosen = ("lowercase", "no_commas", "at_most_words")
+    some = make_tables(InstructionsWorld(prompts=100, eval_prompts=30, kinds=chosen), seed=3)[0]
+    assert {kind for prompt in some.prompts for kind in kinds(prompt)} == set(chosen)
+    assert {prompt.source for prompt in some.eval_prompts} == {"instructions/new_topics", "instructions/new_kinds"}
+    assert len(some.eval_prompts) == 30
+
+    with pytest.raises(ValueError, match="kinds"):
+        InstructionsWorld(kinds=("question",))  # type: ignore[arg-type]
