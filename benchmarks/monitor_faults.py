@@ -169,13 +169,14 @@ def _k1_replaced(by: Callable[[Any, Any], Any]) -> Patch:
     return patched
 
 
-def brief(generations: Sequence[Generation]) -> list[float]:
-    """Return the hack that a reward model may have learnt: the fewer words, the better, however little they say."""
-    return [-0.4 * len(row.completion.text.split()) for row in generations]
+def repeats(generations: Sequence[Generation]) -> list[float]:
+    """Return the hack that a reward model may have learnt: the more often words are said again, the better."""
+    texts = [row.completion.text.split() for row in generations]
+    return [float(len(said) - len(set(said))) for said in texts]
 
 
 HACKED = RewardsConfig(
-    terms={"reward_model": RewardModelReward(), "hack": FunctionReward(function=f"{__name__}:brief", timeout_s=600.0)}
+    terms={"reward_model": RewardModelReward(), "hack": FunctionReward(function=f"{__name__}:repeats", timeout_s=600.0)}
 )
 
 FAULTS: Mapping[str, Fault] = {

@@ -26,6 +26,7 @@ from typing import Any
 
 from benchmarks.monitor_faults import FAULTS, Clock, Fault
 from benchmarks.small_world import SmallWorld, WrappedRuntime, ppo
+from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.tracking.memory import MemoryStageTracker
 from rlhf_core.types import ArtifactRef
@@ -34,20 +35,20 @@ MONITORS: tuple[dict[str, Any], ...] = (
     {"type": "mismatch", "for_steps": 1},
     {"type": "end_token", "for_steps": 1},
     {"type": "kl_estimate", "for_steps": 2},
-    {"type": "band", "name": "kl", "metric": "kl/k3", "high": 0.5, "for_steps": 2},
+    {"type": "band", "name": "kl", "metric": "kl/k3", "high": 0.25, "for_steps": 2},
     {"type": "band", "name": "truncated", "metric": "rollout/truncated", "high": 0.5, "for_steps": 2},
     {"type": "band", "name": "repetition", "metric": "rollout/repetition", "high": 0.5, "for_steps": 2},
     {"type": "drift", "name": "entropy", "metric": "rollout/entropy", "low": 0.4, "high": 2.0, "reference_steps": 3},
     {"type": "drift", "name": "length", "metric": "rollout/length", "low": 0.6, "high": 1.7, "reference_steps": 3},
     {"type": "drift", "name": "reward", "metric": "reward/mean", "low": -0.5, "reference_steps": 3},
     {"type": "collapse", "reference_steps": 3, "for_steps": 1},
-    {"type": "over_optimization"},
+    {"type": "over_optimization", "window": 6},
     {"type": "zero_variance"},
     {"type": "invalid"},
     {"type": "skipped", "for_steps": 1},
 )
 """All warn, so that a run shows whatever finds its fault."""
-STEPS, BEGINS = 16, 4
+STEPS, BEGINS, LEARNING_RATE = 24, 6, 3e-4
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ def run(world: SmallWorld, judge: ArtifactRef | None, seed: int, fault: Fault | 
         sampler=lambda engine: broken.sampler(engine, clock),
     )
     changes = {} if broken.rewards is None else {"rewards": broken.rewards}
-    config = ppo(steps=steps, monitors=MONITORS, **changes)
+    optimizer = OptimizerConfig(learning_rate=LEARNING_RATE, schedule="constant")
+    config = ppo(steps=steps, monitors=MONITORS, optimizer=optimizer, **changes)
     inputs = world.inputs | {"reward_models": {} if judge is None else {"reward_model": judge}}
     began = time.monotonic()
     tracker = MemoryStageTracker()

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rlhf_core.config.rewards import RewardsConfig, what_moves_rewards
+from rlhf_core.monitoring.agreement import KLEstimate, Mismatch
 from rlhf_core.monitoring.bands import (
     Band,
     Collapse,
@@ -14,8 +15,6 @@ from rlhf_core.monitoring.bands import (
     EndToken,
     ExplainedVariance,
     Invalid,
-    KLEstimate,
-    Mismatch,
     Skipped,
     ZeroVariance,
 )

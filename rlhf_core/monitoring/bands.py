@@ -12,7 +12,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_core.monitoring.base import MonitorConfig, Relative, Windowed, mean, outside
+from rlhf_core.monitoring.base import Relative, Windowed, mean, outside
 from rlhf_core.monitoring.history import History
 
 
@@ -99,61 +99,6 @@ class EndToken(Banded):
     type: Literal["end_token"] = "end_token"
     metric: str = "rollout/ended"
     low: float | None = 0.9
-
-
-class Mismatch(MonitorConfig):
-    """The sampler's probabilities are not the trainer's: stale weights, another temperature, another template."""
-
-    type: Literal["mismatch"] = "mismatch"
-    exp_abs_log_q: float | None = Field(1.1, gt=1)
-    """Upper bound of the mean of exp |log q|, q = pi_old / mu."""
-    ess: float | None = Field(0.9, gt=0, le=1)
-    """Lower bound of the effective share of the samples, (sum q)^2 / (N sum q^2)."""
-    log_q_max: float | None = Field(None, gt=0)
-    """Upper bound of the largest |log q| of a token."""
-
-    def reads(self) -> tuple[str, ...]:
-        """Return the metrics that have a bound."""
-        return tuple(name for name, low, high in self._bounds() if (low, high) != (None, None))
-
-    def check(self, history: History, *, looks: int) -> str:
-        """Return the first figure that leaves its bound."""
-        for name, low, high in self._bounds():
-            last = history.last(name, 1) if (low, high) != (None, None) else []
-            found = outside(last[-1][1], low, high) if last else ""
-            if found:
-                return f"{name} {found}"
-        return ""
-
-    def _bounds(self) -> tuple[tuple[str, float | None, float | None], ...]:
-        return (
-            ("mismatch/exp_abs_log_q", None, self.exp_abs_log_q),
-            ("mismatch/ess", self.ess, None),
-            ("mismatch/log_q_max", None, self.log_q_max),
-        )
-
-
-class KLEstimate(MonitorConfig):
-    """The mean of k1 and that of k3 estimate the same divergence; far apart, one of them is not what it should be."""
-
-    type: Literal["kl_estimate"] = "kl_estimate"
-    tolerance: float = Field(0.05, gt=0)
-    """Bound of the difference of both, in nats per token, beyond what `relative` allows."""
-    relative: float = Field(0.5, ge=0)
-    """Share of k3 by which they may differ besides."""
-
-    def reads(self) -> tuple[str, ...]:
-        """Return both estimates."""
-        return ("kl/per_token", "kl/k3")
-
-    def check(self, history: History, *, looks: int) -> str:
-        """Return by how much the estimates differ."""
-        k1, k3 = (history.last(name, 1) for name in self.reads())
-        if not k1 or not k3:
-            return ""
-        allowed = self.tolerance + self.relative * abs(k3[-1][1])
-        found = outside(abs(k1[-1][1] - k3[-1][1]), None, allowed)
-        return f"k1 {k1[-1][1]:.3g} against k3 {k3[-1][1]:.3g}: difference {found}" if found else ""
 
 
 class Drift(Relative):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 from pydantic import ValidationError
 
+from rlhf_core.monitoring.agreement import KLEstimate, Mismatch
 from rlhf_core.monitoring.bands import (
     Band,
     Collapse,
@@ -15,8 +16,6 @@ from rlhf_core.monitoring.bands import (
     EndToken,
     ExplainedVariance,
     Invalid,
-    KLEstimate,
-    Mismatch,
     Skipped,
     ZeroVariance,
 )
