@@ -25,8 +25,9 @@ from statistics import median
 from typing import Any
 
 from benchmarks.monitor_faults import FAULTS, Clock, Fault
-from benchmarks.small_world import SmallWorld, WrappedRuntime, ppo
+from benchmarks.small_world import GOLD, SmallWorld, WrappedRuntime, ppo
 from rlhf_core.config.engines import OptimizerConfig
+from rlhf_core.config.monitors import HeldOutConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.tracking.memory import MemoryStageTracker
 from rlhf_core.types import ArtifactRef
@@ -97,7 +98,8 @@ def run(world: SmallWorld, judge: ArtifactRef | None, seed: int, fault: Fault | 
     )
     changes = {} if broken.rewards is None else {"rewards": broken.rewards}
     optimizer = OptimizerConfig(learning_rate=LEARNING_RATE, schedule="constant")
-    config = ppo(steps=steps, monitors=MONITORS, optimizer=optimizer, **changes)
+    watched = HeldOutConfig(every=2, prompts=48, independent=GOLD, export="last")
+    config = ppo(steps=steps, monitors=MONITORS, optimizer=optimizer, evaluate=watched, **changes)
     inputs = world.inputs | {"reward_models": {} if judge is None else {"reward_model": judge}}
     began = time.monotonic()
     tracker = MemoryStageTracker()
