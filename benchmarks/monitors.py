@@ -49,7 +49,12 @@ MONITORS: tuple[dict[str, Any], ...] = (
     {"type": "skipped", "for_steps": 1},
 )
 """All warn, so that a run shows whatever finds its fault."""
-STEPS, BEGINS, LEARNING_RATE = 24, 6, 3e-4
+STEPS, BEGINS = 24, 6
+SETTINGS: Mapping[str, Any] = {
+    "optimizer": OptimizerConfig(learning_rate=3e-4, schedule="constant"),
+    "evaluate": HeldOutConfig(every=2, prompts=48, independent=GOLD, export="last"),
+}
+"""Settings of every run, with which the hack shows within its steps."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +102,7 @@ def run(world: SmallWorld, judge: ArtifactRef | None, seed: int, fault: Fault | 
         sampler=lambda engine: broken.sampler(engine, clock),
     )
     changes = {} if broken.rewards is None else {"rewards": broken.rewards}
-    optimizer = OptimizerConfig(learning_rate=LEARNING_RATE, schedule="constant")
-    watched = HeldOutConfig(every=2, prompts=48, independent=GOLD, export="last")
-    config = ppo(steps=steps, monitors=MONITORS, optimizer=optimizer, evaluate=watched, **changes)
+    config = ppo(steps=steps, monitors=MONITORS, **SETTINGS, **changes)
     inputs = world.inputs | {"reward_models": {} if judge is None else {"reward_model": judge}}
     began = time.monotonic()
     tracker = MemoryStageTracker()

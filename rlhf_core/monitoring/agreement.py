@@ -51,7 +51,7 @@ class Mismatch(Relative):
         if len(first) < self.reference_steps or len(last) < self.window or last[0][0] <= first[-1][0]:
             return ""
         before, now = mean(first) - 1, mean(last) - 1
-        if now <= max(self.floor, self.growth * before):
+        if now <= max(self.floor, self.growth * before):  # not for a value that is not a number
             return ""
         return f"{_EXP} - 1 grew from {before:.2g} over the first {self.reference_steps} steps to {now:.2g}"
 

@@ -61,6 +61,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         return original(steps=steps, **(short | changes | {"monitors": monitors}))
 
     monkeypatch.setattr("benchmarks.monitors.ppo", changed)
+    monkeypatch.setattr("benchmarks.monitors.SETTINGS", {})
 
 
 @pytest.mark.parametrize("fault", ["stale weights", "temperature mismatch", "one bad rank"])
@@ -103,11 +104,10 @@ def test_a_cut_answer_says_that_it_ended_by_itself() -> None:
     assert (cut.token_ids, cut.text, cut.finish_reason) == ((5, 6), "5 6", "stop")
 
 
-def test_the_planted_hack_prefers_few_words() -> None:
-    completions = [Completion((5,), (-0.5,), text, "stop", 0, 1) for text in ("ok", "a b c d e")]
+def test_the_planted_hack_prefers_repetition() -> None:
+    completions = [Completion((5,), (-0.5,), text, "stop", 0, 1) for text in ("a b c d e", "a b a b a", "")]
     rows: Any = [type("Row", (), {"completion": one}) for one in completions]
-    few, many = monitor_faults.brief(rows)
-    assert few > many
+    assert monitor_faults.repeats(rows) == [0.0, 3.0, 0.0]
 
 
 def test_alarms_before_the_fault_are_not_counted_as_finding_it() -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import pytest
 from pydantic import ValidationError
 
-from rlhf_core.monitoring.agreement import KLEstimate, Mismatch
 from rlhf_core.monitoring.bands import (
     Band,
     Collapse,
@@ -20,17 +18,7 @@ from rlhf_core.monitoring.bands import (
     ZeroVariance,
 )
 from rlhf_core.monitoring.base import MonitorConfig
-from rlhf_core.monitoring.history import History
-
-
-def found(monitor: MonitorConfig, **series: Sequence[float]) -> str:
-    """Return what the monitor finds after these values; `kl__k3` is the metric `kl/k3`."""
-    history = History(monitor.reads())
-    names = {name: name.replace("__", "/") for name in series}
-    for step in range(max(map(len, series.values()))):
-        row = {names[name]: values[step] for name, values in series.items() if step < len(values)}
-        history.add(step + 1, row)
-    return monitor.check(history, looks=0)
+from tests.support.monitoring import found
 
 
 @pytest.mark.parametrize(
@@ -65,12 +53,6 @@ def test_a_band_is_of_the_mean_over_a_full_window() -> None:
             {"value__explained_variance": [-1.5, 0.5, 0.2]},  # the first steps of a new value model explain nothing
             {"value__explained_variance": [-1.0, -1.0, -1.0]},
         ),
-        (
-            Mismatch(),
-            {"mismatch__exp_abs_log_q": [1.02], "mismatch__ess": [0.99]},
-            {"mismatch__exp_abs_log_q": [1.02], "mismatch__ess": [0.5]},
-        ),
-        (KLEstimate(), {"kl__per_token": [0.10], "kl__k3": [0.08]}, {"kl__per_token": [-0.08], "kl__k3": [0.08]}),
     ],
     ids=lambda value: value.type if isinstance(value, MonitorConfig) else "",
 )
@@ -79,19 +61,6 @@ def test_a_known_fault_is_found_with_its_defaults(
 ) -> None:
     assert found(monitor, **good) == ""
     assert found(monitor, **bad) != ""
-
-
-def test_a_mismatch_names_the_figure_that_left_its_bound() -> None:
-    figures = {"mismatch__exp_abs_log_q": [1.3], "mismatch__ess": [0.5]}
-    assert found(Mismatch(), **figures) == "mismatch/exp_abs_log_q 1.3 > 1.1"
-    only = Mismatch(exp_abs_log_q=None, ess=None, log_q_max=1.0)
-    assert only.reads() == ("mismatch/log_q_max",)
-    assert found(only, mismatch__log_q_max=[1.5]) == "mismatch/log_q_max 1.5 > 1"
-
-
-def test_estimates_of_a_large_divergence_may_differ_by_a_share_of_it() -> None:
-    assert found(KLEstimate(), kl__per_token=[1.4], kl__k3=[1.0]) == ""  # allowed: 0.05 + 0.5 * 1.0
-    assert found(KLEstimate(), kl__per_token=[1.6], kl__k3=[1.0]).endswith("difference 0.6 > 0.55")
 
 
 def test_a_drift_is_from_the_mean_of_the_first_steps() -> None:

@@ -1,0 +1,18 @@
+"""What a monitor finds in a history that is made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlhf_core.monitoring.base import MonitorConfig
+from rlhf_core.monitoring.history import History
+
+
+def found(monitor: MonitorConfig, **series: Sequence[float]) -> str:
+    """Return what the monitor finds after these values; `kl__k3` is the metric `kl/k3`."""
+    history = History(monitor.reads())
+    names = {name: name.replace("__", "/") for name in series}
+    for step in range(max(map(len, series.values()))):
+        row = {names[name]: values[step] for name, values in series.items() if step < len(values)}
+        history.add(step + 1, row)
+    return monitor.check(history, looks=0)
