@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 
 from pipelines.services.home import Home
-from pipelines.services.running import Services, running
+from pipelines.services.running import Services
 from rlhf_core.annotation.comparisons import Comparison, read_judgments, write_comparisons
 from rlhf_core.data.tables import read_preferences
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Message
-from tests.support.browser import CHROMIUM, DRIVER, Browser, browser
+from tests.support.browser import CHROMIUM, DRIVER, Browser, browser, keep_picture
+from tests.support.served import PrefectAPI, served
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2000)]
 if not CHROMIUM or not DRIVER:
     pytest.skip("no Chromium with chromedriver is installed", allow_module_level=True)
 
-PATIENCE_S = 600.0
-STARTS = 2
-PICTURES = os.environ.get("RLHF_TEST_PICTURES", "")
-"""Folder to which the test writes pictures of the page, for docs/images."""
 FAKE = "That happens.\n\n### B\n\nB\n---\n\n<h3>B</h3>\n\nRead the manual."
 """An answer that would pass for two, if its headings were shown as such."""
 ROWS = [
@@ -52,70 +43,6 @@ ROWS = [
 ]
 
 
-@pytest.fixture
-def services(home: Home) -> Iterator[Services]:
-    """Start Prefect, MLflow and the deployments, as `rlhf up` does, for one test."""
-    environment = os.environ | {"RLHF_HOME": str(home.root)}
-    command = [sys.executable, "-P", "-m", "pipelines.cli.main"]
-    for _ in range(STARTS):  # on a busy machine, the second waits for what the first began
-        done = subprocess.run(
-            [*command, "up"], env=environment, capture_output=True, text=True, timeout=600, check=False
-        )
-        if done.returncode == 0:
-            break
-    assert done.returncode == 0, done.stdout + done.stderr
-    try:
-        found = running(home)
-        assert found is not None
-        yield found
-    finally:
-        subprocess.run([*command, "down"], env=environment, capture_output=True, timeout=300, check=False)
-
-
-class Prefect:
-    """Prefect's API, as its pages use it."""
-
-    def __init__(self, home: Home, services: Services) -> None:
-        name, _, word = home.prefect_auth_string.partition(":")
-        self._client = httpx.Client(
-            base_url=f"{services.prefect_url}/api", auth=(name, word), timeout=60, trust_env=False
-        )
-
-    def start(self, deployment: str, parameters: dict[str, Any]) -> str:
-        """Run a deployment; return the id of the flow run."""
-        made = self._client.get(f"/deployments/name/rlhf-pipeline/{deployment}")
-        assert made.is_success, made.text
-        body = {"parameters": parameters, "state": {"type": "SCHEDULED"}}
-        path, deadline = f"/deployments/{made.json()['id']}/create_flow_run", time.monotonic() + PATIENCE_S
-        run = self._client.post(path, json=body)
-        while run.status_code == httpx.codes.SERVICE_UNAVAILABLE and time.monotonic() < deadline:
-            time.sleep(1)  # its database is busy; Prefect's own client asks again, too
-            run = self._client.post(path, json=body)
-        assert run.is_success, run.text
-        return str(run.json()["id"])
-
-    def ended(self, flow_run: str) -> dict[str, Any]:
-        """Return the state of a flow run once its process has ended."""
-        deadline = time.monotonic() + PATIENCE_S
-        state: dict[str, Any] = {}
-        while time.monotonic() < deadline:
-            state = self._client.get(f"/flow_runs/{flow_run}").json()["state"]
-            if state["type"] in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED"):
-                return state
-            time.sleep(1)
-        raise AssertionError(f"the flow run is still {state}")
-
-    def completed(self, flow_run: str) -> dict[str, Any]:
-        """Return the state of a flow run when it is not Waiting anymore, and has ended."""
-        deadline = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline:
-            state = self.ended(flow_run)
-            if state["name"] != "Waiting":
-                return state
-            time.sleep(1)
-        raise AssertionError("nobody resumed the waiting run")
-
-
 def review(page: Browser, url: str) -> None:
     """Judge a queue to its end: the polite answer wins, wherever it stands."""
     button = '[data-component-id="mlflow.experiment-review-queue.{}"]'
@@ -123,7 +50,7 @@ def review(page: Browser, url: str) -> None:
     page.until("return document.body.innerText.includes('Needs review')")
     if page.run("return Boolean(document.querySelector(arguments[0]))", "[data-component-id$='chat_panel.close']"):
         page.click("[data-component-id$='chat_panel.close']")
-    picture(page, "review_queue")
+    keep_picture(page, "review_queue")
     page.click(button.format("list.start-review"))
     for number in range(len(ROWS)):
         page.until("return document.body.innerText.includes(arguments[0])", f"{number} of {len(ROWS)} reviewed")
@@ -135,7 +62,7 @@ def review(page: Browser, url: str) -> None:
         page.click("[role=option]", polite)
         page.write(f"textarea{button.format('focused-review.rationale')}", "It apologizes and helps.")
         if number == 0:
-            picture(page, "review_page")
+            keep_picture(page, "review_page")
         page.click(button.format("focused-review.complete"))
 
 
@@ -145,16 +72,18 @@ def headings(page: Browser) -> list[str]:
     return [text for text in page.run(script) if text in ("A", "B")]
 
 
-def picture(page: Browser, name: str) -> None:
-    if PICTURES:
-        (Path(PICTURES) / f"{name}.png").write_bytes(page.picture())
+@pytest.fixture
+def services(home: Home) -> Iterator[Services]:
+    """Start what `rlhf up` starts, for one test."""
+    with served(home) as found:
+        yield found
 
 
 def test_a_waiting_run_goes_on_when_a_person_has_judged_in_the_page(
     tmp_path: Path, home: Home, services: Services
 ) -> None:
     write_comparisons(tmp_path / "asked", ROWS)
-    prefect = Prefect(home, services)
+    prefect = PrefectAPI(home, services)
     annotator = {"type": "mlflow", "annotators": ["ada"], "instruction": "Which reply is better for the customer?"}
     flow_run = prefect.start(
         "collect-preferences",

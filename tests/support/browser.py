@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 import shutil
 import socket
 import subprocess
@@ -17,6 +18,8 @@ import httpx
 CHROMIUM = next((found for name in ("chromium", "google-chrome", "chrome") if (found := shutil.which(name))), "")
 DRIVER = shutil.which("chromedriver") or ""
 PATIENCE_S = 180.0
+PICTURES = os.environ.get("RLHF_TEST_PICTURES", "")
+"""Folder to which tests write pictures of pages, for docs/images."""
 
 
 class Browser:
@@ -104,3 +107,9 @@ def _await_driver(client: httpx.Client) -> None:
                 return
         time.sleep(0.1)
     raise AssertionError("chromedriver did not start")
+
+
+def keep_picture(page: Browser, name: str) -> None:
+    """Write a picture of the page, if pictures are wanted."""
+    if PICTURES:
+        (Path(PICTURES) / f"{name}.png").write_bytes(page.picture())

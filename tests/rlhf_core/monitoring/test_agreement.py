@@ -59,7 +59,8 @@ def estimates(steps: int, *, seed: int, sign: float = 1.0) -> dict[str, list[flo
 def test_a_swapped_direction_is_found_while_the_divergence_is_small() -> None:
     swapped = [found(KLEstimate(), **estimates(12, seed=seed, sign=-1.0)) for seed in range(50)]
     assert sum("p = " in one for one in swapped) >= 45
-    assert not any(found(KLEstimate(level=0.0), **estimates(12, seed=seed, sign=-1.0)) for seed in range(5))
+    untested = [found(KLEstimate(level=0.0), **estimates(12, seed=seed, sign=-1.0)) for seed in range(50)]
+    assert not any("p = " in one for one in untested)
 
 
 def test_a_right_pair_of_estimates_has_an_alarm_as_seldom_as_its_level_says() -> None:
