@@ -137,6 +137,7 @@ def _gate_verb(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("gate", help="name of the gate, as the run that waits says it")
     parser.add_argument("--reason", required=True, help="why; kept with the decision")
     parser.add_argument("--artifact", default="", metavar="DIGEST", help="which one, if the gate asks about several")
+    parser.add_argument("--question", default="", metavar="ID", help="which question, as the run that waits says it")
     parser.add_argument(
         "--store", default="", metavar="FOLDER", help="the store; default: that of the profile or state folder"
     )

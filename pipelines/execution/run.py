@@ -11,15 +11,16 @@ from typing import TypeVar
 from pipelines.execution.budget import Budget, gpus_of
 from pipelines.execution.champion import champion_of
 from pipelines.execution.executor import Progress, RunContext, StageExecutor, StageOutcome, find_result
-from pipelines.execution.gates import Gatekeeper, StageHeld, Verdict, condition
+from pipelines.execution.gates import Gatekeeper, StageHeld
 from pipelines.execution.notify import notify
 from pipelines.execution.plan import HELD, Pipeline, PlannedStage, ReachedUntil, placeholder
 from pipelines.execution.tracker import Status
 from pipelines.flows.graph import RunStage, Stages
+from pipelines.flows.profile import profile_digest
 from rlhf_core.secrets.redaction import hide_in
 from rlhf_core.stage import stopping
 from rlhf_core.stage.key import StageSpec
-from rlhf_core.store.gate_decisions import GateDecisions
+from rlhf_core.store.gate_decisions import GateDecisions, Question
 from rlhf_core.types import ArtifactRef
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class PipelineRun:
 
     def __post_init__(self) -> None:
         config, store = self.context.config, self.context.store
-        self.gates = Gatekeeper(config.gates, store)
+        self.gates = Gatekeeper(config.gates, store, config.name)
         self.budget = Budget(config.budget, config.name, store.root)
 
     def stage(self, spec: StageSpec, show_progress: Progress) -> StageOutcome:
@@ -83,17 +84,12 @@ class PipelineRun:
             logger.log(level, "%s: %s", spec.label, verdict)
             self.context.tracker.tag({f"gate.{verdict.gate.title}": f"{verdict.outcome}: {verdict.why}"})
             if verdict.outcome == "waiting":
-                self._ask(verdict)
+                self._ask(verdict.question)
 
-    def _ask(self, verdict: Verdict) -> None:
-        GateDecisions(self.context.store.layout).ask(
-            verdict.gate.title,
-            condition(verdict.gate),
-            verdict.digest,
-            found=verdict.found,
-            run=self.context.config.name,
-            links=self.links,
-        )
+    def _ask(self, question: Question) -> None:
+        config = self.context.config
+        decisions = GateDecisions(self.context.store.layout)
+        decisions.ask(question, run=config.name, profile=profile_digest(config), links=self.links)
 
     def _execute(self, spec: StageSpec, show_progress: Progress) -> StageOutcome:
         with self.budget.spending(gpus_of(spec, self.context.config.runtime)) as spent:
@@ -157,7 +153,7 @@ def run_stages(
                 config,
                 Stages(limited, seed=config.seed, runtime=config.runtime, champion=champion, decisions=run.gates.notes),
             )
-        run.gates.check(config.name)
+        run.gates.check()
         if not run.context.options.until:
             run.budget.close()
         status = "FINISHED"
