@@ -11,6 +11,7 @@ from typing import TypeVar
 from pipelines.execution.budget import Budget, gpus_of
 from pipelines.execution.champion import champion_of
 from pipelines.execution.executor import Progress, RunContext, StageExecutor, StageOutcome, find_result
+from pipelines.execution.forcing import note_forced
 from pipelines.execution.gates import Gatekeeper, StageHeld
 from pipelines.execution.notify import notify
 from pipelines.execution.plan import HELD, Pipeline, PlannedStage, ReachedUntil, placeholder
@@ -165,6 +166,7 @@ def run_stages(
         raise
     finally:
         tracker.finish(status, note=_note(run))
+        note_forced(run.context.options, config, run.context.store, finished=run.results, ended=ended)
         notify(config.notify, ended, run=config.name, links=tags)
     return run.results
 

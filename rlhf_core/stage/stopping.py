@@ -73,6 +73,14 @@ def reason() -> str:
     return next((why for at, why in _deadlines if now > at), "")
 
 
+def goes_on(error: BaseException) -> bool:
+    """Return whether a stage that has ended so is to go on: it waits, or its time or budget was spent.
+
+    Not after a signal: whoever sent it may have thought better of it.
+    """
+    return isinstance(error, StageStopped) and not _asked.is_set()
+
+
 def ask(why: str) -> None:
     """Ask the running stage, and all after it, to save and end."""
     global _reason

@@ -39,7 +39,7 @@ class ToyConfig(Config):
     """Of no influence on the key, so a test can ask for the same key with another cost."""
     trouble: Annotated[str, OPERATIONAL] = ""
     """`raise:<step>`, `wait:<file>` (goes on once it is there), `full`, `no commit`, `other handle`, `children`,
-    `shards`."""
+    `shards`, `people:<file>` (waits for people after step 2 until it is there)."""
 
 
 def run(config: ToyConfig, *, context: StageContext, policy: PolicyRef | None = None) -> ArtifactRef:
@@ -59,6 +59,10 @@ def run(config: ToyConfig, *, context: StageContext, policy: PolicyRef | None = 
             with context.checkpoints.saving(step, {"total": total}) as folder:
                 (folder / "weights.bin").write_bytes(os.urandom(64))
         context.progress(step, config.steps, "counting")
+        if step == 2 and config.trouble.startswith("people:"):
+            people = Path(config.trouble.removeprefix("people:"))
+            if not people.exists():
+                context.wait("nobody has written the file", {"file": str(people)})
         while config.trouble.startswith("wait:") and not Path(config.trouble.removeprefix("wait:")).exists():
             if context.stopping():
                 context.stop()
