@@ -89,7 +89,9 @@ def _parser() -> argparse.ArgumentParser:
 
     run = verbs.add_parser("run", help="run a pipeline here and now; what is done is not done again")
     _profile_options(run)
-    run.add_argument("--wait", action="store_true", help="stay while people judge, and go on when they are done")
+    run.add_argument(
+        "--wait", action="store_true", help="stay while people judge or decide, and go on when they are done"
+    )
     plan = verbs.add_parser("plan", help="say what `run` would do, and why, without doing it")
     _profile_options(plan)
     explain = verbs.add_parser("explain", help="say everything about the decision for one stage")

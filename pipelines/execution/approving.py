@@ -61,16 +61,22 @@ def chosen(requests: Sequence[GateRequest], meant: Meant, *, run: str, profile: 
     of_run = [one for one in requests if one.asked_in(run)]
     of_gate = [one for one in of_run if one.question.gate == meant.gate]
     if not of_gate:
-        asked = ", ".join(sorted({f"{who.run} {one.question.gate}" for one in requests for who in one.askers})) or "none"
+        asked = (
+            ", ".join(sorted({f"{who.run} {one.question.gate}" for one in requests for who in one.askers})) or "none"
+        )
         rule = f"no gate of this name has asked in {run!r}"
         raise ConfigError(explain("gate", meant.gate, rule, f"name one that has (run and gate): {asked}"))
     found = [one for one in of_gate if one.question.digest.startswith(meant.artifact)]
     if not found:
         known = ", ".join(one.question.digest[:SHORT_ID] for one in of_gate)
-        raise ConfigError(explain("artifact", meant.artifact, "the gate has not asked about it", f"it has about {known}"))
+        raise ConfigError(
+            explain("artifact", meant.artifact, "the gate has not asked about it", f"it has about {known}")
+        )
     found = [one for one in found if one.id.startswith(meant.question)]
     if not found:
-        raise ConfigError(explain("question", meant.question, "the gate has not asked it", f"it has asked {listed(of_gate)}"))
+        raise ConfigError(
+            explain("question", meant.question, "the gate has not asked it", f"it has asked {listed(of_gate)}")
+        )
     found = [one for one in found if any(who.profile == profile for who in one.askers)] or found
     if len(found) == 1:
         return found[0]
@@ -83,7 +89,7 @@ def chosen(requests: Sequence[GateRequest], meant: Meant, *, run: str, profile: 
 
 def listed(requests: Sequence[GateRequest]) -> str:
     """Return the questions for a person to choose from, the open ones first, the one asked last at the beginning."""
-    ordered = sorted(reversed(requests), key=lambda one: one.answer is not None)
+    ordered = sorted(requests, key=lambda one: (one.answer is None, one.asked, one.id), reverse=True)
     return "; ".join(
         f"{one.id[:SHORT_ID]} ({'open' if one.answer is None else f'answered: {one.answer}'}, "
         f"{one.question.found or 'no condition'}, {one.question.condition['after']} {one.question.digest[:SHORT_ID]}, "

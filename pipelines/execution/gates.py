@@ -16,6 +16,7 @@ from typing import Any, Literal
 from pipelines.flows.inputs import parts
 from pipelines.flows.run_rules import OPPOSITE, GateConfig
 from pipelines.services.home import Home
+from pipelines.services.waits import answers_awaited
 from rlhf_core.errors import ConfigError, explain, nearest
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.stopping import RunBlocked, RunHalted, StageWaiting
@@ -128,11 +129,13 @@ class Gatekeeper:
         waiting = [verdict for verdict in self.verdicts if verdict.outcome == "waiting"]
         said = [str(verdict) for verdict in blocked]
         said += [
-            f"{verdict} ({verdict.label}): {commands(verdict.question, self.run, self.store.root)}" for verdict in waiting
+            f"{verdict} ({verdict.label}): {commands(verdict.question, self.run, self.store.root)}"
+            for verdict in waiting
         ]
         left = f" (not run: {', '.join(self.skipped)})" if self.skipped else ""
         if waiting:
-            raise StageWaiting("; ".join(said) + left)
+            ids = [verdict.question.id for verdict in waiting]
+            raise StageWaiting("; ".join(said) + left, answers_awaited(ids, self.store.root))
         if blocked:
             raise RunBlocked("; ".join(said) + left)
 

@@ -89,7 +89,9 @@ class BudgetConfig(Config):
     @model_validator(mode="after")
     def _cost_has_prices(self) -> BudgetConfig:
         if self.cost is not None and self.prices == PricesConfig():
-            raise ValueError(f"cost = {self.cost:g}: nothing has a price; add prices, such as {{gpu = 2.5, machine = 0.2}}")
+            raise ValueError(
+                f"cost = {self.cost:g}: nothing has a price; add prices, such as {{gpu = 2.5, machine = 0.2}}"
+            )
         return self
 
 

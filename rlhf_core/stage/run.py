@@ -129,7 +129,12 @@ def _begin(
             attempts.clear(folder, keep_metrics=False)
         ended = [item.seconds for item in attempts.history(folder) if item.status != "committed"]
         attempt = attempts.begin(
-            folder, label=spec.label, resumed_from=decision.step, code=target.code, known_damage=known_damage, forced=force
+            folder,
+            label=spec.label,
+            resumed_from=decision.step,
+            code=target.code,
+            known_damage=known_damage,
+            forced=force,
         )
         logged = attempts.logged_steps(folder)
         past = attempts.history(folder)

@@ -10,14 +10,25 @@ import pytest
 
 from pipelines.cli.main import EXIT_BLOCKED, EXIT_OVER_BUDGET, EXIT_WAITING, main
 from pipelines.execution.approving import Meant, answer_gate, chosen
+from pipelines.execution.executor import RunOptions
+from pipelines.execution.opening import open_run
 from pipelines.execution.resume import Resumption
+from pipelines.execution.run import run_stages
+from pipelines.flows.graph import Stages
+from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.prefect_flows import approval_flow
 from pipelines.services.home import Home
+from pipelines.services.waits import may_go_on
 from rlhf_core.errors import ConfigError
 from rlhf_core.stage.stopping import RunBlocked, RunOverBudget, StageWaiting
 from rlhf_core.store.gate_decisions import Asker, GateAnswer, GateDecisions, GateRequest, Question
+from rlhf_core.tracking.memory import MemoryTracker
+from rlhf_core.types import PolicyRef
 from tests.pipelines.execution.test_gates import APPROVE, Trial
+from tests.pipelines.execution.test_run import directly
+from tests.support.listener import Notes
 from tests.support.small_pipeline import write_mini
+from tests.support.toy_stage import ToyConfig, toy_spec
 
 
 @pytest.fixture
@@ -121,7 +132,9 @@ def test_an_answer_that_might_be_about_a_settled_question_is_refused() -> None:
     newer = asked("d1", "3")
     assert chosen([settled, newer], meant, run="mini") == newer
     older = asked("d1", "1")
-    with pytest.raises(ConfigError, match=rf"has asked 2 questions: {older.id[:12]} \(open, .*answered: approved by ada"):
+    with pytest.raises(
+        ConfigError, match=rf"has asked 2 questions: {older.id[:12]} \(open, .*answered: approved by ada"
+    ):
         chosen([older, settled], meant, run="mini")
     assert chosen([older, settled], Meant("mini", "quality", artifact="d2"), run="mini") == settled
 
@@ -173,3 +186,28 @@ def test_each_end_of_a_run_has_an_exit_status_of_its_own(
     monkeypatch.setattr("pipelines.cli.run_command.run", ends)
     assert main(["run", "tiny/full"]) == status
     assert capsys.readouterr().err == said
+
+
+def test_a_stage_that_pauses_asks_with_the_same_commands_and_goes_on_from_its_checkpoint(
+    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_HOME", str(home.root))
+    config, notes = load_profile(write_mini(tmp_path)), Notes()
+
+    def pipeline(config: PipelineConfig, stages: Stages) -> None:
+        stages.run_stage(toy_spec(ToyConfig(trouble="ask"), label="toy"), PolicyRef)
+
+    def run_once() -> list[tuple[object, ...]]:
+        notes.events.clear()
+        with open_run(config, pipeline, RunOptions(), home=home, tracker=MemoryTracker(), listener=notes) as run:
+            run_stages(run, pipeline, directly(run), tags={"prefect.flow_run_id": "f1"})
+        return notes.of("started")
+
+    with pytest.raises(
+        StageWaiting, match=r"^toy is waiting: too fast: `rlhf approve mini pace --question \w{12} --r"
+    ) as waits:
+        run_once()
+    assert not may_go_on(waits.value.condition, uri="")
+    assert main(["approve", "mini", "pace", "--reason", "it may"]) == 0
+    assert may_go_on(waits.value.condition, uri="")
+    assert run_once() == [("toy", "RESUME")]
