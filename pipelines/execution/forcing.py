@@ -1,7 +1,7 @@
 """Remember which stages a run has forced before it waits: when it goes on, they are not forced again.
 
-The note belongs to the last run of a configuration. It is kept while that run waits for people or for a higher budget, and
-removed when it ends otherwise.
+The note belongs to the last run of a configuration. It is written when that run waits for people or for a higher budget, and
+removed when it has finished, or is blocked.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from pipelines.execution.executor import RunOptions
 from pipelines.flows.profile import PipelineConfig
 from rlhf_core.schema.base import keyed
-from rlhf_core.stage.stopping import RunOverBudget, StageWaiting
+from rlhf_core.stage.stopping import RunBlocked, RunOverBudget, StageWaiting
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.layout import write_json
@@ -44,11 +44,15 @@ def note_forced(
     finished: Collection[str],
     ended: BaseException | None,
 ) -> None:
-    """Write down which stages need not be forced again, if the run has ended as one that goes on; else forget them."""
+    """Write down which stages need not be forced again if the run waits; forget them if it has come to its end.
+
+    After a failure or an interruption they stay as they were: what was forced before the last wait is done.
+    """
     done = [*options.forced, *(label for label in options.force if label in finished)]
-    if done and isinstance(ended, (StageWaiting, RunOverBudget)):
+    waits = isinstance(ended, (StageWaiting, RunOverBudget))
+    if waits and done:
         write_json(_path(config, store), ForcedStages(run=config.name, labels=done).model_dump())
-    else:
+    elif waits or ended is None or isinstance(ended, RunBlocked):
         _path(config, store).unlink(missing_ok=True)
 
 

@@ -13,7 +13,7 @@ from pipelines.execution.run import run_stages
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.services.home import Home
-from rlhf_core.stage.stopping import RunOverBudget, StageWaiting
+from rlhf_core.stage.stopping import RunBlocked, RunOverBudget, StageWaiting
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.gate_decisions import GateDecisions
 from rlhf_core.tracking.memory import MemoryTracker
@@ -32,11 +32,11 @@ class Runs:
     def __init__(self, folder: Path, home: Home, *force: str) -> None:
         self.folder, self.home, self.options = folder, home, RunOptions(force=force)
 
-    def pipeline(self, trouble: str) -> object:
+    def pipeline(self, trouble: str, at: str = "second") -> object:
         def pipeline(config: PipelineConfig, stages: Stages) -> None:
             ref = stages.run_stage(toy_spec(ToyConfig(), label="first", seed=config.seed), PolicyRef)
             for label, rate in (("second", 0.1), ("third", 0.2)):
-                toy = ToyConfig(kl_coef=rate, trouble=trouble if label == "second" else "")
+                toy = ToyConfig(kl_coef=rate, trouble=trouble if label == at else "")
                 ref = stages.run_stage(toy_spec(toy, label=label, inputs={"policy": ref}), PolicyRef)
 
         return pipeline
@@ -48,19 +48,22 @@ class Runs:
     def store(self) -> ArtifactStore:
         return store_of(self.config(""), self.home)
 
-    def run(self, rules: str = "", *overrides: str, trouble: str = "", force: bool = True) -> Mapping[str, str]:
+    def run(
+        self, rules: str = "", *overrides: str, trouble: str = "", at: str = "second", force: bool = True
+    ) -> Mapping[str, str]:
         """Run, and return what was done with each stage; the wait that it ends with is kept as `ended`."""
-        notes, self.ended = Notes(), None
-        config, pipeline = self.config(rules, *overrides), self.pipeline(trouble)
+        self.notes, self.ended = Notes(), None
+        config, pipeline = self.config(rules, *overrides), self.pipeline(trouble, at)
         options = self.options if force else RunOptions()
-        with open_run(config, pipeline, options, home=self.home, tracker=MemoryTracker(), listener=notes) as run:  # type: ignore[arg-type]
+        with open_run(config, pipeline, options, home=self.home, tracker=MemoryTracker(), listener=self.notes) as run:  # type: ignore[arg-type]
             try:
                 run_stages(run, pipeline, directly(run), tags={})  # type: ignore[arg-type]
             except (StageWaiting, RunOverBudget) as error:
                 self.ended = error
-        return dict(notes.of("started"))  # type: ignore[arg-type]
+        return dict(self.notes.of("started"))  # type: ignore[arg-type]
 
     ended: BaseException | None = None
+    notes: Notes
 
 
 def test_a_forced_stage_is_not_forced_again_after_an_approval(tmp_path: Path, home: Home) -> None:
@@ -82,6 +85,21 @@ def test_a_run_of_the_same_profile_without_the_option_ends_the_memory_of_it(tmp_
     runs.run(APPROVE)
     runs.run(APPROVE, force=False)
     assert runs.run(APPROVE)["first"] == "RUN"
+
+
+def test_a_failure_after_the_wait_forces_nothing_again(tmp_path: Path, home: Home) -> None:
+    runs = Runs(tmp_path, home, "first")
+    runs.run(APPROVE)
+    with pytest.raises(ValueError, match="step 2 went wrong"):
+        runs.run(trouble="raise:2", at="third")
+    assert runs.run(APPROVE)["first"] == "HIT"
+    decisions = GateDecisions(runs.store.layout)
+    decisions.decide(decisions.requests()[0], "reject", reason="no")
+    with pytest.raises(RunBlocked):
+        runs.run(APPROVE)
+    with pytest.raises(RunBlocked):
+        runs.run(APPROVE)  # a run that is blocked has ended: it is another one, and forces
+    assert runs.notes.of("started")[0] == ("first", "RUN")
 
 
 def test_another_profile_forces_for_itself(tmp_path: Path, home: Home) -> None:
