@@ -184,8 +184,8 @@ def run_stages(
         status = "FAILED" if isinstance(error, Exception) else "KILLED"
         raise
     finally:
-        note_forced(run.context.options, config, run.context.store, finished=run.results, ended=ended)
         tracker.finish(status, note=_note(run))
+        note_forced(run.context.options, config, run.context.store, finished=run.results, ended=ended)
         notify(config.notify, ended, run=config.name, links=tags)
     return run.results
 

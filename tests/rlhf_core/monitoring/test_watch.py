@@ -54,7 +54,7 @@ def test_a_complaint_that_was_accepted_is_none_until_it_ends() -> None:
     watch = Watch([band(for_steps=1, action="pause")], looks=0)
     fed(watch, [1.0])
     assert not watch.honest
-    watch.accept("band")
+    watch.accept("length")
     again = Watch([band(for_steps=1, action="pause")], looks=0)
     again.restore(watch.state())
     for one in (watch, again):
