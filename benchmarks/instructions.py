@@ -15,17 +15,17 @@ are not computed again.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import seeds
 from benchmarks.faults.small import directly
+from benchmarks.seeds import add_first, keep, latest, seeds_parser
 from pipelines.execution.executor import RunContext, RunOptions
 from pipelines.execution.lazy_runtime import LazyRuntime
 from pipelines.execution.listener import Silent
@@ -66,21 +66,16 @@ class Result:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--first", type=int, default=17, help="the first seed (default 17, that of the profile)")
+    parser = seeds_parser(__doc__)
+    add_first(parser)
     parser.add_argument("--only", choices=tuple(PROFILES), nargs="+", default=list(PROFILES))
-    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="key=value")
-    parser.add_argument("--state", type=Path, default=Path(".rlhf"), help="folder whose store is used")
-    parser.add_argument("--print", action="store_true", dest="print_only", help="print what is there, train nothing")
     options = parser.parse_args()
     file = options.state / "instructions.jsonl"
     if not options.print_only:
         for seed in range(options.first, options.first + options.seeds):
             for arm in options.only:
                 result = measure(arm, seed, options.overrides, options.state)
-                with file.open("a") as lines:
-                    lines.write(json.dumps(asdict(result)) + "\n")
+                keep(result, file)
                 print("\n".join(rows(result)), flush=True)
     print(tables(read(file, options.overrides)))
     return 0
@@ -146,10 +141,8 @@ def side_by_side(answers: Mapping[str, Sequence[Generation]]) -> list[dict[str, 
 
 def read(file: Path, overrides: Sequence[str]) -> list[Result]:
     """Return the latest result of every seed and profile under these overrides."""
-    lines = file.read_text().splitlines() if file.is_file() else []
-    results = [Result(**json.loads(line)) for line in lines]
-    latest = {(one.seed, one.arm): one for one in results if list(one.overrides) == list(overrides)}
-    return [latest[at] for at in sorted(latest, key=lambda at: (at[0], list(PROFILES).index(at[1])))]
+    results = [one for one in seeds.read(file, Result) if list(one.overrides) == list(overrides)]
+    return latest(results, lambda one: (one.seed, list(PROFILES).index(one.arm)))
 
 
 def tables(results: Sequence[Result]) -> str:

@@ -18,16 +18,16 @@ file: the latest line of a method and seed counts. Results in the store are not 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from statistics import fmean
 
 from benchmarks.method_rows import Bench, first_pairs, learn, make_start, methods
 from benchmarks.method_steps import STEPPED, judge_of_steps
+from benchmarks.seeds import keep, latest, read, seeds_parser
 from pipelines.flows.profile import PipelineConfig, load_profile
 
 HEADS = ("gold - sft, mean over seeds", "each seed", "KL to sft", "seconds")
@@ -54,14 +54,10 @@ class Result:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser = seeds_parser(__doc__)
     parser.add_argument("--steps", type=int, default=12, help="of policy optimisation")
     parser.add_argument("--pairs", type=int, default=0, help="of preference losses; 0 takes all")
     parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="methods, as dpo/ipo or 'ppo/*'")
-    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="key=value")
-    parser.add_argument("--state", type=Path, default=Path(".rlhf"), help="folder whose store is used")
-    parser.add_argument("--print", action="store_true", dest="print_only", help="print what is there, train nothing")
     options = parser.parse_args()
     config = load_profile("tiny/full", options.overrides)
     conditions = f"pairs={options.pairs} steps={options.steps}"
@@ -72,7 +68,7 @@ def main() -> int:
         parser.error(f"--only {' '.join(options.only)}: no such method; there are {', '.join(names)}")
     if not options.print_only:
         train(config, chosen, conditions, options, file)
-    print_tables(read(file), chosen, conditions)
+    print_tables(read(file, Result), chosen, conditions)
     return 0
 
 
@@ -88,23 +84,12 @@ def train(
                 start = replace(start, preferences=pairs)
             for name, method in methods(config, options.steps).items():
                 if name in chosen:
-                    keep(Result(name, seed, conditions, learn(name, method, bench, start, seed)), file)
+                    print(
+                        keep(Result(name, seed, conditions, learn(name, method, bench, start, seed)), file), flush=True
+                    )
         if "prm" in chosen:
             with Bench.opened(load_profile("tiny/prm", [*STEPPED, *options.overrides]), options.state) as bench:
-                keep(Result("prm", seed, conditions, judge_of_steps(bench, seed)), file)
-
-
-def keep(result: Result, file: Path) -> None:
-    """Append the result to `file`, and say it."""
-    line = json.dumps(asdict(result))
-    with file.open("a") as lines:
-        lines.write(line + "\n")
-    print(line, flush=True)
-
-
-def read(file: Path) -> list[Result]:
-    """Return the results in `file`, none if it is not there."""
-    return [Result(**json.loads(line)) for line in file.read_text().splitlines()] if file.is_file() else []
+                print(keep(Result("prm", seed, conditions, judge_of_steps(bench, seed)), file), flush=True)
 
 
 # ---------------------------------------------------------------- tables
@@ -112,8 +97,8 @@ def read(file: Path) -> list[Result]:
 
 def print_tables(results: Sequence[Result], chosen: Sequence[str], conditions: str) -> None:
     """Print the tables of the chosen methods under these conditions, and what is left out of them."""
-    latest = {(one.method, one.seed): one for one in results if one.conditions == conditions}
-    by_method = {name: [one for (method, _), one in sorted(latest.items()) if method == name] for name in chosen}
+    newest = latest([one for one in results if one.conditions == conditions], lambda one: (one.method, one.seed))
+    by_method = {name: [one for one in newest if one.method == name] for name in chosen}
     rows = [row(name, found) for name, found in by_method.items() if found and name != "prm"]
     if rows:
         print(f"\n| method | {' | '.join(HEADS)} |\n|---|--:|---|--:|--:|", *rows, sep="\n")

@@ -15,15 +15,16 @@ Every seed is appended to `<state>/online_rounds.jsonl`, and `--print` prints th
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import seeds
 from benchmarks.method_rows import Bench, Start, make_start
+from benchmarks.seeds import add_first, keep, latest, seeds_parser
 from pipelines.flows.full import evaluate_policies
 from pipelines.flows.graph import Stages
 from pipelines.flows.online import run_online
@@ -50,19 +51,14 @@ class Result:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--first", type=int, default=17, help="the first seed (default 17, that of the profile)")
-    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="key=value")
-    parser.add_argument("--state", type=Path, default=Path(".rlhf"), help="folder whose store is used")
-    parser.add_argument("--print", action="store_true", dest="print_only", help="print what is there, train nothing")
+    parser = seeds_parser(__doc__)
+    add_first(parser)
     options = parser.parse_args()
     file = options.state / "online_rounds.jsonl"
     if not options.print_only:
         for seed in range(options.first, options.first + options.seeds):
             result = measure(seed, options.overrides, options.state)
-            with file.open("a") as lines:
-                lines.write(json.dumps(asdict(result)) + "\n")
+            keep(result, file)
     print(table(read(file, options.overrides)))
     return 0
 
@@ -126,10 +122,8 @@ def compared_models(bench: Bench, number: int) -> dict[str, float]:
 
 def read(file: Path, overrides: Sequence[str]) -> list[Result]:
     """Return the latest result of every seed under these overrides."""
-    lines = file.read_text().splitlines() if file.is_file() else []
-    results = [Result(**json.loads(line)) for line in lines]
-    latest = {one.seed: one for one in results if list(one.overrides) == list(overrides)}
-    return [latest[seed] for seed in sorted(latest)]
+    results = [one for one in seeds.read(file, Result) if list(one.overrides) == list(overrides)]
+    return latest(results, lambda one: one.seed)
 
 
 def table(results: Sequence[Result]) -> str:

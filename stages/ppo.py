@@ -32,6 +32,7 @@ from rlhf_core.rollouts.answers import StepSampler, open_environments
 from rlhf_core.rollouts.factory import open_guard, open_rollouts
 from rlhf_core.rollouts.guard import RunGuard
 from rlhf_core.rollouts.held_out import hold_out
+from rlhf_core.rollouts.pause import await_decision
 from rlhf_core.rollouts.scored_step import rollout_metrics
 from rlhf_core.sampling.requests import stop_token_ids
 from rlhf_core.stage.context import StageContext
@@ -89,6 +90,7 @@ def run(
     context: StageContext,
 ) -> PolicyRef:
     """Optimize `policy` on `prompts` for the rewards, held near `reference`; return the new policy."""
+    await_decision(context)
     chat = ChatTemplate.load(context.path(policy))
     ends = stop_token_ids(context.path(policy), tokenizer_eos=chat.eos_id)
     dataset, held_out = hold_out(read_prompts(context.path(prompts)), config.evaluate)
@@ -153,6 +155,7 @@ def run(
             save(config, models, sampler, guard, context, step + 1, kl, metrics, stop=stop)
             if stop:
                 context.stop()
+            guard.decide()
         metrics = guard.export(models.policy) | metrics
     return context.commit(PolicyRef, metrics=metrics)
 
@@ -296,6 +299,7 @@ def start_or_resume(
         return 0, kl, {}
     sampler.load(checkpoint.path / "rollouts", checkpoint.step)
     guard.restore(checkpoint.state)
+    guard.decide()
     return (
         checkpoint.step,
         restored(models, checkpoint, adaptive=config.kl_target > 0),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from pipelines.cli.common import console
-from pipelines.execution.approving import answer_gate
+from pipelines.execution.approving import Meant, answer_gate
 from rlhf_core.store.gate_decisions import Answer, GateRequest
 
 FLOW_RUN = "prefect.flow_run_id"
@@ -22,10 +22,10 @@ def reject(options: argparse.Namespace) -> None:
 
 
 def _answer(options: argparse.Namespace, answer: Answer) -> None:
-    request, said = answer_gate(
-        options.run, options.gate, answer, reason=options.reason, artifact=options.artifact, store=options.store
-    )
-    line = f"gate {request.gate}, {request.condition['after']} {request.digest[:12]}: {said}"
+    meant = Meant(options.run, options.gate, artifact=options.artifact, question=options.question)
+    request, said = answer_gate(meant, answer, reason=options.reason, store=options.store)
+    asked = request.question
+    line = f"gate {asked.gate}, {asked.condition['after']} {asked.digest[:12]}: {said}"
     console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print(next_step(request), highlight=False, soft_wrap=True)
 
@@ -33,6 +33,5 @@ def _answer(options: argparse.Namespace, answer: Answer) -> None:
 def next_step(request: GateRequest) -> str:
     """Return what makes the run that asked go on."""
     again = "the run goes on, or ends as blocked, with the same command as before"
-    if FLOW_RUN not in request.links:
-        return again
-    return f"{again}, or with `rlhf resume {request.links[FLOW_RUN]}`"
+    links = request.askers[-1].links
+    return f"{again}, or with `rlhf resume {links[FLOW_RUN]}`" if FLOW_RUN in links else again

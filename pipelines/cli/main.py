@@ -89,7 +89,9 @@ def _parser() -> argparse.ArgumentParser:
 
     run = verbs.add_parser("run", help="run a pipeline here and now; what is done is not done again")
     _profile_options(run)
-    run.add_argument("--wait", action="store_true", help="stay while people judge, and go on when they are done")
+    run.add_argument(
+        "--wait", action="store_true", help="stay while people judge or decide, and go on when they are done"
+    )
     plan = verbs.add_parser("plan", help="say what `run` would do, and why, without doing it")
     _profile_options(plan)
     explain = verbs.add_parser("explain", help="say everything about the decision for one stage")
@@ -137,6 +139,7 @@ def _gate_verb(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("gate", help="name of the gate, as the run that waits says it")
     parser.add_argument("--reason", required=True, help="why; kept with the decision")
     parser.add_argument("--artifact", default="", metavar="DIGEST", help="which one, if the gate asks about several")
+    parser.add_argument("--question", default="", metavar="ID", help="which question, as the run that waits says it")
     parser.add_argument(
         "--store", default="", metavar="FOLDER", help="the store; default: that of the profile or state folder"
     )

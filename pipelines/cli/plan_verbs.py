@@ -7,10 +7,11 @@ import json
 
 from pipelines.cli.common import console
 from pipelines.cli.display import decisions_table
-from pipelines.execution.opening import store_of
+from pipelines.execution.executor import RunOptions
+from pipelines.execution.opening import plan_run, store_of
 from pipelines.execution.plan import PENDING, PlannedStage, check_labels
-from pipelines.execution.plan import plan as make_plan
 from pipelines.execution.versions import version_lines
+from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import load_profile
 from pipelines.services.home import Home
 from rlhf_core.stage.decision import target_of
@@ -49,13 +50,8 @@ def explain(options: argparse.Namespace) -> None:
 
 def _plan(options: argparse.Namespace) -> list[PlannedStage]:
     config = load_profile(options.profile, options.overrides)
-    return make_plan(
-        config,
-        store_of(config, Home.here()),
-        until=options.until,
-        force=options.force,
-        strict=_strictness(options),
-    )
+    wanted = RunOptions(until=options.until, force=tuple(options.force), strict=_strictness(options))
+    return plan_run(config, lifecycle, wanted, store=store_of(config, Home.here()))
 
 
 def _strictness(options: argparse.Namespace) -> Strictness:

@@ -29,6 +29,7 @@ from pipelines.services.registry import tracking_uri
 from pipelines.services.running import running
 from pipelines.services.servers import SERVER_TIMEOUT_S, PrivateServer, private_server
 from pipelines.services.user_servers import connect_user_prefect, user_prefect
+from pipelines.services.waits import may_go_on
 from rlhf_core.errors import RlhfError
 from rlhf_core.secrets.redaction import shown
 from rlhf_core.stage.key import Strictness
@@ -45,7 +46,7 @@ WAIT_LOOK_S = 10.0
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run a pipeline in this process; with `--wait`, again whenever people have judged what it waited for."""
+    """Run a pipeline in this process; with `--wait`, again whenever people have judged or decided what it waits for."""
     while True:
         try:
             run_profile(options, console)
@@ -59,13 +60,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _await_people(condition: Mapping[str, Any]) -> None:
-    # MLflow, 3 s: only a run that waits for people needs it here.
-    from rlhf_core.annotation.people import is_met
-
     while True:
         time.sleep(WAIT_LOOK_S)
         try:
-            if is_met(condition, uri=tracking_uri(Home.here())):
+            if may_go_on(condition, uri=tracking_uri(Home.here())):
                 return
         except RlhfError as error:  # a half-edited file, or a server that is away: the next look may succeed
             logger.warning("%s", error)

@@ -1,62 +1,98 @@
-"""Answer what a gate has asked: the same for `rlhf approve`, `rlhf reject` and the form in Prefect."""
+"""Answer what a gate or a pause has asked: the same for `rlhf approve`, `rlhf reject` and the form in Prefect."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from pipelines.execution.gates import SHORT_ID
 from pipelines.execution.opening import store_of
-from pipelines.flows.profile import find_profile, load_profile
+from pipelines.flows.profile import find_profile, load_profile, profile_digest
 from pipelines.services.home import Home
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.gate_decisions import Answer, GateAnswer, GateDecisions, GateRequest
 
 
+@dataclass(frozen=True)
+class Meant:
+    """Which question a person means: by its run and gate, and by the beginning of its id or of the artifact's digest."""
+
+    run: str
+    """A profile, the name of a run, or the name or id of its flow run in Prefect."""
+    gate: str
+    artifact: str = ""
+    question: str = ""
+
+
 def answer_gate(
-    run: str, gate: str, answer: Answer, *, reason: str, artifact: str = "", store: str = "", by: str = ""
+    meant: Meant, answer: Answer, *, reason: str, store: str = "", by: str = ""
 ) -> tuple[GateRequest, GateAnswer]:
     """Write down the answer to what a gate of a run has asked; return the question and the answer.
 
-    `run` is a profile, the name of a run, or the name or id of its flow run in Prefect. `artifact` is the beginning of a
-    digest. Raises ConfigError if nothing or more than one thing was asked.
+    Raises ConfigError if nothing or more than one thing is meant, and says what is open.
     """
     if not reason.strip():
         raise ConfigError(explain("reason", reason, "is empty", "say why: it is kept with the decision"))
-    where, name = place_of(run, store)
+    where, run, profile = place_of(meant.run, store)
     decisions = GateDecisions(where.layout)
-    request = chosen(decisions.requests(), name, gate, artifact)
+    request = chosen(decisions.requests(), meant, run=run, profile=profile)
     return request, decisions.decide(request, answer, reason=reason.strip(), by=by)
 
 
-def place_of(run: str, store: str) -> tuple[ArtifactStore, str]:
-    """Return the store in which a run asked, and the name of the run; `run` may be a profile."""
+def place_of(run: str, store: str) -> tuple[ArtifactStore, str, str]:
+    """Return the store in which a run asked, the name of the run, and the digest of its profile; `run` may be a profile."""
     try:
         find_profile(run)
     except ConfigError:  # not a profile, so the name or id of a run
-        return ArtifactStore(Path(store).expanduser() if store else Home.here().store), run
+        return ArtifactStore(Path(store).expanduser() if store else Home.here().store), run, ""
     config = load_profile(run)
     own = store_of(config, Home.here())
-    return (ArtifactStore(Path(store).expanduser()) if store else own), config.name
+    return (ArtifactStore(Path(store).expanduser()) if store else own), config.name, profile_digest(config)
 
 
-def chosen(requests: Sequence[GateRequest], run: str, gate: str, artifact: str) -> GateRequest:
-    """Return the only request that is meant; the one asked last if that has an answer. Raises ConfigError."""
-    of_run = [one for one in requests if run in (one.run, *one.links.values())]
-    of_gate = [one for one in of_run if one.gate == gate]
+def chosen(requests: Sequence[GateRequest], meant: Meant, *, run: str, profile: str = "") -> GateRequest:
+    """Return the only question that is meant. Raises ConfigError that lists them if there is not exactly one.
+
+    Of several, those that this very profile has asked count; of these, the one that was asked last, if it is the only
+    one that is open.
+    """
+    of_run = [one for one in requests if one.asked_in(run)]
+    of_gate = [one for one in of_run if one.question.gate == meant.gate]
     if not of_gate:
-        asked = ", ".join(sorted({f"{one.run} {one.gate}" for one in requests})) or "none"
+        asked = (
+            ", ".join(sorted({f"{who.run} {one.question.gate}" for one in requests for who in one.askers})) or "none"
+        )
         rule = f"no gate of this name has asked in {run!r}"
-        raise ConfigError(explain("gate", gate, rule, f"name one that has (run and gate): {asked}"))
-    found = [one for one in of_gate if one.digest.startswith(artifact)]
+        raise ConfigError(explain("gate", meant.gate, rule, f"name one that has (run and gate): {asked}"))
+    found = [one for one in of_gate if one.question.digest.startswith(meant.artifact)]
     if not found:
-        known = ", ".join(one.digest[:12] for one in of_gate)
-        raise ConfigError(explain("artifact", artifact, "the gate has not asked about it", f"it has about {known}"))
-    newest = max(found, key=lambda one: one.asked)
-    if newest.answer is not None:
-        return newest
-    found = [one for one in found if one.answer is None]
-    if len(found) > 1:
-        known = ", ".join(f"{one.digest[:12]} ({one.found or 'no condition'}, asked {one.asked})" for one in found)
-        raise ConfigError(explain("gate", gate, f"has asked about {len(found)} artifacts: {known}", "add --artifact"))
-    return newest
+        known = ", ".join(one.question.digest[:SHORT_ID] for one in of_gate)
+        raise ConfigError(
+            explain("artifact", meant.artifact, "the gate has not asked about it", f"it has about {known}")
+        )
+    found = [one for one in found if one.id.startswith(meant.question)]
+    if not found:
+        raise ConfigError(
+            explain("question", meant.question, "the gate has not asked it", f"it has asked {listed(of_gate)}")
+        )
+    found = [one for one in found if any(who.profile == profile for who in one.askers)] or found
+    if len(found) == 1:
+        return found[0]
+    waiting = [one for one in found if one.answer is None]
+    if len(waiting) == 1 and all(one.asked <= waiting[0].asked for one in found):
+        return waiting[0]
+    rule = f"has asked {len(found)} questions: {listed(found)}"
+    raise ConfigError(explain("gate", meant.gate, rule, "add --question"))
+
+
+def listed(requests: Sequence[GateRequest]) -> str:
+    """Return the questions for a person to choose from, the open ones first, the one asked last at the beginning."""
+    ordered = sorted(requests, key=lambda one: (one.answer is None, one.asked, one.id), reverse=True)
+    return "; ".join(
+        f"{one.id[:SHORT_ID]} ({'open' if one.answer is None else f'answered: {one.answer}'}, "
+        f"{one.question.found or 'no condition'}, {one.question.condition['after']} {one.question.digest[:SHORT_ID]}, "
+        f"asked by {', '.join(dict.fromkeys(who.run for who in one.askers))} {one.asked})"
+        for one in ordered
+    )

@@ -1,4 +1,4 @@
-"""Keep a run within its budget of hours and GPU hours, over all attempts until it finishes.
+"""Keep a run within its budget of hours, GPU hours and cost, over all attempts until it finishes.
 
 What the attempts of a run have spent is kept in the store, under the name of the run, until the run finishes. A process that is
 killed does not write down what its last stage had spent.
@@ -25,10 +25,11 @@ from stages.config.propose_comparisons import ProposeComparisonsConfig
 
 HOUR = 3600.0
 SPENT = "the budget is spent"
+UNITS = {"hours": "hours are spent", "gpu_hours": "GPU hours are spent", "cost": "is what the hours so far have cost"}
 
 
 class Ledger(Stored):
-    """What the attempts of a run have spent so far, in seconds."""
+    """What the attempts of a run have spent so far, in seconds; what that costs is reckoned at the present prices."""
 
     run: str
     seconds: float = 0.0
@@ -60,7 +61,7 @@ class Budget:
         for key, spent, limit in self._limits():
             if spent >= limit:
                 raise RunOverBudget(
-                    f"budget.{key} = {limit:g}: {spent:.3g} {key.replace('_', ' ').replace('gpu', 'GPU')} are spent; "
+                    f"budget.{key} = {limit:g}: {spent:.3g} {UNITS[key]}; "
                     f"finished work is kept: run the same command again with a higher budget.{key}"
                 )
 
@@ -98,15 +99,19 @@ class Budget:
             self._path.unlink(missing_ok=True)
 
     def _limits(self) -> list[tuple[str, float, float]]:
-        """Return key, hours spent and limit of each part of the budget that is limited."""
+        """Return key, what is spent, and limit of each part of the budget that is limited."""
+        hours, gpu_hours = self._ledger.seconds / HOUR, self._ledger.gpu_seconds / HOUR
+        prices = self.config.prices
         found = (
-            ("hours", self._ledger.seconds / HOUR, self.config.hours),
-            ("gpu_hours", self._ledger.gpu_seconds / HOUR, self.config.gpu_hours),
+            ("hours", hours, self.config.hours),
+            ("gpu_hours", gpu_hours, self.config.gpu_hours),
+            ("cost", hours * prices.machine + gpu_hours * prices.gpu, self.config.cost),
         )
         return [(key, spent, limit) for key, spent, limit in found if limit is not None]
 
     def _left_s(self, gpus: float) -> float:
-        rates = {"hours": 1.0, "gpu_hours": gpus}
+        prices = self.config.prices
+        rates = {"hours": 1.0, "gpu_hours": gpus, "cost": prices.machine + gpus * prices.gpu}
         left = [(limit - spent) * HOUR / rates[key] for key, spent, limit in self._limits() if rates[key]]
         return min(left, default=float("inf"))
 

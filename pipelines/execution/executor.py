@@ -32,6 +32,8 @@ class RunOptions:
     """Label of the last stage to run; if empty, all stages run."""
     force: tuple[str, ...] = ()
     """Labels of the stages that run even if their result is in the store."""
+    forced: tuple[str, ...] = ()
+    """Labels that were in `force` and have run before the run waited."""
     strict: Strictness = Strictness()
 
     def forces(self, label: str) -> bool:

@@ -16,11 +16,12 @@ from typing import Any, Literal
 from pipelines.flows.inputs import parts
 from pipelines.flows.run_rules import OPPOSITE, GateConfig
 from pipelines.services.home import Home
+from pipelines.services.waits import answers_awaited
 from rlhf_core.errors import ConfigError, explain, nearest
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.stopping import RunBlocked, RunHalted, StageWaiting
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.gate_decisions import GateAnswer, GateDecisions
+from rlhf_core.store.gate_decisions import GateAnswer, GateDecisions, Question
 from rlhf_core.types import ArtifactRef
 from stages.config.publish import GateNote
 from stages.table import STAGES
@@ -29,6 +30,8 @@ Outcome = Literal["passed", "warned", "blocked", "waiting", "approved", "rejecte
 REPORT = "report.json"
 SHOWN = 40
 """Number of metrics that an error lists."""
+SHORT_ID = 12
+"""Number of digits by which people name a question."""
 
 
 class StageHeld(RunHalted):
@@ -45,11 +48,15 @@ class Verdict:
 
     gate: GateConfig
     label: str
-    digest: str
-    found: str
-    """What was compared, such as `accuracy_low 0.61 < 0.65`; empty for a gate without a condition."""
+    question: Question
+    """What a person is asked; `found` in it is what was compared, empty for a gate without a condition."""
     outcome: Outcome
     answer: GateAnswer | None = None
+
+    @property
+    def found(self) -> str:
+        """Return what was compared, such as `accuracy_low 0.61 < 0.65`."""
+        return self.question.found
 
     @property
     def holds(self) -> bool:
@@ -73,6 +80,8 @@ class Gatekeeper:
 
     gates: Sequence[GateConfig]
     store: ArtifactStore
+    run: str
+    """Name of the run, whose questions and answers are its own."""
     verdicts: list[Verdict] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     """Labels of the stages that were not run."""
@@ -114,14 +123,19 @@ class Gatekeeper:
             for one in self.verdicts
         )
 
-    def check(self, run: str) -> None:
-        """Raise StageWaiting if a person has to decide in the run of this name, RunBlocked if a gate does not hold."""
+    def check(self) -> None:
+        """Raise StageWaiting if a person has to decide, RunBlocked if a gate does not hold."""
         blocked = [verdict for verdict in self.verdicts if not verdict.holds and verdict.outcome != "waiting"]
         waiting = [verdict for verdict in self.verdicts if verdict.outcome == "waiting"]
-        said = [str(verdict) for verdict in blocked] + [question(verdict, run, self.store.root) for verdict in waiting]
+        said = [str(verdict) for verdict in blocked]
+        said += [
+            f"{verdict} ({verdict.label}): {commands(verdict.question, self.run, self.store.root)}"
+            for verdict in waiting
+        ]
         left = f" (not run: {', '.join(self.skipped)})" if self.skipped else ""
         if waiting:
-            raise StageWaiting("; ".join(said) + left)
+            ids = [verdict.question.id for verdict in waiting]
+            raise StageWaiting("; ".join(said) + left, answers_awaited(ids, self.store.root))
         if blocked:
             raise RunBlocked("; ".join(said) + left)
 
@@ -140,13 +154,17 @@ class Gatekeeper:
             holds = gate.holds(found)
             said = f"{gate.metric} {found:.6g} {gate.op if holds else OPPOSITE[gate.op]} {gate.value:.6g}"
             if holds:
-                return Verdict(gate, spec.label, digest, said, "passed")
+                return Verdict(gate, spec.label, self._question(gate, digest, said), "passed")
+        question = self._question(gate, digest, said)
         if gate.otherwise == "approve":
-            request = GateDecisions(self.store.layout).find(condition(gate), digest)
+            request = GateDecisions(self.store.layout).find(question.id)
             answer = None if request is None else request.answer
             outcome: Outcome = "waiting" if answer is None else "approved" if answer.answer == "approve" else "rejected"
-            return Verdict(gate, spec.label, digest, said, outcome, answer)
-        return Verdict(gate, spec.label, digest, said, "warned" if gate.otherwise == "warn" else "blocked")
+            return Verdict(gate, spec.label, question, outcome, answer)
+        return Verdict(gate, spec.label, question, "warned" if gate.otherwise == "warn" else "blocked")
+
+    def _question(self, gate: GateConfig, digest: str, found: str) -> Question:
+        return Question(gate=gate.title, condition=condition(gate), digest=digest, found=found, run=self.run)
 
 
 def condition(gate: GateConfig) -> dict[str, Any]:
@@ -154,12 +172,12 @@ def condition(gate: GateConfig) -> dict[str, Any]:
     return gate.model_dump(mode="json", exclude={"otherwise"}) | {"name": gate.title}
 
 
-def question(verdict: Verdict, run: str, store: Path) -> str:
-    """Return who is to do what about a verdict that waits; the commands have to name a store that is not the usual one."""
-    words = [run, verdict.gate.title, "--artifact", verdict.digest[:12]]
+def commands(question: Question, run: str, store: Path) -> str:
+    """Return the commands that answer a question of a run; they have to name a store that is not the usual one."""
+    words = [run, question.gate, "--question", question.id[:SHORT_ID]]
     words += [] if store.resolve() == Home.here().store.resolve() else ["--store", str(store)]
     command = f"{shlex.join(words)} --reason ..."
-    return f"{verdict} ({verdict.label}): `rlhf approve {command}` or `rlhf reject {command}`"
+    return f"`rlhf approve {command}` or `rlhf reject {command}`"
 
 
 def guarded(spec: StageSpec, ref: ArtifactRef) -> Iterator[ArtifactRef]:

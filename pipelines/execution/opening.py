@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipelines.execution.executor import RunContext, RunOptions
+from pipelines.execution.forcing import still_forced
 from pipelines.execution.lazy_runtime import LazyRuntime
 from pipelines.execution.listener import Listener
 from pipelines.execution.local import LocalExecutor
@@ -38,7 +39,8 @@ def store_of_profile(profile: str) -> ArtifactStore:
 def plan_run(
     config: PipelineConfig, pipeline: Pipeline, options: RunOptions, *, store: ArtifactStore
 ) -> list[PlannedStage]:
-    """Return the plan of a run with these options."""
+    """Return the plan of a run with these options; a run that goes on after a wait forces no stage twice."""
+    options = still_forced(options, config, store)
     return plan(config, store, pipeline=pipeline, until=options.until, force=options.force, strict=options.strict)
 
 
@@ -60,6 +62,7 @@ def open_run(
     """
     store = store_of(config, home)
     store.create()
+    options = still_forced(options, config, store)
     if planned is None:
         planned = plan_run(config, pipeline, options, store=store)
     for stage in planned:

@@ -64,7 +64,7 @@ def plan(
     A stage behind a gate that does not hold is BLOCKED. Raises ConfigError for labels that the pipeline does not have, and
     for a budget that the pipeline exceeds.
     """
-    gates = Gatekeeper(config.gates, store)
+    gates = Gatekeeper(config.gates, store, config.name)
     planner = Planner(store, until=until, force=frozenset(force), strict=strict, gates=gates)
     champion = champion_of(config, store)
     with remembered_code(store.layout), suppress(ReachedUntil):

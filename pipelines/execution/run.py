@@ -11,15 +11,19 @@ from typing import TypeVar
 from pipelines.execution.budget import Budget, gpus_of
 from pipelines.execution.champion import champion_of
 from pipelines.execution.executor import Progress, RunContext, StageExecutor, StageOutcome, find_result
-from pipelines.execution.gates import Gatekeeper, StageHeld, Verdict, condition
+from pipelines.execution.forcing import note_forced
+from pipelines.execution.gates import Gatekeeper, StageHeld, commands
 from pipelines.execution.notify import notify
 from pipelines.execution.plan import HELD, Pipeline, PlannedStage, ReachedUntil, placeholder
 from pipelines.execution.tracker import Status
 from pipelines.flows.graph import RunStage, Stages
+from pipelines.flows.profile import profile_digest
+from pipelines.services.waits import answers_awaited
 from rlhf_core.secrets.redaction import hide_in
 from rlhf_core.stage import stopping
 from rlhf_core.stage.key import StageSpec
-from rlhf_core.store.gate_decisions import GateDecisions
+from rlhf_core.stage.stopping import StageWaiting
+from rlhf_core.store.gate_decisions import GateDecisions, Question
 from rlhf_core.types import ArtifactRef
 
 logger = logging.getLogger(__name__)
@@ -45,7 +49,7 @@ class PipelineRun:
 
     def __post_init__(self) -> None:
         config, store = self.context.config, self.context.store
-        self.gates = Gatekeeper(config.gates, store)
+        self.gates = Gatekeeper(config.gates, store, config.name)
         self.budget = Budget(config.budget, config.name, store.root)
 
     def stage(self, spec: StageSpec, show_progress: Progress) -> StageOutcome:
@@ -83,21 +87,33 @@ class PipelineRun:
             logger.log(level, "%s: %s", spec.label, verdict)
             self.context.tracker.tag({f"gate.{verdict.gate.title}": f"{verdict.outcome}: {verdict.why}"})
             if verdict.outcome == "waiting":
-                self._ask(verdict)
+                self._ask(verdict.question)
 
-    def _ask(self, verdict: Verdict) -> None:
-        GateDecisions(self.context.store.layout).ask(
-            verdict.gate.title,
-            condition(verdict.gate),
-            verdict.digest,
-            found=verdict.found,
-            run=self.context.config.name,
-            links=self.links,
-        )
+    def _asked(self, waiting: StageWaiting) -> StageWaiting:
+        """Ask the question that a stage waits for, if it does, and return how the run waits for the answer."""
+        if "question" in waiting.condition:
+            question, root = Question.model_validate(waiting.condition["question"]), self.context.store.root
+            self._ask(question)
+            said = f"{waiting}: {commands(question, self.context.config.name, root)}"
+            return StageWaiting(said, answers_awaited([question.id], root))
+        if "questions" in waiting.condition:  # the job of the stage has asked; so do we, with our links
+            decisions = GateDecisions(self.context.store.layout)
+            for asked in map(decisions.find, waiting.condition["questions"]):
+                if asked is not None:
+                    self._ask(asked.question)
+        return waiting
+
+    def _ask(self, question: Question) -> None:
+        config = self.context.config
+        decisions = GateDecisions(self.context.store.layout)
+        decisions.ask(question, run=config.name, profile=profile_digest(config), links=self.links)
 
     def _execute(self, spec: StageSpec, show_progress: Progress) -> StageOutcome:
         with self.budget.spending(gpus_of(spec, self.context.config.runtime)) as spent:
-            outcome = self.executor.execute(spec, show_progress)
+            try:
+                outcome = self.executor.execute(spec, show_progress)
+            except StageWaiting as waiting:
+                raise self._asked(waiting) from None
             # The process that computed it pays, whether we attached to its job or waited for its result.
             spent.counts = outcome.decision.action not in ("ATTACH", "HIT")
         return outcome
@@ -157,7 +173,7 @@ def run_stages(
                 config,
                 Stages(limited, seed=config.seed, runtime=config.runtime, champion=champion, decisions=run.gates.notes),
             )
-        run.gates.check(config.name)
+        run.gates.check()
         if not run.context.options.until:
             run.budget.close()
         status = "FINISHED"
@@ -169,6 +185,7 @@ def run_stages(
         raise
     finally:
         tracker.finish(status, note=_note(run))
+        note_forced(run.context.options, config, run.context.store, finished=run.results, ended=ended)
         notify(config.notify, ended, run=config.name, links=tags)
     return run.results
 

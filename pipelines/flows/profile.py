@@ -33,6 +33,7 @@ from pipelines.flows.sections import (
 from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.schema.base import OPERATIONAL, Config, added_option
+from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.types import encodable
 from stages.config.import_reward_model import ImportRewardModelConfig
 from stages.config.prepare_data import PrepareDataConfig
@@ -173,6 +174,11 @@ def with_overrides(config: PipelineConfig, overrides: Sequence[str]) -> Pipeline
     for override in overrides:
         _apply(tree, override)
     return parse(tree, origin=config.name)
+
+
+def profile_digest(config: PipelineConfig) -> str:
+    """Return what tells a configuration from others of the same name."""
+    return sha256_text(config.model_dump_json())
 
 
 def find_profile(profile: str | Path) -> Path:

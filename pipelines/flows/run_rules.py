@@ -63,6 +63,15 @@ class GateConfig(Config):
         return self
 
 
+class PricesConfig(Config):
+    """What an hour of each kind of device costs, in any currency, the same as that of the budget."""
+
+    gpu: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Price of an hour of one GPU that the engines of a stage hold."""
+    machine: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Price of an hour of an executed stage, whatever it holds: the machine, with its CPUs and disks."""
+
+
 class BudgetConfig(Config):
     """Limits on what a run may spend, its earlier attempts included; stages that are taken from the store cost nothing."""
 
@@ -70,8 +79,20 @@ class BudgetConfig(Config):
     """Hours of executed stages."""
     gpu_hours: float | None = Field(None, gt=0)
     """Hours of executed stages times the number of GPUs that their engines hold."""
+    cost: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """What the hours of executed stages may cost, at `prices`."""
+    prices: PricesConfig = PricesConfig()
+    """Prices of an hour by kind of device; judges behind an address and people are not among them."""
     comparisons: int | None = Field(None, ge=0)
     """Number of pairs that people or judges may be asked about, over all rounds."""
+
+    @model_validator(mode="after")
+    def _cost_has_prices(self) -> BudgetConfig:
+        if self.cost is not None and self.prices == PricesConfig():
+            raise ValueError(
+                f"cost = {self.cost:g}: nothing has a price; add prices, such as {{gpu = 2.5, machine = 0.2}}"
+            )
+        return self
 
 
 class NotifyConfig(Config):

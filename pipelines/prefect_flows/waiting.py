@@ -38,8 +38,7 @@ def halted(error: RunHalted) -> State[None]:
 def note(home: Home, flow_run: FlowRun, error: RunHalted) -> None:
     """Remember what a run of a deployment waits for, in place of what it waited for before.
 
-    A gate is waited for without a condition: whoever answers it starts the run again. Runs that are no deployment's are in
-    a terminal, where the same command goes on.
+    Runs that are no deployment's are in a terminal, where the same command goes on.
     """
     if flow_run.deployment_id is None:
         return

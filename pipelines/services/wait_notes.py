@@ -14,7 +14,7 @@ from typing import Any
 
 from pipelines.services.home import Home
 from pipelines.services.registry import tracking_uri
-from rlhf_core.annotation.people import is_met
+from pipelines.services.waits import may_go_on
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.store.layout import read_json, write_json
 
@@ -42,7 +42,7 @@ def met(home: Home, flow_runs: Sequence[str]) -> list[str]:
     for name in flow_runs:
         condition = read_json(_path(home, name))
         try:
-            if condition is not None and is_met(condition, uri=tracking_uri(home)):
+            if condition is not None and may_go_on(condition, uri=tracking_uri(home)):
                 found.append(name)
         except Exception as error:  # a half-edited file, or a server that is away: the next look may succeed
             logger.warning("flow run %s: %s", name, without_secrets(f"{error}"))

@@ -16,8 +16,8 @@ from rlhf_core.monitoring.base import Relative, Windowed, mean, outside
 from rlhf_core.monitoring.history import History
 
 
-class Banded(Windowed):
-    """A band around one metric."""
+class Bounded(Windowed):
+    """One metric with a lower bound, an upper one, or both."""
 
     metric: str
     """Metric of a step, without the name of the stage: `kl/k3`, `rollout/length`."""
@@ -29,12 +29,6 @@ class Banded(Windowed):
     def reads(self) -> tuple[str, ...]:
         """Return the metric."""
         return (self.metric,)
-
-    def check(self, history: History, *, looks: int) -> str:
-        """Return how the mean over the window leaves the band; nothing before the window is full."""
-        last = history.last(self.metric, self.window)
-        found = outside(mean(last), self.low, self.high) if len(last) == self.window else ""
-        return f"{self.metric} {found}" if found else ""
 
     @field_validator("metric")
     @classmethod
@@ -48,10 +42,20 @@ class Banded(Windowed):
     @model_validator(mode="after")
     def _has_bounds(self) -> Self:
         if self.low is None and self.high is None:
-            raise ValueError("low, high = None: a band needs at least one bound; give one")
+            raise ValueError(f"low, high = None: {self.type} needs at least one bound; give one")
         if self.low is not None and self.high is not None and self.low >= self.high:
             raise ValueError(f"low = {self.low}: must be < high = {self.high}; lower it")
         return self
+
+
+class Banded(Bounded):
+    """A band around one metric."""
+
+    def check(self, history: History, *, looks: int) -> str:
+        """Return how the mean over the window leaves the band; nothing before the window is full."""
+        last = history.last(self.metric, self.window)
+        found = outside(mean(last), self.low, self.high) if len(last) == self.window else ""
+        return f"{self.metric} {found}" if found else ""
 
 
 class Band(Banded):
@@ -101,7 +105,7 @@ class EndToken(Banded):
     low: float | None = 0.9
 
 
-class Drift(Relative):
+class Drift(Bounded, Relative):
     """A metric that leaves a band around its own mean over the first steps."""
 
     type: Literal["drift"] = "drift"
@@ -112,23 +116,11 @@ class Drift(Relative):
     high: float | None = None
     """Upper bound of the mean over the window, as a multiple of the mean over the first steps."""
 
-    def reads(self) -> tuple[str, ...]:
-        """Return the metric."""
-        return (self.metric,)
-
     def check(self, history: History, *, looks: int) -> str:
         """Return how the ratio leaves the band."""
         ratio = self.ratio(history, self.metric)
         found = outside(ratio, self.low, self.high) if ratio is not None else ""
         return f"{self.metric}: ratio to the first {self.reference_steps} steps {found}" if found else ""
-
-    @model_validator(mode="after")
-    def _has_bounds(self) -> Self:
-        if self.low is None and self.high is None:
-            raise ValueError("low, high = None: a drift needs at least one bound; give one")
-        if self.metric.startswith("time/"):
-            raise ValueError(f"metric = {self.metric}: differs from run to run; choose another metric")
-        return self
 
 
 class Collapse(Relative):

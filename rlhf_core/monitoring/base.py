@@ -11,7 +11,7 @@ from pydantic import Field
 from rlhf_core.monitoring.history import FIRST, LAST, History
 from rlhf_core.schema.base import Config
 
-Action = Literal["warn", "stop", "rollback"]
+Action = Literal["warn", "pause", "stop", "rollback"]
 
 
 class MonitorConfig(Config):
@@ -23,8 +23,9 @@ class MonitorConfig(Config):
     name: str = Field("", pattern=r"^[\w\-. ]*$")
     """Name of the monitor in messages and metrics; its type if empty."""
     action: Action = "warn"
-    """What happens: `warn` only says so, `stop` ends the stage with its best honest checkpoint, `rollback` returns to that
-    checkpoint and goes on more carefully. Both need `[ppo.evaluate]`, which finds it."""
+    """What happens: `warn` only says so, `pause` waits until a person decides whether the stage goes on, `stop` ends it with
+    its best honest checkpoint, `rollback` returns to that checkpoint and goes on more carefully. All but `warn` need
+    `[ppo.evaluate]`, which finds it."""
     for_steps: int = Field(3, ge=1, le=LAST)
     """Number of steps in a row (for `over_optimization`: of evaluations) for which the condition must hold."""
     after: int = Field(0, ge=0)

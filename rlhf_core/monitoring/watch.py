@@ -38,11 +38,14 @@ class Watch:
         self._history = History(dict.fromkeys(name for monitor in monitors for name in monitor.reads()))
         self._streaks = dict.fromkeys(self._monitors, 0)
         self._rollbacks = dict.fromkeys(self._monitors, 0)
+        self._accepted: set[str] = set()
+        """Monitors whose complaint a person has accepted, until it ends."""
 
     @property
     def honest(self) -> bool:
-        """Return whether no monitor that acts has a complaint about the last step."""
-        return not any(self._streaks[name] for name, one in self._monitors.items() if one.action != "warn")
+        """Return whether no monitor that acts has a complaint about the last step that nobody has accepted."""
+        acting = [name for name, one in self._monitors.items() if one.action != "warn" and name not in self._accepted]
+        return not any(self._streaks[name] for name in acting)
 
     def observe(
         self, step: int, metrics: Mapping[str, float], samples: Mapping[str, Sequence[float]] | None = None
@@ -57,19 +60,26 @@ class Watch:
                 continue
             found = monitor.check(self._history, looks=self._looks)
             self._streaks[name] = self._streaks[name] + 1 if found else 0
+            if not found:
+                self._accepted.discard(name)
             if self._streaks[name] == monitor.for_steps:
                 alarms.append(self._alarm(step, monitor, found))
-        severity = ("stop", "rollback", "warn")
+        severity = ("stop", "rollback", "pause", "warn")
         return sorted(alarms, key=lambda alarm: severity.index(alarm.action))
 
     def complaints(self) -> dict[str, float]:
         """Return `monitor/<name>`: for how many steps in a row each monitor has had a complaint."""
         return {f"monitor/{name}": float(streak) for name, streak in self._streaks.items()}
 
+    def accept(self, monitor: str) -> None:
+        """Take a monitor's complaint for honest, as a person has decided, until it ends."""
+        self._accepted.add(monitor)
+
     def rolled_back(self, alarm: Alarm, *, to: int) -> None:
         """Forget what came after step `to`, and count the rollback."""
         self._history.forget_after(to)
         self._streaks = dict.fromkeys(self._streaks, 0)
+        self._accepted.clear()
         self._rollbacks[alarm.monitor] += 1
 
     def missing(self) -> list[str]:
@@ -90,12 +100,14 @@ class Watch:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must keep (JSON)."""
-        return {"history": self._history.state(), "streaks": self._streaks, "rollbacks": self._rollbacks}
+        kept = {"history": self._history.state(), "streaks": self._streaks, "rollbacks": self._rollbacks}
+        return kept | ({"accepted": sorted(self._accepted)} if self._accepted else {})
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`."""
         self._history.restore(state["history"])
         self._streaks, self._rollbacks = dict(state["streaks"]), dict(state["rollbacks"])
+        self._accepted = set(state["accepted"]) if "accepted" in state else set()
 
     def _alarm(self, step: int, monitor: MonitorConfig, found: str) -> Alarm:
         name, streak = monitor.label, self._streaks[monitor.label]

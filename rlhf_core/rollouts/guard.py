@@ -1,4 +1,4 @@
-"""Guard a run of policy optimization: evaluate it, watch it, end it early or take it back to an honest checkpoint.
+"""Guard a run of policy optimization: evaluate it, watch it, end it early, take it back to an honest checkpoint, or pause it.
 
 Without `[ppo.evaluate]` and `[[ppo.monitors]]` a guard does nothing. A rollback restores the models of an earlier
 checkpoint and goes on with the next step and its prompts: steps are counted on, so a run ends after `steps` of them.
@@ -21,6 +21,8 @@ from rlhf_core.monitoring.best import Best
 from rlhf_core.monitoring.watch import Alarm, Watch, plain
 from rlhf_core.rollouts.answers import StepSampler
 from rlhf_core.rollouts.held_out import HeldOut, Measured
+from rlhf_core.rollouts.pause import STATE as PAUSED
+from rlhf_core.rollouts.pause import Pause
 from rlhf_core.schema.base import keyed
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.checkpoints import Checkpoint
@@ -56,6 +58,7 @@ class RunGuard:
         """The metric of the checkpoint after the last step; None if nothing may return to it."""
         self._best = Best()
         self._rates = {"learning_rate": 1.0, "kl_coef": 1.0}
+        self._pause: Pause | None = None
         self._ended: dict[str, Any] = {}
         self._events: list[dict[str, Any]] = []
         self._evaluations: list[dict[str, Any]] = []
@@ -107,16 +110,42 @@ class RunGuard:
                 self._note(alarm, "warned")
         acting = [alarm for alarm in alarms if alarm.action != "warn"]
         if acting:
-            self._act(acting[0])
+            self._act(acting)
         elif due and self._config.evaluate and 0 < self._config.evaluate.patience <= self._best.since:
             text = f"no better {self._config.evaluate.best_by} since step {self._best.step}"
             self._end(step, text, export=self._config.evaluate.export)
         return measured.metrics | complaints
 
     def saves(self, step: int) -> bool:
-        """Return whether a checkpoint is due because of what the step brought: a new best, a rollback, the end."""
+        """Return whether a checkpoint is due because of what the step brought: a new best, a rollback, a pause, the end."""
         new_best = self.candidate is not None
-        return bool(self._ended) or self.target is not None or new_best or (step == 0 and self.acts)
+        return (
+            bool(self._ended)
+            or self._pause is not None
+            or self.target is not None
+            or new_best
+            or (step == 0 and self.acts)
+        )
+
+    def decide(self) -> None:
+        """Go on, or end, as a person has decided about a pause; raise StageWaiting if nobody has.
+
+        Call it when the checkpoint of the step is written. Who decided, when and why is in the tags and not in the
+        report, whose content must not depend on it.
+        """
+        if self._pause is None:
+            return
+        pause, answer = self._pause, self._pause.answer(self._context)
+        self._pause = None
+        best = self.checkpoints.best()
+        ends = answer.answer == "reject"
+        where = f", step {best.step} is the result" if best else ""
+        done = f"rejected: stopped{where}" if ends else "approved: goes on"
+        for alarm in pause.alarms:
+            self._note(alarm, f"paused, {done}", said=f" ({answer})")
+            self._watch.accept(alarm.monitor)
+        if ends:
+            self._end(pause.alarms[0].step, f"monitor {pause.alarms[0].monitor}", export="best")
 
     def kl_factor(self, checkpoint: Checkpoint) -> float:
         """Return the factor of the KL coefficient in a checkpoint to which the run was rolled back."""
@@ -156,6 +185,7 @@ class RunGuard:
                 "events": self._events,
                 "evaluations": self._evaluations,
             }
+            | ({PAUSED: self._pause.state()} if self._pause else {})
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -167,6 +197,7 @@ class RunGuard:
         self._best = Best.restored(kept["best"])
         self._rates, self._ended = dict(kept["rates"]), dict(kept["ended"])
         self._events, self._evaluations = list(kept["events"]), list(kept["evaluations"])
+        self._pause = Pause.restored(kept[PAUSED]) if PAUSED in kept else None
 
     # ------------------------------------------------------------ private
 
@@ -211,7 +242,11 @@ class RunGuard:
         self.candidate = after.value if after.step == step else None
         self._best = after
 
-    def _act(self, alarm: Alarm) -> None:
+    def _act(self, alarms: list[Alarm]) -> None:
+        alarm = alarms[0]  # the most severe
+        if alarm.action == "pause":
+            self._pause = Pause(tuple(alarms))
+            return
         target = self.checkpoints.best()
         last = alarm.step == self._config.steps
         if alarm.action == "stop" or last or target is None:
@@ -234,13 +269,13 @@ class RunGuard:
         self._ended = {"step": step, "why": why, "export": export}
         logger.warning("%s: ends at step %d of %d: %s", self._context.label, step, self._config.steps, why)
 
-    def _note(self, alarm: Alarm, done: str) -> None:
+    def _note(self, alarm: Alarm, done: str, *, said: str = "") -> None:
         text = f"monitor {alarm.monitor}: {alarm.text} at step {alarm.step}: {done}"
         logger.warning("%s: %s", self._context.label, text)
         self._events.append(plain(alarm) | {"done": done, "message": text})
         rows = [[event["step"], event["monitor"], event["message"]] for event in self._events]
         self._context.tracker.table("monitors", ["step", "monitor", "message"], rows)
-        self._context.tracker.set_tags({f"monitor.{alarm.monitor}": text})
+        self._context.tracker.set_tags({f"monitor.{alarm.monitor}": text + said})
 
     def _exports_best(self) -> bool:
         if self._ended:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -170,10 +170,10 @@ def hit(target: Target, record: KeyRecord) -> Decision:
 
 def decide_work(store: ArtifactStore, spec: StageSpec, target: Target, *, force: bool) -> Decision:
     """Return RESUME or RUN for a key that has no usable record and no living owner."""
-    if force:
-        return Decision("RUN", "forced", target.key, None)
     folder = store.layout.attempt(target.key)
     past = attempts.history(folder)
+    if force and not _goes_on(past):
+        return Decision("RUN", "forced", target.key, None)
     misled = _misled(store, spec, past[-1]) if past else ""
     if misled:
         return Decision("RUN", f"attempt {past[-1].number} may have read {misled}", target.key, None)
@@ -193,10 +193,18 @@ def decide_work(store: ArtifactStore, spec: StageSpec, target: Target, *, force:
 def starts_over(store: ArtifactStore, spec: StageSpec, key: str, *, force: bool) -> bool:
     """Return whether an attempt at `key` ignores the work of earlier ones.
 
-    It does if `force` is set, if the last attempt committed, or if it read inputs that were later found damaged.
+    It does if `force` is set, if the last attempt committed, or if it read inputs that were later found damaged. A forced
+    attempt that waits goes on.
     """
     past = attempts.history(store.layout.attempt(key))
-    return force or (bool(past) and (past[-1].status == "committed" or bool(_misled(store, spec, past[-1]))))
+    if force and not _goes_on(past):
+        return True
+    return bool(past) and (past[-1].status == "committed" or bool(_misled(store, spec, past[-1])))
+
+
+def _goes_on(past: Sequence[attempts.Attempt]) -> bool:
+    """Return whether the last attempt was forced and waits, so that the command which forced it goes on with it."""
+    return bool(past) and past[-1].forced and past[-1].halted
 
 
 def remember(store: ArtifactStore, spec: StageSpec, target: Target) -> None:

@@ -10,6 +10,7 @@ from rlhf_core.errors import ArtifactError, explain
 from rlhf_core.interfaces import Runtime, StageTracker
 from rlhf_core.schema import secrets
 from rlhf_core.secrets.redaction import hide_in
+from rlhf_core.stage import stopping
 from rlhf_core.stage.context import NOTHING, Progress, RunningAttempt, StageContext
 from rlhf_core.stage.decision import Decision, Target, decide_work, hit, remember, starts_over, target_of, unfit
 from rlhf_core.stage.key import StageSpec, Strictness, stage_module
@@ -128,7 +129,12 @@ def _begin(
             attempts.clear(folder, keep_metrics=False)
         ended = [item.seconds for item in attempts.history(folder) if item.status != "committed"]
         attempt = attempts.begin(
-            folder, label=spec.label, resumed_from=decision.step, code=target.code, known_damage=known_damage
+            folder,
+            label=spec.label,
+            resumed_from=decision.step,
+            code=target.code,
+            known_damage=known_damage,
+            forced=force,
         )
         logged = attempts.logged_steps(folder)
         past = attempts.history(folder)
@@ -219,7 +225,15 @@ def _note_failure(folder: Path, run: RunningAttempt, error: BaseException) -> No
     label = run.spec.label
     try:
         with run.lease.undisturbed():
-            attempts.end(folder, run.attempt, label=label, status=status, failure=failure, seconds=run.seconds())
+            attempts.end(
+                folder,
+                run.attempt,
+                label=label,
+                status=status,
+                failure=failure,
+                seconds=run.seconds(),
+                halted=stopping.goes_on(error),
+            )
     except ArtifactError:
         attempts.give_way(folder, run.attempt)
         raise

@@ -43,7 +43,8 @@ class RunHalted(StageStopped):
 class StageWaiting(RunHalted):
     """Raised by a stage that waits for people; the same command goes on when they are done.
 
-    `condition` holds, as JSON values, what the stage waits for: see `rlhf_core.annotation.people.is_met`.
+    `condition` holds, as JSON values, what the stage waits for: see `rlhf_core.annotation.people.is_met`, or under
+    `question` a question to a person (`rlhf_core.store.gate_decisions.Question`).
     """
 
     def __init__(self, message: str, condition: Mapping[str, Any] = MappingProxyType({})) -> None:
@@ -71,6 +72,14 @@ def reason() -> str:
         return _reason
     now = time.time()
     return next((why for at, why in _deadlines if now > at), "")
+
+
+def goes_on(error: BaseException) -> bool:
+    """Return whether a stage that has ended so is to go on: it waits, or its time or budget was spent.
+
+    Not after a signal: whoever sent it may have thought better of it.
+    """
+    return isinstance(error, StageStopped) and not _asked.is_set()
 
 
 def ask(why: str) -> None:

@@ -49,6 +49,10 @@ class Attempt:
     seconds: float
     code: Mapping[str, str] = field(default_factory=dict)
     known_damage: Sequence[str] = ()
+    forced: bool = False
+    """Whether it was to replace a result, or to start over."""
+    halted: bool = False
+    """Whether it has saved its work and waits for people, time or money: the same command goes on with it."""
 
 
 _ATTEMPTS = TypeAdapter(list[Attempt])
@@ -62,7 +66,13 @@ def history(folder: Path) -> list[Attempt]:
 
 
 def begin(
-    folder: Path, *, label: str, resumed_from: int | None, code: Mapping[str, str], known_damage: Sequence[str]
+    folder: Path,
+    *,
+    label: str,
+    resumed_from: int | None,
+    code: Mapping[str, str],
+    known_damage: Sequence[str],
+    forced: bool = False,
 ) -> Attempt:
     """Record a new attempt and create its folders; the caller holds the lease, inside `Lease.undisturbed`.
 
@@ -80,6 +90,7 @@ def begin(
         seconds=0.0,
         code=dict(code),
         known_damage=tuple(known_damage),
+        forced=forced,
     )
     for number in _numbered(folder, "out"):
         remove_tree(folder / f"out-{number}")
@@ -91,11 +102,21 @@ def begin(
     return attempt
 
 
-def end(folder: Path, attempt: Attempt, *, label: str, status: Status, failure: str, seconds: float) -> None:
+def end(
+    folder: Path,
+    attempt: Attempt,
+    *,
+    label: str,
+    status: Status,
+    failure: str,
+    seconds: float,
+    halted: bool = False,
+) -> None:
     """Record how the attempt ended and remove its output folder, if it still exists."""
     remove_tree(output(folder, attempt))
     past = [item for item in history(folder) if item.number != attempt.number]
-    _write(folder, label, [*past, replace(attempt, status=status, failure=failure, seconds=round(seconds, 3))])
+    ended = replace(attempt, status=status, failure=failure, seconds=round(seconds, 3), halted=halted)
+    _write(folder, label, [*past, ended])
 
 
 def abandon(folder: Path, *, committed: bool) -> tuple[str, Attempt] | None:

@@ -1,24 +1,30 @@
-"""Keep what people decided at gates: one small file per gate and artifact, `roots/gates/<id>.json`.
+"""Keep what people were asked and decided at gates and pauses: a folder for each question, `roots/gates/<id>`.
 
-A decision is about one artifact under one gate: an artifact that is made again with other content, or a gate with another
-condition, is asked about again. A file is written when a run asks, and again when a person answers; the last answer counts.
+A question is about one artifact under one gate in runs of one name: an artifact that is made again with other content, or a
+gate with another condition, is asked about again, and the answer for one run lets no other one go on. `question.json` says
+what was found, an `asked-*.json` which run waits for the answer, an `answer-*.json` what a person said; the last answer
+counts. No file is written twice with another content, so a run that asks while a person answers loses nothing.
 """
 
 from __future__ import annotations
 
 import getpass
 import os
-from collections.abc import Mapping
+import secrets
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from rlhf_core.store.fingerprint import canonical_json, sha256_text
 from rlhf_core.store.layout import StoreLayout, write_json
 from rlhf_core.store.typed_json import Stored, read_stored
 
 Answer = Literal["approve", "reject"]
+QUESTION = "question.json"
+
+S = TypeVar("S", bound=Stored)
 
 
 class GateAnswer(Stored):
@@ -34,89 +40,118 @@ class GateAnswer(Stored):
         return f"{said} by {self.by} at {self.at}: {self.reason}"
 
 
-class GateRequest(Stored):
-    """A question to a person: may what depends on this artifact go on?"""
+class Question(Stored):
+    """A question to a person: may what depends on this artifact go on?
 
-    id: str
+    >>> asked = Question(gate="quality", condition={"after": "sft"}, digest="d1", run="night")
+    >>> asked.id == asked.model_copy(update={"run": "day"}).id
+    False
+    """
+
     gate: str
     """Name of the gate."""
     condition: dict[str, Any]
     """The stage and the condition of the gate."""
     digest: str
-    """Digest of the artifact."""
-    found: str
+    """Digest of the artifact, or the key of the stage that pauses."""
+    found: str = ""
     """What was found, such as `accuracy_low 0.61 < 0.65`."""
+    run: str = ""
+    """Name of the runs whose question it is; "" for a stage that pauses, whose result all runs share."""
+
+    @property
+    def id(self) -> str:
+        """Return the name of its folder; what was found follows from the rest and is no part of it."""
+        return sha256_text(canonical_json(self.model_dump(exclude={"found"})))
+
+
+class Asker(Stored):
+    """A run that waits for the answer to a question."""
+
     run: str
-    """Name of the pipeline run that asked."""
+    """Name of the run."""
+    profile: str = ""
+    """Digest of its configuration."""
     links: dict[str, str] = {}
-    """Where the run that asked can be looked up, such as its flow run in Prefect."""
+    """Where it can be looked up, such as its flow run in Prefect."""
     asked: str
-    answers: list[dict[str, str]] = []
+    """When it asked last (ISO 8601 in UTC)."""
+
+
+@dataclass(frozen=True)
+class GateRequest:
+    """A question with the runs that asked it, the one that asked last at the end, and the answers, the last at the end."""
+
+    question: Question
+    askers: tuple[Asker, ...]
+    answers: tuple[GateAnswer, ...] = ()
+
+    @property
+    def id(self) -> str:
+        """Return the id of the question."""
+        return self.question.id
 
     @property
     def answer(self) -> GateAnswer | None:
         """Return the last answer; None if nobody has decided."""
-        return GateAnswer.model_validate(self.answers[-1]) if self.answers else None
+        return self.answers[-1] if self.answers else None
+
+    @property
+    def asked(self) -> str:
+        """Return when it was asked last."""
+        return self.askers[-1].asked
+
+    def asked_in(self, run: str) -> bool:
+        """Return whether a run of this name, or a flow run of this id, asked."""
+        return any(run in (one.run, *one.links.values()) for one in self.askers)
 
 
 @dataclass(frozen=True)
 class GateDecisions:
-    """The requests and answers in a store."""
+    """The questions and answers in a store."""
 
     layout: StoreLayout
 
-    def find(self, condition: Mapping[str, Any], digest: str) -> GateRequest | None:
-        """Return the request for an artifact under a gate; None if nobody was asked."""
-        return self._read(self._path(request_id(condition, digest)))
+    def find(self, question: str) -> GateRequest | None:
+        """Return the question with this id, with its askers and answers; None if nobody was asked."""
+        folder = self.layout.gates / question
+        asked = read_stored(folder / QUESTION, Question)
+        askers = sorted(self._read(folder, "asked-*.json", Asker), key=lambda one: one.asked)
+        if asked is None or not askers:
+            return None
+        return GateRequest(asked, tuple(askers), tuple(self._read(folder, "answer-*.json", GateAnswer)))
 
-    def ask(
-        self,
-        gate: str,
-        condition: Mapping[str, Any],
-        digest: str,
-        *,
-        found: str,
-        run: str,
-        links: Mapping[str, str],
-    ) -> GateRequest:
-        """Write down that a run waits for a decision; earlier answers about the same artifact stay."""
-        known = self.find(condition, digest)
-        request = GateRequest(
-            id=request_id(condition, digest),
-            gate=gate,
-            condition=dict(condition),
-            digest=digest,
-            found=found,
-            run=run,
-            links=dict(links),
-            asked=now(),
-            answers=[] if known is None else known.answers,
-        )
-        write_json(self._path(request.id), request.model_dump())
-        return request
+    def ask(self, question: Question, *, run: str, profile: str = "", links: Mapping[str, str]) -> GateRequest:
+        """Write down that a run waits for a decision; earlier answers to the same question stay."""
+        folder = self.layout.gates / question.id
+        if read_stored(folder / QUESTION, Question) != question:
+            write_json(folder / QUESTION, question.model_dump())
+        asker = Asker(run=run, profile=profile, links=dict(links), asked=now())
+        identity = sha256_text(canonical_json(asker.model_dump(exclude={"asked"})))
+        write_json(folder / f"asked-{identity[:16]}.json", asker.model_dump())
+        found = self.find(question.id)
+        assert found is not None  # it was just written
+        return found
 
     def decide(self, request: GateRequest, answer: Answer, *, reason: str, by: str = "") -> GateAnswer:
-        """Add an answer to a request, by the user of this process unless `by` names someone."""
+        """Add an answer to a question, by the user of this process unless `by` names someone."""
         said = GateAnswer(answer=answer, by=by or user_name(), at=now(), reason=reason)
-        answers = [*request.answers, said.model_dump()]
-        write_json(self._path(request.id), request.model_copy(update={"answers": answers}).model_dump())
+        folder = self.layout.gates / request.id
+        numbers = [int(path.name.split("-")[1]) for path in folder.glob("answer-*.json")]
+        name = f"answer-{max(numbers, default=0) + 1:06d}-{secrets.token_hex(4)}.json"  # two may answer at once
+        write_json(folder / name, said.model_dump())
         return said
 
     def requests(self) -> list[GateRequest]:
-        """Return all requests, oldest first."""
-        found = (self._read(path) for path in self.layout.gates.glob("*.json"))
+        """Return all questions, the one that was asked last at the end."""
+        found = (self.find(folder.name) for folder in self.layout.gates.glob("*") if folder.is_dir())
         return sorted((one for one in found if one is not None), key=lambda one: (one.asked, one.id))
 
-    def _path(self, name: str) -> Path:
-        return self.layout.gates / f"{name}.json"
-
-    def _read(self, path: Path) -> GateRequest | None:
-        return read_stored(path, GateRequest)
-
-
-def request_id(condition: Mapping[str, Any], digest: str) -> str:
-    """Return the name of the file for an artifact under a gate."""
-    return sha256_text(canonical_json({"condition": dict(condition), "digest": digest}))
+    def _read(self, folder: Path, pattern: str, kind: type[S]) -> Iterator[S]:
+        for path in sorted(folder.glob(pattern)):
+            content = read_stored(path, kind)
+            if content is not None:
+                yield content
 
 
 def user_name() -> str:

@@ -1,7 +1,8 @@
 """Queues of MLflow's Review page, where people answer one question about each of a list of texts.
 
 Everything is found again by its name or tags before it is made, so a process that was killed half-way leaves nothing
-twice. MLflow's queues are experimental since 3.14; tried with 3.17.
+twice. A question is never changed under people who answer it: one with another instruction is another label schema, with
+queues of its own, and answers to the first are found again by whoever asks it. MLflow's queues are experimental since 3.14; tried with 3.17.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from rlhf_core.errors import ConfigError, RlhfError, explain
 from rlhf_core.secrets.redaction import without_secrets
+from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.tracking.mlflow_client import import_mlflow, open_client
 
 KIND = {"mlflow.experimentKind": "genai_development"}
@@ -45,6 +47,11 @@ class Question:
     name: str
     instruction: str
     options: tuple[str, ...]
+
+    @property
+    def digest(self) -> str:
+        """Return a few digits of what people see of it."""
+        return sha256_text("\n".join((self.instruction, *self.options)))[:8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +110,10 @@ class _Queues:
         self._experiment = self._experiment_id(experiment)
 
     def state(self, name: str, user: str, question: Question, items: Sequence[ReviewItem]) -> QueueState:
+        schema = self._ensure_schema(question)
+        name += schema.name.removeprefix(question.name)
         traces = self._ensure_traces(name, items)
-        queue = self._ensure_queue(name, user, self._ensure_schema(question))
+        queue = self._ensure_queue(name, user, str(schema.schema_id))
         attached = {one.item_id: one.status.value for one in self._attached(queue.queue_id)}
         missing = [traces[one.id].trace_id for one in items if traces[one.id].trace_id not in attached]
         for start in range(0, len(missing), PAGE):
@@ -112,7 +121,7 @@ class _Queues:
         answers = []
         for one in items:
             if attached.get(traces[one.id].trace_id) == "complete":
-                answers += [answer] if (answer := _answer(one.id, traces[one.id], question.name)) else []
+                answers += [answer] if (answer := _answer(one.id, traces[one.id], schema.name)) else []
         done = sum(attached.get(traces[one.id].trace_id, "pending") != "pending" for one in items)
         url = self._url(queue.queue_id)
         return QueueState(url, queue.creation_time_ms / 1000, len(items), done, tuple(answers))
@@ -175,20 +184,26 @@ class _Queues:
         infos = [trace.info for trace in _pages(page)]
         return {info.tags[ITEM_TAG]: info for info in sorted(infos, key=lambda info: -info.request_time)}
 
-    def _ensure_schema(self, question: Question) -> str:
-        schema = self._found(
-            lambda: self._schemas.get_label_schema(question.name, experiment_id=self._experiment)
-        ) or self._schemas.create_label_schema(
-            question.name,
+    def _ensure_schema(self, question: Question) -> Any:
+        """Return the label schema that shows the question: named as the question, or with a digest if it differs from that."""
+        first = self._schema(question.name)
+        name = question.name if first is None or self._shows(first, question) else f"{question.name} {question.digest}"
+        return (first if name == question.name else self._schema(name)) or self._schemas.create_label_schema(
+            name,
             type="feedback",
             input=self._schemas.InputCategorical(options=list(question.options)),
             instruction=question.instruction,
             enable_comment=True,
             experiment_id=self._experiment,
         )
-        if schema.instruction != question.instruction:
-            self._schemas.update_label_schema(schema.schema_id, instruction=question.instruction)
-        return str(schema.schema_id)
+
+    def _shows(self, schema: Any, question: Question) -> bool:
+        choice = schema.input if isinstance(schema.input, self._schemas.InputCategorical) else None
+        shown = None if choice is None else tuple(choice.options)
+        return bool((schema.instruction, shown) == (question.instruction, question.options))
+
+    def _schema(self, name: str) -> Any:
+        return self._found(lambda: self._schemas.get_label_schema(name, experiment_id=self._experiment))
 
     def _ensure_queue(self, name: str, user: str, schema: str) -> Any:
         return self._found(

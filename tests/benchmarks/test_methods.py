@@ -6,24 +6,25 @@ import importlib
 import inspect
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 import pytest
 
-from benchmarks.method_rows import Start, methods, policy_sections, preference_sections
+from benchmarks.method_rows import methods, policy_sections, preference_sections
 from benchmarks.method_steps import STEPPED
-from benchmarks.methods import Result, keep, print_tables, read
+from benchmarks.methods import Result, print_tables
+from benchmarks.seeds import keep, read
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import load_profile
 from rlhf_core.config.policy import Advantage, PolicyLoss
 from rlhf_core.config.preference import PreferenceLoss
 from rlhf_core.schema.custom import CustomFunction
 from rlhf_core.stage.key import StageSpec
-from rlhf_core.types import ArtifactRef, DemonstrationsRef, PolicyRef, PreferencesRef, PromptsRef, RewardModelRef
+from rlhf_core.types import ArtifactRef, PolicyRef
 from stages.config.distill import DistillConfig
 from stages.sft import SFTConfig
+from tests.support.starts import imagined_start, made
 
-R = TypeVar("R", bound=ArtifactRef)
 FIGURES = {"gold": 1.5, "before": 0.25, "kl": 2.0, "seconds": 10.0}
 STEPS = {"accuracy": 0.9, "first_error_accuracy": 0.8, "f1": 0.8, "sft": 0.2, "best": 0.5, "any": 0.6, "imitator": 0.4}
 
@@ -62,7 +63,7 @@ def test_the_judge_of_steps_runs_on_the_engines_of_the_others() -> None:
 
 def test_the_table_is_printed_from_the_latest_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "methods.jsonl"
-    assert read(file) == []
+    assert read(file, Result) == []
     first = Result("dpo/dpo", 0, "pairs=512", FIGURES)
     other_seed = replace(first, seed=1, figures=FIGURES | {"gold": 2.5})
     for one in (
@@ -73,8 +74,7 @@ def test_the_table_is_printed_from_the_latest_lines(tmp_path: Path, capsys: pyte
         Result("prm", 0, "pairs=512", STEPS | {"seconds": 60.0}),
     ):
         keep(one, file)
-    capsys.readouterr()
-    print_tables(read(file), ["dpo/dpo", "dpo/ipo", "prm"], "pairs=512")
+    print_tables(read(file, Result), ["dpo/dpo", "dpo/ipo", "prm"], "pairs=512")
     printed = capsys.readouterr().out
     assert "| dpo/dpo | +1.75 | +1.25, +2.25 | 2.00 | 10 |" in printed
     assert "| 0 | 0.90 | 0.80 | 0.80 | 0.20 | 0.50 | 0.60 | 0.40 | 60 |" in printed
@@ -92,21 +92,8 @@ def test_every_method_is_wired_to_stages_that_take_what_it_gives() -> None:
         return made(kind, spec.label)
 
     config = load_profile("tiny/full")
-    start = Start(
-        base=made(PolicyRef, "base"),
-        policy=made(PolicyRef, "sft"),
-        prompts=made(PromptsRef, "prompts"),
-        eval_prompts=made(PromptsRef, "eval_prompts"),
-        demonstrations=made(DemonstrationsRef, "demonstrations"),
-        preferences=made(PreferencesRef, "preferences"),
-        reward_models={"reward_model": made(RewardModelRef, "reward_model")},
-    )
     for name, method in methods(config, 10).items():
         called.clear()
-        learnt = method(config, Stages(run_stage, 17, config.runtime), start)  # type: ignore[arg-type]
+        learnt = method(config, Stages(run_stage, 17, config.runtime), imagined_start())  # type: ignore[arg-type]
         assert isinstance(learnt.policy, PolicyRef) and called, name
         assert (learnt.asked is not None) == (name == "sft/conditional")
-
-
-def made(kind: type[R], label: str) -> R:
-    return kind(uri=label, digest=label)

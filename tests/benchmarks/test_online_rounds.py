@@ -7,32 +7,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
-from benchmarks.method_rows import Start
 from benchmarks.online_rounds import ARMS, Result, loop, read, table
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import load_profile
 from rlhf_core.stage.key import StageSpec
-from rlhf_core.types import ArtifactRef, DemonstrationsRef, PolicyRef, PreferencesRef, PromptsRef, RewardModelRef
+from rlhf_core.types import ArtifactRef
+from tests.support.starts import imagined_start, made
 
 R = TypeVar("R", bound=ArtifactRef)
-
-
-def made(kind: type[R], label: str) -> R:
-    return kind(uri=label, digest=label)
 
 
 def test_both_loops_optimize_the_policy_alike_and_only_one_refreshes_the_reward_model() -> None:
     config = load_profile("tiny/online")
     assert config.online is not None
-    start = Start(
-        base=made(PolicyRef, "base"),
-        policy=made(PolicyRef, "sft"),
-        prompts=made(PromptsRef, "prompts"),
-        eval_prompts=made(PromptsRef, "eval_prompts"),
-        demonstrations=made(DemonstrationsRef, "demonstrations"),
-        preferences=made(PreferencesRef, "preferences"),
-        reward_models={"reward_model": made(RewardModelRef, "first")},
-    )
     called: dict[str, list[StageSpec]] = {}
     for arm, refresh in ARMS.items():
         specs = called.setdefault(arm, [])
@@ -42,7 +29,7 @@ def test_both_loops_optimize_the_policy_alike_and_only_one_refreshes_the_reward_
             return made(kind, spec.label)
 
         section = config.online.model_copy(update={"refresh": refresh})
-        policies = loop(section, Stages(run_stage, 17, config.runtime), start, arm)
+        policies = loop(section, Stages(run_stage, 17, config.runtime), imagined_start(), arm)
         assert list(policies) == [f"{arm}_{number}" for number in range(1, section.rounds + 1)]
     steps = {arm: [spec.config for spec in specs if spec.name == "ppo"] for arm, specs in called.items()}
     assert steps["refreshed"] == steps["fixed"]

@@ -28,6 +28,7 @@ def answer(
     *,
     at_most: int = 1000,
     who: str = "default",
+    question: str = "preferred",
 ) -> int:
     """Answer pending items of a queue by `choose(item, text)`; "" declines. Return how many."""
     one = queues(uri, experiment)[queue]
@@ -40,9 +41,7 @@ def answer(
         choice = choose(info.tags[ITEM_TAG], info.response_preview)
         if choice:
             source = mlflow.entities.AssessmentSource("HUMAN", who)
-            mlflow.log_feedback(
-                trace_id=item.item_id, name="preferred", value=choice, rationale="because", source=source
-            )
+            mlflow.log_feedback(trace_id=item.item_id, name=question, value=choice, rationale="because", source=source)
         status = "complete" if choice else "declined"
         review_queues.set_review_queue_item_status(one.queue_id, item_id=item.item_id, status=status, completed_by=who)
     return len(pending)

@@ -14,6 +14,7 @@ from rlhf_core.interfaces import ModelSpec, RegistryState, Role, Sampler, Traine
 from rlhf_core.schema.base import FAILURES, OPERATIONAL, Config
 from rlhf_core.stage.context import StageContext
 from rlhf_core.stage.key import StageSpec
+from rlhf_core.store.gate_decisions import GateDecisions, Question
 from rlhf_core.types import ArtifactRef, DemonstrationsRef, PolicyRef, PreparedDataRef
 
 NAME = "toy"
@@ -39,7 +40,8 @@ class ToyConfig(Config):
     """Of no influence on the key, so a test can ask for the same key with another cost."""
     trouble: Annotated[str, OPERATIONAL] = ""
     """`raise:<step>`, `wait:<file>` (goes on once it is there), `full`, `no commit`, `other handle`, `children`,
-    `shards`."""
+    `shards`, `people:<file>` (waits for people after step 2 until it is there), `ask` (waits
+    after step 2 for the answer to a question)."""
 
 
 def run(config: ToyConfig, *, context: StageContext, policy: PolicyRef | None = None) -> ArtifactRef:
@@ -59,6 +61,15 @@ def run(config: ToyConfig, *, context: StageContext, policy: PolicyRef | None = 
             with context.checkpoints.saving(step, {"total": total}) as folder:
                 (folder / "weights.bin").write_bytes(os.urandom(64))
         context.progress(step, config.steps, "counting")
+        if step == 2 and config.trouble.startswith("people:"):
+            people = Path(config.trouble.removeprefix("people:"))
+            if not people.exists():
+                context.wait("nobody has written the file", {"file": str(people)})
+        if step == 2 and config.trouble == "ask":
+            question = Question(gate="pace", condition={"after": context.label}, digest=context.key, found="too fast")
+            request = GateDecisions(context.store.layout).find(question.id)
+            if request is None or request.answer is None:
+                context.wait("too fast", {"question": question.model_dump()})
         while config.trouble.startswith("wait:") and not Path(config.trouble.removeprefix("wait:")).exists():
             if context.stopping():
                 context.stop()

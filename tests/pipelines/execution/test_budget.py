@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from pipelines.execution.plan import plan
 from pipelines.execution.run import run_stages
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import PipelineConfig, load_profile
-from pipelines.flows.run_rules import BudgetConfig
+from pipelines.flows.run_rules import BudgetConfig, PricesConfig
 from pipelines.services.home import Home
 from rlhf_core.config.engines import RuntimeConfig, VllmSamplerConfig
 from rlhf_core.errors import ConfigError
@@ -73,6 +74,36 @@ def test_gpu_hours_count_gpus_and_work_of_others_costs_nothing(tmp_path: Path) -
     spend(budget, clock, 1 * HOUR, gpus=4)
     with pytest.raises(RunOverBudget, match=r"budget.gpu_hours = 8: 8 GPU hours are spent"):
         budget.check()
+
+
+def test_the_cost_adds_up_machines_and_gpus_at_the_present_prices(tmp_path: Path) -> None:
+    clock, prices = Clock(), PricesConfig(gpu=2.0, machine=0.5)
+    budget = Budget(BudgetConfig(cost=20, prices=prices), "night", tmp_path, clock)
+    spend(budget, clock, 2 * HOUR, gpus=4)  # 2 h x (0.5 + 4 x 2.0) = 17
+    spend(budget, clock, 4 * HOUR)  # + 4 h x 0.5 = 19
+    budget.check()
+    spend(budget, clock, 2 * HOUR)  # + 2 h x 0.5 = 20
+    with pytest.raises(RunOverBudget, match=r"^budget.cost = 20: 20 is what the hours so far have cost; finished work"):
+        budget.check()
+    Budget(BudgetConfig(cost=20.1, prices=prices), "night", tmp_path, clock).check()
+    dearer = BudgetConfig(cost=20.1, prices=PricesConfig(gpu=2.5, machine=0.5))  # 8 h x 0.5 + 8 GPU hours x 2.5 = 24
+    with pytest.raises(RunOverBudget, match=r"^budget.cost = 20.1: 24 is"):
+        Budget(dearer, "night", tmp_path, clock).check()
+
+
+def test_a_stage_is_stopped_when_its_gpus_have_cost_what_is_left(tmp_path: Path) -> None:
+    budget = Budget(BudgetConfig(cost=0.001, prices=PricesConfig(gpu=3.6)), "night", tmp_path)
+    began = time.monotonic()
+    with pytest.raises(RunOverBudget, match=r"^budget.cost = 0.001: 0.0\d+ is"), budget.spending(4):
+        while not stopping.reason():  # 0.001 / (4 x 3.6 an hour) = 0.25 s
+            assert time.monotonic() < began + 60
+        raise stopping.StageStopped(stopping.reason())
+
+
+def test_a_cost_without_prices_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"budget.*cost = 5: nothing has a price; add prices, such as \{gpu = 2.5"):
+        load_profile("tiny/full", ["budget.cost=5"])
+    assert load_profile("tiny/full", ["budget.cost=5", "budget.prices.gpu=2"]).budget.prices.gpu == 2
 
 
 def test_what_a_failed_stage_has_spent_counts(tmp_path: Path) -> None:

@@ -140,7 +140,8 @@ def test_a_run_that_waits_asks_and_goes_on_when_approved(trial: Trial) -> None:
     assert trial.ran == ["first", "alone"] and trial.tracker.tags["state"] == "Waiting"
     decisions = GateDecisions(store_of(trial.config(APPROVE), trial.home).layout)
     (request,) = decisions.requests()
-    assert (request.run, request.gate, request.links) == ("mini", "quality", {"prefect.flow_run_id": "f1"})
+    (asker,) = request.askers
+    assert (asker.run, request.question.gate, asker.links) == ("mini", "quality", {"prefect.flow_run_id": "f1"})
     decisions.decide(request, "approve", reason="good enough", by="ada")
     assert list(trial.run(APPROVE)) == ["first", "second", "third", "alone"]
     said = trial.tracker.tags["gate.quality"]
@@ -150,11 +151,11 @@ def test_a_run_that_waits_asks_and_goes_on_when_approved(trial: Trial) -> None:
 def test_the_printed_command_can_be_pasted(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
     rules = APPROVE.replace('"quality"', '"good enough?"')
     with pytest.raises(
-        StageWaiting, match=r"rlhf approve 'my run' 'good enough\?' --artifact \w{12} --store \S+/store --r"
+        StageWaiting, match=r"rlhf approve 'my run' 'good enough\?' --question \w{12} --store \S+/store --r"
     ):
         trial.run(rules, "name=my run")
     monkeypatch.setenv("RLHF_HOME", str(trial.home.root))
-    with pytest.raises(StageWaiting, match=r"--artifact \w{12} --reason \.\.\.`"):
+    with pytest.raises(StageWaiting, match=r"--question \w{12} --reason \.\.\.`"):
         trial.run(rules, "name=my run")
 
 

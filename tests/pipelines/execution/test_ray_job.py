@@ -14,6 +14,7 @@ from pipelines.execution.budget import SPENT
 from pipelines.execution.executor import Progress, RunContext, RunOptions, StageOutcome
 from pipelines.execution.job_report import OUTCOME, SPEC
 from pipelines.execution.opening import open_run, store_of
+from pipelines.execution.run import PipelineRun
 from pipelines.flows.profile import load_profile
 from pipelines.services.home import Home
 from rlhf_core.annotation.comparisons import Comparison, write_comparisons
@@ -24,6 +25,7 @@ from rlhf_core.stage import stopping
 from rlhf_core.stage.key import StageSpec, stage_key
 from rlhf_core.stage.run import execute
 from rlhf_core.store import attempts
+from rlhf_core.store.gate_decisions import GateDecisions
 from rlhf_core.tracking.memory import MemoryStageTracker, MemoryTracker
 from rlhf_core.types import ComparisonsRef, Message
 from stages.config.collect_preferences import CollectPreferencesConfig
@@ -331,6 +333,22 @@ def test_without_a_cluster_the_run_is_refused_before_its_first_stage(
     ):
         pass
     assert notes.of("started") == []
+
+
+def test_a_question_of_a_job_is_asked_once_and_answered_for_the_run(
+    tmp_path: Path, home: Home, jobs: ForkedJobs
+) -> None:
+    context = new_run(tmp_path, home)
+    run = PipelineRun(context, ray_job.RayJobExecutor(context, lambda: jobs), links={"prefect.flow_run_id": "f1"})
+    spec = toy_spec(ToyConfig(trouble="ask"))
+    with pytest.raises(stopping.StageWaiting) as waits:
+        run.stage(spec, nothing)
+    assert str(waits.value).count("`rlhf approve mini pace") == 1
+    decisions = GateDecisions(context.store.layout)
+    (request,) = decisions.requests()
+    assert request.asked_in("mini") and request.asked_in("f1")
+    decisions.decide(request, "approve", reason="fine")
+    assert run.stage(spec, nothing).decision.action == "RESUME"
 
 
 def test_a_stage_that_waits_for_people_waits_in_a_job_too(tmp_path: Path, home: Home, jobs: ForkedJobs) -> None:

@@ -182,7 +182,7 @@ def test_a_blocked_run_and_an_approval_from_a_form(
         return pipeline_flows.run_served(config, two_toys, RunOptions())
 
     state = body(return_state=True)
-    assert state.name == "Waiting" and "`rlhf approve mini quality --artifact" in str(state.message)
+    assert state.name == "Waiting" and "`rlhf approve mini quality --question" in str(state.message)
     flow_run = str(state.state_details.flow_run_id)
     given = {"run": flow_run, "gate": "quality", "reason": "too short", "by": "ada", "store": f"{tmp_path}/store"}
     # This test's flow is none of `rlhf up`, so it cannot be started again from here.

@@ -115,10 +115,18 @@ def test_answers_collapse_when_they_are_short_and_alike(
 
 @pytest.mark.parametrize("kind", [Band, Drift])
 def test_a_band_needs_a_bound(kind: type[Band] | type[Drift]) -> None:
-    with pytest.raises(ValidationError, match="needs at least one bound"):
+    name = "band" if kind is Band else "drift"
+    with pytest.raises(ValidationError, match=f"low, high = None: {name} needs at least one bound; give one"):
         kind(metric="a/b")
 
 
-def test_bounds_that_are_exchanged_are_refused() -> None:
-    with pytest.raises(ValidationError, match="must be < high"):
-        Band(metric="a/b", low=2.0, high=1.0)
+@pytest.mark.parametrize("kind", [Band, Drift])
+def test_bounds_that_are_exchanged_are_refused(kind: type[Band] | type[Drift]) -> None:
+    with pytest.raises(ValidationError, match=r"low = 2.0: must be < high = 1.0; lower it"):
+        kind(metric="a/b", low=2.0, high=1.0)
+
+
+@pytest.mark.parametrize("kind", [Band, Drift])
+def test_a_time_is_refused(kind: type[Band] | type[Drift]) -> None:
+    with pytest.raises(ValidationError, match="differs from run to run, and a resumed run must end as a whole one"):
+        kind(metric="time/train", low=2.0)

@@ -50,6 +50,19 @@ def test_the_most_severe_alarm_comes_first() -> None:
     assert fed(Watch(monitors, looks=0), [3]) == [["stop", "rollback", "warn"]]
 
 
+def test_a_complaint_that_was_accepted_is_none_until_it_ends() -> None:
+    watch = Watch([band(for_steps=1, action="pause")], looks=0)
+    fed(watch, [1.0])
+    assert not watch.honest
+    watch.accept("length")
+    again = Watch([band(for_steps=1, action="pause")], looks=0)
+    again.restore(watch.state())
+    for one in (watch, again):
+        assert one.honest and fed(one, [1.0], first=2) == [[]] and one.honest
+        fed(one, [9.0, 1.0], first=3)
+        assert not one.honest  # a new complaint
+
+
 def test_after_its_rollbacks_a_monitor_stops_the_run() -> None:
     watch = Watch([band(action="rollback", for_steps=1, max_rollbacks=2, learning_rate_factor=0.25)], looks=0)
     for step in (1, 2):

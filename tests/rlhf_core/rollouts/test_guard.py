@@ -227,6 +227,7 @@ def test_a_monitor_of_a_metric_that_no_step_has_ends_the_run(tmp_path: Path, pol
         ({"monitors": [{"type": "over_optimization"}], "evaluate": {}}, "add .ppo.evaluate.independent."),
         ({"monitors": [ROLLBACK], "staleness": 1}, "staleness has answers of the rejected policy"),
         ({"monitors": [ROLLBACK]}, r"monitors\[0\]\.action = 'rollback': .* add .ppo\.evaluate."),
+        ({"monitors": [ROLLBACK | {"action": "pause"}]}, r"monitors\[0\]\.action = 'pause': .* add .ppo\.evaluate."),
         ({"monitors": [ROLLBACK | {"action": "stop"}]}, r"monitors\[0\]\.action = 'stop': .* add .ppo\.evaluate."),
         ({"evaluate": {"metric": "eval/independent/mean"}}, "there is no independent reward"),
         (

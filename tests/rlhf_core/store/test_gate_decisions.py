@@ -1,42 +1,57 @@
 from __future__ import annotations
 
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.gate_decisions import GateDecisions, user_name
+from rlhf_core.store.gate_decisions import GateDecisions, Question, user_name
 
 CONDITION = {"after": "sft", "metric": "loss", "op": "<", "value": 1.0, "name": "quality"}
+ASKED = Question(gate="quality", condition=CONDITION, digest="d1", found="loss 2 >= 1", run="night")
 
 
 def test_answers_stay_when_the_question_is_asked_again(store: ArtifactStore) -> None:
     decisions = GateDecisions(store.layout)
-    request = decisions.ask("quality", CONDITION, "d1", found="loss 2 >= 1", run="night", links={})
+    request = decisions.ask(ASKED, run="night", links={"flow": "f1"})
     assert request.answer is None and decisions.requests() == [request]
     said = decisions.decide(request, "reject", reason="too high")
     assert said.by == user_name() and str(said).startswith(f"rejected by {user_name()} at 20")
-    again = decisions.ask("quality", CONDITION, "d1", found="loss 2 >= 1", run="day", links={"page": "x"})
-    assert again.answer == said and (again.run, again.links) == ("day", {"page": "x"})
+    again = decisions.ask(ASKED, run="night", links={"flow": "f2"})
+    assert again.answer == said and again.asked_in("f1") and again.asked_in("f2") and not again.asked_in("f3")
     decisions.decide(again, "approve", reason="fine", by="ada")
-    found = decisions.find(CONDITION, "d1")
+    found = decisions.find(ASKED.id)
     assert found is not None and found.answer is not None
-    assert (found.answer.answer, found.answer.by, len(found.answers)) == ("approve", "ada", 2)
+    assert (found.answer.answer, found.answer.by, len(found.answers), len(found.askers)) == ("approve", "ada", 2, 2)
 
 
-def test_another_artifact_or_condition_is_another_question(store: ArtifactStore) -> None:
+def test_an_answer_that_is_given_while_a_run_asks_again_is_kept(store: ArtifactStore) -> None:
     decisions = GateDecisions(store.layout)
-    decisions.ask("quality", CONDITION, "d1", found="", run="night", links={})
-    assert decisions.find(CONDITION, "d2") is None
-    assert decisions.find(CONDITION | {"value": 2.0}, "d1") is None
+    read_before = decisions.ask(ASKED, run="night", links={})
+    for name in ("ada", "bob"):  # both have read the question while it had no answer
+        decisions.decide(read_before, "approve", reason="fine", by=name)
+    asked = decisions.ask(ASKED, run="night", links={})
+    assert [one.by for one in asked.answers] == ["ada", "bob"]
 
 
-def test_a_damaged_file_is_a_question_that_was_not_asked(store: ArtifactStore) -> None:
+def test_another_artifact_condition_or_run_is_another_question(store: ArtifactStore) -> None:
     decisions = GateDecisions(store.layout)
-    decisions.ask("quality", CONDITION, "d1", found="", run="night", links={})
-    (path,) = store.layout.gates.iterdir()
-    path.write_text("{")
-    assert decisions.find(CONDITION, "d1") is None and decisions.requests() == []
+    decisions.decide(decisions.ask(ASKED, run="night", links={}), "approve", reason="fine")
+    others = ({"digest": "d2"}, {"condition": CONDITION | {"value": 2.0}}, {"run": "day"})
+    for other in others:
+        assert decisions.find(ASKED.model_copy(update=other).id) is None
+        assert decisions.ask(ASKED.model_copy(update=other), run="day", links={}).answer is None
+    assert len(decisions.requests()) == 1 + len(others)
+
+
+def test_a_damaged_file_is_a_question_that_was_not_asked_and_its_answers_stay(store: ArtifactStore) -> None:
+    decisions = GateDecisions(store.layout)
+    decisions.decide(decisions.ask(ASKED, run="night", links={}), "approve", reason="fine", by="ada")
+    (folder,) = store.layout.gates.iterdir()
+    (folder / "question.json").write_text("{")
+    assert decisions.find(ASKED.id) is None and decisions.requests() == []
+    asked = decisions.ask(ASKED, run="night", links={})
+    assert asked.question == ASKED and asked.answer is not None and asked.answer.by == "ada"
 
 
 def test_collecting_garbage_keeps_decisions(store: ArtifactStore) -> None:
     decisions = GateDecisions(store.layout)
-    decisions.ask("quality", CONDITION, "d1", found="", run="night", links={})
+    decisions.ask(ASKED, run="night", links={})
     store.gc(False, keep_days=0.0)
-    assert decisions.find(CONDITION, "d1") is not None and store.verify() == []
+    assert decisions.find(ASKED.id) is not None and store.verify() == []

@@ -92,13 +92,24 @@ def test_an_answer_that_was_changed_counts_as_it_is_now(database: str) -> None:
     assert [one.value for one in state(database, "changed", items(1)).answers] == ["B"]
 
 
-def test_a_new_instruction_reaches_the_page(database: str) -> None:
-    for text in ("Which is better?", "Which is kinder?"):
-        state(database, "instructed", items(1), question=Question("preferred", text, QUESTION.options))
-    [queue] = queues(database, "instructed").values()
+def test_another_instruction_is_another_queue_and_no_answer_is_lost(database: str) -> None:
+    kinder = Question("preferred", "Which is kinder?", QUESTION.options)
+    state(database, "instructed", items(2))
+    assert answer(database, "instructed", "ada x1", lambda item, text: "A", at_most=1) == 1
+    # An answer to another question is none to this one.
+    assert state(database, "instructed", items(2), question=kinder).done == 0
+    name = f"ada x1 {kinder.digest}"
+    assert answer(database, "instructed", name, lambda item, text: "B", question=f"preferred {kinder.digest}") == 2
     from mlflow.genai import label_schemas
 
-    assert label_schemas.get_label_schema(schema_id=queue.schema_ids[0]).instruction == "Which is kinder?"
+    shown = {
+        queue.name: label_schemas.get_label_schema(schema_id=queue.schema_ids[0]).instruction
+        for queue in queues(database, "instructed").values()
+    }
+    assert shown == {"ada x1": "Which is better?", name: "Which is kinder?"}
+    for _ in range(2):  # each run finds its own, in whatever order they look
+        assert [one.value for one in state(database, "instructed", items(2), question=kinder).answers] == ["B", "B"]
+        assert [one.value for one in state(database, "instructed", items(2)).answers] == ["A"]
 
 
 def test_a_server_that_cuts_texts_is_refused(database: str, monkeypatch: pytest.MonkeyPatch) -> None:

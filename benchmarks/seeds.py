@@ -1,0 +1,57 @@
+"""What benchmarks over several seeds share: their options, and a file of results of which the latest of each seed counts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+R = TypeVar("R", bound="DataclassInstance")
+
+
+def seeds_parser(about: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options of a benchmark over seeds; each adds its own.
+
+    >>> seeds_parser("").parse_args(["--seeds", "5", "--set", "ppo.steps=12"]).overrides
+    ['ppo.steps=12']
+    """
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="key=value")
+    parser.add_argument("--state", type=Path, default=Path(".rlhf"), help="folder whose store is used")
+    parser.add_argument("--print", action="store_true", dest="print_only", help="print what is there, train nothing")
+    return parser
+
+
+def add_first(parser: argparse.ArgumentParser) -> None:
+    """Add the first seed, for a benchmark whose seed is that of the profile."""
+    parser.add_argument("--first", type=int, default=17, help="the first seed (default 17, that of the profile)")
+
+
+def keep(result: DataclassInstance, file: Path) -> str:
+    """Append a result to the file, and return its line."""
+    line = json.dumps(asdict(result))
+    with file.open("a") as lines:
+        lines.write(line + "\n")
+    return line
+
+
+def read(file: Path, kind: type[R]) -> list[R]:
+    """Return the results in the file, oldest first; none if it is not there."""
+    return [kind(**json.loads(line)) for line in file.read_text().splitlines()] if file.is_file() else []
+
+
+def latest(results: Iterable[R], of: Callable[[R], Any]) -> list[R]:
+    """Return the latest result of each `of`, such as a seed or a pair of arm and seed, in their order.
+
+    >>> latest([3, 12, 11], lambda number: number % 10)
+    [11, 12, 3]
+    """
+    found = {of(one): one for one in results}
+    return [found[at] for at in sorted(found)]
