@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import time
+from pathlib import Path
+from typing import get_args
+from urllib.parse import quote
 from uuid import UUID
 
 from prefect.artifacts import (
@@ -13,11 +17,16 @@ from prefect.artifacts import (
     create_table_artifact,
     update_progress_artifact,
 )
-from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.client.orchestration import get_client
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, PREFECT_UI_URL, temporary_settings
 
 from pipelines.execution.executor import StageOutcome
+from pipelines.services.flow_runs import FLOW_NAME
 from rlhf_core.stage.decision import Decision
 from rlhf_core.stage.key import StageInput, StageSpec
+from rlhf_core.stage.stopping import RunHalted, StageWaiting
+from rlhf_core.store.gate_decisions import Answer, GateDecisions, Question
+from rlhf_core.store.layout import StoreLayout
 from rlhf_core.types import ArtifactRef
 
 logger = logging.getLogger(__name__)
@@ -66,6 +75,34 @@ def show_plan(rows: list[tuple[str, Decision]]) -> None:
     lines = ["| stage | decision | why |", "|---|---|---|"]
     lines += [f"| {label} | {decision.action} | {decision.reason.replace('|', ' ')} |" for label, decision in rows]
     _quietly(create_markdown_artifact, key="plan", markdown="\n".join(lines))
+
+
+def show_halt(error: RunHalted, *, run: str) -> None:
+    """Attach why a run waits or is blocked; the questions of gates with links to the form that answers them."""
+    lines = [f"# {error.state}", "", str(error)]
+    if isinstance(error, StageWaiting) and "questions" in error.condition:
+        decisions = GateDecisions(StoreLayout(Path(error.condition["store"])))
+        found = [one for one in map(decisions.find, error.condition["questions"]) if one is not None]
+        form = _quietly(_form, key="the form for answers")
+        if form:
+            lines += [f"- {one.question.gate}: {_answers(form, one.question, run)}" for one in found]
+    _quietly(create_markdown_artifact, key=artifact_key(error.state), markdown="\n".join(lines))
+
+
+def _form(key: str) -> str:
+    """Return the address of the form of `rlhf-pipeline/approve`."""
+    with get_client(sync_client=True) as client:
+        deployment = client.read_deployment_by_name(f"{FLOW_NAME}/approve")
+    return f"{PREFECT_UI_URL.value()}/deployments/deployment/{deployment.id}/run"
+
+
+def _answers(form: str, question: Question, run: str) -> str:
+    """Return links to the form with everything filled in but who decides and why."""
+    links = []
+    for decision in get_args(Answer):
+        filled = {"run": run, "gate": question.gate, "decision": decision, "question": question.id}
+        links.append(f"[{decision}]({form}?parameters={quote(quote(json.dumps(filled)))})")
+    return " or ".join(links)
 
 
 class ProgressCard:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
@@ -13,6 +15,7 @@ from pipelines.execution.plan import Pipeline
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig, with_overrides
 from pipelines.flows.rlvr import verifiable_rewards
+from pipelines.prefect_flows.cards import show_halt
 from pipelines.prefect_flows.tasks import run_in_flow
 from pipelines.prefect_flows.waiting import halted, note
 from pipelines.services.flow_runs import FLOW_NAME, own
@@ -20,6 +23,8 @@ from pipelines.services.home import Home
 from rlhf_core.errors import ConfigError
 from rlhf_core.stage.key import Strictness
 from rlhf_core.stage.stopping import RunHalted
+
+logger = logging.getLogger(__name__)
 
 
 @flow(name=FLOW_NAME, flow_run_name="{config.name}", persist_result=False)
@@ -82,7 +87,9 @@ def run_served(config: PipelineConfig, pipeline: Pipeline, options: RunOptions) 
         try:
             results = run_in_flow(pipeline_run, pipeline)
         except RunHalted as error:
+            logger.warning("%s", error)
             if context is not None and context.flow_run is not None:
                 note(home, context.flow_run, error)
+                show_halt(error, run=config.name)
             return halted(error)
     return {label: ref.digest for label, ref in results.items()}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import mlflow
 import pytest
@@ -45,13 +44,14 @@ def services(home: Home) -> Iterator[Services]:
         yield found
 
 
-def answer(page: Browser, form: str, *, gate: str, decision: str, reason: str) -> None:
-    """Open the form of `rlhf-pipeline/approve` with the answer filled in, look at it, and submit it."""
-    filled = {"run": "mini", "gate": gate, "decision": decision, "reason": reason, "by": "ada"}
-    page.open(f"{form}?parameters={quote(quote(json.dumps(filled)))}")
-    page.until(
-        "return [...document.querySelectorAll('input,textarea')].some(one => one.value === arguments[0])", reason
-    )
+def answer(page: Browser, prefect: PrefectAPI, flow_run: str, *, decision: str, reason: str) -> None:
+    """Follow the link on the card of a waiting run to the form, say who decides and why, and submit it."""
+    card = prefect.artifact(flow_run, "waiting")
+    [form] = re.findall(rf"\[{decision}\]\((.*?)\)", card)
+    page.open(form)
+    page.until("return [...document.querySelectorAll('textarea')].some(one => one.value === 'long enough')")
+    for name, text in (("reason", reason), ("by", "ada")):
+        page.write_labelled(name, text)
     keep_picture(page, f"gate_{decision}")
     page.click("button[type=submit]")
 
@@ -75,23 +75,22 @@ def test_a_gate_is_approved_and_rejected_in_the_page(tmp_path: Path, home: Home,
     assert "WAITING at gate long enough: steps 3 < 1000" in state["message"]
     assert "publish" in state["message"].rpartition("not run: ")[2]
 
-    form = f"{services.prefect_url}/deployments/deployment/{prefect.deployment('approve')}/run"
     with browser(tmp_path / "browser") as page:
         page.open(sign_in_link(services.prefect_url, home.prefect_auth_string))
         page.until("return location.pathname !== '/sign-in' && document.body.innerText.includes('Deployments')")
         page.open(f"{services.prefect_url}/runs/flow-run/{first}")
-        page.until("return document.body.innerText.includes('Waiting')")
+        page.until("return document.body.innerText.includes('WAITING at gate long enough: steps 3 < 1000')")
         keep_picture(page, "gate_waiting")
-        answer(page, form, gate="long enough", decision="approve", reason="good enough for a demonstration")
+        answer(page, prefect, first, decision="approve", reason="good enough for a demonstration")
         state = prefect.completed(first)
         assert state["name"] == "Completed", state
 
         second = prefect.start("full", parameters | {"overrides": ["seed=5"]})
         assert prefect.ended(second)["name"] == "Waiting"
-        answer(page, form, gate="long enough", decision="reject", reason="fails on refunds")
+        answer(page, prefect, second, decision="reject", reason="fails on refunds")
         state = prefect.completed(second)
         page.open(f"{services.prefect_url}/runs/flow-run/{second}")
-        page.until("return document.body.innerText.includes('Blocked')")
+        page.until("return document.body.innerText.includes('BLOCKED by gate long enough')")
         keep_picture(page, "gate_blocked")
     assert state["name"] == "Blocked", state
     assert "fails on refunds" in state["message"]

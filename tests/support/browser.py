@@ -62,6 +62,16 @@ class Browser:
         [name] = element.values()
         self._ask("POST", f"element/{name}/value", {"text": text})
 
+    def write_labelled(self, label: str, text: str) -> None:
+        """Type a text into the field under a label."""
+        script = """const found = [...document.querySelectorAll('label')].find(one => one.innerText.trim() === arguments[0]);
+            const field = found && (found.control || found.parentElement.querySelector('textarea,input')
+                || found.parentElement.parentElement.querySelector('textarea,input'));
+            if (field) field.setAttribute('data-wanted', arguments[0]);
+            return Boolean(field)"""
+        self.until(script, label)
+        self.write(f"[data-wanted='{label}']", text)
+
     def picture(self) -> bytes:
         """Return the page as PNG."""
         return base64.b64decode(self._ask("GET", "screenshot"))

@@ -59,6 +59,17 @@ class PrefectAPI:
         assert run.is_success, run.text
         return str(run.json()["id"])
 
+    def artifact(self, flow_run: str, key: str) -> str:
+        """Return the newest card of a flow run under a key."""
+        wanted = {"artifacts": {"flow_run_id": {"any_": [flow_run]}, "key": {"any_": [key]}}, "sort": "CREATED_DESC"}
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            found = self._client.post("/artifacts/filter", json=wanted).json()
+            if found:
+                return str(found[0]["data"])
+            time.sleep(1)
+        raise AssertionError(f"flow run {flow_run} has no card {key}")
+
     def deployment(self, name: str) -> str:
         """Return the id of `rlhf-pipeline/<name>`."""
         found = self._client.get(f"/deployments/name/rlhf-pipeline/{name}")
