@@ -20,6 +20,7 @@ PROFILES = {
     "smollm2/grpo": ("bfd71a46e4da1f48", "dc28c6d2313e01ce"),
     "smollm2/instructions": ("472394c43c7a45bd", "32c72c5f4b81bf4a"),
     "smollm2/instructions_hacked": ("87e968a949a8fb7f", "6a57bb485afaa722"),
+    "smollm2/one_word": ("e5c92d0f82f6d2d5", "8fc4cb350cee48b3"),
     "tiny/conditional": ("5c468cf92e9bc1a0", "fbc0faa66eb0e821"),
     "tiny/distill": ("ccf18c1423c7e128", "959f436b7a78b67f"),
     "tiny/full": ("bc62bc8ee97cbdfe", "703b60e326131298"),
