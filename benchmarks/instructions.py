@@ -110,7 +110,8 @@ def figures_of(answers: Sequence[Generation]) -> dict[str, Any]:
         of = [
             value for value, one in zip(values["followed"], answers, strict=True) if one.prompt.source.endswith(source)
         ]
-        made[f"followed/{source}"] = _interval(of)
+        if of:  # with few kinds, nothing is a new combination
+            made[f"followed/{source}"] = _interval(of)
     made["words"] = sum(len(words(one.completion.text)) for one in answers) / len(answers)
     return made
 
@@ -164,12 +165,14 @@ def rows(result: Result) -> list[str]:
     made = []
     for policy, name, minutes in (("base", "base", ""), ("ppo", result.arm, f"{result.minutes:.0f}")):
         figures = result.figures[policy]
-        shares = [_share(figures[f"followed/{source}"]) for source in SOURCES] + [_share(figures["answer"])]
+        shares = [_share(figures.get(name)) for name in (*(f"followed/{source}" for source in SOURCES), "answer")]
         made.append(f"| {result.seed} | {name} | {' | '.join(shares)} | {figures['words']:.0f} | {minutes} |")
     return made
 
 
-def _share(interval: Sequence[float]) -> str:
+def _share(interval: Sequence[float] | None) -> str:
+    if interval is None:
+        return ""
     mean, low, high = interval
     return f"{mean:.2f} [{low:.2f}, {high:.2f}]"
 
