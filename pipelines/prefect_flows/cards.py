@@ -22,6 +22,7 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, PREFECT_UI_URL, tempora
 
 from pipelines.execution.executor import StageOutcome
 from pipelines.services.flow_runs import FLOW_NAME
+from pipelines.services.home import Home
 from rlhf_core.stage.decision import Decision
 from rlhf_core.stage.key import StageInput, StageSpec
 from rlhf_core.stage.stopping import RunHalted, StageWaiting
@@ -85,7 +86,8 @@ def show_halt(error: RunHalted, *, run: str) -> None:
         found = [one for one in map(decisions.find, error.condition["questions"]) if one is not None]
         form = _quietly(_form, key="the form for answers")
         if form:
-            lines += [f"- {one.question.gate}: {_answers(form, one.question, run)}" for one in found]
+            store = error.condition["store"]
+            lines += [f"- {one.question.gate}: {_answers(form, one.question, run, store)}" for one in found]
     _quietly(create_markdown_artifact, key=artifact_key(error.state), markdown="\n".join(lines))
 
 
@@ -96,11 +98,12 @@ def _form(key: str) -> str:
     return f"{PREFECT_UI_URL.value()}/deployments/deployment/{deployment.id}/run"
 
 
-def _answers(form: str, question: Question, run: str) -> str:
+def _answers(form: str, question: Question, run: str, store: str) -> str:
     """Return links to the form with everything filled in but who decides and why."""
     links = []
     for decision in get_args(Answer):
         filled = {"run": run, "gate": question.gate, "decision": decision, "question": question.id}
+        filled |= {} if Path(store) == Home.here().store.resolve() else {"store": store}
         links.append(f"[{decision}]({form}?parameters={quote(quote(json.dumps(filled)))})")
     return " or ".join(links)
 
