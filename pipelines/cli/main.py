@@ -28,6 +28,7 @@ VERBS = {
     "down": "pipelines.cli.services_verbs:down",
     "status": "pipelines.cli.services_verbs:status",
     "run": "pipelines.cli.run_command:run",
+    "sweep": "pipelines.cli.sweep_verb:sweep",
     "plan": "pipelines.cli.plan_verbs:plan",
     "explain": "pipelines.cli.plan_verbs:explain",
     "approve": "pipelines.cli.gate_verbs:approve",
@@ -90,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     run = verbs.add_parser("run", help="run a pipeline here and now; what is done is not done again")
     _profile_options(run)
     run.add_argument("--wait", action="store_true", help="stay while people judge, and go on when they are done")
+    _sweep_verb(verbs.add_parser("sweep", help="run a profile with several values of its options, and compare"))
     plan = verbs.add_parser("plan", help="say what `run` would do, and why, without doing it")
     _profile_options(plan)
     explain = verbs.add_parser("explain", help="say everything about the decision for one stage")
@@ -140,6 +142,27 @@ def _gate_verb(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--store", default="", metavar="FOLDER", help="the store; default: that of the profile or state folder"
     )
+
+
+def _sweep_verb(parser: argparse.ArgumentParser) -> None:
+    _profile_options(parser)
+    parser.add_argument(
+        "--grid", action="append", default=[], metavar="KEY=VALUE,...", help="values of a key; several: their product"
+    )
+    parser.add_argument("--random", type=int, metavar="N", help="draw N points from --range and --grid instead")
+    parser.add_argument(
+        "--range",
+        action="append",
+        default=[],
+        metavar="KEY=LOW..HIGH",
+        help="where --random draws; or KEY=log:LOW..HIGH",
+    )
+    parser.add_argument("--sweep-seed", type=int, default=0, help="of --random: the same seed draws the same points")
+    parser.add_argument(
+        "--metric", default="", metavar="[STAGE:]METRIC", help="what decides, such as ppo/gold or reward_model:accuracy"
+    )
+    parser.add_argument("--direction", choices=("max", "min"), default="max", help="which end of the metric is better")
+    parser.add_argument("--approve", action="store_true", help="run the best to its end once a person has approved it")
 
 
 def _serve_reward_verb(parser: argparse.ArgumentParser) -> None:

@@ -114,6 +114,11 @@ class MlflowTracker:
         self._outbox.flush(OPEN_SECONDS, retry=False)
         return MlflowStageTracker(self, key)
 
+    @property
+    def parent(self) -> MlflowStageTracker:
+        """Return the tracker of the parent run itself: of its own metrics, tables and files."""
+        return MlflowStageTracker(self, self._token)
+
     def tag(self, tags: Mapping[str, str]) -> None:
         """Set tags of the parent run."""
         self._append("tag", self._token, tags=redaction.tags(tags))
@@ -149,7 +154,7 @@ class MlflowTracker:
 
 
 class MlflowStageTracker(StageTracker):
-    """The tracker of one stage; created by `MlflowTracker.stage`."""
+    """The tracker of one stage, or of the parent run; created by `MlflowTracker.stage` and `MlflowTracker.parent`."""
 
     def __init__(self, tracker: MlflowTracker, key: str) -> None:
         self._tracker = tracker

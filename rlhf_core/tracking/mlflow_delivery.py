@@ -35,6 +35,8 @@ TABLES_TAG = "mlflow.loggedArtifacts"
 EXTERNAL_TAG = "mlflow.model.isExternal"
 VERSIONS_TAG = "mlflow.modelVersions"
 
+_RUN_LINK = re.compile(r"\(runs:/([0-9a-f]{32})")
+"""A link to a run, as `run_url` writes it where there is no server."""
 METRICS_PER_REQUEST = 1000
 PARAMS_PER_REQUEST = 100
 DATASET_DIGEST = 32
@@ -191,9 +193,13 @@ class Delivery:
             logger.warning("tracking: run %s continues in another process, so it is not ended here", run.run_id)
             return
         if record["note"] and record["note"] not in run.tags.get(NOTE_TAG, ""):
-            note = f"{run.tags.get(NOTE_TAG, '')}\n\n{without_secrets(record['note'])}"
+            note = f"{run.tags.get(NOTE_TAG, '')}\n\n{without_secrets(self._linked(record['note']))}"
             client.set_tag(run.run_id, NOTE_TAG, note[: redaction.TAG_CHARACTERS])
         client.set_terminated(run.run_id, status=record["status"])
+
+    def _linked(self, note: str) -> str:
+        """Return a description whose links to runs work on MLflow's page, whatever the server's address will be."""
+        return _RUN_LINK.sub(rf"(#/experiments/{self.experiment_id}/runs/\1", note)
 
     def _is_anothers(self, client: Any, run: Run) -> bool:
         """Return whether another process has opened the stage's run since: it took the stage over and will end it."""
