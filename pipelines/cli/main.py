@@ -31,6 +31,7 @@ VERBS = {
     "sweep": "pipelines.cli.sweep_verb:sweep",
     "plan": "pipelines.cli.plan_verbs:plan",
     "explain": "pipelines.cli.plan_verbs:explain",
+    "diff": "pipelines.cli.diff_verb:diff",
     "approve": "pipelines.cli.gate_verbs:approve",
     "reject": "pipelines.cli.gate_verbs:reject",
     "champion": "pipelines.cli.champion_verbs:champion",
@@ -98,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("stage", help="label of a stage, as `rlhf plan` shows it")
     _profile_options(explain, positional=False)
 
+    _diff_verb(verbs.add_parser("diff", help="say what differs between two runs, artifacts or profiles"))
     for name, does in (("approve", "let go on"), ("reject", "hold back for good")):
         _gate_verb(verbs.add_parser(name, help=f"{does} what depends on an artifact that a gate asks about"))
     champion = verbs.add_parser("champion", help="which policy of the registry is champion, and which ones were")
@@ -163,6 +165,24 @@ def _sweep_verb(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--direction", choices=("max", "min"), default="max", help="which end of the metric is better")
     parser.add_argument("--approve", action="store_true", help="run the best to its end once a person has approved it")
+
+
+def _diff_verb(parser: argparse.ArgumentParser) -> None:
+    what = "a profile, the label or digest of an artifact, a folder, or the name or id of a run in MLflow"
+    parser.add_argument("a", metavar="A", help=what)
+    parser.add_argument("b", metavar="B", help="the same")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="if B is a profile: changes of it",
+    )
+    parser.add_argument(
+        "--samples", type=int, default=3, metavar="N", help="so many prompts that were answered otherwise"
+    )
+    _store_options(parser)
 
 
 def _serve_reward_verb(parser: argparse.ArgumentParser) -> None:
