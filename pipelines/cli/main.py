@@ -32,6 +32,7 @@ VERBS = {
     "plan": "pipelines.cli.plan_verbs:plan",
     "explain": "pipelines.cli.plan_verbs:explain",
     "diff": "pipelines.cli.diff_verb:diff",
+    "reproduce": "pipelines.cli.reproduce_verb:reproduce",
     "approve": "pipelines.cli.gate_verbs:approve",
     "reject": "pipelines.cli.gate_verbs:reject",
     "champion": "pipelines.cli.champion_verbs:champion",
@@ -100,6 +101,9 @@ def _parser() -> argparse.ArgumentParser:
     _profile_options(explain, positional=False)
 
     _diff_verb(verbs.add_parser("diff", help="say what differs between two runs, artifacts or profiles"))
+    _reproduce_verb(
+        verbs.add_parser("reproduce", help="make an artifact again in an empty store, and compare the bytes")
+    )
     for name, does in (("approve", "let go on"), ("reject", "hold back for good")):
         _gate_verb(verbs.add_parser(name, help=f"{does} what depends on an artifact that a gate asks about"))
     champion = verbs.add_parser("champion", help="which policy of the registry is champion, and which ones were")
@@ -183,6 +187,21 @@ def _diff_verb(parser: argparse.ArgumentParser) -> None:
         "--samples", type=int, default=3, metavar="N", help="so many prompts that were answered otherwise"
     )
     _store_options(parser)
+
+
+def _reproduce_verb(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("artifact", help="digest of an artifact, or label of a stage")
+    parser.add_argument("--into", default="", metavar="FOLDER", help="the empty store; default: in the state folder")
+    parser.add_argument("--keep-going", action="store_true", help="go on after a stage whose bytes differ")
+    parser.add_argument(
+        "--store", default="", metavar="FOLDER", help="the store that has it; default: that of the state folder"
+    )
+    parser.add_argument(
+        "--profile", default="", help="the profile whose runtime, and store if there is no --store, is used"
+    )
+    parser.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="changes of it"
+    )
 
 
 def _serve_reward_verb(parser: argparse.ArgumentParser) -> None:
