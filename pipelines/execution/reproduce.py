@@ -82,8 +82,13 @@ def _check_repeatable(record: KeyRecord) -> None:
 def config_of(record: KeyRecord) -> Config:
     """Return the configuration of a recorded stage; raise ConfigError if it cannot be read from the record."""
     stored: Mapping[str, Any] = record.config or record.payload["config"]
+    stage = STAGES[record.stage]
+    # The section of a profile may say more than the stage reads, such as `start_from`.
+    known = {name for kind in stage.configs for name in kind.model_fields}
     try:
-        config: Config = TypeAdapter(STAGES[record.stage].config).validate_python(stored)
+        config: Config = TypeAdapter(stage.config).validate_python(
+            {name: value for name, value in stored.items() if name in known}
+        )
     except ValidationError as error:
         first = error.errors()[0]
         rule = f"its recorded configuration cannot be read: {'.'.join(map(str, first['loc']))}: {first['msg']}"

@@ -27,7 +27,13 @@ from tests.support.small_pipeline import write_mini
 from tests.support.toy_stage import ToyConfig, toy_spec
 
 OF_EACH_POINT = ("ppo", "evaluate/ppo/generate", "evaluate")
-SHARED = ("prepare_data", "sft", "evaluate/base/generate", "evaluate/sft/generate")
+SHARED = ("prepare_data", "sft", "reward_model", "evaluate/base/generate", "evaluate/sft/generate")
+REWARDED = """
+[reward_model]
+loop = {batch_size = 16, epochs = 1}
+probe_answers = 0
+"""
+"""A reward model in the place of the functions of the profile, each of which starts a process."""
 FOUR = "ppo.kl_coef=0.01,0.02,0.05,0.1"
 
 
@@ -89,35 +95,37 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
     return Runs(tmp_path, monkeypatch)
 
 
+@pytest.mark.slow
 def test_points_share_what_they_can_and_the_table_says_so(
     runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Two steps: in the first one the policy is the reference, and a penalty for the distance changes nothing.
-    words = ["sweep", str(write_mini(tmp_path)), "--set", "ppo.steps=2", "--grid", FOUR]
+    words = ["sweep", str(write_mini(tmp_path, REWARDED)), "--set", "ppo.steps=2", "--grid", FOUR]
+    words += ["--set", 'ppo.rewards.terms={reward_model={type="reward_model"}}', "--set", "evaluate.evaluate.gold=none"]
     assert main(words) == 0
     assert runs.computed() == dict.fromkeys(OF_EACH_POINT, 4) | dict.fromkeys(SHARED, 1)
     out = capsys.readouterr().out
-    assert "computed 16 stages (prepare_data 1, sft 1, ppo 4," in out and "; 12 were hits" in out
+    assert "computed 17 stages (prepare_data 1, sft 1, reward_model 1, ppo 4," in out and "; 15 were hits" in out
     assert "best: ppo.kl_coef=" in out
     (folder,) = (tmp_path / "home" / "sweeps").iterdir()
     points = json.loads((folder / "sweep.json").read_text())["points"]
-    assert [len(point["hits"]) for point in points] == [0, 4, 4, 4]
-    gold = [point["measures"]["evaluate"]["ppo/gold"] for point in points]
-    assert all(one["low"] <= one["mean"] <= one["high"] for one in gold)
+    assert [len(point["hits"]) for point in points] == [0, 5, 5, 5]
+    scores = [point["measures"]["evaluate"]["ppo/reward_model"] for point in points]
+    assert all(one["low"] <= one["mean"] <= one["high"] for one in scores)
     assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
     (sweep,) = runs.sweeps
     assert {tracker.tags["mlflow.parentRunId"] for tracker in runs.trackers} == {sweep.run_id}
     assert [tracker.tags["sweep.ppo.kl_coef"] for tracker in runs.trackers] == ["0.01", "0.02", "0.05", "0.1"]
-    assert runs.trackers[0].tags["name"] == "mini ppo.steps=2 ppo.kl_coef=0.01"
+    assert runs.trackers[1].tags["name"].endswith(" ppo.kl_coef=0.02")
     ((_, numbers),) = runs.trackers[0].parent.points
-    assert numbers["evaluate/ppo/gold"] == gold[0]["mean"] and numbers["run/hits"] == 0
+    assert numbers["evaluate/ppo/reward_model"] == scores[0]["mean"] and numbers["run/hits"] == 0
     assert sweep.tags["sweep.best"].startswith("ppo.kl_coef=") and sweep.status == "FINISHED"
     assert ("", "sweep.png") in sweep.parent.files and len(sweep.parent.tables["sweep"][1]) == 4
 
     again = Counter(runs.computed())
     assert main(words) == 0
-    assert "computed 0 stages (none); 28 were hits" in capsys.readouterr().out
+    assert "computed 0 stages (none); 32 were hits" in capsys.readouterr().out
     assert runs.computed() == again and len(runs.sweeps) == 1  # nothing to record: nothing was computed
 
 
