@@ -41,6 +41,7 @@ VERBS = {
     "resume": "pipelines.cli.recovery_verbs:resume",
     "runs": "pipelines.cli.store_lists:runs",
     "chat": "pipelines.cli.chat:chat",
+    "serve": "pipelines.cli.serve_verb:serve",
     "serve-reward": "pipelines.cli.serve_reward:serve_reward",
     "doctor": "pipelines.cli.doctor:doctor",
     "import-openrlhf": "pipelines.cli.import_openrlhf:import_openrlhf",
@@ -121,11 +122,13 @@ def _parser() -> argparse.ArgumentParser:
 
     _store_options(verbs.add_parser("runs", help="what the store holds: stages that were made, newest first"))
     chat = verbs.add_parser("chat", help="talk to a policy")
-    chat.add_argument("policy", help="label of a stage (sft, ppo), digest, or a folder")
+    chat.add_argument("policy", help="label of a stage (sft, ppo), digest, a folder, champion, or the URL of a server")
+    chat.add_argument("--token-env", default="", metavar="NAME", help="environment variable with the server's token")
     chat.add_argument("--once", metavar="TEXT", help="answer this and stop")
     chat.add_argument("--max-tokens", type=int, default=64)
     chat.add_argument("--temperature", type=float, default=0.7)
     _store_options(chat)
+    _serve_verb(verbs.add_parser("serve", help="a policy as an OpenAI-compatible server on 127.0.0.1"))
     _serve_reward_verb(verbs.add_parser("serve-reward", help="a reward function or reward model over HTTP"))
     verbs.add_parser("doctor", help="check this machine: versions, memory, disk, ports, engines")
 
@@ -202,6 +205,20 @@ def _reproduce_verb(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="changes of it"
     )
+
+
+def _serve_verb(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("policy", help="champion, champion:MODEL, label of a stage (sft, ppo), digest, or a folder")
+    parser.add_argument("--port", type=int, default=8000, help="this one, or the next that is free")
+    parser.add_argument("--adapter", default="", help="also serve the LoRA adapter in this folder, or of this policy")
+    parser.add_argument(
+        "--token-env", default="", metavar="NAME", help="variable with the token; default: a file is made"
+    )
+    parser.add_argument(
+        "--max-model-len", type=int, default=0, metavar="N", help="tokens of a conversation; default: all"
+    )
+    parser.add_argument("--kv-cache-gib", type=float, default=1.0, help="memory of the cache, without a GPU")
+    _store_options(parser)
 
 
 def _serve_reward_verb(parser: argparse.ArgumentParser) -> None:

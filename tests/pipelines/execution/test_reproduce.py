@@ -52,7 +52,7 @@ def again(made: tuple[Path, Home], monkeypatch: pytest.MonkeyPatch, capsys: pyte
     def run(*words: str) -> tuple[int, str]:
         status = main(["reproduce", *words, "--profile", str(profile)])
         printed = capsys.readouterr()
-        return status, printed.out + printed.err
+        return status, printed.err if status == EXIT_REFUSED else printed.out
 
     return run
 
