@@ -59,6 +59,8 @@ TESTED_THROUGH = {
     "rlhf_core/stage/context.py": "rlhf_core/stage/test_run.py",
     "rlhf_core/store/object_check.py": "rlhf_core/store/test_damage.py",
     "rlhf_core/store/typed_json.py": "rlhf_core/store/test_records.py",
+    "rlhf_core/tracking/policy_model.py": "rlhf_core/tracking/test_policy_reference.py",
+    "pipelines/cli/serve_verb.py": "pipelines/services/test_policy_server.py",
     "rlhf_core/tracking/champion_tags.py": "rlhf_core/tracking/test_champions.py",
     "rlhf_core/training/engines/offload.py": "rlhf_core/training/engines/test_deepspeed_engine.py",
 } | dict.fromkeys(

@@ -93,6 +93,7 @@ def open_tracker(config: PipelineConfig, home: Home, *, join: str = "") -> Track
         spool=home.mlflow_artifacts / ".spool",
         place=place,
         join=join,
+        store=store_of(config, home).root,
     )
     return tracker
 

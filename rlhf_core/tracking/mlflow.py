@@ -53,7 +53,8 @@ class MlflowTracker:
     `artifact_root` is where a new experiment keeps its files; None leaves that to the server. `spool` is the folder for
     undelivered records: on this machine, shared by runs, by default beside the database or the root. `place` names the
     MLflow behind `uri` if it has several addresses: a run through the database then delivers the records that a run
-    through the server left. `join` is the token of a run that another process opened and will end.
+    through the server left. `join` is the token of a run that another process opened and will end. `store` is the
+    folder of the artifact store, from which MLflow loads registered policies.
     """
 
     def __init__(
@@ -65,10 +66,11 @@ class MlflowTracker:
         spool: Path | None = None,
         place: str = "",
         join: str = "",
+        store: Path | None = None,
     ) -> None:
         self._uri = uri
         self._token = join or uuid.uuid4().hex
-        self._delivery = Delivery(uri, experiment=experiment, artifact_root=artifact_root)
+        self._delivery = Delivery(uri, experiment=experiment, artifact_root=artifact_root, store=store)
         folder = spool or _spool_folder(uri, artifact_root)
         self._outbox = Outbox(folder / _short(f"{place or uri} {experiment}"), self._delivery)
 
