@@ -162,7 +162,8 @@ def plot(results: Sequence[PointResult], goal: Goal) -> bytes:
     """Draw the number that decides over the first swept key, one line per value of the others."""
     from rlhf_core.evaluation.plots import SweptPoint, swept  # matplotlib, 1 s
 
-    option, series = keys_of([result.point for result in results])[0], {}
+    option = keys_of([result.point for result in results])[0]
+    series: dict[str, list[SweptPoint]] = {}
     for result in results:
         measure = goal.of(result)
         if measure is not None:

@@ -13,7 +13,7 @@ import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeGuard
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -265,7 +265,7 @@ def _merge(base: Mapping[Any, Any], changes: Mapping[Any, Any], path: str = "") 
     return merged
 
 
-def _is_table_list(value: Any) -> bool:
+def _is_table_list(value: Any) -> TypeGuard[list[Mapping[str, Any]]]:
     return isinstance(value, list) and bool(value) and all(isinstance(entry, Mapping) for entry in value)
 
 
