@@ -128,11 +128,11 @@ def test_a_profile_takes_a_key_of_any_table_away(tmp_path: Path) -> None:
     child = tmp_path / "child.toml"
     child.write_text(
         f'extends = "mini.toml"\n[ppo.rewards.terms]\nfinished = "none"\nother = {TERM}\n'
-        '[ppo.sampling]\nmax_tokens = "none"\n[ppo.advantage]\ntype = "grpo"\nlambda = "none"\n'
+        '[ppo.sampling]\nmax_tokens = "none"\n[ppo.advantage]\ntype = "reinforce++"\nlambda = "none"\n'
     )
     config = load_profile(child)
     assert config.ppo is not None and list(config.ppo.rewards.terms) == ["other"]
-    assert config.ppo.sampling.max_tokens != 8 and config.ppo.advantage.type == "grpo"
+    assert config.ppo.sampling.max_tokens != 8 and config.ppo.advantage.type == "reinforce++"
 
 
 def test_a_profile_changes_and_takes_away_entries_of_a_list_by_their_names(tmp_path: Path) -> None:
