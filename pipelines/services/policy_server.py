@@ -25,6 +25,8 @@ STOP_PATIENCE_S = 10.0
 TOKEN = "VLLM_API_KEY"
 """Environment variable from which vLLM reads the token: options of a command are visible to every user."""
 TEMPLATE = "chat_template.jinja"
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values that vLLM takes for the largest rank of an adapter."""
 GIB = 1 << 30
 
 
@@ -93,7 +95,8 @@ def serve_command(model: ServedModel, options: ServeOptions) -> list[str]:
         command += ["--enforce-eager", "--kv-cache-memory-bytes", str(int(options.kv_cache_gib * GIB))]
     if model.adapter is not None:
         rank = json.loads((model.adapter / "adapter_config.json").read_text())["r"]
-        command += ["--enable-lora", "--max-lora-rank", str(rank)]
+        largest = next((known for known in LORA_RANKS if known >= rank), rank)
+        command += ["--enable-lora", "--max-lora-rank", str(largest)]
         command += ["--lora-modules", f"{model.name}-adapter={model.adapter}"]
     return command
 

@@ -57,7 +57,7 @@ def test_a_token_may_be_in_a_variable_which_must_be_set(home: Home) -> None:
 
 
 def test_an_adapter_is_served_beside_the_policy(model: ServedModel, tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 16}))
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 12}))
     adapted = ServedModel(model.name, model.digest, model.folder, tmp_path)
     command = " ".join(serve_command(adapted, ServeOptions()))
     assert f"--enable-lora --max-lora-rank 16 --lora-modules ppo-adapter={tmp_path}" in command
