@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import json
 import operator
+import re
+import shutil
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rlhf_core.errors import ConfigError, explain
@@ -79,7 +82,10 @@ def run(
         "registry": {"name": config.name, "version": version, "aliases": aliases},
     }
     (context.out / "gate.json").write_text(json.dumps(gate, indent=2))
-    (context.out / "README.md").write_text(model_card(config, gate, policy, report, content), encoding="utf-8")
+    card = model_card(config, gate, policy, report, content)
+    (context.out / "README.md").write_text(card, encoding="utf-8")
+    if config.hub:
+        write_hub_folder(context.path(policy), card, config.licence, context.out / "hub")
     record(checks, context)
     return context.commit(PublishedRef, metrics={"gate/passed": float(passed), "gate/checks": float(len(checks))})
 
@@ -242,6 +248,20 @@ def model_card(
         f"## Licence\n\n{config.licence}",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def write_hub_folder(policy: Path, card: str, licence: str, folder: Path) -> None:
+    """Write a folder that can be uploaded to the Hugging Face Hub as it is: the policy's files, and the card with its header."""
+    shutil.copytree(policy, folder)
+    is_id = re.fullmatch(r"[a-z0-9][a-z0-9.-]*", licence.lower()) is not None
+    header = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "license": licence.lower() if is_id else "other",
+        "tags": ["rlhf"],
+    }
+    lines = "\n".join(f"{name}: {json.dumps(value)}" for name, value in header.items())
+    (folder / "README.md").write_text(f"---\n{lines}\n---\n\n{card}", encoding="utf-8")
 
 
 def _measures(row: Mapping[str, Any]) -> str:

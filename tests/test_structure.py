@@ -15,6 +15,9 @@ TESTED_THROUGH = {
     "pipelines/cli/key_metric.py": "pipelines/cli/test_display.py",
     "pipelines/cli/common.py": "pipelines/cli/test_main.py",
     "pipelines/cli/import_openrlhf.py": "pipelines/importers/openrlhf/test_importing.py",
+    "pipelines/cli/diff_verb.py": "pipelines/execution/test_diff.py",
+    "pipelines/cli/reproduce_verb.py": "pipelines/execution/test_reproduce.py",
+    "pipelines/cli/sweep_runs.py": "pipelines/cli/test_sweep_verb.py",
     "pipelines/cli/champion_verbs.py": "pipelines/execution/test_champion.py",
     "pipelines/cli/gate_verbs.py": "pipelines/execution/test_approving.py",
     "pipelines/cli/plan_verbs.py": "pipelines/cli/test_main.py",
@@ -56,6 +59,8 @@ TESTED_THROUGH = {
     "rlhf_core/stage/context.py": "rlhf_core/stage/test_run.py",
     "rlhf_core/store/object_check.py": "rlhf_core/store/test_damage.py",
     "rlhf_core/store/typed_json.py": "rlhf_core/store/test_records.py",
+    "rlhf_core/tracking/policy_model.py": "rlhf_core/tracking/test_policy_reference.py",
+    "pipelines/cli/serve_verb.py": "pipelines/services/test_policy_server.py",
     "rlhf_core/tracking/champion_tags.py": "rlhf_core/tracking/test_champions.py",
     "rlhf_core/training/engines/offload.py": "rlhf_core/training/engines/test_deepspeed_engine.py",
 } | dict.fromkeys(

@@ -15,7 +15,7 @@ def champion(options: argparse.Namespace) -> None:
     from rlhf_core.tracking.champions import read_champions  # with MLflow's parts
 
     uri = tracking_uri(Home.here())
-    found = read_champions(uri, _name(uri, options.name))
+    found = read_champions(uri, model_name(uri, options.name))
     if found is None:
         raise ConfigError(
             explain("champion", options.name, "the registry has no such model", _known(uri, options.name))
@@ -35,12 +35,12 @@ def rollback(options: argparse.Namespace) -> None:
     if not options.reason.strip():
         raise ConfigError(explain("reason", options.reason, "is empty", "say why: it is kept in the registry"))
     uri = tracking_uri(Home.here())
-    name = _name(uri, options.name)
+    name = model_name(uri, options.name)
     before, now = roll_back(uri, name, why=options.reason.strip())
     _print(f"{name}: champion is version {now}, before version {before}: {options.reason.strip()}")
 
 
-def _name(uri: str, given: str) -> str:
+def model_name(uri: str, given: str) -> str:
     """Return the given name, or that of the only model that has a champion."""
     from rlhf_core.tracking.champions import model_names
 

@@ -1,19 +1,31 @@
-"""Talk to a policy in the terminal (`rlhf chat`)."""
+"""Talk to a policy in the terminal (`rlhf chat`): to a server if one serves it, else in this process."""
 
 from __future__ import annotations
 
 import argparse
 import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
+import httpx
 from rich.console import Console
 
 from pipelines.cli.common import console, store_folder
+from pipelines.cli.serve_verb import champion_digest
 from pipelines.flows.inputs import find_artifact
+from pipelines.services.health import ServiceError
+from pipelines.services.home import Home
+from pipelines.services.policy_server import serving, token_of
 from rlhf_core.config.engines import HFSamplerConfig, RuntimeConfig, SamplingConfig
-from rlhf_core.data.chat import ChatTemplate
-from rlhf_core.runtime.factory import open_runtime
+from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Message, PolicyRef, SamplingRequest
+
+Answer: TypeAlias = Callable[[Sequence[Message]], str]
+ANSWER_TIMEOUT_S = 600.0
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+SHOWN_CHARACTERS = 300
 
 
 def chat(options: argparse.Namespace) -> None:
@@ -23,26 +35,97 @@ def chat(options: argparse.Namespace) -> None:
 
 def talk(options: argparse.Namespace, store: ArtifactStore, console: Console) -> None:
     """Answer `--once TEXT`, or every line of input until an empty one."""
-    policy = store.path(find_artifact(store, PolicyRef, options.policy))
-    template = ChatTemplate.load(policy)
-    sampling = SamplingConfig(temperature=options.temperature, max_tokens=options.max_tokens)
-    # The user types one line at a time: plain transformers answers before vLLM would have started.
-    runtime = open_runtime(RuntimeConfig(type="local", sampler=HFSamplerConfig()))
     history: list[Message] = []
+    with open_answer(options, store, console) as answer:
+        while True:
+            try:
+                text = options.once or console.input("[bold]> [/bold]").strip()
+            except EOFError:
+                return
+            if not text:
+                return
+            history.append(Message("user", text))
+            said = answer(history)
+            console.print(said, markup=False, highlight=False)
+            history.append(Message("assistant", said))
+            if options.once:
+                return
+
+
+@contextmanager
+def open_answer(options: argparse.Namespace, store: ArtifactStore, console: Console) -> Iterator[Answer]:
+    """Yield what answers a conversation: the server at a URL, the one of `rlhf serve`, or the policy in this process."""
+    sampling = SamplingConfig(temperature=options.temperature, max_tokens=options.max_tokens)
+    if options.policy.startswith(("http://", "https://")):
+        with served_answer(options.policy, "", options.token_env, sampling) as answer:
+            yield answer
+        return
+    home = Home.here()
+    ref = find_artifact(store, PolicyRef, champion_digest(options.policy, store, home) or options.policy)
+    note = serving(home)
+    if note is not None and note.digest == ref.digest:
+        console.print(f"{note.name} at {note.url}", style="dim", highlight=False)
+        with served_answer(note.url, note.name, options.token_env, sampling) as answer:
+            yield answer
+        return
+    with own_answer(store, ref, sampling) as answer:
+        yield answer
+
+
+@contextmanager
+def served_answer(url: str, model: str, token_env: str, sampling: SamplingConfig) -> Iterator[Answer]:
+    """Yield what asks an OpenAI-compatible server; without a `model`, the first one that it has.
+
+    The token is in the environment variable `token_env`; without one, a server on this machine gets that of
+    `rlhf serve`. Raises ServiceError.
+    """
+    # The token of our own server is for this machine alone: the address of another one may be anybody's.
+    known = token_env or httpx.URL(url).host in LOCAL_HOSTS
+    headers = {"Authorization": f"Bearer {token_of(Home.here(), token_env)}"} if known else {}
+    with httpx.Client(headers=headers, timeout=httpx.Timeout(ANSWER_TIMEOUT_S, connect=10.0)) as client:
+        base = url.rstrip("/") if url.rstrip("/").endswith("/v1") else f"{url.rstrip('/')}/v1"
+        name = model or str(_asked(client, "GET", f"{base}/models", None)["data"][0]["id"])
+
+        def answer(history: Sequence[Message]) -> str:
+            body = {
+                "model": name,
+                "messages": [{"role": message.role, "content": message.content} for message in history],
+                "temperature": sampling.temperature,
+                "max_tokens": sampling.max_tokens,
+            }
+            answered = _asked(client, "POST", f"{base}/chat/completions", body)
+            return str(answered["choices"][0]["message"]["content"] or "")
+
+        yield answer
+
+
+def _asked(client: httpx.Client, method: str, url: str, body: object) -> Any:
+    try:
+        response = client.request(method, url, json=body)
+        if not response.is_error:
+            return response.json()
+        said = f"{response.status_code}: {response.text[:SHOWN_CHARACTERS]}"
+    except (httpx.HTTPError, ValueError) as error:
+        said = repr(error)
+    raise ServiceError(f"{without_secrets(url)}: no answer ({said}); see whether the server runs, and --token-env")
+
+
+@contextmanager
+def own_answer(store: ArtifactStore, ref: PolicyRef, sampling: SamplingConfig) -> Iterator[Answer]:
+    """Yield the policy itself, sampled with plain transformers: that answers before vLLM would have started."""
+    from rlhf_core.data.chat import ChatTemplate  # these import torch, which a server elsewhere does without
+    from rlhf_core.runtime.factory import open_runtime
+
+    policy = store.path(ref)
+    template = ChatTemplate.load(policy)
+    runtime = open_runtime(RuntimeConfig(type="local", sampler=HFSamplerConfig()))
     try:
         with runtime.sampler(policy) as sampler:
-            while True:
-                text = options.once or console.input("[bold]> [/bold]").strip()
-                if not text:
-                    return
-                history.append(Message("user", text))
+
+            def answer(history: Sequence[Message]) -> str:
                 request = SamplingRequest(template.prompt_ids(tuple(history)), secrets.randbelow(2**31))
-                answer = sampler.generate([request], sampling)[0].text
-                console.print(answer, markup=False, highlight=False)
-                history.append(Message("assistant", answer))
-                if options.once:
-                    return
-    except EOFError:
-        return
+                return sampler.generate([request], sampling)[0].text
+
+            yield answer
     finally:
         runtime.close()

@@ -28,8 +28,11 @@ VERBS = {
     "down": "pipelines.cli.services_verbs:down",
     "status": "pipelines.cli.services_verbs:status",
     "run": "pipelines.cli.run_command:run",
+    "sweep": "pipelines.cli.sweep_verb:sweep",
     "plan": "pipelines.cli.plan_verbs:plan",
     "explain": "pipelines.cli.plan_verbs:explain",
+    "diff": "pipelines.cli.diff_verb:diff",
+    "reproduce": "pipelines.cli.reproduce_verb:reproduce",
     "approve": "pipelines.cli.gate_verbs:approve",
     "reject": "pipelines.cli.gate_verbs:reject",
     "champion": "pipelines.cli.champion_verbs:champion",
@@ -38,6 +41,7 @@ VERBS = {
     "resume": "pipelines.cli.recovery_verbs:resume",
     "runs": "pipelines.cli.store_lists:runs",
     "chat": "pipelines.cli.chat:chat",
+    "serve": "pipelines.cli.serve_verb:serve",
     "serve-reward": "pipelines.cli.serve_reward:serve_reward",
     "doctor": "pipelines.cli.doctor:doctor",
     "import-openrlhf": "pipelines.cli.import_openrlhf:import_openrlhf",
@@ -92,12 +96,17 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--wait", action="store_true", help="stay while people judge or decide, and go on when they are done"
     )
+    _sweep_verb(verbs.add_parser("sweep", help="run a profile with several values of its options, and compare"))
     plan = verbs.add_parser("plan", help="say what `run` would do, and why, without doing it")
     _profile_options(plan)
     explain = verbs.add_parser("explain", help="say everything about the decision for one stage")
     explain.add_argument("stage", help="label of a stage, as `rlhf plan` shows it")
     _profile_options(explain, positional=False)
 
+    _diff_verb(verbs.add_parser("diff", help="say what differs between two runs, artifacts or profiles"))
+    _reproduce_verb(
+        verbs.add_parser("reproduce", help="make an artifact again in an empty store, and compare the bytes")
+    )
     for name, does in (("approve", "let go on"), ("reject", "hold back for good")):
         _gate_verb(verbs.add_parser(name, help=f"{does} what depends on an artifact that a gate asks about"))
     champion = verbs.add_parser("champion", help="which policy of the registry is champion, and which ones were")
@@ -115,11 +124,13 @@ def _parser() -> argparse.ArgumentParser:
 
     _store_options(verbs.add_parser("runs", help="what the store holds: stages that were made, newest first"))
     chat = verbs.add_parser("chat", help="talk to a policy")
-    chat.add_argument("policy", help="label of a stage (sft, ppo), digest, or a folder")
+    chat.add_argument("policy", help="label of a stage (sft, ppo), digest, a folder, champion, or the URL of a server")
+    chat.add_argument("--token-env", default="", metavar="NAME", help="environment variable with the server's token")
     chat.add_argument("--once", metavar="TEXT", help="answer this and stop")
     chat.add_argument("--max-tokens", type=int, default=64)
     chat.add_argument("--temperature", type=float, default=0.7)
     _store_options(chat)
+    _serve_verb(verbs.add_parser("serve", help="a policy as an OpenAI-compatible server on 127.0.0.1"))
     _serve_reward_verb(verbs.add_parser("serve-reward", help="a reward function or reward model over HTTP"))
     verbs.add_parser("doctor", help="check this machine: versions, memory, disk, ports, engines")
 
@@ -143,6 +154,74 @@ def _gate_verb(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--store", default="", metavar="FOLDER", help="the store; default: that of the profile or state folder"
     )
+
+
+def _sweep_verb(parser: argparse.ArgumentParser) -> None:
+    _profile_options(parser)
+    parser.add_argument(
+        "--grid", action="append", default=[], metavar="KEY=VALUE,...", help="values of a key; several: their product"
+    )
+    parser.add_argument("--random", type=int, metavar="N", help="draw N points from --range and --grid instead")
+    parser.add_argument(
+        "--range",
+        action="append",
+        default=[],
+        metavar="KEY=LOW..HIGH",
+        help="where --random draws; or KEY=log:LOW..HIGH",
+    )
+    parser.add_argument("--sweep-seed", type=int, default=0, help="of --random: the same seed draws the same points")
+    parser.add_argument(
+        "--metric", default="", metavar="[STAGE:]METRIC", help="what decides, such as ppo/gold or reward_model:accuracy"
+    )
+    parser.add_argument("--direction", choices=("max", "min"), default="max", help="which end of the metric is better")
+    parser.add_argument("--approve", action="store_true", help="run the best to its end once a person has approved it")
+
+
+def _diff_verb(parser: argparse.ArgumentParser) -> None:
+    what = "a profile, the label or digest of an artifact, a folder, or the name or id of a run in MLflow"
+    parser.add_argument("a", metavar="A", help=what)
+    parser.add_argument("b", metavar="B", help="the same")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="if B is a profile: changes of it",
+    )
+    parser.add_argument(
+        "--samples", type=int, default=3, metavar="N", help="so many prompts that were answered otherwise"
+    )
+    _store_options(parser)
+
+
+def _reproduce_verb(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("artifact", help="digest of an artifact, or label of a stage")
+    parser.add_argument("--into", default="", metavar="FOLDER", help="the empty store; default: in the state folder")
+    parser.add_argument("--keep-going", action="store_true", help="go on after a stage whose bytes differ")
+    parser.add_argument(
+        "--store", default="", metavar="FOLDER", help="the store that has it; default: that of the state folder"
+    )
+    parser.add_argument(
+        "--profile", default="", help="the profile whose runtime, and store if there is no --store, is used"
+    )
+    parser.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="changes of it"
+    )
+
+
+def _serve_verb(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("policy", help="champion, champion:MODEL, label of a stage (sft, ppo), digest, or a folder")
+    parser.add_argument("--port", type=int, default=8000, help="this one, or the next that is free")
+    parser.add_argument("--adapter", default="", help="also serve the LoRA adapter in this folder, or of this policy")
+    parser.add_argument(
+        "--token-env", default="", metavar="NAME", help="variable with the token; default: a file is made"
+    )
+    parser.add_argument(
+        "--max-model-len", type=int, default=0, metavar="N", help="tokens of a conversation; default: all"
+    )
+    parser.add_argument("--kv-cache-gib", type=float, default=1.0, help="memory of the cache, without a GPU")
+    _store_options(parser)
 
 
 def _serve_reward_verb(parser: argparse.ArgumentParser) -> None:

@@ -18,6 +18,7 @@ from pipelines.cli.common import console
 from pipelines.cli.display import LiveDisplay, PlainDisplay, open_display, results_table
 from pipelines.execution.all_cached import is_watched, results_if_all_cached
 from pipelines.execution.executor import RunOptions
+from pipelines.execution.lazy_runtime import LazyRuntime
 from pipelines.execution.listener import Listener
 from pipelines.execution.opening import import_tracker, open_run, open_tracker, plan_run, store_of
 from pipelines.execution.plan import PlannedStage
@@ -77,44 +78,59 @@ def run_profile(options: argparse.Namespace, console: Console) -> None:
     home = Home.here().make()
     config = load_profile(options.profile, options.overrides)
     store = store_of(config, home)
-    strict = Strictness(code=options.strict_code, env=options.strict_env)
-    wanted = RunOptions(until=options.until, force=tuple(options.force), strict=strict)
-    with open_display(console) as display, _kept_log(home, display):
+    wanted = run_options(options)
+    with open_display(console) as display, kept_log(home, display):
         planned = plan_run(config, lifecycle, wanted, store=store)
         watched = is_watched(home)
-        results = None if watched else results_if_all_cached(planned, store, display, strict=strict)
+        results = None if watched else results_if_all_cached(planned, store, display, strict=wanted.strict)
         if results is None:
             # If all stages were cached a moment ago, a result is gone now: the run plans again, with the checks of a plan.
             stale = not watched and all(stage.decision.action == "HIT" for stage in planned)
-            results = _run_recorded(config, None if stale else planned, wanted, options, home, display)
+            with prefect_server(home) as server:
+                results = run_recorded(
+                    config, None if stale else planned, wanted, options, home, display, server=server
+                )
     _print_results(results, store, console)
     _say_where_to_look(home, console)
 
 
-def _run_recorded(
+def run_options(options: argparse.Namespace) -> RunOptions:
+    """Return the options of a run from those of the command line."""
+    strict = Strictness(code=options.strict_code, env=options.strict_env)
+    return RunOptions(
+        until=options.until, force=tuple(options.force), strict=strict, overrides=tuple(options.overrides)
+    )
+
+
+def run_recorded(
     config: PipelineConfig,
     planned: list[PlannedStage] | None,
     wanted: RunOptions,
     options: argparse.Namespace,
     home: Home,
-    display: Listener,
+    listener: Listener,
+    *,
+    server: PrivateServer | None,
+    runtime: LazyRuntime | None = None,
 ) -> dict[str, ArtifactRef]:
-    """Run the pipeline as a Prefect flow, tracked in MLflow; return the artifacts by label."""
-    with _server(home) as server:
-        threading.Thread(target=import_tracker, args=(home,), daemon=True, name="import-tracker").start()
-        tracker = open_tracker(config, home)
-        with open_run(
-            config, lifecycle, wanted, home=home, tracker=tracker, listener=display, planned=planned
-        ) as pipeline_run:
-            # Prefect takes two seconds, which a run of cached stages does without, and reads the settings made above.
-            from pipelines.cli.command_flow import run_flow
+    """Run the pipeline as a Prefect flow, tracked in MLflow; return the artifacts by label.
 
-            run_flow(pipeline_run, config, options, server)
+    `runtime` holds engines that outlive the run.
+    """
+    threading.Thread(target=import_tracker, args=(home,), daemon=True, name="import-tracker").start()
+    tracker = open_tracker(config, home)
+    with open_run(
+        config, lifecycle, wanted, home=home, tracker=tracker, listener=listener, planned=planned, runtime=runtime
+    ) as pipeline_run:
+        # Prefect takes two seconds, which a run of cached stages does without, and reads the settings made above.
+        from pipelines.cli.command_flow import run_flow
+
+        run_flow(pipeline_run, config, options, server)
     return pipeline_run.results
 
 
 @contextmanager
-def _server(home: Home) -> Iterator[PrivateServer | None]:
+def prefect_server(home: Home) -> Iterator[PrivateServer | None]:
     """Connect Prefect's client to the user's server, to that of `rlhf up`, or to one that ends with the run."""
     services = running(home)
     theirs = user_prefect(home) or (services.prefect_api if services is not None else "")
@@ -155,7 +171,7 @@ def _say_where_to_look(home: Home, console: Console) -> None:
 
 
 @contextmanager
-def _kept_log(home: Home, display: PlainDisplay | LiveDisplay) -> Iterator[None]:
+def kept_log(home: Home, display: PlainDisplay | LiveDisplay) -> Iterator[None]:
     """Write our log to a file, and warnings to the display too."""
     to_file = logging.FileHandler(home.logs / "run.log")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

@@ -35,6 +35,10 @@ class RunOptions:
     forced: tuple[str, ...] = ()
     """Labels that were in `force` and have run before the run waited."""
     strict: Strictness = Strictness()
+    overrides: tuple[str, ...] = ()
+    """`dotted.key=value` changes of the profile, which the tracker shows in the name of the run."""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    """Further tags of the tracking run, such as those of a sweep."""
 
     def forces(self, label: str) -> bool:
         """Return whether the stage must run even if its result is in the store."""

@@ -45,3 +45,24 @@ class LazyRuntime:
             if self._runtime is None:
                 self._runtime = open_runtime(self._config)
             return self._runtime
+
+
+class KeptRuntime:
+    """Engines that several runs use one after the other, as long as these configure them alike."""
+
+    def __init__(self) -> None:
+        self._config: RuntimeConfig | None = None
+        self._runtime: LazyRuntime | None = None
+
+    def of(self, config: RuntimeConfig) -> LazyRuntime:
+        """Return the engines for a run with this configuration; those of another one are closed."""
+        if self._runtime is None or config != self._config:
+            self.close()
+            self._config, self._runtime = config, LazyRuntime(config)
+        return self._runtime
+
+    def close(self) -> None:
+        """Close the engines, for instance after a failure that may have left them in any state."""
+        runtime, self._runtime = self._runtime, None
+        if runtime is not None:
+            runtime.close()

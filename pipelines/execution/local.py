@@ -35,6 +35,8 @@ class LocalExecutor:
 
     context: RunContext
     runtime: LazyRuntime
+    owns_runtime: bool = True
+    """Whether `close` ends the engines; otherwise they outlive the run, for the next one."""
 
     def prepare(self, planned: Sequence[PlannedStage]) -> None:
         """Check secrets and Ray's address now instead of when the first stage needs them; start engines in a thread."""
@@ -55,8 +57,9 @@ class LocalExecutor:
         return attached or self._compute(spec, show_progress)
 
     def close(self) -> None:
-        """End the engines that were started."""
-        self.runtime.close()
+        """End the engines that were started, unless they belong to the caller."""
+        if self.owns_runtime:
+            self.runtime.close()
 
     def _attach(self, spec: StageSpec) -> StageOutcome | None:
         """Wait for another process that computes the key; the stage's tracking run belongs to that process."""

@@ -54,11 +54,12 @@ def open_run(
     tracker: Tracker,
     listener: Listener,
     planned: list[PlannedStage] | None = None,
+    runtime: LazyRuntime | None = None,
 ) -> Iterator[PipelineRun]:
     """Yield a run whose engines start in the background as planned; close them at the end.
 
     `planned` is the recent result of `plan_run` for this run; None plans here. An outdated plan does no harm: every
-    stage is decided again before it runs.
+    stage is decided again before it runs. `runtime` holds engines that outlive the run; None opens and closes them here.
     """
     store = store_of(config, home)
     store.create()
@@ -67,7 +68,7 @@ def open_run(
         planned = plan_run(config, pipeline, options, store=store)
     for stage in planned:
         listener.planned(stage.label, stage.decision)
-    executor = open_executor(RunContext(config, options, store, tracker, listener))
+    executor = open_executor(RunContext(config, options, store, tracker, listener), runtime)
     try:
         executor.prepare(planned)
         yield PipelineRun(executor.context, executor, planned)
@@ -75,10 +76,12 @@ def open_run(
         executor.close()
 
 
-def open_executor(context: RunContext) -> LocalExecutor | RayJobExecutor:
-    """Return the executor that `runtime.execution` names."""
+def open_executor(context: RunContext, runtime: LazyRuntime | None = None) -> LocalExecutor | RayJobExecutor:
+    """Return the executor that `runtime.execution` names; a `runtime` that is given is not closed by it."""
     if context.config.runtime.execution == "ray-job":
         return RayJobExecutor(context)
+    if runtime is not None:
+        return LocalExecutor(context, runtime, owns_runtime=False)
     return LocalExecutor(context, LazyRuntime(context.config.runtime))
 
 
@@ -93,6 +96,7 @@ def open_tracker(config: PipelineConfig, home: Home, *, join: str = "") -> Track
         spool=home.mlflow_artifacts / ".spool",
         place=place,
         join=join,
+        store=store_of(config, home).root,
     )
     return tracker
 

@@ -15,10 +15,12 @@ from pipelines.execution.forcing import note_forced
 from pipelines.execution.gates import Gatekeeper, StageHeld, commands
 from pipelines.execution.notify import notify
 from pipelines.execution.plan import HELD, Pipeline, PlannedStage, ReachedUntil, placeholder
+from pipelines.execution.summary import description, headline_metrics, run_name
 from pipelines.execution.tracker import Status
 from pipelines.flows.graph import RunStage, Stages
 from pipelines.flows.profile import profile_digest
 from pipelines.services.waits import answers_awaited
+from rlhf_core.errors import RlhfError
 from rlhf_core.secrets.redaction import hide_in
 from rlhf_core.stage import stopping
 from rlhf_core.stage.key import StageSpec
@@ -42,6 +44,8 @@ class PipelineRun:
     results: dict[str, ArtifactRef] = field(default_factory=dict)
     started: int = 0
     """Number of stages that were started, cached ones included."""
+    outcomes: dict[str, StageOutcome] = field(default_factory=dict)
+    """What came of every finished stage, by label."""
     links: Mapping[str, str] = field(default_factory=dict)
     """Where the run can be looked up, besides the tracker."""
     gates: Gatekeeper = field(init=False)
@@ -74,6 +78,7 @@ class PipelineRun:
                 raise
             raise safe from None
         self.results[spec.label] = outcome.ref
+        self.outcomes[spec.label] = outcome
         listener.finished(spec.label, outcome.decision, outcome.metrics, outcome.seconds)
         return outcome
 
@@ -159,14 +164,15 @@ def run_stages(
 
     Raises RunHalted if gates hold back a part of the pipeline, or the budget is spent.
     """
-    config, tracker = run.context.config, run.context.tracker
+    config, tracker, options = run.context.config, run.context.tracker, run.context.options
     params = config.model_dump(mode="json", exclude={"notify"})  # the path of an address may be a secret
     run.links = tags
-    tracker.start(config.name, run_id=None, params=params, tags=tags)
+    name = run_name(config.name, options.overrides, tracker.token)
+    tracker.start(name, run_id=None, params=params, tags={**tags, **options.tags})
     status: Status = "KILLED"
     ended: BaseException | None = None
     try:
-        limited = UntilStage(GatedStages(run, run_stage), run.context.options.until)
+        limited = UntilStage(GatedStages(run, run_stage), options.until)
         champion = champion_of(config, run.context.store)
         with suppress(ReachedUntil):
             pipeline(
@@ -174,7 +180,7 @@ def run_stages(
                 Stages(limited, seed=config.seed, runtime=config.runtime, champion=champion, decisions=run.gates.notes),
             )
         run.gates.check()
-        if not run.context.options.until:
+        if not options.until:
             run.budget.close()
         status = "FINISHED"
     except BaseException as error:
@@ -184,11 +190,17 @@ def run_stages(
         status = "FAILED" if isinstance(error, Exception) else "KILLED"
         raise
     finally:
-        tracker.finish(status, note=_note(run))
-        note_forced(run.context.options, config, run.context.store, finished=run.results, ended=ended)
+        tracker.finish(status, note=_summarize(run))
+        note_forced(options, config, run.context.store, finished=run.results, ended=ended)
         notify(config.notify, ended, run=config.name, links=tags)
     return run.results
 
 
-def _note(run: PipelineRun) -> str:
-    return "\n".join(f"- {label}: {ref.digest[:12]}" for label, ref in run.results.items())
+def _summarize(run: PipelineRun) -> str:
+    """Log the headline metrics on the pipeline's run and return its description."""
+    try:
+        run.context.tracker.parent.metrics(0, headline_metrics(run.outcomes, run.context.store))
+        return description(run.outcomes, run.context.store)
+    except (RlhfError, OSError, ValueError, KeyError) as error:  # an artifact that was lost must not change the end
+        logger.warning("tracking: the summary of the run is incomplete: %s", error)
+        return "\n".join(f"- {label}: {ref.digest[:12]}" for label, ref in run.results.items())

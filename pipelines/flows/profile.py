@@ -2,7 +2,8 @@
 
 A section that a profile leaves out switches that part of the pipeline off. A profile may extend another one: `extends =
 "full.toml"` (a relative path) or `"tiny/full"` (a shipped profile). Tables are merged, everything else is replaced, and
-`"none"` removes a section.
+`"none"` removes a key of any table. Where the other profile has a list of tables (`[[gates]]`), a table changes or removes
+the entries that its keys name (`[gates]`, `quality = "none"`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeGuard
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -144,6 +145,9 @@ class PipelineConfig(Config):
 
 # ---------------------------------------------------------------- loading
 
+NAMES = ("name", "title", "after", "metric", "type", "path")
+"""Keys that name an entry of a list of tables; the first one that it has counts."""
+
 
 def load_profile(profile: str | Path, overrides: Sequence[str] = ()) -> PipelineConfig:
     """Return the configuration of a profile, by path or shipped name, with `dotted.key=value` overrides.
@@ -251,20 +255,37 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _merge(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(base: Mapping[Any, Any], changes: Mapping[Any, Any], path: str = "") -> dict[Any, Any]:
     merged = dict(base)
     for key, value in changes.items():
+        before, here = merged.get(key), f"{path}.{key}" if path else key
         if value == "none":
             merged.pop(key, None)
-        elif (
-            isinstance(value, Mapping)
-            and isinstance(merged.get(key), Mapping)
-            and not _of_another_type(merged[key], value)
-        ):
-            merged[key] = _merge(merged[key], value)
+        elif isinstance(value, Mapping) and _is_table_list(before):
+            merged[key] = _merge_list(before, value, here)
+        elif isinstance(value, Mapping):
+            known = before if isinstance(before, Mapping) and not _of_another_type(before, value) else {}
+            merged[key] = _merge(known, value, here)
         else:
             merged[key] = value
     return merged
+
+
+def _is_table_list(value: Any) -> TypeGuard[list[Mapping[str, Any]]]:
+    return isinstance(value, list) and bool(value) and all(isinstance(entry, Mapping) for entry in value)
+
+
+def _merge_list(entries: Sequence[Mapping[str, Any]], changes: Mapping[str, Any], path: str) -> list[Any]:
+    """Return a list of tables with changes to those that the keys name; raise ConfigError for a name that none has."""
+    names = [next((str(entry[key]) for key in NAMES if key in entry), "") for entry in entries]
+    for name, value in changes.items():
+        if names.count(name) != 1:
+            rule = "several entries have this name" if name in names else "no entry of the list has this name"
+            remedy = f"the names are {', '.join(names)}; or give the whole list as [[{path}]]"
+            raise ConfigError(f"{path}.{name} = {shown_value(path, value)}: {rule}; {remedy}")
+    named = dict(enumerate(entries))
+    changed = _merge(named, {index: changes[name] for index, name in enumerate(names) if name in changes}, path)
+    return list(changed.values())
 
 
 def _of_another_type(table: Mapping[str, Any], changes: Mapping[str, Any]) -> bool:

@@ -40,7 +40,12 @@ def full(
 
     `overrides` are `dotted.key=value` changes of `config`; `until` ends after that stage; `force` reruns stages.
     """
-    options = RunOptions(until=until, force=tuple(force), strict=Strictness(code=strict_code, env=strict_env))
+    options = RunOptions(
+        until=until,
+        force=tuple(force),
+        strict=Strictness(code=strict_code, env=strict_env),
+        overrides=tuple(overrides),
+    )
     return run_served(with_overrides(config, overrides), lifecycle, options)
 
 
@@ -54,7 +59,12 @@ def rlvr(
     strict_env: bool = False,
 ) -> dict[str, str] | State[None]:
     """Optimize the policy on verifiable rewards; the profile has no learned reward."""
-    options = RunOptions(until=until, force=tuple(force), strict=Strictness(code=strict_code, env=strict_env))
+    options = RunOptions(
+        until=until,
+        force=tuple(force),
+        strict=Strictness(code=strict_code, env=strict_env),
+        overrides=tuple(overrides),
+    )
     return run_served(with_overrides(config, overrides), verifiable_rewards, options)
 
 

@@ -81,6 +81,21 @@ class Home:
         """Return the auth string that our Prefect server requires of every request; created at the first call."""
         return _read_or_create(self.prefect_auth, lambda: f"rlhf:{secrets.token_urlsafe(32)}")
 
+    @property
+    def serving(self) -> Path:
+        """Return the file that says which policy `rlhf serve` serves, and where."""
+        return self.root / "serving.json"
+
+    @property
+    def serve_token(self) -> Path:
+        """Return the file with the token of `rlhf serve`, which only its owner can read."""
+        return self.root / "serve_token"
+
+    @property
+    def serve_token_string(self) -> str:
+        """Return the token that `rlhf serve` requires of its clients; created at the first call."""
+        return _read_or_create(self.serve_token, lambda: secrets.token_urlsafe(32))
+
     def make(self) -> Home:
         for folder in (self.store, self.prefect, self.mlflow_artifacts, self.logs):
             folder.mkdir(parents=True, exist_ok=True)

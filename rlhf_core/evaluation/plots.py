@@ -125,6 +125,53 @@ def curves(series: Mapping[str, Curve], *, title: str, y_label: str) -> bytes:
     return _png(figure)
 
 
+@dataclass(frozen=True, slots=True)
+class SweptPoint:
+    """A point of a sweep: the value of the swept option, and the number found there with its interval."""
+
+    value: str
+    mean: float
+    low: float
+    high: float
+
+
+def swept(series: Mapping[str, Sequence[SweptPoint]], *, option: str, y_label: str) -> bytes:
+    """Draw a number with its interval over the values of an option, one color per series; the series "" has no name.
+
+    Numbers stand on an axis, which is logarithmic if they span a factor of 8; other values stand side by side.
+    """
+    figure, axes = _figure(6.4, 4.0)
+    names = list(dict.fromkeys(point.value for points in series.values() for point in points))
+    places = _numbers(names) or {name: float(index) for index, name in enumerate(names)}
+    for index, (name, points) in enumerate(series.items()):
+        ordered = sorted(points, key=lambda point: places[point.value])
+        error = [[point.mean - point.low for point in ordered], [point.high - point.mean for point in ordered]]
+        axes.errorbar(
+            [places[point.value] for point in ordered], [point.mean for point in ordered], _clipped(error), fmt="o-",
+            color=PALETTE[index % len(PALETTE)], markersize=7, capsize=4, elinewidth=1.6, linewidth=1.0, alpha=0.9,
+            label=name,
+        )  # fmt: skip
+    positions = sorted(set(places.values()))
+    if _numbers(names) and positions[0] > 0 and positions[-1] / positions[0] >= 8:
+        axes.set_xscale("log")
+    axes.set_xticks([places[name] for name in names], names)
+    axes.minorticks_off()
+    axes.set_xlabel(option)
+    axes.set_ylabel(y_label)
+    if any(series):
+        axes.legend(frameon=False, fontsize=8)
+    return _png(figure)
+
+
+def _numbers(names: Sequence[str]) -> dict[str, float]:
+    """Return the value of every name if all are finite numbers, else {}."""
+    try:
+        values = {name: float(name) for name in names}
+    except ValueError:
+        return {}
+    return values if all(map(math.isfinite, values.values())) else {}
+
+
 def reliability_diagram(rows: Sequence[ReliabilityBin], *, ece: float) -> bytes:
     """Draw accuracy against confidence per bin. A calibrated model is on the diagonal."""
     figure, axes = _figure(4.6, 4.2)

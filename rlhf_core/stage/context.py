@@ -75,6 +75,7 @@ class RunningAttempt:
             label=self.spec.label,
             stage=self.spec.name,
             payload=self.target.payload,
+            config=self.spec.config.model_dump(mode="json"),
             inputs=tuple(dict.fromkeys(ref.uri for ref in self.spec.refs())),
             code=self.target.code,
             earlier_code=self.earlier_code,

@@ -50,6 +50,9 @@ class Provenance(BaseModel):
     stage: str
     payload: dict[str, Any]
     """Complete value whose hash is the key."""
+    config: dict[str, Any] = {}
+    """The stage's whole configuration, with the options and the names of functions that are not in the key; {} in
+    records of earlier versions."""
     inputs: tuple[str, ...]
     """Uris from which the inputs were read."""
     code: dict[str, str]

@@ -84,6 +84,8 @@ class MemoryTracker:
         self.tags: dict[str, str] = {}
         self.stages: dict[str, MemoryStageTracker] = {}
         """Key -> tracker, in the order of first use."""
+        self.parent = MemoryStageTracker()
+        """The metrics, tables and files of the run itself."""
 
     def start(self, name: str, *, run_id: str | None, params: Mapping[str, Any], tags: Mapping[str, str]) -> str:
         """Open the run; `run_id` re-opens an earlier one."""

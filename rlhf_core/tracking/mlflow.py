@@ -53,7 +53,8 @@ class MlflowTracker:
     `artifact_root` is where a new experiment keeps its files; None leaves that to the server. `spool` is the folder for
     undelivered records: on this machine, shared by runs, by default beside the database or the root. `place` names the
     MLflow behind `uri` if it has several addresses: a run through the database then delivers the records that a run
-    through the server left. `join` is the token of a run that another process opened and will end.
+    through the server left. `join` is the token of a run that another process opened and will end. `store` is the
+    folder of the artifact store, from which MLflow loads registered policies.
     """
 
     def __init__(
@@ -65,10 +66,11 @@ class MlflowTracker:
         spool: Path | None = None,
         place: str = "",
         join: str = "",
+        store: Path | None = None,
     ) -> None:
         self._uri = uri
         self._token = join or uuid.uuid4().hex
-        self._delivery = Delivery(uri, experiment=experiment, artifact_root=artifact_root)
+        self._delivery = Delivery(uri, experiment=experiment, artifact_root=artifact_root, store=store)
         folder = spool or _spool_folder(uri, artifact_root)
         self._outbox = Outbox(folder / _short(f"{place or uri} {experiment}"), self._delivery)
 
@@ -114,6 +116,11 @@ class MlflowTracker:
         self._outbox.flush(OPEN_SECONDS, retry=False)
         return MlflowStageTracker(self, key)
 
+    @property
+    def parent(self) -> MlflowStageTracker:
+        """Return the tracker of the parent run itself: of its own metrics, tables and files."""
+        return MlflowStageTracker(self, self._token)
+
     def tag(self, tags: Mapping[str, str]) -> None:
         """Set tags of the parent run."""
         self._append("tag", self._token, tags=redaction.tags(tags))
@@ -149,7 +156,7 @@ class MlflowTracker:
 
 
 class MlflowStageTracker(StageTracker):
-    """The tracker of one stage; created by `MlflowTracker.stage`."""
+    """The tracker of one stage, or of the parent run; created by `MlflowTracker.stage` and `MlflowTracker.parent`."""
 
     def __init__(self, tracker: MlflowTracker, key: str) -> None:
         self._tracker = tracker

@@ -20,6 +20,7 @@ from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.tracking import redaction
 from rlhf_core.tracking.mlflow_client import import_mlflow, open_client, run_url
 from rlhf_core.tracking.outbox import Record, Unreachable
+from rlhf_core.tracking.policy_reference import folder_of, save_reference
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,8 @@ TABLES_TAG = "mlflow.loggedArtifacts"
 EXTERNAL_TAG = "mlflow.model.isExternal"
 VERSIONS_TAG = "mlflow.modelVersions"
 
+_RUN_LINK = re.compile(r"\(runs:/([0-9a-f]{32})")
+"""A link to a run, as `run_url` writes it where there is no server."""
 METRICS_PER_REQUEST = 1000
 PARAMS_PER_REQUEST = 100
 DATASET_DIGEST = 32
@@ -69,10 +72,11 @@ class Run:
 class Delivery:
     """The connection to one experiment. Only the outbox's thread calls it; `runs` and `versions` may be read."""
 
-    def __init__(self, uri: str, *, experiment: str, artifact_root: Path | None) -> None:
+    def __init__(self, uri: str, *, experiment: str, artifact_root: Path | None, store: Path | None = None) -> None:
         self._uri = uri
         self._experiment = experiment
         self._artifact_root = artifact_root
+        self._store = store
         self._client: Any = None
         self._mlflow: Any = None
         self._failing: tuple[Record | None, int] = (None, 0)
@@ -191,9 +195,13 @@ class Delivery:
             logger.warning("tracking: run %s continues in another process, so it is not ended here", run.run_id)
             return
         if record["note"] and record["note"] not in run.tags.get(NOTE_TAG, ""):
-            note = f"{run.tags.get(NOTE_TAG, '')}\n\n{without_secrets(record['note'])}"
+            note = f"{run.tags.get(NOTE_TAG, '')}\n\n{without_secrets(self._linked(record['note']))}"
             client.set_tag(run.run_id, NOTE_TAG, note[: redaction.TAG_CHARACTERS])
         client.set_terminated(run.run_id, status=record["status"])
+
+    def _linked(self, note: str) -> str:
+        """Return a description whose links to runs work on MLflow's page, whatever the server's address will be."""
+        return _RUN_LINK.sub(rf"(#/experiments/{self.experiment_id}/runs/\1", note)
 
     def _is_anothers(self, client: Any, run: Run) -> bool:
         """Return whether another process has opened the stage's run since: it took the stage over and will end it."""
@@ -324,7 +332,12 @@ class Delivery:
             self.experiment_id, name=name, source_run_id=run_id, tags=tags, model_type="causal-lm"
         )
         with tempfile.TemporaryDirectory() as folder:  # the registry requires an MLmodel file
-            self._mlflow.models.utils.get_external_mlflow_model_spec(model).save(str(Path(folder) / "MLmodel"))
+            spec = self._mlflow.models.utils.get_external_mlflow_model_spec(model)
+            policy = folder_of(uri, self._store)
+            if policy is None:
+                spec.save(str(Path(folder) / "MLmodel"))
+            else:
+                save_reference(self._mlflow, spec, policy, Path(folder))
             client.log_model_artifacts(model.model_id, folder)
         client.finalize_logged_model(model.model_id, "READY")
         return str(model.model_id)

@@ -60,5 +60,7 @@ class PublishConfig(Config):
     """If given, the policy becomes champion only if it is better than the current one. A first policy has no opponent."""
     decisions: tuple[GateNote, ...] = added_option(())
     """What came of the `[[gates]]` of the run, for the model card. The pipeline fills it in."""
+    hub: bool = added_option(False)
+    """Whether the artifact also has a folder `hub` with the weights, the tokenizer and the card, ready for the Hugging Face Hub."""
     intended_use: str = "Research on preference learning. Not reviewed for use with people."
     licence: str = "To be chosen by whoever releases the model; mind the licences of the base model and of the data."

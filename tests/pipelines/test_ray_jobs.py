@@ -183,9 +183,10 @@ def own(jobs: Jobs, home: Home) -> list[Job]:
 
 
 def tracked(home: Home) -> list[tuple[str, str]]:
-    """Return name and status of every run in MLflow."""
+    """Return name (without the part in brackets that tells pipeline runs apart) and status of every run in MLflow."""
     from rlhf_core.tracking.mlflow_client import open_client
 
     client = open_client(home.mlflow_uri)
     experiment = client.get_experiment_by_name("jobs")
-    return sorted((run.info.run_name, run.info.status) for run in client.search_runs([experiment.experiment_id]))
+    found = client.search_runs([experiment.experiment_id])
+    return sorted((run.info.run_name.partition(" (")[0], run.info.status) for run in found)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import ModelCard
 from pydantic import ValidationError
 
 from rlhf_core.errors import ConfigError
@@ -85,6 +86,28 @@ def test_a_passed_gate_makes_the_policy_champion(shop: Workshop, inputs: dict[st
     assert gate["registry"] == {"name": "rlhf-policy", "version": "1", "aliases": ["candidate", "champion"]}
     assert shop.metrics(decision) == {"gate/passed": 1.0, "gate/checks": 3.0}
     assert "Gate: **passed**" in card
+
+
+@pytest.mark.parametrize(("licence", "header"), [("Apache-2.0", "apache-2.0"), ("Ask us first.", "other")])
+def test_by_option_there_is_a_folder_for_the_hub_with_weights_and_card(
+    shop: Workshop, inputs: dict[str, Any], tmp_path: Path, licence: str, header: str
+) -> None:
+    (tmp_path / "policy" / "model-00001-of-00002.safetensors").write_bytes(b"weights")
+    policy = shop.store.external(PolicyRef, tmp_path / "policy")
+    report = json.loads(
+        (tmp_path / "report" / "report.json").read_text().replace(inputs["policy"].digest, policy.digest)
+    )
+    (tmp_path / "report" / "report.json").write_text(json.dumps(report))
+    inputs = {"policy": policy, "report": shop.store.external(ReportRef, tmp_path / "report")}
+    ref, _ = shop.run("publish", PublishConfig(name="support", gate=GOOD, hub=True, licence=licence), inputs)
+    folder = shop.store.path(ref) / "hub"
+    assert (folder / "model-00001-of-00002.safetensors").read_bytes() == b"weights"
+    assert (folder / "config.json").is_file()
+    card = ModelCard.load(folder / "README.md")  # as the Hub reads it
+    assert (card.data.license, card.data.library_name, card.data.tags) == (header, "transformers", ["rlhf"])
+    assert card.text.strip().startswith("# support")
+    ref, _ = shop.run("publish", PublishConfig(gate=GOOD), inputs)
+    assert not (shop.store.path(ref) / "hub").exists()
 
 
 def with_champion(shop: Workshop, inputs: dict[str, Any], tmp_path: Path, low: float) -> dict[str, Any]:

@@ -5,24 +5,42 @@ from __future__ import annotations
 import io
 import secrets
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from pipelines.cli import chat
 from pipelines.cli.chat import talk
+from pipelines.services.health import ServiceError
+from pipelines.services.home import Home
+from pipelines.services.policy_server import ServingNote
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import RlhfError
 from rlhf_core.runtime.local_runtime import LocalRuntime
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.types import Message, SamplingRequest
+from rlhf_core.types import Message, PolicyRef, SamplingRequest
+from tests.support.chat_server import ChatServer
 from tests.support.workshop import RUNTIME
 
 
-def said(store: ArtifactStore, policy: Path | str, text: str) -> str:
+@pytest.fixture
+def server() -> Iterator[ChatServer]:
+    server = ChatServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(autouse=True)
+def here(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLHF_HOME", str(home.root))
+
+
+def said(store: ArtifactStore, policy: Path | str, text: str, token_env: str = "") -> str:
     printed = io.StringIO()
-    options = Namespace(policy=str(policy), once=text, max_tokens=12, temperature=1.0)
+    options = Namespace(policy=str(policy), once=text, max_tokens=12, temperature=1.0, token_env=token_env)
     talk(options, store, Console(file=printed, width=200))
     return printed.getvalue()
 
@@ -42,3 +60,38 @@ def test_the_answer_is_what_the_policy_samples(
 def test_a_policy_that_the_store_has_not_is_an_error(store: ArtifactStore) -> None:
     with pytest.raises(RlhfError, match="ppo"):
         said(store, "ppo", "What is 12 + 30?")
+
+
+def test_a_policy_that_is_served_is_asked_there_with_the_token_of_its_file(
+    store: ArtifactStore, server: ChatServer, tmp_path: Path, home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "policy").mkdir()
+    digest = store.external(PolicyRef, tmp_path / "policy").digest
+    note = ServingNote(url=server.url, name="ppo", digest=digest)
+    monkeypatch.setattr(chat, "serving", lambda home: note)
+    server.says = lambda asked: f"{asked} Indeed."
+    assert said(store, tmp_path / "policy", "Is it 42?") == f"ppo at {server.url}\nIs it 42? Indeed.\n"
+    (asked,) = server.requests
+    assert (asked["path"], asked["model"], asked["max_tokens"]) == ("/v1/chat/completions", "ppo", 12)
+    assert server.tokens == [f"Bearer {home.serve_token_string}"]
+    assert home.serve_token.stat().st_mode & 0o777 == 0o600
+
+
+def test_any_openai_server_can_be_talked_to_by_its_address(
+    store: ArtifactStore, server: ChatServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THEIR_TOKEN", "theirs")
+    server.says = lambda asked: "Yes."
+    assert said(store, server.url.removesuffix("/v1"), "Is it 42?", "THEIR_TOKEN") == "Yes.\n"
+    assert server.requests[0]["model"] == "served" and set(server.tokens) == {"Bearer theirs"}
+    server.says = lambda asked: 500
+    with pytest.raises(ServiceError, match=r"no answer \(500: "):
+        said(store, server.url, "Is it 42?", "THEIR_TOKEN")
+
+
+def test_the_token_of_our_own_server_is_not_sent_to_others(
+    store: ArtifactStore, server: ChatServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "LOCAL_HOSTS", ())  # so that the server is somebody else's
+    said(store, server.url, "Is it 42?")
+    assert set(server.tokens) == {None}

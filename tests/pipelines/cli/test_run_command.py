@@ -40,12 +40,12 @@ def test_a_run_is_recorded_on_the_users_own_server_and_none_is_started(
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.delenv("RLHF_OWN_SETTINGS")  # so it is the user's
     monkeypatch.setattr(run_command, "private_server", lambda home: pytest.fail("a server of our own"))
-    with run_command._server(home) as server:
+    with run_command.prefect_server(home) as server:
         assert server is None and os.environ["PREFECT_API_URL"] == theirs
     assert run_command.is_watched(home)
     monkeypatch.setenv("PREFECT_API_URL", "http://me:hunter2@127.0.0.1:9/api")
     with pytest.raises(ServiceError, match=r"^PREFECT_API_URL = http://\*\*\*@127.0.0.1:9/api: does not answer"):
-        run_command._server(home).__enter__()
+        run_command.prefect_server(home).__enter__()
 
 
 @pytest.mark.parametrize("watched", [False, True])
@@ -64,7 +64,7 @@ def test_a_run_is_planned_once(tmp_path: Path, home: Home, monkeypatch: pytest.M
     monkeypatch.setenv("RLHF_HOME", str(home.root))
     monkeypatch.setattr(Planner, "__call__", counted)
     monkeypatch.setattr(run_command, "is_watched", lambda home: watched)
-    monkeypatch.setattr(run_command, "_server", lambda home: nullcontext())
+    monkeypatch.setattr(run_command, "prefect_server", lambda home: nullcontext())
     monkeypatch.setattr(run_command, "open_tracker", lambda config, home: MemoryTracker())
     monkeypatch.setattr(run_command, "import_tracker", lambda home: None)
     monkeypatch.setattr("pipelines.cli.command_flow.run_flow", run_flow)

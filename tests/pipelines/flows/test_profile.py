@@ -111,6 +111,44 @@ def test_extends_merges_tables_and_replaces_the_rest(tmp_path: Path) -> None:
     assert (config.name, config.ppo.steps, config.ppo.prompts_per_step, config.evaluate) == ("child", 3, 4, None)
 
 
+TERM = '{type = "function", function = "rlhf_core.rewards.verifiable:finished"}'
+GATED = """
+[[gates]]
+name = "quality"
+after = "sft"
+otherwise = "approve"
+[[gates]]
+after = "ppo"
+otherwise = "approve"
+"""
+
+
+def test_a_profile_takes_a_key_of_any_table_away(tmp_path: Path) -> None:
+    write_mini(tmp_path)
+    child = tmp_path / "child.toml"
+    child.write_text(
+        f'extends = "mini.toml"\n[ppo.rewards.terms]\nfinished = "none"\nother = {TERM}\n'
+        '[ppo.sampling]\nmax_tokens = "none"\n[ppo.advantage]\ntype = "reinforce++"\nlambda = "none"\n'
+    )
+    config = load_profile(child)
+    assert config.ppo is not None and list(config.ppo.rewards.terms) == ["other"]
+    assert config.ppo.sampling.max_tokens != 8 and config.ppo.advantage.type == "reinforce++"
+
+
+def test_a_profile_changes_and_takes_away_entries_of_a_list_by_their_names(tmp_path: Path) -> None:
+    write_mini(tmp_path, GATED)
+    child = tmp_path / "child.toml"
+    child.write_text('extends = "mini.toml"\n[gates]\nquality = "none"\nppo = {name = "last"}\n')
+    assert [gate.title for gate in load_profile(child).gates] == ["last"]
+    child.write_text('extends = "mini.toml"\ngates = "none"\n')
+    assert load_profile(child).gates == ()
+    child.write_text('extends = "mini.toml"\n[gates]\nqualty = "none"\n')
+    with pytest.raises(
+        ConfigError, match=r"^gates\.qualty = 'none': no entry of the list has this name; the names are quality"
+    ):
+        load_profile(child)
+
+
 def test_a_profile_may_extend_a_shipped_one_from_anywhere(tmp_path: Path) -> None:
     child = tmp_path / "mine.toml"
     child.write_text('extends = "tiny/rlvr"\nname = "mine"\n[ppo]\nsteps = 3\n')

@@ -99,3 +99,14 @@ def test_smoothing_starts_at_the_first_value_and_follows_a_jump() -> None:
     assert plots.smoothed([4.0, 4.0], span=3) == [4.0, 4.0]
     # weight 1/2: averages 0, then (0/2 + 1/2) / (3/4)
     assert plots.smoothed([0.0, 1.0], span=3) == pytest.approx([0.0, 2 / 3])
+
+
+def test_a_sweep_shows_a_colour_per_series_over_numbers_or_words() -> None:
+    def points(*values: str) -> list[plots.SweptPoint]:
+        return [plots.SweptPoint(value, number, number - 0.5, number + 0.5) for number, value in enumerate(values)]
+
+    _, one = image(plots.swept({"": points("0.01", "0.1", "1")}, option="ppo.kl_coef", y_label="gold"))
+    _, two = image(plots.swept({"seed=1": points("a", "b"), "seed=2": points("b", "a")}, option="loss", y_label="gold"))
+    assert 1 < one < two
+    assert plots._numbers(["0.01", "1e-3"]) == {"0.01": 0.01, "1e-3": 0.001}
+    assert plots._numbers(["0.01", "dpo"]) == plots._numbers(["nan"]) == {}

@@ -1,0 +1,204 @@
+"""Run a profile with several values of its options (`rlhf sweep`): one table, one plot, and which point is the best."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from pipelines.cli.common import console
+from pipelines.cli.run_command import run_options, run_profile
+from pipelines.cli.sweep_runs import Sweep, overrides_of
+from pipelines.execution.measures import OF_POLICIES
+from pipelines.execution.opening import plan_run, store_of
+from pipelines.execution.sweep import (
+    Goal,
+    Point,
+    PointResult,
+    best_of,
+    check_approved,
+    check_metric,
+    default_goal,
+    goal_of,
+    grid_points,
+    keys_of,
+    named,
+    random_points,
+    rivals,
+)
+from pipelines.flows.full import lifecycle
+from pipelines.flows.profile import PipelineConfig, load_profile
+from pipelines.services.home import Home
+from rlhf_core.errors import ConfigError, explain
+from rlhf_core.store.artifacts import ArtifactStore
+
+EXIT_SOME_FAILED = 1
+LONGEST_ERROR = 60
+
+
+def sweep(options: argparse.Namespace) -> int:
+    """Run every point, print the table and the best point; return 1 if a point has no result."""
+    points, home = points_of(options), Home.here().make()
+    configs = [load_profile(options.profile, overrides_of(options, point)) for point in points]
+    store = store_of(configs[0], home)
+    plans = [plan_run(config, lifecycle, run_options(options), store=store) for config in configs]
+    labels = list(dict.fromkeys(stage.label for planned in plans for stage in planned))
+    policies = configs[0].policies()
+    goal = goal_of(options.metric, options.direction, labels=labels, policies=policies)
+    work = Sweep(options, points, home)
+    with work.tracked(configs[0], plans):
+        results = work.execute(store)
+        goal = goal or default_goal(results, policies, options.direction)
+        rows = rows_of(results, goal)
+        folder = write(home.root / "sweeps" / work.id, results, goal)
+        work.record(rows, results, goal, folder)
+    say_table(rows, results)
+    _say(f"table and plot: {folder}")
+    status = EXIT_SOME_FAILED if any(result.error for result in results) else 0
+    if goal is None:
+        _say("no point has a gold reward or reward-model score: name a number with --metric STAGE:METRIC")
+        return status
+    check_metric(results, goal)
+    best = best_of(results, goal)
+    if best is not None:
+        say_best(results, best, goal)
+        go_on(options, best, goal, results, store)
+    return status
+
+
+def points_of(options: argparse.Namespace) -> list[Point]:
+    """Return the points that the options describe; raise ConfigError if there are none."""
+    if options.random is None and options.range:
+        raise ConfigError(explain("--range", options.range[0], "needs --random N", "say how many points to draw"))
+    if options.random is not None:
+        points = random_points(options.random, options.range, options.grid, seed=options.sweep_seed)
+    else:
+        points = grid_points(options.grid)
+    keys = keys_of(points)
+    if not keys:
+        rule, remedy = "there is nothing to sweep", "add --grid KEY=VALUE,VALUE or --random N --range KEY=LOW..HIGH"
+        raise ConfigError(explain("--grid", " ".join(options.grid), rule, remedy))
+    for override in options.overrides:
+        if override.partition("=")[0].strip() in keys:
+            raise ConfigError(explain("--set", override, "this key is swept", "leave it out"))
+    return points
+
+
+# ---------------------------------------------------------------- what is shown and kept
+
+
+def rows_of(results: Sequence[PointResult], goal: Goal | None) -> list[list[str]]:
+    """Return the table, its headings first: what each point changes, what it cost, and what came of it."""
+    columns = _columns(results, goal)
+    rows = [["point", "hits", "computed", *columns, "seconds", "state"]]
+    for result in results:
+        numbers = [str(measures[name]) if name in measures else "" for label, name in columns.values()
+                   for measures in [result.measures.get(label, {})]]  # fmt: skip
+        state = _short(result.error) or "done"
+        counts = [str(len(result.hits)), str(len(result.computed))]
+        rows.append([named(result.point), *counts, *numbers, f"{result.seconds:.1f}", state])
+    return rows
+
+
+def _columns(results: Sequence[PointResult], goal: Goal | None) -> dict[str, tuple[str, str]]:
+    """Return heading -> stage and metric: the number that decides, and the others of the same policy."""
+    if goal is None:
+        return {}
+    policy, slash, _ = goal.name.rpartition("/")
+    of_policy = [f"{policy}/{name}" for name in OF_POLICIES] if goal.label == "evaluate" and slash else []
+    known = {name for result in results for name in result.measures.get(goal.label, {})}
+    names = dict.fromkeys([goal.name, *(name for name in of_policy if name in known)])
+    return {str(Goal(goal.label, name, goal.direction)): (goal.label, name) for name in names}
+
+
+def say_table(rows: Sequence[Sequence[str]], results: Sequence[PointResult]) -> None:
+    """Print the table, and how often each stage was computed."""
+    table = Table(box=None, pad_edge=False)
+    for number, name in enumerate(rows[0]):
+        table.add_column(name, justify="left" if number in (0, len(rows[0]) - 1) else "right", no_wrap=number > 0)
+    for row in rows[1:]:
+        table.add_row(*map(Text, row))
+    console.print(table)
+    computed = Counter(label for result in results for label in result.computed)
+    hits = sum(len(result.hits) for result in results)
+    stages = ", ".join(f"{label} {count}" for label, count in computed.items())
+    _say(f"computed {computed.total()} stages ({stages or 'none'}); {hits} were hits")
+    for result in results:
+        if result.error:
+            _say(f"no result: {named(result.point)}: {result.error}")
+
+
+def say_best(results: Sequence[PointResult], best: PointResult, goal: Goal) -> None:
+    """Print which point is the best, and which others it cannot be told apart from."""
+    word = "highest" if goal.direction == "max" else "lowest"
+    _say(f"best: {named(best.point)} ({word} {goal}: {goal.of(best)})")
+    others = rivals(results, best, goal)
+    if others:
+        _say(f"its interval overlaps with {', '.join(named(other.point) for other in others)}: repeat with other seeds")
+
+
+def write(folder: Path, results: Sequence[PointResult], goal: Goal | None) -> Path:
+    """Write sweep.json, and sweep.png if a number was compared; return the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    plain = {
+        "metric": str(goal or ""),
+        "direction": goal.direction if goal else "",
+        "points": list(map(asdict, results)),
+    }
+    (folder / "sweep.json").write_text(json.dumps(plain, indent=2))
+    if goal is not None and any(goal.of(result) for result in results):
+        (folder / "sweep.png").write_bytes(plot(results, goal))
+    return folder
+
+
+def plot(results: Sequence[PointResult], goal: Goal) -> bytes:
+    """Draw the number that decides over the first swept key, one line per value of the others."""
+    from rlhf_core.evaluation.plots import SweptPoint, swept  # matplotlib, 1 s
+
+    option = keys_of([result.point for result in results])[0]
+    series: dict[str, list[SweptPoint]] = {}
+    for result in results:
+        measure = goal.of(result)
+        if measure is not None:
+            first, *others = result.point
+            value = first.partition("=")[2]
+            series.setdefault(" ".join(others), []).append(SweptPoint(value, measure.mean, measure.low, measure.high))
+    return swept(series, option=option, y_label=str(goal))
+
+
+# ---------------------------------------------------------------- what becomes of the best
+
+
+def go_on(
+    options: argparse.Namespace, best: PointResult, goal: Goal, results: Sequence[PointResult], store: ArtifactStore
+) -> None:
+    """Run the whole profile at the best point once a person has approved it, or print the command that does.
+
+    Raises StageWaiting until a person has decided, RunBlocked if they have rejected it.
+    """
+    chosen = [*options.overrides, *best.point]
+    config: PipelineConfig = load_profile(options.profile, chosen)
+    if config.publish is None and not options.approve:
+        return
+    if not options.approve:
+        words = ["rlhf", "run", options.profile, *(word for text in chosen for word in ("--set", text))]
+        _say(f"a sweep publishes nothing; to publish the best: {shlex.join(words)}")
+        return
+    check_approved(config.name, best, goal, len(results), store)
+    run_profile(argparse.Namespace(**{**vars(options), "overrides": chosen}), console)
+
+
+def _say(text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _short(error: str) -> str:
+    line = error.partition("\n")[0]
+    return line if len(line) <= LONGEST_ERROR else f"{line[: LONGEST_ERROR - 3]}..."

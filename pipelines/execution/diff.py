@@ -1,0 +1,231 @@
+"""Compare two runs, artifacts or profiles: configuration, code, inputs, metrics, and answers to the same prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from pipelines.execution.measures import Measure, stage_measures
+from pipelines.execution.opening import store_of
+from pipelines.execution.plan import PENDING, PlannedStage, plan
+from pipelines.flows.inputs import find_artifact
+from pipelines.flows.profile import PipelineConfig, find_profile, load_profile
+from pipelines.services.home import Home
+from rlhf_core.data.shards import read_generations
+from rlhf_core.errors import ArtifactError, ConfigError
+from rlhf_core.evaluation.lineage import handles, lineage
+from rlhf_core.stage.decision import changed_modules, differences
+from rlhf_core.stage.key import key_payload
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.fingerprint import module_digests
+from rlhf_core.store.records import KeyRecord, other_versions
+from rlhf_core.tracking.pipeline_runs import find_run
+from rlhf_core.tracking.redaction import flatten
+from rlhf_core.types import ArtifactRef, GenerationsRef
+
+NOWHERE = "not there"
+
+
+@dataclass(frozen=True)
+class StageSide:
+    """A stage on one side. `record` is None for a stage of a profile that has not run yet."""
+
+    payload: Mapping[str, Any]
+    code: Mapping[str, str]
+    record: KeyRecord | None
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two things that are compared."""
+
+    name: str
+    store: ArtifactStore
+    stages: Mapping[str, StageSide]
+    """By label, in the order in which they run."""
+    config: Mapping[str, str] = field(default_factory=dict)
+    """Dotted key -> value of a whole profile; empty for an artifact."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What differs in one stage; `own` is what the stage itself has otherwise, `inputs` what it was given."""
+
+    label: str
+    own: tuple[str, ...]
+    inputs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Answers of both sides to the same prompt."""
+
+    prompt: str
+    ours: str
+    theirs: str
+
+
+def side_of(name: str, overrides: Sequence[str], store: ArtifactStore, home: Home, uri: str) -> Side:
+    """Return what a name means: a profile, an artifact by label, digest or folder, or a run in MLflow by name or id.
+
+    `uri` is the address of MLflow. Raises ConfigError if it is none of these.
+    """
+    try:
+        find_profile(name)
+    except ConfigError as no_profile:
+        try:
+            return of_artifact(name, store)
+        except ArtifactError as no_artifact:
+            run = find_run(uri, name)
+            if run is None:
+                raise ConfigError(f"{no_profile}; {no_artifact}; and MLflow has no run of this name or id") from None
+            records = {label: store.record(key) for label, key in run.keys.items()}
+            stages = {label: of_record(record) for label, record in records.items() if record is not None}
+            return Side(name, store, stages, run.params)
+    config = load_profile(name, overrides)
+    own = store_of(config, home)
+    stages = {stage.label: of_planned(stage, own) for stage in plan(config, own)}
+    return Side(" ".join([name, *overrides]), own, stages, plain_config(config))
+
+
+def of_artifact(name: str, store: ArtifactStore) -> Side:
+    """Return the stages that led to an artifact. Raises ArtifactError if the store has none of this name."""
+    ref, records = find_artifact(store, ArtifactRef, name), store.records()
+    keys = [ancestor.key for ancestor in lineage(records, [ref.digest])]
+    found = [record for key in keys if (record := store.record(key)) is not None]
+    return Side(name, store, {record.label: of_record(record) for record in found})
+
+
+def of_record(record: KeyRecord) -> StageSide:
+    """Return a stage that was made, from its record."""
+    return StageSide(record.payload, record.code, record)
+
+
+def of_planned(stage: PlannedStage, store: ArtifactStore) -> StageSide:
+    """Return a stage of a profile, from its record if it has run and from its configuration if not."""
+    record = store.record(stage.decision.key) if stage.decision.action == "HIT" else None
+    return StageSide(key_payload(stage.spec), module_digests(stage.spec.module), record)
+
+
+def plain_config(config: PipelineConfig) -> dict[str, str]:
+    """Return dotted key -> value of a profile, with secrets hidden, as MLflow keeps it for a run."""
+    return flatten(config.model_dump(mode="json", exclude={"notify"}))
+
+
+# ---------------------------------------------------------------- what differs
+
+
+def config_differences(ours: Side, theirs: Side) -> list[tuple[str, str, str]]:
+    """Return key, value here and value there, for every key that differs between two profiles or runs."""
+    if not ours.config or not theirs.config:
+        return []
+    return [
+        (key, ours.config.get(key, NOWHERE), theirs.config.get(key, NOWHERE))
+        for key in [*ours.config, *(key for key in theirs.config if key not in ours.config)]
+        if ours.config.get(key) != theirs.config.get(key)
+    ]
+
+
+def stage_differences(ours: Side, theirs: Side) -> list[Difference]:
+    """Return what differs, stage by stage, in the order in which they run; stages that agree are left out."""
+    found = []
+    for label in [*ours.stages, *(label for label in theirs.stages if label not in ours.stages)]:
+        here, there = ours.stages.get(label), theirs.stages.get(label)
+        if here is None or there is None:
+            found.append(Difference(label, (f"only in {(ours if there is None else theirs).name}",)))
+            continue
+        phrases = list(_phrases(label, here, there))
+        inputs = tuple(phrase for phrase in phrases if phrase.startswith("input "))
+        own = tuple(phrase for phrase in phrases if phrase not in inputs)
+        if phrases:
+            found.append(Difference(label, own, inputs))
+    return found
+
+
+def first_difference(found: Sequence[Difference]) -> Difference | None:
+    """Return the first stage that differs by itself, and not only by what it was given."""
+    return next((one for one in found if one.own), None)
+
+
+def _phrases(label: str, here: StageSide, there: StageSide) -> Iterator[str]:
+    before, after = (_with_known_inputs(side.payload, other.payload) for side, other in ((here, there), (there, here)))
+    strict = [payload.pop("code", "") for payload in (before, after)]
+    yield from differences(label, before, after, here.code, there.code)
+    modules = changed_modules(here.code, there.code)
+    if modules:
+        counted = "" if strict[0] != strict[1] else " (not in the key)"
+        yield f"code{counted}: {', '.join(modules)}"
+    if here.record is not None and there.record is not None:
+        yield from other_versions(here.record.environment, _versions(there.record))
+
+
+def _with_known_inputs(payload: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a payload without the inputs that one of the two sides has not made yet."""
+    unknown = {name for table in (payload, other) for name, value in table["inputs"].items() if PENDING in str(value)}
+    return {**payload, "inputs": {name: value for name, value in payload["inputs"].items() if name not in unknown}}
+
+
+def _versions(record: KeyRecord) -> dict[str, str]:
+    return dict(record.environment)
+
+
+def metric_differences(ours: Side, theirs: Side) -> list[tuple[str, Measure | None, Measure | None]]:
+    """Return `stage: metric` with its number on both sides, for the stages that both have and where it differs."""
+    found = []
+    for label, here in ours.stages.items():
+        there = theirs.stages.get(label)
+        if there is None or here.record is None or there.record is None:
+            continue
+        if here.record.handle.digest == there.record.handle.digest:
+            continue
+        numbers = [
+            stage_measures(side.store, record.handle, record.metrics)
+            for side, record in ((ours, here.record), (theirs, there.record))
+        ]
+        for name in dict.fromkeys([*numbers[0], *numbers[1]]):
+            pair = numbers[0].get(name), numbers[1].get(name)
+            if pair[0] != pair[1]:
+                found.append((f"{label}: {name}", *pair))
+    return found
+
+
+def answers(ours: Side, theirs: Side, count: int) -> list[Answer]:
+    """Return the first `count` prompts that both sides answered otherwise, by the last stage that generated on both."""
+    here, there = (_generations(side) for side in (ours, theirs))
+    shared = [label for label in here if label in there and here[label].digest != there[label].digest]
+    pairs = [(here[label], there[label]) for label in reversed(shared)]
+    if not pairs and here and there:  # two policies of different stages: what each of them answered last
+        pairs = [(list(here.values())[-1], list(there.values())[-1])]
+    for mine, other in pairs:
+        found = list(islice(_different(ours.store, mine, theirs.store, other), count))
+        if found:
+            return found
+    return []
+
+
+def _generations(side: Side) -> dict[str, GenerationsRef]:
+    """Return the answers that are among the stages, then those that the store has of the last policy."""
+    records = [stage.record for stage in side.stages.values() if stage.record is not None]
+    found = {record.label: record.handle for record in records if isinstance(record.handle, GenerationsRef)}
+    made = {ref.digest for ref in handles(records[-1].handle)} if records else set()
+    for record in side.store.records():
+        handle = record.handle
+        if isinstance(handle, GenerationsRef) and made & set(handle.parents) and side.store.folder(handle.uri).is_dir():
+            found.setdefault(record.label, handle)
+    return found
+
+
+def _different(
+    store: ArtifactStore, ref: GenerationsRef, other_store: ArtifactStore, other: GenerationsRef
+) -> Iterator[Answer]:
+    theirs: dict[str, str] = {}
+    for generation in read_generations(other_store.path(other)):
+        theirs.setdefault(generation.prompt.id, generation.completion.text)
+    seen: set[str] = set()
+    for generation in read_generations(store.path(ref)):
+        prompt = generation.prompt
+        if prompt.id in theirs and prompt.id not in seen and generation.completion.text != theirs[prompt.id]:
+            yield Answer(prompt.messages[-1].content, generation.completion.text, theirs[prompt.id])
+        seen.add(prompt.id)

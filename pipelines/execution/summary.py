@@ -1,0 +1,61 @@
+"""Say in the tracker what a run is and what came of it: its name, its headline numbers, its description."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from pipelines.execution.executor import StageOutcome
+from pipelines.execution.measures import HIGH, LOW, REPORT, of_report, read_report
+from rlhf_core.store.artifacts import ArtifactStore
+
+HEADLINES = ("accuracy", "accuracy_low", "accuracy_high", "ece", "reward/mean", "kl/per_sequence", "eval/loss")
+"""Metrics of a stage's record that are repeated on the pipeline's run, beside those of the policies."""
+PAGE = "report.html"
+LONGEST_OVERRIDE, LONGEST_NAME = 40, 160
+_REFUSED = re.compile(r"[^\w\-. :/]")
+"""Characters that MLflow refuses in the name of a metric."""
+
+
+def run_name(name: str, overrides: Sequence[str], token: str) -> str:
+    """Return the name of a tracking run: the profile's, what was overridden, and a part of the run's own token.
+
+    >>> run_name("tiny", ["ppo.kl_coef=0.1"], "3f2a91")
+    'tiny ppo.kl_coef=0.1 (3f2a)'
+    """
+    shown = [text if len(text) <= LONGEST_OVERRIDE else f"{text[: LONGEST_OVERRIDE - 3]}..." for text in overrides]
+    title = " ".join([name, *shown])[:LONGEST_NAME]
+    return f"{title} ({token[:4]})" if token else title
+
+
+def headline_metrics(outcomes: Mapping[str, StageOutcome], store: ArtifactStore) -> dict[str, float]:
+    """Return the numbers by which runs are compared: of each policy and model, with intervals, and the costs."""
+    found: dict[str, float] = {}
+    for label, outcome in outcomes.items():
+        numbers = {name: outcome.metrics[name] for name in HEADLINES if name in outcome.metrics}
+        for name, measure in of_report(read_report(store.path(outcome.ref))).items():
+            numbers[name] = measure.mean
+            if measure.has_interval:
+                numbers |= {name + LOW: measure.low, name + HIGH: measure.high}
+        found |= {_REFUSED.sub("", f"{label}/{name}"): value for name, value in numbers.items()}
+    hits = [label for label, outcome in outcomes.items() if outcome.decision.action == "HIT"]
+    seconds = sum(outcome.seconds for outcome in outcomes.values())
+    return found | {
+        "run/hits": float(len(hits)),
+        "run/computed": float(len(outcomes) - len(hits)),
+        "run/hours": seconds / 3600,
+    }
+
+
+def description(outcomes: Mapping[str, StageOutcome], store: ArtifactStore) -> str:
+    """Return, in Markdown, every finished stage with a link to the tracking run that made it, and where reports are."""
+    lines = []
+    for label, outcome in outcomes.items():
+        page, folder = outcome.tracking_url, store.path(outcome.ref)
+        name = f"[{label}]({page})" if page else label
+        line = f"- {name}: {outcome.decision.action}, `{outcome.ref.digest[:12]}`"
+        if (folder / REPORT).is_file() and (folder / PAGE).is_file():
+            line += f", [report]({page}/artifacts/{PAGE})" if page else ""
+            line += f" in `{folder / PAGE}`"
+        lines.append(line)
+    return "\n".join(lines)

@@ -1,0 +1,308 @@
+"""Run one profile with several values of its options, and choose the best.
+
+Every point is an ordinary run with overrides, so stages that points share are computed once, and a sweep that was killed
+goes on with the same command: what is done is in the store.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import random
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from pipelines.execution.gates import Gatekeeper, Outcome, Verdict, condition
+from pipelines.execution.listener import Listener, Silent
+from pipelines.execution.measures import Measure, stage_measures
+from pipelines.flows.run_rules import GateConfig
+from rlhf_core.errors import ConfigError, explain, nearest
+from rlhf_core.secrets.redaction import without_secrets
+from rlhf_core.stage.decision import Decision
+from rlhf_core.stage.stopping import RunHalted
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.gate_decisions import GateDecisions
+from rlhf_core.types import ArtifactRef
+
+logger = logging.getLogger(__name__)
+
+Direction: TypeAlias = Literal["max", "min"]
+Point: TypeAlias = tuple[str, ...]
+"""The overrides of one run, such as `("ppo.kl_coef=0.05",)`."""
+_RANGE = re.compile(r"(?P<log>log:)?(?P<low>[^.:].*?)\.\.(?P<high>.+)")
+
+
+class Tally:
+    """A `Listener` that notes which stages were hits and which were computed, and passes everything on."""
+
+    def __init__(self, inner: Listener) -> None:
+        self.inner = inner
+        self.hits: list[str] = []
+        self.computed: list[str] = []
+        self.metrics_of: dict[str, dict[str, float]] = {}
+
+    def planned(self, label: str, decision: Decision) -> None:
+        self.inner.planned(label, decision)
+
+    def started(self, label: str, decision: Decision) -> None:
+        self.inner.started(label, decision)
+
+    def progress(self, label: str, done: int, total: int, message: str) -> None:
+        self.inner.progress(label, done, total, message)
+
+    def metrics(self, label: str, step: int, values: Mapping[str, float]) -> None:
+        self.inner.metrics(label, step, values)
+
+    def finished(self, label: str, decision: Decision, metrics: Mapping[str, float], seconds: float) -> None:
+        (self.hits if decision.action in ("HIT", "ATTACH") else self.computed).append(label)
+        self.metrics_of[label] = dict(metrics)
+        self.inner.finished(label, decision, metrics, seconds)
+
+    def failed(self, label: str, error: BaseException) -> None:
+        self.inner.failed(label, error)
+
+
+@dataclass(frozen=True)
+class PointResult:
+    """What came of one point. `measures` and `digests` have an entry for each finished stage, by label."""
+
+    point: Point
+    hits: tuple[str, ...]
+    computed: tuple[str, ...]
+    seconds: float
+    measures: Mapping[str, Mapping[str, Measure]] = field(default_factory=dict)
+    digests: Mapping[str, str] = field(default_factory=dict)
+    error: str = ""
+    """Why the run has no result; empty if it has one."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """The number that decides which point is the best: `name` of the stage `label`.
+
+    >>> str(Goal("evaluate", "ppo/gold", "max"))
+    'ppo/gold'
+    """
+
+    label: str
+    name: str
+    direction: Direction
+
+    def of(self, result: PointResult) -> Measure | None:
+        """Return the number at a point; None if the point has none."""
+        return result.measures.get(self.label, {}).get(self.name)
+
+    def __str__(self) -> str:
+        return self.name if self.label == "evaluate" else f"{self.label}:{self.name}"
+
+
+def run_points(
+    points: Sequence[Point],
+    run_point: Callable[[Point, Tally], Mapping[str, ArtifactRef]],
+    store: ArtifactStore,
+) -> list[PointResult]:
+    """Run every point through `run_point`, which returns the artifacts by label; a point that fails stops no other one.
+
+    `run_point` may set the listener inside the tally that it is given.
+    """
+    results = []
+    for point in points:
+        tally, began, error, made = Tally(Silent()), time.monotonic(), "", {}
+        try:
+            made = dict(run_point(point, tally))
+        except RunHalted as halted:
+            error = f"{halted.state}: {halted}"
+        except Exception as failure:
+            logger.exception("the point %s failed", named(point))
+            error = without_secrets(f"{type(failure).__name__}: {failure}")
+        measures = {label: stage_measures(store, ref, tally.metrics_of[label]) for label, ref in made.items()}
+        digests = {label: ref.digest for label, ref in made.items()}
+        seconds = time.monotonic() - began
+        results.append(PointResult(point, tuple(tally.hits), tuple(tally.computed), seconds, measures, digests, error))
+    return results
+
+
+def keys_of(points: Sequence[Point]) -> list[str]:
+    """Return the keys that the points set, in their order."""
+    return list(dict.fromkeys(part.partition("=")[0].strip() for point in points for part in point))
+
+
+def named(point: Point) -> str:
+    """Return a point as people read it."""
+    return " ".join(point) or "the profile as it is"
+
+
+# ---------------------------------------------------------------- the points
+
+
+def grid_points(grids: Sequence[str]) -> list[Point]:
+    """Return the product of the values in `key=value,value`, the last key the fastest.
+
+    >>> grid_points(["ppo.kl_coef=0.05,0.1", "seed=1,2"])[1]
+    ('ppo.kl_coef=0.05', 'seed=2')
+    """
+    choices = [_choices(grid) for grid in grids]
+    _check_keys([key for key, _ in choices])
+    return list(itertools.product(*([f"{key}={value}" for value in values] for key, values in choices)))
+
+
+def random_points(count: int, ranges: Sequence[str], grids: Sequence[str], *, seed: int) -> list[Point]:
+    """Return `count` points drawn from ranges and from the values of grids; the same `seed` draws the same points.
+
+    >>> random_points(1, ["ppo.kl_coef=log:0.01..0.1"], ["seed=1,2"], seed=0)
+    [('ppo.kl_coef=0.06985', 'seed=2')]
+    """
+    if count < 1:
+        raise ConfigError(explain("--random", count, "must be >= 1", "say how many points to draw"))
+    spans, choices = [_span(text) for text in ranges], [_choices(grid) for grid in grids]
+    _check_keys([span.key for span in spans] + [key for key, _ in choices])
+    chance = random.Random(seed)
+    drawn: list[Point] = []
+    for _ in range(count):
+        values = [f"{span.key}={span.draw(chance)}" for span in spans]
+        drawn.append((*values, *(f"{key}={chance.choice(options)}" for key, options in choices)))
+    return list(dict.fromkeys(drawn))
+
+
+@dataclass(frozen=True)
+class _Span:
+    key: str
+    low: float
+    high: float
+    log: bool
+    whole: bool
+
+    def draw(self, chance: random.Random) -> str:
+        if self.log:
+            found = math.exp(chance.uniform(math.log(self.low), math.log(self.high)))
+        else:
+            found = chance.uniform(self.low, self.high)
+        return str(round(found)) if self.whole else f"{found:.4g}"
+
+
+def _span(text: str) -> _Span:
+    key, _, written = text.partition("=")
+    matched = _RANGE.fullmatch(written.strip())
+    remedy = "write KEY=LOW..HIGH or KEY=log:LOW..HIGH, such as ppo.kl_coef=log:0.01..0.2"
+    if not key.strip() or matched is None:
+        raise ConfigError(explain("--range", text, "must read KEY=LOW..HIGH", remedy))
+    ends = (matched["low"].strip(), matched["high"].strip())
+    try:
+        low, high = (float(end) for end in ends)
+    except ValueError:
+        raise ConfigError(explain("--range", text, "its ends must be numbers", remedy)) from None
+    log = matched["log"] is not None
+    if not low < high or not math.isfinite(high - low) or (log and low <= 0):
+        rule = "must begin above 0" if log and low <= 0 else "must have its lower end first"
+        raise ConfigError(explain("--range", text, rule, remedy))
+    whole = all(re.fullmatch(r"[+-]?\d+", end) for end in ends)
+    return _Span(key.strip(), low, high, log, whole)
+
+
+def _choices(grid: str) -> tuple[str, list[str]]:
+    key, _, written = grid.partition("=")
+    values = _split(written)
+    if not key.strip() or not all(values):
+        remedy = "for example --grid ppo.kl_coef=0.02,0.05,0.1"
+        raise ConfigError(explain("--grid", grid, "must read KEY=VALUE,VALUE,...", remedy))
+    if len(set(values)) < len(values):
+        raise ConfigError(explain("--grid", grid, "names a value twice", "remove one of them"))
+    return key.strip(), values
+
+
+def _split(text: str) -> list[str]:
+    """Return the values of a list; commas inside brackets, braces and quotes separate nothing."""
+    parts, depth, quote = [""], 0, ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        else:
+            depth += (letter in "[{(") - (letter in "]})")
+        if letter == "," and not depth and not quote:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts]
+
+
+def _check_keys(keys: Sequence[str]) -> None:
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ConfigError(explain("--grid", key, "is swept twice", "name each key once"))
+
+
+# ---------------------------------------------------------------- the best one
+
+
+def goal_of(metric: str, direction: Direction, *, labels: Sequence[str], policies: Sequence[str]) -> Goal | None:
+    """Return the goal that `[STAGE:]METRIC` names, None for an empty one; raise ConfigError for what the runs lack."""
+    if not metric:
+        return None
+    before, colon, after = metric.rpartition(":")
+    label, name = (before, after) if colon else ("evaluate", metric)
+    if label not in labels:
+        rule = f"the runs have no stage {label!r}"
+        raise ConfigError(explain("--metric", metric, rule, nearest(label, labels)))
+    policy = name.partition("/")[0]
+    if label == "evaluate" and not policy.startswith("best-of") and policy not in policies:
+        rule = f"the runs evaluate no policy {policy!r}"
+        raise ConfigError(explain("--metric", metric, rule, nearest(policy, policies)))
+    return Goal(label, name, direction)
+
+
+def default_goal(results: Sequence[PointResult], policies: Sequence[str], direction: Direction) -> Goal | None:
+    """Return the gold reward of the last policy, or its reward-model score; None if no point has either."""
+    for measure in ("gold", "reward_model"):
+        for policy in reversed(policies):
+            goal = Goal("evaluate", f"{policy}/{measure}", direction)
+            if any(goal.of(result) for result in results):
+                return goal
+    return None
+
+
+def best_of(results: Sequence[PointResult], goal: Goal) -> PointResult | None:
+    """Return the point with the best mean; None if no point has the number."""
+    found = [(measure.mean, result) for result in results if (measure := goal.of(result)) is not None]
+    choose = max if goal.direction == "max" else min
+    return choose(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def rivals(results: Sequence[PointResult], best: PointResult, goal: Goal) -> list[PointResult]:
+    """Return the other points whose interval overlaps with that of the best."""
+    ours = goal.of(best)
+    assert ours is not None
+    others = ((result, goal.of(result)) for result in results if result is not best)
+    return [result for result, one in others if one is not None and one.low <= ours.high and ours.low <= one.high]
+
+
+def check_metric(results: Sequence[PointResult], goal: Goal) -> None:
+    """Raise ConfigError if points have a result, but none of them the number that decides."""
+    finished = [result for result in results if not result.error]
+    if finished and best_of(finished, goal) is None:
+        known = sorted({name for result in finished for name in result.measures.get(goal.label, {})})
+        rule = f"{goal.label} has no such metric; it has {', '.join(known) or 'none'}"
+        raise ConfigError(explain("--metric", goal.name, rule, nearest(goal.name, known)))
+
+
+def check_approved(run: str, best: PointResult, goal: Goal, points: int, store: ArtifactStore) -> None:
+    """Ask a person, as a gate does, whether the best point may go on.
+
+    Raises StageWaiting until somebody has answered, and RunBlocked if they have rejected it.
+    """
+    gate = GateConfig(name="sweep", after=goal.label, otherwise="approve")
+    digest = best.digests[goal.label]
+    decisions = GateDecisions(store.layout)
+    found = f"{goal} {goal.of(best)} with {named(best.point)}, the best of {points} points"
+    request = decisions.find(condition(gate), digest)
+    if request is None or request.answer is None:
+        decisions.ask(gate.title, condition(gate), digest, found=found, run=run, links={})
+    answer = None if request is None else request.answer
+    outcome: Outcome = "waiting" if answer is None else "approved" if answer.answer == "approve" else "rejected"
+    gates = Gatekeeper([gate], store, verdicts=[Verdict(gate, goal.label, digest, found, outcome, answer)])
+    gates.check(run)

@@ -1,0 +1,69 @@
+"""Find a pipeline run in MLflow, with its configuration and the keys of its stages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.secrets.redaction import without_secrets
+from rlhf_core.tracking.mlflow_client import TrackingError, open_client
+from rlhf_core.tracking.mlflow_delivery import KEY_TAG, RUN_TAG
+
+STAGE_TAG = "stage."
+_ID = re.compile(r"[0-9a-f]{32}")
+_SQLITE = "sqlite:///"
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A pipeline run: its name, its configuration as dotted keys, and the keys of its stages by label."""
+
+    name: str
+    run_id: str
+    params: Mapping[str, str]
+    keys: Mapping[str, str]
+
+
+def find_run(uri: str, wanted: str) -> TrackedRun | None:
+    """Return the newest pipeline run with this id or name; the part of a name in brackets may be left out.
+
+    Returns None if there is none. Raises TrackingError if MLflow does not answer.
+    """
+    if uri.startswith(_SQLITE) and not Path(uri.removeprefix(_SQLITE)).exists():
+        return None
+    try:
+        client = open_client(uri)
+        found = _search(client, wanted)
+        return None if found is None else _tracked(client, found)
+    except Exception as error:  # any error of the server or the database: the user must fix it
+        text = without_secrets(f"{type(error).__name__}: {error}".splitlines()[0][:300])
+        raise TrackingError(f"MLflow at {without_secrets(uri)}: does not answer ({text}); try again") from error
+
+
+def _search(client: Any, wanted: str) -> Any:
+    if "'" in wanted or "%" in wanted:  # no name of ours has them, and the filter has no way to quote them
+        return None
+    experiments = [one.experiment_id for one in client.search_experiments()]
+    conditions = [f"attributes.run_name = '{wanted}'", f"attributes.run_name LIKE '{wanted} (%'"]
+    if _ID.fullmatch(wanted):
+        conditions = [f"attributes.run_id = '{wanted}'"]
+    for condition in conditions:
+        found = client.search_runs(experiments, filter_string=condition, order_by=["attributes.start_time DESC"])
+        for run in found:
+            if RUN_TAG in run.data.tags:
+                return run
+    return None
+
+
+def _tracked(client: Any, run: Any) -> TrackedRun:
+    keys = {}
+    for tag, value in run.data.tags.items():
+        stage_run = _ID.match(value)
+        if tag.startswith(STAGE_TAG) and stage_run is not None:
+            tags = client.get_run(stage_run.group()).data.tags
+            if KEY_TAG in tags:
+                keys[tag.removeprefix(STAGE_TAG)] = tags[KEY_TAG]
+    return TrackedRun(run.info.run_name, run.info.run_id, dict(run.data.params), keys)

@@ -1,0 +1,191 @@
+"""A sweep: what it computes, keeps, says and asks; once on the engines of this process, else with stages of toys."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines.cli import sweep_runs, sweep_verb
+from pipelines.cli.main import EXIT_BLOCKED, EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_WAITING, main
+from pipelines.execution.executor import RunOptions
+from pipelines.execution.opening import open_run
+from pipelines.execution.plan import Pipeline
+from pipelines.execution.run import run_stages
+from pipelines.flows.full import lifecycle
+from pipelines.flows.graph import Stages
+from pipelines.flows.profile import PipelineConfig
+from pipelines.services.home import Home
+from rlhf_core.tracking.memory import MemoryTracker
+from rlhf_core.types import ArtifactRef, PolicyRef
+from tests.support.small_pipeline import write_mini
+from tests.support.toy_stage import ToyConfig, toy_spec
+
+OF_EACH_POINT = ("ppo", "evaluate/ppo/generate", "evaluate")
+SHARED = ("prepare_data", "sft", "reward_model", "evaluate/base/generate", "evaluate/sft/generate")
+REWARDED = """
+[reward_model]
+loop = {batch_size = 16, epochs = 1}
+probe_answers = 0
+"""
+"""A reward model in the place of the functions of the profile, each of which starts a process."""
+FOUR = "ppo.kl_coef=0.01,0.02,0.05,0.1"
+
+
+def toys(config: PipelineConfig, stages: Stages) -> None:
+    assert config.ppo is not None
+    first = stages.run_stage(toy_spec(ToyConfig(), label="first", seed=config.seed), PolicyRef)
+    second = ToyConfig(kl_coef=config.ppo.kl_coef)
+    stages.run_stage(toy_spec(second, label="second", seed=config.seed, inputs={"policy": first}), PolicyRef)
+
+
+class Runs:
+    """Runs of points without Prefect and MLflow; `trackers` has the one of each run, `died` stops one of them."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.trackers: list[MemoryTracker] = []
+        self.sweeps: list[MemoryTracker] = []
+        self.errors: dict[str, BaseException] = {}
+        self.pipeline: Pipeline = lifecycle
+        patch.setenv("RLHF_HOME", str(folder / "home"))
+        patch.setattr(sweep_runs, "run_recorded", self.run)
+        patch.setattr(sweep_runs, "prefect_server", lambda home: nullcontext())
+        patch.setattr(sweep_runs, "open_tracker", lambda config, home: self.opened(self.sweeps))
+
+    def use_toys(self, patch: pytest.MonkeyPatch) -> None:
+        """Let every run be two toy stages, of which only the second reads `ppo.kl_coef`."""
+        for module in (sweep_runs, sweep_verb):
+            patch.setattr(module, "lifecycle", toys)
+        self.pipeline = toys
+
+    def opened(self, among: list[MemoryTracker]) -> MemoryTracker:
+        among.append(MemoryTracker())
+        return among[-1]
+
+    def run(
+        self,
+        config: PipelineConfig,
+        planned: Any,
+        wanted: RunOptions,
+        options: Any,
+        home: Home,
+        listener: Any,
+        **kept: Any,
+    ) -> Mapping[str, ArtifactRef]:
+        for override in wanted.overrides:
+            if override in self.errors:
+                raise self.errors[override]
+        tracker = self.opened(self.trackers)
+        with open_run(
+            config, self.pipeline, wanted, home=home, tracker=tracker, listener=listener, runtime=kept["runtime"]
+        ) as run:
+            return run_stages(run, self.pipeline, lambda spec, kind: run.stage(spec, lambda *_: None).ref, tags={})  # type: ignore[arg-type,return-value]
+
+    def computed(self) -> Counter[str]:
+        return Counter(stage.label for tracker in self.trackers for stage in tracker.stages.values())
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    return Runs(tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+def test_points_share_what_they_can_and_the_table_says_so(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Two steps: in the first one the policy is the reference, and a penalty for the distance changes nothing.
+    words = ["sweep", str(write_mini(tmp_path, REWARDED)), "--set", "ppo.steps=2", "--grid", FOUR]
+    words += ["--set", 'ppo.rewards.terms={reward_model={type="reward_model"}}', "--set", "evaluate.evaluate.gold=none"]
+    assert main(words) == 0
+    assert runs.computed() == dict.fromkeys(OF_EACH_POINT, 4) | dict.fromkeys(SHARED, 1)
+    out = capsys.readouterr().out
+    assert "computed 17 stages (prepare_data 1, sft 1, reward_model 1, ppo 4," in out and "; 15 were hits" in out
+    assert "best: ppo.kl_coef=" in out
+    (folder,) = (tmp_path / "home" / "sweeps").iterdir()
+    points = json.loads((folder / "sweep.json").read_text())["points"]
+    assert [len(point["hits"]) for point in points] == [0, 5, 5, 5]
+    scores = [point["measures"]["evaluate"]["ppo/reward_model"] for point in points]
+    assert all(one["low"] <= one["mean"] <= one["high"] for one in scores)
+    assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+    (sweep,) = runs.sweeps
+    assert {tracker.tags["mlflow.parentRunId"] for tracker in runs.trackers} == {sweep.run_id}
+    assert [tracker.tags["sweep.ppo.kl_coef"] for tracker in runs.trackers] == ["0.01", "0.02", "0.05", "0.1"]
+    assert runs.trackers[1].tags["name"].endswith(" ppo.kl_coef=0.02")
+    ((_, numbers),) = runs.trackers[0].parent.points
+    assert numbers["evaluate/ppo/reward_model"] == scores[0]["mean"] and numbers["run/hits"] == 0
+    assert sweep.tags["sweep.best"].startswith("ppo.kl_coef=") and sweep.status == "FINISHED"
+    assert ("", "sweep.png") in sweep.parent.files and len(sweep.parent.tables["sweep"][1]) == 4
+
+    again = Counter(runs.computed())
+    assert main(words) == 0
+    assert "computed 0 stages (none); 32 were hits" in capsys.readouterr().out
+    assert runs.computed() == again and len(runs.sweeps) == 1  # nothing to record: nothing was computed
+
+
+@pytest.fixture
+def small(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    runs.use_toys(monkeypatch)
+    return runs
+
+
+def swept(folder: Path, *more: str, grid: str = "ppo.kl_coef=0.1,0.2,0.3") -> list[str]:
+    return ["sweep", str(write_mini(folder)), "--grid", grid, "--metric", "second:total", *more]
+
+
+def test_a_sweep_that_was_killed_goes_on_where_it_was(
+    small: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small.errors = {"ppo.kl_coef=0.3": KeyboardInterrupt()}
+    assert main(swept(tmp_path)) == EXIT_INTERRUPTED
+    assert small.computed() == {"first": 1, "second": 2} and small.sweeps[0].status == "KILLED"
+    small.errors = {}
+    assert main(swept(tmp_path)) == 0
+    assert small.computed() == {"first": 1, "second": 3}
+    assert "computed 1 stages (second 1); 5 were hits" in capsys.readouterr().out
+
+
+def test_a_point_that_fails_loses_no_other_one(small: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small.errors = {"ppo.kl_coef=0.2": ValueError("the disk is full, says hf_abcdefghijklmnopqrstuvwxyz0123456789")}
+    assert main(swept(tmp_path)) == 1
+    out = capsys.readouterr().out
+    assert "no result: ppo.kl_coef=0.2: ValueError: the disk is full" in out and "hf_abc" not in out
+    assert small.computed() == {"first": 1, "second": 2}
+
+
+def test_what_cannot_be_swept_is_refused_before_anything_runs(
+    small: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = {
+        ("--set", "ppo.kl_coef=0.5"): "--set = 'ppo.kl_coef=0.5': this key is swept; leave it out",
+        ("--metric", "secnd:total"): "--metric = 'secnd:total': the runs have no stage 'secnd'; did you mean second?",
+        ("--range", "seed=1..9"): "--range = 'seed=1..9': needs --random N; say how many points to draw",
+    }
+    for words, error in refused.items():
+        assert main(swept(tmp_path, *words)) == EXIT_REFUSED
+        assert capsys.readouterr().err == f"{error}\n"
+    assert main(swept(tmp_path, grid="ppo.kl_coef=0.1,-1")) == EXIT_REFUSED
+    assert capsys.readouterr().err.startswith("ppo.kl_coef = -1: ")
+    assert small.trackers == []
+
+
+def test_the_best_goes_on_once_a_person_has_approved_it(
+    small: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    went: list[list[str]] = []
+    monkeypatch.setattr(sweep_verb, "run_profile", lambda options, console: went.append(options.overrides))
+    words = swept(tmp_path, "--approve", "--set", "seed=3")
+    assert main(words) == EXIT_WAITING and not went
+    asked = capsys.readouterr().err
+    assert "WAITING at gate sweep: second:total 1.5 with ppo.kl_coef=0.1, the best of 3 points" in asked
+    answer = [str(tmp_path / "mini.toml"), "sweep", "--reason", "as expected"]
+    assert main(["approve", *answer]) == 0
+    assert main(words) == 0 and went == [["seed=3", "ppo.kl_coef=0.1"]]
+    assert main(["reject", *answer]) == 0
+    assert main(words) == EXIT_BLOCKED and len(went) == 1

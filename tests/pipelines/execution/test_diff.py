@@ -1,0 +1,136 @@
+"""Two artifacts, profiles or runs, compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines.cli.main import EXIT_REFUSED, main
+from pipelines.execution.diff import (
+    Answer,
+    Difference,
+    answers,
+    config_differences,
+    first_difference,
+    metric_differences,
+    of_artifact,
+    side_of,
+    stage_differences,
+)
+from pipelines.execution.measures import Measure
+from pipelines.services.home import Home
+from rlhf_core.data.shards import write_generations, write_index
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.types import ArtifactRef, Completion, Generation, GenerationsRef, Message, PolicyRef, Prompt
+from tests.support.records import provenance
+from tests.support.small_pipeline import write_mini
+
+CODE = {"stages.ppo": "c1", "rlhf_core.training.fit": "c2"}
+
+
+class Made:
+    """Artifacts of stages that were never run, each from those before it."""
+
+    def __init__(self, store: ArtifactStore) -> None:
+        self.store = store
+        self.count = 0
+
+    def commit(
+        self, label: str, config: dict[str, Any], parent: ArtifactRef | None, kind: type[Any] = PolicyRef, **more: Any
+    ) -> Any:
+        self.count += 1
+        out = self.store.root.parent / f"out-{self.count}"
+        out.mkdir()
+        rows = more.pop("rows", None)
+        if rows is None:
+            (out / "weights.txt").write_text(f"{label} {config} {parent and parent.digest}")
+        else:
+            write_generations(out, 0, rows)
+            write_index(out, {"policy": "x"})
+        payload = {
+            "schema": 1, "stage": label, "version": 1, "config": config, "seed": 17, "engines": {}, "callables": {},
+            "inputs": {} if parent is None else {"policy": parent.digest},
+        }  # fmt: skip
+        facts = provenance(label=label, stage=label, payload=payload, **{"code": CODE, **more})
+        parents = () if parent is None else (parent.digest,)
+        return self.store.commit(f"{self.count:064d}", out, kind, children={}, record=facts, parents=parents)
+
+
+def said(*texts: str) -> list[Generation]:
+    return [
+        Generation(
+            Prompt(f"p{number}", (Message("user", f"Question {number}?"),), "", "world"),
+            (1,),
+            Completion((5,), (-0.1,), text, "stop", 0, 1),
+        )
+        for number, text in enumerate(texts)
+    ]
+
+
+@pytest.fixture
+def two(store: ArtifactStore) -> tuple[str, str]:
+    """Return the digests of two policies whose SFT had another rate, with their answers in the store."""
+    made, digests = Made(store), []
+    for rate, accuracy, third in ((0.1, 0.5, "No."), (0.2, 0.75, "Never.")):
+        sft = made.commit("sft", {"rate": rate, "loop": {"epochs": 1}}, None)
+        code = CODE | ({"stages.ppo": "c9"} if rate == 0.2 else {})
+        metrics = {"accuracy": accuracy, "accuracy_low": accuracy - 0.1, "accuracy_high": accuracy + 0.1, "same": 1.0}
+        ppo = made.commit("ppo", {"kl_coef": 0.05}, sft, code=code, metrics=metrics, environment={"torch": f"2.{rate}"})
+        made.commit("evaluate/ppo/generate", {}, ppo, GenerationsRef, rows=said("Yes.", "Yes.", third))
+        digests.append(ppo.digest)
+    return digests[0], digests[1]
+
+
+def test_artifacts_differ_by_the_first_stage_that_was_run_otherwise(store: ArtifactStore, two: tuple[str, str]) -> None:
+    ours, theirs = (of_artifact(digest, store) for digest in two)
+    found = stage_differences(ours, theirs)
+    first = first_difference(found)
+    assert first == Difference("sft", ("sft.rate: 0.1 -> 0.2",)) == found[0]
+    assert found[1].label == "ppo"
+    assert found[1].own == ("code (not in the key): stages.ppo", "torch: 2.0.1 -> 2.0.2")
+    (given,) = found[1].inputs
+    assert given.startswith("input policy changed: ")
+    assert stage_differences(ours, ours) == [] and first_difference([]) is None
+
+
+def test_only_metrics_that_differ_are_compared_with_their_intervals(store: ArtifactStore, two: tuple[str, str]) -> None:
+    ours, theirs = (of_artifact(digest, store) for digest in two)
+    (accuracy,) = metric_differences(ours, theirs)
+    assert accuracy == ("ppo: accuracy", Measure(0.5, 0.4, 0.6), Measure(0.75, 0.65, 0.85))
+
+
+def test_answers_to_the_same_prompts_stand_side_by_side_where_they_differ(
+    store: ArtifactStore, two: tuple[str, str]
+) -> None:
+    ours, theirs = (of_artifact(digest, store) for digest in two)
+    assert answers(ours, theirs, 3) == [Answer("Question 2?", "No.", "Never.")]
+    assert answers(ours, theirs, 0) == answers(ours, ours, 3) == []
+
+
+def test_profiles_differ_by_their_keys_before_anything_has_run(tmp_path: Path, home: Home) -> None:
+    profile, store = str(write_mini(tmp_path)), ArtifactStore(home.store)
+    ours = side_of(profile, [], store, home, home.mlflow_uri)
+    theirs = side_of(profile, ["ppo.kl_coef=0.2", "ppo.steps=3"], store, home, home.mlflow_uri)
+    assert config_differences(ours, theirs) == [("ppo.steps", "1", "3"), ("ppo.kl_coef", "0.05", "0.2")]
+    found = stage_differences(ours, theirs)
+    assert found == [Difference("ppo", ("ppo.steps: 1 -> 3", "ppo.kl_coef: 0.05 -> 0.2"))]
+    assert metric_differences(ours, theirs) == answers(ours, theirs, 3) == []
+
+
+def test_the_command_prints_it_all_and_refuses_what_it_does_not_know(
+    store: ArtifactStore,
+    two: tuple[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
+    assert main(["diff", *two, "--store", str(store.root)]) == 0
+    out = capsys.readouterr().out
+    assert "stages: 0 of 2 are the same; the first that differs by itself: sft" in out
+    assert "sft: sft.rate: 0.1 -> 0.2" in out and "B: Never." in out
+    assert "ppo: accuracy  0.5 [0.4, 0.6]  0.75 [0.65, 0.85]" in out
+    assert main(["diff", two[0], "nothing", "--store", str(store.root)]) == EXIT_REFUSED
+    assert "'nothing'" in capsys.readouterr().err

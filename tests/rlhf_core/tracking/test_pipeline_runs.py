@@ -1,0 +1,42 @@
+"""Pipeline runs, found again in MLflow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.tracking.mlflow import MlflowTracker
+from rlhf_core.tracking.mlflow_client import TrackingError, open_client
+from rlhf_core.tracking.pipeline_runs import find_run
+
+
+def test_a_run_is_found_by_id_and_by_name_with_the_keys_of_its_stages(database: Path, tmp_path: Path) -> None:
+    uri = f"sqlite:///{database}"
+    tracker = MlflowTracker(uri, experiment="rlhf", artifact_root=tmp_path / "files")
+    run_id = tracker.start("tiny ppo.kl_coef=0.1 (3f2a)", run_id=None, params={"ppo": {"kl_coef": 0.1}}, tags={})
+    made = tracker.stage("sft", key="key-of-sft", params={}, tags={})
+    made.finish("FINISHED")
+    tracker.cached("reward_model", run_id=made.run_id, key="key-of-sft")
+    tracker.parent.metrics(0, {"evaluate/ppo/gold": 1.5})
+    tracker.finish("FINISHED", note=f"- [sft](runs:/{made.run_id}): RUN")
+
+    for wanted in (run_id, "tiny ppo.kl_coef=0.1 (3f2a)", "tiny ppo.kl_coef=0.1"):
+        found = find_run(uri, wanted)
+        assert found is not None and (found.run_id, found.params) == (run_id, {"ppo.kl_coef": "0.1"})
+        assert found.keys == {"sft": "key-of-sft", "reward_model": "key-of-sft"}
+    assert [find_run(uri, wanted) for wanted in ("tiny", "x' or 'a", made.run_id)] == [None, None, None]
+
+    run = open_client(uri).get_run(run_id)
+    assert run.data.metrics == {"evaluate/ppo/gold": 1.5}
+    link = f"[sft](#/experiments/{run.info.experiment_id}/runs/{made.run_id})"
+    assert link in run.data.tags["mlflow.note.content"]
+
+
+def test_no_database_is_made_to_look_for_a_run(tmp_path: Path) -> None:
+    assert find_run(f"sqlite:///{tmp_path / 'none.db'}", "tiny") is None and list(tmp_path.iterdir()) == []
+
+
+def test_a_server_that_is_away_is_an_error() -> None:
+    with pytest.raises(TrackingError, match=r"^MLflow at http://127.0.0.1:9: does not answer"):
+        find_run("http://127.0.0.1:9", "tiny")
