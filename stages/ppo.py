@@ -44,6 +44,7 @@ from rlhf_core.training.experience import (
     sampled_logprobs,
     token_sample,
     value_samples,
+    with_loss_choice,
 )
 from rlhf_core.training.objectives.base import PolicyObjective, Scaled, SftObjective, ValueObjective
 from rlhf_core.training.schedule import scheduled_rate
@@ -136,6 +137,8 @@ def run(
                 turn_weight=config.turn_weight,
                 function=context.user_function(config.advantage),
             )
+            choice_seed = derive_seed(context.seed, "loss_choice", step)
+            advantages = with_loss_choice(advantages, experience, config.loss, seed=choice_seed)
             value_rows = value_samples(experience, advantages) if models.value_model else []
             policy_rows = policy_samples(experience, advantages)
             rate_scale = guard.learning_rate_scale

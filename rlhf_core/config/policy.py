@@ -151,10 +151,10 @@ class PPOConfig(Config):
             raise ValueError(
                 f"minibatches = {self.minibatches}: must be <= the {rollouts} rollouts of a step; lower it"
             )
-        if isinstance(self.advantage, GroupAdvantage) and self.samples_per_prompt < 2:
+        if isinstance(self.advantage, GroupAdvantage) and self.samples_per_prompt < self.advantage.least_group:
             raise ValueError(
                 f"samples_per_prompt = {self.samples_per_prompt}: {self.advantage.type} compares the samples of a prompt and needs "
-                "at least 2; raise it, or use gae or reinforce++"
+                f"at least {self.advantage.least_group}; raise it, or use gae or reinforce++"
             )
         return self
 
@@ -236,7 +236,7 @@ class PPOConfig(Config):
     def _the_penalty_is_not_normalized(self) -> PPOConfig:
         if self.advantage.divides_by_spread and self.kl_in == "reward" and self.kl_coef > 0:
             raise ValueError(
-                f"kl_in = 'reward': {self.advantage.type} divides by the spread of a group, which consists only of the penalty where all answers "
+                f"kl_in = 'reward': {self.advantage.type} divides by the spread or the mean of rewards, which consists only of the penalty where all answers "
                 "earn the same, and a penalty added afterwards would have another scale at each prompt; as in its paper, set "
                 'kl_in = "loss"'
             )

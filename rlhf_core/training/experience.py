@@ -22,6 +22,7 @@ from rlhf_core.algorithms.advantage.base import (
 from rlhf_core.algorithms.advantage.reinforce_pp import discounted_returns
 from rlhf_core.algorithms.correction import mismatch_metrics
 from rlhf_core.algorithms.kl import k1, k3
+from rlhf_core.algorithms.policy.base import PolicyMethod
 from rlhf_core.algorithms.value import explained_variance
 from rlhf_core.config.policy import Advantage, KLCredit
 from rlhf_core.errors import ConfigError, explain
@@ -131,6 +132,21 @@ def estimate_advantages(
         if values_BT is not None:
             metrics["value/explained_variance"] = float(explained_variance(values_BT, returns_BT, mask_BT))
     return Advantages(advantages_BT, returns_BT, metrics)
+
+
+def with_loss_choice(advantages: Advantages, experience: Experience, loss: PolicyMethod, *, seed: int) -> Advantages:
+    """Return the advantages without those that `loss` takes away by the step as a whole, and their share as a metric.
+
+    The metric `policy/dropped_by_loss` is there only where the loss chooses; returns stay, as they are the value's.
+    """
+    mask_BT = completion_tensor([sample.loss_mask for sample in experience.samples], experience)
+    old_BT = completion_tensor(experience.old_logprobs, experience)
+    before_BT = advantages.advantages_BT
+    after_BT = loss.step_advantages(before_BT, old_BT, mask_BT, seed=seed)
+    if after_BT is before_BT:
+        return advantages
+    dropped = float((after_BT != before_BT).sum() / mask_BT.sum())
+    return Advantages(after_BT, advantages.returns_BT, advantages.metrics | {"policy/dropped_by_loss": dropped})
 
 
 def _compared(

@@ -48,7 +48,7 @@ class AdvantageMethod(Config):
     uses_values: ClassVar[bool] = False
     """Whether a value model is trained for it."""
     divides_by_spread: ClassVar[bool] = False
-    """Whether it divides by the spread of a group, so that no penalty may be in the rewards that it compares."""
+    """Whether it divides by a statistic of the rewards, so that no penalty may be in those that it compares."""
 
 
 class TokenAdvantage(AdvantageMethod):
@@ -64,6 +64,11 @@ class GroupAdvantage(AdvantageMethod):
 
     whitened: ClassVar[bool] = False
     """Whether the advantages of tokens are whitened over the step."""
+
+    @property
+    def least_group(self) -> int:
+        """Return the smallest number of samples per prompt that it can compare."""
+        return 2
 
     def compare(self, groups: GroupRewards) -> Tensor:
         """Return one advantage for each completion [P, G]."""

@@ -69,6 +69,16 @@ class PolicyMethod(Config):
         """Return the micro-batch's share of the loss and of the metrics of the step; see `policy_output`."""
         raise NotImplementedError
 
+    def step_advantages(
+        self, advantages_BL: Tensor, old_logprobs_BL: Tensor, loss_mask_BL: Tensor, *, seed: int
+    ) -> Tensor:
+        """Return the advantages to train on, given those of all completions of the step and log pi_old.
+
+        For losses that choose tokens by the step as a whole, which a micro-batch does not see; an advantage of 0 takes
+        a token's gradient and leaves it in the denominators. `seed` is the step's own.
+        """
+        return advantages_BL
+
 
 def policy_output(
     objective_BL: Tensor,
