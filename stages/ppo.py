@@ -14,6 +14,7 @@ How a step is sampled (ahead of the training, in parts, in several rounds) is ch
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -43,6 +44,7 @@ from rlhf_core.training.experience import (
     policy_samples,
     sampled_logprobs,
     token_sample,
+    trained_part,
     value_samples,
     with_loss_choice,
 )
@@ -63,6 +65,8 @@ from rlhf_core.types import (
 )
 
 __all__ = ["PPOConfig", "run"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,7 @@ def run(
             )
             choice_seed = derive_seed(context.seed, "loss_choice", step)
             advantages = with_loss_choice(advantages, experience, config.loss, seed=choice_seed)
+            experience, advantages = trained_part(experience, advantages, config.truncated_answers)
             value_rows = value_samples(experience, advantages) if models.value_model else []
             policy_rows = policy_samples(experience, advantages)
             rate_scale = guard.learning_rate_scale
@@ -202,8 +207,7 @@ def token_samples(
     if demonstrations is None:
         raise ConfigError(explain("ppo.ptx", config.ptx.coef, "there are no demonstrations to mix in", "provide some"))
     rows = read_demonstrations(context.path(demonstrations) / "train.parquet")
-    made = [chat.conversation(row.messages, max_length=config.ptx.max_length) for row in rows]
-    samples = [sample for sample in made if sample is not None]
+    samples = [sample for row in rows for sample in chat.examples(row.messages, max_length=config.ptx.max_length)]
     if not samples:
         rule = "leaves no tokens of the demonstrations to train on"
         raise DataError(explain("ppo.ptx.max_length", config.ptx.max_length, rule, "raise it"))
@@ -240,6 +244,7 @@ def update(
 
     The policy waits for the value model's warm-up; its learning rate is scheduled over the steps that are left, times
     `rate_scale`. Some of the `demonstrated` samples are mixed into each of its updates, if there are any (PPO-ptx).
+    Without rows, where every answer of the step was cut off and is masked, there is no update.
     """
     policy_objective = PolicyObjective(
         loss=config.loss,
@@ -248,11 +253,14 @@ def update(
         kl_coef=kl_coef if config.kl_in == "loss" else 0.0,
         entropy_coef=config.entropy_coef,
         correction=config.correction,
+        kl_estimator=config.kl_estimator,
         function=context.user_function(config.loss),
     )
     value_objective = ValueObjective(clip=config.value_clip or None)
     frozen = config.value_warmup_steps if models.value_model else 0
     history: list[Metrics] = []
+    if not policy_rows:
+        logger.warning("%s: every answer of step %d was cut off and is masked: no update", context.label, step)
     for epoch in range(config.epochs):
         order = shuffled(len(policy_rows), derive_seed(context.seed, "minibatches", step, epoch))
         parts = min(config.minibatches, len(policy_rows))  # fewer rollouts than that where many were invalid

@@ -13,6 +13,7 @@ from rlhf_core.algorithms import advantage, policy
 from rlhf_core.algorithms.advantage.base import GroupAdvantage, TokenAdvantage
 from rlhf_core.algorithms.advantage.gae import GAEAdvantage
 from rlhf_core.algorithms.correction import CorrectionConfig
+from rlhf_core.algorithms.kl import KLInLoss
 from rlhf_core.algorithms.methods import one_of
 from rlhf_core.algorithms.policy.base import PolicyMethod
 from rlhf_core.algorithms.policy.clip import ClipLoss
@@ -35,6 +36,9 @@ else:
 
 KLCredit = Literal["token", "answer"]
 """What a KL penalty in the reward is subtracted from, for estimators that compare the answers to a prompt."""
+
+TruncatedAnswers = Literal["train", "mask"]
+"""What the update does with answers that were cut off at the token limit."""
 
 # ---------------------------------------------------------------- what a step is made of
 
@@ -94,6 +98,9 @@ class PPOConfig(Config):
     from each token after the group's baseline, so that a token pays for the penalty from itself on (OpenRLHF;
     REINFORCE++, arXiv 2501.03262). `answer`: its sum, from the answer's reward before the baseline (RLOO, arXiv
     2402.14740; TRL, verl)."""
+    kl_estimator: KLInLoss = added_option("k2")
+    """What `kl_in = "loss"` adds: `k2`; the value of `k1` or `k3` with the gradient of k2, the reverse KL's (arXiv
+    2510.01555); or `k3_direct`, k3 with its own gradient, as in GRPO's paper (arXiv 2402.03300 eq. 4)."""
     kl_target: float = Field(0.0, ge=0)
     """KL per sequence that the coefficient is adapted to hold; 0 keeps the coefficient fixed."""
     kl_horizon: int = Field(10_000, ge=1)
@@ -117,6 +124,11 @@ class PPOConfig(Config):
     complete; the others continue in the next step with its weights. It must divide `sampling.max_tokens`."""
     in_flight_groups: int = Field(0, ge=0)
     """Number of groups that partial rollouts sample at once; 0 means twice `prompts_per_step`."""
+
+    truncated_answers: TruncatedAnswers = added_option("train")
+    """What the update does with answers that were cut off at the token limit: `mask` trains on none of their tokens, and
+    keeps them in the baseline of their group (DAPO's overlong filtering, arXiv 2503.14476). `rewards.truncated` changes
+    their reward instead."""
 
     value_clip: float = Field(0.2, ge=0)
     """Clip range of the value loss; 0 disables clipping."""
@@ -249,6 +261,15 @@ class PPOConfig(Config):
             raise ValueError(
                 "kl_credit = 'answer': applies to a penalty in the reward of an estimator that compares the answers to a "
                 f'prompt, and {found}; set kl_credit = "token"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_estimator_is_of_a_penalty_in_the_loss(self) -> PPOConfig:
+        if self.kl_estimator != "k2" and not (self.kl_in == "loss" and self.kl_coef > 0):
+            raise ValueError(
+                f"kl_estimator = {self.kl_estimator!r}: applies to a penalty in the loss (the reward takes k1); set "
+                'kl_in = "loss" and kl_coef > 0, or remove it'
             )
         return self
 

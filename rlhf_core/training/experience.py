@@ -24,7 +24,7 @@ from rlhf_core.algorithms.correction import mismatch_metrics
 from rlhf_core.algorithms.kl import k1, k3
 from rlhf_core.algorithms.policy.base import PolicyMethod
 from rlhf_core.algorithms.value import explained_variance
-from rlhf_core.config.policy import Advantage, KLCredit
+from rlhf_core.config.policy import Advantage, KLCredit, TruncatedAnswers
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.interfaces import Metrics
 from rlhf_core.types import PolicySample, Rollout, TokenSample, ValueSample
@@ -147,6 +147,29 @@ def with_loss_choice(advantages: Advantages, experience: Experience, loss: Polic
         return advantages
     dropped = float((after_BT != before_BT).sum() / mask_BT.sum())
     return Advantages(after_BT, advantages.returns_BT, advantages.metrics | {"policy/dropped_by_loss": dropped})
+
+
+def trained_part(
+    experience: Experience, advantages: Advantages, truncated: TruncatedAnswers
+) -> tuple[Experience, Advantages]:
+    """Return what the update trains on: everything, or with `mask` the answers that ended by themselves.
+
+    Masked answers were part of their group's baseline and of the whitening; they are in no loss and in none of its
+    counts: DAPO's overlong filtering, arXiv 2503.14476, section 3.4. The metric `rollout/masked` is their share.
+    """
+    if truncated == "train":
+        return experience, advantages
+    ended = [at for at, one in enumerate(experience.rollouts) if one.completion.finish_reason != "length"]
+    share = 1 - len(ended) / len(experience.rollouts)
+    kept = Experience(
+        rollouts=tuple(experience.rollouts[at] for at in ended),
+        samples=tuple(experience.samples[at] for at in ended),
+        old_logprobs=tuple(experience.old_logprobs[at] for at in ended),
+        ref_logprobs=tuple(experience.ref_logprobs[at] for at in ended) if experience.ref_logprobs else (),
+        values=tuple(experience.values[at] for at in ended) if experience.values else (),
+    )
+    rows = advantages.advantages_BT[ended], advantages.returns_BT[ended]
+    return kept, Advantages(*rows, advantages.metrics | {"rollout/masked": share})
 
 
 def _compared(

@@ -89,6 +89,7 @@ def test_estimators_that_compare_samples_need_two_of_them(kind: Any) -> None:
         ),
         ({"kl_coef": 0.0, "kl_target": 6.0}, r"kl_target = 6\.0: .* kl_coef = 0 stays 0; raise kl_coef"),
         ({"kl_target": 6.0, "kl_horizon": 12}, "kl_horizon = 12: must be > a fifth of the 64 rollouts of a step"),
+        ({"kl_estimator": "k3"}, "kl_estimator = 'k3': applies to a penalty in the loss"),
         ({"staleness": 5}, "less than or equal to 4"),
         ({"staleness": 3, "steps": 3}, "staleness = 3: must be < steps = 3"),
         (
@@ -138,3 +139,10 @@ def test_old_answers_need_no_correction_one_step_off_and_the_pool_is_twice_a_ste
     assert PPOConfig.model_validate({"staleness": 1, "correction": {"level": "off"}}).staleness == 1
     assert PPOConfig(partial_tokens=16).groups_in_flight == 128
     assert PPOConfig(partial_tokens=16, in_flight_groups=70).groups_in_flight == 70
+
+
+def test_later_options_are_not_in_the_keys_of_profiles_without_them() -> None:
+    found = keyed(PPOConfig(advantage="grpo", samples_per_prompt=2, kl_in="loss"))  # type: ignore[arg-type]
+    assert not {"kl_estimator", "truncated_answers"} & set(found)
+    assert found["advantage"] == {"type": "grpo", "eps": 1e-6}
+    assert "truncated" not in found["rewards"] and "token_cap" not in found["correction"]
