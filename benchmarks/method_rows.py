@@ -74,6 +74,7 @@ POLICY: dict[str, dict[str, Any]] = {
     "dr_grpo": {"advantage": {"type": "dr_grpo"}, "loss": {"type": "clip", "aggregation": "constant"}},
     "opo": {"advantage": {"type": "opo"}},
     "grpo of the batch": {"advantage": {"type": "grpo", "std": "batch"}, "kl_in": "loss"},
+    "remax": {"advantage": {"type": "remax"}},
     "rloo, sapo": {"advantage": {"type": "rloo"}, "loss": {"type": "sapo"}},
     "rloo, gmpo": {"advantage": {"type": "rloo"}, "loss": {"type": "gmpo"}},
     "rloo, dppo": {"advantage": {"type": "rloo"}, "loss": {"type": "dppo"}},

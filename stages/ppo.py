@@ -31,6 +31,7 @@ from rlhf_core.interfaces import Metrics, ModelSpec, Sampler, Trainer
 from rlhf_core.rewards.scoring import Scorer, component_means, open_scorer
 from rlhf_core.rollouts.answers import StepSampler, open_environments
 from rlhf_core.rollouts.factory import open_guard, open_rollouts
+from rlhf_core.rollouts.greedy import greedy_rewards
 from rlhf_core.rollouts.guard import RunGuard
 from rlhf_core.rollouts.held_out import hold_out
 from rlhf_core.rollouts.scored_step import rollout_metrics
@@ -131,6 +132,10 @@ def run(
             rollouts = score(step, completions)
             sampled = rollout_metrics(config, step, completions, rollouts, ahead=sampler.ahead, ends=ends)
             began = time.perf_counter()
+            greedy: tuple[float, ...] = ()
+            if config.advantage.asks_greedy:
+                comparable = models.scorer.comparable()
+                greedy = greedy_rewards(models.sampler, rollouts, config.sampling, comparable, step=step)
             experience = measure(config, models, rollouts)
             advantages = estimate_advantages(
                 experience,
@@ -140,6 +145,7 @@ def run(
                 kl_credit=config.kl_credit,
                 turn_weight=config.turn_weight,
                 function=context.user_function(config.advantage),
+                greedy=greedy,
             )
             choice_seed = derive_seed(context.seed, "loss_choice", step)
             advantages = with_loss_choice(advantages, experience, config.loss, seed=choice_seed)

@@ -265,6 +265,24 @@ class PPOConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _greedy_answers_are_comparable(self) -> PPOConfig:
+        if not self.advantage.asks_greedy:
+            return self
+        moved = what_moves_rewards(self.rewards)
+        others = {
+            "agent": self.agent is not None,
+            "staleness": self.staleness,
+            "partial_tokens": self.partial_tokens,
+            "dynamic_sampling": self.dynamic_sampling is not None,
+        }
+        found = [name for name, used in others.items() if used]
+        if moved or found:
+            rule = "compares with a greedy answer of the same policy, scored by the same rewards"
+            what = f"{moved} scales rewards by the answers around them" if moved else f"{found[0]} is not made for it"
+            raise ValueError(f"advantage = {self.advantage.type!r}: {rule}, and {what}; remove one of them")
+        return self
+
+    @model_validator(mode="after")
     def _the_estimator_is_of_a_penalty_in_the_loss(self) -> PPOConfig:
         if self.kl_estimator != "k2" and not (self.kl_in == "loss" and self.kl_coef > 0):
             raise ValueError(

@@ -323,7 +323,7 @@ class TruncatedReward(Config):
     @model_validator(mode="after")
     def _the_amount_takes_away(self) -> TruncatedReward:
         if self.type == "scale" and not 0 <= self.amount < 1:
-            raise ValueError(f"amount = {self.amount}: a scale must be in [0, 1); choose a smaller part of the reward")
+            raise ValueError(f"amount = {self.amount}: a scale must be in [0, 1); choose a part of the reward")
         if self.type == "penalty" and self.amount <= 0:
             raise ValueError(f"amount = {self.amount}: a penalty is subtracted and must be > 0; give its size")
         return self

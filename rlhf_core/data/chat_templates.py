@@ -9,7 +9,6 @@ trained on tokens that follow another prompt than the sampler's. For these model
 from __future__ import annotations
 
 import json
-from os.path import commonprefix
 from pathlib import Path
 
 DEEPSEEK_R1 = (
@@ -51,7 +50,7 @@ def other_opening(template: str, asked: str, shown: str) -> tuple[str, str]:
 
     `asked` is the text of a conversation with the generation prompt, `shown` the same one with its answer.
     """
-    same = len(commonprefix([asked, shown]))
+    same = next((at for at, (one, other) in enumerate(zip(asked, shown, strict=False)) if one != other), len(asked))
     asks, shows = asked[same:][:40], shown[same:][:40]
     rule = f"asks for an answer with {asks!r} where it shows one with {shows!r}, so there is no exact loss mask"
     shipped = shipped_for(template)

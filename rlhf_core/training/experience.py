@@ -77,6 +77,7 @@ def estimate_advantages(
     kl_credit: KLCredit = "token",
     turn_weight: float = 0.0,
     function: UserFunction | None = None,
+    greedy: Sequence[float] = (),
 ) -> Advantages:
     """Return advantages of `estimator` from rewards that include the KL penalty (`kl_coef` = 0 leaves it out).
 
@@ -94,7 +95,8 @@ def estimate_advantages(
     part of the answer's reward and therefore of the baseline. This is RLOO (arXiv 2402.14740, whose baseline is of
     r - beta log(pi/pi_ref) of the whole answer), as in TRL's RLOO and verl (`apply_kl_penalty`).
 
-    reinforce++-baseline whitens the result. `function` is that of a custom estimator. Raises ConfigError for groups of
+    reinforce++-baseline whitens the result. `function` is that of a custom estimator, `greedy` are the rewards of greedy
+    answers to the rollouts' prompts, for remax. Raises ConfigError for groups of
     fewer than two, and for a penalty without a reference.
     """
     mask_BT = completion_tensor([sample.loss_mask for sample in experience.samples], experience)
@@ -127,7 +129,10 @@ def estimate_advantages(
         metrics["reward/zero_variance_groups"] = float(zero_variance_groups(scores_B.reshape(-1, group_size)))
     else:
         values_BT = completion_tensor(experience.values, experience) if estimator.uses_values else None
-        tokens = TokenRewards(rewards=rewards_BT, loss_mask=mask_BT, values=values_BT)
+        greedy_B = torch.tensor(greedy, dtype=torch.float32) if greedy else None
+        tokens = TokenRewards(rewards=rewards_BT, loss_mask=mask_BT, values=values_BT, greedy=greedy_B)
+        if greedy_B is not None:
+            metrics["reward/greedy"] = float(greedy_B.mean())
         advantages_BT, returns_BT = estimator.estimate(tokens)
         if values_BT is not None:
             metrics["value/explained_variance"] = float(explained_variance(values_BT, returns_BT, mask_BT))

@@ -57,7 +57,9 @@ def config(**changes: Any) -> PPOConfig:
     return PPOConfig(**(settings | changes))
 
 
-@pytest.mark.parametrize("advantage", ["gae", "reinforce++", "reinforce++-baseline", "rloo", "grpo", "dr_grpo", "opo"])
+@pytest.mark.parametrize(
+    "advantage", ["gae", "reinforce++", "reinforce++-baseline", "rloo", "grpo", "dr_grpo", "opo", "remax"]
+)
 def test_the_first_update_is_on_policy_and_the_reference_is_at_distance_zero(
     tmp_path: Path, policy: Path, advantage: str
 ) -> None:
@@ -70,7 +72,7 @@ def test_the_first_update_is_on_policy_and_the_reference_is_at_distance_zero(
     assert series(shop, "mismatch/exp_abs_log_q")[0] == pytest.approx(1.0, abs=1e-3)
 
 
-@pytest.mark.parametrize("loss", ["clip", "gspo", "cispo"])
+@pytest.mark.parametrize("loss", ["clip", "gspo", "cispo", "sapo", "gmpo", "dppo", "clip_cov"])
 def test_the_reward_rises(tmp_path: Path, policy: Path, loss: str) -> None:
     shop, inputs = shop_and_inputs(tmp_path, policy)
     fast = OptimizerConfig(learning_rate=2e-2, schedule="constant")

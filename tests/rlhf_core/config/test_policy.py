@@ -89,6 +89,11 @@ def test_estimators_that_compare_samples_need_two_of_them(kind: Any) -> None:
         ),
         ({"kl_coef": 0.0, "kl_target": 6.0}, r"kl_target = 6\.0: .* kl_coef = 0 stays 0; raise kl_coef"),
         ({"kl_target": 6.0, "kl_horizon": 12}, "kl_horizon = 12: must be > a fifth of the 64 rollouts of a step"),
+        ({"advantage": "remax", "staleness": 1}, "advantage = 'remax': .* and staleness is not made for it"),
+        (
+            {"advantage": "remax", "rewards": {"normalise": "running"}},
+            "rewards.normalise = 'running' scales rewards by the answers around them",
+        ),
         ({"kl_estimator": "k3"}, "kl_estimator = 'k3': applies to a penalty in the loss"),
         ({"staleness": 5}, "less than or equal to 4"),
         ({"staleness": 3, "steps": 3}, "staleness = 3: must be < steps = 3"),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from rlhf_core.algorithms.advantage.base import GroupRewards, group_centered, whiten, zero_variance_groups
+from rlhf_core.algorithms.advantage.base import GroupRewards, TokenRewards, group_centered, whiten, zero_variance_groups
 from rlhf_core.algorithms.advantage.gae import gae
 from rlhf_core.algorithms.advantage.grpo import GRPOAdvantage, batch_normalized, group_normalized
 from rlhf_core.algorithms.advantage.opo import opo
 from rlhf_core.algorithms.advantage.reinforce_pp import discounted_returns
+from rlhf_core.algorithms.advantage.remax import ReMaxAdvantage
 from rlhf_core.algorithms.advantage.rloo import leave_one_out
 from rlhf_core.errors import ConfigError, DataError
 
@@ -236,3 +239,17 @@ def test_the_spread_of_the_batch_does_not_blow_up_a_group_of_nearly_equal_reward
     groups = GroupRewards(rewards=rewards_PG, lengths=torch.ones(2, 2))
     assert torch.equal(GRPOAdvantage(std="batch").compare(groups), batch_normalized(rewards_PG, eps=1e-6))
     assert torch.equal(GRPOAdvantage().compare(groups), group_normalized(rewards_PG, eps=1e-6))
+
+
+def test_remax_measures_returns_from_the_greedy_answers_reward() -> None:
+    # returns 1 - 0.25 and 1; the greedy answer earned 0.5
+    tokens = TokenRewards(
+        rewards=torch.tensor([[9.0, -0.25, 1.0]]),
+        loss_mask=torch.tensor([[0, 1, 1]]),
+        values=None,
+        greedy=torch.tensor([0.5]),
+    )
+    advantages_BL, returns_BL = ReMaxAdvantage().estimate(tokens)
+    assert advantages_BL.tolist() == [[0.0, 0.25, 0.5]] and returns_BL.tolist() == [[0.0, 0.75, 1.0]]
+    with pytest.raises(ConfigError, match=r"advantage\.type = 'remax': needs the reward of a greedy answer"):
+        ReMaxAdvantage().estimate(replace(tokens, greedy=None))
