@@ -49,6 +49,7 @@ from rlhf_core.training.experience import (
     value_samples,
     with_loss_choice,
 )
+from rlhf_core.training.moving_reference import MovingReference
 from rlhf_core.training.objectives.base import PolicyObjective, Scaled, SftObjective, ValueObjective
 from rlhf_core.training.schedule import scheduled_rate
 from rlhf_core.training.skipped import check_updated
@@ -79,7 +80,7 @@ class Models:
 
     sampler: Sampler
     policy: Trainer
-    reference: Trainer | None
+    reference: Trainer | MovingReference | None
     value_model: Trainer | None
     scorer: Scorer
 
@@ -154,6 +155,8 @@ def run(
             policy_rows = policy_samples(experience, advantages)
             rate_scale = guard.learning_rate_scale
             updated = update(config, models, policy_rows, value_rows, demonstrated, kl.coef, rate_scale, step, context)
+            if isinstance(models.reference, MovingReference):
+                models.reference.after_step(step + 1, models.policy)
             valid = len(rollouts) / (config.prompts_per_step * config.samples_per_prompt)
             metrics = advantages.metrics | updated | sampled | component_means(rollouts) | models.scorer.logs()
             metrics |= {"kl/coef": kl.coef, "rollout/valid": valid}
@@ -183,7 +186,7 @@ def lease_models(
     folder = str(context.path(policy))
     actor = ModelSpec(path=folder, head="lm", lora=config.lora, seed=context.seed)
     critic: Trainer | None = None
-    frozen: Trainer | None = None
+    frozen: Trainer | MovingReference | None = None
     if config.advantage.uses_values:
         # By name, and not by the order of a mapping, which does not survive a file.
         names = sorted(reward_models, key=lambda name: (isinstance(reward_models[name], ProcessRewardModelRef), name))
@@ -192,7 +195,10 @@ def lease_models(
         critic = leases.enter_context(context.runtime.trainer("value_model", spec, config.value_optimizer))
     sampler = leases.enter_context(context.runtime.sampler(context.path(policy)))
     trained = leases.enter_context(context.runtime.trainer("policy", actor, config.optimizer))
-    if config.uses_reference:
+    if config.reference_sync:
+        start_path, sync = context.path(reference), config.reference_sync
+        frozen = MovingReference(context.runtime, start_path, context.work, sync, seed=context.seed, leases=leases)
+    elif config.uses_reference:
         spec = ModelSpec(path=str(context.path(reference)), head="lm", lora=None, seed=context.seed)
         frozen = leases.enter_context(context.runtime.trainer("reference", spec, None))
     return Models(
@@ -325,6 +331,8 @@ def restored(models: Models, checkpoint: Checkpoint, *, adaptive: bool) -> Fixed
     models.policy.load(checkpoint.path / "policy")
     if models.value_model:
         models.value_model.load(checkpoint.path / "value_model")
+    if isinstance(models.reference, MovingReference):
+        models.reference.load(checkpoint.path)
     models.scorer.restore(checkpoint.state["rewards"])
     return (AdaptiveKL if adaptive else FixedKL)(**checkpoint.state["kl"])
 
@@ -359,6 +367,8 @@ def save(
         models.policy.save(folder / "policy")
         if models.value_model:
             models.value_model.save(folder / "value_model")
+        if isinstance(models.reference, MovingReference):
+            models.reference.save(folder)
 
 
 def record(

@@ -20,6 +20,7 @@ from rlhf_core.algorithms.policy.clip import ClipLoss
 from rlhf_core.config.agents import AgentConfig
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig, SamplingConfig
 from rlhf_core.config.monitors import HeldOutConfig, Monitor, check_watched
+from rlhf_core.config.policy_parts import DynamicSampling, PtxConfig, ReferenceSync
 from rlhf_core.config.rewards import EpisodeReward, Gdpo, RewardsConfig, what_moves_rewards
 from rlhf_core.schema.base import OPERATIONAL, Config, added_option
 
@@ -39,35 +40,6 @@ KLCredit = Literal["token", "answer"]
 
 TruncatedAnswers = Literal["train", "mask"]
 """What the update does with answers that were cut off at the token limit."""
-
-# ---------------------------------------------------------------- what a step is made of
-
-
-class DynamicSampling(Config):
-    """Resampling of whole groups whose answers all get the same reward: DAPO, arXiv 2503.14476, section 3.2.
-
-    A prompt is judged by the shaped rewards of its answers or, as in OpenRLHF, by the `scores` that an agent, a reward
-    function or a server returns besides rewards, if it is the only term with a weight. With several terms the reward
-    decides. If only some answers to a prompt have a score, the stage ends with an error.
-    """
-
-    low: float | None = None
-    """Lower bound: a prompt is kept only if the mean of its scores, or rewards, is above it."""
-    high: float | None = None
-    """Upper bound: a prompt is kept only if the mean of its scores, or rewards, is below it. Without either bound a prompt is
-    kept if its scores, or rewards, differ."""
-    max_rounds: int = Field(3, ge=2)
-    """Maximum number of sampling rounds in a step; after that missing groups are replaced by rejected ones."""
-
-
-class PtxConfig(Config):
-    """Demonstrations mixed into every update to preserve what SFT taught: PPO-ptx, arXiv 2203.02155 eq. 2."""
-
-    coef: float = Field(0.1, gt=0)
-    batch_size: int = Field(16, ge=1)
-    """Number of demonstrations per optimizer step."""
-    max_length: int = Field(256, ge=8)
-
 
 # ---------------------------------------------------------------- the stage
 
@@ -101,6 +73,8 @@ class PPOConfig(Config):
     kl_estimator: KLInLoss = added_option("k2")
     """What `kl_in = "loss"` adds: `k2`; the value of `k1` or `k3` with the gradient of k2, the reverse KL's (arXiv
     2510.01555); or `k3_direct`, k3 with its own gradient, as in GRPO's paper (arXiv 2402.03300 eq. 4)."""
+    reference_sync: ReferenceSync | None = added_option(None)
+    """When the reference takes over weights of the policy; None keeps it as it is."""
     kl_target: float = Field(0.0, ge=0)
     """KL per sequence that the coefficient is adapted to hold; 0 keeps the coefficient fixed."""
     kl_horizon: int = Field(10_000, ge=1)
@@ -288,6 +262,15 @@ class PPOConfig(Config):
             raise ValueError(
                 f"kl_estimator = {self.kl_estimator!r}: applies to a penalty in the loss (the reward takes k1); set "
                 'kl_in = "loss" and kl_coef > 0, or remove it'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_reference_that_moves_is_there(self) -> PPOConfig:
+        if self.reference_sync and (not self.uses_reference or self.optimizer.ema_decay):
+            why = "the average of the policy is what it exports" if self.uses_reference else "kl_coef = 0 loads none"
+            raise ValueError(
+                f"reference_sync: a reference follows the weights of the policy, and {why}; remove one of them"
             )
         return self
 

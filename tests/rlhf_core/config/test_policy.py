@@ -94,6 +94,11 @@ def test_estimators_that_compare_samples_need_two_of_them(kind: Any) -> None:
             {"advantage": "remax", "rewards": {"normalise": "running"}},
             "rewards.normalise = 'running' scales rewards by the answers around them",
         ),
+        ({"reference_sync": {"every": 2}, "kl_coef": 0.0}, "reference_sync: .* kl_coef = 0 loads none"),
+        (
+            {"reference_sync": {"every": 2}, "optimizer": {"ema_decay": 0.9}},
+            "reference_sync: .* the average of the policy",
+        ),
         ({"kl_estimator": "k3"}, "kl_estimator = 'k3': applies to a penalty in the loss"),
         ({"staleness": 5}, "less than or equal to 4"),
         ({"staleness": 3, "steps": 3}, "staleness = 3: must be < steps = 3"),
