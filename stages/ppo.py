@@ -45,9 +45,9 @@ from rlhf_core.training.experience import (
     policy_samples,
     sampled_logprobs,
     token_sample,
-    trained_part,
     value_samples,
     with_loss_choice,
+    without_truncated,
 )
 from rlhf_core.training.moving_reference import MovingReference
 from rlhf_core.training.objectives.base import PolicyObjective, Scaled, SftObjective, ValueObjective
@@ -148,9 +148,11 @@ def run(
                 function=context.user_function(config.advantage),
                 greedy=greedy,
             )
-            choice_seed = derive_seed(context.seed, "loss_choice", step)
-            advantages = with_loss_choice(advantages, experience, config.loss, seed=choice_seed)
-            experience, advantages = trained_part(experience, advantages, config.truncated_answers)
+            if config.loss.chooses_tokens:
+                choice_seed = derive_seed(context.seed, "loss_choice", step)
+                advantages = with_loss_choice(advantages, experience, config.loss, seed=choice_seed)
+            if config.truncated_answers == "mask":
+                experience, advantages = without_truncated(experience, advantages)
             value_rows = value_samples(experience, advantages) if models.value_model else []
             policy_rows = policy_samples(experience, advantages)
             rate_scale = guard.learning_rate_scale

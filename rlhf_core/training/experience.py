@@ -24,7 +24,7 @@ from rlhf_core.algorithms.correction import mismatch_metrics
 from rlhf_core.algorithms.kl import k1, k3
 from rlhf_core.algorithms.policy.base import PolicyMethod
 from rlhf_core.algorithms.value import explained_variance
-from rlhf_core.config.policy import Advantage, KLCredit, TruncatedAnswers
+from rlhf_core.config.policy import Advantage, KLCredit
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.interfaces import Metrics
 from rlhf_core.types import PolicySample, Rollout, TokenSample, ValueSample
@@ -142,28 +142,22 @@ def estimate_advantages(
 def with_loss_choice(advantages: Advantages, experience: Experience, loss: PolicyMethod, *, seed: int) -> Advantages:
     """Return the advantages without those that `loss` takes away by the step as a whole, and their share as a metric.
 
-    The metric `policy/dropped_by_loss` is there only where the loss chooses; returns stay, as they are the value's.
+    The share is `policy/dropped_by_loss`; returns stay, as they are the value's.
     """
     mask_BT = completion_tensor([sample.loss_mask for sample in experience.samples], experience)
     old_BT = completion_tensor(experience.old_logprobs, experience)
     before_BT = advantages.advantages_BT
     after_BT = loss.step_advantages(before_BT, old_BT, mask_BT, seed=seed)
-    if after_BT is before_BT:
-        return advantages
     dropped = float((after_BT != before_BT).sum() / mask_BT.sum())
     return Advantages(after_BT, advantages.returns_BT, advantages.metrics | {"policy/dropped_by_loss": dropped})
 
 
-def trained_part(
-    experience: Experience, advantages: Advantages, truncated: TruncatedAnswers
-) -> tuple[Experience, Advantages]:
-    """Return what the update trains on: everything, or with `mask` the answers that ended by themselves.
+def without_truncated(experience: Experience, advantages: Advantages) -> tuple[Experience, Advantages]:
+    """Return what the update trains on where answers that were cut off are masked: those that ended by themselves.
 
     Masked answers were part of their group's baseline and of the whitening; they are in no loss and in none of its
     counts: DAPO's overlong filtering, arXiv 2503.14476, section 3.4. The metric `rollout/masked` is their share.
     """
-    if truncated == "train":
-        return experience, advantages
     ended = [at for at, one in enumerate(experience.rollouts) if one.completion.finish_reason != "length"]
     share = 1 - len(ended) / len(experience.rollouts)
     kept = Experience(

@@ -78,7 +78,7 @@ class MovingReference:
 
 
 def mix_weights(folder: Path, other: Path, *, part: float) -> None:
-    """Replace each tensor of `folder` by part * tensor + (1 - part) * that of `other`: arXiv 2404.09656 eq. 4.
+    """Replace each tensor of `folder` by part * tensor + (1 - part) * that of `other`: arXiv 2404.09656.
 
     Computed in float32 and stored in the tensor's own type. ConfigError where `other` has other tensors.
     """

@@ -1,7 +1,7 @@
 """Group relative policy optimization: the standard score of a reward in its group.
 
 Formula: (r - mean(r)) / (std(r) + eps), over the group; with std = "batch" the std is that of all rewards of the step.
-Reference: arXiv 2402.03300, section 4.1.2; batch: arXiv 2508.08221, section 4.1.
+Reference: arXiv 2402.03300, section 4.1.2; batch: arXiv 2508.08221.
 """
 
 # Shape legend: B rows of a batch, L positions, P prompts, G completions of a prompt (the group).
@@ -46,7 +46,7 @@ def group_normalized(rewards_PG: Tensor, *, eps: float) -> Tensor:
 
 
 def batch_normalized(rewards_PG: Tensor, *, eps: float) -> Tensor:
-    """Return (r - group mean) / (std of all P G rewards + eps): arXiv 2508.08221, section 4.1.
+    """Return (r - group mean) / (std of all P G rewards + eps): arXiv 2508.08221.
 
     The sample's standard deviation (divisor P G - 1) of the rewards themselves. Pass the whole step at once.
     """

@@ -1,7 +1,7 @@
 """MaxRL: the distance to the group's mean, in units of that mean; hard prompts weigh as in maximum likelihood.
 
 Formula: (r - mean(r)) / mean(r) over the group, 0 where the mean is 0.
-Reference: arXiv 2602.02710, section 4.
+Reference: arXiv 2602.02710.
 """
 
 # Shape legend: P prompts, G completions of a prompt (the group).
@@ -28,7 +28,7 @@ class MaxRLAdvantage(GroupAdvantage):
 
 
 def mean_normalized(rewards_PG: Tensor) -> Tensor:
-    """Return (r - group mean) / group mean, 0 for groups of zeros: arXiv 2602.02710, section 4.
+    """Return (r - group mean) / group mean, 0 for groups of zeros: arXiv 2602.02710.
 
     With rewards 0 and 1 and K successes in a group of G, the mean over the group of A grad log pi is the mean of
     grad log pi over the successes minus its mean over all: in expectation the gradient of sum over k = 1..G of

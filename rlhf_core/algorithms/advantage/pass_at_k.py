@@ -1,7 +1,7 @@
 """Pass@k training: the advantage of an answer when k of the group are drawn and one success is enough.
 
 Formula: passed: (1 - R) / s; failed: (1 - R - C(N - 1, k - 1) / C(G - 1, k - 1)) / s; R = 1 - C(N, k) / C(G, k), s^2 = R (1 - R), N failures.
-Reference: arXiv 2508.10751, section 2.4.
+Reference: arXiv 2508.10751.
 """
 
 # Shape legend: P prompts, G completions of a prompt (the group).
@@ -42,7 +42,7 @@ class PassAtKAdvantage(GroupAdvantage):
 def pass_at_k(rewards_PG: Tensor, *, k: int, threshold: float) -> Tensor:
     """Return the standard score of the reward "one of k passed", averaged over all choices of k that hold the answer.
 
-    arXiv 2508.10751, section 2.4: of the C(G, k) choices, C(N, k) have no success, N the failures of the group. All
+    arXiv 2508.10751: of the C(G, k) choices, C(N, k) have no success, N the failures of the group. All
     choices that hold a success earn 1; those that hold a given failure earn it but for C(N - 1, k - 1) of C(G - 1, k - 1).
     0 where no choice, or every one, has a success. With k = 1 it is GRPO on passes, with the population's deviation.
     """

@@ -1,7 +1,7 @@
 """ReMax: the reward of the policy's greedy answer to the prompt is the baseline; no value model, no group.
 
 Formula: A_t = (sum of r from t on) - r(greedy answer).
-Reference: arXiv 2310.10505 eq. 5 and algorithm 1.
+Reference: arXiv 2310.10505.
 """
 
 # Shape legend: B rows of a batch, L positions, P prompts, G completions of a prompt (the group).
@@ -34,7 +34,7 @@ class ReMaxAdvantage(TokenAdvantage):
 
 
 def remax(returns_BL: Tensor, greedy_B: Tensor, loss_mask_BL: Tensor) -> Tensor:
-    """Return G_t - r(greedy answer) [B, L], 0 outside the mask: arXiv 2310.10505 eq. 5.
+    """Return G_t - r(greedy answer) [B, L], 0 outside the mask: arXiv 2310.10505.
 
     The baseline does not depend on the sampled answer, so the gradient stays unbiased. A KL penalty in the reward is in
     the returns of the sampled answer and not in the baseline, as in the paper's experiments.

@@ -1,14 +1,14 @@
 """Clip-Cov: PPO's clip, and no gradient for a few of the tokens that lower the entropy most.
 
 Formula: -w min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A), 0 for tokens drawn among those with cov in [cov_low, cov_high].
-Reference: arXiv 2505.22617 eq. 10 and 11.
+Reference: arXiv 2505.22617.
 """
 
 # Shape legend: B rows of a batch, L positions, N masked tokens. Tensors are [B, L] unless said.
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -32,6 +32,8 @@ class ClipCovLoss(PolicyMethod):
     cov_high: float = 5.0
     """Largest covariance of a token that may be drawn."""
     aggregation: Aggregation = "token_mean"
+
+    chooses_tokens: ClassVar[bool] = True
 
     @model_validator(mode="after")
     def _bounds_are_in_order(self) -> Self:
@@ -66,7 +68,7 @@ class ClipCovLoss(PolicyMethod):
 
 
 def token_covariance(advantages_BL: Tensor, logprobs_BL: Tensor, loss_mask_BL: Tensor) -> Tensor:
-    """Return (log pi - mean log pi) (A - mean A) of each token, 0 outside the mask: arXiv 2505.22617 eq. 10.
+    """Return (log pi - mean log pi) (A - mean A) of each token, 0 outside the mask: arXiv 2505.22617.
 
     The means are over the masked tokens of the call, which is to be the whole step.
     """
@@ -88,7 +90,7 @@ def drawn_by_covariance(
 ) -> Tensor:
     """Return which tokens lose their gradient: max(1, fraction N) drawn uniformly of those with covariance in [low, high].
 
-    arXiv 2505.22617 eq. 11. All of them where there are fewer. The paper draws again for each mini-batch, with pi of
+    arXiv 2505.22617. All of them where there are fewer. The paper draws again for each mini-batch, with pi of
     that moment; here it is once for a step with pi_old, the same for the first mini-batch.
     """
     covariance_BL = token_covariance(advantages_BL, logprobs_BL, loss_mask_BL)

@@ -1,7 +1,7 @@
 """Divergence PPO: a token is dropped when the update has moved its probability too far, not its ratio.
 
 Formula: -w M rho A, M = 0 where D > threshold and the update goes on away from pi_old, else 1; D is |pi - pi_old| or a binary KL.
-Reference: arXiv 2602.04879, the binary divergences of its section 4.
+Reference: arXiv 2602.04879.
 """
 
 # Shape legend: B rows of a batch, L positions. Tensors are [B, L] unless said.

@@ -1,7 +1,7 @@
 """Geometric-mean policy optimization: the ratio of a row is the geometric mean of its tokens' clipped ratios.
 
 Formula: -w s A, s = exp(mean of c over the row), c = min(log rho, clip_high) where A > 0, else max(log rho, -clip_low).
-Reference: arXiv 2507.20673 eq. 4 and algorithm 1.
+Reference: arXiv 2507.20673.
 """
 
 # Shape legend: B rows of a batch, L positions. Tensors are [B, L] unless said.
@@ -46,7 +46,7 @@ def gmpo_loss(
     sequences: float | None = None,
     max_length: float | None = None,
 ) -> LossOutput:
-    """Return the aggregate of -w s A, s = exp(the row's mean of clipped log rho): arXiv 2507.20673 eq. 4, algorithm 1.
+    """Return the aggregate of -w s A, s = exp(the row's mean of clipped log rho): arXiv 2507.20673.
 
     Each token's log rho is clipped on the side that its advantage pushes it to (the `min` of PPO, in logarithms), and
     the ratio of the row is their geometric mean. With one advantage A for a row the default aggregation gives the

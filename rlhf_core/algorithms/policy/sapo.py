@@ -1,7 +1,7 @@
 """SAPO: a smooth gate on the ratio instead of a clip; tokens far from the sampler fade out.
 
 Formula: -w (4 / tau) sigmoid(tau (rho - 1)) A, tau = tau_positive where A > 0, else tau_negative.
-Reference: arXiv 2511.20347 eq. 5 and 6.
+Reference: arXiv 2511.20347.
 """
 
 # Shape legend: B rows of a batch, L positions. Tensors are [B, L] unless said.
@@ -53,7 +53,7 @@ def sapo_loss(
     sequences: float | None = None,
     max_length: float | None = None,
 ) -> LossOutput:
-    """Return the aggregate of -w f(rho) A, f(x) = (4 / tau) sigmoid(tau (x - 1)): arXiv 2511.20347 eq. 5 and 6.
+    """Return the aggregate of -w f(rho) A, f(x) = (4 / tau) sigmoid(tau (x - 1)): arXiv 2511.20347.
 
     At rho = 1 the gradient is that of rho A, and falls off as sech^2(tau (rho - 1) / 2) on both sides of it. Nothing is
     clipped, so `clip_fraction` is 0. The paper averages over sequences.
@@ -63,7 +63,7 @@ def sapo_loss(
     advantages_BL = masked(advantages, loss_mask)
     positive_BL, negative_BL = (torch.full_like(ratio_BL, tau) for tau in (tau_positive, tau_negative))
     tau_BL = torch.where(advantages_BL > 0, positive_BL, negative_BL)
-    # arXiv 2511.20347 eq. 6: f(rho) = 4 / tau * sigmoid(tau (rho - 1))
+    # arXiv 2511.20347: f(rho) = 4 / tau * sigmoid(tau (rho - 1))
     gate_BL = 4 / tau_BL * torch.sigmoid(tau_BL * (ratio_BL - 1))
     return policy_output(
         gate_BL * advantages_BL,

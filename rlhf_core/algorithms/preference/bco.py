@@ -1,7 +1,7 @@
 """Binary classifier optimization: single answers, classified as desirable or not by their implicit reward.
 
 Formula: -log sigmoid(beta l - delta) for desirable answers, -log sigmoid(delta - beta l) for others; delta the running mean of rewards.
-Reference: arXiv 2404.04656 eq. 10 and 11.
+Reference: arXiv 2404.04656.
 """
 
 # Shape legend: B rows of a batch. Tensors are [B]; log-probs are sums over the answer.
@@ -60,7 +60,7 @@ class RewardShift:
 
     @property
     def delta(self) -> float:
-        """Return (mean of desirable + mean of undesirable) / 2: arXiv 2404.04656 eq. 11. 0 where nothing was seen."""
+        """Return (mean of desirable + mean of undesirable) / 2: arXiv 2404.04656. 0 where nothing was seen."""
         seen = [mean for mean in (self.desirable, self.undesirable) if mean is not None]
         return sum(seen) / len(seen) if seen else 0.0
 
@@ -79,7 +79,7 @@ def bco_loss(
     rows: float | None = None,
     desirable_rows: float | None = None,
 ) -> LossOutput:
-    """Return sum of -log sigmoid(+-(beta l - delta)) over `rows`, + for desirable rows: arXiv 2404.04656 eq. 10.
+    """Return sum of -log sigmoid(+-(beta l - delta)) over `rows`, + for desirable rows: arXiv 2404.04656.
 
     l = log pi - log pi_ref of an answer, delta = `shift` (`RewardShift`), detached. `rows` and `desirable_rows` count the
     whole step; None for both says that this call is the step. Metrics: `loss`, `shift`, `rewards/desirable` and
@@ -89,7 +89,7 @@ def bco_loss(
     reward_B = beta * (logprobs - ref_logprobs)
     delta = torch.as_tensor(shift, dtype=reward_B.dtype, device=reward_B.device).detach()
     desirable_B = desirable != 0
-    # arXiv 2404.04656 eq. 10: -log sigmoid(r - delta) for thumbs up, -log sigmoid(-(r - delta)) for thumbs down
+    # arXiv 2404.04656: -log sigmoid(r - delta) for thumbs up, -log sigmoid(-(r - delta)) for thumbs down
     logit_B = torch.where(desirable_B, reward_B - delta, delta - reward_B)
     count = float(len(reward_B)) if rows is None else rows
     loss = -torch.nn.functional.logsigmoid(logit_B).sum() / count

@@ -1,7 +1,7 @@
 """Length-normalized DPO: the mean log-ratio of an answer's tokens instead of the sum.
 
 Formula: -log sigmoid(beta (a / len_c - b / len_r)).
-Reference: arXiv 2411.15124, section 5.1 (Tulu 3).
+Reference: arXiv 2411.15124 (Tulu 3).
 """
 
 # Shape legend: B pairs of a batch. Tensors are [B]; log-probs are sums over the answer.
@@ -46,7 +46,7 @@ def dpo_norm_loss(
     beta: float,
     pairs: float | None = None,
 ) -> LossOutput:
-    """Return sum of -log sigmoid(beta (a / len_c - b / len_r)) over `pairs`: arXiv 2411.15124, section 5.1.
+    """Return sum of -log sigmoid(beta (a / len_c - b / len_r)) over `pairs`: arXiv 2411.15124.
 
     a and b are the summed log-ratios of the chosen and of the rejected answer, len_c and len_r their trained tokens.
     """

@@ -25,9 +25,9 @@ from rlhf_core.training.experience import (
     policy_samples,
     token_rewards,
     token_sample,
-    trained_part,
     value_samples,
     with_loss_choice,
+    without_truncated,
 )
 from rlhf_core.types import ActionSpan, Completion, Message, Prompt, Rollout
 
@@ -296,8 +296,7 @@ def cut_off(made: Experience, *rows: int) -> Experience:
 def test_masked_answers_are_in_the_baseline_and_in_no_row() -> None:
     made = cut_off(two_groups(), 1)
     whole = estimate_advantages(made, estimator=RLOOAdvantage(), group_size=2, kl_coef=0.0)
-    kept, advantages = trained_part(made, whole, "mask")
-    assert trained_part(made, whole, "train") == (made, whole)
+    kept, advantages = without_truncated(made, whole)
     assert advantages.metrics["rollout/masked"] == 0.25 and "rollout/masked" not in whole.metrics
     rows, expected = policy_samples(kept, advantages), policy_samples(made, whole)
     assert rows == [expected[0], *expected[2:]]
@@ -308,14 +307,14 @@ def test_masked_answers_are_in_the_baseline_and_in_no_row() -> None:
 def test_where_every_answer_was_cut_off_nothing_is_left() -> None:
     made = cut_off(two_groups(), 0, 1, 2, 3)
     whole = estimate_advantages(made, estimator=RLOOAdvantage(), group_size=2, kl_coef=0.0)
-    kept, advantages = trained_part(made, whole, "mask")
+    kept, advantages = without_truncated(made, whole)
     assert policy_samples(kept, advantages) == [] and advantages.metrics["rollout/masked"] == 1.0
 
 
 def test_a_loss_may_take_tokens_away_by_the_step_as_a_whole() -> None:
     made = two_groups()
     whole = estimate_advantages(made, estimator=RLOOAdvantage(), group_size=2, kl_coef=0.0)
-    assert with_loss_choice(whole, made, ClipLoss(), seed=0) is whole
+    assert not ClipLoss.chooses_tokens and ClipCovLoss.chooses_tokens
     # every log pi_old is -1, so all covariances are 0: only bounds around it draw, and they draw all
     chosen = with_loss_choice(whole, made, ClipCovLoss(fraction=1.0, cov_low=-1.0), seed=0)
     assert not chosen.advantages_BT.any() and chosen.metrics["policy/dropped_by_loss"] == 1.0

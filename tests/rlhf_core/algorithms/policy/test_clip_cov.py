@@ -18,7 +18,7 @@ BOUNDS = {"low": 1.0, "high": 5.0}
 def test_the_covariance_is_centred_over_the_step_and_ignores_the_rest() -> None:
     covariance_BL = token_covariance(ADVANTAGES_BL, LOGPROBS_BL, MASK_BL)
     assert covariance_BL.tolist() == [[2.0, -2.0, 0.0], [-2.0, 2.0, 0.0]]
-    # its mean is the covariance of log pi and A, which is what lowers the entropy (arXiv 2505.22617, theorem 1)
+    # its mean is the covariance of log pi and A, which is what lowers the entropy (arXiv 2505.22617)
     pairs = torch.stack([LOGPROBS_BL[MASK_BL != 0], ADVANTAGES_BL[MASK_BL != 0]])
     assert covariance_BL.sum().item() / 4 == pytest.approx(torch.cov(pairs, correction=0)[0, 1].item(), abs=1e-6)
 

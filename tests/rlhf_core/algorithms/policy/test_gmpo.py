@@ -38,7 +38,7 @@ def test_a_negative_advantage_clips_only_tokens_that_became_rarer() -> None:
 
 @pytest.mark.parametrize("advantage", [1.5, -0.5])
 def test_it_is_the_papers_product_of_minima(advantage: float) -> None:
-    """arXiv 2507.20673 eq. 4: (product of |min(rho A, clip(rho) A)|)^(1/n), with the sign of A."""
+    """arXiv 2507.20673: (product of |min(rho A, clip(rho) A)|)^(1/n), with the sign of A."""
     log_ratios = [0.9, -0.7, 0.1, -0.2]
     low, high = math.exp(-0.3), math.exp(0.4)
     sign = 1 if advantage > 0 else -1

@@ -38,7 +38,7 @@ def test_the_slopes_raise_the_desirable_and_lower_the_other_and_the_shift_has_no
 
 
 def test_it_bounds_the_loss_of_dpo_on_a_pair_from_above() -> None:
-    """arXiv 2404.04656, theorem 3: -log sigmoid(r_c - r_r) < -log sigmoid(r_c - d) - log sigmoid(d - r_r) for any d."""
+    """arXiv 2404.04656: -log sigmoid(r_c - r_r) < -log sigmoid(r_c - d) - log sigmoid(d - r_r) for any d."""
     chosen, rejected, ref_chosen, ref_rejected = (ROWS[0][:1], ROWS[0][1:], ROWS[1][:1], ROWS[1][1:])
     dpo = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta=0.1).loss.item()
     for shift in (-2.0, 0.0, 0.05, 3.0):
