@@ -183,9 +183,8 @@ class ChatTemplate:
     def examples(self, messages: Sequence[Message], *, max_length: int) -> list[TokenSample]:
         """Return the conversation as samples that together train each assistant turn once, cut to `max_length` tokens.
 
-        One sample, `conversation`, unless the template rewrites earlier turns (without their reasoning, say): then one
-        for each assistant turn, after the prompt that the sampler would receive. Samples without a trained token are
-        left out.
+        One sample, unless the template rewrites earlier turns (without their reasoning, say): then one for each assistant
+        turn, after the prompt that the sampler would receive. Samples without a trained token are left out.
         """
         try:
             made = [self.conversation(messages, max_length=max_length)]
@@ -198,8 +197,15 @@ class ChatTemplate:
         return [sample for sample in made if sample is not None]
 
     def transcript(self, messages: Sequence[Message], *, max_length: int) -> TokenSample | None:
-        """Return the tokens of `conversation`, all but the first trained, or None if there are fewer than two."""
-        pieces = self._pieces([text for text, _ in self._segments(messages, answers_from=0)])
+        """Return the tokens of `conversation`, all but the first trained, or None if there are fewer than two.
+
+        Where the template rewrites earlier turns, they are the tokens of the whole text as it shows them at the end.
+        """
+        try:
+            texts = [text for text, _ in self._segments(messages, answers_from=0)]
+        except RewrittenTurns:
+            texts = [self._render(messages, generation_prompt=False)]
+        pieces = self._pieces(texts)
         token_ids = tuple(token for piece in pieces for token in piece)[:max_length]
         return TokenSample(token_ids, (0,) + (1,) * (len(token_ids) - 1)) if len(token_ids) > 1 else None
 

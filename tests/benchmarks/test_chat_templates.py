@@ -52,6 +52,14 @@ def test_each_answer_is_trained_once_after_the_prompt_of_the_sampler() -> None:
     ]
 
 
+def test_a_transcript_is_the_conversation_as_the_template_shows_it_at_the_end() -> None:
+    made = tokenizer(HABITS["drops earlier reasoning, adds an empty one"])
+    whole = ChatTemplate(made, ends=end_ids(made)).transcript(REASONED, max_length=1 << 20)
+    assert whole is not None and sum(whole.loss_mask) == len(whole.token_ids) - 1
+    rows = [{"role": one.role, "content": one.content} for one in REASONED]
+    assert made.decode(whole.token_ids) == made.apply_chat_template(rows, tokenize=False)
+
+
 def test_an_answer_ends_where_sampling_stops_and_not_with_the_text() -> None:
     made = tokenizer(HABITS["ends the text, not the turn, with its EOS"])
     made.eos_token = "<|endoftext|>"
