@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,12 +27,14 @@ from pipelines.flows.sections import (
 )
 from rlhf_core.config.policy import GROUP_ADVANTAGES, PPOConfig
 from rlhf_core.data.tables import read_preferences, write_preferences
+from rlhf_core.data.worlds.support import gold_reward
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import (
     ArtifactRef,
     DemonstrationsRef,
+    Generation,
     PolicyRef,
     PreferencesRef,
     PromptsRef,
@@ -54,12 +56,15 @@ PREFERENCE: Mapping[str, dict[str, Any]] = {
     "aot unpaired": {"loss": {"type": "aot", "paired": False}},
     "discopop": {"loss": {"type": "discopop"}},
     "kto": {"loss": {"type": "kto"}},
+    "bco": {"loss": {"type": "bco"}},
+    "dpo_norm": {"loss": {"type": "dpo_norm"}},
+    "f_dpo": {"loss": {"type": "f_dpo"}},
     "simpo": {"loss": {"type": "simpo"}},
     "orpo": {"loss": {"type": "orpo", "odds_weight": 1.0}},
     "rpo": {"loss": {"type": "dpo"}, "nll_coef": 1.0},
     "ld-dpo": {"loss": {"type": "dpo"}, "length_alpha": 0.5},
 }
-POLICY: Mapping[str, dict[str, Any]] = {
+POLICY: dict[str, dict[str, Any]] = {
     "gae": {"advantage": {"type": "gae"}},
     "gae, ptx": {"advantage": {"type": "gae"}, "ptx": {"coef": 0.1, "max_length": 192}},
     "reinforce++": {"advantage": {"type": "reinforce++"}},
@@ -68,11 +73,28 @@ POLICY: Mapping[str, dict[str, Any]] = {
     "rloo": {"advantage": {"type": "rloo"}},
     "dr_grpo": {"advantage": {"type": "dr_grpo"}, "loss": {"type": "clip", "aggregation": "constant"}},
     "opo": {"advantage": {"type": "opo"}},
+    "grpo of the batch": {"advantage": {"type": "grpo", "std": "batch"}, "kl_in": "loss"},
+    "remax": {"advantage": {"type": "remax"}},
+    "rloo, sapo": {"advantage": {"type": "rloo"}, "loss": {"type": "sapo"}},
+    "rloo, gmpo": {"advantage": {"type": "rloo"}, "loss": {"type": "gmpo"}},
+    "rloo, dppo": {"advantage": {"type": "rloo"}, "loss": {"type": "dppo"}},
+    "rloo, clip_cov": {"advantage": {"type": "rloo"}, "loss": {"type": "clip_cov"}},
     "rloo, gspo": {"advantage": {"type": "rloo"}, "loss": {"type": "gspo"}},
     "rloo, cispo": {"advantage": {"type": "rloo"}, "loss": {"type": "cispo"}},
 }
+PASSED: Mapping[str, Any] = {"terms": {"passed": {"type": "function", "function": "benchmarks.method_rows:passed"}}}
+"""A verifiable reward, for estimators that need 0 or 1."""
+POLICY |= {
+    "maxrl": {"advantage": {"type": "maxrl"}, "kl_in": "loss", "rewards": PASSED},
+    "pass@k": {"advantage": {"type": "pass@k", "k": 2}, "kl_in": "loss", "rewards": PASSED},
+}
 GROUP = 4
 """Samples per prompt of the estimators that compare them; the others get as many more prompts."""
+
+
+def passed(generations: Sequence[Generation]) -> list[float]:
+    """Return 1 for answers with a gold reward above 1, else 0."""
+    return [float(reward > 1) for reward in gold_reward(generations)]
 
 
 @dataclass(frozen=True)

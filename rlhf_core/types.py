@@ -285,9 +285,10 @@ class PreferenceSample:
 
 @dataclass(frozen=True, slots=True)
 class AnswerSample:
-    """An answer for KTO, desirable or not, and its prompt with the answer to another prompt (`mismatched`).
+    """An answer, desirable or not, and for KTO its prompt with the answer to another prompt (`mismatched`).
 
-    Both come with the reference's summed log-probability of their masked tokens.
+    Both come with the reference's summed log-probability of their masked tokens. BCO has no use for the second one,
+    which is then the answer itself.
     """
 
     answer: TokenSample

@@ -114,8 +114,7 @@ def shown(
     splits = {}
     for split in ("train", "eval"):
         rows = read_demonstrations(context.path(ref) / f"{split}.parquet")
-        samples = [chat.conversation(row.messages, max_length=config.max_length) for row in rows]
-        splits[split] = [sample for sample in samples if sample is not None]
+        splits[split] = [one for row in rows for one in chat.examples(row.messages, max_length=config.max_length)]
     return splits
 
 

@@ -2,8 +2,8 @@
 
 With a = log pi(y_c) - log pi_ref(y_c), b likewise for the rejected answer and h = a - b, the loss of a pair is
   dpo  -log sigmoid(beta h)          ipo  (h - 1/(2 beta))^2          simpo, orpo  without a reference
-and so on (`rlhf_core.config.preference`); kto judges every answer on its own, and learns from answers that were never
-part of a pair. The reference is evaluated once over the dataset; its log-probs are kept beside the checkpoints.
+and so on (`rlhf_core.config.preference`); kto and bco judge every answer on its own, and learn from answers that were
+never part of a pair. The reference is evaluated once over the dataset; its log-probs are kept beside the checkpoints.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf_core.algorithms.preference.base import AnswerMethod
+from rlhf_core.algorithms.preference.bco import BCOLoss
 from rlhf_core.algorithms.preference.kto import KTOLoss
 from rlhf_core.config.preference import uses_reference
 from rlhf_core.data.chat import ChatTemplate
@@ -24,8 +26,14 @@ from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.architecture import check_longest
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.layout import write_json
-from rlhf_core.training.fit import fit
-from rlhf_core.training.objectives.preference import KTOObjective, PairObjective, answer_logprob
+from rlhf_core.training.fit import LookAhead, fit
+from rlhf_core.training.objectives.preference import (
+    BCOObjective,
+    KTOObjective,
+    PairObjective,
+    RunningShift,
+    answer_logprob,
+)
 from rlhf_core.types import AnswerSample, PolicyRef, PreferenceSample, PreferencesRef, TokenSample
 from stages.config.dpo import DPOConfig
 
@@ -70,7 +78,7 @@ def run(
             optimizer=config.optimizer,
             loop=config.loop,
             context=context,
-            look_ahead=objective.look_ahead if config.loss.looks_ahead else None,
+            look_ahead=look_ahead_of(objective),
         )
         trainer.export(context.out)
     metrics = {
@@ -79,8 +87,9 @@ def run(
         "dropped_pairs": sum(len(rows[split]) - len(pairs[split]) for split in rows),
     }
     if any(judged.values()):
-        kept = sum(map(len, single.values())) if isinstance(config.loss, KTOLoss) else 0
-        metrics["train_answers"] = len(samples["train"]) if isinstance(config.loss, KTOLoss) else 0
+        on_answers = isinstance(config.loss, AnswerMethod)
+        kept = sum(map(len, single.values())) if on_answers else 0
+        metrics["train_answers"] = len(samples["train"]) if on_answers else 0
         metrics["dropped_answers"] = sum(map(len, judged.values())) - kept
     return context.commit(PolicyRef, metrics=metrics | result.final)
 
@@ -88,20 +97,20 @@ def run(
 def check_data(config: DPOConfig, pairs: int, single: int, judged: int, context: StageContext) -> None:
     """Raise DataError where `loss` has nothing to train on; say so where it leaves `judged` single answers out."""
     key, loss = f"{context.label}.loss.type", config.loss.type
-    if isinstance(config.loss, KTOLoss):
+    if isinstance(config.loss, AnswerMethod):
         if not pairs and not single:
             rule = "no answers are left to train on"
             raise DataError(explain(key, loss, rule, "raise max_length, or see the validation report of prepare_data"))
         return
     if not pairs and judged:
         rule = f"compares two answers, but the data has {judged} single labeled answers"
-        raise DataError(explain(key, loss, rule, "set loss = {type = 'kto'}, or provide preference pairs"))
+        raise DataError(explain(key, loss, rule, "set loss = {type = 'kto'} or 'bco', or provide preference pairs"))
     if not pairs:
         rule = "no pairs are left to train on"
         raise DataError(explain(key, loss, rule, "raise max_length, or see the validation report of prepare_data"))
     if judged:
         logger.warning(
-            "%s = %r compares two answers: %d single labeled answers are ignored; kto can train on them, too",
+            "%s = %r compares two answers: %d single labeled answers are ignored; kto and bco can train on them, too",
             key,
             loss,
             judged,
@@ -131,16 +140,28 @@ def prepared(
     single: Mapping[str, Sequence[JudgedAnswer]],
     reference: PolicyRef,
     context: StageContext,
-) -> tuple[PairObjective | KTOObjective, dict[str, list[Any]]]:
+) -> tuple[PairObjective | KTOObjective | BCOObjective, dict[str, list[Any]]]:
     """Return the objective and its samples by split, with what the reference says of them."""
-    if isinstance(config.loss, KTOLoss):
+    if isinstance(config.loss, KTOLoss | BCOLoss):
         answers = {split: [*sides(pairs[split]), *single[split]] for split in pairs}
-        return KTOObjective(loss=config.loss, kl=0.0), {
-            split: answer_samples(split, answers[split], answers["train"], reference, context) for split in pairs
+        strangers = config.loss.asks_strangers
+        made = {
+            split: answer_samples(split, answers[split], answers["train"], reference, context, strangers=strangers)
+            for split in pairs
         }
+        if isinstance(config.loss, KTOLoss):
+            return KTOObjective(loss=config.loss, kl=0.0), made
+        return BCOObjective(loss=config.loss), made
     function = context.user_function(config.loss)
     objective = PairObjective(config.loss, config.nll_coef, config.length_alpha, function)
     return objective, {split: pair_samples(config, split, pairs[split], reference, context) for split in pairs}
+
+
+def look_ahead_of(objective: PairObjective | KTOObjective | BCOObjective) -> LookAhead | None:
+    """Return what looks at a whole step before its gradient; None for losses that are sums over samples alone."""
+    if isinstance(objective, BCOObjective):
+        return RunningShift(objective)
+    return objective.look_ahead if objective.loss.looks_ahead else None
 
 
 def pair_samples(
@@ -172,19 +193,26 @@ def answer_samples(
     others: Sequence[JudgedAnswer],
     reference: PolicyRef,
     context: StageContext,
+    *,
+    strangers: bool,
 ) -> list[AnswerSample]:
     """Return the answers with the one to another prompt that KTO's KL is measured on: of the same split, else of `others`.
 
     The stranger of an answer is the same in every epoch, so that the reference is asked once, and is an answer to another
-    prompt whatever else is in the step.
+    prompt whatever else is in the step. Without `strangers` the answer itself stands for it.
     """
     answers = [row.answer for row in judged]
+    if not strangers:
+        sums = reference_sums(split, answers, lambda row, _: sum(row), reference, context)
+        return [
+            AnswerSample(one.answer, one.desirable, ref, one.answer, ref) for one, ref in zip(judged, sums, strict=True)
+        ]
     more = [row.answer for row in others]
-    strangers = [mismatched(answer, stranger_of(i, answers, more)) for i, answer in enumerate(answers)]
-    sums = reference_sums(split, [*answers, *strangers], lambda row, _: sum(row), reference, context)
+    mismatches = [mismatched(answer, stranger_of(i, answers, more)) for i, answer in enumerate(answers)]
+    sums = reference_sums(split, [*answers, *mismatches], lambda row, _: sum(row), reference, context)
     return [
         AnswerSample(row.answer, row.desirable, sums[i], stranger, sums[len(answers) + i])
-        for i, (row, stranger) in enumerate(zip(judged, strangers, strict=True))
+        for i, (row, stranger) in enumerate(zip(judged, mismatches, strict=True))
     ]
 
 

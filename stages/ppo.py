@@ -14,6 +14,7 @@ How a step is sampled (ahead of the training, in parts, in several rounds) is ch
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -30,6 +31,7 @@ from rlhf_core.interfaces import Metrics, ModelSpec, Sampler, Trainer
 from rlhf_core.rewards.scoring import Scorer, component_means, open_scorer
 from rlhf_core.rollouts.answers import StepSampler, open_environments
 from rlhf_core.rollouts.factory import open_guard, open_rollouts
+from rlhf_core.rollouts.greedy import greedy_rewards
 from rlhf_core.rollouts.guard import RunGuard
 from rlhf_core.rollouts.held_out import hold_out
 from rlhf_core.rollouts.pause import await_decision
@@ -45,7 +47,10 @@ from rlhf_core.training.experience import (
     sampled_logprobs,
     token_sample,
     value_samples,
+    with_loss_choice,
+    without_truncated,
 )
+from rlhf_core.training.moving_reference import MovingReference
 from rlhf_core.training.objectives.base import PolicyObjective, Scaled, SftObjective, ValueObjective
 from rlhf_core.training.schedule import scheduled_rate
 from rlhf_core.training.skipped import check_updated
@@ -64,6 +69,8 @@ from rlhf_core.types import (
 
 __all__ = ["PPOConfig", "run"]
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Models:
@@ -74,7 +81,7 @@ class Models:
 
     sampler: Sampler
     policy: Trainer
-    reference: Trainer | None
+    reference: Trainer | MovingReference | None
     value_model: Trainer | None
     scorer: Scorer
 
@@ -128,6 +135,10 @@ def run(
             rollouts = score(step, completions)
             sampled = rollout_metrics(config, step, completions, rollouts, ahead=sampler.ahead, ends=ends)
             began = time.perf_counter()
+            greedy: tuple[float, ...] = ()
+            if config.advantage.asks_greedy:
+                comparable = models.scorer.comparable()
+                greedy = greedy_rewards(models.sampler, rollouts, config.sampling, comparable, step=step)
             experience = measure(config, models, rollouts)
             advantages = estimate_advantages(
                 experience,
@@ -137,11 +148,19 @@ def run(
                 kl_credit=config.kl_credit,
                 turn_weight=config.turn_weight,
                 function=context.user_function(config.advantage),
+                greedy=greedy,
             )
+            if config.loss.chooses_tokens:
+                choice_seed = derive_seed(context.seed, "loss_choice", step)
+                advantages = with_loss_choice(advantages, experience, config.loss, seed=choice_seed)
+            if config.truncated_answers == "mask":
+                experience, advantages = without_truncated(experience, advantages)
             value_rows = value_samples(experience, advantages) if models.value_model else []
             policy_rows = policy_samples(experience, advantages)
             rate_scale = guard.learning_rate_scale
             updated = update(config, models, policy_rows, value_rows, demonstrated, kl.coef, rate_scale, step, context)
+            if isinstance(models.reference, MovingReference):
+                models.reference.after_step(step + 1, models.policy)
             valid = len(rollouts) / (config.prompts_per_step * config.samples_per_prompt)
             metrics = advantages.metrics | updated | sampled | component_means(rollouts) | models.scorer.logs()
             metrics |= {"kl/coef": kl.coef, "rollout/valid": valid}
@@ -172,7 +191,7 @@ def lease_models(
     folder = str(context.path(policy))
     actor = ModelSpec(path=folder, head="lm", lora=config.lora, seed=context.seed)
     critic: Trainer | None = None
-    frozen: Trainer | None = None
+    frozen: Trainer | MovingReference | None = None
     if config.advantage.uses_values:
         # By name, and not by the order of a mapping, which does not survive a file.
         names = sorted(reward_models, key=lambda name: (isinstance(reward_models[name], ProcessRewardModelRef), name))
@@ -181,7 +200,10 @@ def lease_models(
         critic = leases.enter_context(context.runtime.trainer("value_model", spec, config.value_optimizer))
     sampler = leases.enter_context(context.runtime.sampler(context.path(policy)))
     trained = leases.enter_context(context.runtime.trainer("policy", actor, config.optimizer))
-    if config.uses_reference:
+    if config.reference_sync:
+        start_path, sync = context.path(reference), config.reference_sync
+        frozen = MovingReference(context.runtime, start_path, context.work, sync, seed=context.seed, leases=leases)
+    elif config.uses_reference:
         spec = ModelSpec(path=str(context.path(reference)), head="lm", lora=None, seed=context.seed)
         frozen = leases.enter_context(context.runtime.trainer("reference", spec, None))
     return Models(
@@ -202,8 +224,7 @@ def token_samples(
     if demonstrations is None:
         raise ConfigError(explain("ppo.ptx", config.ptx.coef, "there are no demonstrations to mix in", "provide some"))
     rows = read_demonstrations(context.path(demonstrations) / "train.parquet")
-    made = [chat.conversation(row.messages, max_length=config.ptx.max_length) for row in rows]
-    samples = [sample for sample in made if sample is not None]
+    samples = [sample for row in rows for sample in chat.examples(row.messages, max_length=config.ptx.max_length)]
     if not samples:
         rule = "leaves no tokens of the demonstrations to train on"
         raise DataError(explain("ppo.ptx.max_length", config.ptx.max_length, rule, "raise it"))
@@ -240,6 +261,7 @@ def update(
 
     The policy waits for the value model's warm-up; its learning rate is scheduled over the steps that are left, times
     `rate_scale`. Some of the `demonstrated` samples are mixed into each of its updates, if there are any (PPO-ptx).
+    Without rows, where every answer of the step was cut off and is masked, there is no update.
     """
     policy_objective = PolicyObjective(
         loss=config.loss,
@@ -248,11 +270,14 @@ def update(
         kl_coef=kl_coef if config.kl_in == "loss" else 0.0,
         entropy_coef=config.entropy_coef,
         correction=config.correction,
+        kl_estimator=config.kl_estimator,
         function=context.user_function(config.loss),
     )
     value_objective = ValueObjective(clip=config.value_clip or None)
     frozen = config.value_warmup_steps if models.value_model else 0
     history: list[Metrics] = []
+    if not policy_rows:
+        logger.warning("%s: every answer of step %d was cut off and is masked: no update", context.label, step)
     for epoch in range(config.epochs):
         order = shuffled(len(policy_rows), derive_seed(context.seed, "minibatches", step, epoch))
         parts = min(config.minibatches, len(policy_rows))  # fewer rollouts than that where many were invalid
@@ -312,6 +337,8 @@ def restored(models: Models, checkpoint: Checkpoint, *, adaptive: bool) -> Fixed
     models.policy.load(checkpoint.path / "policy")
     if models.value_model:
         models.value_model.load(checkpoint.path / "value_model")
+    if isinstance(models.reference, MovingReference):
+        models.reference.load(checkpoint.path)
     models.scorer.restore(checkpoint.state["rewards"])
     return (AdaptiveKL if adaptive else FixedKL)(**checkpoint.state["kl"])
 
@@ -346,6 +373,8 @@ def save(
         models.policy.save(folder / "policy")
         if models.value_model:
             models.value_model.save(folder / "value_model")
+        if isinstance(models.reference, MovingReference):
+            models.reference.save(folder)
 
 
 def record(

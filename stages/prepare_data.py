@@ -14,6 +14,7 @@ from pathlib import Path
 from rlhf_core.config.data import ArithmeticWorld, DataConfig, Files, InstructionsWorld, SupportWorld
 from rlhf_core.config.engines import PretrainedModel
 from rlhf_core.data.chat import CHATML_LIKE, ChatTemplate
+from rlhf_core.data.chat_templates import SHIPPED
 from rlhf_core.data.files import make_tables as from_files
 from rlhf_core.data.limits import limit, parts
 from rlhf_core.data.preview import preview
@@ -159,10 +160,17 @@ def _template(name: str) -> str | None:
         return None
     if name == CHATML_TEMPLATE:
         return CHATML_LIKE
+    if name in SHIPPED:
+        return SHIPPED[name]
     path = Path(name).expanduser()
     if not path.is_file():
         raise ConfigError(
-            explain("prepare_data.chat_template", name, "is not a file", 'give "model", "chatml" or a Jinja file')
+            explain(
+                "prepare_data.chat_template",
+                name,
+                "is not a file",
+                f'give "model", "chatml", {", ".join(map(repr, SHIPPED))} or a Jinja file',
+            )
         )
     return path.read_text(encoding="utf-8")
 
@@ -216,7 +224,7 @@ def _metrics(tables: Tables, report: DropReport, chat: ChatTemplate) -> dict[str
     answers = [
         sum(sample.loss_mask)
         for row in tables.demonstrations[:1000]
-        if (sample := chat.conversation(row.messages, max_length=1 << 40)) is not None
+        for sample in chat.examples(row.messages, max_length=1 << 40)
     ]
     for name, lengths in (("prompt", prompts), ("answer", answers)):
         if lengths:

@@ -6,6 +6,8 @@ or on all tokens, as in pretraining. `dft` weights each token by its own probabi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.tables import read_demonstrations
 from rlhf_core.interfaces import Metrics, ModelSpec
@@ -14,7 +16,7 @@ from rlhf_core.models.shared_rows import check_packing
 from rlhf_core.stage.context import StageContext
 from rlhf_core.training.fit import fit
 from rlhf_core.training.objectives.base import SftObjective
-from rlhf_core.types import DemonstrationsRef, PolicyRef
+from rlhf_core.types import DemonstrationsRef, Message, PolicyRef, TokenSample
 from stages.config.sft import SFTConfig
 
 
@@ -27,9 +29,7 @@ def run(config: SFTConfig, *, policy: PolicyRef, demonstrations: DemonstrationsR
     splits = {}
     for split in ("train", "eval"):
         rows = read_demonstrations(context.path(demonstrations) / f"{split}.parquet")
-        sample = chat.conversation if config.train_on == "assistant" else chat.transcript
-        samples = [sample(row.messages, max_length=config.max_length) for row in rows]
-        splits[split] = [one for one in samples if one is not None]
+        splits[split] = [one for row in rows for one in samples_of(row.messages, chat, config)]
     context.tracker.dataset("demonstrations", demonstrations.digest, "training")
     context.tracker.input_model(policy.digest)
     context.tracker.table("preview", ["what is trained on"], [[chat.preview(sample)] for sample in splits["train"][:8]])
@@ -50,3 +50,11 @@ def run(config: SFTConfig, *, policy: PolicyRef, demonstrations: DemonstrationsR
     metrics: Metrics = {"steps": result.steps, "train_samples": len(splits["train"])}
     metrics |= {f"before/{name}": value for name, value in result.initial.items()}
     return context.commit(PolicyRef, metrics=metrics | result.final)
+
+
+def samples_of(messages: Sequence[Message], chat: ChatTemplate, config: SFTConfig) -> list[TokenSample]:
+    """Return the samples of a demonstration: one, or one for each answer where the template rewrites earlier turns."""
+    if config.train_on == "assistant":
+        return chat.examples(messages, max_length=config.max_length)
+    whole = chat.transcript(messages, max_length=config.max_length)
+    return [] if whole is None else [whole]

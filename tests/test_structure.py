@@ -41,6 +41,7 @@ TESTED_THROUGH = {
     "rlhf_core/rewards/chat.py": "rlhf_core/rewards/test_judge.py",
     "rlhf_core/annotation/comparisons.py": "rlhf_core/annotation/test_proposing.py",
     "rlhf_core/config/annotators.py": "rlhf_core/annotation/test_annotators.py",
+    "rlhf_core/config/policy_parts.py": "rlhf_core/config/test_policy.py",
     "rlhf_core/config/monitors.py": "rlhf_core/rollouts/test_guard.py",
     "rlhf_core/monitoring/base.py": "rlhf_core/monitoring/test_bands.py",
     "rlhf_core/algorithms/lazy_torch.py": "rlhf_core/algorithms/test_methods.py",

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from rlhf_core.algorithms.lazy_torch import Tensor, torch
 from rlhf_core.algorithms.token_math import bounded, masked, schulman_k3
 from rlhf_core.errors import DataError
-from rlhf_core.schema.base import Config
+from rlhf_core.schema.base import Config, added_option
 
 Level: TypeAlias = Literal["off", "token", "sequence", "geometric"]
 Mode: TypeAlias = Literal["truncate", "mask"]
@@ -30,6 +30,9 @@ class CorrectionConfig(Config):
     cap: float = Field(2.0, gt=0)
     low: float = Field(0.5, ge=0)
     """Lower edge of the window of `mask`."""
+    token_cap: float = added_option(0.0, ge=0)
+    """Above 0, with `mask` at the level of a sequence: the tokens of a sequence that is kept weigh min(q of the token,
+    this) instead of the q of the sequence, so that the mask chooses sequences and the weight corrects tokens."""
     pi_old: Literal["trainer", "sampler"] = "trainer"
     """`trainer` computes pi_old anew (decoupled); `sampler` takes mu for it (bypass), so that nothing is left to correct."""
 
@@ -38,6 +41,11 @@ class CorrectionConfig(Config):
         if self.pi_old == "sampler" and self.level != "off":
             raise ValueError(
                 f"level = {self.level!r}: with pi_old = 'sampler' the ratio q is 1 everywhere; set level = \"off\""
+            )
+        if self.token_cap and (self.mode != "mask" or self.level not in ("sequence", "geometric")):
+            raise ValueError(
+                f"token_cap = {self.token_cap}: applies to mode = 'mask' with level = 'sequence' or 'geometric', and these "
+                f"are {self.mode!r} and {self.level!r}; change them, or set it to 0"
             )
         return self
 
@@ -51,13 +59,15 @@ def importance_weights(
     mode: Mode,
     cap: float,
     low: float,
+    token_cap: float = 0.0,
 ) -> Tensor:
     """Return detached weights [B, L] for the policy loss; 0 outside the loss mask, 1 on it when `level` is `off`.
 
     `truncate` is truncated importance sampling, min(q, cap) (Ionides 2008; for RL with a separate sampler: Yao et al.,
     "Your efficient RL framework secretly brings you off-policy RL training", 2025), `low` unused. `mask` keeps q inside
     [low, cap] and drops the rest (IcePop, window 0.5-5.0). `level` is what q is taken over: one token, the product over
-    the sequence, or its geometric mean (GSPO's ratio, arXiv 2507.18071 eq. 7).
+    the sequence, or its geometric mean (GSPO's ratio, arXiv 2507.18071 eq. 7). `token_cap` > 0 gives the tokens of the
+    sequences that a mask keeps the weight min(q_t, token_cap) of their own.
     """
     if level == "off":
         return masked(torch.ones_like(old_logprobs_BL), loss_mask_BL)
@@ -66,7 +76,12 @@ def importance_weights(
         case "truncate":
             weights_BL = ratio_BL.clamp(max=cap)
         case "mask":
-            weights_BL = torch.where((ratio_BL >= low) & (ratio_BL <= cap), ratio_BL, torch.zeros_like(ratio_BL))
+            kept_BL = (ratio_BL >= low) & (ratio_BL <= cap)
+            if token_cap:
+                ratio_BL = _ratio(old_logprobs_BL, rollout_logprobs_BL, loss_mask_BL, level="token").clamp(
+                    max=token_cap
+                )
+            weights_BL = torch.where(kept_BL, ratio_BL, torch.zeros_like(ratio_BL))
         case _:
             assert_never(mode)
     return masked(weights_BL, loss_mask_BL)
@@ -81,8 +96,12 @@ def fraction_corrected(
     mode: Mode,
     cap: float,
     low: float,
+    token_cap: float = 0.0,
 ) -> float:
-    """Return the fraction of masked tokens whose ratio q was truncated (or, with mode `mask`, dropped)."""
+    """Return the fraction of masked tokens whose ratio q was truncated (or, with mode `mask`, dropped).
+
+    A weight that `token_cap` bounds is not counted.
+    """
     _require_tokens(loss_mask_BL)
     if level == "off":
         return 0.0

@@ -1,14 +1,14 @@
 """Estimators of the KL divergence to a reference, and the controllers of its coefficient.
 
 With d = log pi - log pi_ref on tokens sampled from pi (Schulman, "Approximating KL Divergence", 2020). k1 in the
-*reward* gives the right reverse-KL gradient; as a *loss* use k2 (the gradient of k1 is zero in expectation, that of k3
-is biased); k3 is a monitor (arXiv 2510.01555, 2512.21852).
+*reward* gives the right reverse-KL gradient; as a *loss* use the gradient of k2 (that of k1 is zero in expectation, that
+of k3 is biased) whatever the value shown is; k3 is a monitor (arXiv 2510.01555, 2512.21852).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Self, TypeAlias
+from typing import Literal, Self, TypeAlias, assert_never
 
 from rlhf_core.algorithms.lazy_torch import Tensor
 from rlhf_core.algorithms.token_math import bounded, schulman_k3
@@ -28,6 +28,30 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Return exp(-d) - 1 + d, elementwise: unbiased, never negative, low variance."""
     return schulman_k3(logprobs - ref_logprobs)
+
+
+KLInLoss: TypeAlias = Literal["k2", "k1", "k3", "k3_direct"]
+"""An estimator of the KL in the loss; `k1` and `k3` are values with the gradient of k2, `k3_direct` has its own."""
+
+
+def kl_in_loss(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: KLInLoss) -> Tensor:
+    """Return the elementwise term of a KL penalty in the loss.
+
+    With k = k1 or k3 the term is stopgrad(k) + k2 - stopgrad(k2): its value is unbiased for the KL, and its gradient,
+    d grad log pi, is that of the reverse KL on samples of pi (straight-through, arXiv 2510.01555). `k3_direct` is k3
+    with its own gradient, (1 - exp(-d)) grad log pi: GRPO, arXiv 2402.03300 eq. 4. It is that of the forward KL.
+    """
+    match estimator:
+        case "k2":
+            return k2(logprobs, ref_logprobs)
+        case "k3_direct":
+            return k3(logprobs, ref_logprobs)
+        case "k1" | "k3":
+            value = (k1 if estimator == "k1" else k3)(logprobs, ref_logprobs).detach()
+            follows = k2(logprobs, ref_logprobs)
+            return value + (follows - follows.detach())
+        case _:
+            assert_never(estimator)
 
 
 @dataclass(frozen=True)

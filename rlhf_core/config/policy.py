@@ -13,12 +13,14 @@ from rlhf_core.algorithms import advantage, policy
 from rlhf_core.algorithms.advantage.base import GroupAdvantage, TokenAdvantage
 from rlhf_core.algorithms.advantage.gae import GAEAdvantage
 from rlhf_core.algorithms.correction import CorrectionConfig
+from rlhf_core.algorithms.kl import KLInLoss
 from rlhf_core.algorithms.methods import one_of
 from rlhf_core.algorithms.policy.base import PolicyMethod
 from rlhf_core.algorithms.policy.clip import ClipLoss
 from rlhf_core.config.agents import AgentConfig
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig, SamplingConfig
 from rlhf_core.config.monitors import HeldOutConfig, Monitor, check_watched
+from rlhf_core.config.policy_parts import DynamicSampling, PtxConfig, ReferenceSync
 from rlhf_core.config.rewards import EpisodeReward, Gdpo, RewardsConfig, what_moves_rewards
 from rlhf_core.schema.base import OPERATIONAL, Config, added_option
 
@@ -36,34 +38,8 @@ else:
 KLCredit = Literal["token", "answer"]
 """What a KL penalty in the reward is subtracted from, for estimators that compare the answers to a prompt."""
 
-# ---------------------------------------------------------------- what a step is made of
-
-
-class DynamicSampling(Config):
-    """Resampling of whole groups whose answers all get the same reward: DAPO, arXiv 2503.14476, section 3.2.
-
-    A prompt is judged by the shaped rewards of its answers or, as in OpenRLHF, by the `scores` that an agent, a reward
-    function or a server returns besides rewards, if it is the only term with a weight. With several terms the reward
-    decides. If only some answers to a prompt have a score, the stage ends with an error.
-    """
-
-    low: float | None = None
-    """Lower bound: a prompt is kept only if the mean of its scores, or rewards, is above it."""
-    high: float | None = None
-    """Upper bound: a prompt is kept only if the mean of its scores, or rewards, is below it. Without either bound a prompt is
-    kept if its scores, or rewards, differ."""
-    max_rounds: int = Field(3, ge=2)
-    """Maximum number of sampling rounds in a step; after that missing groups are replaced by rejected ones."""
-
-
-class PtxConfig(Config):
-    """Demonstrations mixed into every update to preserve what SFT taught: PPO-ptx, arXiv 2203.02155 eq. 2."""
-
-    coef: float = Field(0.1, gt=0)
-    batch_size: int = Field(16, ge=1)
-    """Number of demonstrations per optimizer step."""
-    max_length: int = Field(256, ge=8)
-
+TruncatedAnswers = Literal["train", "mask"]
+"""What the update does with answers that were cut off at the token limit."""
 
 # ---------------------------------------------------------------- the stage
 
@@ -94,6 +70,11 @@ class PPOConfig(Config):
     from each token after the group's baseline, so that a token pays for the penalty from itself on (OpenRLHF;
     REINFORCE++, arXiv 2501.03262). `answer`: its sum, from the answer's reward before the baseline (RLOO, arXiv
     2402.14740; TRL, verl)."""
+    kl_estimator: KLInLoss = added_option("k2")
+    """What `kl_in = "loss"` adds: `k2`; the value of `k1` or `k3` with the gradient of k2, the reverse KL's (arXiv
+    2510.01555); or `k3_direct`, k3 with its own gradient, as in GRPO's paper (arXiv 2402.03300 eq. 4)."""
+    reference_sync: ReferenceSync | None = added_option(None)
+    """When the reference takes over weights of the policy; None keeps it as it is."""
     kl_target: float = Field(0.0, ge=0)
     """KL per sequence that the coefficient is adapted to hold; 0 keeps the coefficient fixed."""
     kl_horizon: int = Field(10_000, ge=1)
@@ -117,6 +98,11 @@ class PPOConfig(Config):
     complete; the others continue in the next step with its weights. It must divide `sampling.max_tokens`."""
     in_flight_groups: int = Field(0, ge=0)
     """Number of groups that partial rollouts sample at once; 0 means twice `prompts_per_step`."""
+
+    truncated_answers: TruncatedAnswers = added_option("train")
+    """What the update does with answers that were cut off at the token limit: `mask` trains on none of their tokens, and
+    keeps them in the baseline of their group (DAPO's overlong filtering, arXiv 2503.14476). `rewards.truncated` changes
+    their reward instead."""
 
     value_clip: float = Field(0.2, ge=0)
     """Clip range of the value loss; 0 disables clipping."""
@@ -151,10 +137,10 @@ class PPOConfig(Config):
             raise ValueError(
                 f"minibatches = {self.minibatches}: must be <= the {rollouts} rollouts of a step; lower it"
             )
-        if isinstance(self.advantage, GroupAdvantage) and self.samples_per_prompt < 2:
+        if isinstance(self.advantage, GroupAdvantage) and self.samples_per_prompt < self.advantage.least_group:
             raise ValueError(
                 f"samples_per_prompt = {self.samples_per_prompt}: {self.advantage.type} compares the samples of a prompt and needs "
-                "at least 2; raise it, or use gae or reinforce++"
+                f"at least {self.advantage.least_group}; raise it, or use gae or reinforce++"
             )
         return self
 
@@ -236,7 +222,7 @@ class PPOConfig(Config):
     def _the_penalty_is_not_normalized(self) -> PPOConfig:
         if self.advantage.divides_by_spread and self.kl_in == "reward" and self.kl_coef > 0:
             raise ValueError(
-                f"kl_in = 'reward': {self.advantage.type} divides by the spread of a group, which consists only of the penalty where all answers "
+                f"kl_in = 'reward': {self.advantage.type} divides by the spread or the mean of rewards, which consists only of the penalty where all answers "
                 "earn the same, and a penalty added afterwards would have another scale at each prompt; as in its paper, set "
                 'kl_in = "loss"'
             )
@@ -249,6 +235,42 @@ class PPOConfig(Config):
             raise ValueError(
                 "kl_credit = 'answer': applies to a penalty in the reward of an estimator that compares the answers to a "
                 f'prompt, and {found}; set kl_credit = "token"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _greedy_answers_are_comparable(self) -> PPOConfig:
+        if not self.advantage.asks_greedy:
+            return self
+        moved = what_moves_rewards(self.rewards)
+        others = {
+            "agent": self.agent is not None,
+            "staleness": self.staleness,
+            "partial_tokens": self.partial_tokens,
+            "dynamic_sampling": self.dynamic_sampling is not None,
+        }
+        found = [name for name, used in others.items() if used]
+        if moved or found:
+            rule = "compares with a greedy answer of the same policy, scored by the same rewards"
+            what = f"{moved} scales rewards by the answers around them" if moved else f"{found[0]} is not made for it"
+            raise ValueError(f"advantage = {self.advantage.type!r}: {rule}, and {what}; remove one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _the_estimator_is_of_a_penalty_in_the_loss(self) -> PPOConfig:
+        if self.kl_estimator != "k2" and not (self.kl_in == "loss" and self.kl_coef > 0):
+            raise ValueError(
+                f"kl_estimator = {self.kl_estimator!r}: applies to a penalty in the loss (the reward takes k1); set "
+                'kl_in = "loss" and kl_coef > 0, or remove it'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_reference_that_moves_is_there(self) -> PPOConfig:
+        if self.reference_sync and (not self.uses_reference or self.optimizer.ema_decay):
+            why = "the average of the policy is what it exports" if self.uses_reference else "kl_coef = 0 loads none"
+            raise ValueError(
+                f"reference_sync: a reference follows the weights of the policy, and {why}; remove one of them"
             )
         return self
 

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_core.schema.base import FAILURES, OPERATIONAL, Config
+from rlhf_core.schema.base import FAILURES, OPERATIONAL, Config, added_option
 from rlhf_core.schema.secrets import HOLDS_SECRETS
 from rlhf_core.secrets.redaction import hidden
 
@@ -312,8 +312,25 @@ class OverlongPenalty(Config):
         return self
 
 
+class TruncatedReward(Config):
+    """What an answer that was cut off at the token limit earns; the change is the component `truncated`."""
+
+    type: Literal["scale", "penalty", "value"] = "penalty"
+    """`scale` multiplies a reward above 0 by `amount` (one below 0 stays: it would be forgiven), `penalty` subtracts
+    `amount`, `value` replaces the reward by `amount`."""
+    amount: float = 1.0
+
+    @model_validator(mode="after")
+    def _the_amount_takes_away(self) -> TruncatedReward:
+        if self.type == "scale" and not 0 <= self.amount < 1:
+            raise ValueError(f"amount = {self.amount}: a scale must be in [0, 1); choose a part of the reward")
+        if self.type == "penalty" and self.amount <= 0:
+            raise ValueError(f"amount = {self.amount}: a penalty is subtracted and must be > 0; give its size")
+        return self
+
+
 class RewardsConfig(Config):
-    """Terms, each normalized and clipped -> composition -> running normalization -> clip -> overlong penalty."""
+    """Terms, each normalized and clipped -> composition -> running normalization -> clip -> penalties for length."""
 
     terms: dict[str, RewardSpec] = Field(default={"reward_model": RewardModelReward()}, min_length=1)
     """Terms of the reward by name; `reward_components` keeps their raw values."""
@@ -326,11 +343,15 @@ class RewardsConfig(Config):
     """Bound to which the absolute reward is clipped; 0 does not clip."""
     overlong: OverlongPenalty | None = None
     """Penalty for long answers."""
+    truncated: TruncatedReward | None = added_option(None)
+    """What answers that were cut off earn, before the penalty for long ones."""
 
     @model_validator(mode="after")
     def _terms_fit_together(self) -> RewardsConfig:
         if "overlong" in self.terms:
             raise ValueError("terms.overlong = {...}: the overlong penalty uses this name; give the term another")
+        if self.truncated and "truncated" in self.terms:
+            raise ValueError("terms.truncated = {...}: rewards.truncated uses this name; give the term another")
         gates = set(self.composition.gates) if isinstance(self.composition, GatedProduct) else set()
         unknown = sorted(gates - set(self.terms))
         if unknown:

@@ -9,20 +9,24 @@ Each segment is tokenized on its own, unless the tokenizer marks the beginning o
 case a segment gets the tokens that it adds to the text before it. Only if a token of the whole text would cross the
 border, it gets the tokens that it has inside a running text.
 
-The loss mask selects the content of each assistant turn and its end-of-turn token (the tokenizer's EOS), but not what
-the template writes after that token (often a newline).
+The loss mask selects the content of each assistant turn and its end-of-turn token (the tokenizer's EOS, or another
+end that the model declares), but not what the template writes after that token (often a newline).
+
+A template that rewrites earlier turns, as reasoning models' do, has no such mask for a conversation as a whole: each
+answer is then an example of its own, after the prompt that the sampler would receive (`examples`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_core.data.chat_templates import declared_ends, other_opening
 from rlhf_core.data.pieces import Ids, continued, difference, encode, following, marks_beginning
 from rlhf_core.data.tool_rendering import Rows, left_out, speaks_and_calls, template_rows
 from rlhf_core.errors import ConfigError, DataError, explain
@@ -55,6 +59,10 @@ _PROBE = (Message("user", "Hi"), Message("assistant", "Hello"))
 _ANSWERED = (Message("user", "Hi"), Message("assistant", "An-answer-like-no-other"))
 
 
+class RewrittenTurns(DataError):
+    """The template shows an earlier answer in other words once later turns follow it."""
+
+
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer of the policy in `folder`. Nothing is downloaded."""
     # Five seconds: agents and reward servers import this module, and most of them tokenize nothing.
@@ -70,13 +78,21 @@ class ChatTemplate:
     (1, 42, 43, 4, 2)
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Check that `tokenizer` has a template and an EOS that ends each assistant turn. Raises ConfigError otherwise.
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        ends: Iterable[int] = (),
+    ) -> None:
+        """Check that `tokenizer` has a template and a token that ends each assistant turn. Raises ConfigError otherwise.
 
-        `tools` are JSON schemas that every prompt shows to the policy.
+        `tools` are JSON schemas that every prompt shows to the policy. `ends` are the ids, besides the tokenizer's EOS,
+        at which sampling stops; the first of them in an answer is `eos_id`.
         """
         self.tokenizer: Any = tokenizer
         self._tools = [dict(tool) for tool in tools]
+        self._ends = frozenset(ends)
         self._recent: dict[str, Ids] = {}
         self._tools_checked: set[tuple[bool, ...]] = set()
         self._marks_beginning = marks_beginning(self.tokenizer)
@@ -94,22 +110,23 @@ class ChatTemplate:
             raise ConfigError(
                 explain("eos_token", None, f"the tokenizer of {name} has no EOS token", "set eos_token in its config")
             )
-        self.eos_id = int(self.tokenizer.eos_token_id)
-        self.pad_id = self.eos_id if self.tokenizer.pad_token_id is None else int(self.tokenizer.pad_token_id)
-        self._check_end_of_turn()
+        eos_id = int(self.tokenizer.eos_token_id)
+        self.pad_id = eos_id if self.tokenizer.pad_token_id is None else int(self.tokenizer.pad_token_id)
+        self.eos_id = self._end_of_turn(self._ends | {eos_id})
+        self._eos = str(self.tokenizer.convert_ids_to_tokens(self.eos_id))
 
     @classmethod
     def load(cls, folder: Path) -> ChatTemplate:
         """Return the template of the policy in `folder` (`tokenizer.json`, `chat_template.jinja`)."""
         if not folder.is_dir():
             raise ConfigError(explain("policy", str(folder), "is not a folder", "give the folder of a policy"))
-        return cls(load_tokenizer(folder))
+        return cls(load_tokenizer(folder), ends=declared_ends(folder))
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatTemplate:
         """Return this template with `tools` (JSON schemas) in its prompts. Raises ConfigError if it omits them."""
         if not tools:
             return self
-        shown = ChatTemplate(self.tokenizer, tools=tools)
+        shown = ChatTemplate(self.tokenizer, tools=tools, ends=self._ends)
         if shown.prompt_text(_PROBE[:1]) == self.prompt_text(_PROBE[:1]):
             rule = f"the chat template of {self.tokenizer.name_or_path} does not render tools"
             raise ConfigError(explain("chat_template", len(tools), rule, "give a template that renders `tools`"))
@@ -150,7 +167,7 @@ class ChatTemplate:
                     "give a template that keeps earlier turns as they were (prepare_data.chat_template)",
                 )
             )
-        return self._after(str(self.tokenizer.eos_token), after)
+        return self._after(self._eos, after)
 
     def following_ids(self, text: str, *, after: int) -> tuple[int, ...]:
         """Return the tokens of plain `text` after the token `after`, which was sampled or is the last of a prompt."""
@@ -163,9 +180,32 @@ class ChatTemplate:
         """
         return self._sample(self._segments(messages, answers_from=0), max_length=max_length)
 
+    def examples(self, messages: Sequence[Message], *, max_length: int) -> list[TokenSample]:
+        """Return the conversation as samples that together train each assistant turn once, cut to `max_length` tokens.
+
+        One sample, unless the template rewrites earlier turns (without their reasoning, say): then one for each assistant
+        turn, after the prompt that the sampler would receive. Samples without a trained token are left out.
+        """
+        try:
+            made = [self.conversation(messages, max_length=max_length)]
+        except RewrittenTurns:
+            turns = [index for index, message in enumerate(messages) if message.role == "assistant"]
+            made = [
+                self.continuation(messages[:index], messages[index : index + 1], max_length=max_length)
+                for index in turns
+            ]
+        return [sample for sample in made if sample is not None]
+
     def transcript(self, messages: Sequence[Message], *, max_length: int) -> TokenSample | None:
-        """Return the tokens of `conversation`, all but the first trained, or None if there are fewer than two."""
-        pieces = self._pieces([text for text, _ in self._segments(messages, answers_from=0)])
+        """Return the tokens of `conversation`, all but the first trained, or None if there are fewer than two.
+
+        Where the template rewrites earlier turns, they are the tokens of the whole text as it shows them at the end.
+        """
+        try:
+            texts = [text for text, _ in self._segments(messages, answers_from=0)]
+        except RewrittenTurns:
+            texts = [self._render(messages, generation_prompt=False)]
+        pieces = self._pieces(texts)
         token_ids = tuple(token for piece in pieces for token in piece)[:max_length]
         return TokenSample(token_ids, (0,) + (1,) * (len(token_ids) - 1)) if len(token_ids) > 1 else None
 
@@ -235,7 +275,7 @@ class ChatTemplate:
         used = (bool(tools), calls, speaks_and_calls(rows), results)
         if used in self._tools_checked:
             return
-        missing = left_out(rows, tools, self._apply, str(self.tokenizer.eos_token))
+        missing = left_out(rows, tools, self._apply, self._eos)
         if missing:
             rule = f"the template does not render {missing}, so conversations with tools cannot be trained on"
             remedy = "give a template that does (prepare_data.chat_template), or leave these rows out of the source"
@@ -245,7 +285,7 @@ class ChatTemplate:
     def _after_answer(self, rendered: str) -> str | None:
         """Return the text after the end of the answer of `_ANSWERED`, or None if the answer is missing."""
         _, found, rest = rendered.partition(_ANSWERED[1].content)
-        _, ended, rest = rest.partition(str(self.tokenizer.eos_token))
+        _, ended, rest = rest.partition(self._eos)
         return rest if found and ended else None
 
     def _segments(self, messages: Sequence[Message], *, answers_from: int) -> list[tuple[str, bool]]:
@@ -262,15 +302,14 @@ class ChatTemplate:
             last = index + 1 == len(messages)
             before = self._before_answer(messages[:index])
             after = whole if last else self._render(messages[: index + 1], generation_prompt=False)
-            if not (after.startswith(before) and whole.startswith(after) and len(before) >= done):
-                raise DataError(
-                    explain(
-                        "chat_template",
-                        f"turn {index + 1} of {len(messages)}",
-                        "renders differently when later turns follow, so there is no exact loss mask",
-                        "give a template that keeps earlier turns as they were (prepare_data.chat_template)",
-                    )
-                )
+            where = f"turn {index + 1} of {len(messages)}"
+            if not after.startswith(before):
+                opening = other_opening(str(self.tokenizer.chat_template), before, after)
+                raise DataError(explain("chat_template", where, *opening))
+            if not whole.startswith(after) or len(before) < done:
+                rule = "renders differently when later turns follow, so there is no exact loss mask"
+                remedy = "give a template that keeps earlier turns as they were (prepare_data.chat_template)"
+                raise RewrittenTurns(explain("chat_template", where, rule, remedy))
             asked = [whole[done : len(before)]] if done else self._cut(messages[:index], before)
             segments += [*((text, False) for text in asked), (whole[len(before) : len(after)], True)]
             done = len(after)
@@ -342,9 +381,14 @@ class ChatTemplate:
             return None
         return TokenSample(tuple(token_ids[:max_length]), tuple(loss_mask[:max_length]))
 
-    def _check_end_of_turn(self) -> None:
-        answer = "".join(text for text, trained in self._segments(_PROBE, answers_from=0) if trained)
-        if self.eos_id not in self._encode(answer):
+    def _end_of_turn(self, ends: frozenset[int]) -> int:
+        """Return the first token of `ends` in an answer. ConfigError if there is none: sampling would not stop."""
+        try:
+            answer = "".join(text for text, trained in self._segments(_PROBE, answers_from=0) if trained)
+        except DataError as error:
+            raise ConfigError(str(error)) from error
+        found = [token for token in self._encode(answer) if token in ends]
+        if not found:
             raise ConfigError(
                 explain(
                     "eos_token",
@@ -353,3 +397,4 @@ class ChatTemplate:
                     "make the end-of-turn token the tokenizer's eos_token, or give another chat template",
                 )
             )
+        return found[0]

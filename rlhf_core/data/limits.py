@@ -102,7 +102,7 @@ def _broken(
         samples = [chat.continuation(prompt, answer, max_length=_UNLIMITED) for answer in answers]
         length = 0 if answers else len(chat.prompt_ids(prompt))
         if isinstance(row, Demonstration):
-            chat.conversation(row.messages, max_length=_UNLIMITED)  # SFT trains every turn, so each needs a mask
+            chat.examples(row.messages, max_length=_UNLIMITED)  # SFT trains every turn, so each needs a mask
     except DataError as error:
         return f"chat template: {error}"
     for sample in samples:

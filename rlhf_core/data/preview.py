@@ -13,7 +13,9 @@ _UNLIMITED = 1 << 40
 
 def preview(tables: Tables, chat: ChatTemplate, *, rows: int) -> str:
     """Return Markdown with the first `rows` rows of each table, with the trained tokens inside 【 】."""
-    demonstrations = [chat.conversation(row.messages, max_length=_UNLIMITED) for row in tables.demonstrations[:rows]]
+    demonstrations = [
+        sample for row in tables.demonstrations[:rows] for sample in chat.examples(row.messages, max_length=_UNLIMITED)
+    ]
     chosen, rejected = (
         [
             chat.continuation(row.prompt, getattr(row, answer), max_length=_UNLIMITED)

@@ -26,7 +26,7 @@ from rlhf_core.rewards.batches import BatchedReward
 from rlhf_core.rewards.composition import compose, in_group
 from rlhf_core.rewards.model_inputs import check_reward_models
 from rlhf_core.rewards.outcomes import Logs, Reward, RewardOutcome, as_outcome, merged_logs, screened
-from rlhf_core.rewards.shaping import RunningNormalizer, clipped, linear_weight, soft_overlong
+from rlhf_core.rewards.shaping import RunningNormalizer, clipped, linear_weight, soft_overlong, truncated_reward
 from rlhf_core.rewards.terms import open_terms
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.failures import Counts
@@ -186,11 +186,22 @@ class Scorer:
         return clipped(found, limit=self._config.clip) if self._config.clip else found
 
     def _with_penalty(self, rollout: Rollout) -> Rollout:
+        rollout = self._if_truncated(rollout)
         if self._config.overlong is None:
             return rollout
         (penalty,) = overlong_penalties([rollout], self._config.overlong)
         components = rollout.reward_components | {"overlong": penalty}
         return _rollout(rollout, rollout.reward + penalty, components, rollout.invalid, rollout.score)
+
+    def _if_truncated(self, rollout: Rollout) -> Rollout:
+        treated = self._config.truncated
+        if treated is None:
+            return rollout
+        reward = rollout.reward
+        if rollout.completion.finish_reason == "length":
+            reward = truncated_reward(reward, kind=treated.type, amount=treated.amount)
+        components = rollout.reward_components | {"truncated": 0.0 if rollout.invalid else reward - rollout.reward}
+        return _rollout(rollout, reward, components, rollout.invalid, rollout.score)
 
     def _keep_logs(self, outcomes: Mapping[str, RewardOutcome]) -> None:
         found: list[Logs] = [self._logs]

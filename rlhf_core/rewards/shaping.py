@@ -1,4 +1,4 @@
-"""Shape a composed reward: running normalization, clip, and the penalty for overlong answers."""
+"""Shape a composed reward: running normalization, clip, and the penalties for truncated and overlong answers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Literal, assert_never
 
 STD_EPS = 1e-8
 
@@ -77,3 +78,23 @@ def soft_overlong(length: int, *, max_tokens: int, buffer_tokens: int, factor: f
     if over <= 0:
         return 0.0
     return -factor * min(over / buffer_tokens, 1.0)
+
+
+def truncated_reward(reward: float, *, kind: Literal["scale", "penalty", "value"], amount: float) -> float:
+    """Return the reward of an answer that was cut off at the token limit.
+
+    >>> truncated_reward(2.0, kind="scale", amount=0.25), truncated_reward(-2.0, kind="scale", amount=0.25)
+    (0.5, -2.0)
+    >>> truncated_reward(2.0, kind="penalty", amount=0.5), truncated_reward(2.0, kind="value", amount=-1.0)
+    (1.5, -1.0)
+    """
+    match kind:
+        case "scale":
+            # A negative reward times a factor below 1 would be a bonus for being cut off.
+            return reward * amount if reward > 0 else reward
+        case "penalty":
+            return reward - amount
+        case "value":
+            return amount
+        case _:
+            assert_never(kind)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
-from rlhf_core.config.policy import DynamicSampling
+from rlhf_core.config.policy_parts import DynamicSampling
 from rlhf_core.errors import RewardError, explain
 from rlhf_core.types import Generation, Rollout
 

@@ -226,7 +226,11 @@ class RunGuard:
             f"eval/{name}_component/{term}"
             for name, rewards in scored.items()
             if rewards
-            for term in [*rewards.terms, *["overlong"] * bool(rewards.overlong)]
+            for term in [
+                *rewards.terms,
+                *["truncated"] * bool(rewards.truncated),
+                *["overlong"] * bool(rewards.overlong),
+            ]
         ]
 
     def _judge(self, step: int, metrics: Metrics) -> None:

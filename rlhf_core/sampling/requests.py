@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlhf_core.data.chat_templates import declared_ends
 from rlhf_core.errors import ConfigError, SamplingError, explain
 from rlhf_core.types import FinishReason, SamplingRequest
 
@@ -53,12 +53,7 @@ def stop_token_ids(policy: Path, *, tokenizer_eos: int | None) -> tuple[int, ...
 
     Raises ConfigError if there is none: such a policy would always run to `max_tokens`.
     """
-    ids: set[int] = set() if tokenizer_eos is None else {tokenizer_eos}
-    for name in ("generation_config.json", "config.json"):
-        file = policy / name
-        declared = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-        if declared is not None:
-            ids.update(declared if isinstance(declared, list) else [declared])
+    ids = declared_ends(policy) | (set() if tokenizer_eos is None else {tokenizer_eos})
     if not ids:
         raise ConfigError(
             explain("policy", str(policy), "no end-of-sequence token", "set eos_token_id in its config.json")

@@ -22,6 +22,7 @@ from rlhf_core.algorithms.advantage.base import (
 from rlhf_core.algorithms.advantage.reinforce_pp import discounted_returns
 from rlhf_core.algorithms.correction import mismatch_metrics
 from rlhf_core.algorithms.kl import k1, k3
+from rlhf_core.algorithms.policy.base import PolicyMethod
 from rlhf_core.algorithms.value import explained_variance
 from rlhf_core.config.policy import Advantage, KLCredit
 from rlhf_core.errors import ConfigError, explain
@@ -76,6 +77,7 @@ def estimate_advantages(
     kl_credit: KLCredit = "token",
     turn_weight: float = 0.0,
     function: UserFunction | None = None,
+    greedy: Sequence[float] = (),
 ) -> Advantages:
     """Return advantages of `estimator` from rewards that include the KL penalty (`kl_coef` = 0 leaves it out).
 
@@ -93,7 +95,8 @@ def estimate_advantages(
     part of the answer's reward and therefore of the baseline. This is RLOO (arXiv 2402.14740, whose baseline is of
     r - beta log(pi/pi_ref) of the whole answer), as in TRL's RLOO and verl (`apply_kl_penalty`).
 
-    reinforce++-baseline whitens the result. `function` is that of a custom estimator. Raises ConfigError for groups of
+    reinforce++-baseline whitens the result. `function` is that of a custom estimator, `greedy` are the rewards of greedy
+    answers to the rollouts' prompts, for remax. Raises ConfigError for groups of
     fewer than two, and for a penalty without a reference.
     """
     mask_BT = completion_tensor([sample.loss_mask for sample in experience.samples], experience)
@@ -126,11 +129,46 @@ def estimate_advantages(
         metrics["reward/zero_variance_groups"] = float(zero_variance_groups(scores_B.reshape(-1, group_size)))
     else:
         values_BT = completion_tensor(experience.values, experience) if estimator.uses_values else None
-        tokens = TokenRewards(rewards=rewards_BT, loss_mask=mask_BT, values=values_BT)
+        greedy_B = torch.tensor(greedy, dtype=torch.float32) if greedy else None
+        tokens = TokenRewards(rewards=rewards_BT, loss_mask=mask_BT, values=values_BT, greedy=greedy_B)
+        if greedy_B is not None:
+            metrics["reward/greedy"] = float(greedy_B.mean())
         advantages_BT, returns_BT = estimator.estimate(tokens)
         if values_BT is not None:
             metrics["value/explained_variance"] = float(explained_variance(values_BT, returns_BT, mask_BT))
     return Advantages(advantages_BT, returns_BT, metrics)
+
+
+def with_loss_choice(advantages: Advantages, experience: Experience, loss: PolicyMethod, *, seed: int) -> Advantages:
+    """Return the advantages without those that `loss` takes away by the step as a whole, and their share as a metric.
+
+    The share is `policy/dropped_by_loss`; returns stay, as they are the value's.
+    """
+    mask_BT = completion_tensor([sample.loss_mask for sample in experience.samples], experience)
+    old_BT = completion_tensor(experience.old_logprobs, experience)
+    before_BT = advantages.advantages_BT
+    after_BT = loss.step_advantages(before_BT, old_BT, mask_BT, seed=seed)
+    dropped = float((after_BT != before_BT).sum() / mask_BT.sum())
+    return Advantages(after_BT, advantages.returns_BT, advantages.metrics | {"policy/dropped_by_loss": dropped})
+
+
+def without_truncated(experience: Experience, advantages: Advantages) -> tuple[Experience, Advantages]:
+    """Return what the update trains on where answers that were cut off are masked: those that ended by themselves.
+
+    Masked answers were part of their group's baseline and of the whitening; they are in no loss and in none of its
+    counts: DAPO's overlong filtering, arXiv 2503.14476, section 3.4. The metric `rollout/masked` is their share.
+    """
+    ended = [at for at, one in enumerate(experience.rollouts) if one.completion.finish_reason != "length"]
+    share = 1 - len(ended) / len(experience.rollouts)
+    kept = Experience(
+        rollouts=tuple(experience.rollouts[at] for at in ended),
+        samples=tuple(experience.samples[at] for at in ended),
+        old_logprobs=tuple(experience.old_logprobs[at] for at in ended),
+        ref_logprobs=tuple(experience.ref_logprobs[at] for at in ended) if experience.ref_logprobs else (),
+        values=tuple(experience.values[at] for at in ended) if experience.values else (),
+    )
+    rows = advantages.advantages_BT[ended], advantages.returns_BT[ended]
+    return kept, Advantages(*rows, advantages.metrics | {"rollout/masked": share})
 
 
 def _compared(

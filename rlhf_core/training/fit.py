@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.config.loop import LoopConfig
@@ -25,6 +25,27 @@ from rlhf_core.types import derive_seed
 logger = logging.getLogger(__name__)
 
 LookAhead: TypeAlias = Callable[[Trainer, Sequence[Any]], tuple[Objective, list[Any]]]
+
+
+@runtime_checkable
+class Carried(Protocol):
+    """A look-ahead that remembers something from step to step, which checkpoints keep."""
+
+    def __call__(self, trainer: Trainer, samples: Sequence[Any]) -> tuple[Objective, list[Any]]:
+        """Look at a training step."""
+        ...
+
+    def evaluated(self, trainer: Trainer, samples: Sequence[Any]) -> tuple[Objective, list[Any]]:
+        """Look at an evaluation, and remember nothing of it."""
+        ...
+
+    def state(self) -> Mapping[str, Any]:
+        """Return what it remembers, as JSON can hold it."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Remember the `state` of a checkpoint."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -63,7 +84,8 @@ def fit(
 ) -> FitResult:
     """Train on `train` and evaluate on `evaluation`, starting from the newest checkpoint of this stage's key if any.
 
-    `look_ahead` receives all samples of a step (or of an evaluation) first, and may change them and the objective.
+    `look_ahead` receives all samples of a step (or of an evaluation) first, and may change them and the objective. What a
+    `Carried` one remembers is in the checkpoints.
 
     The trainer ends with the last weights, or with the best ones if `loop.keep_best` is set.
     """
@@ -77,15 +99,19 @@ def fit(
             )
         )
     steps = total_steps(len(train), loop)
+    carried = look_ahead if isinstance(look_ahead, Carried) else None
+    evaluated_ahead = carried.evaluated if carried else look_ahead
     checkpoints = context.checkpoints.keeping(best=loop.keep_best)
     checkpoint = checkpoints.to_resume()
     if checkpoint is None:
-        first, initial, skipped_in_a_row = 0, _evaluate(trainer, evaluation, objective, look_ahead), 0
+        first, initial, skipped_in_a_row = 0, _evaluate(trainer, evaluation, objective, evaluated_ahead), 0
         context.metrics(0, initial)
     else:
         trainer.load(checkpoint.path)
         first, initial = checkpoint.step, dict(checkpoint.state["initial"])
         skipped_in_a_row = int(checkpoint.state["skipped_in_a_row"])
+        if carried:
+            carried.restore(checkpoint.state["carried"])
     for step in range(first, steps):
         batch = batch_at(step, train, batch_size=loop.batch_size, seed=context.seed)
         now, batch = look_ahead(trainer, batch) if look_ahead else (objective, batch)
@@ -98,12 +124,13 @@ def fit(
         context.progress(done, steps, f"loss {metrics['loss']:.4f}")
         evaluated = None
         if done % loop.eval_every == 0 or done == steps:
-            evaluated = _evaluate(trainer, evaluation, objective, look_ahead)
+            evaluated = _evaluate(trainer, evaluation, objective, evaluated_ahead)
             context.metrics(done, evaluated)
         due = done % loop.checkpoint_every == 0 or done == steps or (evaluated and loop.keep_best)
         stop = context.stopping()  # read once: a request that comes after the save waits for the next step
         if due or stop:
             state = {"initial": initial, "skipped_in_a_row": skipped_in_a_row, "final": evaluated or {}}
+            state |= {"carried": dict(carried.state())} if carried else {}
             with checkpoints.saving(done, state, metric=-evaluated["eval/loss"] if evaluated else None) as folder:
                 trainer.save(folder)
         if stop:

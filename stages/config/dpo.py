@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
+from rlhf_core.algorithms.preference.base import AnswerMethod
 from rlhf_core.algorithms.preference.dpo import DPOLoss
-from rlhf_core.algorithms.preference.kto import KTOLoss
 from rlhf_core.algorithms.preference.orpo import ORPOLoss
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig
 from rlhf_core.config.loop import LoopConfig
@@ -14,7 +14,7 @@ from rlhf_core.schema.base import Config
 
 
 class DPOConfig(Config):
-    """Preference optimization on pairs (kto: also on single answers), against a frozen reference."""
+    """Preference optimization on pairs (kto, bco: also on single answers), against a frozen reference."""
 
     loss: PreferenceLoss = DPOLoss()
     nll_coef: float = Field(0.0, ge=0)
@@ -28,8 +28,10 @@ class DPOConfig(Config):
 
     @model_validator(mode="after")
     def _options_belong_to_losses_on_pairs(self) -> DPOConfig:
-        if isinstance(self.loss, KTOLoss) and self.nll_coef:
-            raise ValueError(f"nll_coef = {self.nll_coef}: kto trains on single answers, not on pairs; leave it at 0")
+        if isinstance(self.loss, AnswerMethod) and self.nll_coef:
+            raise ValueError(
+                f"nll_coef = {self.nll_coef}: {self.loss.type} trains on single answers, not on pairs; leave it at 0"
+            )
         if self.length_alpha < 1 and not self.loss.sums_logprobs:
             raise ValueError(
                 f"length_alpha = {self.length_alpha}: applies only to losses on the summed log-probs of a pair, and "

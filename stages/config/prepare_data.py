@@ -8,6 +8,7 @@ from pydantic import Field
 
 from rlhf_core.config.data import DataConfig, Files, SupportWorld
 from rlhf_core.config.engines import BaseModelConfig, InitModel, PretrainedModel
+from rlhf_core.data.chat_templates import SHIPPED
 from rlhf_core.data.file_types import is_hub
 from rlhf_core.errors import DataError, explain
 from rlhf_core.models.packages import PACKAGE, package_folder
@@ -24,8 +25,8 @@ class PrepareDataConfig(Config):
     data: DataConfig = SupportWorld()
     model: BaseModelConfig = InitModel()
     chat_template: str = MODEL_TEMPLATE
-    """Chat template: `model` for the tokenizer's own, `chatml` for `rlhf_core.data.chat.CHATML_LIKE`, or the path of a
-    Jinja file."""
+    """Chat template: `model` for the tokenizer's own, `chatml` for `rlhf_core.data.chat.CHATML_LIKE`, `deepseek_r1` and
+    `nemotron_3` for models whose own one has no exact loss masks, or the path of a Jinja file."""
     max_prompt_tokens: int = Field(128, ge=4)
     """Maximum number of tokens of a prompt, including its generation prompt."""
     max_tokens: int = Field(256, ge=8)
@@ -55,7 +56,7 @@ def local_files(config: PrepareDataConfig) -> dict[str, tuple[str, Path]]:
         named |= {source.path: f"data.sources[{source.name}]" for source in config.data.sources if not is_hub(source)}
     if isinstance(config.model, PretrainedModel) and Path(config.model.path).expanduser().is_dir():
         named[config.model.path] = "prepare_data.model.path"
-    if config.chat_template not in (MODEL_TEMPLATE, CHATML_TEMPLATE):
+    if config.chat_template not in (MODEL_TEMPLATE, CHATML_TEMPLATE, *SHIPPED):
         named[config.chat_template] = "prepare_data.chat_template"
     paths = {name: (key, Path(name).expanduser()) for name, key in named.items()}
     if isinstance(config.model, PretrainedModel) and config.model.path.startswith(PACKAGE):

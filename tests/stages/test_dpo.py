@@ -9,6 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from rlhf_core.algorithms.preference.aot import AOTLoss
+from rlhf_core.algorithms.preference.base import AnswerMethod
+from rlhf_core.algorithms.preference.bco import BCOLoss
 from rlhf_core.algorithms.preference.discopop import DiscoPOPLoss
 from rlhf_core.algorithms.preference.dpo import DPOLoss
 from rlhf_core.algorithms.preference.ipo import IPOLoss
@@ -79,12 +81,15 @@ def test_the_stranger_is_the_next_answer_to_another_prompt() -> None:
         stranger_of(0, [one, same], [one])
 
 
-def test_kto_learns_from_six_thumbs_on_six_prompts_with_one_held_out(tmp_path: Path, policy: Path) -> None:
+@pytest.mark.parametrize("loss", [KTOLoss(), BCOLoss()], ids=lambda loss: loss.type)
+def test_six_thumbs_on_six_prompts_with_one_held_out_are_learned_from(
+    tmp_path: Path, policy: Path, loss: AnswerMethod
+) -> None:
     shop = Workshop(ArtifactStore(tmp_path / "store"))
     base = shop.store.external(PolicyRef, policy)
     inputs = {"policy": base, "reference": base, "preferences": thumbs(shop.store, tmp_path, up=4, down=2)}
     loop = CONFIG.loop.model_copy(update={"batch_size": 6, "epochs": 8})
-    _, decision = shop.run("dpo", CONFIG.model_copy(update={"loss": KTOLoss(), "loop": loop}), inputs)
+    _, decision = shop.run("dpo", CONFIG.model_copy(update={"loss": loss, "loop": loop}), inputs)
     metrics = shop.metrics(decision)
     assert (metrics["train_pairs"], metrics["train_answers"], metrics["dropped_answers"]) == (0, 6, 0)
     trained = [values for _, values in shop.tracker.points if "dpo/train/rewards/desirable" in values]

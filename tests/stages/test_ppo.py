@@ -57,7 +57,9 @@ def config(**changes: Any) -> PPOConfig:
     return PPOConfig(**(settings | changes))
 
 
-@pytest.mark.parametrize("advantage", ["gae", "reinforce++", "reinforce++-baseline", "rloo", "grpo", "dr_grpo", "opo"])
+@pytest.mark.parametrize(
+    "advantage", ["gae", "reinforce++", "reinforce++-baseline", "rloo", "grpo", "dr_grpo", "opo", "remax"]
+)
 def test_the_first_update_is_on_policy_and_the_reference_is_at_distance_zero(
     tmp_path: Path, policy: Path, advantage: str
 ) -> None:
@@ -70,7 +72,7 @@ def test_the_first_update_is_on_policy_and_the_reference_is_at_distance_zero(
     assert series(shop, "mismatch/exp_abs_log_q")[0] == pytest.approx(1.0, abs=1e-3)
 
 
-@pytest.mark.parametrize("loss", ["clip", "gspo", "cispo"])
+@pytest.mark.parametrize("loss", ["clip", "gspo", "cispo", "sapo", "gmpo", "dppo", "clip_cov"])
 def test_the_reward_rises(tmp_path: Path, policy: Path, loss: str) -> None:
     shop, inputs = shop_and_inputs(tmp_path, policy)
     fast = OptimizerConfig(learning_rate=2e-2, schedule="constant")
@@ -116,8 +118,9 @@ def test_without_a_value_model_the_policy_waits_for_nothing(tmp_path: Path, poli
         {"advantage": {"type": "gae"}, "kl_coef": 0.05, "kl_target": 0.5},
         {"advantage": {"type": "grpo"}, "kl_coef": 0.05, "kl_target": 0.5, "kl_in": "loss"},
         {"advantage": {"type": "grpo"}},
+        {"kl_coef": 0.05, "kl_in": "loss", "reference_sync": {"every": 2, "mix": 0.5}, "truncated_answers": "mask"},
     ],
-    ids=["gae", "grpo", "grpo without a reference"],
+    ids=["gae", "grpo", "grpo without a reference", "a moving reference"],
 )
 def test_a_killed_run_ends_with_the_same_bytes(tmp_path: Path, policy: Path, changes: dict[str, Any]) -> None:
     whole, inputs = shop_and_inputs(tmp_path / "whole", policy)
@@ -125,6 +128,17 @@ def test_a_killed_run_ends_with_the_same_bytes(tmp_path: Path, policy: Path, cha
     killed, inputs = shop_and_inputs(tmp_path / "killed", policy)
     ref = killed_and_resumed(killed, "ppo", config(**changes), inputs, at=3)
     assert ref.digest == expected.digest
+
+
+def test_a_reference_that_takes_over_the_policy_at_every_step_is_at_distance_zero(tmp_path: Path, policy: Path) -> None:
+    shop, inputs = shop_and_inputs(tmp_path, policy)
+    held = {"advantage": {"type": "rloo"}, "kl_coef": 0.05, "kl_in": "loss"}
+    shop.run("ppo", config(steps=3, reference_sync={"every": 1}, **held), inputs)
+    assert series(shop, "kl/k3") == pytest.approx([0.0, 0.0, 0.0], abs=1e-9)
+    shop, inputs = shop_and_inputs(tmp_path / "later", policy)
+    shop.run("ppo", config(steps=3, reference_sync={"every": 2}, **held), inputs)
+    first, second, third = series(shop, "kl/k3")
+    assert second > 1e-7 > max(first, third)
 
 
 class Recording(LocalRuntime):

@@ -105,7 +105,9 @@ MISSING = {
         "", "a budget is of one forward pass, padding included", "runtime.trainer.micro_tokens"
     ),
     "save_value_network": Missing("", "the value model is not an artifact", "the reward model, which is"),
-    "stop_properly_penalty_coef": Missing("", "no penalty for truncation as such", "[ppo.rewards.overlong]"),
+    "stop_properly_penalty_coef": Missing(
+        "", "rewards of answers that were cut off have a section of their own", "[ppo.rewards.truncated]"
+    ),
     "algo.kl.unbiased_gradient": Missing(
         "", "no straight-through estimator", 'kl_in = "loss" (k2), which has that gradient'
     ),

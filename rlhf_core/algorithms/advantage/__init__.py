@@ -9,6 +9,18 @@ METHODS = methods_in(
     __name__,
     __path__,
     AdvantageMethod,
-    first=("gae", "reinforce++", "reinforce++-baseline", "rloo", "grpo", "dr_grpo", "opo", "custom"),
+    first=(
+        "gae",
+        "reinforce++",
+        "reinforce++-baseline",
+        "rloo",
+        "grpo",
+        "dr_grpo",
+        "opo",
+        "remax",
+        "maxrl",
+        "pass@k",
+        "custom",
+    ),
 )
 """Every estimator in this folder, in the order in which forms list them; one that is not named above comes last."""

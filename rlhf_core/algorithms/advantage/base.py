@@ -23,11 +23,15 @@ WHITEN_EPS = 1e-8
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRewards:
-    """Rewards, loss mask and values of all completions of a step [B, L]; no values where there is no value model."""
+    """Rewards, loss mask and values of all completions of a step [B, L]; no values where there is no value model.
+
+    `greedy` is the reward of the greedy answer to each completion's prompt [B], for an estimator that asks for it.
+    """
 
     rewards: Tensor
     loss_mask: Tensor
     values: Tensor | None
+    greedy: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +51,10 @@ class AdvantageMethod(Config):
 
     uses_values: ClassVar[bool] = False
     """Whether a value model is trained for it."""
+    asks_greedy: ClassVar[bool] = False
+    """Whether it compares with the reward of a greedy answer to each prompt, which is then sampled and scored."""
     divides_by_spread: ClassVar[bool] = False
-    """Whether it divides by the spread of a group, so that no penalty may be in the rewards that it compares."""
+    """Whether it divides by a statistic of the rewards, so that no penalty may be in those that it compares."""
 
 
 class TokenAdvantage(AdvantageMethod):
@@ -64,6 +70,11 @@ class GroupAdvantage(AdvantageMethod):
 
     whitened: ClassVar[bool] = False
     """Whether the advantages of tokens are whitened over the step."""
+
+    @property
+    def least_group(self) -> int:
+        """Return the smallest number of samples per prompt that it can compare."""
+        return 2
 
     def compare(self, groups: GroupRewards) -> Tensor:
         """Return one advantage for each completion [P, G]."""

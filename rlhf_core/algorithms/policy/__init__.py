@@ -8,5 +8,7 @@ from __future__ import annotations
 from rlhf_core.algorithms.methods import methods_in
 from rlhf_core.algorithms.policy.base import PolicyMethod
 
-METHODS = methods_in(__name__, __path__, PolicyMethod, first=("clip", "gspo", "cispo", "custom"))
+METHODS = methods_in(
+    __name__, __path__, PolicyMethod, first=("clip", "gspo", "cispo", "sapo", "gmpo", "dppo", "clip_cov", "custom")
+)
 """Every loss in this folder, in the order in which forms list them; one that is not named above comes last."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, assert_never
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, assert_never
 
 from rlhf_core.algorithms.lazy_torch import Tensor
 from rlhf_core.algorithms.output import LossOutput
@@ -65,9 +65,22 @@ class PolicyMethod(Config):
     if TYPE_CHECKING:
         type: str
 
+    chooses_tokens: ClassVar[bool] = False
+    """Whether it chooses tokens by the step as a whole, which a micro-batch does not see: `step_advantages`."""
+
     def loss(self, batch: PolicyBatch) -> LossOutput:
         """Return the micro-batch's share of the loss and of the metrics of the step; see `policy_output`."""
         raise NotImplementedError
+
+    def step_advantages(
+        self, advantages_BL: Tensor, old_logprobs_BL: Tensor, loss_mask_BL: Tensor, *, seed: int
+    ) -> Tensor:
+        """Return the advantages to train on, given those of all completions of the step and log pi_old.
+
+        It is asked only of a loss that `chooses_tokens`. An advantage of 0 takes a token's gradient and leaves it in the
+        denominators. `seed` is the step's own.
+        """
+        return advantages_BL
 
 
 def policy_output(

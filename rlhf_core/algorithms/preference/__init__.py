@@ -14,7 +14,7 @@ METHODS = methods_in(
     __path__,
     PreferenceMethod,
     first=(
-        "dpo", "cdpo", "robust", "ipo", "hinge", "apo_zero", "apo_down", "sppo", "nca", "exo", "aot", "discopop", "kto",
+        "dpo", "cdpo", "robust", "ipo", "hinge", "apo_zero", "apo_down", "sppo", "nca", "exo", "aot", "discopop", "kto", "bco", "dpo_norm", "f_dpo",
         "simpo", "orpo", "custom",
     ),
 )  # fmt: skip

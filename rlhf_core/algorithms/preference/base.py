@@ -13,6 +13,7 @@ from pydantic import Field
 from rlhf_core.algorithms.lazy_torch import Tensor, torch
 from rlhf_core.algorithms.output import LossOutput
 from rlhf_core.algorithms.token_math import masked
+from rlhf_core.errors import ConfigError, explain
 from rlhf_core.schema.base import Config
 from rlhf_core.types import PreferenceSample
 
@@ -89,6 +90,25 @@ class ReferencedMethod(PreferenceMethod):
 
     beta: float = Field(0.1, gt=0)
     """Strength of the pull to the reference (inverse temperature of the implicit reward)."""
+
+
+class AnswerMethod(ReferencedMethod):
+    """A loss on single answers, each labeled desirable or not, that compares them with a number of the whole step."""
+
+    looks_ahead: ClassVar[bool] = True
+    asks_strangers: ClassVar[bool] = False
+    """Whether that number is measured on answers to other prompts."""
+
+    @property
+    def sums_logprobs(self) -> bool:
+        """Return False: an answer is judged on its own, and has no other one beside it."""
+        return False
+
+    def loss(self, pairs: PairBatch) -> LossOutput:
+        """Raise ConfigError: the loss is on single answers, `answer_loss`."""
+        raise ConfigError(
+            explain("dpo.loss.type", self.type, "trains on single answers", "use its objective on answers")
+        )
 
 
 class ReferenceFreeMethod(PreferenceMethod):

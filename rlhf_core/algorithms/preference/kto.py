@@ -14,27 +14,17 @@ from pydantic import Field
 
 from rlhf_core.algorithms.lazy_torch import Tensor, torch
 from rlhf_core.algorithms.output import LossOutput
-from rlhf_core.algorithms.preference.base import PairBatch, ReferencedMethod
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.algorithms.preference.base import AnswerMethod
 
 
-class KTOLoss(ReferencedMethod):
+class KTOLoss(AnswerMethod):
     """Each answer on its own, desirable or not, against the mean KL of the step: arXiv 2402.01306."""
 
     type: Literal["kto"] = "kto"
     desirable_weight: float = Field(1.0, gt=0)
     undesirable_weight: float = Field(1.0, gt=0)
 
-    looks_ahead: ClassVar[bool] = True
-
-    @property
-    def sums_logprobs(self) -> bool:
-        """Return False: an answer is judged on its own, and has no other one beside it."""
-        return False
-
-    def loss(self, pairs: PairBatch) -> LossOutput:
-        """Raise ConfigError: the loss is on single answers, `answer_loss`."""
-        raise ConfigError(explain("dpo.loss.type", self.type, "trains on single answers", "use KTOObjective"))
+    asks_strangers: ClassVar[bool] = True
 
     def answer_loss(
         self,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_core.algorithms.correction import CorrectionConfig, fraction_corrected, importance_weights
-from rlhf_core.algorithms.kl import k2, k3
+from rlhf_core.algorithms.kl import KLInLoss, k3, kl_in_loss
 from rlhf_core.algorithms.output import LossOutput
 from rlhf_core.algorithms.policy.base import PolicyBatch, PolicyMethod
 from rlhf_core.algorithms.reward import bradley_terry_loss
@@ -142,8 +142,8 @@ class BradleyTerryObjective:
 class PolicyObjective:
     """A policy gradient on `PolicySample`s, corrected for the sampler's own probabilities.
 
-    The loss is any of `rlhf_core.algorithms.policy`. `kl_coef` adds a KL penalty to the reference to the loss (k2: its
-    gradient is the reverse KL's, arXiv 2510.01555); 0 leaves it out, as when the reward contains the penalty.
+    The loss is any of `rlhf_core.algorithms.policy`. `kl_coef` adds a KL penalty to the reference to the loss (`kl_in_loss`
+    by `kl_estimator`); 0 leaves it out, as when the reward contains the penalty.
     `entropy_coef` adds an entropy bonus; entropy is measured in any case. `max_length` is the constant divisor of the
     aggregation `constant`.
     """
@@ -156,6 +156,7 @@ class PolicyObjective:
     correction: CorrectionConfig
     function: UserFunction | None = None
     """User function for a loss of type custom."""
+    kl_estimator: KLInLoss = "k2"
 
     def denominators(self, samples: Sequence[PolicySample]) -> dict[str, float]:
         """Return the number of masked tokens and the number of sequences."""
@@ -219,13 +220,14 @@ class PolicyObjective:
         )
 
     def _kl(self, logprobs_BL: Tensor, weights_BL: Tensor, batch: TokenBatch) -> Tensor:
-        """Return the sum of k2 over masked tokens, each weighted by pi / mu (detached, truncated at the cap).
+        """Return the sum of the KL terms over masked tokens, each weighted by pi / mu (detached, truncated at the cap).
 
         The tokens were drawn from mu. Without the weight, the penalty's gradient is wrong after the first update.
         """
         ratio_BL = bounded(logprobs_BL.detach() - batch.fields["old_logprobs"]).exp()
         corrected_BL = (weights_BL * ratio_BL).clamp(max=self.correction.cap)
-        return masked_sum(corrected_BL * k2(logprobs_BL, batch.fields["ref_logprobs"]), batch.loss_mask_BL)
+        terms_BL = kl_in_loss(logprobs_BL, batch.fields["ref_logprobs"], estimator=self.kl_estimator)
+        return masked_sum(corrected_BL * terms_BL, batch.loss_mask_BL)
 
     def _fraction_corrected(self, batch: TokenBatch) -> Tensor:
         """Return the number of tokens of this micro-batch that the correction truncated or dropped."""

@@ -1,7 +1,7 @@
-"""Define objectives on preference data: pairs (DPO and variants) and single answers (KTO).
+"""Define objectives on preference data: pairs (DPO and variants) and single answers (KTO, BCO).
 
-Two losses depend on the whole optimizer step before its gradient: KTO on the mean KL, AOT on the order of the
-log-ratios. `look_ahead` measures these over all samples of the step without gradients. The loss itself is then a sum
+Three losses depend on the whole optimizer step before its gradient: KTO on the mean KL, BCO on the mean rewards, AOT on
+the order of the log-ratios. `look_ahead` measures these over all samples of the step without gradients. The loss itself is then a sum
 over samples again, whatever the micro-batches and ranks.
 
 Legend: B pairs or answers of a micro-batch, L positions.
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rlhf_core.algorithms.output import LossOutput
 from rlhf_core.algorithms.preference.base import PairBatch, PreferenceMethod, length_desensitised
+from rlhf_core.algorithms.preference.bco import BCOLoss, RewardShift
 from rlhf_core.algorithms.preference.kto import KTOLoss, kto_kl
 from rlhf_core.interfaces import Trainer
 from rlhf_core.models.batches import collate
@@ -96,7 +97,7 @@ class KTOObjective:
 
     def denominators(self, samples: Sequence[AnswerSample]) -> dict[str, float]:
         """Return the number of answers and the number of desirable answers."""
-        return {"rows": float(len(samples)), "desirable": float(sum(sample.desirable for sample in samples))}
+        return _answer_counts(samples)
 
     def compute(
         self,
@@ -111,12 +112,8 @@ class KTOObjective:
 
         The metrics are `loss`, `kl`, `rewards/desirable` and `rewards/undesirable`.
         """
-        batch = collate([sample.answer for sample in samples], pad_id=pad_id).to(device)
-        logprobs_BL, _ = token_logprobs(model, batch, temperature=1.0, with_entropy=False)
         return self.loss.answer_loss(
-            logprobs_BL.sum(dim=1),
-            torch.tensor([sample.ref_logprob for sample in samples], dtype=torch.float32, device=device),
-            torch.tensor([sample.desirable for sample in samples], device=device),
+            *_forward_answers(model, samples, pad_id=pad_id, device=device),
             kl=self.kl,
             rows=denominators["rows"],
             desirable_rows=denominators["desirable"],
@@ -130,10 +127,100 @@ class KTOObjective:
         return replace(self, kl=float(kl)), list(samples)
 
 
+@dataclass(frozen=True)
+class BCOObjective:
+    """The loss of binary classifier optimization (arXiv 2404.04656) on `AnswerSample`s, with the rewards' running means."""
+
+    loss: BCOLoss
+    shift: RewardShift = RewardShift()
+
+    def denominators(self, samples: Sequence[AnswerSample]) -> dict[str, float]:
+        """Return the number of answers and the number of desirable answers."""
+        return _answer_counts(samples)
+
+    def compute(
+        self,
+        model: nn.Module,
+        samples: Sequence[AnswerSample],
+        denominators: Mapping[str, float],
+        *,
+        pad_id: int,
+        device: torch.device,
+    ) -> LossOutput:
+        """Return the share of `samples` in the loss.
+
+        The metrics are `loss`, `shift`, `rewards/desirable` and `rewards/undesirable`.
+        """
+        return self.loss.answer_loss(
+            *_forward_answers(model, samples, pad_id=pad_id, device=device),
+            shift=self.shift.delta,
+            rows=denominators["rows"],
+            desirable_rows=denominators["desirable"],
+        )
+
+    def shifted(self, trainer: Trainer, samples: Sequence[AnswerSample]) -> BCOObjective:
+        """Return the objective with the running means after the rewards of `samples` under the policy as it is now."""
+        sums = [sum(row) for row in trainer.logprobs([sample.answer for sample in samples], temperature=1.0)]
+        rewards = [self.loss.beta * (now - sample.ref_logprob) for now, sample in zip(sums, samples, strict=True)]
+        labeled = list(zip(rewards, samples, strict=True))
+        return replace(
+            self,
+            shift=self.shift.after(
+                desirable=[reward for reward, sample in labeled if sample.desirable],
+                undesirable=[reward for reward, sample in labeled if not sample.desirable],
+                decay=self.loss.shift_decay,
+            ),
+        )
+
+
+class RunningShift:
+    """Carries the running means of BCO from step to step, and into checkpoints (`rlhf_core.training.fit.Carried`)."""
+
+    def __init__(self, objective: BCOObjective) -> None:
+        self._objective = objective
+
+    def __call__(self, trainer: Trainer, samples: Sequence[AnswerSample]) -> tuple[BCOObjective, list[AnswerSample]]:
+        """Return the objective of a training step: the means move with the step's rewards."""
+        self._objective = self._objective.shifted(trainer, samples)
+        return self._objective, list(samples)
+
+    def evaluated(self, trainer: Trainer, samples: Sequence[AnswerSample]) -> tuple[BCOObjective, list[AnswerSample]]:
+        """Return the objective of an evaluation, with the means as they are; before the first step those of `samples`."""
+        if self._objective.shift == RewardShift():
+            return self._objective.shifted(trainer, samples), list(samples)
+        return self._objective, list(samples)
+
+    def state(self) -> dict[str, float | None]:
+        """Return the means for a checkpoint."""
+        shift = self._objective.shift
+        return {"desirable": shift.desirable, "undesirable": shift.undesirable}
+
+    def restore(self, state: Mapping[str, float | None]) -> None:
+        """Take over the means of a checkpoint."""
+        self._objective = replace(self._objective, shift=RewardShift(**state))
+
+
 def answer_logprob(logprobs: Sequence[float], sample: TokenSample, other: TokenSample, *, alpha: float) -> float:
     """Return the summed log-prob of an answer, with weight `alpha` for tokens beyond the `other` answer's length."""
     row_1L, mask_1L, other_1L = (torch.tensor([row]) for row in (logprobs, sample.loss_mask, other.loss_mask))
     return float(length_desensitised(row_1L.double(), mask_1L, other_1L, alpha=alpha))
+
+
+def _answer_counts(samples: Sequence[AnswerSample]) -> dict[str, float]:
+    return {"rows": float(len(samples)), "desirable": float(sum(sample.desirable for sample in samples))}
+
+
+def _forward_answers(
+    model: nn.Module, samples: Sequence[AnswerSample], *, pad_id: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return summed log-probs, those of the reference, and whether each answer is desirable [B]."""
+    batch = collate([sample.answer for sample in samples], pad_id=pad_id).to(device)
+    logprobs_BL, _ = token_logprobs(model, batch, temperature=1.0, with_entropy=False)
+    return (
+        logprobs_BL.sum(dim=1),
+        torch.tensor([sample.ref_logprob for sample in samples], dtype=torch.float32, device=device),
+        torch.tensor([sample.desirable for sample in samples], device=device),
+    )
 
 
 @dataclass(frozen=True)

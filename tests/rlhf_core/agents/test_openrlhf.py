@@ -14,7 +14,7 @@ from rlhf_core.agents.process import Environments
 from rlhf_core.agents.transcript import EpisodeResult
 from rlhf_core.config.agents import OpenRLHFAgent
 from rlhf_core.config.engines import SamplingConfig
-from rlhf_core.config.policy import DynamicSampling
+from rlhf_core.config.policy_parts import DynamicSampling
 from rlhf_core.config.rewards import EpisodeReward, RewardsConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.scoring import Scorer

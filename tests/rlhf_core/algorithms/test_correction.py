@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
-from rlhf_core.algorithms.correction import fraction_corrected, importance_weights, mismatch_metrics
+from rlhf_core.algorithms.correction import CorrectionConfig, fraction_corrected, importance_weights, mismatch_metrics
 from rlhf_core.errors import DataError
+from rlhf_core.schema.base import keyed
 
 OLD_BL = torch.tensor([[0.5, 2.0, 8.0, 9.0], [1.0, 9.0, 9.0, 9.0]]).log()
 ROLLOUT_BL = torch.zeros(2, 4)
@@ -117,3 +119,23 @@ def test_weights_and_their_fraction_match_a_slow_loop_whatever_stands_outside_th
 def test_the_mismatch_metrics_do_not_see_outside_the_mask() -> None:
     dirty = [torch.where(MASK_BL != 0, x, float("nan")) for x in (OLD_BL, ROLLOUT_BL)]
     assert mismatch_metrics(*dirty, MASK_BL) == mismatch_metrics(OLD_BL, ROLLOUT_BL, MASK_BL)
+
+
+def test_a_mask_of_sequences_may_weigh_the_tokens_that_it_keeps_one_by_one() -> None:
+    # geometric means: exp((0.6 - 0.2) / 2) = 1.22 is kept, exp(-2) = 0.14 is not
+    old_BL, rollout_BL = torch.tensor([[0.6, -0.2], [-2.0, -2.0]]), torch.zeros(2, 2)
+    ones_BL = torch.ones(2, 2)
+    window = {"level": "geometric", "mode": "mask", "cap": 5.0, "low": 0.5}
+    weights_BL = importance_weights(old_BL, rollout_BL, ones_BL, token_cap=1.5, **window)  # type: ignore[arg-type]
+    assert weights_BL[0].tolist() == pytest.approx([1.5, math.exp(-0.2)], rel=1e-6)
+    assert weights_BL[1].tolist() == [0.0, 0.0]
+    whole_BL = importance_weights(old_BL, rollout_BL, ones_BL, **window)  # type: ignore[arg-type]
+    assert whole_BL[0].tolist() == pytest.approx([math.exp(0.2)] * 2, rel=1e-6)
+    assert fraction_corrected(old_BL, rollout_BL, ones_BL, token_cap=1.5, **window) == 0.5  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("other", [{"mode": "truncate", "level": "geometric"}, {"mode": "mask", "level": "token"}])
+def test_a_cap_of_tokens_needs_a_mask_of_sequences(other: Any) -> None:
+    with pytest.raises(ValidationError, match=r"token_cap = 2\.0: applies to mode = 'mask'"):
+        CorrectionConfig(token_cap=2.0, **other)
+    assert "token_cap" not in keyed(CorrectionConfig()), "results from before the option keep their keys"

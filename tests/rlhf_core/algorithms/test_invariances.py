@@ -18,13 +18,19 @@ from rlhf_core.algorithms.distillation import distillation_loss, topk_distillati
 from rlhf_core.algorithms.output import LossOutput
 from rlhf_core.algorithms.policy.cispo import cispo_loss
 from rlhf_core.algorithms.policy.clip import clipped_policy_loss
+from rlhf_core.algorithms.policy.dppo import dppo_loss
+from rlhf_core.algorithms.policy.gmpo import gmpo_loss
 from rlhf_core.algorithms.policy.gspo import gspo_loss
+from rlhf_core.algorithms.policy.sapo import sapo_loss
 from rlhf_core.algorithms.preference.aot import aot_loss
 from rlhf_core.algorithms.preference.apo_down import apo_down_loss
 from rlhf_core.algorithms.preference.apo_zero import apo_zero_loss
+from rlhf_core.algorithms.preference.bco import bco_loss
 from rlhf_core.algorithms.preference.discopop import discopop_loss
 from rlhf_core.algorithms.preference.dpo import dpo_loss
+from rlhf_core.algorithms.preference.dpo_norm import dpo_norm_loss
 from rlhf_core.algorithms.preference.exo import exo_loss
+from rlhf_core.algorithms.preference.f_dpo import f_dpo_loss
 from rlhf_core.algorithms.preference.hinge import hinge_loss
 from rlhf_core.algorithms.preference.ipo import ipo_loss
 from rlhf_core.algorithms.preference.kto import kto_loss
@@ -72,6 +78,7 @@ POLICY_ROWS = {
 }
 CLIPS = {"clip_low": 0.2, "clip_high": 0.28}
 DUAL: dict[str, Any] = CLIPS | {"dual_clip": 1.4}
+DROPS = {"threshold_low": 0.01, "threshold_high": 0.02, "ratio_cap": 1.5}
 PAIR_ROWS = {
     name: 3 * normal(B) - 9
     for name in ("chosen_logprobs", "rejected_logprobs", "ref_chosen_logprobs", "ref_rejected_logprobs")
@@ -123,6 +130,11 @@ CASES: dict[str, Case] = {
     "gspo, token_mean": policy(gspo_loss, clip_low=0.1, clip_high=0.1, dual_clip=1.1, aggregation="token_mean"),
     "cispo": policy(cispo_loss, exact_gradient=False, clip_high=0.2),
     "cispo, seq_mean_token_mean": policy(cispo_loss, exact_gradient=False, aggregation="seq_mean_token_mean", **CLIPS),
+    "sapo": policy(sapo_loss, tau_positive=1.0, tau_negative=1.05),
+    "sapo, token_mean": policy(sapo_loss, tau_positive=3.0, tau_negative=1.5, aggregation="token_mean"),
+    "gmpo": policy(gmpo_loss, clip_low=0.1, clip_high=0.15),
+    "dppo, tv": policy(dppo_loss, exact_gradient=False, divergence="tv", **DROPS),
+    "dppo, kl": policy(dppo_loss, exact_gradient=False, divergence="kl", aggregation="seq_mean_token_mean", **DROPS),
     "bradley_terry": Case(
         partial(bradley_terry_loss, center_coef=0.01), SCORE_ROWS, PAIRS, ("chosen_scores", "rejected_scores")
     ),
@@ -140,6 +152,13 @@ CASES: dict[str, Case] = {
     "discopop": pair(discopop_loss, beta=0.1),
     "aot": pair(aot_loss, beta=0.1, label_smoothing=0.1, splits=False),
     "aot, unpaired": pair(aot_loss, beta=0.1, paired=False, splits=False),
+    "f_dpo, forward_kl": pair(f_dpo_loss, beta=0.01, divergence="forward_kl", alpha=0.5),
+    "f_dpo, js": pair(f_dpo_loss, beta=0.1, divergence="js", alpha=0.5),
+    "f_dpo, alpha": pair(f_dpo_loss, beta=0.1, divergence="alpha", alpha=0.3),
+    "dpo_norm": Case(partial(dpo_norm_loss, beta=5.0), PAIR_ROWS | LENGTHS, PAIRS, BOTH),
+    "bco": Case(
+        partial(bco_loss, shift=0.2, beta=0.1), KTO_ROWS, {"rows": float(B), "desirable_rows": 4.0}, ("logprobs",)
+    ),
     "simpo": Case(partial(simpo_loss, beta=2.0, gamma=0.5), FREE_ROWS | LENGTHS, PAIRS, BOTH),
     "orpo": Case(
         partial(orpo_loss, lambda_=0.7),

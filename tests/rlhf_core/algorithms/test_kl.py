@@ -9,7 +9,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from rlhf_core.algorithms.kl import AdaptiveKL, FixedKL, k1, k2, k3
+from rlhf_core.algorithms.kl import AdaptiveKL, FixedKL, KLInLoss, k1, k2, k3, kl_in_loss
 from rlhf_core.errors import ConfigError
 
 
@@ -93,3 +93,36 @@ def test_a_controller_survives_a_checkpoint() -> None:
 def test_a_target_of_zero_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"kl\.target = 0"):
         AdaptiveKL(coef=0.1, target=0.0, horizon=1000.0)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "value", "slope"),
+    [
+        ("k2", 0.5 * 0.5 / 2, 0.5),
+        ("k1", 0.5, 0.5),
+        ("k3", math.exp(-0.5) - 1 + 0.5, 0.5),
+        ("k3_direct", math.exp(-0.5) - 1 + 0.5, 1 - math.exp(-0.5)),
+    ],
+)
+def test_a_penalty_in_the_loss_has_the_value_of_its_estimator_and_the_gradient_of_k2(
+    estimator: KLInLoss, value: float, slope: float
+) -> None:
+    logprobs = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)  # d = -1.0 + 1.5 = 0.5
+    term = kl_in_loss(logprobs, torch.tensor([-1.5], dtype=torch.float64), estimator=estimator)
+    term.sum().backward()
+    assert term.item() == pytest.approx(value, rel=1e-12)
+    assert logprobs.grad is not None and logprobs.grad.item() == pytest.approx(slope, rel=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k1", "k3", "k3_direct"])
+def test_the_expected_gradient_is_that_of_the_reverse_kl_but_for_k3_itself(estimator: KLInLoss) -> None:
+    """Exact expectation over three tokens: sum of pi grad(term) against autograd's gradient of KL(pi || pi_ref)."""
+    logits = torch.tensor([0.3, -0.4, 1.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-0.2, 0.5, 0.1], dtype=torch.float64).log_softmax(dim=0)
+    logprobs = logits.log_softmax(dim=0)
+    expected = (logprobs.detach().exp() * kl_in_loss(logprobs, reference, estimator=estimator)).sum()
+    (ours,) = torch.autograd.grad(expected, logits, retain_graph=True)
+    (reverse,) = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logits, retain_graph=True)
+    (forward,) = torch.autograd.grad((reference.exp() * (reference - logprobs)).sum(), logits)
+    assert torch.allclose(ours, forward if estimator == "k3_direct" else reverse, atol=1e-12)
+    assert not torch.allclose(forward, reverse, atol=1e-3)

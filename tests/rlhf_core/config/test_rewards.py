@@ -91,6 +91,9 @@ def test_where_a_server_runs_is_not_part_of_the_key_and_its_version_is() -> None
             "a gate must stay in",
         ),
         ({"overlong": {"max_tokens": 8, "buffer_tokens": 9}}, "must be <= max_tokens = 8"),
+        ({"truncated": {"type": "scale", "amount": 1.0}}, r"amount = 1\.0: a scale must be in \[0, 1\)"),
+        ({"truncated": {"amount": -1.0}}, r"amount = -1\.0: a penalty is subtracted and must be > 0"),
+        ({"truncated": {}, "terms": {"truncated": FORM}}, "rewards.truncated uses this name"),
         ({"normalize": "running"}, "Extra inputs"),
     ],
 )

@@ -56,22 +56,36 @@ def test_content_that_spells_a_control_token_is_dropped(chat: ChatTemplate) -> N
     assert dropped[0].startswith("1 content holds a control token: <|")
 
 
-def test_a_demonstration_that_sft_cannot_mask_is_dropped_and_a_pair_is_not(chat: ChatTemplate) -> None:
+def with_template(chat: ChatTemplate, template: str) -> ChatTemplate:
     tokenizer = ChatTemplate.load(Path(chat.tokenizer.name_or_path)).tokenizer
-    tokenizer.chat_template = (
+    tokenizer.chat_template = template
+    return ChatTemplate(tokenizer)
+
+
+def test_a_template_that_rewrites_earlier_answers_drops_neither_a_demonstration_nor_a_pair(chat: ChatTemplate) -> None:
+    forgetful = with_template(
+        chat,
         "{% for m in messages %}{{ '...' if m['role'] == 'assistant' and not loop.last else m['content'] }}"
-        "{{ eos_token }}{% endfor %}"
+        "{{ eos_token }}{% endfor %}",
     )
-    forgetful = ChatTemplate(tokenizer)  # rewrites every answer but the last
     prompt = (Message("user", "1"), Message("assistant", "2"), Message("user", "3"))
     long = Demonstration("a", (*prompt, Message("assistant", "4")), "s")
     pair = Preference("c", prompt, (Message("assistant", "4"),), (Message("assistant", "5"),), 0.0, "s")
-    tables = Tables((long, demonstration("b", "1", "2")), (), (pair,), (), (), ())
-    kept, dropped = limited(forgetful, tables)
+    kept, dropped = limited(forgetful, Tables((long,), (), (pair,), (), (), ()))
+    assert (kept.demonstrations, kept.preferences, dropped) == ((long,), (pair,), [])
+
+
+def test_a_demonstration_that_sft_cannot_mask_is_dropped(chat: ChatTemplate) -> None:
+    closing = with_template(  # asks for every answer with "=", and shows one with "!" without it
+        chat,
+        "{% for m in messages %}{{ '=' if m['role'] == 'assistant' and '!' not in m['content'] else '' }}"
+        "{{ m['content'] + eos_token }}{% endfor %}{{ '=' if add_generation_prompt else '' }}",
+    )
+    tables = Tables((demonstration("a", "1", "2!"), demonstration("b", "1", "2")), (), (), (), (), ())
+    kept, dropped = limited(closing, tables)
     assert [row.id for row in kept.demonstrations] == ["b"]
-    assert kept.preferences == (pair,)  # only the last answer of a pair is trained
     assert len(dropped) == 1
-    assert dropped[0].startswith("1 chat template: chat_template = 'turn 2 of 4'")
+    assert dropped[0].startswith("1 chat template: chat_template = 'turn 2 of 2': asks for an answer with '='")
 
 
 def test_a_demonstration_splits_before_its_last_turn() -> None:

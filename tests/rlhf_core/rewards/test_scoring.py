@@ -17,6 +17,7 @@ from rlhf_core.config.rewards import (
     ProcessRewardModelReward,
     RewardModelReward,
     RewardsConfig,
+    TruncatedReward,
 )
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards.batches import BatchedReward
@@ -299,3 +300,18 @@ def test_a_rollout_has_the_score_that_the_only_term_with_a_weight_gave() -> None
     mixed = Scorer(both, {"graded": graded, "constant": constant})(answers(2, 8))
     assert [one.score for one in mixed] == [None, None]
     assert [one.score for one in scorer(RewardsConfig(terms={"length": TERMS["length"]}))(answers(2))] == [None]
+
+
+def test_an_answer_that_was_cut_off_earns_less_before_the_penalty_for_long_ones() -> None:
+    ended, cut = answers(8, 8)
+    cut = replace(cut, completion=replace(cut.completion, finish_reason="length"))
+    overlong = OverlongPenalty(max_tokens=10, buffer_tokens=4, factor=1.0)
+    for truncated, reward in (
+        (TruncatedReward(type="scale", amount=0.5), 4.5),
+        (TruncatedReward(amount=3.0), 6.0),
+        (TruncatedReward(type="value", amount=-1.0), -1.0),
+    ):
+        config = RewardsConfig(terms=TERMS, overlong=overlong, truncated=truncated)
+        one, other = scorer(config)([ended, cut])
+        assert (one.reward, one.reward_components["truncated"]) == (8.5, 0.0)  # 8 + 1 - 0.5
+        assert (other.reward, other.reward_components["truncated"]) == (reward - 0.5, reward - 9.0)

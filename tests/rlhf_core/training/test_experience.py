@@ -15,6 +15,8 @@ from rlhf_core.algorithms.advantage.opo import OPOAdvantage
 from rlhf_core.algorithms.advantage.reinforce_pp import ReinforcePPAdvantage
 from rlhf_core.algorithms.advantage.reinforce_pp_baseline import ReinforcePPBaselineAdvantage
 from rlhf_core.algorithms.advantage.rloo import RLOOAdvantage
+from rlhf_core.algorithms.policy.clip import ClipLoss
+from rlhf_core.algorithms.policy.clip_cov import ClipCovLoss
 from rlhf_core.errors import ConfigError
 from rlhf_core.training.experience import (
     Experience,
@@ -24,6 +26,8 @@ from rlhf_core.training.experience import (
     token_rewards,
     token_sample,
     value_samples,
+    with_loss_choice,
+    without_truncated,
 )
 from rlhf_core.types import ActionSpan, Completion, Message, Prompt, Rollout
 
@@ -278,3 +282,40 @@ def test_turns_that_split_equal_rewards_differently_leave_the_group_without_a_gr
     found = estimate_advantages(made, estimator=estimator, group_size=2, kl_coef=0.0, turn_weight=1.0)
     # 0.1 + (0.3 - 0.1) is not 0.3 in float32, and that difference over a spread made of it would be +-0.68
     assert found.advantages_BT.abs().max() == 0.0
+
+
+def cut_off(made: Experience, *rows: int) -> Experience:
+    """Return the experience with answers that ended at the token limit."""
+    rollouts = [
+        replace(one, completion=replace(one.completion, finish_reason="length")) if row in rows else one
+        for row, one in enumerate(made.rollouts)
+    ]
+    return replace(made, rollouts=tuple(rollouts))
+
+
+def test_masked_answers_are_in_the_baseline_and_in_no_row() -> None:
+    made = cut_off(two_groups(), 1)
+    whole = estimate_advantages(made, estimator=RLOOAdvantage(), group_size=2, kl_coef=0.0)
+    kept, advantages = without_truncated(made, whole)
+    assert advantages.metrics["rollout/masked"] == 0.25 and "rollout/masked" not in whole.metrics
+    rows, expected = policy_samples(kept, advantages), policy_samples(made, whole)
+    assert rows == [expected[0], *expected[2:]]
+    assert rows[0].advantages[1] == SCORES[0] - SCORES[1], "the answer that was cut off is its baseline"
+    assert len(kept.ref_logprobs) == 3 and value_samples(kept, advantages)[0] == value_samples(made, whole)[0]
+
+
+def test_where_every_answer_was_cut_off_nothing_is_left() -> None:
+    made = cut_off(two_groups(), 0, 1, 2, 3)
+    whole = estimate_advantages(made, estimator=RLOOAdvantage(), group_size=2, kl_coef=0.0)
+    kept, advantages = without_truncated(made, whole)
+    assert policy_samples(kept, advantages) == [] and advantages.metrics["rollout/masked"] == 1.0
+
+
+def test_a_loss_may_take_tokens_away_by_the_step_as_a_whole() -> None:
+    made = two_groups()
+    whole = estimate_advantages(made, estimator=RLOOAdvantage(), group_size=2, kl_coef=0.0)
+    assert not ClipLoss.chooses_tokens and ClipCovLoss.chooses_tokens
+    # every log pi_old is -1, so all covariances are 0: only bounds around it draw, and they draw all
+    chosen = with_loss_choice(whole, made, ClipCovLoss(fraction=1.0, cov_low=-1.0), seed=0)
+    assert not chosen.advantages_BT.any() and chosen.metrics["policy/dropped_by_loss"] == 1.0
+    assert torch.equal(chosen.returns_BT, whole.returns_BT)

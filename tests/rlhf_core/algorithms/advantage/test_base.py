@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from rlhf_core.algorithms.advantage.base import group_centered, whiten, zero_variance_groups
+from rlhf_core.algorithms.advantage.base import GroupRewards, TokenRewards, group_centered, whiten, zero_variance_groups
 from rlhf_core.algorithms.advantage.gae import gae
-from rlhf_core.algorithms.advantage.grpo import group_normalized
+from rlhf_core.algorithms.advantage.grpo import GRPOAdvantage, batch_normalized, group_normalized
 from rlhf_core.algorithms.advantage.opo import opo
 from rlhf_core.algorithms.advantage.reinforce_pp import discounted_returns
+from rlhf_core.algorithms.advantage.remax import ReMaxAdvantage
 from rlhf_core.algorithms.advantage.rloo import leave_one_out
 from rlhf_core.errors import ConfigError, DataError
 
@@ -225,3 +228,28 @@ def test_groups_that_cannot_teach_are_counted() -> None:
 def test_a_group_of_one_is_refused_with_the_remedy(estimator) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ConfigError, match=r"group_size = 1: .* raise samples_per_prompt"):
         estimator(torch.tensor([[1.0], [2.0]]))
+
+
+def test_the_spread_of_the_batch_does_not_blow_up_a_group_of_nearly_equal_rewards() -> None:
+    rewards_PG = torch.tensor([[0.0, 4.0], [2.0, 2.1]])
+    # all four: mean 2.025, squares 4.100625 + 3.900625 + 0.000625 + 0.005625 = 8.0075, over 3
+    std = (8.0075 / 3) ** 0.5
+    expected = torch.tensor([[-2.0, 2.0], [-0.05, 0.05]]) / (std + 1e-6)
+    assert torch.allclose(batch_normalized(rewards_PG, eps=1e-6), expected, rtol=1e-5)
+    groups = GroupRewards(rewards=rewards_PG, lengths=torch.ones(2, 2))
+    assert torch.equal(GRPOAdvantage(std="batch").compare(groups), batch_normalized(rewards_PG, eps=1e-6))
+    assert torch.equal(GRPOAdvantage().compare(groups), group_normalized(rewards_PG, eps=1e-6))
+
+
+def test_remax_measures_returns_from_the_greedy_answers_reward() -> None:
+    # returns 1 - 0.25 and 1; the greedy answer earned 0.5
+    tokens = TokenRewards(
+        rewards=torch.tensor([[9.0, -0.25, 1.0]]),
+        loss_mask=torch.tensor([[0, 1, 1]]),
+        values=None,
+        greedy=torch.tensor([0.5]),
+    )
+    advantages_BL, returns_BL = ReMaxAdvantage().estimate(tokens)
+    assert advantages_BL.tolist() == [[0.0, 0.25, 0.5]] and returns_BL.tolist() == [[0.0, 0.75, 1.0]]
+    with pytest.raises(ConfigError, match=r"advantage\.type = 'remax': needs the reward of a greedy answer"):
+        ReMaxAdvantage().estimate(replace(tokens, greedy=None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +11,17 @@ import pytest
 import torch
 
 from rlhf_core.algorithms.preference.aot import AOTLoss, aot_loss, matched
+from rlhf_core.algorithms.preference.bco import BCOLoss, RewardShift
 from rlhf_core.algorithms.preference.dpo import DPOLoss
 from rlhf_core.algorithms.preference.kto import KTOLoss
-from rlhf_core.training.objectives.preference import KTOObjective, PairObjective, answer_logprob
+from rlhf_core.training.fit import Carried
+from rlhf_core.training.objectives.preference import (
+    BCOObjective,
+    KTOObjective,
+    PairObjective,
+    RunningShift,
+    answer_logprob,
+)
 from rlhf_core.types import AnswerSample, PreferenceSample, TokenSample
 
 TOKEN = TokenSample((1, 2), (0, 1))
@@ -81,3 +90,22 @@ def test_tokens_beyond_the_other_answers_length_count_alpha() -> None:
     # one trained token in the other answer: -1 counts whole, -2 and -4 a half
     assert answer_logprob((0.0, -1.0, -2.0, -4.0), sample, other, alpha=0.5) == -4.0
     assert answer_logprob((0.0, -1.0, -2.0, -4.0), sample, other, alpha=1.0) == -7.0
+
+
+def test_bco_carries_its_means_from_step_to_step_and_through_a_checkpoint() -> None:
+    rows = [AnswerSample(TOKEN, True, -2.0, TOKEN, -2.0), AnswerSample(TOKEN, False, -2.0, TOKEN, -2.0)]
+    loss = BCOLoss(beta=0.5, shift_decay=0.75)
+    ahead = RunningShift(BCOObjective(loss))
+    trainer: Any = Says([-1.0, -5.0])
+    assert ahead.evaluated(trainer, rows)[0].shift == RewardShift(0.5, -1.5), "before the first step: of these rows"
+    assert ahead.state() == {"desirable": None, "undesirable": None}, "and nothing is remembered of them"
+    # rewards 0.5 (-1 + 2) = 0.5 and 0.5 (-5 + 2) = -1.5; then 0.5 (3 + 2) = 2.5 and 0.5 (1 + 2) = 1.5
+    assert ahead(trainer, rows)[0].shift.delta == -0.5
+    later: Any = Says([3.0, 1.0])
+    objective, samples = ahead(later, rows)
+    assert objective.shift == RewardShift(0.75 * 0.5 + 0.25 * 2.5, 0.75 * -1.5 + 0.25 * 1.5) and samples == rows
+    assert ahead.evaluated(trainer, rows)[0] == objective
+    resumed = RunningShift(BCOObjective(loss))
+    resumed.restore(json.loads(json.dumps(ahead.state())))
+    assert resumed(trainer, rows)[0] == ahead(trainer, rows)[0]
+    assert isinstance(ahead, Carried) and not isinstance(PairObjective(DPOLoss(), 0.0, 1.0).look_ahead, Carried)

@@ -1,0 +1,70 @@
+"""Templates for models whose own one has no exact loss masks, and the tokens that a model declares as ends of a turn.
+
+A template may rewrite earlier turns (it drops their reasoning, say): each answer is then an example of its own. What
+cannot be trained on is a template that asks for an answer with other text than it shows one with: the policy would be
+trained on tokens that follow another prompt than the sampler's. For these models there is a template here, by name:
+`prepare_data.chat_template = "deepseek_r1"`. Reasoning stays in the answers, where `<think>` is the policy's own token.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+DEEPSEEK_R1 = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'system' %}{{ message['content'] }}"
+    "{% elif message['role'] == 'user' %}{{ '<｜User｜>' + message['content'] }}"
+    "{% elif message['role'] == 'assistant' %}{{ '<｜Assistant｜>' + message['content'] + eos_token }}"
+    "{% else %}{{ raise_exception('no turns of the role ' + message['role']) }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<｜Assistant｜>' }}{% endif %}"
+)
+"""DeepSeek-V3, DeepSeek-R1 and their distills. Their own template opens a reasoning that it leaves out of every answer."""
+
+NEMOTRON_3 = (
+    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\n<|im_end|>\\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['role'] == 'assistant' and '</think>' not in message['content'] %}{{ '<think></think>' }}{% endif %}"
+    "{{ message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""Nemotron 3. Its own template opens a reasoning on a new line, and shows an answer without one as `<think></think>`."""
+
+SHIPPED = {"deepseek_r1": DEEPSEEK_R1, "nemotron_3": NEMOTRON_3}
+"""Name in `prepare_data.chat_template` -> template."""
+
+_MARKS = {"<｜Assistant｜>": "deepseek_r1", "<think></think>": "nemotron_3"}
+
+
+def shipped_for(template: str) -> str:
+    """Return the name of the template here that has the tokens of `template`, "" if there is none.
+
+    >>> shipped_for("{{ '<｜Assistant｜><think>' }}")
+    'deepseek_r1'
+    """
+    return next((name for mark, name in _MARKS.items() if mark in template), "")
+
+
+def other_opening(template: str, asked: str, shown: str) -> tuple[str, str]:
+    """Return rule and remedy for a `template` that does not show an answer as it asks for one.
+
+    `asked` is the text of a conversation with the generation prompt, `shown` the same one with its answer.
+    """
+    same = next((at for at, (one, other) in enumerate(zip(asked, shown, strict=False)) if one != other), len(asked))
+    asks, shows = asked[same:][:40], shown[same:][:40]
+    rule = f"asks for an answer with {asks!r} where it shows one with {shows!r}, so there is no exact loss mask"
+    shipped = shipped_for(template)
+    if shipped and template != SHIPPED[shipped]:
+        return rule, f'set prepare_data.chat_template = "{shipped}", which shows an answer as it asks for one'
+    return rule, "give a template that shows an answer as it asks for one (prepare_data.chat_template)"
+
+
+def declared_ends(policy: Path) -> set[int]:
+    """Return the ids that the `generation_config.json` and the `config.json` of a policy name as ends of an answer."""
+    ids: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        file = policy / name
+        declared = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        if declared is not None:
+            ids.update(declared if isinstance(declared, list) else [declared])
+    return ids

@@ -1,0 +1,65 @@
+"""f-DPO and length-normalized DPO on one pair: log-ratios 2 (chosen) and -1 (rejected)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from rlhf_core.algorithms.preference.dpo import dpo_loss
+from rlhf_core.algorithms.preference.dpo_norm import dpo_norm_loss
+from rlhf_core.algorithms.preference.f_dpo import Divergence, FDPOLoss, derivative, f_dpo_loss
+
+PAIR = (torch.tensor([-10.0]), torch.tensor([-21.0]), torch.tensor([-12.0]), torch.tensor([-20.0]))
+DERIVATIVES = {
+    "reverse_kl": lambda u: math.log(u),
+    "forward_kl": lambda u: -1 / u,
+    "js": lambda u: math.log(2 * u / (1 + u)),
+    "alpha": lambda u: (1 - u**-0.3) / 0.3,
+}
+
+
+@pytest.mark.parametrize("divergence", DERIVATIVES)
+def test_the_loss_is_logistic_in_the_derivatives_of_the_divergence(divergence: Divergence) -> None:
+    chosen, rejected = (0.1 * DERIVATIVES[divergence](math.exp(x)) for x in (2.0, -1.0))
+    output = f_dpo_loss(*PAIR, beta=0.1, divergence=divergence, alpha=0.3)
+    assert output.loss.item() == pytest.approx(math.log1p(math.exp(rejected - chosen)), rel=1e-6)
+    assert output.metrics["rewards/chosen"].item() == pytest.approx(chosen, rel=1e-5)
+    assert output.metrics["rewards/rejected"].item() == pytest.approx(rejected, rel=1e-5)
+
+
+def test_the_reverse_kl_is_dpo_and_alpha_lies_between_it_and_the_forward_kl() -> None:
+    plain = dpo_loss(*PAIR, beta=0.1).loss.item()
+    assert f_dpo_loss(*PAIR, beta=0.1, divergence="reverse_kl", alpha=0.5).loss.item() == plain
+    x_B = torch.tensor([-1.0, 0.5, 2.0], dtype=torch.float64)
+    near_zero = derivative(x_B, divergence="alpha", alpha=1e-7)
+    near_one = derivative(x_B, divergence="alpha", alpha=1 - 1e-9)
+    assert torch.allclose(near_zero, x_B, atol=1e-6)
+    assert torch.allclose(near_one, 1 + derivative(x_B, divergence="forward_kl", alpha=0.5), atol=1e-6)
+
+
+def test_an_answer_that_became_all_but_impossible_gives_finite_numbers() -> None:
+    log_u_B = torch.tensor([-500.0, 500.0], requires_grad=True)
+    for divergence in ("forward_kl", "js", "alpha"):
+        value_B = derivative(log_u_B, divergence=divergence, alpha=0.5)  # type: ignore[arg-type]
+        (gradient_B,) = torch.autograd.grad(value_B.sum(), log_u_B)
+        assert bool(torch.isfinite(value_B).all()) and bool(torch.isfinite(gradient_B).all())
+
+
+def test_alpha_without_its_divergence_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r'alpha = 0\.3: applies only to divergence = "alpha"'):
+        FDPOLoss(divergence="js", alpha=0.3)
+    again = FDPOLoss.model_validate(FDPOLoss(divergence="js").model_dump())
+    assert again.divergence == "js"
+
+
+def test_length_normalized_dpo_compares_means_of_log_ratios() -> None:
+    lengths = {"chosen_lengths": torch.tensor([4]), "rejected_lengths": torch.tensor([2])}
+    output = dpo_norm_loss(*PAIR, **lengths, beta=2.0)
+    # 2 (2 / 4 - (-1) / 2) = 2
+    assert output.loss.item() == pytest.approx(math.log1p(math.exp(-2.0)), rel=1e-6)
+    assert output.metrics["rewards/chosen"].item() == pytest.approx(1.0)
+    same = {"chosen_lengths": torch.ones(1), "rejected_lengths": torch.ones(1)}
+    assert dpo_norm_loss(*PAIR, **same, beta=0.1).loss.item() == pytest.approx(dpo_loss(*PAIR, beta=0.1).loss.item())
