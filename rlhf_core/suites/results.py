@@ -173,7 +173,7 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
 
 def read_rows(path: Path) -> list[Row]:
     """Return the rows of a suite."""
-    return [Row(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [Row(**json.loads(line)) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def check_rows(rows: Sequence[Row], *, rule: str, remedy: str) -> None:
