@@ -57,6 +57,9 @@ TESTED_THROUGH = {
     "rlhf_core/store/object_check.py": "rlhf_core/store/test_damage.py",
     "rlhf_core/store/typed_json.py": "rlhf_core/store/test_records.py",
     "rlhf_core/tracking/champion_tags.py": "rlhf_core/tracking/test_champions.py",
+    "rlhf_core/suites/harness.py": "stages/test_evaluate_harness.py",
+    "rlhf_core/suites/harness_results.py": "stages/test_evaluate_harness.py",
+    "rlhf_core/suites/report.py": "stages/test_report_suites.py",
     "rlhf_core/training/engines/offload.py": "rlhf_core/training/engines/test_deepspeed_engine.py",
 } | dict.fromkeys(
     (

@@ -112,7 +112,10 @@ def test_the_suite_gets_the_numbers_of_the_harness_alone(store: ArtifactStore, p
     rows = [json.loads(line) for line in (store.path(ref) / "rows.jsonl").read_text().splitlines()]
     assert [row["answer"] for row in rows if row["slice"] == "writes"] == [one[0] for one in outputs["writes"]]
     report = json.loads((store.path(ref) / "report.json").read_text())
-    assert report["headline"] == "sums/acc" and report["lower_is_better"] == ["writes/length", "perplexity/word_perplexity"]
+    assert report["headline"] == "sums/acc" and report["lower_is_better"] == [
+        "writes/length",
+        "perplexity/word_perplexity",
+    ]
     accuracy = report["measures"]["sums/acc"]
     assert accuracy["low"] <= accuracy["mean"] <= accuracy["high"] and accuracy["prompts"] == 8
     assert set(report["slices"]["sums"]) == {"sums/acc", "sums/acc_norm"}

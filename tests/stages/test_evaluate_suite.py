@@ -44,7 +44,9 @@ def length(generations):
 """
 
 
-def answers(store: ArtifactStore, folder: Path, rows: list[tuple[str, str, list[str]]], name: str = "a") -> GenerationsRef:
+def answers(
+    store: ArtifactStore, folder: Path, rows: list[tuple[str, str, list[str]]], name: str = "a"
+) -> GenerationsRef:
     """Return answers to prompts: (prompt, label, texts)."""
     found = [
         Generation(

@@ -12,7 +12,9 @@ from stages.config.report_suites import ReportSuitesConfig
 from tests.support.workshop import Workshop
 
 
-def result(store: ArtifactStore, folder: Path, values: list[float], *, measure: str, failures: bool = False) -> ReportRef:
+def result(
+    store: ArtifactStore, folder: Path, values: list[float], *, measure: str, failures: bool = False
+) -> ReportRef:
     rows = tuple(
         Row(f"p{at}", "a" if at < 2 else "b", f"question {at} <script>", f"answer {value}", {measure: value})
         for at, value in enumerate(values)

@@ -13,7 +13,9 @@ from rlhf_core.suites.results import Measured, Row, check_rows, difference, mean
 
 
 def rows_of(values: list[float], measure: str = "m") -> list[Row]:
-    return [Row(f"p{at}", "even" if at % 2 == 0 else "odd", "?", "!", {measure: value}) for at, value in enumerate(values)]
+    return [
+        Row(f"p{at}", "even" if at % 2 == 0 else "odd", "?", "!", {measure: value}) for at, value in enumerate(values)
+    ]
 
 
 def test_without_weights_the_interval_is_that_of_the_plain_bootstrap() -> None:
