@@ -63,11 +63,7 @@ def run_tasks(
 
     Its seeds are the harness's defaults; the process's random states are afterwards what they were.
     """
-    manager = TaskManager(include_path=include_path or None)
-    missing = [name for name in tasks if not manager.match_tasks([name])]
-    if missing:
-        remedy = "name a task of the harness, or one of a YAML file in include_path"
-        raise ConfigError(explain("evaluate.suites.tasks", missing[0], "there is no such task", remedy))
+    manager = _task_manager(tasks, include_path)
     with _random_states_kept():
         results = lm_eval.simple_evaluate(
             model=EngineLM(engines),
@@ -81,6 +77,20 @@ def run_tasks(
         )
     assert results is not None  # only on other ranks
     return dict(results)
+
+
+def _task_manager(tasks: Sequence[str], include_path: str) -> TaskManager:
+    """Return the index of the tasks; the harness's own, thousands of files, only if `include_path` lacks one of them."""
+    if include_path:
+        local = TaskManager(include_path=include_path, include_defaults=False)
+        if all(local.match_tasks([name]) for name in tasks):
+            return local
+    manager = TaskManager(include_path=include_path or None)
+    missing = [name for name in tasks if not manager.match_tasks([name])]
+    if missing:
+        remedy = "name a task of the harness, or one of a YAML file in include_path"
+        raise ConfigError(explain("evaluate.suites.tasks", missing[0], "there is no such task", remedy))
+    return manager
 
 
 class EngineLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
