@@ -33,7 +33,15 @@ from rlhf_core.types import (
     RolloutsRef,
     StepsRef,
 )
-from stages.config import collect_preferences, import_reward_model, prepare_data
+from stages.config import (
+    collect_preferences,
+    evaluate_harness,
+    evaluate_suite,
+    import_policy,
+    import_reward_model,
+    prepare_data,
+    suite_prompts,
+)
 from stages.config.compare_reward_models import CompareRewardModelsConfig
 from stages.config.condition import ConditionConfig
 from stages.config.distill import DistillConfig
@@ -44,6 +52,7 @@ from stages.config.merge_preferences import MergePreferencesConfig
 from stages.config.process_reward_model import ProcessRewardModelConfig
 from stages.config.propose_comparisons import ProposeComparisonsConfig
 from stages.config.publish import PublishConfig
+from stages.config.report_suites import ReportSuitesConfig
 from stages.config.reward_model import RewardModelConfig
 from stages.config.score import ScoreConfig
 from stages.config.select import SelectConfig
@@ -432,6 +441,76 @@ _ROWS = (
         section="evaluate.evaluate",
         page="evaluate.md",
         about="One report over the `generations` of several policies; an empty `reward_model` leaves its column out.",
+    ),
+    Stage(
+        name="suite_prompts",
+        version=1,
+        code="strict",
+        config=suite_prompts.SuitePromptsConfig,
+        inputs={},
+        output=PromptsRef,
+        engines=(),
+        section="",  # which file only a person knows
+        page="evaluation.md",
+        about="The prompts of a suite, from a local file.",
+        files=suite_prompts.content_digests,
+    ),
+    Stage(
+        name="import_policy",
+        version=1,
+        code="warn",
+        config=import_policy.ImportPolicyConfig,
+        inputs={},
+        output=PolicyRef,
+        engines=(),
+        section="",
+        page="evaluation.md",
+        about="A policy from outside, to be evaluated beside those of the pipeline.",
+        files=import_policy.content_digests,
+    ),
+    Stage(
+        name="evaluate_suite",
+        version=1,
+        code="warn",  # judges cost money
+        config=evaluate_suite.AnswerSuiteConfig,
+        inputs={
+            "generations": Input(kind=GenerationsRef, start="generate"),
+            "opponent": Input(kind=GenerationsRef, start="", when=lambda config: config.type == "judge"),
+            "reward_model": Input(
+                kind=RewardModelRef, start="reward_model", when=lambda config: config.type == "reward_model"
+            ),
+        },
+        output=ReportRef,
+        engines=("trainer",),
+        section="",
+        page="evaluation.md",
+        about="One suite on the `generations` of one policy; a judge compares them with those of `opponent`.",
+        files=evaluate_suite.content_digests,
+    ),
+    Stage(
+        name="evaluate_harness",
+        version=1,
+        code="warn",
+        config=evaluate_harness.HarnessSuite,
+        inputs={"policy": Input(kind=PolicyRef, start="ppo")},
+        output=ReportRef,
+        engines=("trainer", "sampler"),
+        section="",
+        page="evaluation.md",
+        about="Tasks of EleutherAI's evaluation harness on one `policy`.",
+        files=evaluate_harness.content_digests,
+    ),
+    Stage(
+        name="report_suites",
+        version=1,
+        code="strict",
+        config=ReportSuitesConfig,
+        inputs={"results": Input(kind=ReportRef, start={"suite/sft": "evaluate_suite"})},
+        output=ReportRef,
+        engines=(),
+        section="",
+        page="evaluation.md",
+        about="One report over the `results` of all suites and policies, named `<suite>/<policy>`.",
     ),
     Stage(
         name="publish",

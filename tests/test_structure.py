@@ -63,6 +63,9 @@ TESTED_THROUGH = {
     "rlhf_core/tracking/policy_model.py": "rlhf_core/tracking/test_policy_reference.py",
     "pipelines/cli/serve_verb.py": "pipelines/services/test_policy_server.py",
     "rlhf_core/tracking/champion_tags.py": "rlhf_core/tracking/test_champions.py",
+    "rlhf_core/suites/harness.py": "stages/test_evaluate_harness.py",
+    "rlhf_core/suites/harness_results.py": "stages/test_evaluate_harness.py",
+    "rlhf_core/suites/report.py": "stages/test_report_suites.py",
     "rlhf_core/training/engines/offload.py": "rlhf_core/training/engines/test_deepspeed_engine.py",
 } | dict.fromkeys(
     (

@@ -10,6 +10,7 @@ prepare_data -> sft -> reward_model -+-> rejection sampling -+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from pipelines.flows.graph import Stages
@@ -17,11 +18,13 @@ from pipelines.flows.iterative_dpo import iterate_dpo
 from pipelines.flows.online import run_online
 from pipelines.flows.profile import PipelineConfig
 from pipelines.flows.sections import ConditionalSFTConfig, DistillationConfig, EvaluationConfig, RejectionSamplingConfig
+from pipelines.flows.suites import Candidates, Condition, evaluate_suites
 from rlhf_core.errors import ConfigError
 from rlhf_core.types import (
     CHAMPION,
     ArtifactRef,
     DemonstrationsRef,
+    GenerationsRef,
     PolicyRef,
     PreferencesRef,
     PreparedDataRef,
@@ -31,18 +34,24 @@ from rlhf_core.types import (
     RolloutsRef,
     StepsRef,
 )
+from stages.config.condition import ConditionConfig
 
 R = TypeVar("R", bound=ArtifactRef)
 
 
 @dataclass
 class LifecycleState:
-    """The artifacts of the lifecycle so far; `conditioned_prompts` holds the prompts of policies that need them."""
+    """The artifacts of the lifecycle so far.
+
+    `conditioned_prompts` holds the held-out prompts of policies that need them in other words, and `conditions` makes
+    other prompts so.
+    """
 
     data: PreparedDataRef
     policies: dict[str, PolicyRef]
     reward_models: dict[str, RewardModelRef] = field(default_factory=dict)
     conditioned_prompts: dict[str, PromptsRef] = field(default_factory=dict)
+    conditions: dict[str, Condition] = field(default_factory=dict)
 
     @property
     def sft_or_base(self) -> PolicyRef:
@@ -68,14 +77,19 @@ def lifecycle(config: PipelineConfig, stages: Stages) -> dict[str, PolicyRef]:
     optimize_policy(config, stages, state)
     if config.evaluate:
         champion = opponent(config, stages, state)
-        report = evaluate_policies(
+        policies = state.policies if champion is None else state.policies | {CHAMPION: champion}
+        prompts = part(data, "eval_prompts", PromptsRef)
+        answers = sample_policies(
             config.evaluate,
             stages,
-            policies=state.policies if champion is None else state.policies | {CHAMPION: champion},
-            prompts=part(data, "eval_prompts", PromptsRef),
+            policies=policies,
+            prompts=prompts,
             conditioned_prompts=state.conditioned_prompts,
-            reward_models=state.reward_models,
         )
+        report = compare_policies(config.evaluate, stages, policies, answers, state.reward_models)
+        if config.evaluate.suites:
+            candidates = Candidates(dict(policies), prompts, dict(answers), state.conditions)
+            evaluate_suites(config.evaluate, stages, candidates, state.reward_models)
         if config.publish:
             policy = state.policies[published(config, state)]
             stages.publish("publish", config.publish, policy=policy, report=report, champion=champion)
@@ -126,12 +140,17 @@ def learn_from_own_answers(config: PipelineConfig, stages: Stages, state: Lifecy
             reward_models=state.reward_models,
         )
         if config.evaluate:
-            state.conditioned_prompts["conditional_sft"] = stages.condition_prompts(
-                "conditional_sft/ask",
-                config.conditional_sft.condition,
-                rollouts=rollouts,
-                prompts=part(state.data, "eval_prompts", PromptsRef),
-            )
+            ask = partial(ask_conditioned, config.conditional_sft.condition, stages, rollouts)
+            held_out = part(state.data, "eval_prompts", PromptsRef)
+            state.conditioned_prompts["conditional_sft"] = ask("conditional_sft/ask", held_out)
+            state.conditions["conditional_sft"] = ask
+
+
+def ask_conditioned(
+    config: ConditionConfig, stages: Stages, rollouts: RolloutsRef, label: str, prompts: PromptsRef
+) -> PromptsRef:
+    """Return the prompts that ask for the best level of the rewards in `rollouts`."""
+    return stages.condition_prompts(label, config, rollouts=rollouts, prompts=prompts)
 
 
 def optimize_preferences(config: PipelineConfig, stages: Stages, state: LifecycleState) -> None:
@@ -233,16 +252,15 @@ def distill(
     return stages.distill("distill", config, policy=policy, teacher=teacher, demonstrations=demonstrations)
 
 
-def evaluate_policies(
+def sample_policies(
     config: EvaluationConfig,
     stages: Stages,
     *,
     policies: dict[str, PolicyRef],
     prompts: PromptsRef,
     conditioned_prompts: dict[str, PromptsRef],
-    reward_models: dict[str, RewardModelRef],
-) -> ReportRef:
-    """Sample every policy's answers to the held-out prompts (or to its `conditioned_prompts`), and compare them."""
+) -> dict[str, GenerationsRef]:
+    """Sample every policy's answers to the held-out prompts, or to its `conditioned_prompts`."""
     best_of = config.evaluate.best_of
     generations = {}
     for name, policy in policies.items():
@@ -255,13 +273,40 @@ def evaluate_policies(
             prompts=prompts,
             asked=conditioned_prompts[name] if name in conditioned_prompts else None,
         )
+    return generations
+
+
+def compare_policies(
+    config: EvaluationConfig,
+    stages: Stages,
+    policies: dict[str, PolicyRef],
+    answers: dict[str, GenerationsRef],
+    reward_models: dict[str, RewardModelRef],
+) -> ReportRef:
+    """Compare the policies by their answers to the held-out prompts."""
     return stages.evaluate(
         "evaluate",
         config.evaluate,
-        generations=generations,
+        generations=answers,
         reference=policies[config.evaluate.reference],
         reward_model=reward_models["reward_model"] if "reward_model" in reward_models else None,
     )
+
+
+def evaluate_policies(
+    config: EvaluationConfig,
+    stages: Stages,
+    *,
+    policies: dict[str, PolicyRef],
+    prompts: PromptsRef,
+    conditioned_prompts: dict[str, PromptsRef],
+    reward_models: dict[str, RewardModelRef],
+) -> ReportRef:
+    """Sample every policy's answers to the held-out prompts (or to its `conditioned_prompts`), and compare them."""
+    answers = sample_policies(
+        config, stages, policies=policies, prompts=prompts, conditioned_prompts=conditioned_prompts
+    )
+    return compare_policies(config, stages, policies, answers, reward_models)
 
 
 def part(data: PreparedDataRef, name: str, kind: type[R]) -> R:

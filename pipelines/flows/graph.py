@@ -47,17 +47,22 @@ from stages.config.condition import ConditionConfig
 from stages.config.distill import DistillConfig
 from stages.config.dpo import DPOConfig
 from stages.config.evaluate import EvaluateConfig
+from stages.config.evaluate_harness import HarnessSuite
+from stages.config.evaluate_suite import AnswerSuite
 from stages.config.generate import GenerateConfig
+from stages.config.import_policy import ImportPolicyConfig
 from stages.config.import_reward_model import ImportRewardModelConfig
 from stages.config.merge_preferences import MergePreferencesConfig
 from stages.config.prepare_data import PrepareDataConfig
 from stages.config.process_reward_model import ProcessRewardModelConfig
 from stages.config.propose_comparisons import ProposeComparisonsConfig
 from stages.config.publish import GateNote, PublishConfig
+from stages.config.report_suites import ReportSuitesConfig
 from stages.config.reward_model import RewardModelConfig
 from stages.config.score import ScoreConfig
 from stages.config.select import SelectConfig
 from stages.config.sft import SFTConfig
+from stages.config.suite_prompts import SuitePromptsConfig
 from stages.table import STAGES, Input, Stage
 
 R = TypeVar("R", bound=ArtifactRef)
@@ -235,6 +240,37 @@ class Stages:
             reference=reference,
             reward_model=reward_model,
         )
+
+    def suite_prompts(self, label: str, config: SuitePromptsConfig) -> PromptsRef:
+        return self.run("suite_prompts", label, config, PromptsRef)
+
+    def import_policy(self, label: str, config: ImportPolicyConfig) -> PolicyRef:
+        return self.run("import_policy", label, config, PolicyRef)
+
+    def evaluate_suite(
+        self,
+        label: str,
+        config: AnswerSuite,
+        *,
+        generations: GenerationsRef,
+        opponent: GenerationsRef | None = None,
+        reward_model: RewardModelRef | None = None,
+    ) -> ReportRef:
+        return self.run(
+            "evaluate_suite",
+            label,
+            config,
+            ReportRef,
+            generations=generations,
+            opponent=opponent,
+            reward_model=reward_model,
+        )
+
+    def evaluate_harness(self, label: str, config: HarnessSuite, *, policy: PolicyRef) -> ReportRef:
+        return self.run("evaluate_harness", label, config, ReportRef, policy=policy)
+
+    def report_suites(self, label: str, config: ReportSuitesConfig, *, results: Mapping[str, ReportRef]) -> ReportRef:
+        return self.run("report_suites", label, config, ReportRef, results=results)
 
     def publish(
         self,

@@ -35,7 +35,8 @@ from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.schema.base import OPERATIONAL, Config, added_option
 from rlhf_core.store.fingerprint import sha256_text
-from rlhf_core.types import encodable
+from rlhf_core.types import CHAMPION, encodable
+from stages.config.evaluate_suite import JudgeSuite
 from stages.config.import_reward_model import ImportRewardModelConfig
 from stages.config.prepare_data import PrepareDataConfig
 from stages.config.process_reward_model import ProcessRewardModelConfig
@@ -120,6 +121,7 @@ class PipelineConfig(Config):
                     f"evaluate.evaluate.reference = {reference!r}: this profile makes {', '.join(self.policies())}; "
                     "name one of them"
                 )
+            self._check_candidates(self.evaluate)
         if self.online is not None and self.reward_model is None and self.import_reward_model is None:
             raise ValueError(
                 "online = {...}: its first round scores answers with a reward model; add [reward_model] or "
@@ -133,6 +135,24 @@ class PipelineConfig(Config):
                 "name one of them"
             )
         return self
+
+    def _check_candidates(self, evaluate: EvaluationConfig) -> None:
+        """Raise ValueError for a baseline named like a policy, and for a judge's opponent that there is not."""
+        taken = [*self.policies(), CHAMPION, "parent", "suites"]
+        for index, baseline in enumerate(evaluate.baselines):
+            if baseline.name in taken:
+                raise ValueError(
+                    f"evaluate.baselines[{index}].name = {baseline.name!r}: is a name of the pipeline; give it another"
+                )
+        known = ["parent", CHAMPION, *self.policies(), *(baseline.name for baseline in evaluate.baselines)]
+        for index, suite in enumerate(evaluate.suites):
+            if not isinstance(suite, JudgeSuite):
+                continue
+            key = f"evaluate.suites[{index}].against = {suite.against!r}"
+            if suite.against not in known:
+                raise ValueError(f"{key}: there is no such policy; name one of {', '.join(known)}")
+            if suite.against == CHAMPION and (self.publish is None or self.publish.challenge is None):
+                raise ValueError(f"{key}: only a run with [publish.challenge] reads the champion; add that section")
 
     def policies(self) -> list[str]:
         """Return the names of the policies that this pipeline makes and evaluates, in order."""

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from rlhf_core.config.engines import PretrainedModel
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.schema.base import OPERATIONAL, Config, added_option
 from stages.config.collect_preferences import CollectPreferencesConfig
@@ -13,6 +14,8 @@ from stages.config.condition import ConditionConfig
 from stages.config.distill import DistillConfig
 from stages.config.dpo import DPOConfig
 from stages.config.evaluate import EvaluateConfig
+from stages.config.evaluate_harness import HarnessSuite
+from stages.config.evaluate_suite import AnswerSuite, PassAtKSuite
 from stages.config.generate import GenerateConfig
 from stages.config.propose_comparisons import ProposeComparisonsConfig
 from stages.config.reward_model import Member, RewardModelConfig
@@ -142,9 +145,48 @@ class DistillationConfig(DistillConfig):
     teacher: Annotated[Literal["sft", "rejection_sampling", "dpo", "iterative_dpo", "ppo"], OPERATIONAL] = "ppo"
 
 
+Suite = Annotated[AnswerSuite | HarnessSuite, Field(discriminator="type")]
+
+
+class BaselineConfig(Config):
+    """A policy from outside that takes part in the suites."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][\w.-]*$")
+    """Name in labels and in the report."""
+    model: PretrainedModel
+    """A causal language model with a chat template: `{path = ...}`, a folder, a Hub name with `revision`, or
+    `package:<python package>/<folder>`."""
+
+
 class EvaluationConfig(Config):
     """Sampling of every policy's answers to the held-out prompts, and their comparison in one report."""
 
     generate: GenerateConfig
     """Sampling of the answers. A policy in `evaluate.best_of` answers each prompt as often as given there."""
     evaluate: EvaluateConfig = EvaluateConfig()
+    suites: tuple[Suite, ...] = added_option(())
+    """Further measures of every policy, each a stage of its own, in a report over all of them (docs/evaluation.md)."""
+    baselines: tuple[BaselineConfig, ...] = added_option(())
+    """Policies from outside that the suites measure beside those of the pipeline."""
+
+    @model_validator(mode="after")
+    def _suites_fit_together(self) -> EvaluationConfig:
+        for kind, names in (
+            ("suites", [suite.name for suite in self.suites]),
+            ("baselines", [baseline.name for baseline in self.baselines]),
+        ):
+            for index, name in enumerate(names):
+                if name in names[:index]:
+                    raise ValueError(
+                        f"{kind}[{index}].name = {name!r}: is the name of two {kind}; give one another name"
+                    )
+        if self.baselines and not self.suites:
+            raise ValueError("baselines = [...]: only suites measure them; add [[evaluate.suites]]")
+        for index, suite in enumerate(self.suites):
+            samples = 0 if isinstance(suite, HarnessSuite) else (suite.generate or self.generate).samples_per_prompt
+            if isinstance(suite, PassAtKSuite) and max(suite.k) > samples:
+                raise ValueError(
+                    f"suites[{index}].k = {list(suite.k)}: needs {max(suite.k)} answers to each prompt, and there are "
+                    f"{samples}; raise samples_per_prompt in the suite's generate"
+                )
+        return self

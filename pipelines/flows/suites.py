@@ -1,0 +1,155 @@
+"""Run the suites of `[[evaluate.suites]]` on every policy and on the baselines, and report on all of them together.
+
+A suite with the held-out prompts and the sampling of `[evaluate.generate]` reads the answers that the report of `[evaluate]`
+is about; suites with the same prompts and sampling of their own share theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from pipelines.flows.graph import Stages
+from pipelines.flows.sections import EvaluationConfig
+from rlhf_core.errors import ConfigError, explain
+from rlhf_core.types import CHAMPION, GenerationsRef, PolicyRef, PromptsRef, ReportRef, RewardModelRef
+from stages.config.evaluate_harness import HarnessSuite
+from stages.config.evaluate_suite import AnswerSuite, JudgeSuite, RewardModelSuite
+from stages.config.generate import GenerateConfig
+from stages.config.import_policy import ImportPolicyConfig
+from stages.config.report_suites import ReportSuitesConfig
+from stages.config.suite_prompts import SuitePromptsConfig
+
+PARENT = "parent"
+Condition: TypeAlias = Callable[[str, PromptsRef], PromptsRef]
+"""Returns the prompts as a policy that was trained on conditioned ones is asked them; a stage of the label."""
+
+
+@dataclass
+class Candidates:
+    """The policies that are evaluated, and their answers so far by prompts and sampling."""
+
+    policies: dict[str, PolicyRef]
+    prompts: PromptsRef
+    """The held-out prompts."""
+    held_out: dict[str, GenerationsRef]
+    """The answers to the held-out prompts."""
+    conditioned: Mapping[str, Condition] = field(default_factory=dict)
+    answers: dict[tuple[SuitePromptsConfig | None, str], dict[str, GenerationsRef]] = field(default_factory=dict)
+
+
+def import_baselines(config: EvaluationConfig, stages: Stages, candidates: Candidates) -> None:
+    """Add the policies of `[[evaluate.baselines]]`, with their answers to the held-out prompts if a suite reads these."""
+    for baseline in config.baselines:
+        policy = stages.import_policy(f"evaluate/{baseline.name}/import", ImportPolicyConfig(model=baseline.model))
+        candidates.policies[baseline.name] = policy
+        if any(reads_held_out(config, suite) for suite in config.suites):
+            candidates.held_out[baseline.name] = stages.generate(
+                f"evaluate/{baseline.name}/generate", config.generate, policy=policy, prompts=candidates.prompts
+            )
+
+
+def evaluate_suites(
+    config: EvaluationConfig, stages: Stages, candidates: Candidates, reward_models: Mapping[str, RewardModelRef]
+) -> ReportRef | None:
+    """Run every suite on every candidate; return the report over all of them, None if there is nothing to report."""
+    import_baselines(config, stages, candidates)
+    results: dict[str, ReportRef] = {}
+    for suite in config.suites:
+        label = f"evaluate/suites/{suite.name}"
+        if isinstance(suite, HarnessSuite):
+            for name, policy in candidates.policies.items():
+                results[f"{suite.name}/{name}"] = stages.evaluate_harness(f"{label}/{name}", suite, policy=policy)
+        else:
+            results |= evaluate_answers(config, suite, stages, candidates, reward_models)
+    if not results:
+        return None
+    about = ReportSuitesConfig(reference=config.evaluate.reference, regressions_shown=config.evaluate.samples_shown)
+    return stages.report_suites("evaluate/suites", about, results=results)
+
+
+def evaluate_answers(
+    config: EvaluationConfig,
+    suite: AnswerSuite,
+    stages: Stages,
+    candidates: Candidates,
+    reward_models: Mapping[str, RewardModelRef],
+) -> dict[str, ReportRef]:
+    """Return `<suite>/<policy>` -> the report of a suite that measures answers."""
+    label = f"evaluate/suites/{suite.name}"
+    model = reward_model_of(suite, reward_models)
+    answers = answers_to(config, suite, stages, candidates)
+    # What the answers were drawn from is in their digest; the stage reads neither field.
+    measure = suite.model_copy(update={"prompts": None, "generate": None})
+    results = {}
+    for name, generations in answers.items():
+        opponent = None
+        if isinstance(suite, JudgeSuite):
+            against = opponent_of(config, suite, name)
+            if against not in answers:
+                continue  # the champion, before there is one; or a policy without a parent
+            opponent = answers[against]
+        results[f"{suite.name}/{name}"] = stages.evaluate_suite(
+            f"{label}/{name}", measure, generations=generations, opponent=opponent, reward_model=model
+        )
+    return results
+
+
+def answers_to(
+    config: EvaluationConfig, suite: AnswerSuite, stages: Stages, candidates: Candidates
+) -> dict[str, GenerationsRef]:
+    """Return the answers of every candidate to the prompts of a suite, drawn once for all suites that want the same."""
+    if reads_held_out(config, suite):
+        return candidates.held_out
+    generate = suite.generate or config.generate
+    key = (suite.prompts, generate.model_dump_json())
+    if key not in candidates.answers:
+        candidates.answers[key] = sample_candidates(suite, generate, stages, candidates)
+    return candidates.answers[key]
+
+
+def sample_candidates(
+    suite: AnswerSuite, generate: GenerateConfig, stages: Stages, candidates: Candidates
+) -> dict[str, GenerationsRef]:
+    """Draw the answers of every candidate to a suite's prompts."""
+    label = f"evaluate/suites/{suite.name}"
+    prompts = stages.suite_prompts(f"{label}/prompts", suite.prompts) if suite.prompts else candidates.prompts
+    return {
+        name: stages.generate(
+            f"{label}/{name}/generate",
+            generate,
+            policy=policy,
+            prompts=prompts,
+            asked=candidates.conditioned[name](f"{label}/{name}/ask", prompts)
+            if name in candidates.conditioned
+            else None,
+        )
+        for name, policy in candidates.policies.items()
+    }
+
+
+def reads_held_out(config: EvaluationConfig, suite: AnswerSuite | HarnessSuite) -> bool:
+    """Return whether a suite reads the answers of `[evaluate.generate]` to the held-out prompts."""
+    return not isinstance(suite, HarnessSuite) and suite.prompts is None and suite.generate in (None, config.generate)
+
+
+def reward_model_of(suite: AnswerSuite, reward_models: Mapping[str, RewardModelRef]) -> RewardModelRef | None:
+    """Return the reward model of a suite that has one; raise ConfigError if the pipeline makes none of that name."""
+    if not isinstance(suite, RewardModelSuite):
+        return None
+    if suite.model not in reward_models:
+        rule = f"this profile makes {', '.join(reward_models) or 'no reward model'}"
+        raise ConfigError(
+            explain(f"evaluate.suites.{suite.name}.model", suite.model, rule, "name one of them, or add [reward_model]")
+        )
+    return reward_models[suite.model]
+
+
+def opponent_of(config: EvaluationConfig, suite: JudgeSuite, name: str) -> str:
+    """Return whom a judge compares `name` with; "" for the opponent itself and for a policy without a parent."""
+    against = suite.against
+    if against == PARENT:
+        parents, reference = config.evaluate.parents, config.evaluate.reference
+        against = parents[name] if name in parents else reference
+    return "" if against == name or (name == CHAMPION and suite.against == PARENT) else against

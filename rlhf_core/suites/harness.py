@@ -1,0 +1,229 @@
+"""Run tasks of EleutherAI's evaluation harness (lm_eval) on our trainer and sampler.
+
+The harness asks for log-likelihoods of continuations and for answers up to a stop text. The trainer computes the first and
+the sampler the second, from the tokens that the harness's own `hf` model would use, so that the numbers agree. Two things
+differ: a document longer than the policy's context keeps one token less of its beginning, and stop texts are cut from the
+finished answer instead of ending it.
+
+This module needs the optional package lm_eval: import it late.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import lm_eval
+import numpy as np
+import torch
+from lm_eval import utils
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.tasks import TaskManager
+
+from rlhf_core.config.engines import SamplingConfig
+from rlhf_core.errors import ConfigError, explain
+from rlhf_core.interfaces import Sampler, Trainer
+from rlhf_core.types import SamplingRequest, TokenSample, derive_seed
+
+MAX_GEN_TOKENS = 256
+"""Tokens of an answer where a task sets no limit; the default of the harness."""
+BOOTSTRAP_ITERS = 1000
+"""Resamples of the harness for the standard error of metrics that are no mean, such as F1."""
+_OPTIONS = {"do_sample", "temperature", "top_p", "top_k", "until", "max_gen_toks"}
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """How the harness reaches the policy: its tokenizer, and leases of the trainer and of the sampler."""
+
+    tokenizer: Any
+    trainer: Callable[[], AbstractContextManager[Trainer]]
+    sampler: Callable[[], AbstractContextManager[Sampler]]
+    max_length: int
+    """Most tokens of the policy's context."""
+    seed: int
+
+
+def run_tasks(
+    engines: Engines,
+    tasks: Sequence[str],
+    *,
+    include_path: str,
+    num_fewshot: int | None,
+    limit: int | None,
+    apply_chat_template: bool,
+) -> dict[str, Any]:
+    """Return the harness's own results, with samples, of the policy behind `engines`.
+
+    Its seeds are the harness's defaults; the process's random states are afterwards what they were.
+    """
+    manager = _task_manager(tasks, include_path)
+    with _random_states_kept():
+        results = lm_eval.simple_evaluate(
+            model=EngineLM(engines),
+            tasks=list(tasks),
+            num_fewshot=num_fewshot,
+            limit=limit,
+            bootstrap_iters=BOOTSTRAP_ITERS,
+            log_samples=True,
+            apply_chat_template=apply_chat_template,
+            task_manager=manager,
+        )
+    assert results is not None  # only on other ranks
+    return dict(results)
+
+
+def _task_manager(tasks: Sequence[str], include_path: str) -> TaskManager:
+    """Return the index of the tasks; the harness's own, thousands of files, only if `include_path` lacks one of them."""
+    if include_path:
+        local = TaskManager(include_path=include_path, include_defaults=False)
+        if all(local.match_tasks([name]) for name in tasks):
+            return local
+    manager = TaskManager(include_path=include_path or None)
+    missing = [name for name in tasks if not manager.match_tasks([name])]
+    if missing:
+        remedy = "name a task of the harness, or one of a YAML file in include_path"
+        raise ConfigError(explain("evaluate.suites.tasks", missing[0], "there is no such task", remedy))
+    return manager
+
+
+class EngineLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
+    """The harness's view of a policy; engines are leased only for requests that need them."""
+
+    def __init__(self, engines: Engines) -> None:
+        super().__init__()
+        self.tokenizer = engines.tokenizer
+        self._engines = engines
+
+    @property
+    def eot_token_id(self) -> int:
+        """Return the token that ends a text."""
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Return the token before a text without context: the beginning of text, or else its end."""
+        bos = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else int(bos)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Return the name by which the harness caches requests."""
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Return the tokens of a text; a beginning-of-text token that the text already has is not added again."""
+        options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        if add_special_tokens is None and string.startswith(self.tokenizer.decode(self.prefix_token_id)):
+            options = {"add_special_tokens": False}
+        return list(self.tokenizer.encode(string, **options))
+
+    def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> list[tuple[float, bool]]:
+        samples = []
+        for _, context, continuation in requests:
+            ids = [*context, *continuation][-self._engines.max_length :]
+            scored = min(len(continuation), len(ids) - 1)
+            samples.append(TokenSample(tuple(ids), (0,) * (len(ids) - scored) + (1,) * scored))
+        return _scored(self._engines, samples)
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+        """Return the log-likelihood of each whole text, in windows of the policy's context."""
+        totals = []
+        for (text,) in [request.args for request in requests]:
+            windows = utils.get_rolling_token_windows(
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self._engines.max_length - 1,  # our engines read the last token, too
+                context_len=1,
+            )
+            pairs = [("", *utils.make_disjoint_window(window)) for window in windows]
+            totals.append(math.fsum(value for value, _ in self._loglikelihood_tokens(pairs)))
+        return totals
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+        """Return an answer to each request, up to its stop texts; requests of the same options are sampled together."""
+        asked = [(request.args[0], dict(request.args[1])) for request in requests]
+        texts: dict[int, str] = {}
+
+        def options_of(place: int) -> str:
+            return repr(sorted(asked[place][1].items()))
+
+        eos = self.tokenizer.decode(self.eot_token_id, skip_special_tokens=False)
+        with self._engines.sampler() as sampler:
+            for _, group in groupby(sorted(range(len(asked)), key=options_of), key=options_of):
+                places = list(group)
+                options = normalize_gen_kwargs(asked[places[0]][1], MAX_GEN_TOKENS)
+                contexts = {place: self.tok_encode(asked[place][0]) for place in places}
+                answers = _sampled(self._engines, sampler, contexts, options)
+                stops = handle_stop_sequences(options["until"], eos=eos)
+                texts |= {place: postprocess_generated_text(text, stops, None) for place, text in answers.items()}
+        return [texts[place] for place in range(len(asked))]
+
+    def apply_chat_template(self, chat_history: Any, add_generation_prompt: bool = True) -> str:
+        """Return a conversation as the policy's chat template renders it."""
+        return str(
+            self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        )
+
+
+def _scored(engines: Engines, samples: Sequence[TokenSample]) -> list[tuple[float, bool]]:
+    """Return, per sample, the log-likelihood of its masked tokens and whether each of them is the likeliest."""
+    with engines.trainer() as trainer:
+        logprobs = trainer.logprobs(samples, temperature=1.0)
+        likeliest = trainer.top_logprobs(samples, k=1, temperature=1.0)
+    found = []
+    for sample, values, top in zip(samples, logprobs, likeliest, strict=True):
+        scored = [place for place, mask in enumerate(sample.loss_mask) if mask]
+        greedy = [sample.token_ids[place] for place in scored] == [int(ids[0]) for ids in top.ids]
+        found.append((math.fsum(values[place] for place in scored), greedy))
+    return found
+
+
+def _sampled(
+    engines: Engines, sampler: Sampler, contexts: Mapping[int, Sequence[int]], options: Mapping[str, Any]
+) -> dict[int, str]:
+    """Return an answer to each context under the harness's generation options; contexts are cut at their start."""
+    unknown = sorted(set(options) - _OPTIONS)
+    if unknown:
+        key, rule = f"generation_kwargs.{unknown[0]}", "our samplers have no such option"
+        raise ConfigError(explain(key, options[unknown[0]], rule, "remove it from the task"))
+    tokens = int(options["max_gen_toks"])
+    room = engines.max_length - tokens
+    if room < 1:
+        rule = f"leaves no room for a question in the policy's {engines.max_length} tokens"
+        raise ConfigError(explain("generation_kwargs.max_gen_toks", tokens, rule, "lower it in the task"))
+    sampling = SamplingConfig(
+        temperature=float(options["temperature"]) if options["do_sample"] else 0.0,
+        top_p=float(options["top_p"]) if "top_p" in options else 1.0,
+        top_k=int(options["top_k"]) if "top_k" in options else 0,
+        max_tokens=tokens,
+    )
+    requests = [
+        SamplingRequest(tuple(ids[-room:]), derive_seed(engines.seed, "lm_eval", place))
+        for place, ids in contexts.items()
+    ]
+    completions = sampler.generate(requests, sampling)
+    return {place: one.text for place, one in zip(contexts, completions, strict=True)}
+
+
+@contextmanager
+def _random_states_kept() -> Iterator[None]:
+    """Restore the random states that the harness seeds."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])

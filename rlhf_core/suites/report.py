@@ -1,0 +1,254 @@
+"""Make the report over all suites: tables of policies by suites, by slice, and the worst regressions, as one HTML page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from jinja2 import Environment
+
+from rlhf_core.evaluation.report import TEMPLATE
+from rlhf_core.suites.results import LEVEL, RESAMPLES, Row, difference
+
+Suites: TypeAlias = Mapping[str, Mapping[str, tuple[dict[str, Any], list[Row]]]]
+"""Suite -> policy -> its report.json and its rows."""
+Cell: TypeAlias = dict[str, Any]
+NO_CELL: Cell = {"text": "–", "range": "", "bar": None, "tone": ""}
+TEXT_SHOWN = 2000
+"""Characters of an answer in the report."""
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def overview(suites: Suites, *, reference: str, seed: int) -> dict[str, Any]:
+    """Return the content of report.json: per suite the measures of every policy, and their differences to `reference`."""
+    found = {}
+    for suite, policies in suites.items():
+        first = next(iter(policies.values()))[0]
+        base = policies[reference][1] if reference in policies else []
+        rows = {}
+        for policy, (report, its_rows) in policies.items():
+            rows[policy] = {name: report[name] for name in ("measures", "slices", "facts")}
+            if policy != reference:
+                rows[policy]["difference"] = _differences(report, its_rows, base, seed=seed)
+        found[suite] = {name: first[name] for name in ("type", "headline")} | {
+            "lower_is_better": sorted({name for report, _ in policies.values() for name in report["lower_is_better"]}),
+            "policies": rows,
+        }
+    names = list(dict.fromkeys(policy for policies in suites.values() for policy in policies))
+    return {"reference": reference, "policies": names, "level": LEVEL, "resamples": RESAMPLES, "suites": found}
+
+
+def _differences(
+    report: Mapping[str, Any], rows: Sequence[Row], base: Sequence[Row], *, seed: int
+) -> dict[str, dict[str, float]]:
+    found = {name: difference(rows, base, name, seed=seed) for name in report["measures"]}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def headline(report: Mapping[str, Any]) -> dict[str, float]:
+    """Return the stage's metrics: `<suite>/<policy>/<measure>`, with `_low`, `_high` and the difference to the reference.
+
+    Of measures by task, only the headline is among them.
+    """
+    metrics: dict[str, float] = {}
+    for suite, found in report["suites"].items():
+        for policy, row in found["policies"].items():
+            for name, value in row["measures"].items():
+                if "/" in name and name != found["headline"]:
+                    continue
+                path = f"{suite}/{policy}/{name}"
+                metrics |= {path: value["mean"]} | {
+                    f"{path}_{end}": value[end] for end in ("low", "high") if end in value
+                }
+                if "difference" in row and name in row["difference"]:
+                    change = row["difference"][name]
+                    metrics[f"{path}_difference"] = change["mean"]
+                    metrics |= {f"{path}_difference_{end}": change[end] for end in ("low", "high")}
+    return metrics
+
+
+def worst(suites: Suites, *, reference: str, count: int) -> list[dict[str, Any]]:
+    """Return, per suite, the prompts at which a policy's headline is furthest below the reference's, with both answers."""
+    found = []
+    for suite, policies in suites.items():
+        if reference not in policies:
+            continue
+        base = {row.id: row for row in policies[reference][1]}
+        falls = []
+        for policy, (report, rows) in policies.items():
+            name = report["headline"]
+            sign = -1.0 if name in report["lower_is_better"] else 1.0
+            for row in rows if policy != reference else ():
+                if row.id in base and name in row.values and name in base[row.id].values:
+                    fall = sign * (base[row.id].values[name] - row.values[name])
+                    falls += [(fall, policy, name, row, base[row.id])] if fall > 0 else []
+        falls.sort(key=lambda one: -one[0])  # stable: equal ones stay in the order of policies and prompts
+        found += [
+            {
+                "suite": suite,
+                "policy": policy,
+                "measure": name,
+                "slice": row.slice,
+                "prompt": row.prompt,
+                "value": row.values[name],
+                "reference": other.values[name],
+                "answer": row.answer[:TEXT_SHOWN],
+                "answer_of_the_reference": other.answer[:TEXT_SHOWN],
+            }
+            for _, policy, name, row, other in falls[:count]
+        ]
+    return found
+
+
+# ---------------------------------------------------------------- page
+
+
+def render(report: Mapping[str, Any], regressions: Sequence[Mapping[str, Any]]) -> str:
+    """Return the HTML page, which works offline."""
+    suites, reference = report["suites"], report["reference"]
+    page = Environment(autoescape=True).from_string(TEMPLATE.read_text(encoding="utf-8"))
+    tables = [_overview_table(report)]
+    if len(report["policies"]) > 1 and any(reference in found["policies"] for found in suites.values()):
+        tables.append(_difference_table(report))
+    for suite, found in suites.items():
+        tables += _suite_tables(suite, found)
+    settings = {name: report[name] for name in ("reference", "level", "resamples")}
+    facts = {suite: {name: row["facts"] for name, row in found["policies"].items()} for suite, found in suites.items()}
+    return page.render(
+        title="Evaluation suites",
+        lead=f"{len(report['policies'])} policies in {len(suites)} suites.",
+        cards=[],
+        tables=tables,
+        footnote=(
+            f"Ranges are {report['level']:.0%} intervals (bootstrap over prompts, {report['resamples']} resamples). "
+            f"Differences to {reference} are paired: over the prompts that both answered, resampled together. "
+            "An arrow after a measure says that lower is better."
+        ),
+        figures=[],
+        samples_title="Worst regressions",
+        samples=[_sample(row, reference) for row in regressions],
+        lineage=[],
+        settings=json.dumps(settings | {"suites": facts}, indent=2),
+        footer=f"Stage key {report['key']}",
+    )
+
+
+def _overview_table(report: Mapping[str, Any]) -> dict[str, Any]:
+    suites = report["suites"]
+    columns = [_column(suite, found["headline"], found) for suite, found in suites.items()]
+    rows = []
+    for policy in report["policies"]:
+        cells = []
+        for found in suites.values():
+            of_all = [
+                row["measures"][found["headline"]]
+                for row in found["policies"].values()
+                if found["headline"] in row["measures"]
+            ]
+            measures = found["policies"][policy]["measures"] if policy in found["policies"] else {}
+            cells.append(_cell(measures, found["headline"], bar_among=of_all))
+        rows.append({"name": policy, "best": policy == report["reference"], "cells": cells})
+    return {"title": "Policies by suites", "columns": columns, "rows": rows}
+
+
+def _difference_table(report: Mapping[str, Any]) -> dict[str, Any]:
+    suites = report["suites"]
+    columns = [_column(suite, found["headline"], found) for suite, found in suites.items()]
+    rows = []
+    for policy in report["policies"]:
+        if policy == report["reference"]:
+            continue
+        cells = []
+        for found in suites.values():
+            row = found["policies"][policy] if policy in found["policies"] else {}
+            changes = row["difference"] if "difference" in row else {}
+            lower = found["headline"] in found["lower_is_better"]
+            cells.append(_cell(changes, found["headline"], form="+.3f", lower_is_better=lower, tone=True))
+        rows.append({"name": policy, "best": False, "cells": cells})
+    return {"title": f"Difference to {report['reference']}", "columns": columns, "rows": rows}
+
+
+def _suite_tables(suite: str, found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the table of all measures of a suite, and by slice that of its headline, where there is more than one."""
+    policies, headline_name = found["policies"], found["headline"]
+    measures = list(dict.fromkeys(name for row in policies.values() for name in row["measures"]))
+    slices = list(dict.fromkeys(name for row in policies.values() for name in row["slices"]))
+    tables = []
+    if len(measures) > 1:
+        rows = [
+            {"name": policy, "best": False, "cells": [_cell(row["measures"], name) for name in measures]}
+            for policy, row in policies.items()
+        ]
+        columns = [_column(name, "", found, measure=name) for name in measures]
+        tables.append({"title": f"{suite}: all measures", "columns": columns, "rows": rows})
+    by_slice = [
+        name for name in slices if any(headline_name in row["slices"].get(name, {}) for row in policies.values())
+    ]
+    if len(by_slice) > 1:
+        rows = [
+            {
+                "name": policy,
+                "best": False,
+                "cells": [
+                    _cell(row["slices"][name] if name in row["slices"] else {}, headline_name) for name in by_slice
+                ],
+            }
+            for policy, row in policies.items()
+        ]
+        columns = [_column(name, headline_name, found) for name in by_slice]
+        tables.append({"title": f"{suite}: {headline_name} by slice", "columns": columns, "rows": rows})
+    return tables
+
+
+def _column(name: str, explained: str, found: Mapping[str, Any], measure: str = "") -> dict[str, str]:
+    lower = (measure or found["headline"]) in found["lower_is_better"]
+    return {"name": f"{name} ↓" if lower else name, "help": explained or found["type"]}
+
+
+def _cell(
+    measures: Mapping[str, Mapping[str, float]],
+    name: str,
+    *,
+    form: str = ".3f",
+    bar_among: Sequence[Mapping[str, float]] = (),
+    lower_is_better: bool = False,
+    tone: bool = False,
+) -> Cell:
+    if name not in measures:
+        return NO_CELL
+    value = measures[name]
+    if "low" not in value:
+        return NO_CELL | {"text": format(value["mean"], form)}
+    better = (value["high"] < 0 if lower_is_better else value["low"] > 0) if tone else False
+    worse = (value["low"] > 0 if lower_is_better else value["high"] < 0) if tone else False
+    note = f"{value['low']:{form}} … {value['high']:{form}}"
+    bar = _bar(value, [one for one in bar_among if "low" in one]) if bar_among else None
+    return {
+        "text": format(value["mean"], form),
+        "range": note,
+        "bar": bar,
+        "tone": "up" if better else "down" if worse else "",
+    }
+
+
+def _bar(value: Mapping[str, float], others: Sequence[Mapping[str, float]]) -> dict[str, str]:
+    low, high = min(other["low"] for other in others), max(other["high"] for other in others)
+    left, mean, right = (100 * (value[end] - low) / ((high - low) or 1.0) for end in ("low", "mean", "high"))
+    return {"left": f"{left:.1f}", "width": f"{right - left:.1f}", "mean": f"{mean:.1f}"}
+
+
+def _sample(row: Mapping[str, Any], reference: str) -> dict[str, Any]:
+    title = f"{row['suite']}, {row['policy']}: {row['measure']} {row['reference']:.2f} → {row['value']:.2f}"
+    answers = [
+        {
+            "policy": reference,
+            "text": row["answer_of_the_reference"],
+            "numbers": f"{row['reference']:.2f}",
+            "top": True,
+        },
+        {"policy": row["policy"], "text": row["answer"], "numbers": f"{row['value']:.2f}", "top": False},
+    ]
+    return {"prompt": f"{title} — {row['prompt'][:TEXT_SHOWN]}", "answers": answers}

@@ -1,0 +1,56 @@
+"""Configure tasks of EleutherAI's evaluation harness: `type = "lm_eval"` in `[[evaluate.suites]]`."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rlhf_core.errors import ConfigError, explain
+from rlhf_core.schema.base import OPERATIONAL, Config
+from rlhf_core.store.fingerprint import hash_files, list_files, tree_digest
+from stages.config.evaluate_suite import SuiteName
+
+PACKAGE = "lm_eval"
+
+
+class HarnessSuite(Config):
+    """Tasks of lm_eval, scored with our engines: log-likelihoods by the trainer, answers by the sampler."""
+
+    name: SuiteName
+    type: Literal["lm_eval"] = "lm_eval"
+    tasks: tuple[str, ...] = Field(min_length=1)
+    """Names of tasks or groups, of the harness or of `include_path`."""
+    include_path: Annotated[str, OPERATIONAL] = ""
+    """Folder with task YAML files, their rows and functions. The content of all its files belongs to the stage's key."""
+    num_fewshot: int = Field(-1, ge=-1)
+    """Number of examples before each question; -1 leaves it to the task."""
+    limit: int = Field(0, ge=0)
+    """Number of documents per task, from the start; 0 uses all."""
+    apply_chat_template: bool = False
+    """Whether prompts are rendered with the policy's chat template, as turns of the user."""
+    headline: str = ""
+    """Measure that stands for the suite, `<task>/<metric>`; if empty, the first metric of the first task."""
+
+
+def content_digests(config: HarnessSuite) -> dict[str, str]:
+    """Return the version of the harness and the digest of `include_path`, for the stage's key.
+
+    Raises ConfigError if the harness is not installed or the folder is missing.
+    """
+    try:
+        found = {PACKAGE: version(PACKAGE)}
+    except PackageNotFoundError:
+        remedy = 'install the extra: pip install "rlhf-lifecycle[lm-eval]"'
+        rule = f"needs the package {PACKAGE}, which is not installed"
+        raise ConfigError(explain(f"evaluate.suites.{config.name}.type", config.type, rule, remedy)) from None
+    if config.include_path:
+        folder = Path(config.include_path).expanduser()
+        if not folder.is_dir():
+            key = f"evaluate.suites.{config.name}.include_path"
+            raise ConfigError(explain(key, config.include_path, "is not a folder", "give the folder of the tasks"))
+        names = [name for name in list_files(folder) if "__pycache__" not in name.split("/")]
+        found["include_path"] = tree_digest(hash_files(folder, names))
+    return found

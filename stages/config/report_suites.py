@@ -1,0 +1,16 @@
+"""Configure the report over all suites."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from rlhf_core.schema.base import Config
+
+
+class ReportSuitesConfig(Config):
+    """The comparison of the policies over all suites. The intervals cover 95 %, as those of the suites."""
+
+    reference: str = "sft"
+    """Policy that all others are compared with, prompt by prompt."""
+    regressions_shown: int = Field(8, ge=0)
+    """Number of prompts per suite at which a policy is furthest below the reference, with both answers."""

@@ -1,0 +1,38 @@
+"""Configure the prompts of a suite, read from a local file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from rlhf_core.config.data import FileType
+from rlhf_core.errors import ConfigError, explain
+from rlhf_core.schema.base import OPERATIONAL, Config
+from rlhf_core.store.fingerprint import hash_file
+
+
+class SuitePromptsConfig(Config):
+    """The file with the prompts of a suite, and its columns."""
+
+    path: Annotated[str, Field(min_length=1), OPERATIONAL]
+    """A local file: JSONL, JSON, CSV, Parquet or Arrow. Its content belongs to the stage's key, its path does not."""
+    file_type: FileType = "auto"
+    """Type of the file; `auto` infers it from the name."""
+    prompt: str = "prompt"
+    """Column with the prompt, text or turns."""
+    label: str = "label"
+    """Column with what the answer is checked against; objects and lists are kept as JSON. Rows may lack it."""
+    slice: str = ""
+    """Column with the group of the row in tables by slice; if empty, all rows are the slice `all`."""
+    max_prompts: int = Field(0, ge=0)
+    """Number of rows to use, from the start; 0 uses all."""
+
+
+def content_digests(config: SuitePromptsConfig) -> dict[str, str]:
+    """Return the sha256 of the file, for the stage's key. Raises ConfigError for a missing file."""
+    path = Path(config.path).expanduser()
+    if not path.is_file():
+        raise ConfigError(explain("evaluate.suites.prompts.path", config.path, "is not a file", "give a local file"))
+    return {"prompts": hash_file(path)}

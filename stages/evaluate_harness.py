@@ -1,0 +1,61 @@
+"""Tasks of EleutherAI's evaluation harness on one policy: log-likelihoods by the trainer, answers by the sampler."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from rlhf_core.errors import ConfigError, explain
+from rlhf_core.interfaces import ModelSpec
+from rlhf_core.models.architecture import read_config
+from rlhf_core.models.loading import load_tokenizer
+from rlhf_core.stage.context import StageContext
+from rlhf_core.suites.harness_results import measured
+from rlhf_core.suites.results import check_rows, record
+from rlhf_core.types import PolicyRef, ReportRef
+from stages.config.evaluate_harness import HarnessSuite, content_digests
+
+RESULTS = "lm_eval.json"
+
+
+def run(config: HarnessSuite, *, policy: PolicyRef, context: StageContext) -> ReportRef:
+    """Return the report of one policy: report.json, rows.jsonl with a line per document, and the harness's own numbers."""
+    # The optional package lm_eval: that it is installed was checked when the run was planned.
+    from rlhf_core.suites.harness import Engines, run_tasks
+
+    check_files(config, context)
+    context.tracker.input_model(policy.digest)
+    folder = context.path(policy)
+    model = ModelSpec(str(folder), "lm", None, context.seed)
+    engines = Engines(
+        tokenizer=load_tokenizer(folder),
+        trainer=lambda: context.runtime.trainer("reference", model, None),
+        sampler=lambda: context.runtime.sampler(folder),
+        max_length=int(read_config(folder).get_text_config().max_position_embeddings),
+        seed=context.seed,
+    )
+    results = run_tasks(
+        engines,
+        config.tasks,
+        include_path=str(Path(config.include_path).expanduser()) if config.include_path else "",
+        num_fewshot=None if config.num_fewshot < 0 else config.num_fewshot,
+        limit=config.limit or None,
+        apply_chat_template=config.apply_chat_template,
+    )
+    check_files(config, context)
+    result = measured(results, headline=config.headline)
+    check_rows(result.rows, rule="the tasks have no documents", remedy="name other tasks")
+    facts = {"documents": len(result.rows), "versions": results["versions"], "n-shot": results["n-shot"]}
+    metrics = record(replace(result, facts=facts), kind=config.type, policy=policy.digest, context=context)
+    own = {name: results[name] for name in ("results", "versions", "n-shot", "higher_is_better", "n-samples")}
+    (context.out / RESULTS).write_text(json.dumps(own, indent=2, default=str))
+    return context.commit(ReportRef, metrics=metrics)
+
+
+def check_files(config: HarnessSuite, context: StageContext) -> None:
+    """Raise ConfigError unless harness and tasks are those whose digests are in the key."""
+    if context.files and content_digests(config) != context.files:
+        rule, remedy = "has changed since the run was planned", "run again: the new content gets its own key"
+        key = f"evaluate.suites.{config.name}.include_path"
+        raise ConfigError(explain(key, config.include_path, rule, remedy))

@@ -1,0 +1,221 @@
+"""Evaluation suites: one policy's answers, measured in one way, with intervals over prompts.
+
+A function (pass@k, gold, custom), a reward model, verifiable instructions, refusals, or a judge who compares the answers
+with those of an opponent. Suites of EleutherAI's harness are the stage `evaluate_harness`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.annotation.comparisons import Comparison
+from rlhf_core.annotation.judge import JudgingStopped, ask_judge, judge_report, write_verdicts
+from rlhf_core.config.rewards import FunctionReward
+from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.data.shards import read_generations, read_index
+from rlhf_core.errors import DataError, explain
+from rlhf_core.interfaces import ModelSpec
+from rlhf_core.rewards.model import Contract, score_with_reward_model, verify_contract
+from rlhf_core.rewards.terms import open_elsewhere
+from rlhf_core.stage.context import StageContext
+from rlhf_core.store.fingerprint import hash_file
+from rlhf_core.suites.answers import mean_rows, pass_at_k_rows, row_of
+from rlhf_core.suites.instructions import HEADLINE, instruction_rows
+from rlhf_core.suites.refusal import OVER_REFUSAL, UNSAFE_COMPLIANCE, refusal_rows
+from rlhf_core.suites.results import Measured, check_rows, record
+from rlhf_core.suites.win_rate import length_controlled
+from rlhf_core.types import Generation, GenerationsRef, ReportRef, RewardModelRef, derive_seed
+from stages.config.evaluate_suite import (
+    RUBRIC,
+    AnswerSuite,
+    CustomSuite,
+    FunctionSuite,
+    GoldSuite,
+    InstructionsSuite,
+    JudgeSuite,
+    PassAtKSuite,
+    RefusalSuite,
+    RewardModelSuite,
+)
+
+VERDICTS = "verdicts.jsonl"
+WINS: Mapping[str, float] = {"first": 1.0, "second": 0.0, "tie": 0.5, "both_bad": 0.5}
+
+
+def run(
+    config: AnswerSuite,
+    *,
+    generations: GenerationsRef,
+    opponent: GenerationsRef | None = None,
+    reward_model: RewardModelRef | None = None,
+    context: StageContext,
+) -> ReportRef:
+    """Return the report of one policy: report.json with every measure, rows.jsonl with a line per prompt."""
+    folder = context.path(generations)
+    everything = read_generations(folder)
+    rows = [one for one in everything if not one.completion.failure]
+    context.tracker.dataset("answers", generations.digest, "evaluation")
+    result = measured(config, rows, opponent, reward_model, context)
+    check_rows(result.rows, rule="no prompt has a value", remedy="give the prompts of the suite labels")
+    facts = {"answers": len(rows), "failed": len(everything) - len(rows), "prompts": len(result.rows)}
+    result = replace(result, facts=facts | dict(result.facts))
+    metrics = record(result, kind=config.type, policy=read_index(folder)["policy"], context=context)
+    return context.commit(ReportRef, metrics=metrics)
+
+
+def measured(
+    config: AnswerSuite,
+    rows: Sequence[Generation],
+    opponent: GenerationsRef | None,
+    reward_model: RewardModelRef | None,
+    context: StageContext,
+) -> Measured:
+    """Return the measures of the answers by the kind of the suite."""
+    match config:
+        case PassAtKSuite():
+            found = pass_at_k_rows(rows, function_values(config, rows, context), config.k, threshold=config.threshold)
+            return Measured(tuple(found), f"pass_at_{config.k[0]}")
+        case GoldSuite():
+            return Measured(tuple(mean_rows(rows, gold_values(config, rows, context), "gold")), "gold")
+        case CustomSuite():
+            found = mean_rows(rows, function_values(config, rows, context), config.measure)
+            return Measured(tuple(found), config.measure, (config.measure,) if config.lower_is_better else ())
+        case RewardModelSuite():
+            assert reward_model is not None
+            scores = reward_scores(reward_model, rows, context)
+            return Measured(tuple(mean_rows(rows, scores, "reward_model")), "reward_model")
+        case InstructionsSuite():
+            return Measured(tuple(instruction_rows(rows)), HEADLINE)
+        case RefusalSuite():
+            found = refusal_rows(rows, config.phrases, characters=config.characters)
+            has = {name for row in found for name in row.values}
+            headline = UNSAFE_COMPLIANCE if UNSAFE_COMPLIANCE in has else OVER_REFUSAL
+            return Measured(tuple(found), headline, (OVER_REFUSAL, UNSAFE_COMPLIANCE))
+        case JudgeSuite():
+            assert opponent is not None
+            return compared(config, rows, opponent, context)
+
+
+# ---------------------------------------------------------------- values of answers
+
+
+def function_values(config: FunctionSuite, rows: Sequence[Generation], context: StageContext) -> list[float | None]:
+    """Return what the function says of each answer; None where it does not apply."""
+    spec = FunctionReward(
+        function=config.function,
+        arguments=config.arguments,
+        protocol=config.protocol,
+        timeout_s=config.timeout_s,
+        workers=config.workers,
+    )
+    with ExitStack() as leases:
+        reward = open_elsewhere(config.name, spec, context.work / "values", leases, functions=context.functions)
+        return list(reward(rows).values)
+
+
+def gold_values(config: GoldSuite, rows: Sequence[Generation], context: StageContext) -> list[float | None]:
+    """Return the gold reward of each answer. Raises DataError for an answer without one."""
+    values = function_values(config, rows, context)
+    for value, row in zip(values, rows, strict=True):
+        if value is None:
+            key, rule = f"evaluate.suites.{config.name}.function", f"gives no value for the prompt {row.prompt.id}"
+            raise DataError(explain(key, config.function, rule, 'return a number, or use type = "custom"'))
+    return values
+
+
+def reward_scores(ref: RewardModelRef, rows: Sequence[Generation], context: StageContext) -> list[float]:
+    """Return the reward model's score of each answer."""
+    folder = context.path(ref)
+    context.tracker.input_model(ref.digest)
+    contract, chat = Contract.read(folder), ChatTemplate.load(folder)
+    with context.runtime.trainer("reward_model", ModelSpec(str(folder), "score", None, context.seed), None) as trainer:
+        verify_contract(trainer, contract)
+        return score_with_reward_model(trainer, chat, rows, max_length=contract.max_length)
+
+
+# ---------------------------------------------------------------- pairwise
+
+
+def compared(
+    config: JudgeSuite, rows: Sequence[Generation], opponent: GenerationsRef, context: StageContext
+) -> Measured:
+    """Return the win rates of the first answer to each prompt against the opponent's first, asked in both orders."""
+    ours, theirs = first_answers(rows), first_answers(read_generations(context.path(opponent)))
+    pairs = [(mine, theirs[prompt]) for prompt, mine in ours.items() if prompt in theirs]
+    if not pairs:
+        key, rule = f"evaluate.suites.{config.name}.against", "has answered none of the prompts of this policy"
+        raise DataError(explain(key, config.against, rule, "give both the same prompts"))
+    comparisons = [comparison(mine, other, seed=context.seed) for mine, other in pairs]
+    wins, about_judge = judged(config, comparisons, context)
+    mine_first = [one.first_policy == "ours" for one in comparisons]
+    preferences = [win if first else 1 - win for win, first in zip(wins, mine_first, strict=True)]
+    lengths = [len(mine.completion.text) for mine, _ in pairs]
+    their_lengths = [len(other.completion.text) for _, other in pairs]
+    found = [row_of(mine, {"win_rate": value}) for (mine, _), value in zip(pairs, preferences, strict=True)]
+    controlled = length_controlled(preferences, lengths, their_lengths, seed=context.seed)
+    facts = {
+        "opponent": read_index(context.path(opponent))["policy"],
+        "characters": sum(lengths) / len(lengths),
+        "opponent_characters": sum(their_lengths) / len(their_lengths),
+        "judge": about_judge,
+    }
+    return Measured(tuple(found), "length_controlled_win_rate", (), {"length_controlled_win_rate": controlled}, facts)
+
+
+def first_answers(rows: Sequence[Generation]) -> dict[str, Generation]:
+    """Return the first answer to each prompt that is no failed episode."""
+    found: dict[str, Generation] = {}
+    for one in rows:
+        if not one.completion.failure:
+            found.setdefault(one.prompt.id, one)
+    return found
+
+
+def comparison(mine: Generation, other: Generation, *, seed: int) -> Comparison:
+    """Return the comparison of two answers, with ours on a side by the seed and the prompt; both orders are asked anyway."""
+    prompt = mine.prompt
+    sides = [("ours", mine.completion.text), ("theirs", other.completion.text)]
+    if derive_seed(seed, "judge", prompt.id) % 2:
+        sides.reverse()
+    (first_policy, first), (second_policy, second) = sides
+    return Comparison(
+        prompt.id, prompt.messages, prompt.label, prompt.source, first, second, first_policy, second_policy
+    )
+
+
+def judged(
+    config: JudgeSuite, comparisons: Sequence[Comparison], context: StageContext
+) -> tuple[list[float], dict[str, Any]]:
+    """Return how far each comparison was won by its first side, and the report on the judge.
+
+    A stage that is killed keeps the verdicts so far.
+    """
+    try:
+        found = ask_judge(
+            config.judge,
+            comparisons,
+            rubric=rubric(config, context),
+            key=f"evaluate.suites.{config.name}.judge",
+            journal=context.work / VERDICTS,
+            stopping=context.stopping,
+            progress=context.progress,
+        )
+    except JudgingStopped:
+        context.stop()
+    write_verdicts(context.out / VERDICTS, found.verdicts)
+    choices = {one.comparison: one.choice for one in found.judgments}
+    return [WINS[choices[one.id]] for one in comparisons], judge_report(found.verdicts, seed=context.seed)
+
+
+def rubric(config: JudgeSuite, context: StageContext) -> str:
+    """Return the text that decides which answer is better; raise DataError if its file has changed since the plan."""
+    if not config.judge.rubric_file:
+        return config.judge.rubric
+    path = Path(config.judge.rubric_file).expanduser()
+    if context.files and hash_file(path) != context.files[RUBRIC]:
+        raise DataError(explain(RUBRIC, str(path), "has changed since the run was planned", "run it again"))
+    return path.read_text(encoding="utf-8")

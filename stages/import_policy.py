@@ -1,0 +1,18 @@
+"""A policy from outside, in the layout of ours, to be evaluated beside the policies of the pipeline."""
+
+from __future__ import annotations
+
+from rlhf_core.errors import ConfigError, explain
+from rlhf_core.models.loading import materialize
+from rlhf_core.stage.context import StageContext
+from rlhf_core.types import PolicyRef
+from stages.config.import_policy import ImportPolicyConfig, content_digests
+
+
+def run(config: ImportPolicyConfig, *, context: StageContext) -> PolicyRef:
+    """Return the model as a policy: safetensors, tokenizer and chat template; ConfigError if it is not usable."""
+    materialize(config.model, context.out)
+    if context.files and content_digests(config) != context.files:
+        rule, remedy = "has changed since the run was planned", "run again when no other process writes to it"
+        raise ConfigError(explain("evaluate.baselines.model.path", config.model.path, rule, remedy))
+    return context.commit(PolicyRef)

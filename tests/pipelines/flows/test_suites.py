@@ -1,0 +1,162 @@
+"""Suites in a pipeline: which stages there are, whose answers they share, and what a profile may say."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines.execution.plan import PlannedStage, plan
+from pipelines.flows.profile import PipelineConfig, load_profile, parse
+from rlhf_core.errors import ConfigError
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.types import ArtifactRef
+from stages.config import evaluate_harness
+
+GOLD = "rlhf_core.data.worlds.support:gold_reward"
+SMALL = [f"{name}=none" for name in ("rejection_sampling", "iterative_dpo", "publish", "evaluate.evaluate.parents")]
+
+
+def profile(suites: list[dict[str, Any]], *more: str, baselines: list[dict[str, Any]] | None = None) -> PipelineConfig:
+    """Return tiny/full with base, sft and ppo, these suites and these baselines."""
+    tree = load_profile("tiny/full", [*SMALL, "ppo.start_from=sft", *more]).model_dump(mode="json", exclude_none=True)
+    tree["evaluate"] |= {"suites": suites} | ({"baselines": baselines} if baselines else {})
+    return parse(tree, origin="test")
+
+
+def planned(tmp_path: Path, config: PipelineConfig) -> dict[str, PlannedStage]:
+    return {stage.label: stage for stage in plan(config, ArtifactStore(tmp_path / "store"))}
+
+
+def made_by(stage: PlannedStage, name: str) -> str:
+    value = stage.spec.inputs[name]
+    assert isinstance(value, ArtifactRef)
+    return value.uri.removeprefix("pending://")
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> str:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "label": "safe"}\n')
+    return str(tmp_path / "rows.jsonl")
+
+
+def test_suites_read_the_answers_that_there_are_and_draw_others_once(tmp_path: Path, rows: str) -> None:
+    own = {"prompts": {"path": rows}, "generate": {"samples_per_prompt": 4}}
+    suites: list[dict[str, Any]] = [
+        {"name": "gold", "type": "gold", "function": GOLD},
+        {"name": "passes", "type": "pass_at_k", "function": GOLD, "k": [1, 4], **own},
+        {"name": "safety", "type": "refusal", **own},
+    ]
+    plain, stages = planned(tmp_path, profile([])), planned(tmp_path, profile(suites))
+    new = [label for label in stages if label not in plain]
+    assert new == [
+        *(f"evaluate/suites/gold/{name}" for name in ("base", "sft", "ppo")),
+        "evaluate/suites/passes/prompts",
+        *(f"evaluate/suites/passes/{name}/generate" for name in ("base", "sft", "ppo")),
+        *(f"evaluate/suites/passes/{name}" for name in ("base", "sft", "ppo")),
+        *(f"evaluate/suites/safety/{name}" for name in ("base", "sft", "ppo")),
+        "evaluate/suites",
+    ]
+    assert {label: stage.decision.key for label, stage in stages.items() if label in plain} == {
+        label: stage.decision.key for label, stage in plain.items()
+    }
+    assert made_by(stages["evaluate/suites/gold/ppo"], "generations") == "evaluate/ppo/generate"
+    assert made_by(stages["evaluate/suites/safety/ppo"], "generations") == "evaluate/suites/passes/ppo/generate"
+    assert set(stages["evaluate/suites"].spec.inputs["results"]) == {  # type: ignore[arg-type]
+        f"{suite}/{name}" for suite in ("gold", "passes", "safety") for name in ("base", "sft", "ppo")
+    }
+
+
+def test_a_judge_compares_with_the_parent_and_leaves_out_who_has_none(tmp_path: Path) -> None:
+    judge = {"url": "http://127.0.0.1:1/v1", "model": "m"}
+    suites = [
+        {"name": "j", "type": "judge", "judge": judge},
+        {"name": "b", "type": "judge", "judge": judge, "against": "base"},
+    ]
+    config = profile(suites, "evaluate.evaluate.parents={sft='base'}")
+    stages = planned(tmp_path, config)
+    opponents = {
+        label.removeprefix("evaluate/suites/"): made_by(stage, "opponent")
+        for label, stage in stages.items()
+        if stage.spec.name == "evaluate_suite"
+    }
+    assert opponents == {
+        "j/base": "evaluate/sft/generate",
+        "j/sft": "evaluate/base/generate",
+        "j/ppo": "evaluate/sft/generate",
+        "b/sft": "evaluate/base/generate",
+        "b/ppo": "evaluate/base/generate",
+    }
+
+
+def test_baselines_take_part_in_every_suite_and_not_in_the_report_of_evaluate(tmp_path: Path) -> None:
+    (tmp_path / "tasks").mkdir()
+    suites = [
+        {"name": "gold", "type": "gold", "function": GOLD},
+        {"name": "h", "type": "lm_eval", "tasks": ["t"], "include_path": str(tmp_path / "tasks")},
+    ]
+    baselines = [{"name": "outside", "model": {"path": str(tmp_path)}}]
+    stages = planned(tmp_path, profile(suites, baselines=baselines))
+    assert made_by(stages["evaluate/outside/generate"], "policy") == "evaluate/outside/import"
+    assert made_by(stages["evaluate/suites/gold/outside"], "generations") == "evaluate/outside/generate"
+    assert made_by(stages["evaluate/suites/h/outside"], "policy") == "evaluate/outside/import"
+    assert set(stages["evaluate"].spec.inputs["generations"]) == {"base", "sft", "ppo"}  # type: ignore[arg-type]
+    assert set(stages["evaluate/suites/h/ppo"].spec.engines["files"]) == {"lm_eval", "include_path"}
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (
+            {"type": "pass_at_k", "function": GOLD, "k": [2]},
+            r"k = \[2\]: needs 2 answers to each prompt, and there are 1",
+        ),
+        ({"type": "judge", "judge": {"url": "http://h/v1", "model": "m"}, "against": "dpo"}, "there is no such policy"),
+        (
+            {"type": "judge", "judge": {"url": "http://h/v1", "model": "m"}, "against": "champion"},
+            r"\[publish.challenge\]",
+        ),
+        ({"type": "refusal", "phrases": ["No"]}, "must be text in lower case"),
+    ],
+)
+def test_a_suite_that_cannot_work_is_refused_with_the_profile(change: dict[str, Any], rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        profile([{"name": "s"} | change])
+
+
+def test_names_are_given_once() -> None:
+    gold = {"name": "g", "type": "gold", "function": GOLD}
+    with pytest.raises(ConfigError, match=r"suites\[1\]\.name = 'g': is the name of two suites"):
+        profile([gold, gold])
+    with pytest.raises(ConfigError, match="'ppo': is a name of the pipeline; give it another"):
+        profile([gold], baselines=[{"name": "ppo", "model": {"path": "x"}}])
+    with pytest.raises(ConfigError, match="only suites measure them; add"):
+        profile([], baselines=[{"name": "x", "model": {"path": "x"}}])
+
+
+def test_a_reward_model_that_no_section_makes_is_missed_when_planning(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"evaluate\.suites\.rm\.model = 'other': this profile makes reward_model"):
+        planned(tmp_path, profile([{"name": "rm", "type": "reward_model", "model": "other"}]))
+
+
+def test_the_example_of_the_page_is_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "evaluation.md").read_text()
+    example = re.search(r"```toml\n(.*?)```", page, flags=re.DOTALL)
+    assert example is not None
+    tree = tomllib.loads(example[1])["evaluate"]
+    monkeypatch.chdir(tmp_path)
+    for name in ("math", "instructions", "safety"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": "a"}))
+    (tmp_path / "tasks").mkdir()
+    monkeypatch.setattr(evaluate_harness, "version", lambda name: "0.4.13")
+    config = profile(tree["suites"], baselines=tree["baselines"])
+    assert config.evaluate is not None
+    types = [suite.type for suite in config.evaluate.suites]
+    assert types == ["gold", "pass_at_k", "instructions", "refusal", "judge", "lm_eval"]
+    kinds: Callable[[str], list[str]] = lambda text: re.findall(r"^\| `(\w+)` \|", text, flags=re.MULTILINE)  # noqa: E731
+    assert set(types) < set(kinds(page)) == {*types, "reward_model", "custom"}
