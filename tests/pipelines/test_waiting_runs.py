@@ -22,6 +22,7 @@ from pipelines.execution.run import run_stages
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.services.home import Home
+from pipelines.services.waits import may_go_on
 from rlhf_core.annotation.comparisons import Comparison, write_comparisons
 from rlhf_core.config.annotators import FileAnnotator
 from rlhf_core.stage.stopping import RunBlocked, StageWaiting
@@ -56,10 +57,9 @@ class Waiting:
         monkeypatch.setenv("RLHF_HOME", str(home.root))
         monkeypatch.setattr(run_command, "WAIT_LOOK_S", 0.02)
         monkeypatch.setattr(run_command, "run_profile", self._run_profile)
-        look = run_command.may_go_on
 
         def noted(condition: Any, *, uri: str) -> bool:
-            met = look(condition, uri=uri)
+            met = may_go_on(condition, uri=uri)
             self.looked.touch()
             return met
 
@@ -156,7 +156,7 @@ def test_an_answer_stands_wherever_a_later_question_or_answer_is_killed(store: A
         """Be killed after so many writes to the disk: of a file's content, its name, its folder."""
         left, sync = [killed_after], os.fsync
 
-        def counted(descriptor: int) -> None:
+        def counted(descriptor: Any) -> None:
             if not left[0]:
                 os.kill(os.getpid(), signal.SIGKILL)
             left[0] -= 1
