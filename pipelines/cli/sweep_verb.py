@@ -10,9 +10,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.table import Table
-from rich.text import Text
-
 from pipelines.cli.common import console
 from pipelines.cli.run_command import run_options, run_profile
 from pipelines.cli.sweep_runs import Sweep, overrides_of
@@ -120,12 +117,9 @@ def _columns(results: Sequence[PointResult], goal: Goal | None) -> dict[str, tup
 
 def say_table(rows: Sequence[Sequence[str]], results: Sequence[PointResult]) -> None:
     """Print the table, and how often each stage was computed."""
-    table = Table(box=None, pad_edge=False)
-    for number, name in enumerate(rows[0]):
-        table.add_column(name, justify="left" if number in (0, len(rows[0]) - 1) else "right", no_wrap=number > 0)
-    for row in rows[1:]:
-        table.add_row(*map(Text, row))
-    console.print(table)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:  # plain lines: a table of rich would leave out what a narrow terminal has no room for
+        _say("  ".join(map(str.ljust, row, widths)).rstrip())
     computed = Counter(label for result in results for label in result.computed)
     hits = sum(len(result.hits) for result in results)
     stages = ", ".join(f"{label} {count}" for label, count in computed.items())

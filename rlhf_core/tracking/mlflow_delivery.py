@@ -36,8 +36,7 @@ TABLES_TAG = "mlflow.loggedArtifacts"
 EXTERNAL_TAG = "mlflow.model.isExternal"
 VERSIONS_TAG = "mlflow.modelVersions"
 
-_RUN_LINK = re.compile(r"\(runs:/([0-9a-f]{32})")
-"""A link to a run, as `run_url` writes it where there is no server."""
+_RUN_LINK = re.compile(r"\(runs:/([0-9a-f]{32})")  # as `run_url` writes it where there is no server
 METRICS_PER_REQUEST = 1000
 PARAMS_PER_REQUEST = 100
 DATASET_DIGEST = 32
@@ -333,8 +332,7 @@ class Delivery:
         )
         with tempfile.TemporaryDirectory() as folder:  # the registry requires an MLmodel file
             spec = self._mlflow.models.utils.get_external_mlflow_model_spec(model)
-            policy = folder_of(uri, self._store)
-            if policy is None:
+            if (policy := folder_of(uri, self._store)) is None:
                 spec.save(str(Path(folder) / "MLmodel"))
             else:
                 save_reference(self._mlflow, spec, policy, Path(folder))
