@@ -104,7 +104,9 @@ def test_the_suite_gets_the_numbers_of_the_harness_alone(store: ArtifactStore, p
         for name in names:
             assert ours[task][f"{name},none"] == pytest.approx(alone[task][f"{name},none"], rel=1e-5), (task, name)
     rows = [json.loads(line) for line in (store.path(ref) / "rows.jsonl").read_text().splitlines()]
-    assert [row["answer"] for row in rows if row["slice"] == "writes"] == [one["filtered_resps"][0] for one in found["samples"]["writes"]]
+    assert [row["answer"] for row in rows if row["slice"] == "writes"] == [
+        one["filtered_resps"][0] for one in found["samples"]["writes"]
+    ]
     report = json.loads((store.path(ref) / "report.json").read_text())
     assert report["headline"] == "sums/acc" and report["lower_is_better"] == [
         "writes/length",
