@@ -25,7 +25,7 @@ from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.stage.decision import Decision
 from rlhf_core.stage.stopping import RunHalted
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.gate_decisions import GateDecisions
+from rlhf_core.store.gate_decisions import GateDecisions, Question
 from rlhf_core.types import ArtifactRef
 
 logger = logging.getLogger(__name__)
@@ -296,13 +296,14 @@ def check_approved(run: str, best: PointResult, goal: Goal, points: int, store: 
     Raises StageWaiting until somebody has answered, and RunBlocked if they have rejected it.
     """
     gate = GateConfig(name="sweep", after=goal.label, otherwise="approve")
-    digest = best.digests[goal.label]
-    decisions = GateDecisions(store.layout)
     found = f"{goal} {goal.of(best)} with {named(best.point)}, the best of {points} points"
-    request = decisions.find(condition(gate), digest)
+    digest = best.digests[goal.label]
+    question = Question(gate=gate.title, condition=condition(gate), digest=digest, found=found, run=run)
+    decisions = GateDecisions(store.layout)
+    request = decisions.find(question.id)
     if request is None or request.answer is None:
-        decisions.ask(gate.title, condition(gate), digest, found=found, run=run, links={})
+        decisions.ask(question, run=run, links={})
     answer = None if request is None else request.answer
     outcome: Outcome = "waiting" if answer is None else "approved" if answer.answer == "approve" else "rejected"
-    gates = Gatekeeper([gate], store, verdicts=[Verdict(gate, goal.label, digest, found, outcome, answer)])
-    gates.check(run)
+    verdict = Verdict(gate, goal.label, question, outcome, answer)
+    Gatekeeper([gate], store, run, verdicts=[verdict]).check()

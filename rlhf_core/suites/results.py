@@ -132,8 +132,8 @@ def _resampled(values: NDArray[np.float64], weights: NDArray[np.float64], *, see
 
 
 def _ends(means_of: NDArray[np.float64]) -> tuple[float, float]:
-    low, high = np.quantile(means_of, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return float(low), float(high)
+    low, high = (float(np.quantile(means_of, (1 + side * LEVEL) / 2)) for side in (-1, 1))
+    return low, high
 
 
 def _columns(rows: Sequence[Row], measure: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -31,8 +31,8 @@ def length_controlled(
     centre = float(_rates(wins[None], lengths_1N)[0])
     pieces = resampled_indices(len(wins), seed=seed)
     resampled = np.concatenate([_rates(wins[index], lengths_1N[0][index]) for index in pieces])
-    low, high = np.quantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return {"mean": centre, "low": float(low), "high": float(high), "prompts": float(len(wins))}
+    low, high = (float(np.quantile(resampled, (1 + side * LEVEL) / 2)) for side in (-1, 1))
+    return {"mean": centre, "low": low, "high": high, "prompts": float(len(wins))}
 
 
 def _rates(wins_RN: NDArray[np.float64], lengths_RN: NDArray[np.float64]) -> NDArray[np.float64]:
