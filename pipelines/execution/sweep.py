@@ -154,7 +154,7 @@ def random_points(count: int, ranges: Sequence[str], grids: Sequence[str], *, se
     """Return `count` points drawn from ranges and from the values of grids; the same `seed` draws the same points.
 
     >>> random_points(1, ["ppo.kl_coef=log:0.01..0.1"], ["seed=1,2"], seed=0)
-    [('ppo.kl_coef=0.06985', 'seed=2')]
+    [('ppo.kl_coef=0.06989', 'seed=2')]
     """
     if count < 1:
         raise ConfigError(explain("--random", count, "must be >= 1", "say how many points to draw"))
