@@ -66,14 +66,20 @@ class Runs:
     notes: Notes
 
 
-def test_a_forced_stage_is_not_forced_again_after_an_approval(tmp_path: Path, home: Home) -> None:
+def test_a_forced_stage_is_not_forced_again_after_an_approval(
+    tmp_path: Path, home: Home, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "pipelines.execution.forcing")
+    caplog.set_level("ERROR", "rlhf_core")
     runs = Runs(tmp_path, home, "first")
     runs.run()
     assert runs.run(APPROVE) == {"first": "RUN", "second": "HIT"}  # forced, and waits
     assert isinstance(runs.ended, StageWaiting)
+    assert not caplog.messages
     planned = plan_run(runs.config(APPROVE), runs.pipeline(""), runs.options, store=runs.store)  # type: ignore[arg-type]
     assert planned[0].decision.action == "HIT"
     assert runs.run(APPROVE) == {"first": "HIT", "second": "HIT"}  # nobody has decided yet
+    assert caplog.messages == ["first: forced before it waited; not forced again"]
     decisions = GateDecisions(runs.store.layout)
     decisions.decide(decisions.requests()[0], "approve", reason="fine")
     assert runs.run(APPROVE) == {"first": "HIT", "second": "HIT", "third": "HIT"}
