@@ -134,7 +134,7 @@ class Sweep:
         counts |= {"sweep/computed": sum(len(result.computed) for result in results)}
         ours.metrics(0, {name: float(value) for name, value in counts.items()})
         best = None if goal is None else best_of(results, goal)
-        found = None if best is None or goal is None else goal.of(best)
+        found = None if best is None or goal is None else goal.finite(best)
         if best is not None and found is not None:
             self.tracker.tag(
                 {"sweep.best": named(best.point), "sweep.metric": f"{goal.direction} {goal}" if goal else ""}
