@@ -78,7 +78,7 @@ def run(
     tags = version_tags(name, content, context.key, passed)
     if passed:
         tags |= move_tag("publish", won(checks))
-    version = context.tracker.register(config.name, policy.digest, aliases=aliases, tags=tags)
+    version = context.tracker.register(config.name, policy.digest, aliases=aliases, tags=tags, uri=policy.uri)
     gate = {
         "passed": passed,
         "policy": name,

@@ -16,6 +16,7 @@ from pipelines.execution.lazy_runtime import KeptRuntime
 from pipelines.execution.listener import Listener
 from pipelines.execution.opening import open_tracker, plan_run, store_of
 from pipelines.execution.plan import PlannedStage
+from pipelines.execution.summary import shown_overrides
 from pipelines.execution.sweep import Goal, Point, PointResult, Tally, best_of, keys_of, named, run_points
 from pipelines.execution.tracker import Status, Tracker
 from pipelines.flows.full import lifecycle
@@ -116,7 +117,7 @@ class Sweep:
 
     def _tags(self, point: Point) -> dict[str, str]:
         """Return the tags by which MLflow finds, and shows together, the runs of a sweep."""
-        values = {f"sweep.{key}": value for key, _, value in (part.partition("=") for part in point)}
+        values = {f"sweep.{key}": value for key, _, value in (part.partition("=") for part in shown_overrides(point))}
         parent = {"mlflow.parentRunId": self.parent} if self.parent else {}
         return {"sweep": self.id, **values, **parent}
 

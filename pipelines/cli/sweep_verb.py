@@ -15,6 +15,7 @@ from pipelines.cli.run_command import run_options, run_profile
 from pipelines.cli.sweep_runs import Sweep, overrides_of
 from pipelines.execution.measures import OF_POLICIES
 from pipelines.execution.opening import plan_run, store_of
+from pipelines.execution.summary import shown_overrides
 from pipelines.execution.sweep import (
     Goal,
     Point,
@@ -155,7 +156,7 @@ def write(folder: Path, results: Sequence[PointResult], goal: Goal | None) -> Pa
     plain = {
         "metric": str(goal or ""),
         "direction": goal.direction if goal else "",
-        "points": list(map(asdict, results)),
+        "points": [asdict(result) | {"point": shown_overrides(result.point)} for result in results],
     }
     (folder / "sweep.png").unlink(missing_ok=True)  # of an earlier run of the same sweep
     (folder / "sweep.json").write_text(json.dumps(plain, indent=2))
@@ -173,7 +174,7 @@ def plot(results: Sequence[PointResult], goal: Goal) -> bytes:
     for result in results:
         measure = goal.finite(result)
         if measure is not None:
-            first, *others = result.point
+            first, *others = shown_overrides(result.point) or [named(result.point)]
             value = first.partition("=")[2]
             series.setdefault(" ".join(others), []).append(SweptPoint(value, measure.mean, measure.low, measure.high))
     return swept(series, option=option, y_label=str(goal))

@@ -19,6 +19,7 @@ from typing import Literal, TypeAlias
 from pipelines.execution.gates import Gatekeeper, Outcome, Verdict, condition
 from pipelines.execution.listener import Listener, Silent
 from pipelines.execution.measures import Measure, stage_measures
+from pipelines.execution.summary import shown_overrides
 from pipelines.flows.run_rules import GateConfig
 from rlhf_core.errors import ConfigError, explain, nearest
 from rlhf_core.secrets.redaction import without_secrets
@@ -139,8 +140,8 @@ def keys_of(points: Sequence[Point]) -> list[str]:
 
 
 def named(point: Point) -> str:
-    """Return a point as people read it."""
-    return " ".join(point) or "the profile as it is"
+    """Return a point as people read it, without secrets."""
+    return " ".join(shown_overrides(point)) or "the profile as it is"
 
 
 # ---------------------------------------------------------------- the points
