@@ -17,7 +17,7 @@ from typing import Any
 
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.tracking import redaction
-from rlhf_core.tracking.mlflow_client import import_mlflow, open_client, run_url
+from rlhf_core.tracking.mlflow_client import get_run, import_mlflow, open_client, run_url
 from rlhf_core.tracking.outbox import Record, Unreachable
 from rlhf_core.tracking.policy_reference import folder_of, save_model_file
 
@@ -129,7 +129,7 @@ class Delivery:
     # ---------------------------------------------------------------- runs
 
     def _open_run(self, client: Any, record: Record) -> None:
-        found = _get_run(client, record["run_id"]) if record["run_id"] else self._search(client, RUN_TAG, record["run"])
+        found = get_run(client, record["run_id"]) if record["run_id"] else self._search(client, RUN_TAG, record["run"])
         tags = redaction.tags(record["tags"]) | {RUN_TAG: record["run"]}
         tags[NOTE_TAG] = _note(f"**{record['name']}**: a run of the pipeline; its stages are the runs below it.", tags)
         self._open(client, record, found, record["name"], tags)
@@ -202,7 +202,7 @@ class Delivery:
         """Return a description whose links to runs work on MLflow's page, whatever the server's address will be."""
 
         def link(found: re.Match[str]) -> str:
-            run = _get_run(client, found[1])  # a hit may be of another experiment
+            run = get_run(client, found[1])  # a hit may be of another experiment
             return found[0] if run is None else f"(#/experiments/{run.info.experiment_id}/runs/{found[1]}"
 
         return _RUN_LINK.sub(link, note)
@@ -368,16 +368,6 @@ def _experiment_id(client: Any, name: str, artifact_root: Path | None) -> str:
     if found.lifecycle_stage == "deleted":
         client.restore_experiment(found.experiment_id)
     return str(found.experiment_id)
-
-
-def _get_run(client: Any, run_id: str) -> Any:
-    try:
-        return client.get_run(run_id)
-    except Exception as error:
-        if getattr(error, "error_code", "") == "RESOURCE_DOES_NOT_EXIST":
-            logger.warning("tracking: run %s is gone", run_id)
-            return None
-        raise
 
 
 def _as_run(entity: Any) -> Run:

@@ -168,8 +168,7 @@ def test_two_folders_are_compared_by_their_content(
 def test_a_stage_that_was_made_has_the_code_that_made_it(store: ArtifactStore) -> None:
     made = Made(store)
     made.commit("sft", {}, None)
-    record = store.latest("sft")
-    assert record is not None
+    (record,) = store.records()
     planned = PlannedStage("sft", toy_spec(label="sft"), Decision("HIT", "", record.key, None))
     assert of_planned(planned, store).code == CODE
 
