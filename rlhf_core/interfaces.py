@@ -378,8 +378,10 @@ class StageTracker(Protocol):
         """Set tags of the stage's run."""
         ...
 
-    def register(self, name: str, digest: str, *, aliases: Sequence[str], tags: Mapping[str, str]) -> str:
-        """Register the model with this `digest` under `name`; return the new version."""
+    def register(
+        self, name: str, digest: str, *, aliases: Sequence[str], tags: Mapping[str, str], uri: str = ""
+    ) -> str:
+        """Register the model with this `digest`, which lies at `uri`, under `name`; return the new version."""
         ...
 
     def champions(self, name: str) -> RegistryState | None:

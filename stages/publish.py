@@ -11,6 +11,7 @@ import json
 import operator
 import re
 import shutil
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.interfaces import RegistryState
 from rlhf_core.stage.context import StageContext
+from rlhf_core.store.layout import MANIFEST
 from rlhf_core.tracking.champion_tags import move_tag
 from rlhf_core.types import CHAMPION, PolicyRef, PublishedRef, ReportRef
 from stages.config.publish import ChallengeConfig, GateNote, PublishConfig, Threshold
@@ -29,6 +31,7 @@ OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
 }
 CANDIDATE = "candidate"
+HUB = "hub"
 ROLLED_BACK: dict[str, Any] = {
     "metric": "was rolled back",
     "op": "<=",
@@ -65,6 +68,8 @@ def run(
     if passed and config.challenge is not None:
         check_opponent(config, policy, champion, state)
 
+    if config.hub:  # before anything is registered: it may fail
+        copy_for_hub(context.path(policy), context.out / HUB)
     if not context.store.is_external(policy):
         context.store.pin(policy.uri, note=f"{config.name} {'champion' if passed else 'candidate'}")
     context.tracker.input_model(policy.digest)
@@ -73,7 +78,7 @@ def run(
     tags = version_tags(name, content, context.key, passed)
     if passed:
         tags |= move_tag("publish", won(checks))
-    version = context.tracker.register(config.name, policy.digest, aliases=aliases, tags=tags)
+    version = context.tracker.register(config.name, policy.digest, aliases=aliases, tags=tags, uri=policy.uri)
     gate = {
         "passed": passed,
         "policy": name,
@@ -85,7 +90,7 @@ def run(
     card = model_card(config, gate, policy, report, content)
     (context.out / "README.md").write_text(card, encoding="utf-8")
     if config.hub:
-        write_hub_folder(context.path(policy), card, config.licence, context.out / "hub")
+        write_hub_card(card, config.licence, context.out / HUB)
     record(checks, context)
     return context.commit(PublishedRef, metrics={"gate/passed": float(passed), "gate/checks": float(len(checks))})
 
@@ -250,9 +255,15 @@ def model_card(
     return "\n\n".join(parts) + "\n"
 
 
-def write_hub_folder(policy: Path, card: str, licence: str, folder: Path) -> None:
-    """Write a folder that can be uploaded to the Hugging Face Hub as it is: the policy's files, and the card with its header."""
-    shutil.copytree(policy, folder)
+def copy_for_hub(policy: Path, folder: Path) -> None:
+    """Copy the policy's files to a folder that can be written to; the store's own files and folders are read-only."""
+    shutil.copytree(policy, folder, copy_function=shutil.copyfile, ignore=shutil.ignore_patterns(MANIFEST))
+    for path in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
+        path.chmod(path.stat().st_mode | stat.S_IRWXU)
+
+
+def write_hub_card(card: str, licence: str, folder: Path) -> None:
+    """Write the card with the header of the Hugging Face Hub: the folder can be uploaded as it is."""
     is_id = re.fullmatch(r"[a-z0-9][a-z0-9.-]*", licence.lower()) is not None
     header = {
         "library_name": "transformers",

@@ -76,14 +76,17 @@ def open_answer(options: argparse.Namespace, store: ArtifactStore, console: Cons
 def served_answer(url: str, model: str, token_env: str, sampling: SamplingConfig) -> Iterator[Answer]:
     """Yield what asks an OpenAI-compatible server; without a `model`, the first one that it has.
 
-    The token is in the environment variable `token_env`; without one, a server on this machine gets that of
-    `rlhf serve`. Raises ServiceError.
+    The token is in the environment variable `token_env`; without one, the server of `rlhf serve` alone gets that of
+    its file. Raises ServiceError.
     """
-    # The token of our own server is for this machine alone: the address of another one may be anybody's.
-    known = token_env or httpx.URL(url).host in LOCAL_HOSTS
+    base = url.rstrip("/") if url.rstrip("/").endswith("/v1") else f"{url.rstrip('/')}/v1"
+    # The token of our own server is for that process alone: any other address may be anybody's, also on this machine.
+    note = None if token_env else serving(Home.here())
+    known = token_env or (note is not None and note.url == base)
     headers = {"Authorization": f"Bearer {token_of(Home.here(), token_env)}"} if known else {}
-    with httpx.Client(headers=headers, timeout=httpx.Timeout(ANSWER_TIMEOUT_S, connect=10.0)) as client:
-        base = url.rstrip("/") if url.rstrip("/").endswith("/v1") else f"{url.rstrip('/')}/v1"
+    timeout = httpx.Timeout(ANSWER_TIMEOUT_S, connect=10.0)
+    direct = httpx.URL(url).host in LOCAL_HOSTS  # a proxy cannot reach this machine, and must not see the token
+    with httpx.Client(headers=headers, timeout=timeout, trust_env=not direct) as client:
         name = model or str(_asked(client, "GET", f"{base}/models", None)["data"][0]["id"])
 
         def answer(history: Sequence[Message]) -> str:

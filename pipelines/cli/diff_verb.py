@@ -10,12 +10,14 @@ from rich.text import Text
 
 from pipelines.cli.common import console, store_folder
 from pipelines.execution.diff import (
+    DIGITS,
     Difference,
     Side,
     answers,
     config_differences,
     first_difference,
     metric_differences,
+    not_compared,
     side_of,
     stage_differences,
 )
@@ -34,6 +36,7 @@ def diff(options: argparse.Namespace) -> None:
     theirs = side_of(options.b, options.overrides, store, home, uri)
     _say(f"A: {ours.name}   B: {theirs.name}")
     found = stage_differences(ours, theirs)
+    _print_artifacts(ours, theirs)
     _print_config(ours, theirs)
     _print_stages(found, ours, theirs)
     _print_metrics(ours, theirs)
@@ -41,6 +44,16 @@ def diff(options: argparse.Namespace) -> None:
         _heading(f"prompt: {_short(one.prompt)}")
         _say(f"A: {_short(one.ours)}")
         _say(f"B: {_short(one.theirs)}")
+
+
+def _print_artifacts(ours: Side, theirs: Side) -> None:
+    if ours.digest and theirs.digest:
+        same = ours.digest == theirs.digest
+        _heading(
+            f"artifacts: the same bytes, {ours.digest[:DIGITS]}"
+            if same
+            else f"artifacts: different, {ours.digest[:DIGITS]} and {theirs.digest[:DIGITS]}"
+        )
 
 
 def _print_config(ours: Side, theirs: Side) -> None:
@@ -52,7 +65,8 @@ def _print_config(ours: Side, theirs: Side) -> None:
 
 def _print_stages(found: Sequence[Difference], ours: Side, theirs: Side) -> None:
     shared = [label for label in ours.stages if label in theirs.stages]
-    same = len(shared) - len({one.label for one in found} & set(shared))
+    unknown = not_compared(ours, theirs)
+    same = len(set(shared) - {one.label for one in found} - set(unknown))
     first = first_difference(found)
     _heading(
         f"stages: {same} of {len(shared)} are the same"
@@ -61,6 +75,8 @@ def _print_stages(found: Sequence[Difference], ours: Side, theirs: Side) -> None
     for one in found:
         for phrase in (*one.own, *one.inputs):
             _say(f"{one.label}: {phrase}")
+    for reason in dict.fromkeys(unknown.values()):
+        _say(f"not compared, {reason}: {', '.join(label for label, why in unknown.items() if why == reason)}")
 
 
 def _print_metrics(ours: Side, theirs: Side) -> None:

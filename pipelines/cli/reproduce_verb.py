@@ -7,11 +7,10 @@ from pathlib import Path
 
 from pipelines.cli.common import console, store_folder
 from pipelines.cli.display import PlainDisplay
-from pipelines.execution.reproduce import Rebuilt, Workshop, ancestors, changes, rebuild_all
+from pipelines.execution.reproduce import Rebuilt, Workshop, ancestors, changes, claim_folder, rebuild_all
 from pipelines.flows.profile import load_profile
 from pipelines.services.home import Home
 from rlhf_core.config.engines import RuntimeConfig
-from rlhf_core.errors import ConfigError, explain
 from rlhf_core.stage.stopping import on_signals
 from rlhf_core.store.artifacts import ArtifactStore
 
@@ -25,9 +24,7 @@ def reproduce(options: argparse.Namespace) -> int:
     records = ancestors(options.artifact, source)
     target = records[-1].handle.digest
     folder = Path(options.into).expanduser() if options.into else Home.here().root / "reproduced" / target[:12]
-    if folder.resolve() == source.root.resolve():
-        rule = "is the store that has the artifact"
-        raise ConfigError(explain("--into", options.into, rule, "name an empty folder"))
+    claim_folder(folder, records, source=source.root, home_store=Home.here().store)
     _say(f"{options.artifact}: {target[:12]}, {len(records)} stages, made again in {folder}")
     found = [f"{record.label}: {change}" for record in records for change in changes(record)]
     for line in found or ["code and packages: as they were"]:
@@ -48,13 +45,17 @@ def _say_stage(one: Rebuilt) -> None:
     said = "the same bytes" if one.same else f"DIFFERENT: {one.digest[:12]} is {one.found[:12]} now"
     more = f" and {len(one.files) - SHOWN_FILES} more" if len(one.files) > SHOWN_FILES else ""
     files = f" ({', '.join(one.files[:SHOWN_FILES])}{more})" if one.files else ""
-    _say(f"{one.label}: {said}{files}, {one.seconds:.1f} s")
+    when = "made by the earlier attempt in this folder" if one.earlier else f"{one.seconds:.1f} s"
+    _say(f"{one.label}: {said}{files}, {when}")
 
 
 def _say_end(rebuilt: list[Rebuilt], count: int) -> int:
     differing = [one.label for one in rebuilt if not one.same]
     if not differing:
-        _say("reproduced: all stages are the same bytes")
+        earlier = sum(one.earlier for one in rebuilt)
+        _say(
+            f"reproduced: all stages are the same bytes{f' ({earlier} made by the earlier attempt)' if earlier else ''}"
+        )
         return 0
     left = count - len(rebuilt)
     rest = f"; {left} stages after it were not run: --keep-going runs them" if left else ""

@@ -16,6 +16,7 @@ from pipelines.execution.lazy_runtime import KeptRuntime
 from pipelines.execution.listener import Listener
 from pipelines.execution.opening import open_tracker, plan_run, store_of
 from pipelines.execution.plan import PlannedStage
+from pipelines.execution.summary import shown_overrides
 from pipelines.execution.sweep import Goal, Point, PointResult, Tally, best_of, keys_of, named, run_points
 from pipelines.execution.tracker import Status, Tracker
 from pipelines.flows.full import lifecycle
@@ -116,7 +117,7 @@ class Sweep:
 
     def _tags(self, point: Point) -> dict[str, str]:
         """Return the tags by which MLflow finds, and shows together, the runs of a sweep."""
-        values = {f"sweep.{key}": value for key, _, value in (part.partition("=") for part in point)}
+        values = {f"sweep.{key}": value for key, _, value in (part.partition("=") for part in shown_overrides(point))}
         parent = {"mlflow.parentRunId": self.parent} if self.parent else {}
         return {"sweep": self.id, **values, **parent}
 
@@ -134,7 +135,7 @@ class Sweep:
         counts |= {"sweep/computed": sum(len(result.computed) for result in results)}
         ours.metrics(0, {name: float(value) for name, value in counts.items()})
         best = None if goal is None else best_of(results, goal)
-        found = None if best is None or goal is None else goal.of(best)
+        found = None if best is None or goal is None else goal.finite(best)
         if best is not None and found is not None:
             self.tracker.tag(
                 {"sweep.best": named(best.point), "sweep.metric": f"{goal.direction} {goal}" if goal else ""}

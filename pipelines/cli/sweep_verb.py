@@ -15,6 +15,7 @@ from pipelines.cli.run_command import run_options, run_profile
 from pipelines.cli.sweep_runs import Sweep, overrides_of
 from pipelines.execution.measures import OF_POLICIES
 from pipelines.execution.opening import plan_run, store_of
+from pipelines.execution.summary import shown_overrides
 from pipelines.execution.sweep import (
     Goal,
     Point,
@@ -29,9 +30,10 @@ from pipelines.execution.sweep import (
     named,
     random_points,
     rivals,
+    ties,
 )
 from pipelines.flows.full import lifecycle
-from pipelines.flows.profile import PipelineConfig, load_profile
+from pipelines.flows.profile import PipelineConfig, load_profile, profile_digest
 from pipelines.services.home import Home
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.store.artifacts import ArtifactStore
@@ -54,9 +56,9 @@ def sweep(options: argparse.Namespace) -> int:
         results = work.execute(store)
         goal = goal or default_goal(results, policies, options.direction)
         rows = rows_of(results, goal)
+        say_table(rows, results)  # first: the plot or MLflow may fail
         folder = write(home.root / "sweeps" / work.id, results, goal)
         work.record(rows, results, goal, folder)
-    say_table(rows, results)
     _say(f"table and plot: {folder}")
     status = EXIT_SOME_FAILED if any(result.error for result in results) else 0
     if goal is None:
@@ -72,10 +74,17 @@ def sweep(options: argparse.Namespace) -> int:
 
 def points_of(options: argparse.Namespace) -> list[Point]:
     """Return the points that the options describe; raise ConfigError if there are none."""
+    if options.approve and options.force:
+        rule = "would be computed again before and after the question"
+        raise ConfigError(
+            explain("--force", ", ".join(options.force), rule, "sweep with --force first, then with --approve")
+        )
     if options.random is None and options.range:
         raise ConfigError(explain("--range", options.range[0], "needs --random N", "say how many points to draw"))
     if options.random is not None:
         points = random_points(options.random, options.range, options.grid, seed=options.sweep_seed)
+        if len(points) < options.random:
+            _say(f"--random {options.random}: only {len(points)} different points were drawn")
     else:
         points = grid_points(options.grid)
     keys = keys_of(points)
@@ -133,7 +142,10 @@ def say_best(results: Sequence[PointResult], best: PointResult, goal: Goal) -> N
     """Print which point is the best, and which others it cannot be told apart from."""
     word = "highest" if goal.direction == "max" else "lowest"
     _say(f"best: {named(best.point)} ({word} {goal}: {goal.of(best)})")
-    others = rivals(results, best, goal)
+    same = ties(results, best, goal)
+    if same:
+        _say(f"exactly the same: {', '.join(named(other.point) for other in same)}; the first of them is taken")
+    others = [other for other in rivals(results, best, goal) if other not in same]
     if others:
         _say(f"its interval overlaps with {', '.join(named(other.point) for other in others)}: repeat with other seeds")
 
@@ -144,10 +156,11 @@ def write(folder: Path, results: Sequence[PointResult], goal: Goal | None) -> Pa
     plain = {
         "metric": str(goal or ""),
         "direction": goal.direction if goal else "",
-        "points": list(map(asdict, results)),
+        "points": [asdict(result) | {"point": shown_overrides(result.point)} for result in results],
     }
+    (folder / "sweep.png").unlink(missing_ok=True)  # of an earlier run of the same sweep
     (folder / "sweep.json").write_text(json.dumps(plain, indent=2))
-    if goal is not None and any(goal.of(result) for result in results):
+    if goal is not None and any(goal.finite(result) for result in results):
         (folder / "sweep.png").write_bytes(plot(results, goal))
     return folder
 
@@ -159,9 +172,9 @@ def plot(results: Sequence[PointResult], goal: Goal) -> bytes:
     option = keys_of([result.point for result in results])[0]
     series: dict[str, list[SweptPoint]] = {}
     for result in results:
-        measure = goal.of(result)
+        measure = goal.finite(result)
         if measure is not None:
-            first, *others = result.point
+            first, *others = shown_overrides(result.point) or [named(result.point)]
             value = first.partition("=")[2]
             series.setdefault(" ".join(others), []).append(SweptPoint(value, measure.mean, measure.low, measure.high))
     return swept(series, option=option, y_label=str(goal))
@@ -183,10 +196,14 @@ def go_on(
         return
     if not options.approve:
         words = ["rlhf", "run", options.profile, *(word for text in chosen for word in ("--set", text))]
+        words += [f"--{name}" for name in ("strict-code", "strict-env") if getattr(options, name.replace("-", "_"))]
         _say(f"a sweep publishes nothing; to publish the best: {shlex.join(words)}")
         return
-    check_approved(config.name, best, goal, len(results), store)
-    run_profile(argparse.Namespace(**{**vars(options), "overrides": chosen}), console)
+    # The digest of the profile as its file is: that is what `rlhf approve PROFILE sweep` looks for.
+    asked_by = profile_digest(load_profile(options.profile))
+    check_approved(config.name, best, goal, results, store, profile=asked_by)
+    whole = {**vars(options), "overrides": chosen, "force": [], "until": ""}
+    run_profile(argparse.Namespace(**whole), console)
 
 
 def _say(text: str) -> None:

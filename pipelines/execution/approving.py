@@ -56,7 +56,7 @@ def chosen(requests: Sequence[GateRequest], meant: Meant, *, run: str, profile: 
     """Return the only question that is meant. Raises ConfigError that lists them if there is not exactly one.
 
     Of several, those that this very profile has asked count; of these, the one that was asked last, if it is the only
-    one that is open.
+    one that is open. An answered question is never taken while another one is open: somebody may mean that one.
     """
     of_run = [one for one in requests if one.asked_in(run)]
     of_gate = [one for one in of_run if one.question.gate == meant.gate]
@@ -77,11 +77,11 @@ def chosen(requests: Sequence[GateRequest], meant: Meant, *, run: str, profile: 
         raise ConfigError(
             explain("question", meant.question, "the gate has not asked it", f"it has asked {listed(of_gate)}")
         )
-    found = [one for one in found if any(who.profile == profile for who in one.askers)] or found
-    if len(found) == 1:
-        return found[0]
-    waiting = [one for one in found if one.answer is None]
-    if len(waiting) == 1 and all(one.asked <= waiting[0].asked for one in found):
+    own = [one for one in found if any(who.profile == profile for who in one.askers)] or found
+    if len(own) == 1 and (own[0].answer is None or all(one.answer is not None for one in found)):
+        return own[0]
+    waiting = [one for one in own if one.answer is None]
+    if len(waiting) == 1 and all(one.asked <= waiting[0].asked for one in own):
         return waiting[0]
     rule = f"has asked {len(found)} questions: {listed(found)}"
     raise ConfigError(explain("gate", meant.gate, rule, "add --question"))

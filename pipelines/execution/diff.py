@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -14,7 +15,7 @@ from pipelines.flows.inputs import find_artifact
 from pipelines.flows.profile import PipelineConfig, find_profile, load_profile
 from pipelines.services.home import Home
 from rlhf_core.data.shards import read_generations
-from rlhf_core.errors import ArtifactError, ConfigError
+from rlhf_core.errors import ArtifactError, ConfigError, explain
 from rlhf_core.evaluation.lineage import handles, lineage
 from rlhf_core.stage.decision import changed_modules, differences
 from rlhf_core.stage.key import key_payload
@@ -26,6 +27,7 @@ from rlhf_core.tracking.redaction import flatten
 from rlhf_core.types import ArtifactRef, GenerationsRef
 
 NOWHERE = "not there"
+DIGITS = 12
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,10 @@ class Side:
     """By label, in the order in which they run."""
     config: Mapping[str, str] = field(default_factory=dict)
     """Dotted key -> value of a whole profile; empty for an artifact."""
+    gone: tuple[str, ...] = ()
+    """Labels of stages whose record or artifact is no longer in the store."""
+    digest: str = ""
+    """Digest of the artifact; empty for a profile or a run."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +76,14 @@ class Answer:
 def side_of(name: str, overrides: Sequence[str], store: ArtifactStore, home: Home, uri: str) -> Side:
     """Return what a name means: a profile, an artifact by label, digest or folder, or a run in MLflow by name or id.
 
-    `uri` is the address of MLflow. Raises ConfigError if it is none of these.
+    `uri` is the address of MLflow. Raises ConfigError if it is none of these, or if overrides have no profile to change.
     """
     try:
         find_profile(name)
     except ConfigError as no_profile:
+        if overrides:
+            rule = f"{name!r} is no profile, and nothing else can be changed"
+            raise ConfigError(explain("--set", overrides[0], rule, "name a profile, or leave it out")) from None
         try:
             return of_artifact(name, store)
         except ArtifactError as no_artifact:
@@ -83,7 +92,8 @@ def side_of(name: str, overrides: Sequence[str], store: ArtifactStore, home: Hom
                 raise ConfigError(f"{no_profile}; {no_artifact}; and MLflow has no run of this name or id") from None
             records = {label: store.record(key) for label, key in run.keys.items()}
             stages = {label: of_record(record) for label, record in records.items() if record is not None}
-            return Side(name, store, stages, run.params)
+            gone = tuple(label for label, record in records.items() if record is None)
+            return Side(name, store, stages, run.params, gone)
     config = load_profile(name, overrides)
     own = store_of(config, home)
     stages = {stage.label: of_planned(stage, own) for stage in plan(config, own)}
@@ -93,9 +103,19 @@ def side_of(name: str, overrides: Sequence[str], store: ArtifactStore, home: Hom
 def of_artifact(name: str, store: ArtifactStore) -> Side:
     """Return the stages that led to an artifact. Raises ArtifactError if the store has none of this name."""
     ref, records = find_artifact(store, ArtifactRef, name), store.records()
-    keys = [ancestor.key for ancestor in lineage(records, [ref.digest])]
-    found = [record for key in keys if (record := store.record(key)) is not None]
-    return Side(name, store, {record.label: of_record(record) for record in found})
+    listed = {record.key: record for record in records}
+    made = [listed[ancestor.key] for ancestor in lineage(records, [ref.digest])]
+    counts = Counter(record.label for record in made)
+    stages, gone = {}, []
+    for one in made:
+        digest = one.handle.digest
+        label = one.label if counts[one.label] == 1 else f"{one.label} {digest[:DIGITS]}"
+        record = store.record(one.key)
+        if record is None:
+            gone.append(label)
+        else:
+            stages[label] = of_record(record)
+    return Side(name, store, stages, gone=tuple(gone), digest=ref.digest)
 
 
 def of_record(record: KeyRecord) -> StageSide:
@@ -106,7 +126,8 @@ def of_record(record: KeyRecord) -> StageSide:
 def of_planned(stage: PlannedStage, store: ArtifactStore) -> StageSide:
     """Return a stage of a profile, from its record if it has run and from its configuration if not."""
     record = store.record(stage.decision.key) if stage.decision.action == "HIT" else None
-    return StageSide(key_payload(stage.spec), module_digests(stage.spec.module), record)
+    code = module_digests(stage.spec.module) if record is None else record.code
+    return StageSide(key_payload(stage.spec), code, record)
 
 
 def plain_config(config: PipelineConfig) -> dict[str, str]:
@@ -128,10 +149,23 @@ def config_differences(ours: Side, theirs: Side) -> list[tuple[str, str, str]]:
     ]
 
 
+def not_compared(ours: Side, theirs: Side) -> dict[str, str]:
+    """Return the stages whose results cannot be compared, with the reason: nobody knows whether they are the same."""
+    found = dict.fromkeys((*ours.gone, *theirs.gone), "its record is gone")
+    for label, here in ours.stages.items():
+        there = theirs.stages.get(label)
+        if there is not None and (here.record is None or there.record is None):
+            found[label] = "not made yet"
+    return found
+
+
 def stage_differences(ours: Side, theirs: Side) -> list[Difference]:
     """Return what differs, stage by stage, in the order in which they run; stages that agree are left out."""
     found = []
+    gone = {*ours.gone, *theirs.gone}
     for label in [*ours.stages, *(label for label in theirs.stages if label not in ours.stages)]:
+        if label in gone:
+            continue
         here, there = ours.stages.get(label), theirs.stages.get(label)
         if here is None or there is None:
             found.append(Difference(label, (f"only in {(ours if there is None else theirs).name}",)))

@@ -7,6 +7,7 @@ removed when it has finished, or is blocked.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,8 @@ from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.layout import write_json
 from rlhf_core.store.typed_json import Stored, read_stored
 
+logger = logging.getLogger(__name__)
+
 
 class ForcedStages(Stored):
     """The stages that a run which waits has forced and finished."""
@@ -28,11 +31,13 @@ class ForcedStages(Stored):
     labels: list[str]
 
 
-def still_forced(options: RunOptions, config: PipelineConfig, store: ArtifactStore) -> RunOptions:
-    """Return the options without the stages that this run has forced before it waited."""
+def still_forced(options: RunOptions, config: PipelineConfig, store: ArtifactStore, *, say: bool = False) -> RunOptions:
+    """Return the options without the stages that this run has forced before it waited; `say` logs which they are."""
     note = read_stored(_path(config, store), ForcedStages)
     done = () if note is None else tuple(label for label in options.force if label in note.labels)
     left = tuple(label for label in options.force if label not in done)
+    for label in done if say else ():
+        logger.info("%s: forced before it waited; not forced again", label)
     return replace(options, force=left, forced=tuple(dict.fromkeys((*options.forced, *done))))
 
 

@@ -68,8 +68,10 @@ class ShownTracker:
     def set_tags(self, values: Mapping[str, str]) -> None:
         self._inner.set_tags(values)
 
-    def register(self, name: str, digest: str, *, aliases: Sequence[str], tags: Mapping[str, str]) -> str:
-        return self._inner.register(name, digest, aliases=aliases, tags=tags)
+    def register(
+        self, name: str, digest: str, *, aliases: Sequence[str], tags: Mapping[str, str], uri: str = ""
+    ) -> str:
+        return self._inner.register(name, digest, aliases=aliases, tags=tags, uri=uri)
 
     def champions(self, name: str) -> RegistryState | None:
         return self._inner.champions(name)

@@ -18,7 +18,7 @@ from rlhf_core.config.annotators import People
 from rlhf_core.interfaces import StageTracker
 from rlhf_core.runtime.cluster import check_address, named_address
 from rlhf_core.schema import secrets
-from rlhf_core.stage.decision import Decision, starts_over
+from rlhf_core.stage.decision import Decision, starts_over, target_of
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.run import check_secrets, execute
 from rlhf_core.store.leases import living_owner
@@ -77,13 +77,14 @@ class LocalExecutor:
         began, context = time.monotonic(), self.context
         if "sampler" in spec.engines:
             secrets.check(context.config.runtime.sampler, "runtime.sampler")
-        key = context.key_of(spec)
+        target = target_of(context.store, spec, strict=context.options.strict)
+        key = target.key
         inner = context.tracker.stage(
             spec.label,
             key=key,
             params=spec.config.model_dump(mode="json"),
             tags={"stage": spec.name, **context.links},
-            fresh=starts_over(context.store, spec, key, force=context.options.forces(spec.label)),
+            fresh=starts_over(context.store, spec, target, force=context.options.forces(spec.label)),
         )
         shown = ShownTracker(inner, spec.label, context.listener)
 

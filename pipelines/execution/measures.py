@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,13 @@ class Measure:
     def has_interval(self) -> bool:
         return self.low < self.high
 
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.mean)
+
     def __str__(self) -> str:
+        if not self.is_finite:
+            return "not finite"
         return f"{self.mean:.3g} [{self.low:.3g}, {self.high:.3g}]" if self.has_interval else f"{self.mean:.3g}"
 
 

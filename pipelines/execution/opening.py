@@ -63,7 +63,7 @@ def open_run(
     """
     store = store_of(config, home)
     store.create()
-    options = still_forced(options, config, store)
+    options = still_forced(options, config, store, say=True)
     if planned is None:
         planned = plan_run(config, pipeline, options, store=store)
     for stage in planned:

@@ -23,12 +23,16 @@ from rlhf_core.stage.key import StageSpec, key_payload
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.fingerprint import hash_tree, module_digests
-from rlhf_core.store.records import KeyRecord, other_versions
+from rlhf_core.store.layout import write_json
+from rlhf_core.store.records import KeyRecord, other_versions, versions
+from rlhf_core.store.typed_json import Stored, read_stored
 from rlhf_core.tracking.memory import MemoryStageTracker
 from rlhf_core.types import ArtifactRef
 from stages.table import STAGES, Input
 
 FILE = "file://"
+NOTE = "reproduction.json"
+"""File of a store in which an artifact is made again: which one, and by which code."""
 ENGINES = ("trainer", "sampler")
 
 
@@ -44,6 +48,8 @@ class Rebuilt:
     seconds: float
     files: tuple[str, ...] = ()
     """Files that differ, if the recorded artifact is still in its store."""
+    earlier: bool = False
+    """Whether an earlier attempt at the same reproduction, which was stopped, has made it."""
 
     @property
     def same(self) -> bool:
@@ -103,6 +109,48 @@ def changes(record: KeyRecord) -> list[str]:
     return code + other_versions(record.environment)
 
 
+class Reproduction(Stored):
+    """What is made again in a folder, and by which code: an attempt that was stopped goes on only if it is the same."""
+
+    target: str
+    """Digest of the artifact."""
+    code: dict[str, dict[str, str]]
+    """Digest of each module, by label of the stage."""
+    versions: dict[str, str]
+
+
+def claim_folder(folder: Path, records: Sequence[KeyRecord], *, source: Path, home_store: Path) -> None:
+    """Make a folder the store of a reproduction. Raises ConfigError unless it is empty, or belongs to this one already."""
+    place = folder.resolve()
+    for root, rule in (
+        (source.resolve(), "is in the store that has the artifact"),
+        (home_store.resolve(), "is in the store of the state folder"),
+    ):
+        if place.is_relative_to(root):
+            raise ConfigError(explain("--into", str(folder), rule, "name an empty folder"))
+    code = {record.label: dict(module_digests(STAGES[record.stage].module)) for record in records}
+    ours = Reproduction(target=records[-1].handle.digest, code=code, versions=dict(versions()))
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        _check_same(folder, ours)
+    else:
+        write_json(folder / NOTE, ours.model_dump())
+
+
+def _check_same(folder: Path, ours: Reproduction) -> None:
+    found = read_stored(folder / NOTE, Reproduction) if folder.is_dir() else None
+    if found is None or found.target != ours.target:
+        rule = "is not empty, and holds no attempt to make this artifact again"
+        raise ConfigError(explain("--into", str(folder), rule, "name an empty folder"))
+    labels = found.code.keys() | ours.code.keys()
+    modules = {
+        name for label in labels for name in changed_modules(found.code.get(label, {}), ours.code.get(label, {}))
+    }
+    changed = [*sorted(modules), *changed_modules(found.versions, ours.versions)]
+    if changed:
+        rule = f"was begun with other code or packages ({', '.join(changed)})"
+        raise ConfigError(explain("--into", str(folder), rule, "name another empty folder"))
+
+
 @dataclass
 class Workshop:
     """The empty store in which stages are run again, and what was made there so far."""
@@ -119,11 +167,12 @@ class Workshop:
         """Run a stage again on what was made so far; raise ConfigError if it would not be the same stage."""
         began, spec = time.monotonic(), self.spec(record)
         runtime = self.engines.of(self._runtime_of(record))
-        ref, _ = execute(self.into, spec, runtime=runtime, tracker=MemoryStageTracker(), progress=progress)
+        ref, decision = execute(self.into, spec, runtime=runtime, tracker=MemoryStageTracker(), progress=progress)
         for old, name in _named(record.handle):
             self.made[old.digest] = getattr(ref, name) if name else ref
         files = () if ref.digest == record.handle.digest else tuple(self._different_files(record.handle, ref))
-        return Rebuilt(record.label, record.handle.digest, ref.digest, time.monotonic() - began, files)
+        seconds, earlier = time.monotonic() - began, decision.action == "HIT"
+        return Rebuilt(record.label, record.handle.digest, ref.digest, seconds, files, earlier)
 
     def spec(self, record: KeyRecord) -> StageSpec:
         """Return the stage of a record with the artifacts made here as inputs.

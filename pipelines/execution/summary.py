@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 
 from pipelines.execution.executor import StageOutcome
 from pipelines.execution.measures import HIGH, LOW, REPORT, of_report, read_report
+from rlhf_core.secrets.redaction import HIDDEN, hidden
 from rlhf_core.store.artifacts import ArtifactStore
 
 HEADLINES = ("accuracy", "accuracy_low", "accuracy_high", "ece", "reward/mean", "kl/per_sequence", "eval/loss")
@@ -17,13 +19,41 @@ _REFUSED = re.compile(r"[^\w\-. :/]")
 """Characters that MLflow refuses in the name of a metric."""
 
 
+def shown_overrides(overrides: Sequence[str]) -> list[str]:
+    """Return overrides as they may be shown and kept: without those of `[notify]`, and with secrets hidden.
+
+    >>> shown_overrides(["seed=18", "notify.url=https://host/T0/x", 'ppo.rewards.terms.judge.api_key="hunter2"'])
+    ['seed=18', 'ppo.rewards.terms.judge.api_key=***']
+    """
+    return [_without_secrets(text) for text in overrides if _key(text).partition(".")[0] != "notify"]
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].strip()
+
+
+def _without_secrets(override: str) -> str:
+    key, _, written = override.partition("=")
+    try:
+        value = tomllib.loads(f"value = {written}")["value"]
+    except tomllib.TOMLDecodeError:  # a bare word is a text
+        value = written.strip()
+    if isinstance(value, str):
+        safe = hidden(_key(override), value)
+        return override if safe == value else f"{key}={safe}"
+    return override if hidden(_key(override), value) == value else f"{key}={HIDDEN}"
+
+
 def run_name(name: str, overrides: Sequence[str], token: str) -> str:
     """Return the name of a tracking run: the profile's, what was overridden, and a part of the run's own token.
 
     >>> run_name("tiny", ["ppo.kl_coef=0.1"], "3f2a91")
     'tiny ppo.kl_coef=0.1 (3f2a)'
     """
-    shown = [text if len(text) <= LONGEST_OVERRIDE else f"{text[: LONGEST_OVERRIDE - 3]}..." for text in overrides]
+    shown = [
+        text if len(text) <= LONGEST_OVERRIDE else f"{text[: LONGEST_OVERRIDE - 3]}..."
+        for text in shown_overrides(overrides)
+    ]
     title = " ".join([name, *shown])[:LONGEST_NAME]
     return f"{title} ({token[:4]})" if token else title
 

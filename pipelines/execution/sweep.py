@@ -19,6 +19,7 @@ from typing import Literal, TypeAlias
 from pipelines.execution.gates import Gatekeeper, Outcome, Verdict, condition
 from pipelines.execution.listener import Listener, Silent
 from pipelines.execution.measures import Measure, stage_measures
+from pipelines.execution.summary import shown_overrides
 from pipelines.flows.run_rules import GateConfig
 from rlhf_core.errors import ConfigError, explain, nearest
 from rlhf_core.secrets.redaction import without_secrets
@@ -96,6 +97,11 @@ class Goal:
         """Return the number at a point; None if the point has none."""
         return result.measures.get(self.label, {}).get(self.name)
 
+    def finite(self, result: PointResult) -> Measure | None:
+        """Return the number at a point; None if the point has none, or one that is NaN or infinite."""
+        found = self.of(result)
+        return found if found is not None and found.is_finite else None
+
     def __str__(self) -> str:
         return self.name if self.label == "evaluate" else f"{self.label}:{self.name}"
 
@@ -111,16 +117,18 @@ def run_points(
     """
     results = []
     for point in points:
-        tally, began, error, made = Tally(Silent()), time.monotonic(), "", {}
+        tally, began, error = Tally(Silent()), time.monotonic(), ""
+        measures: dict[str, dict[str, Measure]] = {}
+        digests: dict[str, str] = {}
         try:
-            made = dict(run_point(point, tally))
+            made = run_point(point, tally)
+            measures = {label: stage_measures(store, ref, tally.metrics_of[label]) for label, ref in made.items()}
+            digests = {label: ref.digest for label, ref in made.items()}
         except RunHalted as halted:
             error = f"{halted.state}: {halted}"
         except Exception as failure:
             logger.exception("the point %s failed", named(point))
             error = without_secrets(f"{type(failure).__name__}: {failure}")
-        measures = {label: stage_measures(store, ref, tally.metrics_of[label]) for label, ref in made.items()}
-        digests = {label: ref.digest for label, ref in made.items()}
         seconds = time.monotonic() - began
         results.append(PointResult(point, tuple(tally.hits), tuple(tally.computed), seconds, measures, digests, error))
     return results
@@ -132,8 +140,8 @@ def keys_of(points: Sequence[Point]) -> list[str]:
 
 
 def named(point: Point) -> str:
-    """Return a point as people read it."""
-    return " ".join(point) or "the profile as it is"
+    """Return a point as people read it, without secrets."""
+    return " ".join(shown_overrides(point)) or "the profile as it is"
 
 
 # ---------------------------------------------------------------- the points
@@ -177,11 +185,14 @@ class _Span:
     whole: bool
 
     def draw(self, chance: random.Random) -> str:
-        if self.log:
-            found = math.exp(chance.uniform(math.log(self.low), math.log(self.high)))
-        else:
-            found = chance.uniform(self.low, self.high)
-        return str(round(found)) if self.whole else f"{found:.4g}"
+        if self.whole and not self.log:
+            return str(chance.randint(int(self.low), int(self.high)))
+        # Rounding would draw the two ends half as often as they are due: whole numbers are cut off below high + 1.
+        high = self.high + 1 if self.whole else self.high
+        found = (
+            math.exp(chance.uniform(math.log(self.low), math.log(high))) if self.log else chance.uniform(self.low, high)
+        )
+        return str(int(min(max(found, self.low), self.high))) if self.whole else f"{found:.4g}"
 
 
 def _span(text: str) -> _Span:
@@ -267,42 +278,61 @@ def default_goal(results: Sequence[PointResult], policies: Sequence[str], direct
 
 
 def best_of(results: Sequence[PointResult], goal: Goal) -> PointResult | None:
-    """Return the point with the best mean; None if no point has the number."""
-    found = [(measure.mean, result) for result in results if (measure := goal.of(result)) is not None]
+    """Return the first point with the best mean; None if no point has the number, or it is finite at none of them."""
+    found = [(measure.mean, result) for result in results if (measure := goal.finite(result)) is not None]
     choose = max if goal.direction == "max" else min
     return choose(found, key=lambda pair: pair[0])[1] if found else None
 
 
+def ties(results: Sequence[PointResult], best: PointResult, goal: Goal) -> list[PointResult]:
+    """Return the other points with exactly the mean of the best."""
+    ours = goal.finite(best)
+    assert ours is not None
+    others = ((result, goal.finite(result)) for result in results if result is not best)
+    return [result for result, one in others if one is not None and one.mean == ours.mean]
+
+
 def rivals(results: Sequence[PointResult], best: PointResult, goal: Goal) -> list[PointResult]:
     """Return the other points whose interval overlaps with that of the best."""
-    ours = goal.of(best)
+    ours = goal.finite(best)
     assert ours is not None
-    others = ((result, goal.of(result)) for result in results if result is not best)
+    others = ((result, goal.finite(result)) for result in results if result is not best)
     return [result for result, one in others if one is not None and one.low <= ours.high and ours.low <= one.high]
 
 
 def check_metric(results: Sequence[PointResult], goal: Goal) -> None:
     """Raise ConfigError if points have a result, but none of them the number that decides."""
     finished = [result for result in results if not result.error]
+    if any(goal.of(result) for result in finished) and best_of(finished, goal) is None:
+        rule = "is not finite at any point"
+        raise ConfigError(explain("--metric", str(goal), rule, "see why in the runs of the points, or name another"))
     if finished and best_of(finished, goal) is None:
         known = sorted({name for result in finished for name in result.measures.get(goal.label, {})})
         rule = f"{goal.label} has no such metric; it has {', '.join(known) or 'none'}"
         raise ConfigError(explain("--metric", goal.name, rule, nearest(goal.name, known)))
 
 
-def check_approved(run: str, best: PointResult, goal: Goal, points: int, store: ArtifactStore) -> None:
-    """Ask a person, as a gate does, whether the best point may go on.
+def check_approved(
+    run: str, best: PointResult, goal: Goal, results: Sequence[PointResult], store: ArtifactStore, *, profile: str
+) -> None:
+    """Ask a person, as a gate does, whether the best point may go on; `profile` is the digest of what is swept.
 
     Raises StageWaiting until somebody has answered, and RunBlocked if they have rejected it.
     """
     gate = GateConfig(name="sweep", after=goal.label, otherwise="approve")
-    found = f"{goal} {goal.of(best)} with {named(best.point)}, the best of {points} points"
+    found = f"{goal} {goal.of(best)} with {named(best.point)}, the best of {len(results)} points"
+    for what, some in (
+        ("tied with it", ties(results, best, goal)),
+        ("no result", [result for result in results if result.error]),
+        ("not finite", [result for result in results if goal.of(result) and not goal.finite(result)]),
+    ):
+        found += f"; {what}: {', '.join(named(result.point) for result in some)}" if some else ""
     digest = best.digests[goal.label]
     question = Question(gate=gate.title, condition=condition(gate), digest=digest, found=found, run=run)
     decisions = GateDecisions(store.layout)
     request = decisions.find(question.id)
     if request is None or request.answer is None:
-        decisions.ask(question, run=run, links={})
+        decisions.ask(question, run=run, profile=profile, links={})
     answer = None if request is None else request.answer
     outcome: Outcome = "waiting" if answer is None else "approved" if answer.answer == "approve" else "rejected"
     verdict = Verdict(gate, goal.label, question, outcome, answer)

@@ -16,6 +16,7 @@ from pipelines.services.health import await_health, healthy
 from pipelines.services.home import LOOPBACK, Home
 from pipelines.services.ports import claim_port, release_port
 from rlhf_core.errors import ConfigError, explain
+from rlhf_core.processes.identity import process_stat, process_state
 from rlhf_core.store.layout import write_json
 from rlhf_core.store.typed_json import Stored, read_stored
 
@@ -37,6 +38,10 @@ class ServingNote(Stored):
     """Address for OpenAI clients, which ends in `/v1`."""
     name: str
     digest: str
+    pid: int = 0
+    """Process of the server's guard, which lives as long as the server; 0 in notes of earlier versions."""
+    started: int = 0
+    """Start time of that process: ids are used again."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,6 @@ def policy_server(home: Home, model: ServedModel, options: ServeOptions, token: 
     port, log = claim_port(options.port), home.logs / "serve.log"
     chosen = ServeOptions(port, options.max_model_len, options.kv_cache_gib, options.on_gpu)
     guard = [sys.executable, "-P", "-m", "pipelines.services.parent_death_guard", str(STOP_PATIENCE_S)]
-    note = ServingNote(url=f"http://{LOOPBACK}:{port}/v1", name=model.name, digest=model.digest)
     with log.open("ab") as stream:
         process = subprocess.Popen(
             [*guard, *serve_command(model, chosen)],
@@ -128,6 +132,14 @@ def policy_server(home: Home, model: ServedModel, options: ServeOptions, token: 
             stdout=stream,
             stderr=stream,
         )
+    found = process_stat(process.pid)
+    note = ServingNote(
+        url=f"http://{LOOPBACK}:{port}/v1",
+        name=model.name,
+        digest=model.digest,
+        pid=process.pid,
+        started=0 if found is None else found[1],
+    )
     try:
         await_health(f"http://{LOOPBACK}:{port}/health", process, START_TIMEOUT_S, log)
         write_json(home.serving, note.model_dump())
@@ -147,9 +159,14 @@ def wait_for_end(note: ServingNote, every_s: float = 5.0) -> None:
 
 
 def serving(home: Home) -> ServingNote | None:
-    """Return the policy server of this state folder that answers; None if there is none."""
+    """Return the policy server of this state folder that answers; None if there is none.
+
+    The address alone says nothing: once the server is gone, the port may be another user's.
+    """
     note = read_stored(home.serving, ServingNote)
-    return note if note is not None and healthy(health_url(note.url)) else None
+    if note is None or not note.pid or process_state(note.pid, note.started) == "gone":
+        return None
+    return note if healthy(health_url(note.url)) else None
 
 
 def health_url(url: str) -> str:

@@ -172,8 +172,11 @@ def decide_work(store: ArtifactStore, spec: StageSpec, target: Target, *, force:
     """Return RESUME or RUN for a key that has no usable record and no living owner."""
     folder = store.layout.attempt(target.key)
     past = attempts.history(folder)
-    if force and not _goes_on(past):
-        return Decision("RUN", "forced", target.key, None)
+    if force and not _goes_on(past, target):
+        changed = changed_modules(past[-1].code, target.code) if _may_go_on(past) else []
+        return Decision(
+            "RUN", f"forced; code changed ({', '.join(changed)})" if changed else "forced", target.key, None
+        )
     misled = _misled(store, spec, past[-1]) if past else ""
     if misled:
         return Decision("RUN", f"attempt {past[-1].number} may have read {misled}", target.key, None)
@@ -190,21 +193,27 @@ def decide_work(store: ArtifactStore, spec: StageSpec, target: Target, *, force:
     return Decision("RUN", why, target.key, None)
 
 
-def starts_over(store: ArtifactStore, spec: StageSpec, key: str, *, force: bool) -> bool:
-    """Return whether an attempt at `key` ignores the work of earlier ones.
+def starts_over(store: ArtifactStore, spec: StageSpec, target: Target, *, force: bool) -> bool:
+    """Return whether an attempt at the target's key ignores the work of earlier ones.
 
     It does if `force` is set, if the last attempt committed, or if it read inputs that were later found damaged. A forced
-    attempt that waits goes on.
+    attempt that waits goes on, unless the code has changed.
     """
-    past = attempts.history(store.layout.attempt(key))
-    if force and not _goes_on(past):
+    past = attempts.history(store.layout.attempt(target.key))
+    if force and not _goes_on(past, target):
         return True
     return bool(past) and (past[-1].status == "committed" or bool(_misled(store, spec, past[-1])))
 
 
-def _goes_on(past: Sequence[attempts.Attempt]) -> bool:
-    """Return whether the last attempt was forced and waits, so that the command which forced it goes on with it."""
-    return bool(past) and past[-1].forced and past[-1].halted
+def _goes_on(past: Sequence[attempts.Attempt], target: Target) -> bool:
+    """Return whether the command that forced the last attempt goes on with it: it has waited, and runs the same code."""
+    return _may_go_on(past) and not (past[-1].code and changed_modules(past[-1].code, target.code))
+
+
+def _may_go_on(past: Sequence[attempts.Attempt]) -> bool:
+    """Return whether the last attempt was forced and waits, or went on with one that did and has not committed."""
+    last = past[-1] if past else None
+    return last is not None and last.forced and last.status != "committed" and (last.halted or last.continues)
 
 
 def remember(store: ArtifactStore, spec: StageSpec, target: Target) -> None:

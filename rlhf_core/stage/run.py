@@ -124,7 +124,7 @@ def _begin(
     known_damage = store.known_damage(spec.refs())  # before anything is read
     store.check_inputs(spec.refs())
     with lease.undisturbed():  # a process suspended here could otherwise take or share the work of its successor
-        anew = starts_over(store, spec, target.key, force=force)
+        anew = starts_over(store, spec, target, force=force)
         if anew:
             attempts.clear(folder, keep_metrics=False)
         ended = [item.seconds for item in attempts.history(folder) if item.status != "committed"]
@@ -135,6 +135,7 @@ def _begin(
             code=target.code,
             known_damage=known_damage,
             forced=force,
+            continues=force and not anew,
         )
         logged = attempts.logged_steps(folder)
         past = attempts.history(folder)

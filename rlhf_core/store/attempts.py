@@ -53,6 +53,8 @@ class Attempt:
     """Whether it was to replace a result, or to start over."""
     halted: bool = False
     """Whether it has saved its work and waits for people, time or money: the same command goes on with it."""
+    continues: bool = False
+    """Whether it goes on with a forced attempt that has halted: if it is killed, so does the next one."""
 
 
 _ATTEMPTS = TypeAdapter(list[Attempt])
@@ -73,6 +75,7 @@ def begin(
     code: Mapping[str, str],
     known_damage: Sequence[str],
     forced: bool = False,
+    continues: bool = False,
 ) -> Attempt:
     """Record a new attempt and create its folders; the caller holds the lease, inside `Lease.undisturbed`.
 
@@ -91,6 +94,7 @@ def begin(
         code=dict(code),
         known_damage=tuple(known_damage),
         forced=forced,
+        continues=continues,
     )
     for number in _numbered(folder, "out"):
         remove_tree(folder / f"out-{number}")

@@ -9,8 +9,8 @@ counts. No file is written twice with another content, so a run that asks while 
 from __future__ import annotations
 
 import getpass
+import json
 import os
-import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -23,6 +23,7 @@ from rlhf_core.store.typed_json import Stored, read_stored
 
 Answer = Literal["approve", "reject"]
 QUESTION = "question.json"
+ANSWERS = "answer-*.json"
 
 S = TypeVar("S", bound=Stored)
 
@@ -119,7 +120,7 @@ class GateDecisions:
         askers = sorted(self._read(folder, "asked-*.json", Asker), key=lambda one: one.asked)
         if asked is None or not askers:
             return None
-        return GateRequest(asked, tuple(askers), tuple(self._read(folder, "answer-*.json", GateAnswer)))
+        return GateRequest(asked, tuple(askers), tuple(self._answers(folder)))
 
     def ask(self, question: Question, *, run: str, profile: str = "", links: Mapping[str, str]) -> GateRequest:
         """Write down that a run waits for a decision; earlier answers to the same question stay."""
@@ -137,21 +138,39 @@ class GateDecisions:
         """Add an answer to a question, by the user of this process unless `by` names someone."""
         said = GateAnswer(answer=answer, by=by or user_name(), at=now(), reason=reason)
         folder = self.layout.gates / request.id
-        numbers = [int(path.name.split("-")[1]) for path in folder.glob("answer-*.json")]
-        name = f"answer-{max(numbers, default=0) + 1:06d}-{secrets.token_hex(4)}.json"  # two may answer at once
-        write_json(folder / name, said.model_dump())
-        return said
+        number = max((_number(path) for path in folder.glob(ANSWERS)), default=0) + 1
+        while True:  # two may answer at once: each number is one answer's
+            try:
+                with (folder / f"answer-{number:06d}.json").open("x", encoding="utf-8") as stream:
+                    stream.write(json.dumps(said.model_dump(), indent=1, sort_keys=True))
+                    stream.flush()
+                    os.fsync(stream.fileno())
+                return said
+            except FileExistsError:
+                number += 1
 
     def requests(self) -> list[GateRequest]:
         """Return all questions, the one that was asked last at the end."""
         found = (self.find(folder.name) for folder in self.layout.gates.glob("*") if folder.is_dir())
         return sorted((one for one in found if one is not None), key=lambda one: (one.asked, one.id))
 
+    def _answers(self, folder: Path) -> list[GateAnswer]:
+        found = [(_number(path), read_stored(path, GateAnswer)) for path in folder.glob(ANSWERS)]
+        # Two files of one number are of an earlier version.
+        ordered = sorted(
+            ((number, answer.at, answer) for number, answer in found if answer is not None), key=lambda one: one[:2]
+        )
+        return [answer for _, _, answer in ordered]
+
     def _read(self, folder: Path, pattern: str, kind: type[S]) -> Iterator[S]:
         for path in sorted(folder.glob(pattern)):
             content = read_stored(path, kind)
             if content is not None:
                 yield content
+
+
+def _number(path: Path) -> int:
+    return int(path.stem.split("-")[1])
 
 
 def user_name() -> str:

@@ -60,7 +60,9 @@ class MemoryStageTracker(StageTracker):
     def set_tags(self, values: Mapping[str, str]) -> None:
         self.tags |= values
 
-    def register(self, name: str, digest: str, *, aliases: Sequence[str], tags: Mapping[str, str]) -> str:
+    def register(
+        self, name: str, digest: str, *, aliases: Sequence[str], tags: Mapping[str, str], uri: str = ""
+    ) -> str:
         self.registered.append((name, digest, tuple(aliases), dict(tags)))
         return str(sum(entry[0] == name for entry in self.registered))
 

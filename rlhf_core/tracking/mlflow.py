@@ -204,10 +204,12 @@ class MlflowStageTracker(StageTracker):
     def set_tags(self, values: Mapping[str, str]) -> None:
         self._append("set_tags", tags=redaction.tags(values))
 
-    def register(self, name: str, digest: str, *, aliases: Sequence[str], tags: Mapping[str, str]) -> str:
+    def register(
+        self, name: str, digest: str, *, aliases: Sequence[str], tags: Mapping[str, str], uri: str = ""
+    ) -> str:
         """Register the model of `digest` under `name`; return the version, "pending" while the server is away."""
         token = uuid.uuid4().hex
-        self._append("register", id=token, name=name, digest=digest, aliases=list(aliases), tags=dict(tags))
+        self._append("register", id=token, name=name, digest=digest, aliases=list(aliases), tags=dict(tags), uri=uri)
         self._tracker._outbox.flush(OPEN_SECONDS, retry=False)
         return self._tracker._delivery.versions.get(token, "pending")
 

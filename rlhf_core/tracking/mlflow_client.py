@@ -88,6 +88,17 @@ def create_database(path: Path) -> None:
         logger.info("tracking: %s is ready after %.1f s", path, time.monotonic() - clock)
 
 
+def get_run(client: Any, run_id: str) -> Any:
+    """Return a run; None if it is gone."""
+    try:
+        return client.get_run(run_id)
+    except Exception as error:
+        if getattr(error, "error_code", "") == "RESOURCE_DOES_NOT_EXIST":
+            logger.warning("tracking: run %s is gone", run_id)
+            return None
+        raise
+
+
 def run_url(uri: str, experiment_id: str, run_id: str) -> str:
     """Return the address of a run in the web interface, or `runs:/<id>` where there is no server."""
     if uri.startswith(("http://", "https://")):

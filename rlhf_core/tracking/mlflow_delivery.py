@@ -10,7 +10,6 @@ import json
 import logging
 import re
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,15 +17,16 @@ from typing import Any
 
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.tracking import redaction
-from rlhf_core.tracking.mlflow_client import import_mlflow, open_client, run_url
+from rlhf_core.tracking.mlflow_client import get_run, import_mlflow, open_client, run_url
 from rlhf_core.tracking.outbox import Record, Unreachable
-from rlhf_core.tracking.policy_reference import folder_of, save_reference
+from rlhf_core.tracking.policy_reference import folder_of, save_model_file
 
 logger = logging.getLogger(__name__)
 
 RUN_TAG = "rlhf.run"
 KEY_TAG = "store.key"
 DIGEST_TAG = "store.digest"
+STORE_URI_TAG = "store.uri"
 ATTEMPT_TAG = "attempt"
 NOTE_TAG = "mlflow.note.content"
 PARENT_TAG = "mlflow.parentRunId"
@@ -129,7 +129,7 @@ class Delivery:
     # ---------------------------------------------------------------- runs
 
     def _open_run(self, client: Any, record: Record) -> None:
-        found = _get_run(client, record["run_id"]) if record["run_id"] else self._search(client, RUN_TAG, record["run"])
+        found = get_run(client, record["run_id"]) if record["run_id"] else self._search(client, RUN_TAG, record["run"])
         tags = redaction.tags(record["tags"]) | {RUN_TAG: record["run"]}
         tags[NOTE_TAG] = _note(f"**{record['name']}**: a run of the pipeline; its stages are the runs below it.", tags)
         self._open(client, record, found, record["name"], tags)
@@ -194,13 +194,18 @@ class Delivery:
             logger.warning("tracking: run %s continues in another process, so it is not ended here", run.run_id)
             return
         if record["note"] and record["note"] not in run.tags.get(NOTE_TAG, ""):
-            note = f"{run.tags.get(NOTE_TAG, '')}\n\n{without_secrets(self._linked(record['note']))}"
+            note = f"{run.tags.get(NOTE_TAG, '')}\n\n{without_secrets(self._linked(client, record['note']))}"
             client.set_tag(run.run_id, NOTE_TAG, note[: redaction.TAG_CHARACTERS])
         client.set_terminated(run.run_id, status=record["status"])
 
-    def _linked(self, note: str) -> str:
+    def _linked(self, client: Any, note: str) -> str:
         """Return a description whose links to runs work on MLflow's page, whatever the server's address will be."""
-        return _RUN_LINK.sub(rf"(#/experiments/{self.experiment_id}/runs/\1", note)
+
+        def link(found: re.Match[str]) -> str:
+            run = get_run(client, found[1])  # a hit may be of another experiment
+            return found[0] if run is None else f"(#/experiments/{run.info.experiment_id}/runs/{found[1]}"
+
+        return _RUN_LINK.sub(link, note)
 
     def _is_anothers(self, client: Any, run: Run) -> bool:
         """Return whether another process has opened the stage's run since: it took the stage over and will end it."""
@@ -265,8 +270,7 @@ class Delivery:
 
     def _model(self, client: Any, record: Record) -> None:
         run = self._run(client, record["run"])
-        model_id = self._find_model(client, record["digest"])
-        model_id = model_id or self._create_model(client, record["name"], record["digest"], record["uri"], run.run_id)
+        model_id = self._made_model(client, record["name"], record["digest"], record["uri"], run.run_id)
         outputs = client.get_run(run.run_id).outputs
         if model_id not in {output.model_id for output in (outputs.model_outputs if outputs else ())}:
             client.log_outputs(run.run_id, [self._mlflow.entities.LoggedModelOutput(model_id, 0)])
@@ -287,7 +291,8 @@ class Delivery:
     def _register(self, client: Any, record: Record) -> None:
         name, digest = registry_name(record["name"]), record["digest"]
         run = self._run(client, record["run"])
-        model_id = self._find_model(client, digest) or self._create_model(client, name, digest, "", run.run_id)
+        # Records of earlier versions have no uri.
+        model_id = self._made_model(client, name, digest, record.get("uri", ""), run.run_id)
         if not client.search_registered_models(filter_string=f"name = '{name}'"):
             client.create_registered_model(name)
         tags = redaction.tags(record["tags"]) | {DIGEST_TAG: digest}
@@ -325,20 +330,24 @@ class Delivery:
 
     def _create_model(self, client: Any, name: str, digest: str, uri: str, run_id: str | None) -> str:
         """Create an external model (`mlflow.create_external_model` without global state); weights are not copied."""
-        tags = {DIGEST_TAG: digest, EXTERNAL_TAG: "true"} | ({"store.uri": uri} if uri else {})
+        tags = {DIGEST_TAG: digest, EXTERNAL_TAG: "true"} | ({STORE_URI_TAG: uri} if uri else {})
         name = re.sub(r"[/:.%\"']", "-", name)
         model = client.create_logged_model(
             self.experiment_id, name=name, source_run_id=run_id, tags=tags, model_type="causal-lm"
         )
-        with tempfile.TemporaryDirectory() as folder:  # the registry requires an MLmodel file
-            spec = self._mlflow.models.utils.get_external_mlflow_model_spec(model)
-            if (policy := folder_of(uri, self._store)) is None:
-                spec.save(str(Path(folder) / "MLmodel"))
-            else:
-                save_reference(self._mlflow, spec, policy, Path(folder))
-            client.log_model_artifacts(model.model_id, folder)
+        save_model_file(self._mlflow, client, model, folder_of(uri, self._store))
         client.finalize_logged_model(model.model_id, "READY")
         return str(model.model_id)
+
+    def _made_model(self, client: Any, name: str, digest: str, uri: str, run_id: str) -> str:
+        """Return the id of the model with this digest, which can be loaded from `uri`; create what is not there."""
+        model_id = self._find_model(client, digest)
+        if model_id is None:
+            return self._create_model(client, name, digest, uri, run_id)
+        if uri and STORE_URI_TAG not in (model := client.get_logged_model(model_id)).tags:  # so far an input only
+            save_model_file(self._mlflow, client, model, folder_of(uri, self._store))
+            client.set_logged_model_tags(model_id, {STORE_URI_TAG: uri})
+        return model_id
 
 
 def registry_name(name: str) -> str:
@@ -359,16 +368,6 @@ def _experiment_id(client: Any, name: str, artifact_root: Path | None) -> str:
     if found.lifecycle_stage == "deleted":
         client.restore_experiment(found.experiment_id)
     return str(found.experiment_id)
-
-
-def _get_run(client: Any, run_id: str) -> Any:
-    try:
-        return client.get_run(run_id)
-    except Exception as error:
-        if getattr(error, "error_code", "") == "RESOURCE_DOES_NOT_EXIST":
-            logger.warning("tracking: run %s is gone; a new one is opened", run_id)
-            return None
-        raise
 
 
 def _as_run(entity: Any) -> Run:

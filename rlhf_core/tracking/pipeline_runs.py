@@ -47,15 +47,26 @@ def _search(client: Any, wanted: str) -> Any:
     if "'" in wanted or "%" in wanted:  # no name of ours has them, and the filter has no way to quote them
         return None
     experiments = [one.experiment_id for one in client.search_experiments()]
+    by_id = _ID.fullmatch(wanted) is not None
     conditions = [f"attributes.run_name = '{wanted}'", f"attributes.run_name LIKE '{wanted} (%'"]
-    if _ID.fullmatch(wanted):
+    if by_id:
         conditions = [f"attributes.run_id = '{wanted}'"]
-    for condition in conditions:
-        found = client.search_runs(experiments, filter_string=condition, order_by=["attributes.start_time DESC"])
-        for run in found:
-            if RUN_TAG in run.data.tags:
-                return run
-    return None
+    newest = ["attributes.start_time DESC"]
+    runs = [
+        run
+        for condition in conditions
+        for run in client.search_runs(experiments, filter_string=condition, order_by=newest)
+        if RUN_TAG in run.data.tags and (by_id or _means(wanted, run.info.run_name))
+    ]
+    return max(runs, key=lambda run: run.info.start_time, default=None)
+
+
+def _means(wanted: str, name: str) -> bool:
+    """Return whether `wanted` is this name, or the name without its part in brackets.
+
+    In the filter, `_` stands for any letter, and databases differ in whether case counts.
+    """
+    return name == wanted or re.fullmatch(rf"{re.escape(wanted)} \([^()]*\)", name) is not None
 
 
 def _tracked(client: Any, run: Any) -> TrackedRun:

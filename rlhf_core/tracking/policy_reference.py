@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,17 @@ def folder_of(uri: str, store: Path | None) -> Path | None:
     except (OSError, ValueError):
         return None
     return folder if any(name.endswith("ForCausalLM") for name in config.get("architectures") or ()) else None
+
+
+def save_model_file(mlflow: Any, client: Any, model: Any, policy: Path | None) -> None:
+    """Write the MLmodel file of a logged model, which the registry requires; with a policy, one that loads it."""
+    with tempfile.TemporaryDirectory() as folder:
+        spec = mlflow.models.utils.get_external_mlflow_model_spec(model)
+        if policy is None:
+            spec.save(str(Path(folder) / "MLmodel"))
+        else:
+            save_reference(mlflow, spec, policy, Path(folder))
+        client.log_model_artifacts(model.model_id, folder)
 
 
 def save_reference(mlflow: Any, spec: Any, policy: Path, folder: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from rlhf_core.interfaces import RegistryState
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef, ReportRef
-from stages.publish import PublishConfig, Threshold
+from stages.publish import PublishConfig, Threshold, copy_for_hub
 from tests.support.toy_stage import NoEngines, toy_spec
 from tests.support.workshop import Workshop, quiet
 
@@ -208,6 +210,27 @@ def test_what_is_registered_stays_in_the_store(shop: Workshop, inputs: dict[str,
     report.write_text(report.read_text().replace(inputs["policy"].digest, made.digest))
     publish(shop, {"policy": made, "report": shop.store.external(ReportRef, report.parent)}, gate=GOOD)
     assert shop.store.pins() == {made.digest: "rlhf-policy champion"}
+
+
+def test_the_folder_for_the_hub_can_be_written_to_and_has_nothing_of_the_store(shop: Workshop, tmp_path: Path) -> None:
+    made, _ = execute(shop.store, toy_spec(), runtime=NoEngines(), tracker=shop.tracker, progress=quiet)
+    source, folder = shop.store.path(made), tmp_path / "hub"
+    assert not source.stat().st_mode & stat.S_IWUSR and (source / "manifest.json").exists()
+    copy_for_hub(source, folder)
+    assert {path.name for path in folder.iterdir()} == {"total.txt", "padding.bin"}
+    assert all(path.stat().st_mode & stat.S_IWUSR for path in (folder, *folder.iterdir()))
+
+
+def test_nothing_is_registered_if_the_folder_for_the_hub_fails(
+    shop: Workshop, inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(shutil, "copytree", lambda *_, **__: full())
+    with pytest.raises(OSError, match="no space left"):
+        publish(shop, inputs, gate=GOOD, hub=True)
+    assert shop.tracker.registered == [] and shop.store.pins() == {}
 
 
 def test_a_failed_gate_is_written_down_and_leaves_the_champion_alone(shop: Workshop, inputs: dict[str, Any]) -> None:

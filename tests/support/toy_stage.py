@@ -152,7 +152,9 @@ class RecordingTracker:
 
     def set_tags(self, values: Mapping[str, str]) -> None: ...
 
-    def register(self, name: str, digest: str, *, aliases: Sequence[str], tags: Mapping[str, str]) -> str:
+    def register(
+        self, name: str, digest: str, *, aliases: Sequence[str], tags: Mapping[str, str], uri: str = ""
+    ) -> str:
         return "1"
 
     def champions(self, name: str) -> RegistryState:

@@ -69,6 +69,10 @@ def test_a_policy_that_is_served_is_asked_there_with_the_token_of_its_file(
     digest = store.external(PolicyRef, tmp_path / "policy").digest
     note = ServingNote(url=server.url, name="ppo", digest=digest)
     monkeypatch.setattr(chat, "serving", lambda home: note)
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # a proxy that does not answer
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
     server.says = lambda asked: f"{asked} Indeed."
     assert said(store, tmp_path / "policy", "Is it 42?") == f"ppo at {server.url}\nIs it 42? Indeed.\n"
     (asked,) = server.requests
@@ -92,6 +96,8 @@ def test_any_openai_server_can_be_talked_to_by_its_address(
 def test_the_token_of_our_own_server_is_not_sent_to_others(
     store: ArtifactStore, server: ChatServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chat, "LOCAL_HOSTS", ())  # so that the server is somebody else's
+    said(store, server.url, "Is it 42?")  # on this machine, but none that `rlhf serve` has started
+    elsewhere = ServingNote(url="http://127.0.0.1:9/v1", name="ppo", digest="d")
+    monkeypatch.setattr(chat, "serving", lambda home: elsewhere)
     said(store, server.url, "Is it 42?")
     assert set(server.tokens) == {None}

@@ -19,8 +19,10 @@ from pipelines.execution.plan import Pipeline
 from pipelines.execution.run import run_stages
 from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import Stages
-from pipelines.flows.profile import PipelineConfig
+from pipelines.flows.profile import PipelineConfig, load_profile, profile_digest
 from pipelines.services.home import Home
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.gate_decisions import GateDecisions
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import ArtifactRef, PolicyRef
 from tests.support.small_pipeline import write_mini
@@ -129,6 +131,35 @@ def test_points_share_what_they_can_and_the_table_says_so(
     assert runs.computed() == again and len(runs.sweeps) == 1  # nothing to record: nothing was computed
 
 
+def test_the_table_is_printed_and_an_old_plot_removed_before_a_plot_that_fails(
+    small: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = swept(tmp_path, grid="ppo.kl_coef=0.1,0.2")
+    assert main(words) == 0
+    (folder,) = (tmp_path / "home" / "sweeps").iterdir()
+    assert (folder / "sweep.png").is_file()
+    capsys.readouterr()
+
+    def failing(*_: object) -> bytes:
+        raise OSError("no font")
+
+    monkeypatch.setattr(sweep_verb, "plot", failing)
+    with pytest.raises(OSError, match="no font"):
+        main(words)
+    assert "ppo.kl_coef=0.2" in capsys.readouterr().out and not (folder / "sweep.png").exists()
+
+
+def test_the_command_that_publishes_keeps_the_strict_options_and_few_points_are_said(
+    small: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = write_mini(tmp_path, "[publish]\n")
+    words = ["sweep", str(profile), "--random", "9", "--range", "seed=1..2", "--metric", "second:total"]
+    assert main([*words, "--strict-code"]) == 0
+    out = capsys.readouterr().out
+    assert "--random 9: only 2 different points were drawn" in out
+    assert "to publish the best: rlhf run " in out and " --strict-code\n" in out and "--strict-env" not in out
+
+
 @pytest.fixture
 def small(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> Runs:
     runs.use_toys(monkeypatch)
@@ -179,13 +210,31 @@ def test_the_best_goes_on_once_a_person_has_approved_it(
     small: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     went: list[list[str]] = []
-    monkeypatch.setattr(sweep_verb, "run_profile", lambda options, console: went.append(options.overrides))
+    kept: list[Any] = []
+
+    def run_whole(options: Any, console: object) -> None:
+        went.append(options.overrides)
+        kept.append(options)
+
+    monkeypatch.setattr(sweep_verb, "run_profile", run_whole)
     words = swept(tmp_path, "--approve", "--set", "seed=3")
+    assert main([*words, "--force", "second"]) == EXIT_REFUSED
+    assert "--force = 'second': would be computed again" in capsys.readouterr().err
+    small.errors = {"ppo.kl_coef=0.3": ValueError("no")}
+    assert main([*words, "--until", "second"]) == EXIT_WAITING and not went
+    assert "the best of 3 points; tied with it: ppo.kl_coef=0.2; no result: ppo.kl_coef=0.3" in capsys.readouterr().err
+    small.errors = {}
     assert main(words) == EXIT_WAITING and not went
     asked = capsys.readouterr().err
-    assert "WAITING at gate sweep: second:total 1.5 with ppo.kl_coef=0.1, the best of 3 points" in asked
+    assert (
+        "WAITING at gate sweep: second:total 1.5 with ppo.kl_coef=0.1, the best of 3 points" in asked
+        and "no result" not in asked
+    )
+    (request,) = GateDecisions(ArtifactStore(tmp_path / "home" / "store").layout).requests()
+    assert {one.profile for one in request.askers} == {profile_digest(load_profile(tmp_path / "mini.toml"))}
     answer = [str(tmp_path / "mini.toml"), "sweep", "--reason", "as expected"]
     assert main(["approve", *answer]) == 0
-    assert main(words) == 0 and went == [["seed=3", "ppo.kl_coef=0.1"]]
+    assert main([*words, "--until", "second"]) == 0 and went == [["seed=3", "ppo.kl_coef=0.1"]]
+    assert kept[0].until == "" and kept[0].force == []
     assert main(["reject", *answer]) == 0
     assert main(words) == EXIT_BLOCKED and len(went) == 1

@@ -139,6 +139,35 @@ def test_an_answer_that_might_be_about_a_settled_question_is_refused() -> None:
     assert chosen([older, settled], Meant("mini", "quality", artifact="d2"), run="mini") == settled
 
 
+def test_the_profile_that_asked_about_a_settled_question_does_not_hide_an_open_one() -> None:
+    said = GateAnswer(answer="reject", by="ada", at="now", reason="no")
+
+    def asked(digest: str, profile: str, *answers: GateAnswer) -> GateRequest:
+        question = Question(gate="quality", condition={"after": "sft"}, digest=digest, run="mini")
+        return GateRequest(question, (Asker(run="mini", profile=profile, asked="2026-01-01T00:00:00+00:00"),), answers)
+
+    settled, other, meant = asked("d1", "p1", said), asked("d2", "p2"), Meant("mini", "quality")
+    with pytest.raises(
+        ConfigError, match=rf"asked 2 questions: {other.id[:12]} \(open, .*{settled.id[:12]} \(answered"
+    ):
+        chosen([settled, other], meant, run="mini", profile="p1")
+    assert chosen([settled, other], meant, run="mini", profile="p2") == other
+    settled_too = asked("d2", "p2", said)
+    assert chosen([settled, settled_too], meant, run="mini", profile="p1") == settled  # nothing is open
+
+
+def test_a_rejection_is_not_approved_while_another_configuration_waits(
+    trial: Trial, home: Home, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = str(trial.folder / "mini.toml")
+    assert main(["reject", profile, "quality", "--reason", "no"]) == 0
+    with pytest.raises(StageWaiting):
+        trial.run(APPROVE, "seed=18")
+    assert main(["approve", profile, "quality", "--reason", "yes"]) == 2
+    assert "has asked 2 questions" in capsys.readouterr().err
+    assert sorted(len(request.answers) for request in requests(home)) == [0, 1]
+
+
 @pytest.mark.parametrize(("state", "resumed"), [("Waiting", True), ("Cancelled", False), ("Blocked", False)])
 def test_the_form_starts_only_a_run_that_waits(monkeypatch: pytest.MonkeyPatch, state: str, resumed: bool) -> None:
     client = MagicMock()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pipelines.cli.diff_verb import _print_stages
 from pipelines.cli.main import EXIT_REFUSED, main
 from pipelines.execution.diff import (
     Answer,
@@ -15,17 +16,23 @@ from pipelines.execution.diff import (
     config_differences,
     first_difference,
     metric_differences,
+    not_compared,
     of_artifact,
+    of_planned,
     side_of,
     stage_differences,
 )
 from pipelines.execution.measures import Measure
+from pipelines.execution.plan import PlannedStage
 from pipelines.services.home import Home
 from rlhf_core.data.shards import write_generations, write_index
+from rlhf_core.stage.decision import Decision
 from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.layout import remove_tree
 from rlhf_core.types import ArtifactRef, Completion, Generation, GenerationsRef, Message, PolicyRef, Prompt
 from tests.support.records import provenance
 from tests.support.small_pipeline import write_mini
+from tests.support.toy_stage import toy_spec
 
 CODE = {"stages.ppo": "c1", "rlhf_core.training.fit": "c2"}
 
@@ -117,6 +124,53 @@ def test_profiles_differ_by_their_keys_before_anything_has_run(tmp_path: Path, h
     found = stage_differences(ours, theirs)
     assert found == [Difference("ppo", ("ppo.steps: 1 -> 3", "ppo.kl_coef: 0.05 -> 0.2"))]
     assert metric_differences(ours, theirs) == answers(ours, theirs, 3) == []
+    assert set(not_compared(ours, theirs).values()) == {"not made yet"}
+    assert list(not_compared(ours, theirs)) == list(ours.stages)
+
+
+def test_what_is_gone_or_not_made_is_never_called_the_same(
+    store: ArtifactStore, two: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = of_artifact(two[0], store)
+    sft = ours.stages["sft"].record
+    assert sft is not None
+    remove_tree(store.folder(sft.handle.uri))
+    left = of_artifact(two[0], ArtifactStore(store.root))
+    assert left.gone == ("sft",) and list(left.stages) == ["ppo"]
+    assert stage_differences(ours, left) == [] and not_compared(ours, left) == {"sft": "its record is gone"}
+    _print_stages([], ours, left)
+    out = capsys.readouterr().out
+    assert "stages: 1 of 1 are the same" in out and "not compared, its record is gone: sft" in out
+
+
+def test_labels_that_repeat_are_told_apart(store: ArtifactStore) -> None:
+    made = Made(store)
+    first = made.commit("ppo", {"kl_coef": 0.05}, None)
+    second = made.commit("ppo", {"kl_coef": 0.1}, first)
+    assert list(of_artifact(second.digest, store).stages) == [f"ppo {one.digest[:12]}" for one in (first, second)]
+
+
+def test_two_folders_are_compared_by_their_content(
+    store: ArtifactStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
+    folders = [tmp_path / name for name in ("a", "b", "c")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "weights.txt").write_text("other" if folder.name == "c" else "one")
+    for other, said in ((1, "artifacts: the same bytes, "), (2, "artifacts: different, ")):
+        assert main(["diff", str(folders[0]), str(folders[other]), "--store", str(store.root)]) == 0
+        assert said in capsys.readouterr().out
+    assert main(["diff", str(folders[0]), str(folders[1]), "--set", "seed=1"]) == EXIT_REFUSED
+    assert "--set = 'seed=1': " in capsys.readouterr().err
+
+
+def test_a_stage_that_was_made_has_the_code_that_made_it(store: ArtifactStore) -> None:
+    made = Made(store)
+    made.commit("sft", {}, None)
+    (record,) = store.records()
+    planned = PlannedStage("sft", toy_spec(label="sft"), Decision("HIT", "", record.key, None))
+    assert of_planned(planned, store).code == CODE
 
 
 def test_the_command_prints_it_all_and_refuses_what_it_does_not_know(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pipelines.execution import forcing
 from pipelines.execution.executor import RunOptions
 from pipelines.execution.opening import open_run, plan_run, store_of
 from pipelines.execution.run import run_stages
@@ -66,14 +67,20 @@ class Runs:
     notes: Notes
 
 
-def test_a_forced_stage_is_not_forced_again_after_an_approval(tmp_path: Path, home: Home) -> None:
+def test_a_forced_stage_is_not_forced_again_after_an_approval(
+    tmp_path: Path, home: Home, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", forcing.__name__)
     runs = Runs(tmp_path, home, "first")
     runs.run()
     assert runs.run(APPROVE) == {"first": "RUN", "second": "HIT"}  # forced, and waits
     assert isinstance(runs.ended, StageWaiting)
+    assert not [one for one in caplog.records if one.name == forcing.__name__]
     planned = plan_run(runs.config(APPROVE), runs.pipeline(""), runs.options, store=runs.store)  # type: ignore[arg-type]
     assert planned[0].decision.action == "HIT"
     assert runs.run(APPROVE) == {"first": "HIT", "second": "HIT"}  # nobody has decided yet
+    said = [one.getMessage() for one in caplog.records if one.name == forcing.__name__]
+    assert said == ["first: forced before it waited; not forced again"]
     decisions = GateDecisions(runs.store.layout)
     decisions.decide(decisions.requests()[0], "approve", reason="fine")
     assert runs.run(APPROVE) == {"first": "HIT", "second": "HIT", "third": "HIT"}

@@ -136,11 +136,43 @@ def test_a_function_that_has_changed_is_refused_before_its_stage_runs(
     ("words", "error"),
     [
         (["nothing"], "input = 'nothing': no ArtifactRef has this label or digest"),
-        (["sft", "--into", "STORE"], "is the store that has the artifact; name an empty folder"),
+        (["sft", "--into", "STORE"], "is in the store that has the artifact; name an empty folder"),
+        (["sft", "--into", "STORE/again"], "is in the store that has the artifact; name an empty folder"),
+        (["sft", "--into", "PROFILES"], "is not empty, and holds no attempt to make this artifact again"),
     ],
 )
 def test_what_cannot_be_made_again_is_refused(
     made: tuple[Path, Home], again: Reproduced, words: list[str], error: str
 ) -> None:
-    status, said = again(*(str(made[1].store) if word == "STORE" else word for word in words))
+    places = {"STORE": made[1].store, "STORE/again": made[1].store / "again", "PROFILES": made[0].parent}
+    status, said = again(*(str(places.get(word, word)) for word in words))
     assert status == EXIT_REFUSED and error in said
+    assert not (made[1].store / "again").exists()
+
+
+def test_the_store_of_the_state_folder_is_refused_for_an_artifact_of_another_one(
+    made: tuple[Path, Home], again: Reproduced, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
+    status, said = again("prepare_data", "--store", str(made[1].store), "--into", str(Home(tmp_path / "home").store))
+    assert status == EXIT_REFUSED and "is in the store of the state folder; name an empty folder" in said
+
+
+def test_an_attempt_that_was_stopped_goes_on_and_says_what_it_has_not_made_itself(
+    made: tuple[Path, Home], again: Reproduced, tmp_path: Path
+) -> None:
+    folder = tmp_path / "empty"
+    assert again("prepare_data", "--into", str(folder))[0] == 0
+    status, said = again("prepare_data", "--into", str(folder))
+    assert status == 0 and "prepare_data: the same bytes, made by the earlier attempt in this folder" in said
+    assert said.splitlines()[-1] == "reproduced: all stages are the same bytes (1 made by the earlier attempt)"
+    status, said = again("sft", "--into", str(folder))
+    assert status == EXIT_REFUSED and "holds no attempt to make this artifact again" in said
+
+    note = json.loads((folder / reproduce.NOTE).read_text())
+    note["code"]["prepare_data"]["stages.prepare_data"] = "other"
+    note["versions"]["torch"] = "0.1"
+    (folder / reproduce.NOTE).write_text(json.dumps(note))
+    status, said = again("prepare_data", "--into", str(folder))
+    rule = "was begun with other code or packages (stages.prepare_data, torch); name another empty folder"
+    assert status == EXIT_REFUSED and rule in said

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from pipelines.execution.executor import StageOutcome
-from pipelines.execution.summary import LONGEST_NAME, description, headline_metrics, run_name
+from pipelines.execution.summary import LONGEST_NAME, description, headline_metrics, run_name, shown_overrides
+from pipelines.execution.sweep import named
 from rlhf_core.stage.decision import Decision
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import ReportRef, RewardModelRef
@@ -54,6 +57,24 @@ def test_its_description_links_to_the_runs_that_made_its_stages_and_to_reports(
         f"- [reward_model](http://m/#/runs/1): HIT, `{model}`",
         f"- [evaluate](http://m/#/runs/2): RUN, `{report}`, {link} in `{page}`",
     ]
+
+
+@pytest.mark.parametrize(
+    ("override", "shown"),
+    [
+        ("ppo.kl_coef=0.1", ["ppo.kl_coef=0.1"]),
+        ("notify.url=https://hooks.example/T0/B0/x", []),
+        ('notify={url="https://hooks.example/T0"}', []),
+        ("ppo.rewards.terms.judge.api_key=hunter2", ["ppo.rewards.terms.judge.api_key=***"]),
+        ('ppo.rewards.terms={judge={api_key="hunter2"}}', ["ppo.rewards.terms=***"]),
+        ("tracking.uri=postgresql://me:hunter2@db/x", ["tracking.uri=postgresql://***@db/x"]),
+        ('ppo.rewards.terms.judge.api_key="env:JUDGE"', ['ppo.rewards.terms.judge.api_key="env:JUDGE"']),
+        ('names=["a","b"]', ['names=["a","b"]']),
+    ],
+)
+def test_what_is_shown_of_overrides_has_no_secrets_and_no_addresses_of_notices(override: str, shown: list[str]) -> None:
+    assert shown_overrides([override]) == shown
+    assert "hunter2" not in run_name("tiny", [override], "3f2a") and named((override,)).count("hunter2") == 0
 
 
 def test_the_name_of_a_run_says_what_was_overridden() -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import random
+from collections import Counter
+
 import pytest
 
 from pipelines.execution.measures import Measure
 from pipelines.execution.sweep import (
     Goal,
     PointResult,
+    Tally,
+    _span,
     best_of,
     check_metric,
     default_goal,
@@ -15,8 +21,12 @@ from pipelines.execution.sweep import (
     grid_points,
     random_points,
     rivals,
+    run_points,
+    ties,
 )
 from rlhf_core.errors import ConfigError
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.types import ArtifactRef, ReportRef
 
 GOLD = Goal("evaluate", "ppo/gold", "max")
 
@@ -82,6 +92,40 @@ def test_the_best_has_the_best_mean_and_its_rivals_overlap_with_it() -> None:
     assert best is results[2] and rivals(results, best, GOLD) == [results[0]]
     assert best_of(results, Goal("evaluate", "ppo/gold", "min")) is results[3]
     assert best_of([FAILED], GOLD) is None
+
+
+def test_numbers_that_are_not_finite_decide_nothing_and_equal_ones_are_named() -> None:
+    nan, infinite = float("nan"), float("inf")
+    broken = [result("0.1", nan, nan, nan), result("0.2", infinite, infinite, infinite)]
+    finite = [result("0.3", 0.5, 1.0, 1.5), result("0.4", 1.0, 1.0, 1.0), result("0.5", 0.1, 0.2, 0.3)]
+    for direction in ("max", "min"):
+        goal = Goal("evaluate", "ppo/gold", direction)  # type: ignore[arg-type]
+        best = best_of(broken + finite, goal)
+        assert best is (finite[0] if direction == "max" else finite[2])
+    best = finite[0]
+    assert ties(broken + finite, best, GOLD) == [finite[1]] and rivals(broken + finite, best, GOLD) == [finite[1]]
+    assert best_of(broken, GOLD) is None and str(GOLD.of(broken[0])) == "not finite"
+    with pytest.raises(ConfigError, match=r"--metric = 'ppo/gold': is not finite at any point"):
+        check_metric([*broken, FAILED], GOLD)
+
+
+def test_a_point_that_cannot_be_measured_fails_alone(store: ArtifactStore) -> None:
+    def run_point(point: tuple[str, ...], tally: Tally) -> dict[str, ArtifactRef]:
+        if point == ("seed=1",):
+            tally.metrics_of["evaluate"] = {}
+            return {"evaluate": ReportRef(uri=f"store://{'0' * 64}", digest="0" * 64)}
+        return {}
+
+    results = run_points([("seed=1",), ("seed=2",)], run_point, store)
+    assert results[0].error.startswith("ArtifactError: ") and results[0].digests == {} and results[1].error == ""
+
+
+def test_whole_numbers_are_drawn_alike_often_also_the_ends() -> None:
+    drawn = Counter(_span("steps=1..3").draw(random.Random(seed)) for seed in range(3000))
+    assert set(drawn) == {"1", "2", "3"} and all(850 < count < 1150 for count in drawn.values())
+    log = Counter(_span("steps=log:1..3").draw(random.Random(seed)) for seed in range(3000))
+    expected = {str(n): 3000 * math.log((n + 1) / n) / math.log(4) for n in (1, 2, 3)}
+    assert all(abs(log[name] - count) < 150 for name, count in expected.items())
 
 
 def test_the_number_that_decides_is_named_or_the_gold_reward_of_the_last_policy() -> None:

@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 
 from pipelines.cli.serve_verb import served_model
+from pipelines.services import policy_server
 from pipelines.services.health import wait_for
 from pipelines.services.home import Home
 from pipelines.services.policy_server import (
     ServedModel,
     ServeOptions,
+    ServingNote,
     check_served,
     serve_command,
     serve_environment,
@@ -28,6 +30,7 @@ from pipelines.services.policy_server import (
     token_of,
 )
 from rlhf_core.errors import ConfigError
+from rlhf_core.processes.identity import process_stat
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Message, PolicyRef
 from tests.support.records import provenance
@@ -77,6 +80,18 @@ def test_a_note_of_a_server_that_is_gone_says_nothing(home: Home) -> None:
     assert serving(home) is None
     home.serving.write_text(json.dumps({"url": "http://127.0.0.1:9/v1", "name": "ppo", "digest": "d"}))
     assert serving(home) is None
+
+
+def test_a_note_counts_only_while_the_process_that_wrote_it_runs(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy_server, "healthy", lambda url: True)  # somebody answers at the address
+    found = process_stat(os.getpid())
+    assert found is not None
+    note = {"url": "http://127.0.0.1:9/v1", "name": "ppo", "digest": "d", "pid": os.getpid(), "started": found[1]}
+    home.serving.write_text(json.dumps(note))
+    assert serving(home) == ServingNote(**note)
+    for changed in ({"started": found[1] + 1}, {"pid": 0}):
+        home.serving.write_text(json.dumps(note | changed))
+        assert serving(home) is None
 
 
 # ---------------------------------------------------------------- with the real server

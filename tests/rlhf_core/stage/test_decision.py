@@ -18,6 +18,7 @@ from rlhf_core.stage import decision as deciding
 from rlhf_core.stage.decision import Decision, decide, differences, target_of
 from rlhf_core.stage.key import StageSpec, Strictness, stage_key
 from rlhf_core.stage.run import execute
+from rlhf_core.stage.stopping import StageWaiting
 from rlhf_core.store import records
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.attempts import history
@@ -337,6 +338,42 @@ def test_a_resume_says_that_the_code_has_changed_and_the_record_names_both(
     _run(store, spec, force=True)  # a new beginning owes nothing to the attempts before
     record = store.record(stage_key(spec))
     assert record is not None and record.earlier_code == {}
+
+
+def test_a_forced_attempt_that_waited_goes_on_also_after_a_kill_and_no_longer_once_it_has_committed(
+    store: ArtifactStore, tmp_path: Path
+) -> None:
+    _run(store, toy_spec())
+    people = tmp_path / "approved"
+    with pytest.raises(StageWaiting):
+        _run(store, toy_spec(ToyConfig(trouble=f"people:{people}")), force=True)
+    people.touch()
+    with pytest.raises(ValueError, match="step 3 went wrong"):
+        _run(store, toy_spec(ToyConfig(trouble="raise:3")), force=True)
+    folder = store.layout.attempt(stage_key(toy_spec()))
+    assert [item.continues for item in history(folder)] == [False, False, True]
+    table = json.loads((folder / "attempt.json").read_text())  # as a kill leaves it
+    table["attempts"][-1] |= {"status": "running", "failure": ""}
+    (folder / "attempt.json").write_text(json.dumps(table))
+    assert _said(store, toy_spec(), force=True) == ("RESUME", "from step 2 of attempt 3")
+    assert _run(store, toy_spec(), force=True).step == 2
+    assert _said(store, toy_spec(), force=True) == ("RUN", "forced")
+
+
+def test_a_forced_attempt_that_waits_starts_over_if_its_code_has_changed(
+    store: ArtifactStore, stage_file: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(StageWaiting):
+        _run(store, toy_spec(ToyConfig(trouble=f"people:{tmp_path}/never"), module="drifting"), force=True)
+    spec = toy_spec(module="drifting")
+    assert _said(store, spec, force=True) == ("RESUME", "from step 2 of attempt 1")
+    with stage_file.open("a") as stream:
+        stream.write("EXTRA = 2\n")
+    assert _said(store, spec, force=True) == ("RUN", "forced; code changed (drifting)")
+    assert _said(store, spec)[1].endswith(": --force starts over")
+    _run(store, spec, force=True)
+    record = store.record(stage_key(spec))
+    assert record is not None and record.resumed_from is None
 
 
 def test_why_a_stage_runs_shows_no_secret_that_an_earlier_version_kept() -> None:

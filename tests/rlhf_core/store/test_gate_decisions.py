@@ -1,7 +1,12 @@
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.gate_decisions import GateDecisions, Question, user_name
+from rlhf_core.store.gate_decisions import GateAnswer, GateDecisions, Question, user_name
+from rlhf_core.store.layout import write_json
 
 CONDITION = {"after": "sft", "metric": "loss", "op": "<", "value": 1.0, "name": "quality"}
 ASKED = Question(gate="quality", condition=CONDITION, digest="d1", found="loss 2 >= 1", run="night")
@@ -28,6 +33,32 @@ def test_an_answer_that_is_given_while_a_run_asks_again_is_kept(store: ArtifactS
         decisions.decide(read_before, "approve", reason="fine", by=name)
     asked = decisions.ask(ASKED, run="night", links={})
     assert [one.by for one in asked.answers] == ["ada", "bob"]
+
+
+def test_two_answers_at_once_have_numbers_of_their_own(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    decisions = GateDecisions(store.layout)
+    request = decisions.ask(ASKED, run="night", links={})
+    decisions.decide(request, "approve", reason="fine", by="ada")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "glob", lambda self, pattern: iter(()))  # bob has listed the folder before ada answered
+        decisions.decide(request, "reject", reason="no", by="bob")
+    found = decisions.find(ASKED.id)
+    assert found is not None and [one.by for one in found.answers] == ["ada", "bob"]
+    assert sorted(path.name for path in (store.layout.gates / ASKED.id).glob("answer-*")) == [
+        "answer-000001.json",
+        "answer-000002.json",
+    ]
+
+
+def test_answers_of_one_number_are_ordered_by_their_time(store: ArtifactStore) -> None:
+    """As an earlier version may have written them."""
+    decisions = GateDecisions(store.layout)
+    request = decisions.ask(ASKED, run="night", links={})
+    for name, at in (("b", "2026-01-01T00:00:00+00:00"), ("a", "2026-01-01T00:00:01+00:00")):
+        said = GateAnswer(answer="approve", by=name, at=at, reason="fine")
+        write_json(store.layout.gates / request.id / f"answer-000001-{name}.json", said.model_dump())
+    found = decisions.find(ASKED.id)
+    assert found is not None and [one.by for one in found.answers] == ["b", "a"]
 
 
 def test_another_artifact_condition_or_run_is_another_question(store: ArtifactStore) -> None:

@@ -33,6 +33,30 @@ def test_a_run_is_found_by_id_and_by_name_with_the_keys_of_its_stages(database: 
     assert link in run.data.tags["mlflow.note.content"]
 
 
+def test_the_newest_run_is_found_whether_its_name_has_a_token_or_not_and_names_are_taken_literally(
+    database: Path, tmp_path: Path
+) -> None:
+    uri, ids = f"sqlite:///{database}", {}
+    for name in ("my_run", "my_run (3f2a)", "myXrun (3f2b)"):
+        tracker = MlflowTracker(uri, experiment="rlhf", artifact_root=tmp_path / "files")
+        ids[name] = tracker.start(name, run_id=None, params={}, tags={})
+        tracker.finish("FINISHED", note="")
+    found = find_run(uri, "my_run")
+    assert found is not None and found.run_id == ids["my_run (3f2a)"]
+
+
+def test_a_link_to_the_run_of_a_hit_leads_to_its_own_experiment(database: Path, tmp_path: Path) -> None:
+    uri, made = f"sqlite:///{database}", []
+    for experiment in ("first", "second"):
+        tracker = MlflowTracker(uri, experiment=experiment, artifact_root=tmp_path / experiment)
+        made.append(tracker.start(experiment, run_id=None, params={}, tags={}))
+        tracker.finish("FINISHED", note=f"- [sft](runs:/{made[0]}): HIT, [gone](runs:/{'0' * 32})")
+    client = open_client(uri)
+    note = client.get_run(made[1]).data.tags["mlflow.note.content"]
+    assert f"[sft](#/experiments/{client.get_run(made[0]).info.experiment_id}/runs/{made[0]})" in note
+    assert f"[gone](runs:/{'0' * 32})" in note
+
+
 def test_no_database_is_made_to_look_for_a_run(tmp_path: Path) -> None:
     assert find_run(f"sqlite:///{tmp_path / 'none.db'}", "tiny") is None and list(tmp_path.iterdir()) == []
 

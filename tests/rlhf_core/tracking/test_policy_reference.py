@@ -60,6 +60,31 @@ def test_a_registered_policy_loads_in_a_fresh_process(
     assert said == [[expected], [expected]]
 
 
+@pytest.mark.parametrize("known", ["in another experiment", "as an input"])
+def test_a_policy_that_this_run_has_not_made_is_registered_with_its_place(
+    store: ArtifactStore, database: Path, tmp_path: Path, known: str
+) -> None:
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    ref, uri, files = store.external(PolicyRef, tmp_path / "policy"), f"sqlite:///{database}", tmp_path / "files"
+    if known == "in another experiment":
+        other = MlflowTracker(uri, experiment="other", artifact_root=tmp_path / "others", store=store.root)
+        other.start("tiny", run_id=None, params={}, tags={})
+        other.stage("ppo", key="k", params={}, tags={}).model("ppo", ref.digest, ref.uri)
+        other.finish("FINISHED", note="")
+    tracker = MlflowTracker(uri, experiment="rlhf", artifact_root=files, store=store.root)
+    tracker.start("tiny", run_id=None, params={}, tags={})
+    stage = tracker.stage("publish", key="p", params={}, tags={})
+    if known == "as an input":
+        stage.input_model(ref.digest)
+    assert stage.register("support", ref.digest, aliases=["champion"], tags={}, uri=ref.uri) == "1"
+    stage.finish("FINISHED")
+    tracker.finish("FINISHED", note="")
+    (model,) = files.rglob("MLmodel")
+    assert "loader_module: rlhf_core.tracking.policy_model" in model.read_text()
+    assert json.loads((model.parent / "policy.json").read_text()) == {"folder": str(tmp_path / "policy")}
+
+
 @pytest.mark.parametrize("architecture", ["LlamaForSequenceClassification", "LlamaForCausalLM"])
 def test_only_a_causal_language_model_in_the_store_is_a_policy(
     store: ArtifactStore, tmp_path: Path, architecture: str
