@@ -150,11 +150,11 @@ def run(
                 function=context.user_function(config.advantage),
                 greedy=greedy,
             )
+            if config.truncated_answers == "mask":
+                experience, advantages = without_truncated(experience, advantages)
             if config.loss.chooses_tokens:
                 choice_seed = derive_seed(context.seed, "loss_choice", step)
                 advantages = with_loss_choice(advantages, experience, config.loss, seed=choice_seed)
-            if config.truncated_answers == "mask":
-                experience, advantages = without_truncated(experience, advantages)
             value_rows = value_samples(experience, advantages) if models.value_model else []
             policy_rows = policy_samples(experience, advantages)
             rate_scale = guard.learning_rate_scale

@@ -7,7 +7,7 @@ rollouts of a prompt are consecutive.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from rlhf_core.algorithms.advantage.reinforce_pp import discounted_returns
 from rlhf_core.algorithms.correction import mismatch_metrics
 from rlhf_core.algorithms.kl import k1, k3
 from rlhf_core.algorithms.policy.base import PolicyMethod
+from rlhf_core.algorithms.token_math import masked_count
 from rlhf_core.algorithms.value import explained_variance
 from rlhf_core.config.policy import Advantage, KLCredit
 from rlhf_core.errors import ConfigError, explain
@@ -142,13 +143,15 @@ def estimate_advantages(
 def with_loss_choice(advantages: Advantages, experience: Experience, loss: PolicyMethod, *, seed: int) -> Advantages:
     """Return the advantages without those that `loss` takes away by the step as a whole, and their share as a metric.
 
-    The share is `policy/dropped_by_loss`; returns stay, as they are the value's.
+    The share is `policy/dropped_by_loss`, 0 where no token is left; returns stay, as they are the value's.
     """
+    if not experience.rollouts:
+        return replace(advantages, metrics=advantages.metrics | {"policy/dropped_by_loss": 0.0})
     mask_BT = completion_tensor([sample.loss_mask for sample in experience.samples], experience)
     old_BT = completion_tensor(experience.old_logprobs, experience)
     before_BT = advantages.advantages_BT
     after_BT = loss.step_advantages(before_BT, old_BT, mask_BT, seed=seed)
-    dropped = float((after_BT != before_BT).sum() / mask_BT.sum())
+    dropped = float((after_BT != before_BT).sum() / masked_count(mask_BT))
     return Advantages(after_BT, advantages.returns_BT, advantages.metrics | {"policy/dropped_by_loss": dropped})
 
 

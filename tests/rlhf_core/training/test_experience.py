@@ -309,6 +309,8 @@ def test_where_every_answer_was_cut_off_nothing_is_left() -> None:
     whole = estimate_advantages(made, estimator=RLOOAdvantage(), group_size=2, kl_coef=0.0)
     kept, advantages = without_truncated(made, whole)
     assert policy_samples(kept, advantages) == [] and advantages.metrics["rollout/masked"] == 1.0
+    chosen = with_loss_choice(advantages, kept, ClipCovLoss(), seed=0)
+    assert policy_samples(kept, chosen) == [] and chosen.metrics["policy/dropped_by_loss"] == 0.0
 
 
 def test_a_loss_may_take_tokens_away_by_the_step_as_a_whole() -> None:
