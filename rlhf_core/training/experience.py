@@ -140,6 +140,20 @@ def estimate_advantages(
     return Advantages(advantages_BT, returns_BT, metrics)
 
 
+def trained_on(
+    experience: Experience, advantages: Advantages, loss: PolicyMethod, *, masks: bool, seed: int
+) -> tuple[Experience, Advantages]:
+    """Return what the update trains on: without answers that were cut off if it `masks` them, then the choice of `loss`.
+
+    In this order: tokens that are in no loss must not take the place of others in what the loss draws.
+    """
+    if masks:
+        experience, advantages = without_truncated(experience, advantages)
+    if loss.chooses_tokens:
+        advantages = with_loss_choice(advantages, experience, loss, seed=seed)
+    return experience, advantages
+
+
 def with_loss_choice(advantages: Advantages, experience: Experience, loss: PolicyMethod, *, seed: int) -> Advantages:
     """Return the advantages without those that `loss` takes away by the step as a whole, and their share as a metric.
 
@@ -170,7 +184,8 @@ def without_truncated(experience: Experience, advantages: Advantages) -> tuple[E
         ref_logprobs=tuple(experience.ref_logprobs[at] for at in ended) if experience.ref_logprobs else (),
         values=tuple(experience.values[at] for at in ended) if experience.values else (),
     )
-    rows = advantages.advantages_BT[ended], advantages.returns_BT[ended]
+    longest = max((len(one.completion.token_ids) for one in kept.rollouts), default=0)
+    rows = advantages.advantages_BT[ended, :longest], advantages.returns_BT[ended, :longest]
     return kept, Advantages(*rows, advantages.metrics | {"rollout/masked": share})
 
 
