@@ -31,7 +31,7 @@ from rlhf_core.interfaces import Metrics, ModelSpec, Sampler, Trainer
 from rlhf_core.rewards.scoring import Scorer, component_means, open_scorer
 from rlhf_core.rollouts.answers import StepSampler, open_environments
 from rlhf_core.rollouts.factory import open_guard, open_rollouts
-from rlhf_core.rollouts.greedy import greedy_rewards
+from rlhf_core.rollouts.greedy import with_greedy_rewards
 from rlhf_core.rollouts.guard import RunGuard
 from rlhf_core.rollouts.held_out import hold_out
 from rlhf_core.rollouts.pause import await_decision
@@ -46,9 +46,8 @@ from rlhf_core.training.experience import (
     policy_samples,
     sampled_logprobs,
     token_sample,
+    trained_on,
     value_samples,
-    with_loss_choice,
-    without_truncated,
 )
 from rlhf_core.training.moving_reference import MovingReference
 from rlhf_core.training.objectives.base import PolicyObjective, Scaled, SftObjective, ValueObjective
@@ -137,8 +136,15 @@ def run(
             began = time.perf_counter()
             greedy: tuple[float, ...] = ()
             if config.advantage.asks_greedy:
-                comparable = models.scorer.comparable()
-                greedy = greedy_rewards(models.sampler, rollouts, config.sampling, comparable, step=step)
+                rollouts, greedy = with_greedy_rewards(
+                    models.sampler,
+                    rollouts,
+                    config.sampling,
+                    models.scorer,
+                    step=step,
+                    group_size=config.samples_per_prompt,
+                    note_failed=context.failed,
+                )
             experience = measure(config, models, rollouts)
             advantages = estimate_advantages(
                 experience,
@@ -150,11 +156,9 @@ def run(
                 function=context.user_function(config.advantage),
                 greedy=greedy,
             )
-            if config.loss.chooses_tokens:
-                choice_seed = derive_seed(context.seed, "loss_choice", step)
-                advantages = with_loss_choice(advantages, experience, config.loss, seed=choice_seed)
-            if config.truncated_answers == "mask":
-                experience, advantages = without_truncated(experience, advantages)
+            choice_seed = derive_seed(context.seed, "loss_choice", step)
+            masks = config.truncated_answers == "mask"
+            experience, advantages = trained_on(experience, advantages, config.loss, masks=masks, seed=choice_seed)
             value_rows = value_samples(experience, advantages) if models.value_model else []
             policy_rows = policy_samples(experience, advantages)
             rate_scale = guard.learning_rate_scale

@@ -9,6 +9,7 @@ trained on tokens that follow another prompt than the sampler's. For these model
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 DEEPSEEK_R1 = (
@@ -23,9 +24,11 @@ DEEPSEEK_R1 = (
 
 NEMOTRON_3 = (
     "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\n<|im_end|>\\n' }}{% endif %}"
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
-    "{% if message['role'] == 'assistant' and '</think>' not in message['content'] %}{{ '<think></think>' }}{% endif %}"
-    "{{ message['content'] + '<|im_end|>\\n' }}"
+    "{% for message in messages %}{% if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('no turns of the role ' + message['role']) }}{% endif %}"
+    "{% set content = message['content'] or '' %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['role'] == 'assistant' and '</think>' not in content %}{{ '<think></think>' }}{% endif %}"
+    "{{ content + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 """Nemotron 3. Its own template opens a reasoning on a new line, and shows an answer without one as `<think></think>`."""
@@ -33,16 +36,25 @@ NEMOTRON_3 = (
 SHIPPED = {"deepseek_r1": DEEPSEEK_R1, "nemotron_3": NEMOTRON_3}
 """Name in `prepare_data.chat_template` -> template."""
 
-_MARKS = {"<｜Assistant｜>": "deepseek_r1", "<think></think>": "nemotron_3"}
+_MARKS = {
+    "deepseek_r1": ("<｜User｜>", "<｜Assistant｜>"),
+    "nemotron_3": ("<|im_start|>", "<|im_end|>", "<think></think>"),
+}
+"""The tokens that a template here writes: a model's own one must have all of them."""
+
+_CLOSES_REASONING = re.compile(r"""\{\{-?\s*['"]</think>""")
+"""DeepSeek-V3.1 has the tokens of R1 and opens every answer with `</think>`, as no template here does."""
 
 
 def shipped_for(template: str) -> str:
-    """Return the name of the template here that has the tokens of `template`, "" if there is none.
+    """Return the name of the template here all of whose tokens `template` has, "" if there is none.
 
-    >>> shipped_for("{{ '<｜Assistant｜><think>' }}")
+    >>> shipped_for("{{ '<｜User｜>' }}{{ '<｜Assistant｜><think>' }}")
     'deepseek_r1'
     """
-    return next((name for mark, name in _MARKS.items() if mark in template), "")
+    if _CLOSES_REASONING.search(template):
+        return ""
+    return next((name for name, marks in _MARKS.items() if all(mark in template for mark in marks)), "")
 
 
 def other_opening(template: str, asked: str, shown: str) -> tuple[str, str]:

@@ -198,7 +198,7 @@ class Scorer:
         if treated is None:
             return rollout
         reward = rollout.reward
-        if rollout.completion.finish_reason == "length":
+        if rollout.completion.finish_reason == "length" and not rollout.invalid:
             reward = truncated_reward(reward, kind=treated.type, amount=treated.amount)
         components = rollout.reward_components | {"truncated": 0.0 if rollout.invalid else reward - rollout.reward}
         return _rollout(rollout, reward, components, rollout.invalid, rollout.score)

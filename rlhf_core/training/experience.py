@@ -7,7 +7,7 @@ rollouts of a prompt are consecutive.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from rlhf_core.algorithms.advantage.reinforce_pp import discounted_returns
 from rlhf_core.algorithms.correction import mismatch_metrics
 from rlhf_core.algorithms.kl import k1, k3
 from rlhf_core.algorithms.policy.base import PolicyMethod
+from rlhf_core.algorithms.token_math import masked_count
 from rlhf_core.algorithms.value import explained_variance
 from rlhf_core.config.policy import Advantage, KLCredit
 from rlhf_core.errors import ConfigError, explain
@@ -139,16 +140,32 @@ def estimate_advantages(
     return Advantages(advantages_BT, returns_BT, metrics)
 
 
+def trained_on(
+    experience: Experience, advantages: Advantages, loss: PolicyMethod, *, masks: bool, seed: int
+) -> tuple[Experience, Advantages]:
+    """Return what the update trains on: without answers that were cut off if it `masks` them, then the choice of `loss`.
+
+    In this order: tokens that are in no loss must not take the place of others in what the loss draws.
+    """
+    if masks:
+        experience, advantages = without_truncated(experience, advantages)
+    if loss.chooses_tokens:
+        advantages = with_loss_choice(advantages, experience, loss, seed=seed)
+    return experience, advantages
+
+
 def with_loss_choice(advantages: Advantages, experience: Experience, loss: PolicyMethod, *, seed: int) -> Advantages:
     """Return the advantages without those that `loss` takes away by the step as a whole, and their share as a metric.
 
-    The share is `policy/dropped_by_loss`; returns stay, as they are the value's.
+    The share is `policy/dropped_by_loss`, 0 where no token is left; returns stay, as they are the value's.
     """
+    if not experience.rollouts:
+        return replace(advantages, metrics=advantages.metrics | {"policy/dropped_by_loss": 0.0})
     mask_BT = completion_tensor([sample.loss_mask for sample in experience.samples], experience)
     old_BT = completion_tensor(experience.old_logprobs, experience)
     before_BT = advantages.advantages_BT
     after_BT = loss.step_advantages(before_BT, old_BT, mask_BT, seed=seed)
-    dropped = float((after_BT != before_BT).sum() / mask_BT.sum())
+    dropped = float((after_BT != before_BT).sum() / masked_count(mask_BT))
     return Advantages(after_BT, advantages.returns_BT, advantages.metrics | {"policy/dropped_by_loss": dropped})
 
 
@@ -167,7 +184,8 @@ def without_truncated(experience: Experience, advantages: Advantages) -> tuple[E
         ref_logprobs=tuple(experience.ref_logprobs[at] for at in ended) if experience.ref_logprobs else (),
         values=tuple(experience.values[at] for at in ended) if experience.values else (),
     )
-    rows = advantages.advantages_BT[ended], advantages.returns_BT[ended]
+    longest = max((len(one.completion.token_ids) for one in kept.rollouts), default=0)
+    rows = advantages.advantages_BT[ended, :longest], advantages.returns_BT[ended, :longest]
     return kept, Advantages(*rows, advantages.metrics | {"rollout/masked": share})
 
 

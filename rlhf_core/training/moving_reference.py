@@ -1,7 +1,9 @@
 """A reference that follows the policy: every n steps it takes over the policy's weights, or a part of them.
 
 TR-DPO (arXiv 2404.09656): with `mix` = 1 the reference is the policy of that step (hard update), below 1 the weighted mean
-of the two (soft update, eq. 4). The weights lie in a folder of the stage; checkpoints have a copy of it.
+of the two (soft update, eq. 4). The weights lie in a folder of the stage, those of a mean in float32 whatever the type of
+the models: a step of a small `mix` is lost in half precision, where the folder is rounded when it is loaded.
+Checkpoints have a copy of it.
 """
 
 from __future__ import annotations
@@ -80,7 +82,7 @@ class MovingReference:
 def mix_weights(folder: Path, other: Path, *, part: float) -> None:
     """Replace each tensor of `folder` by part * tensor + (1 - part) * that of `other`: arXiv 2404.09656.
 
-    Computed in float32 and stored in the tensor's own type. ConfigError where `other` has other tensors.
+    Computed and stored in float32 where a tensor has fractions. ConfigError where `other` has other tensors.
     """
     files = {name: file for file in sorted(other.glob("*.safetensors")) for name in _names(file)}
     for file in sorted(folder.glob("*.safetensors")):
@@ -90,7 +92,8 @@ def mix_weights(folder: Path, other: Path, *, part: float) -> None:
             for name in tensors.keys():  # noqa: SIM118  (no mapping)
                 mine = tensors.get_tensor(name)
                 theirs = _tensor(files, name, mine.shape)
-                mixed[name] = torch.lerp(theirs.float(), mine.float(), part).to(mine.dtype)
+                mean = torch.lerp(theirs.float(), mine.float(), part)
+                mixed[name] = mean if mine.is_floating_point() else mean.to(mine.dtype)
         # A new file: the old one may be the target of a link.
         file.unlink()
         save_file(mixed, file, metadata=metadata)

@@ -187,6 +187,23 @@ class Scripted:
         return {"skipped": 0.0, "learning_rate": learning_rate}
 
 
+@pytest.mark.parametrize("rows", [0, 1, 3, 8])
+def test_no_mini_batch_is_empty_where_few_rows_are_left(rows: int) -> None:
+    sizes = []
+
+    class Counting(Scripted):
+        def forward_backward(self, samples: Sequence[Any], objective: Any) -> Metrics:
+            sizes.append(len(samples))
+            return {"loss": 0.0}
+
+    trainer: Any = Counting()
+    models = Models(sampler=trainer, policy=trainer, reference=trainer, value_model=None, scorer=trainer)
+    context: Any = SimpleNamespace(seed=17, label="ppo", user_function=lambda part: None)
+    left: Any = range(rows)
+    update(config(advantage={"type": "rloo"}, minibatches=4), models, left, [], [], 0.0, 1.0, 0, context)
+    assert len(sizes) == min(4, rows) and sum(sizes) == rows and 0 not in sizes
+
+
 def test_the_largest_ratio_of_a_step_is_that_of_its_updates(tmp_path: Path) -> None:
     trainer: Any = Scripted(1.0, 5.0, 1.5, 1.0)
     models = Models(sampler=trainer, policy=trainer, reference=trainer, value_model=None, scorer=trainer)

@@ -68,6 +68,9 @@ def dppo_loss(
     arXiv 2602.04879: M is 0 for A > 0 and pi > pi_old, or A < 0 and pi < pi_old, where the divergence of the two
     Bernoulli distributions "this token or another" is above the threshold. Below the cap this is M rho A itself; above
     it the token keeps its gradient with the weight `cap`, as in truncated importance sampling.
+
+    The paper measures the divergence from the policy that sampled; here it is from pi_old, recomputed before the update,
+    since the correction for the sampler is an option of its own. With `ppo.correction.pi_old = "sampler"` they are one.
     """
     log_ratio_BL = masked(logprobs - old_logprobs, loss_mask)
     ratio_BL = bounded(log_ratio_BL).exp()

@@ -8,6 +8,7 @@ Reference: arXiv 2404.04656.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -65,7 +66,10 @@ class RewardShift:
         return sum(seen) / len(seen) if seen else 0.0
 
     def after(self, *, desirable: list[float], undesirable: list[float], decay: float) -> RewardShift:
-        """Return the means after a step with these rewards: m = decay m + (1 - decay) (mean of the step)."""
+        """Return the means after a step with these rewards: m = decay m + (1 - decay) (mean of the step).
+
+        Rewards that are not finite are left out: one of them would stay in the mean for the rest of the run.
+        """
         return RewardShift(_moved(self.desirable, desirable, decay), _moved(self.undesirable, undesirable, decay))
 
 
@@ -106,6 +110,7 @@ def bco_loss(
 
 
 def _moved(mean: float | None, values: list[float], decay: float) -> float | None:
+    values = [value for value in values if math.isfinite(value)]
     if not values:
         return mean
     here = sum(values) / len(values)

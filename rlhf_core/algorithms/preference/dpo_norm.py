@@ -48,10 +48,11 @@ def dpo_norm_loss(
 ) -> LossOutput:
     """Return sum of -log sigmoid(beta (a / len_c - b / len_r)) over `pairs`: arXiv 2411.15124.
 
-    a and b are the summed log-ratios of the chosen and of the rejected answer, len_c and len_r their trained tokens.
+    a and b are the summed log-ratios of the chosen and of the rejected answer, len_c and len_r their trained tokens,
+    at least 1: an answer without any has a log-ratio of 0.
     """
-    reward_chosen_B = beta * (chosen_logprobs - ref_chosen_logprobs) / chosen_lengths
-    reward_rejected_B = beta * (rejected_logprobs - ref_rejected_logprobs) / rejected_lengths
+    reward_chosen_B = beta * (chosen_logprobs - ref_chosen_logprobs) / chosen_lengths.clamp(min=1)
+    reward_rejected_B = beta * (rejected_logprobs - ref_rejected_logprobs) / rejected_lengths.clamp(min=1)
     # arXiv 2411.15124: -log sigmoid(beta (a / len_c - b / len_r))
     loss_B = smoothed_logistic(reward_chosen_B - reward_rejected_B, label_smoothing=0.0)
     return pair_output(loss_B, reward_chosen_B, reward_rejected_B, chosen_logprobs, rejected_logprobs, pairs=pairs)

@@ -17,7 +17,7 @@ from rlhf_core.algorithms.lazy_torch import Tensor, torch
 from rlhf_core.algorithms.output import LossOutput
 from rlhf_core.algorithms.preference.base import PairBatch, ReferencedMethod, pair_output
 from rlhf_core.algorithms.preference.dpo import smoothed_logistic
-from rlhf_core.algorithms.token_math import bounded
+from rlhf_core.algorithms.token_math import LOG_RATIO_LIMIT
 
 Divergence: TypeAlias = Literal["reverse_kl", "forward_kl", "js", "alpha"]
 
@@ -69,16 +69,24 @@ def f_dpo_loss(
 def derivative(log_u_B: Tensor, *, divergence: Divergence, alpha: float) -> Tensor:
     """Return f'(u) of a divergence, up to a constant, from log u: arXiv 2309.16240, table 1.
 
-    Exponents are bounded at +-20: the forward KL has no gradient for an answer that became e^20 times as unlikely.
+    Beyond exponents of 20 an exponential goes on as its tangent: finite, and with a gradient for an answer that became
+    e^20 times as unlikely.
     """
     match divergence:
         case "reverse_kl":
             return log_u_B  # f' = log u + 1
         case "forward_kl":
-            return -bounded(-log_u_B).exp()  # f' = -1 / u
+            return -_tangent_expm1(-log_u_B) - 1  # f' = -1 / u
         case "js":
             return math.log(2) + torch.nn.functional.logsigmoid(log_u_B)  # f' = log(2u / (1 + u))
         case "alpha":
-            return -torch.expm1(bounded(-alpha * log_u_B)) / alpha  # f' = (1 - u^-alpha) / alpha
+            return -_tangent_expm1(-alpha * log_u_B) / alpha  # f' = (1 - u^-alpha) / alpha
         case _:
             assert_never(divergence)
+
+
+def _tangent_expm1(x_B: Tensor) -> Tensor:
+    """Return exp(x) - 1, beyond the bound its tangent there: the gradient is exp(bound), neither 0 nor infinite."""
+    return torch.expm1(x_B.clamp(max=LOG_RATIO_LIMIT)) + math.exp(LOG_RATIO_LIMIT) * (x_B - LOG_RATIO_LIMIT).clamp(
+        min=0
+    )

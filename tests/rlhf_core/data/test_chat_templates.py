@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rlhf_core.data.chat_templates import SHIPPED, declared_ends, other_opening, shipped_for
 
@@ -16,8 +17,39 @@ def test_a_shipped_template_is_found_by_the_tokens_of_the_models_own(name: str) 
     assert shipped_for("{{ messages }}") == ""
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "[gMASK]<sop>{{ '<|user|>' }}{{ '<|assistant|>\\n<think></think>\\n' }}",  # as GLM-4.5
+        "{{'<｜User｜>' + text}}{{'<｜Assistant｜>'}}{%- if thinking %}{{'<think>'}}{%- else %}{{'</think>'}}{%- endif %}",
+        "{{ '<｜Assistant｜>' }}",
+    ],
+    ids=["other turns", "DeepSeek-V3.1", "one token of two"],
+)
+def test_a_template_of_other_tokens_is_not_offered(template: str) -> None:
+    assert shipped_for(template) == ""
+
+
+def rendered(name: str, *rows: dict[str, str | None]) -> str:
+    environment = ImmutableSandboxedEnvironment()
+
+    def refuse(text: str) -> None:
+        raise ValueError(text)
+
+    return environment.from_string(SHIPPED[name]).render(messages=rows, raise_exception=refuse)
+
+
+def test_nemotron_3_renders_empty_turns_and_refuses_those_of_other_roles() -> None:
+    shown = rendered("nemotron_3", {"role": "system", "content": "s"}, {"role": "assistant", "content": None})
+    assert shown == "<|im_start|>system\ns<|im_end|>\n<|im_start|>assistant\n<think></think><|im_end|>\n"
+    with pytest.raises(ValueError, match="no turns of the role tool"):
+        rendered("nemotron_3", {"role": "user", "content": "u"}, {"role": "tool", "content": "4"})
+
+
 def test_the_first_difference_is_shown_and_no_template_is_offered_twice() -> None:
-    rule, remedy = other_opening("<｜Assistant｜> of the model", "<｜Assistant｜><think>\n", "<｜Assistant｜>42")
+    rule, remedy = other_opening(
+        "<｜User｜><｜Assistant｜> of the model", "<｜Assistant｜><think>\n", "<｜Assistant｜>42"
+    )
     assert rule == "asks for an answer with '<think>\\n' where it shows one with '42', so there is no exact loss mask"
     assert remedy.startswith('set prepare_data.chat_template = "deepseek_r1"')
     _, remedy = other_opening(SHIPPED["deepseek_r1"], "ab", "ac")

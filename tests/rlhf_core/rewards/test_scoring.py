@@ -315,3 +315,11 @@ def test_an_answer_that_was_cut_off_earns_less_before_the_penalty_for_long_ones(
         one, other = scorer(config)([ended, cut])
         assert (one.reward, one.reward_components["truncated"]) == (8.5, 0.0)  # 8 + 1 - 0.5
         assert (other.reward, other.reward_components["truncated"]) == (reward - 0.5, reward - 9.0)
+
+
+def test_an_invalid_answer_that_was_cut_off_has_no_reward() -> None:
+    cut = [replace(one, completion=replace(one.completion, finish_reason="length")) for one in answers(3, 8)]
+    config = RewardsConfig(terms={"part": TERMS["length"]}, truncated=TruncatedReward(type="value", amount=-1.0))
+    none, some = Scorer(config, {"part": part(failing("no answer"))})(cut)
+    assert none.invalid and math.isnan(none.reward) and none.reward_components["truncated"] == 0.0
+    assert not some.invalid and some.reward == -1.0

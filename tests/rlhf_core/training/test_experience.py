@@ -25,6 +25,7 @@ from rlhf_core.training.experience import (
     policy_samples,
     token_rewards,
     token_sample,
+    trained_on,
     value_samples,
     with_loss_choice,
     without_truncated,
@@ -309,6 +310,26 @@ def test_where_every_answer_was_cut_off_nothing_is_left() -> None:
     whole = estimate_advantages(made, estimator=RLOOAdvantage(), group_size=2, kl_coef=0.0)
     kept, advantages = without_truncated(made, whole)
     assert policy_samples(kept, advantages) == [] and advantages.metrics["rollout/masked"] == 1.0
+    chosen = with_loss_choice(advantages, kept, ClipCovLoss(), seed=0)
+    assert policy_samples(kept, chosen) == [] and chosen.metrics["policy/dropped_by_loss"] == 0.0
+
+
+def test_a_loss_chooses_among_the_tokens_that_are_trained_on() -> None:
+    seen = []
+
+    class Chooses(ClipCovLoss):
+        def step_advantages(self, advantages_BL: Any, old_logprobs_BL: Any, loss_mask_BL: Any, *, seed: int) -> Any:
+            seen.append((tuple(advantages_BL.shape), tuple(old_logprobs_BL.shape), int(loss_mask_BL.sum())))
+            return torch.zeros_like(advantages_BL)
+
+    longest = LENGTHS.index(max(LENGTHS))
+    made = cut_off(two_groups(), longest)
+    whole = estimate_advantages(made, estimator=RLOOAdvantage(), group_size=2, kl_coef=0.0)
+    kept, advantages = trained_on(made, whole, Chooses(), masks=True, seed=0)
+    rest = [length for row, length in enumerate(LENGTHS) if row != longest]
+    assert seen == [((3, max(rest)), (3, max(rest)), sum(rest))] and len(kept.rollouts) == 3
+    assert not any(any(row.advantages) for row in policy_samples(kept, advantages))
+    assert trained_on(made, whole, ClipLoss(), masks=False, seed=0) == (made, whole)
 
 
 def test_a_loss_may_take_tokens_away_by_the_step_as_a_whole() -> None:

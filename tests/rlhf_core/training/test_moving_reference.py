@@ -88,7 +88,18 @@ def test_weights_are_mixed_in_float32_by_name_wherever_they_lie(tmp_path: Path) 
     save_file({"b": torch.tensor([-2.0])}, other / "second.safetensors")
     mix_weights(mine, other, part=0.5)
     mixed = load_file(mine / "model.safetensors")
-    assert mixed["a"].tolist() == [0.5, 2.0] and mixed["a"].dtype == torch.bfloat16 and mixed["b"].tolist() == [0.0]
+    assert mixed["a"].tolist() == [0.5, 2.0] and mixed["a"].dtype == torch.float32 and mixed["b"].tolist() == [0.0]
+
+
+def test_many_small_steps_of_half_precision_weights_move_the_mean(tmp_path: Path) -> None:
+    """One step of 1/512 of the way from 1 to 2 is less than half a unit of bfloat16, which would stay at 1 for ever."""
+    kept = write(tmp_path / "kept", w=torch.ones(1, dtype=torch.bfloat16))
+    for step in range(20):
+        mine = write(tmp_path / f"{step}", w=torch.full((1,), 2.0, dtype=torch.bfloat16))
+        mix_weights(mine, kept, part=1 / 512)
+        kept = mine
+    assert weight(kept) == pytest.approx(2 - (1 - 1 / 512) ** 20, rel=1e-6)
+    assert load_file(kept / "model.safetensors")["w"].to(torch.bfloat16).item() > 1
 
 
 def test_a_reference_of_another_architecture_is_refused(tmp_path: Path) -> None:

@@ -52,3 +52,10 @@ def test_the_means_run_each_on_its_own_and_start_with_what_is_seen_first() -> No
     assert (shift.desirable, shift.undesirable) == (pytest.approx(0.9 * 3 + 0.1 * 13), -1.0)
     assert shift.delta == pytest.approx((4.0 - 1.0) / 2)
     assert RewardShift().delta == 0.0
+
+
+def test_rewards_that_are_not_finite_leave_the_means_alone() -> None:
+    seen = RewardShift(3.0, -1.0)
+    poisoned = seen.after(desirable=[math.nan, 5.0], undesirable=[math.nan, math.inf], decay=0.5)
+    assert poisoned == RewardShift(4.0, -1.0)
+    assert RewardShift().after(desirable=[math.nan], undesirable=[], decay=0.5) == RewardShift()

@@ -48,6 +48,15 @@ def test_an_answer_that_became_all_but_impossible_gives_finite_numbers() -> None
         assert bool(torch.isfinite(value_B).all()) and bool(torch.isfinite(gradient_B).all())
 
 
+@pytest.mark.parametrize(("divergence", "log_u"), [("forward_kl", -25.0), ("alpha", -50.0)])
+def test_an_answer_beyond_the_bound_is_still_pulled_back(divergence: Divergence, log_u: float) -> None:
+    log_u_B = torch.tensor([log_u], requires_grad=True)
+    (gradient_B,) = torch.autograd.grad(derivative(log_u_B, divergence=divergence, alpha=0.5).sum(), log_u_B)
+    assert gradient_B.item() == pytest.approx(math.exp(20), rel=1e-5)
+    lower_B = derivative(torch.tensor([log_u - 1, log_u]), divergence=divergence, alpha=0.5)
+    assert lower_B[0] < lower_B[1]
+
+
 def test_alpha_without_its_divergence_is_refused() -> None:
     with pytest.raises(ValidationError, match=r'alpha = 0\.3: applies only to divergence = "alpha"'):
         FDPOLoss(divergence="js", alpha=0.3)
@@ -63,3 +72,6 @@ def test_length_normalized_dpo_compares_means_of_log_ratios() -> None:
     assert output.metrics["rewards/chosen"].item() == pytest.approx(1.0)
     same = {"chosen_lengths": torch.ones(1), "rejected_lengths": torch.ones(1)}
     assert dpo_norm_loss(*PAIR, **same, beta=0.1).loss.item() == pytest.approx(dpo_loss(*PAIR, beta=0.1).loss.item())
+    zero = torch.zeros(1)
+    empty = {"chosen_lengths": torch.zeros(1), "rejected_lengths": torch.ones(1)}
+    assert dpo_norm_loss(zero, zero, zero, zero, **empty, beta=2.0).loss.item() == pytest.approx(math.log(2))
