@@ -6,7 +6,9 @@ or on all tokens, as in pretraining. `dft` weights each token by its own probabi
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from itertools import pairwise
 
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.tables import read_demonstrations
@@ -19,6 +21,8 @@ from rlhf_core.training.objectives.base import SftObjective
 from rlhf_core.types import DemonstrationsRef, Message, PolicyRef, TokenSample
 from stages.config.sft import SFTConfig
 
+logger = logging.getLogger(__name__)
+
 
 def run(config: SFTConfig, *, policy: PolicyRef, demonstrations: DemonstrationsRef, context: StageContext) -> PolicyRef:
     """Fine-tune `policy` on `demonstrations`; return the new policy with its evaluation loss before and after."""
@@ -26,10 +30,13 @@ def run(config: SFTConfig, *, policy: PolicyRef, demonstrations: DemonstrationsR
     if config.packing:
         check_packing(read_config(context.path(policy)))
     chat = ChatTemplate.load(context.path(policy))
-    splits = {}
+    splits, dropped = {}, 0
     for split in ("train", "eval"):
         rows = read_demonstrations(context.path(demonstrations) / f"{split}.parquet")
         splits[split] = [one for row in rows for one in samples_of(row.messages, chat, config)]
+        dropped += dropped_answers([row.messages for row in rows], splits[split])
+    if dropped and config.train_on == "assistant":
+        logger.warning("%s: %d answers begin beyond max_length = %d", context.label, dropped, config.max_length)
     context.tracker.dataset("demonstrations", demonstrations.digest, "training")
     context.tracker.input_model(policy.digest)
     context.tracker.table("preview", ["what is trained on"], [[chat.preview(sample)] for sample in splits["train"][:8]])
@@ -48,8 +55,18 @@ def run(config: SFTConfig, *, policy: PolicyRef, demonstrations: DemonstrationsR
         )
         trainer.export(context.out)
     metrics: Metrics = {"steps": result.steps, "train_samples": len(splits["train"])}
+    if config.train_on == "assistant":
+        metrics["dropped_answers"] = dropped
     metrics |= {f"before/{name}": value for name, value in result.initial.items()}
     return context.commit(PolicyRef, metrics=metrics | result.final)
+
+
+def dropped_answers(conversations: Sequence[Sequence[Message]], samples: Sequence[TokenSample]) -> int:
+    """Return how many answers of the conversations have no trained token in their samples: those beyond `max_length`."""
+    answers = sum(message.role == "assistant" for messages in conversations for message in messages)
+    # An answer is a run of trained tokens: what opens the next one always lies between two.
+    runs = sum(now > before for one in samples for before, now in pairwise((0, *one.loss_mask)))
+    return answers - runs
 
 
 def samples_of(messages: Sequence[Message], chat: ChatTemplate, config: SFTConfig) -> list[TokenSample]:
