@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.models.architecture import read_config
+from rlhf_core.models.architecture import length_limit, read_config
 from rlhf_core.models.loading import load_tokenizer
 from rlhf_core.stage.context import StageContext
 from rlhf_core.suites.harness_results import measured
@@ -28,11 +28,15 @@ def run(config: HarnessSuite, *, policy: PolicyRef, context: StageContext) -> Re
     context.tracker.input_model(policy.digest)
     folder = context.path(policy)
     model = ModelSpec(str(folder), "lm", None, context.seed)
+    architecture = read_config(folder)
+    positions = int(architecture.get_text_config().max_position_embeddings)
+    max_length = min(positions, length_limit(architecture) or positions)
     engines = Engines(
         tokenizer=load_tokenizer(folder),
         trainer=lambda: context.runtime.trainer("reference", model, None),
         sampler=lambda: context.runtime.sampler(folder),
-        max_length=int(read_config(folder).get_text_config().max_position_embeddings),
+        max_length=max_length,
+        max_sampled_length=min(max_length, context.sampler_length or max_length),
         seed=context.seed,
     )
     results = run_tasks(
@@ -42,14 +46,16 @@ def run(config: HarnessSuite, *, policy: PolicyRef, context: StageContext) -> Re
         num_fewshot=None if config.num_fewshot < 0 else config.num_fewshot,
         limit=config.limit or None,
         apply_chat_template=config.apply_chat_template,
+        headline=config.headline,
     )
+    own = {name: results[name] for name in ("results", "versions", "n-shot", "higher_is_better", "n-samples")}
+    for folder in (context.work, context.out):  # the first survives a refusal of the numbers below
+        (folder / RESULTS).write_text(json.dumps(own, indent=2, default=str))
     check_files(config, context)
     result = measured(results, headline=config.headline)
     check_rows(result.rows, rule="the tasks have no documents", remedy="name other tasks")
     facts = {"documents": len(result.rows), "versions": results["versions"], "n-shot": results["n-shot"]}
     metrics = record(replace(result, facts=facts), kind=config.type, policy=policy.digest, context=context)
-    own = {name: results[name] for name in ("results", "versions", "n-shot", "higher_is_better", "n-samples")}
-    (context.out / RESULTS).write_text(json.dumps(own, indent=2, default=str))
     return context.commit(ReportRef, metrics=metrics)
 
 

@@ -137,8 +137,8 @@ class PipelineConfig(Config):
         return self
 
     def _check_candidates(self, evaluate: EvaluationConfig) -> None:
-        """Raise ValueError for a baseline named like a policy, and for a judge's opponent that there is not."""
-        taken = [*self.policies(), CHAMPION, "parent", "suites"]
+        """Raise ValueError for a baseline named like a policy or a stage, and for a judge's opponent that there is not."""
+        taken = [*self.policies(), CHAMPION, "parent", "suites", "prompts"]
         for index, baseline in enumerate(evaluate.baselines):
             if baseline.name in taken:
                 raise ValueError(

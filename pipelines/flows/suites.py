@@ -65,7 +65,16 @@ def evaluate_suites(
             results |= evaluate_answers(config, suite, stages, candidates, reward_models)
     if not results:
         return None
-    about = ReportSuitesConfig(reference=config.evaluate.reference, regressions_shown=config.evaluate.samples_shown)
+    about = ReportSuitesConfig(
+        reference=config.evaluate.reference,
+        regressions_shown=config.evaluate.samples_shown,
+        opponents={
+            f"{suite.name}/{name}": opponent_of(config, suite, name)
+            for suite in config.suites
+            for name in candidates.policies
+            if isinstance(suite, JudgeSuite) and f"{suite.name}/{name}" in results
+        },
+    )
     return stages.report_suites("evaluate/suites", about, results=results)
 
 

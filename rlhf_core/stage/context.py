@@ -118,6 +118,13 @@ class StageContext:
         found: Mapping[str, str] = self._run.spec.engines["files"] if "files" in self._run.spec.engines else NOTHING
         return found
 
+    @property
+    def sampler_length(self) -> int | None:
+        """Return the most tokens that the sampler is set to take; None if it takes the policy's whole context."""
+        engines = self._run.spec.engines
+        sampler = engines["sampler"] if "sampler" in engines else NOTHING
+        return int(sampler["max_model_len"]) if "max_model_len" in sampler else None
+
     def path(self, ref: ArtifactRef) -> Path:
         """Return the folder of an input."""
         return self.store.path(ref)

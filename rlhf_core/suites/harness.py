@@ -29,6 +29,7 @@ from lm_eval.tasks import TaskManager
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.interfaces import Sampler, Trainer
+from rlhf_core.suites.harness_results import measure_name
 from rlhf_core.types import SamplingRequest, TokenSample, derive_seed
 
 MAX_GEN_TOKENS = 256
@@ -46,7 +47,9 @@ class Engines:
     trainer: Callable[[], AbstractContextManager[Trainer]]
     sampler: Callable[[], AbstractContextManager[Sampler]]
     max_length: int
-    """Most tokens of the policy's context."""
+    """Most tokens of the policy's context, at which trainer and sampler agree."""
+    max_sampled_length: int
+    """Most tokens of a question with its answer: the same, or what the sampler is set to if that is less."""
     seed: int
 
 
@@ -58,13 +61,20 @@ def run_tasks(
     num_fewshot: int | None,
     limit: int | None,
     apply_chat_template: bool,
+    headline: str = "",
 ) -> dict[str, Any]:
     """Return the harness's own results, with samples, of the policy behind `engines`.
 
-    Its seeds are the harness's defaults; the process's random states are afterwards what they were.
+    Its seeds are the harness's defaults; the process's random states are afterwards what they were. Raises ConfigError,
+    before an engine is leased, for tasks that the engines cannot run and for a `headline` that is none of their measures.
     """
     manager = _task_manager(tasks, include_path)
     with _random_states_kept():
+        loaded = manager.load(list(tasks))
+        _check_headline(loaded, headline)
+        for task in loaded["tasks"].values():
+            if task.get_config("output_type") == "generate_until":
+                _sampling(engines, dict(task.get_config("generation_kwargs") or {}))
         results = lm_eval.simple_evaluate(
             model=EngineLM(engines),
             tasks=list(tasks),
@@ -91,6 +101,22 @@ def _task_manager(tasks: Sequence[str], include_path: str) -> TaskManager:
         remedy = "name a task of the harness, or one of a YAML file in include_path"
         raise ConfigError(explain("evaluate.suites.tasks", missing[0], "there is no such task", remedy))
     return manager
+
+
+def _check_headline(loaded: Mapping[str, Any], headline: str) -> None:
+    """Raise ConfigError for a measure that these tasks cannot have. Names that a task makes up as it runs are not known."""
+    task, _, measure = headline.partition("/")
+    known: list[str] = []
+    for name, one in loaded["tasks"].items():
+        if one.get_config("process_results") or any(callable(it["metric"]) for it in one.get_config("metric_list") or []):
+            if task == name:
+                return
+        filters = [found.name for found in one._filters]
+        known += [measure_name(name, metric, found) for metric in one.aggregation() for found in filters]
+    if not headline or headline in known or (task in loaded["groups"] and measure):
+        return
+    rule = f"is no measure of these tasks ({', '.join(known)})"
+    raise ConfigError(explain("evaluate.suites.headline", headline, rule, "name one of these"))
 
 
 class EngineLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
@@ -134,17 +160,21 @@ class EngineLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each whole text, in windows of the policy's context."""
-        totals = []
-        for (text,) in [request.args for request in requests]:
+        pairs, documents = [], []
+        for document, (text,) in enumerate(request.args for request in requests):
             windows = utils.get_rolling_token_windows(
                 token_list=self.tok_encode(text),
                 prefix_token=self.prefix_token_id,
                 max_seq_len=self._engines.max_length - 1,  # our engines read the last token, too
                 context_len=1,
             )
-            pairs = [("", *utils.make_disjoint_window(window)) for window in windows]
-            totals.append(math.fsum(value for value, _ in self._loglikelihood_tokens(pairs)))
-        return totals
+            found = [("", *utils.make_disjoint_window(window)) for window in windows]
+            pairs += found
+            documents += [document] * len(found)
+        values: list[list[float]] = [[] for _ in requests]
+        for document, (value, _) in zip(documents, self._loglikelihood_tokens(pairs), strict=True):
+            values[document].append(value)
+        return [math.fsum(of_document) for of_document in values]
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """Return an answer to each request, up to its stop texts; requests of the same options are sampled together."""
@@ -154,14 +184,16 @@ class EngineLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         def options_of(place: int) -> str:
             return repr(sorted(asked[place][1].items()))
 
+        for place in {options_of(place): place for place in range(len(asked))}.values():
+            _sampling(self._engines, asked[place][1])  # a document may have options of its own
         eos = self.tokenizer.decode(self.eot_token_id, skip_special_tokens=False)
         with self._engines.sampler() as sampler:
             for _, group in groupby(sorted(range(len(asked)), key=options_of), key=options_of):
                 places = list(group)
-                options = normalize_gen_kwargs(asked[places[0]][1], MAX_GEN_TOKENS)
+                options = asked[places[0]][1]
                 contexts = {place: self.tok_encode(asked[place][0]) for place in places}
-                answers = _sampled(self._engines, sampler, contexts, options)
-                stops = handle_stop_sequences(options["until"], eos=eos)
+                answers = _sampled(self._engines, sampler, contexts, _sampling(self._engines, options))
+                stops = handle_stop_sequences(normalize_gen_kwargs(options, MAX_GEN_TOKENS)["until"], eos=eos)
                 texts |= {place: postprocess_generated_text(text, stops, None) for place, text in answers.items()}
         return [texts[place] for place in range(len(asked))]
 
@@ -190,25 +222,30 @@ def _scored(engines: Engines, samples: Sequence[TokenSample]) -> list[tuple[floa
     return found
 
 
-def _sampled(
-    engines: Engines, sampler: Sampler, contexts: Mapping[int, Sequence[int]], options: Mapping[str, Any]
-) -> dict[int, str]:
-    """Return an answer to each context under the harness's generation options; contexts are cut at their start."""
+def _sampling(engines: Engines, kwargs: Mapping[str, Any]) -> SamplingConfig:
+    """Return the sampling that the harness's generation options ask for; raise ConfigError for what cannot be sampled."""
+    options = normalize_gen_kwargs(dict(kwargs), MAX_GEN_TOKENS)
     unknown = sorted(set(options) - _OPTIONS)
     if unknown:
         key, rule = f"generation_kwargs.{unknown[0]}", "our samplers have no such option"
         raise ConfigError(explain(key, options[unknown[0]], rule, "remove it from the task"))
     tokens = int(options["max_gen_toks"])
-    room = engines.max_length - tokens
-    if room < 1:
-        rule = f"leaves no room for a question in the policy's {engines.max_length} tokens"
+    if tokens >= engines.max_sampled_length:
+        rule = f"leaves no room for a question in the {engines.max_sampled_length} tokens of policy and sampler"
         raise ConfigError(explain("generation_kwargs.max_gen_toks", tokens, rule, "lower it in the task"))
-    sampling = SamplingConfig(
+    return SamplingConfig(
         temperature=float(options["temperature"]) if options["do_sample"] else 0.0,
         top_p=float(options["top_p"]) if "top_p" in options else 1.0,
         top_k=int(options["top_k"]) if "top_k" in options else 0,
         max_tokens=tokens,
     )
+
+
+def _sampled(
+    engines: Engines, sampler: Sampler, contexts: Mapping[int, Sequence[int]], sampling: SamplingConfig
+) -> dict[int, str]:
+    """Return an answer to each context; contexts are cut at their start."""
+    room = engines.max_sampled_length - sampling.max_tokens
     requests = [
         SamplingRequest(tuple(ids[-room:]), derive_seed(engines.seed, "lm_eval", place))
         for place, ids in contexts.items()

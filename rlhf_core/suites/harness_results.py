@@ -30,6 +30,7 @@ def measured(results: Results, *, headline: str) -> Measured:
             one = _row(task, sample)
             rows[one.id] = Row(one.id, task, one.prompt, one.answer, {**_values(rows, one.id), **one.values})
     found = _numbers(results)
+    _check_numbers(found, rows.values())
     kept = {name for name, (value, _) in found.items() if _is_mean(rows.values(), name, value)}
     if not found:
         raise DataError(
@@ -58,13 +59,24 @@ def _numbers(results: Results) -> dict[str, tuple[float, float]]:
     for task, numbers in results["results"].items():
         for key, value in numbers.items():
             metric, _, filtered = key.partition(",")
-            if filtered and not metric.endswith("_stderr") and isinstance(value, (int, float)):
+            if filtered and not metric.endswith("_stderr") and isinstance(value, (int, float, np.number)):
                 error = numbers[f"{metric}_stderr,{filtered}"] if f"{metric}_stderr,{filtered}" in numbers else None
-                found[_name(task, metric, filtered)] = (
+                found[measure_name(task, metric, filtered)] = (
                     float(value),
-                    float(error) if isinstance(error, (int, float)) else math.nan,
+                    float(error) if isinstance(error, (int, float, np.number)) else math.nan,
                 )
     return found
+
+
+def _check_numbers(found: Mapping[str, tuple[float, float]], rows: Iterable[Row]) -> None:
+    """Raise DataError for a measure that is no finite number, in all or at one document."""
+    for name, value in [
+        *((name, value) for name, (value, _) in found.items()),
+        *(one for row in rows for one in row.values.items()),
+    ]:
+        if not math.isfinite(value):
+            rule, remedy = "is no finite number", "leave out this task or metric; the harness's own numbers are kept"
+            raise DataError(explain(f"evaluate.suites.{name}", value, rule, remedy))
 
 
 def _lower_is_better(results: Results) -> tuple[str, ...]:
@@ -74,11 +86,12 @@ def _lower_is_better(results: Results) -> tuple[str, ...]:
         for key in numbers:
             metric, _, filtered = key.partition(",")
             if filtered and task in better and metric in better[task] and better[task][metric] is False:
-                names.append(_name(task, metric, filtered))
+                names.append(measure_name(task, metric, filtered))
     return tuple(names)
 
 
-def _name(task: str, metric: str, filtered: str) -> str:
+def measure_name(task: str, metric: str, filtered: str) -> str:
+    """Return the name of a metric of a task in our reports."""
     return f"{task}/{metric}" if filtered == NO_FILTER else f"{task}/{metric}/{filtered}"
 
 
@@ -92,7 +105,7 @@ def _row(task: str, sample: Mapping[str, Any]) -> Row:
     """Return the row of a document; metrics that are no number per document are left out."""
     filtered = sample["filter"]
     values = {
-        _name(task, metric, filtered): float(sample[metric])
+        measure_name(task, metric, filtered): float(sample[metric])
         for metric in sample["metrics"]
         if isinstance(sample[metric], (bool, int, float, np.number))
     }

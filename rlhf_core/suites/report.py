@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from jinja2 import Environment
@@ -14,24 +15,32 @@ from rlhf_core.suites.results import LEVEL, RESAMPLES, Row, difference
 Suites: TypeAlias = Mapping[str, Mapping[str, tuple[dict[str, Any], list[Row]]]]
 """Suite -> policy -> its report.json and its rows."""
 Cell: TypeAlias = dict[str, Any]
+NO_NAMES: Mapping[str, str] = MappingProxyType({})
 NO_CELL: Cell = {"text": "–", "range": "", "bar": None, "tone": ""}
 TEXT_SHOWN = 2000
 """Characters of an answer in the report."""
+BY_ROW: Mapping[str, str] = {"length_controlled_win_rate": "win_rate"}
+"""Headline that no prompt has a value of -> the measure that stands for it by slice, in differences and regressions."""
 
 
 # ---------------------------------------------------------------- numbers
 
 
-def overview(suites: Suites, *, reference: str, seed: int) -> dict[str, Any]:
-    """Return the content of report.json: per suite the measures of every policy, and their differences to `reference`."""
+def overview(suites: Suites, *, reference: str, seed: int, opponents: Mapping[str, str] = NO_NAMES) -> dict[str, Any]:
+    """Return the content of report.json: per suite the measures of every policy, and their differences to `reference`.
+
+    `opponents` names whom `<suite>/<policy>` was compared with.
+    """
     found = {}
     for suite, policies in suites.items():
         first = next(iter(policies.values()))[0]
-        base = policies[reference][1] if reference in policies else []
         rows = {}
         for policy, (report, its_rows) in policies.items():
             rows[policy] = {name: report[name] for name in ("measures", "slices", "facts")}
+            if f"{suite}/{policy}" in opponents:
+                rows[policy]["opponent"] = opponents[f"{suite}/{policy}"]
             if policy != reference:
+                base = policies[reference][1] if comparable(policies, policy, reference) else []
                 rows[policy]["difference"] = _differences(report, its_rows, base, seed=seed)
         found[suite] = {name: first[name] for name in ("type", "headline")} | {
             "lower_is_better": sorted({name for report, _ in policies.values() for name in report["lower_is_better"]}),
@@ -39,6 +48,24 @@ def overview(suites: Suites, *, reference: str, seed: int) -> dict[str, Any]:
         }
     names = list(dict.fromkeys(policy for policies in suites.values() for policy in policies))
     return {"reference": reference, "policies": names, "level": LEVEL, "resamples": RESAMPLES, "suites": found}
+
+
+def comparable(policies: Mapping[str, tuple[dict[str, Any], list[Row]]], policy: str, reference: str) -> bool:
+    """Return whether both have results that mean the same: win rates only do against the same opponent."""
+    if reference not in policies:
+        return False
+    mine, other = (policies[name][0]["facts"] for name in (policy, reference))
+    return opponent(mine) == opponent(other)
+
+
+def opponent(facts: Mapping[str, Any]) -> str:
+    """Return the digest of the policy that answers were compared with, "" for suites without one."""
+    return str(facts["opponent"]) if "opponent" in facts else ""
+
+
+def by_row(headline: str) -> str:
+    """Return the measure of single prompts that stands for a headline."""
+    return BY_ROW[headline] if headline in BY_ROW else headline
 
 
 def _differences(
@@ -79,9 +106,9 @@ def worst(suites: Suites, *, reference: str, count: int) -> list[dict[str, Any]]
         base = {row.id: row for row in policies[reference][1]}
         falls = []
         for policy, (report, rows) in policies.items():
-            name = report["headline"]
+            name = by_row(report["headline"])
             sign = -1.0 if name in report["lower_is_better"] else 1.0
-            for row in rows if policy != reference else ():
+            for row in rows if policy != reference and comparable(policies, policy, reference) else ():
                 if row.id in base and name in row.values and name in base[row.id].values:
                     fall = sign * (base[row.id].values[name] - row.values[name])
                     falls += [(fall, policy, name, row, base[row.id])] if fall > 0 else []
@@ -124,7 +151,8 @@ def render(report: Mapping[str, Any], regressions: Sequence[Mapping[str, Any]]) 
         tables=tables,
         footnote=(
             f"Ranges are {report['level']:.0%} intervals (bootstrap over prompts, {report['resamples']} resamples). "
-            f"Differences to {reference} are paired: over the prompts that both answered, resampled together. "
+            f"Differences to {reference} are paired: over the prompts that both answered, resampled together; of win "
+            "rates only where both have the same opponent. "
             "An arrow after a measure says that lower is better."
         ),
         figures=[],
@@ -156,7 +184,10 @@ def _overview_table(report: Mapping[str, Any]) -> dict[str, Any]:
 
 def _difference_table(report: Mapping[str, Any]) -> dict[str, Any]:
     suites = report["suites"]
-    columns = [_column(suite, found["headline"], found) for suite, found in suites.items()]
+    columns = [
+        _column(suite, by_row(found["headline"]), found, measure=by_row(found["headline"]))
+        for suite, found in suites.items()
+    ]
     rows = []
     for policy in report["policies"]:
         if policy == report["reference"]:
@@ -165,15 +196,16 @@ def _difference_table(report: Mapping[str, Any]) -> dict[str, Any]:
         for found in suites.values():
             row = found["policies"][policy] if policy in found["policies"] else {}
             changes = row["difference"] if "difference" in row else {}
-            lower = found["headline"] in found["lower_is_better"]
-            cells.append(_cell(changes, found["headline"], form="+.3f", lower_is_better=lower, tone=True))
+            name = by_row(found["headline"])
+            lower = name in found["lower_is_better"]
+            cells.append(_cell(changes, name, form="+.3f", lower_is_better=lower, tone=True))
         rows.append({"name": policy, "best": False, "cells": cells})
     return {"title": f"Difference to {report['reference']}", "columns": columns, "rows": rows}
 
 
 def _suite_tables(suite: str, found: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the table of all measures of a suite, and by slice that of its headline, where there is more than one."""
-    policies, headline_name = found["policies"], found["headline"]
+    policies, headline_name = found["policies"], by_row(found["headline"])
     measures = list(dict.fromkeys(name for row in policies.values() for name in row["measures"]))
     slices = list(dict.fromkeys(name for row in policies.values() for name in row["slices"]))
     tables = []
@@ -183,6 +215,10 @@ def _suite_tables(suite: str, found: Mapping[str, Any]) -> list[dict[str, Any]]:
             for policy, row in policies.items()
         ]
         columns = [_column(name, "", found, measure=name) for name in measures]
+        if any("opponent" in row for row in policies.values()):
+            columns.append({"name": "against", "help": found["type"]})
+            for line, row in zip(rows, policies.values(), strict=True):
+                line["cells"].append(NO_CELL | {"text": row["opponent"]} if "opponent" in row else NO_CELL)
         tables.append({"title": f"{suite}: all measures", "columns": columns, "rows": rows})
     by_slice = [
         name for name in slices if any(headline_name in row["slices"].get(name, {}) for row in policies.values())

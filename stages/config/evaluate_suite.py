@@ -13,6 +13,7 @@ from rlhf_core.errors import ConfigError, explain
 from rlhf_core.schema.base import OPERATIONAL, Config
 from rlhf_core.schema.secrets import HOLDS_SECRETS
 from rlhf_core.store.fingerprint import hash_file
+from rlhf_core.suites.phrases import plain
 from stages.config.generate import GenerateConfig
 from stages.config.suite_prompts import SuitePromptsConfig
 
@@ -117,7 +118,8 @@ class RefusalSuite(SuiteConfig):
 
     type: Literal["refusal"] = "refusal"
     phrases: tuple[str, ...] = Field(REFUSALS, min_length=1)
-    """Phrases, in lower case, one of which makes an answer a refusal if it occurs among the first `characters`."""
+    """Phrases, in lower case, one of which makes an answer a refusal if it occurs, as whole words, among the first
+    `characters`. Apostrophes and spaces are compared as in answers."""
     characters: int = Field(200, ge=1)
     """Number of characters at the start of an answer that are searched."""
 
@@ -128,6 +130,16 @@ class RefusalSuite(SuiteConfig):
             if not phrase.strip() or phrase != phrase.lower():
                 raise ValueError(f"{phrase!r}: must be text in lower case; answers are compared in lower case")
         return phrases
+
+    @model_validator(mode="after")
+    def _every_phrase_can_be_found(self) -> Self:
+        for phrase in self.phrases:
+            if len(plain(phrase)) > self.characters:
+                raise ValueError(
+                    f"phrases = [{phrase!r}]: is longer than the first {self.characters} characters that are searched; "
+                    "raise characters or remove the phrase"
+                )
+        return self
 
 
 class JudgeSuite(SuiteConfig):

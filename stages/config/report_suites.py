@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from rlhf_core.schema.base import Config
+from rlhf_core.schema.base import Config, added_option
 
 
 class ReportSuitesConfig(Config):
@@ -14,3 +14,5 @@ class ReportSuitesConfig(Config):
     """Policy that all others are compared with, prompt by prompt."""
     regressions_shown: int = Field(8, ge=0)
     """Number of prompts per suite at which a policy is furthest below the reference, with both answers."""
+    opponents: dict[str, str] = added_option({})
+    """Name of the opponent of each `<suite>/<policy>` that a judge compared; set by the pipeline."""

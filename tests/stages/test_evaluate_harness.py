@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.types import PolicyRef
+from rlhf_core.types import Completion, PolicyRef
 from stages.config import evaluate_harness
 from stages.config.evaluate_harness import HarnessSuite, content_digests
 from tests.support.workshop import Workshop
@@ -147,3 +149,103 @@ def test_without_the_package_the_plan_names_the_extra(monkeypatch: pytest.Monkey
     rule = r"evaluate\.suites\.sums\.type = 'lm_eval': needs the package lm_eval, which is not installed; install the extra"
     with pytest.raises(ConfigError, match=rule):
         content_digests(HarnessSuite(name="sums", tasks=("sums",)))
+
+
+def engines_of(policy: Path, leases: list[str], *, sampled: int = 64) -> Any:
+    """Return engines that note each lease, with a sampler that says what it was asked."""
+    from contextlib import contextmanager
+
+    from rlhf_core.models.loading import load_tokenizer
+    from rlhf_core.suites.harness import Engines
+
+    class Asked:
+        def generate(self, requests: Any, sampling: Any) -> Any:
+            leases.extend(f"{len(one.prompt_ids)}+{sampling.max_tokens}" for one in requests)
+            return [Completion((5,), (-0.5,), "t", "stop", 0, 0) for _ in requests]
+
+        def logprobs(self, samples: Any, temperature: float) -> Any:
+            return [(-1.0,) * len(one.token_ids) for one in samples]
+
+        def top_logprobs(self, samples: Any, k: int, temperature: float) -> Any:
+            return [SimpleNamespace(ids=[(0,)] * sum(one.loss_mask)) for one in samples]
+
+    @contextmanager
+    def leased(name: str) -> Any:
+        leases.append(name)
+        yield Asked()
+
+    return Engines(
+        tokenizer=load_tokenizer(policy),
+        trainer=lambda: leased("trainer"),
+        sampler=lambda: leased("sampler"),
+        max_length=64,
+        max_sampled_length=sampled,
+        seed=1,
+    )
+
+
+def asks(*arguments: Any) -> list[Any]:
+    return [SimpleNamespace(args=one) for one in arguments]
+
+
+def test_questions_are_cut_to_what_the_sampler_takes_and_long_answers_refused_first(policy: Path) -> None:
+    from rlhf_core.suites.harness import EngineLM
+
+    leases: list[str] = []
+    model = EngineLM(engines_of(policy, leases, sampled=20))
+    question = "What is 12 + 30? " * 20
+    assert model.generate_until(asks((question, {"until": [], "max_gen_toks": 12}))) == ["t"]
+    assert leases == ["sampler", "8+12"]
+    with pytest.raises(ConfigError, match=r"max_gen_toks = 20: leaves no room for a question in the 20 tokens"):
+        model.generate_until(asks((question, {"max_gen_toks": 12}), (question, {"max_gen_toks": 20})))
+    assert leases == ["sampler", "8+12"]
+
+
+def test_all_documents_are_scored_by_one_trainer(policy: Path) -> None:
+    from rlhf_core.suites.harness import EngineLM
+
+    leases: list[str] = []
+    model = EngineLM(engines_of(policy, leases))
+    texts = ["What is 12?", "What is 12 + 30? " * 20, "It is 42."]
+    assert model.loglikelihood_rolling(asks(*((text,) for text in texts))) == [
+        -float(len(model.tok_encode(text))) for text in texts
+    ]
+    assert leases == ["trainer"]
+
+
+@pytest.mark.parametrize(
+    ("task", "headline", "rule"),
+    [
+        ("sums", "sums/exact", r"headline = 'sums/exact': is no measure of these tasks \(sums/acc, sums/acc_norm\)"),
+        ("writes", "", r"max_gen_toks = 12: leaves no room for a question in the 12 tokens"),
+    ],
+)
+def test_tasks_are_checked_before_an_engine_is_leased(
+    policy: Path, tasks: Path, task: str, headline: str, rule: str
+) -> None:
+    from rlhf_core.suites.harness import run_tasks
+
+    leases: list[str] = []
+    with pytest.raises(ConfigError, match=rule):
+        run_tasks(
+            engines_of(policy, leases, sampled=12),
+            (task,),
+            include_path=str(tasks),
+            num_fewshot=None,
+            limit=None,
+            apply_chat_template=False,
+            headline=headline,
+        )
+    assert leases == []
+
+
+def harness_results(value: Any) -> dict[str, Any]:
+    return {"results": {"t": {"f1,none": value, "f1_stderr,none": np.float32(0.1)}}, "samples": {}, "higher_is_better": {}}
+
+
+def test_numbers_of_numpy_count_and_what_is_no_number_is_named() -> None:
+    from rlhf_core.suites.harness_results import measured
+
+    assert measured(harness_results(np.float32(0.5)), headline="").measures["t/f1"]["mean"] == 0.5
+    with pytest.raises(DataError, match=r"evaluate\.suites\.t/f1 = nan: is no finite number"):
+        measured(harness_results(float("nan")), headline="")

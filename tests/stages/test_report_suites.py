@@ -57,6 +57,38 @@ def test_policies_by_suites_with_differences_slices_and_regressions(store: Artif
     assert shop.tracker.tables["regressions"][1][0][:5] == ("math", "ppo", "question 2 <script>", 0.0, 1.0)
 
 
+def win_rates(store: ArtifactStore, folder: Path, values: list[float], opponent: str) -> ReportRef:
+    rows = tuple(
+        Row(f"p{at}", "a" if at < 2 else "b", f"question {at}", f"answer {value}", {"win_rate": value})
+        for at, value in enumerate(values)
+    )
+    found = {"length_controlled_win_rate": {"mean": 0.5, "low": 0.4, "high": 0.6, "prompts": 4.0}}
+    result = Measured(rows, "length_controlled_win_rate", (), found, {"opponent": opponent})
+    folder.mkdir(parents=True)
+    (folder / "report.json").write_text(json.dumps(report_of(result, kind="judge", policy="d", seed=1)))
+    write_rows(folder / "rows.jsonl", rows)
+    return store.external(ReportRef, folder)
+
+
+def test_win_rates_differ_only_against_the_same_opponent(store: ArtifactStore, tmp_path: Path) -> None:
+    results = {
+        "j/sft": win_rates(store, tmp_path / "1", [1.0, 1.0, 0.5, 0.0], "digest-base"),
+        "j/dpo": win_rates(store, tmp_path / "2", [0.0, 1.0, 1.0, 0.0], "digest-base"),
+        "j/ppo": win_rates(store, tmp_path / "3", [0.0, 0.0, 0.0, 0.0], "digest-sft"),
+    }
+    config = ReportSuitesConfig(opponents={"j/sft": "base", "j/dpo": "base", "j/ppo": "sft"})
+    ref, _ = Workshop(store).run("report_suites", config, {"results": results})
+    report = json.loads((store.path(ref) / "report.json").read_text())
+    policies = report["suites"]["j"]["policies"]
+    assert policies["dpo"]["difference"]["win_rate"]["mean"] == -0.125
+    assert policies["ppo"]["difference"] == {} and policies["ppo"]["opponent"] == "sft"
+    assert [(row["policy"], row["measure"], row["prompt"]) for row in report["regressions"]] == [
+        ("dpo", "win_rate", "question 0")
+    ]
+    page = (store.path(ref) / "report.html").read_text()
+    assert "j: win_rate by slice" in page and ">against<" in page.replace("\n", "") and "<span>base</span>" in page
+
+
 def test_without_the_reference_there_are_no_differences(store: ArtifactStore, tmp_path: Path) -> None:
     results = {"math/ppo": result(store, tmp_path / "1", [1.0, 0.0], measure="gold")}
     ref, _ = Workshop(store).run("report_suites", ReportSuitesConfig(), {"results": results})

@@ -16,6 +16,7 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import ArtifactRef
 from stages.config import evaluate_harness
+from stages.config.report_suites import ReportSuitesConfig
 
 GOLD = "rlhf_core.data.worlds.support:gold_reward"
 SMALL = [f"{name}=none" for name in ("rejection_sampling", "iterative_dpo", "publish", "evaluate.evaluate.parents")]
@@ -91,6 +92,9 @@ def test_a_judge_compares_with_the_parent_and_leaves_out_who_has_none(tmp_path: 
         "b/sft": "evaluate/base/generate",
         "b/ppo": "evaluate/base/generate",
     }
+    about = stages["evaluate/suites"].spec.config
+    assert isinstance(about, ReportSuitesConfig)
+    assert about.opponents == {"j/base": "sft", "j/sft": "base", "j/ppo": "sft", "b/sft": "base", "b/ppo": "base"}
 
 
 def test_baselines_take_part_in_every_suite_and_not_in_the_report_of_evaluate(tmp_path: Path) -> None:
@@ -134,6 +138,8 @@ def test_names_are_given_once() -> None:
         profile([gold, gold])
     with pytest.raises(ConfigError, match="'ppo': is a name of the pipeline; give it another"):
         profile([gold], baselines=[{"name": "ppo", "model": {"path": "x"}}])
+    with pytest.raises(ConfigError, match="'prompts': is a name of the pipeline; give it another"):
+        profile([gold], baselines=[{"name": "prompts", "model": {"path": "x"}}])
     with pytest.raises(ConfigError, match="only suites measure them; add"):
         profile([], baselines=[{"name": "x", "model": {"path": "x"}}])
 

@@ -10,7 +10,7 @@ from rlhf_core.errors import DataError
 from rlhf_core.suites.refusal import is_refusal, refusal_rows
 from rlhf_core.suites.results import means
 from rlhf_core.types import Generation
-from stages.config.evaluate_suite import REFUSALS
+from stages.config.evaluate_suite import REFUSALS, RefusalSuite
 from tests.support.workshop import generation
 
 
@@ -21,12 +21,25 @@ from tests.support.workshop import generation
         ("I\u2019m   sorry, but\nthat is not for me.", True),
         ("As an AI, I do not do this.", True),
         ("", True),
+        ("Your Wi-Fi can't connect? Restart the router.", False),
+        ("Here is an aid: as an aide, call us.", False),
+        ("A semi-I can't grammar.", False),
+        ("Sorry--I can't.", True),
+        ("W" + "." * 193 + " I can't" + "ty", False),  # the 200th character is not the end of a word
         ("Sorry to hear that! First, restart the router.", False),
         ("Kill the process with `kill -9`." + " Then" * 60 + " I can't", False),
     ],
 )
 def test_a_refusal_is_told_by_its_first_words(text: str, refused: bool) -> None:
     assert is_refusal(text, REFUSALS, characters=200) is refused
+
+
+def test_phrases_are_compared_as_answers_are_and_each_can_be_found() -> None:
+    assert is_refusal("No, I'd rather  not.", ["i\u2019d  rather not"], characters=200)
+    with pytest.raises(ValueError, match="is longer than the first 5 characters that are searched"):
+        RefusalSuite(name="r", phrases=("i can't",), characters=5)
+    with pytest.raises(ValueError, match="must be text in lower case"):
+        RefusalSuite(name="r", phrases=(" ",))
 
 
 def labelled(prompt: str, text: str, label: str) -> Generation:

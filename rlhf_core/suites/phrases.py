@@ -1,0 +1,35 @@
+"""Find phrases in texts whatever their apostrophes and spaces. Imports nothing, so that profiles can be checked quickly."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+
+_APOSTROPHES = str.maketrans({"\u2019": "'", "\u2018": "'", "`": "'", "\u02bc": "'"})
+
+
+def plain(text: str) -> str:
+    """Return a text in lower case, with straight apostrophes and single spaces.
+
+    >>> plain(" I\u2019m   sorry")
+    "i'm sorry"
+    """
+    return " ".join(text.translate(_APOSTROPHES).lower().split())
+
+
+def starts_with_any(text: str, phrases: Sequence[str], *, characters: int) -> bool:
+    """Return whether a phrase is among the first characters of `text`, as whole words; both are compared as `plain`.
+
+    >>> starts_with_any("Your Wi-Fi can't connect", ["i can't"], characters=200)
+    False
+    """
+    # A phrase that ends at the last character counts only if its word ends there, so one character more is read.
+    start = plain(text)[: characters + 1]
+    return any((found := _pattern(one).search(start)) is not None and found.end() <= characters for one in phrases)
+
+
+@lru_cache(maxsize=1024)
+def _pattern(phrase: str) -> re.Pattern[str]:
+    # "x-i can't" is no "i can't", "sorry--i can't" is.
+    return re.compile(rf"(?<!\w)(?<!\w-){re.escape(plain(phrase))}(?!\w)")
