@@ -9,8 +9,8 @@ import pytest
 from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.config.loop import LoopConfig
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.types import PolicyRef
-from stages.sft import SFTConfig
+from rlhf_core.types import Message, PolicyRef, TokenSample
+from stages.sft import SFTConfig, dropped_answers
 from tests.support.training import demonstrations, killed_and_resumed, stopped_and_resumed
 from tests.support.workshop import Workshop
 
@@ -28,11 +28,19 @@ def test_the_evaluation_loss_falls_and_the_policy_changes(tmp_path: Path, policy
     ref, decision = shop.run("sft", CONFIG, inputs)
     metrics = shop.metrics(decision)
     # 24 samples in batches of 4, twice
-    assert (metrics["steps"], metrics["train_samples"]) == (12, 24)
+    assert (metrics["steps"], metrics["train_samples"], metrics["dropped_answers"]) == (12, 24, 0)
     assert metrics["before/eval/loss"] == pytest.approx(5.8, abs=0.2)  # ln 320 = 5.77: nothing is known yet
     assert metrics["eval/loss"] < metrics["before/eval/loss"] - 1
     assert ref.digest != base.digest
     assert "【It is 0.<|end|>】" in shop.tracker.tables["preview"][1][0][0]
+
+
+def test_answers_beyond_the_longest_length_are_counted() -> None:
+    ask, reply = Message("user", "q"), Message("assistant", "a")
+    rows = [(ask, reply, ask, reply), (ask, reply)]
+    whole, cut = TokenSample((1,) * 6, (0, 1, 1, 0, 1, 1)), TokenSample((1,) * 4, (0, 1, 1, 0))
+    assert dropped_answers(rows, [whole, cut]) == 0
+    assert dropped_answers(rows, [cut, cut]) == 1 and dropped_answers(rows, [cut]) == 2
 
 
 def test_a_killed_run_ends_with_the_same_bytes(tmp_path: Path, policy: Path) -> None:
