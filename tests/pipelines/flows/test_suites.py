@@ -137,7 +137,7 @@ def test_k_is_at_most_what_best_of_draws() -> None:
     draws = ("evaluate.generate.samples_per_prompt=4", "evaluate.evaluate.best_of={sft=2}")
     with pytest.raises(ConfigError, match="needs 4 answers to each prompt, and there are 2"):
         profile([suite], *draws)
-    profile([suite | {"generate": {"samples_per_prompt": 4}}], *draws)
+    profile([suite | {"generate": {"samples_per_prompt": 5}}], *draws)
 
 
 def test_names_are_given_once() -> None:
