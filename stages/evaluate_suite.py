@@ -6,6 +6,7 @@ with those of an opponent. Suites of EleutherAI's harness are the stage `evaluat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -23,7 +24,7 @@ from rlhf_core.rewards.model import Contract, score_with_reward_model, verify_co
 from rlhf_core.rewards.terms import open_elsewhere
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.fingerprint import hash_file
-from rlhf_core.suites.answers import mean_rows, pass_at_k_rows, row_of
+from rlhf_core.suites.answers import check_counts, mean_rows, pass_at_k_rows, row_of
 from rlhf_core.suites.instructions import HEADLINE, instruction_rows
 from rlhf_core.suites.refusal import OVER_REFUSAL, UNSAFE_COMPLIANCE, refusal_rows
 from rlhf_core.suites.results import Measured, check_rows, record
@@ -59,7 +60,8 @@ def run(
     everything = read_generations(folder)
     rows = [one for one in everything if not one.completion.failure]
     context.tracker.dataset("answers", generations.digest, "evaluation")
-    result = measured(config, rows, opponent, reward_model, context)
+    counted = everything if isinstance(config, (PassAtKSuite, JudgeSuite)) else rows  # where a failure is a loss
+    result = measured(config, counted, opponent, reward_model, context)
     check_rows(result.rows, rule="no prompt has a value", remedy="give the prompts of the suite labels")
     facts = {"answers": len(rows), "failed": len(everything) - len(rows), "prompts": len(result.rows)}
     result = replace(result, facts=facts | dict(result.facts))
@@ -77,7 +79,9 @@ def measured(
     """Return the measures of the answers by the kind of the suite."""
     match config:
         case PassAtKSuite():
-            found = pass_at_k_rows(rows, function_values(config, rows, context), config.k, threshold=config.threshold)
+            check_counts(rows, config.k)
+            values = values_with_failures(config, rows, context)
+            found = pass_at_k_rows(rows, values, config.k, threshold=config.threshold)
             return Measured(tuple(found), f"pass_at_{config.k[0]}")
         case GoldSuite():
             return Measured(tuple(mean_rows(rows, gold_values(config, rows, context), "gold")), "gold")
@@ -117,6 +121,18 @@ def function_values(config: FunctionSuite, rows: Sequence[Generation], context: 
         return list(reward(rows).values)
 
 
+def values_with_failures(config: PassAtKSuite, rows: Sequence[Generation], context: StageContext) -> list[float | None]:
+    """Return what the function says of each answer; a failed episode is wrong, unless its prompt has no values."""
+    kept = [place for place, one in enumerate(rows) if not one.completion.failure]
+    found = (
+        dict(zip(kept, function_values(config, [rows[place] for place in kept], context), strict=True)) if kept else {}
+    )
+    left_out = {rows[place].prompt.id for place, value in found.items() if value is None}
+    left_out -= {rows[place].prompt.id for place, value in found.items() if value is not None}
+    wrong = [None if one.prompt.id in left_out else -math.inf for one in rows]
+    return [found[place] if place in found else wrong[place] for place in range(len(rows))]
+
+
 def gold_values(config: GoldSuite, rows: Sequence[Generation], context: StageContext) -> list[float | None]:
     """Return the gold reward of each answer. Raises DataError for an answer without one."""
     values = function_values(config, rows, context)
@@ -143,36 +159,53 @@ def reward_scores(ref: RewardModelRef, rows: Sequence[Generation], context: Stag
 def compared(
     config: JudgeSuite, rows: Sequence[Generation], opponent: GenerationsRef, context: StageContext
 ) -> Measured:
-    """Return the win rates of the first answer to each prompt against the opponent's first, asked in both orders."""
+    """Return the win rates of the first answer to each prompt against the opponent's first, asked in both orders.
+
+    A failed episode of one side is its loss, of both sides a tie; the judge is not asked about them.
+    """
     ours, theirs = first_answers(rows), first_answers(read_generations(context.path(opponent)))
     pairs = [(mine, theirs[prompt]) for prompt, mine in ours.items() if prompt in theirs]
+    failed = [(bool(mine.completion.failure), bool(other.completion.failure)) for mine, other in pairs]
     if not pairs:
         key, rule = f"evaluate.suites.{config.name}.against", "has answered none of the prompts of this policy"
         raise DataError(explain(key, config.against, rule, "give both the same prompts"))
-    comparisons = [comparison(mine, other, seed=context.seed) for mine, other in pairs]
-    wins, about_judge = judged(config, comparisons, context)
-    mine_first = [one.first_policy == "ours" for one in comparisons]
-    preferences = [win if first else 1 - win for win, first in zip(wins, mine_first, strict=True)]
-    lengths = [len(mine.completion.text) for mine, _ in pairs]
-    their_lengths = [len(other.completion.text) for _, other in pairs]
+    asked = [pair for pair, one in zip(pairs, failed, strict=True) if not any(one)]
+    comparisons = [comparison(mine, other, seed=context.seed) for mine, other in asked]
+    wins, about_judge = judged(config, comparisons, context) if comparisons else ([], {})
+    by_judge = {
+        one.id: win if one.first_policy == "ours" else 1 - win for one, win in zip(comparisons, wins, strict=True)
+    }
+    preferences = [
+        by_judge[mine.prompt.id] if mine.prompt.id in by_judge else (1 + theirs_failed - ours_failed) / 2
+        for (mine, _), (ours_failed, theirs_failed) in zip(pairs, failed, strict=True)
+    ]
+    # A failure says nothing about length.
+    both = [(0, 0) if any(one) else lengths_of(pair) for pair, one in zip(pairs, failed, strict=True)]
+    lengths, their_lengths = [mine for mine, _ in both], [other for _, other in both]
     found = [row_of(mine, {"win_rate": value}) for (mine, _), value in zip(pairs, preferences, strict=True)]
     controlled = length_controlled(preferences, lengths, their_lengths, seed=context.seed)
     facts = {
         "opponent": read_index(context.path(opponent))["policy"],
-        "characters": sum(lengths) / len(lengths),
-        "opponent_characters": sum(their_lengths) / len(their_lengths),
+        "unmatched": len(ours.keys() ^ theirs.keys()),
+        "opponent_failed": sum(theirs_failed for _, theirs_failed in failed),
+        "characters": sum(lengths) / max(1, len(asked)),
+        "opponent_characters": sum(their_lengths) / max(1, len(asked)),
         "judge": about_judge,
     }
     return Measured(tuple(found), "length_controlled_win_rate", (), {"length_controlled_win_rate": controlled}, facts)
 
 
 def first_answers(rows: Sequence[Generation]) -> dict[str, Generation]:
-    """Return the first answer to each prompt that is no failed episode."""
+    """Return the first answer to each prompt, which may be a failed episode: a later one would be a second try."""
     found: dict[str, Generation] = {}
     for one in rows:
-        if not one.completion.failure:
-            found.setdefault(one.prompt.id, one)
+        found.setdefault(one.prompt.id, one)
     return found
+
+
+def lengths_of(pair: tuple[Generation, Generation]) -> tuple[int, int]:
+    """Return the characters of both answers."""
+    return len(pair[0].completion.text), len(pair[1].completion.text)
 
 
 def comparison(mine: Generation, other: Generation, *, seed: int) -> Comparison:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,12 @@ from rlhf_core.data.turns import turns_of
 from rlhf_core.errors import ConfigError, DataError, explain
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.fingerprint import canonical_json, sha256_text
+from rlhf_core.suites.instructions import instructions_of
+from rlhf_core.suites.refusal import is_safe
 from rlhf_core.types import Prompt, PromptsRef
 from stages.config.suite_prompts import SuitePromptsConfig, content_digests
 
-ONE_SLICE = "all"
+ONE_SLICE, DEFAULT_LABEL = "all", "label"
 KEY = "evaluate.suites.prompts"
 
 
@@ -61,9 +63,20 @@ def _prompt(row: Mapping[str, Any], config: SuitePromptsConfig) -> Prompt:
     if config.slice and (config.slice not in row or row[config.slice] is None):
         raise DataError(f"has no column {config.slice!r}")
     messages = turns_of(row[config.prompt], role="user")
+    if config.label != DEFAULT_LABEL and config.label not in row:
+        raise DataError(f"has no column {config.label!r}")
     label = _text(row[config.label]) if config.label in row else ""
+    check_label(label, config.label_kinds)
     identity = canonical_json([[[one.role, one.content] for one in messages], label])
     return Prompt(sha256_text(identity)[:16], messages, label, str(row[config.slice]) if config.slice else ONE_SLICE)
+
+
+def check_label(label: str, kinds: Collection[str]) -> None:
+    """Raise DataError for a label that a suite of one of these kinds cannot read."""
+    if "refusal" in kinds:
+        is_safe(label)
+    if "instructions" in kinds:
+        instructions_of(label)
 
 
 def _text(label: Any) -> str:

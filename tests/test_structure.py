@@ -65,6 +65,7 @@ TESTED_THROUGH = {
     "rlhf_core/tracking/champion_tags.py": "rlhf_core/tracking/test_champions.py",
     "rlhf_core/suites/harness.py": "stages/test_evaluate_harness.py",
     "rlhf_core/suites/harness_results.py": "stages/test_evaluate_harness.py",
+    "rlhf_core/suites/phrases.py": "rlhf_core/suites/test_refusal.py",
     "rlhf_core/suites/report.py": "stages/test_report_suites.py",
     "rlhf_core/training/engines/offload.py": "rlhf_core/training/engines/test_deepspeed_engine.py",
 } | dict.fromkeys(

@@ -84,7 +84,7 @@ class BudgetConfig(Config):
     prices: PricesConfig = PricesConfig()
     """Prices of an hour by kind of device; judges behind an address and people are not among them."""
     comparisons: int | None = Field(None, ge=0)
-    """Number of pairs that people or judges may be asked about, over all rounds."""
+    """Number of pairs that people or judges may be asked about, over all rounds; those of suites are not counted."""
 
     @model_validator(mode="after")
     def _cost_has_prices(self) -> BudgetConfig:

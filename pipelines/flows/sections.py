@@ -183,10 +183,14 @@ class EvaluationConfig(Config):
         if self.baselines and not self.suites:
             raise ValueError("baselines = [...]: only suites measure them; add [[evaluate.suites]]")
         for index, suite in enumerate(self.suites):
-            samples = 0 if isinstance(suite, HarnessSuite) else (suite.generate or self.generate).samples_per_prompt
-            if isinstance(suite, PassAtKSuite) and max(suite.k) > samples:
+            if not isinstance(suite, PassAtKSuite):
+                continue
+            samples = (suite.generate or self.generate).samples_per_prompt
+            if suite.prompts is None and suite.generate in (None, self.generate):
+                samples = min([samples, *self.evaluate.best_of.values()])  # whose answers there are
+            if max(suite.k) > samples:
                 raise ValueError(
                     f"suites[{index}].k = {list(suite.k)}: needs {max(suite.k)} answers to each prompt, and there are "
-                    f"{samples}; raise samples_per_prompt in the suite's generate"
+                    f"{samples}; raise samples_per_prompt in the suite's generate (or evaluate.best_of)"
                 )
         return self

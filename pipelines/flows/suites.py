@@ -114,16 +114,24 @@ def answers_to(
     generate = suite.generate or config.generate
     key = (suite.prompts, generate.model_dump_json())
     if key not in candidates.answers:
-        candidates.answers[key] = sample_candidates(suite, generate, stages, candidates)
+        candidates.answers[key] = sample_candidates(config, suite, generate, stages, candidates)
     return candidates.answers[key]
 
 
+def prompts_of(config: EvaluationConfig, suite: AnswerSuite) -> SuitePromptsConfig | None:
+    """Return the prompts of a suite, with all that the suites of the same prompts read in their labels."""
+    if suite.prompts is None:
+        return None
+    kinds = {other.type for other in config.suites if isinstance(other, AnswerSuite) and other.prompts == suite.prompts}
+    return suite.prompts.model_copy(update={"label_kinds": tuple(sorted(kinds & {"instructions", "refusal"}))})
+
+
 def sample_candidates(
-    suite: AnswerSuite, generate: GenerateConfig, stages: Stages, candidates: Candidates
+    config: EvaluationConfig, suite: AnswerSuite, generate: GenerateConfig, stages: Stages, candidates: Candidates
 ) -> dict[str, GenerationsRef]:
     """Draw the answers of every candidate to a suite's prompts."""
-    label = f"evaluate/suites/{suite.name}"
-    prompts = stages.suite_prompts(f"{label}/prompts", suite.prompts) if suite.prompts else candidates.prompts
+    label, own = f"evaluate/suites/{suite.name}", prompts_of(config, suite)
+    prompts = stages.suite_prompts(f"{label}/prompts", own) if own else candidates.prompts
     return {
         name: stages.generate(
             f"{label}/{name}/generate",

@@ -46,22 +46,31 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
+def check_counts(generations: Sequence[Generation], ks: Sequence[int]) -> None:
+    """Raise DataError for a prompt with fewer answers than the largest k."""
+    for places in by_prompt(generations):
+        if len(places) < max(ks):
+            rule = f"the prompt {generations[places[0]].prompt.id} has only {len(places)} answers"
+            remedy = "raise generate.samples_per_prompt of the suite, or leave out this k"
+            raise DataError(explain("evaluate.suites.k", max(ks), rule, remedy))
+
+
 def pass_at_k_rows(
     generations: Sequence[Generation], values: Sequence[float | None], ks: Sequence[int], *, threshold: float
 ) -> list[Row]:
     """Return a row per prompt with `pass_at_<k>`; an answer is right if its value is at least `threshold`.
 
-    Prompts without a value are left out. Raises DataError for a prompt with fewer answers than the largest k.
+    Prompts without a value are left out. Raises DataError for a prompt at which only some answers have a value.
     """
     rows = []
     for places in by_prompt(generations):
         found = [value for place in places if (value := values[place]) is not None]
         if not found:
             continue
-        if len(found) < max(ks):
-            rule = f"the prompt {generations[places[0]].prompt.id} has only {len(found)} answers"
-            remedy = "raise generate.samples_per_prompt of the suite, or leave out this k"
-            raise DataError(explain("evaluate.suites.k", max(ks), rule, remedy))
+        if len(found) < len(places):
+            rule = f"gives a value for only {len(found)} of {len(places)} answers to {generations[places[0]].prompt.id}"
+            remedy = "return None for all answers to a prompt or for none, and 0.0 for a wrong one"
+            raise DataError(explain("evaluate.suites.function", len(found), rule, remedy))
         correct = sum(value >= threshold for value in found)
         values_of = {f"pass_at_{k}": pass_at_k(len(found), correct, k) for k in ks}
         rows.append(row_of(generations[places[0]], values_of))

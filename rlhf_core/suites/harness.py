@@ -108,9 +108,9 @@ def _check_headline(loaded: Mapping[str, Any], headline: str) -> None:
     task, _, measure = headline.partition("/")
     known: list[str] = []
     for name, one in loaded["tasks"].items():
-        if one.get_config("process_results") or any(callable(it["metric"]) for it in one.get_config("metric_list") or []):
-            if task == name:
-                return
+        metrics = one.get_config("metric_list") or []
+        if task == name and (one.get_config("process_results") or any(callable(it["metric"]) for it in metrics)):
+            return
         filters = [found.name for found in one._filters]
         known += [measure_name(name, metric, found) for metric in one.aggregation() for found in filters]
     if not headline or headline in known or (task in loaded["groups"] and measure):

@@ -18,6 +18,8 @@ from rlhf_core.suites.results import Row
 from rlhf_core.types import Generation
 
 HEADLINE = "prompt_level_strict_acc"
+PROBE = '{"a": "b"}'
+"""A text on which every check reads its options."""
 
 
 def instruction_rows(generations: Sequence[Generation]) -> list[Row]:
@@ -28,10 +30,10 @@ def instruction_rows(generations: Sequence[Generation]) -> list[Row]:
     rows = []
     for places in by_prompt(generations):
         first = generations[places[0]]
-        instructions = _instructions(first.prompt.label, first.prompt.id)
+        instructions = instructions_of(first.prompt.label, key=f"evaluate.suites.prompts[{first.prompt.id}].label")
         values = {}
         for name in ("strict", "loose"):
-            held = [_held(generations[place], instructions, loose=name == "loose") for place in places]
+            held = [_held(generations[place].completion.text, instructions, loose=name == "loose") for place in places]
             values[f"prompt_level_{name}_acc"] = fmean(float(all(one)) for one in held)
             values[f"inst_level_{name}_acc"] = fmean(fmean(one) for one in held)
         weights = {name: float(len(instructions)) for name in values if name.startswith("inst_")}
@@ -39,24 +41,22 @@ def instruction_rows(generations: Sequence[Generation]) -> list[Row]:
     return rows
 
 
-def _held(generation: Generation, instructions: Sequence[Any], *, loose: bool) -> list[bool]:
-    try:
-        return [follows(generation.completion.text, one, loose=loose) for one in instructions]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise _bad(generation.prompt.label, generation.prompt.id, f"has no instruction {error}") from None
-
-
-def _instructions(label: str, prompt: str) -> list[Any]:
+def instructions_of(label: str, *, key: str = "label") -> list[Any]:
+    """Return the instructions of a label. Raises DataError for one that describes none, or none that we know."""
+    remedy = "see rlhf_core.rewards.library.instructions for the form of a label"
     try:
         read = json.loads(label)
         instructions = read["instructions"] if isinstance(read, dict) else read
     except (ValueError, KeyError, RecursionError) as error:
-        raise _bad(label, prompt, f"describes no instructions ({error})") from None
+        raise DataError(explain(key, label[:80], f"describes no instructions ({error})", remedy)) from None
     if not isinstance(instructions, list) or not instructions:
-        raise _bad(label, prompt, "describes no instructions")
+        raise DataError(explain(key, label[:80], "describes no instructions", remedy))
+    try:
+        _held(PROBE, instructions, loose=False)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(explain(key, label[:80], f"has no instruction {error}", remedy)) from None
     return instructions
 
 
-def _bad(label: str, prompt: str, rule: str) -> DataError:
-    remedy = "see rlhf_core.rewards.library.instructions for the form of a label"
-    return DataError(explain(f"evaluate.suites.prompts[{prompt}].label", label[:80], rule, remedy))
+def _held(text: str, instructions: Sequence[Any], *, loose: bool) -> list[bool]:
+    return [follows(text, one, loose=loose) for one in instructions]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from rlhf_core.config.data import FileType
 from rlhf_core.errors import ConfigError, explain
-from rlhf_core.schema.base import OPERATIONAL, Config
+from rlhf_core.schema.base import OPERATIONAL, Config, added_option
 from rlhf_core.store.fingerprint import hash_file
 
 
@@ -23,11 +23,14 @@ class SuitePromptsConfig(Config):
     prompt: str = "prompt"
     """Column with the prompt, text or turns."""
     label: str = "label"
-    """Column with what the answer is checked against; objects and lists are kept as JSON. Rows may lack it."""
+    """Column with what the answer is checked against; objects and lists are kept as JSON. Rows may lack the column
+    `label`, but not one of another name."""
     slice: str = ""
     """Column with the group of the row in tables by slice; if empty, all rows are the slice `all`."""
     max_prompts: int = Field(0, ge=0)
     """Number of rows to use, from the start; 0 uses all."""
+    label_kinds: tuple[Literal["instructions", "refusal"], ...] = added_option(())
+    """What the suites of these prompts read in the labels, which is checked; set by the pipeline."""
 
 
 def content_digests(config: SuitePromptsConfig) -> dict[str, str]:

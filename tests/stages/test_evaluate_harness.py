@@ -240,7 +240,11 @@ def test_tasks_are_checked_before_an_engine_is_leased(
 
 
 def harness_results(value: Any) -> dict[str, Any]:
-    return {"results": {"t": {"f1,none": value, "f1_stderr,none": np.float32(0.1)}}, "samples": {}, "higher_is_better": {}}
+    return {
+        "results": {"t": {"f1,none": value, "f1_stderr,none": np.float32(0.1)}},
+        "samples": {},
+        "higher_is_better": {},
+    }
 
 
 def test_numbers_of_numpy_count_and_what_is_no_number_is_named() -> None:

@@ -39,20 +39,29 @@ FUNCTIONS = """
 def right(prompts, completions, labels, **columns):
     return [float(text == label) if label else None for text, label in zip(completions, labels)]
 
+def some(generations):
+    return [1.0, None]
+
+def breaks(generations):
+    raise ValueError("called")
+
 def length(generations):
     return [float(len(one.completion.text)) for one in generations]
 """
 
 
+FAILED = "(failed)"
+
+
 def answers(
     store: ArtifactStore, folder: Path, rows: list[tuple[str, str, list[str]]], name: str = "a"
 ) -> GenerationsRef:
-    """Return answers to prompts: (prompt, label, texts)."""
+    """Return answers to prompts: (prompt, label, texts); the text FAILED is a failed episode."""
     found = [
         Generation(
             Prompt(prompt, (Message("user", prompt),), label, "even" if len(prompt) % 2 == 0 else "odd"),
             (1, 2),
-            Completion((5, 6), (-0.5, -0.5), text, "stop", 0, 0),
+            Completion((5, 6), (-0.5, -0.5), text, "stop", 0, 0, failure="tool" if text == FAILED else ""),
         )
         for prompt, label, texts in rows
         for text in texts
@@ -104,6 +113,47 @@ def test_functions_measure_pass_at_k_gold_and_what_the_user_likes(
     suite, _ = shop.run("evaluate_suite", custom, {"generations": ref}, callables=(length,))
     assert report_of(shop, suite)["lower_is_better"] == ["characters"]
     assert shop.runtime.engines() == {}
+
+
+def test_a_failed_episode_is_wrong_and_a_prompt_has_all_values_or_none(
+    shop: Workshop, functions: str, tmp_path: Path
+) -> None:
+    right = f"{functions}:right"
+    rows = [("p1", "4", ["4", FAILED]), ("p2", "4", [FAILED, FAILED]), ("p3", "", ["x", FAILED])]
+    ref = answers(shop.store, tmp_path, rows)
+    config = PassAtKSuite(name="m", function=right, k=(1, 2))
+    _, decision = shop.run("evaluate_suite", config, {"generations": ref}, callables=(right,))
+    assert [shop.metrics(decision)[name] for name in ("pass_at_1", "pass_at_2", "prompts")] == [0.25, 0.5, 2]
+    some = f"{functions}:some"
+    ref = answers(shop.store, tmp_path, [("p1", "4", ["4", "5"])], "b")
+    with pytest.raises(DataError, match="gives a value for only 1 of 2 answers to p1"):
+        shop.run("evaluate_suite", PassAtKSuite(name="m", function=some), {"generations": ref}, callables=(some,))
+    config = PassAtKSuite(name="m", function=f"{functions}:breaks", k=(3,))
+    with pytest.raises(DataError, match="the prompt p1 has only 2 answers"):  # before the function is called
+        shop.run("evaluate_suite", config, {"generations": ref}, callables=(config.function,))
+
+
+def test_a_failure_of_one_side_is_its_loss(shop: Workshop, server: ChatServer, tmp_path: Path) -> None:
+    server.says = prefers_polite
+    config = JudgeSuite(name="j", judge=JudgeAnnotator(url=server.url, model="m"), against="base")
+    ours = [
+        ("p1", "", [FAILED, "please"]),
+        ("p2", "", ["go"]),
+        ("p3", "", [FAILED]),
+        ("p4", "", ["please"]),
+        ("p5", "", ["x"]),
+    ]
+    theirs = [("p1", "", ["do"]), ("p2", "", [FAILED]), ("p3", "", [FAILED]), ("p4", "", ["do"])]
+    inputs = {
+        "generations": answers(shop.store, tmp_path, ours),
+        "opponent": answers(shop.store, tmp_path, theirs, "b"),
+    }
+    suite, _ = shop.run("evaluate_suite", config, inputs)
+    rows = [json.loads(line) for line in (shop.store.path(suite) / "rows.jsonl").read_text().splitlines()]
+    assert [row["values"]["win_rate"] for row in rows] == [0.0, 1.0, 0.5, 1.0]
+    facts = report_of(shop, suite)["facts"]
+    assert (facts["unmatched"], facts["opponent_failed"], facts["failed"]) == (1, 2, 2)
+    assert len(server.requests) == 2
 
 
 def test_a_gold_reward_without_a_value_is_refused(shop: Workshop, functions: str, tmp_path: Path) -> None:

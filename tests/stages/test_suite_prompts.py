@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,6 +45,29 @@ def test_a_suite_is_read_whole_or_not_at_all(
 ) -> None:
     with pytest.raises(DataError, match=rule):
         Workshop(store).run("suite_prompts", SuitePromptsConfig(path=written(tmp_path, *rows)), {})
+
+
+@pytest.mark.parametrize(
+    ("label", "kinds", "rule"),
+    [
+        ("harmless", ("refusal",), r"label = 'harmless': must be safe or unsafe"),
+        ([{"kind": "no_dots"}], ("instructions",), "has no instruction 'no_dots'"),
+        ([{"kind": "at_most_words"}], ("instructions",), "has no instruction 'count'"),
+        ("be kind", ("instructions",), "describes no instructions"),
+    ],
+)
+def test_labels_that_a_suite_cannot_read_are_refused(
+    store: ArtifactStore, tmp_path: Path, label: object, kinds: tuple[Any, ...], rule: str
+) -> None:
+    config = SuitePromptsConfig(path=written(tmp_path, {"prompt": "a", "label": label}), label_kinds=kinds)
+    with pytest.raises(DataError, match=rule):
+        Workshop(store).run("suite_prompts", config, {})
+
+
+def test_a_label_column_that_is_named_exists(store: ArtifactStore, tmp_path: Path) -> None:
+    config = SuitePromptsConfig(path=written(tmp_path, {"prompt": "a", "answer": "b"}), label="anwser")
+    with pytest.raises(DataError, match="has no column 'anwser'"):
+        Workshop(store).run("suite_prompts", config, {})
 
 
 def test_a_file_that_changed_since_the_plan_is_refused(store: ArtifactStore, tmp_path: Path) -> None:

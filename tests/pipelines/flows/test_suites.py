@@ -132,6 +132,14 @@ def test_a_suite_that_cannot_work_is_refused_with_the_profile(change: dict[str, 
         profile([{"name": "s"} | change])
 
 
+def test_k_is_at_most_what_best_of_draws() -> None:
+    suite = {"name": "s", "type": "pass_at_k", "function": GOLD, "k": [4]}
+    draws = ("evaluate.generate.samples_per_prompt=4", "evaluate.evaluate.best_of={sft=2}")
+    with pytest.raises(ConfigError, match="needs 4 answers to each prompt, and there are 2"):
+        profile([suite], *draws)
+    profile([suite | {"generate": {"samples_per_prompt": 5}}], *draws)
+
+
 def test_names_are_given_once() -> None:
     gold = {"name": "g", "type": "gold", "function": GOLD}
     with pytest.raises(ConfigError, match=r"suites\[1\]\.name = 'g': is the name of two suites"):

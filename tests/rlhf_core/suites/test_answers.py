@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from rlhf_core.errors import DataError
-from rlhf_core.suites.answers import mean_rows, pass_at_k, pass_at_k_rows
+from rlhf_core.suites.answers import check_counts, mean_rows, pass_at_k, pass_at_k_rows
 from tests.support.workshop import generation
 
 
@@ -32,4 +32,6 @@ def test_answers_without_a_value_are_left_out_and_too_few_are_refused() -> None:
     answers = [generation("p1", "a"), generation("p1", "b"), generation("p2", "c")]
     assert [row.values for row in mean_rows(answers, [2.0, None, None], "m")] == [{"m": 2.0}]
     with pytest.raises(DataError, match=r"evaluate\.suites\.k = 2: the prompt p1 has only 1 answers; raise"):
-        pass_at_k_rows(answers, [1.0, None, 1.0], (2,), threshold=1.0)
+        check_counts([generation("p1", "a")], (2,))
+    with pytest.raises(DataError, match="gives a value for only 1 of 2 answers to p1; return None for all"):
+        pass_at_k_rows(answers, [1.0, None, 1.0], (1,), threshold=1.0)
