@@ -90,6 +90,7 @@ FOLDERS_TESTED_THROUGH = {
 
 OF_SEVERAL_MODULES = {
     "pipelines/test_foreign_page.py": "a web page of others against all servers",
+    "pipelines/test_gates_page.py": "a gate in Prefect's page, and the run that waits for the answer",
     "pipelines/test_people_page.py": "people at MLflow's Review page, and the run that waits for them",
     "pipelines/test_ray_jobs.py": "a pipeline as jobs of a real Ray",
     "pipelines/test_secrets.py": "a secret through a whole run",
