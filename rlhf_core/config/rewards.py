@@ -319,6 +319,7 @@ class TruncatedReward(Config):
     """`scale` multiplies a reward above 0 by `amount` (one below 0 stays: it would be forgiven), `penalty` subtracts
     `amount`, `value` replaces the reward by `amount`."""
     amount: float = 1.0
+    """Factor, size of the penalty, or reward, as `type` says."""
 
     @model_validator(mode="after")
     def _the_amount_takes_away(self) -> TruncatedReward:
