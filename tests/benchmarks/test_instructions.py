@@ -52,9 +52,11 @@ def test_the_table_has_the_base_policy_once_for_each_seed(tmp_path: Path) -> Non
     assert tables([]).count("\n") == 1
 
 
-def test_the_two_profiles_differ_in_the_reward_alone() -> None:
-    honest, hacked = (load_profile(name) for name in PROFILES.values())
-    assert honest.ppo is not None and hacked.ppo is not None
+def test_the_hacked_profiles_differ_in_what_hacks_alone() -> None:
+    honest, hacked, one_word = (load_profile(PROFILES[name]) for name in ("honest", "hacked", "one_word"))
+    assert honest.ppo is not None and hacked.ppo is not None and one_word.ppo is not None
+    assert one_word.ppo.rewards == hacked.ppo.rewards
+    assert {monitor.action for monitor in one_word.ppo.monitors} == {"rollback", "stop"}
     assert honest.ppo.kl_coef > hacked.ppo.kl_coef == 0.0
     same = {"rewards", "kl_coef"}
     assert honest.ppo.model_dump(exclude=same) == hacked.ppo.model_dump(exclude=same)

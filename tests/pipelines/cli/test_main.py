@@ -109,7 +109,7 @@ def test_looking_at_a_store_that_is_not_there_says_what_to_do_and_makes_nothing(
 def test_a_store_of_a_newer_version_is_refused_by_every_verb(
     here: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelines.cli.run_command._server", lambda home: nullcontext())
+    monkeypatch.setattr("pipelines.cli.run_command.prefect_server", lambda home: nullcontext())
     store = here / "home" / "store"
     store.mkdir(parents=True)
     (store / "store.json").write_text('{"schema": 2}')

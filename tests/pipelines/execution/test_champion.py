@@ -165,4 +165,4 @@ def test_a_champion_made_again_is_compared_as_before(tmp_path: Path) -> None:
 def test_without_models_there_is_no_name_to_guess(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLHF_HOME", str(home.root))
     with pytest.raises(ConfigError, match="no model has a champion yet"):
-        champion_verbs._name(tracking_uri(home), "")
+        champion_verbs.model_name(tracking_uri(home), "")
