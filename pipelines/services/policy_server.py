@@ -153,8 +153,8 @@ def policy_server(home: Home, model: ServedModel, options: ServeOptions, token: 
 
 
 def wait_for_end(note: ServingNote, every_s: float = 5.0) -> None:
-    """Return when the server no longer answers."""
-    while healthy(health_url(note.url)):
+    """Return when the server's process has ended; a busy server may not answer for a while."""
+    while process_state(note.pid, note.started) != "gone":
         time.sleep(every_s)
 
 

@@ -124,7 +124,7 @@ def serve(home: Home, policy: Path) -> Iterator[tuple[PolicyRef, subprocess.Pope
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "pipelines.cli.main", "serve", "champion", "--port", str(port)]
     process = subprocess.Popen(
-        [*command, "--max-model-len", "96", "--kv-cache-gib", "0.25"],
+        [*command, "--max-model-len", "64", "--kv-cache-gib", "0.25"],
         env=os.environ | {"RLHF_HOME": str(home.root), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
