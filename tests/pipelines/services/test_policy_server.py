@@ -34,6 +34,7 @@ from rlhf_core.processes.identity import process_stat
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Message, PolicyRef
 from tests.support.records import provenance
+from tests.support.workshop import SHAPE
 
 START_TIMEOUT_S = 500.0
 
@@ -116,15 +117,26 @@ def published(home: Home, policy: Path) -> PolicyRef:
 
 
 @pytest.fixture
-def serve(home: Home, policy: Path) -> Iterator[tuple[PolicyRef, subprocess.Popen[str]]]:
+def policy_for_vllm(tmp_path: Path) -> Path:
+    """Write a policy with heads of 32 dimensions, the fewest that vLLM computes on the CPU."""
+    from rlhf_core.models.initialise import initialise_llama, train_tokenizer  # imports transformers
+
+    train_tokenizer(["What is 12 + 30? It is 42."] * 5, vocab_size=320, folder=tmp_path / "wide")
+    shape = SHAPE.model_copy(update={"hidden_size": 64, "max_positions": 128})
+    initialise_llama(shape, tmp_path / "wide", seed=7)
+    return tmp_path / "wide"
+
+
+@pytest.fixture
+def serve(home: Home, policy_for_vllm: Path) -> Iterator[tuple[PolicyRef, subprocess.Popen[str]]]:
     """`rlhf serve champion` in a process of its own, once it answers."""
-    ref = published(home, policy)
+    ref = published(home, policy_for_vllm)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "pipelines.cli.main", "serve", "champion", "--port", str(port)]
     process = subprocess.Popen(
-        [*command, "--max-model-len", "64", "--kv-cache-gib", "0.25"],
+        [*command, "--max-model-len", "128", "--kv-cache-gib", "0.25"],
         env=os.environ | {"RLHF_HOME": str(home.root), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
@@ -143,7 +155,7 @@ def serve(home: Home, policy: Path) -> Iterator[tuple[PolicyRef, subprocess.Pope
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_served_champion_answers_an_unmodified_openai_client(
-    serve: tuple[PolicyRef, subprocess.Popen[str]], home: Home, policy: Path, monkeypatch: pytest.MonkeyPatch
+    serve: tuple[PolicyRef, subprocess.Popen[str]], home: Home, policy_for_vllm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     openai = pytest.importorskip("openai")
     pytest.importorskip("vllm")
@@ -158,7 +170,7 @@ def test_a_served_champion_answers_an_unmodified_openai_client(
     question: Any = [{"role": "user", "content": "What is 12 + 30?"}]
     answer = client.chat.completions.create(model="champion", messages=question, max_tokens=8, temperature=0)
     assert 1 <= answer.usage.completion_tokens <= 8 and answer.choices[0].finish_reason in ("stop", "length")
-    ours = ChatTemplate.load(policy).prompt_ids((Message("user", "What is 12 + 30?"),))
+    ours = ChatTemplate.load(policy_for_vllm).prompt_ids((Message("user", "What is 12 + 30?"),))
     assert answer.usage.prompt_tokens == len(ours)
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=note.url, api_key="wrong").models.list()
@@ -169,7 +181,17 @@ def test_a_served_champion_answers_an_unmodified_openai_client(
 
     monkeypatch.setenv("RLHF_HOME", str(home.root))
     assert served_model("champion:support", "", ArtifactStore(home.store), home).digest == ref.digest
-    command = [sys.executable, "-m", "pipelines.cli.main", "chat", "champion", "--once", "What is 12 + 30?"]
+    command = [
+        sys.executable,
+        "-m",
+        "pipelines.cli.main",
+        "chat",
+        "champion",
+        "--once",
+        "What is 12 + 30?",
+        "--max-tokens",
+        "8",
+    ]
     said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
     assert said.startswith(f"champion at {note.url}\n") and token not in said
 
