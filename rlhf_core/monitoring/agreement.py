@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rlhf_core.monitoring.base import MonitorConfig, Relative, mean, outside
+from rlhf_core.monitoring.base import MonitorConfig, Relative, outside
 from rlhf_core.monitoring.history import LAST, History, Points
 from rlhf_core.monitoring.over_optimization import mean_test
 
@@ -47,10 +47,10 @@ class Mismatch(Relative):
 
     def _growth(self, history: History) -> str:
         assert self.growth is not None
-        first, last = history.first(_EXP, self.reference_steps), history.last(_EXP, self.window)
-        if len(first) < self.reference_steps or len(last) < self.window or last[0][0] <= first[-1][0]:
+        found = self.means(history, _EXP)
+        if found is None:
             return ""
-        before, now = mean(first) - 1, mean(last) - 1
+        before, now = (value - 1 for value in found)
         if now <= max(self.floor, self.growth * before):  # not for a value that is not a number
             return ""
         return f"{_EXP} - 1 grew from {before:.2g} over the first {self.reference_steps} steps to {now:.2g}"

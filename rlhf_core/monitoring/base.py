@@ -80,14 +80,21 @@ class Relative(Windowed):
         From a reference below 0 it is 1 plus the change by its size, so that larger values have larger ratios, too. None
         for a reference that is 0 or not finite.
         """
+        found = self.means(history, name)
+        if found is None:
+            return None
+        reference, now = found
+        if not reference or not math.isfinite(reference):
+            return None
+        ratio = now / reference
+        return ratio if reference > 0 else 2 - ratio  # 1 + (last - reference) / |reference|
+
+    def means(self, history: History, name: str) -> tuple[float, float] | None:
+        """Return the means over the first steps and over the window; None before the window is past these."""
         first, last = history.first(name, self.reference_steps), history.last(name, self.window)
         if len(first) < self.reference_steps or len(last) < self.window or last[0][0] <= first[-1][0]:
             return None
-        reference = mean(first)
-        if not reference or not math.isfinite(reference):
-            return None
-        ratio = mean(last) / reference
-        return ratio if reference > 0 else 2 - ratio  # 1 + (last - reference) / |reference|
+        return mean(first), mean(last)
 
 
 def mean(points: list[tuple[int, float]]) -> float:

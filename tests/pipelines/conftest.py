@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from pipelines.services.home import Home, client_environment
+from pipelines.services.running import Services
 from pipelines.services.servers import private_server
+from tests.support.served import served
 
 SERVERS = ("PREFECT", "MLFLOW_TRACKING", "MLFLOW_BACKEND", "MLFLOW_REGISTRY", "RLHF_OWN")
 """How the variables begin that may lead to servers or databases; tests end all runs that they find there."""
@@ -30,6 +32,13 @@ def no_servers_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """Let no test talk to a Prefect or MLflow that whoever runs the tests has set, least of all in a profile of Prefect."""
     with servers_forgotten(tmp_path_factory.mktemp("profiles")):
         yield
+
+
+@pytest.fixture
+def services(home: Home) -> Iterator[Services]:
+    """Start what `rlhf up` starts, for one test."""
+    with served(home) as found:
+        yield found
 
 
 @pytest.fixture(scope="session")

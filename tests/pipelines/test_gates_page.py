@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from pipelines.services.running import Services
 from pipelines.services.sign_in import sign_in_link
 from rlhf_core.store.artifacts import ArtifactStore
 from tests.support.browser import CHROMIUM, DRIVER, Browser, browser, keep_picture
-from tests.support.served import PrefectAPI, served
+from tests.support.served import PrefectAPI
 from tests.support.small_pipeline import write_mini
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2000)]
@@ -35,13 +34,6 @@ op = ">="
 value = 1000
 otherwise = "approve"
 """
-
-
-@pytest.fixture
-def services(home: Home) -> Iterator[Services]:
-    """Start what `rlhf up` starts, for one test."""
-    with served(home) as found:
-        yield found
 
 
 def answer(page: Browser, prefect: PrefectAPI, flow_run: str, *, decision: str, reason: str) -> None:

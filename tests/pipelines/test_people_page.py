@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from rlhf_core.data.tables import read_preferences
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Message
 from tests.support.browser import CHROMIUM, DRIVER, Browser, browser, keep_picture
-from tests.support.served import PrefectAPI, served
+from tests.support.served import PrefectAPI
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2000)]
 if not CHROMIUM or not DRIVER:
@@ -70,13 +69,6 @@ def headings(page: Browser) -> list[str]:
     """Return the headings of the page that are the name of a side."""
     script = "return [...document.querySelectorAll('h1,h2,h3,h4,h5,h6')].map(one => one.innerText.trim())"
     return [text for text in page.run(script) if text in ("A", "B")]
-
-
-@pytest.fixture
-def services(home: Home) -> Iterator[Services]:
-    """Start what `rlhf up` starts, for one test."""
-    with served(home) as found:
-        yield found
 
 
 def test_a_waiting_run_goes_on_when_a_person_has_judged_in_the_page(
