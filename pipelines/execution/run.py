@@ -17,7 +17,7 @@ from pipelines.execution.notify import notify
 from pipelines.execution.plan import HELD, Pipeline, PlannedStage, ReachedUntil, placeholder
 from pipelines.execution.summary import description, headline_metrics, run_name
 from pipelines.execution.tracker import Status
-from pipelines.flows.graph import RunStage, Stages
+from pipelines.flows.graph import RunGroup, RunStage, Stages, ungrouped
 from pipelines.flows.profile import profile_digest
 from pipelines.services.waits import answers_awaited
 from rlhf_core.errors import RlhfError
@@ -43,7 +43,7 @@ class PipelineRun:
     """The plan that was shown before the run; empty if none was made."""
     results: dict[str, ArtifactRef] = field(default_factory=dict)
     started: int = 0
-    """Number of stages that were started, cached ones included."""
+    """Number of stages that were started, cached ones included, and of groups of them."""
     outcomes: dict[str, StageOutcome] = field(default_factory=dict)
     """What came of every finished stage, by label."""
     links: Mapping[str, str] = field(default_factory=dict)
@@ -158,7 +158,12 @@ class UntilStage:
 
 
 def run_stages(
-    run: PipelineRun, pipeline: Pipeline, run_stage: RunStage, *, tags: Mapping[str, str]
+    run: PipelineRun,
+    pipeline: Pipeline,
+    run_stage: RunStage,
+    *,
+    tags: Mapping[str, str],
+    group: RunGroup = ungrouped,
 ) -> dict[str, ArtifactRef]:
     """Run the pipeline through `run_stage`; return the artifacts by label. The tracking run gets the true status.
 
@@ -175,10 +180,8 @@ def run_stages(
         limited = UntilStage(GatedStages(run, run_stage), options.until)
         champion = champion_of(config, run.context.store)
         with suppress(ReachedUntil):
-            pipeline(
-                config,
-                Stages(limited, seed=config.seed, runtime=config.runtime, champion=champion, decisions=run.gates.notes),
-            )
+            stages = Stages(limited, config.seed, config.runtime, champion, decisions=run.gates.notes, group=group)
+            pipeline(config, stages)
         run.gates.check()
         if not options.until:
             run.budget.close()

@@ -77,23 +77,29 @@ def lifecycle(config: PipelineConfig, stages: Stages) -> dict[str, PolicyRef]:
     optimize_policy(config, stages, state)
     if config.evaluate:
         champion = opponent(config, stages, state)
-        policies = state.policies if champion is None else state.policies | {CHAMPION: champion}
-        prompts = part(data, "eval_prompts", PromptsRef)
-        answers = sample_policies(
-            config.evaluate,
-            stages,
-            policies=policies,
-            prompts=prompts,
-            conditioned_prompts=state.conditioned_prompts,
-        )
-        report = compare_policies(config.evaluate, stages, policies, answers, state.reward_models)
-        if config.evaluate.suites:
-            candidates = Candidates(dict(policies), prompts, dict(answers), state.conditions)
-            evaluate_suites(config.evaluate, stages, candidates, state.reward_models)
+        evaluation = partial(evaluate_lifecycle, config.evaluate, stages, state, champion)
+        read = [*state.policies.values(), *state.reward_models.values(), *state.conditioned_prompts.values()]
+        report = stages.group("evaluation", evaluation, after=read)
         if config.publish:
             policy = state.policies[published(config, state)]
             stages.publish("publish", config.publish, policy=policy, report=report, champion=champion)
     return state.policies
+
+
+def evaluate_lifecycle(
+    config: EvaluationConfig, stages: Stages, state: LifecycleState, champion: PolicyRef | None
+) -> ReportRef:
+    """Sample and compare all policies on the held-out prompts, and run the suites; return the comparison's report."""
+    policies = state.policies if champion is None else state.policies | {CHAMPION: champion}
+    prompts = part(state.data, "eval_prompts", PromptsRef)
+    answers = sample_policies(
+        config, stages, policies=policies, prompts=prompts, conditioned_prompts=state.conditioned_prompts
+    )
+    report = compare_policies(config, stages, policies, answers, state.reward_models)
+    if config.suites:
+        candidates = Candidates(dict(policies), prompts, dict(answers), state.conditions)
+        evaluate_suites(config, stages, candidates, state.reward_models)
+    return report
 
 
 def published(config: PipelineConfig, state: LifecycleState) -> str:
@@ -124,21 +130,27 @@ def train_reward_models(config: PipelineConfig, stages: Stages, state: Lifecycle
 def learn_from_own_answers(config: PipelineConfig, stages: Stages, state: LifecycleState) -> None:
     """Fine-tune on the best of the policy's own answers, or on all of them conditioned on their scores."""
     if config.rejection_sampling:
-        state.policies["rejection_sampling"] = sample_and_imitate(
+        imitate = partial(
+            sample_and_imitate,
             config.rejection_sampling,
             stages,
             policy=state.sft_or_base,
             prompts=part(state.data, "prompts", PromptsRef),
             reward_models=state.reward_models,
         )
+        read = [state.sft_or_base, *state.reward_models.values()]
+        state.policies["rejection_sampling"] = stages.group("rejection_sampling", imitate, after=read)
     if config.conditional_sft:
-        state.policies["conditional_sft"], rollouts = condition_and_imitate(
+        condition = partial(
+            condition_and_imitate,
             config.conditional_sft,
             stages,
             policy=state.sft_or_base,
             prompts=part(state.data, "prompts", PromptsRef),
             reward_models=state.reward_models,
         )
+        read = [state.sft_or_base, *state.reward_models.values()]
+        state.policies["conditional_sft"], rollouts = stages.group("conditional_sft", condition, after=read)
         if config.evaluate:
             ask = partial(ask_conditioned, config.conditional_sft.condition, stages, rollouts)
             held_out = part(state.data, "eval_prompts", PromptsRef)

@@ -5,7 +5,7 @@ The inputs and engines of a stage are in its row of `stages.table`; the calls he
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -66,6 +66,7 @@ from stages.config.suite_prompts import SuitePromptsConfig
 from stages.table import STAGES, Input, Stage
 
 R = TypeVar("R", bound=ArtifactRef)
+T = TypeVar("T")
 GivenInput: TypeAlias = ArtifactRef | Mapping[str, ArtifactRef] | None
 """An input that a pipeline passes to a stage; None if it is left out."""
 
@@ -76,6 +77,17 @@ class RunStage(Protocol):
     """A function that returns a stage's artifact: from the store, by running it, or (in a plan) as a placeholder."""
 
     def __call__(self, spec: StageSpec, kind: type[R]) -> R: ...
+
+
+class RunGroup(Protocol):
+    """A function that runs `body`, whose stages a graph shows as one node. `after` are artifacts that it reads."""
+
+    def __call__(self, label: str, body: Callable[[], T], *, after: Iterable[ArtifactRef]) -> T: ...
+
+
+def ungrouped(label: str, body: Callable[[], T], *, after: Iterable[ArtifactRef]) -> T:
+    """Run `body` where there is no graph to show."""
+    return body()
 
 
 @dataclass(frozen=True)
@@ -89,6 +101,7 @@ class Stages:
     """The champion of the registry and the one before, if a policy has to beat it."""
     decisions: Callable[[], tuple[GateNote, ...]] = tuple
     """Returns what came of the gates so far, for the model card."""
+    group: RunGroup = ungrouped
 
     def prepare_data(self, label: str, config: PrepareDataConfig) -> PreparedDataRef:
         return self.run("prepare_data", label, config, PreparedDataRef)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from pipelines.flows.graph import Stages
 from pipelines.flows.sections import IterativeDPOConfig
 from rlhf_core.types import PolicyRef, PromptsRef, RewardModelRef
@@ -18,7 +20,8 @@ def iterate_dpo(
     """Return the policy of the last round; every round's answers, pairs and policy stay in the store."""
     reference = policy
     for number in range(1, config.rounds + 1):
-        policy = dpo_round(
+        one_round = partial(
+            dpo_round,
             config,
             stages,
             number=number,
@@ -27,6 +30,8 @@ def iterate_dpo(
             prompts=prompts,
             reward_models=reward_models,
         )
+        read = [policy, reference, prompts, *reward_models.values()]
+        policy = stages.group(f"iterative_dpo/round_{number}", one_round, after=read)
         if config.reference == "previous":
             reference = policy
     return policy

@@ -7,6 +7,7 @@ of the current policy, so that the reward model knows the answers that it is abo
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from pipelines.flows.graph import Stages
 from pipelines.flows.sections import OnlineConfig
@@ -44,23 +45,50 @@ def run_online(
     state = LoopState(policy, reward_model, {} if preferences is None else {"prepared": preferences})
     policies = {}
     for number in range(1, config.rounds + 1):
-        label = f"online/round_{number}"
-        rollouts = sampled(config, stages, state, label=label, number=number, prompts=prompts)
-        collected = judged(config, stages, label=label, rollouts=rollouts)
-        if config.refresh:
-            refresh(config, stages, state, label=label, number=number, start=reward_start, collected=collected)
-        state.policy = optimized(
+        one_round = partial(
+            run_round,
             config,
-            replace(stages, seed=stages.seed + number - 1),  # other prompts come first, and other samples
+            stages,
             state,
-            label=label,
+            number=number,
             reference=reference,
+            reward_start=reward_start,
             prompts=prompts,
-            collected=collected,
             demonstrations=demonstrations,
         )
-        policies[f"online_{number}"] = state.policy
+        read = [state.policy, state.reward_model, *state.preferences.values(), reward_start, prompts]
+        policies[f"online_{number}"] = stages.group(f"online/round_{number}", one_round, after=read)
     return policies
+
+
+def run_round(
+    config: OnlineConfig,
+    stages: Stages,
+    state: LoopState,
+    *,
+    number: int,
+    reference: PolicyRef,
+    reward_start: PolicyRef,
+    prompts: PromptsRef,
+    demonstrations: DemonstrationsRef | None,
+) -> PolicyRef:
+    """Run one round, and return its policy, which is also that of `state` then."""
+    label = f"online/round_{number}"
+    rollouts = sampled(config, stages, state, label=label, number=number, prompts=prompts)
+    collected = judged(config, stages, label=label, rollouts=rollouts)
+    if config.refresh:
+        refresh(config, stages, state, label=label, number=number, start=reward_start, collected=collected)
+    state.policy = optimized(
+        config,
+        replace(stages, seed=stages.seed + number - 1),  # other prompts come first, and other samples
+        state,
+        label=label,
+        reference=reference,
+        prompts=prompts,
+        collected=collected,
+        demonstrations=demonstrations,
+    )
+    return state.policy
 
 
 def sampled(

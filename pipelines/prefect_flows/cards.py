@@ -1,4 +1,4 @@
-"""Show a stage on Prefect's pages: its card, its sample table and its progress."""
+"""Show a stage on Prefect's pages: its progress while it runs, then its card with metrics and samples."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import get_args
 from urllib.parse import quote
@@ -14,7 +15,6 @@ from uuid import UUID
 from prefect.artifacts import (
     create_markdown_artifact,
     create_progress_artifact,
-    create_table_artifact,
     update_progress_artifact,
 )
 from prefect.client.orchestration import get_client
@@ -46,7 +46,7 @@ def artifact_key(*parts: str) -> str:
 
 
 def show_stage(spec: StageSpec, outcome: StageOutcome) -> None:
-    """Attach the card of a stage to its task run: decision and reason, key, inputs, metrics, and links."""
+    """Attach the card of a stage to its task run: decision and reason, key, inputs, metrics, links and samples."""
     decision = outcome.decision
     lines = [
         f"# {spec.label}",
@@ -62,13 +62,23 @@ def show_stage(spec: StageSpec, outcome: StageOutcome) -> None:
     if outcome.metrics:
         lines += ["", "| metric | value |", "|---|---|"]
         lines += [f"| {name} | {value:.6g} |" for name, value in sorted(outcome.metrics.items())]
-    _quietly(create_markdown_artifact, key=artifact_key("stage", spec.label), markdown="\n".join(lines))
+    lines += [sample_block(row) for row in outcome.samples]
+    _quietly(create_markdown_artifact, 1, key=artifact_key("stage", spec.label), markdown="\n".join(lines))
 
 
-def show_samples(label: str, rows: list[dict[str, str]]) -> None:
-    """Attach the newest sample table of a stage."""
-    if rows:
-        _quietly(create_table_artifact, key=artifact_key("samples", label), table=rows)
+def sample_block(row: Mapping[str, str]) -> str:
+    """Return a sample as a block of code, in which no text is read as Markdown or HTML.
+
+    >>> print(sample_block({"prompt": "Hello\\n# there", "reward": "1.0"}))
+    <BLANKLINE>
+    ---
+    <BLANKLINE>
+        prompt: Hello
+        # there
+        reward: 1.0
+    """
+    lines = "\n".join(f"{name}: {text}" for name, text in row.items()).splitlines()
+    return "\n---\n\n" + "\n".join("    " + line for line in lines)
 
 
 def show_plan(rows: list[tuple[str, Decision]]) -> None:
@@ -109,7 +119,7 @@ def _answers(form: str, question: Question, run: str, store: str) -> str:
 
 
 class ProgressCard:
-    """A progress bar on the task run; updated at most every two seconds."""
+    """A progress bar on the task run, updated at most every two seconds, and taken away when the stage has ended."""
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -128,6 +138,17 @@ class ProgressCard:
         else:
             _quietly(update_progress_artifact, artifact_id=self._id, progress=percent, description=message)
 
+    def close(self) -> None:
+        """Take the progress bar away: the graph has room for one card of a stage."""
+        if self._id is not None:
+            _quietly(_delete_artifact, 1, key=self._id)
+            self._id = None
+
+
+def _delete_artifact(key: UUID) -> None:
+    with get_client(sync_client=True) as client:
+        client.delete_artifact(key)
+
 
 class _Away:
     """Time until which a server that did not answer is not asked again."""
@@ -135,12 +156,15 @@ class _Away:
     until = 0.0
 
 
-def _quietly(call, **arguments):  # type: ignore[no-untyped-def]  # five functions of Prefect without a common type
-    """Call a Prefect function and log its errors: a failed page update must neither end nor delay a stage of hours."""
+def _quietly(call, retries=0, **arguments):  # type: ignore[no-untyped-def]  # five functions without a common type
+    """Call a Prefect function and log its errors: a failed page update must neither end nor delay a stage of hours.
+
+    `retries` is for what is shown once, and would be missing for ever after a moment in which the database was busy.
+    """
     if time.monotonic() < _Away.until:
         return None
     try:
-        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: retries}):
             return call(**arguments)
     except Exception as error:
         _Away.until = time.monotonic() + AWAY_S

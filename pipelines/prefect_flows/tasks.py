@@ -7,6 +7,7 @@ outlive their owner.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 from uuid import UUID
 
@@ -18,12 +19,12 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.context import FlowRunContext
 from prefect.events.worker import EventsWorker
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, PREFECT_UI_URL, temporary_settings
-from prefect.states import Completed
+from prefect.states import Cancelled, Completed
 
-from pipelines.execution.plan import Pipeline, expect
+from pipelines.execution.plan import Pipeline, ReachedUntil, expect
 from pipelines.execution.run import PipelineRun, run_stages
 from pipelines.flows.inputs import parts
-from pipelines.prefect_flows.cards import ProgressCard, show_plan, show_samples, show_stage
+from pipelines.prefect_flows.cards import ProgressCard, show_plan, show_stage
 from pipelines.prefect_flows.waiting import halted
 from pipelines.services.flow_runs import own, reconcile
 from pipelines.services.health import wait_for
@@ -35,6 +36,7 @@ from rlhf_core.types import ArtifactRef
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=ArtifactRef)
+T = TypeVar("T")
 
 
 def run_in_flow(run: PipelineRun, pipeline: Pipeline) -> dict[str, ArtifactRef]:
@@ -46,7 +48,8 @@ def run_in_flow(run: PipelineRun, pipeline: Pipeline) -> dict[str, ArtifactRef]:
     reconcile()
     show_plan([(stage.label, stage.decision) for stage in run.planned])
     with time_limit(run.context.config.runtime.time_limit_s), on_signals():
-        return run_stages(run, pipeline, TaskRunner(run), tags=_links(context.flow_run))
+        runner = TaskRunner(run)
+        return run_stages(run, pipeline, runner, tags=_links(context.flow_run), group=runner.group)
 
 
 def settle(flow_run_id: UUID, tasks: int, *, patience_s: float = 10.0) -> None:
@@ -72,7 +75,9 @@ class TaskRunner:
     def __init__(self, run: PipelineRun) -> None:
         self._run = run
         self._made: dict[str, State[bool]] = {}
-        """Uri of an artifact -> the task that made or found it."""
+        """Uri of an artifact -> the task that made or found it; outside a group, the group's."""
+        self._ended: list[State[bool]] = []
+        """How the stages ended so far, those of the active group last."""
 
     def __call__(self, spec: StageSpec, kind: type[R]) -> R:
         run, refs = self._run, []
@@ -82,25 +87,70 @@ class TaskRunner:
         # since Prefect compares the identity of every value in them, down to the digests of parents.
         @task(name=spec.label, task_run_name=spec.label, cache_policy=NO_CACHE, persist_result=False)
         def stage() -> State[Any]:
+            progress = ProgressCard(spec.label)
             try:
-                outcome = run.stage(spec, ProgressCard(spec.label).show)
+                outcome = run.stage(spec, progress.show)
             except RunHalted as error:
                 halts.append(error)
                 return halted(error)
+            finally:
+                progress.close()
             refs.append(outcome.ref)
             show_stage(spec, outcome)
-            show_samples(spec.label, outcome.samples)
             name = "Cached" if outcome.decision.action == "HIT" else "Completed"
             return Completed(name=name, message=f"{outcome.decision.action}: {outcome.decision.reason}", data=True)
 
-        before = {self._made[ref.uri].id: self._made[ref.uri] for ref in spec.refs() if ref.uri in self._made}
-        state = stage(wait_for=list(before.values()), return_state=True)
+        state = stage(wait_for=self._before(spec.refs()), return_state=True)
+        self._ended.append(state)
         if halts:
             raise halts[0]
         state.result()  # raises the error of the stage
         ref: R = expect(refs[0], kind, spec.label)
         self._made |= dict.fromkeys([ref.uri, *(part.uri for part in parts(ref))], state)
         return ref
+
+    def group(self, label: str, body: Callable[[], T], *, after: Iterable[ArtifactRef]) -> T:
+        """Run `body` as a task around those of its stages, which Prefect's graph shows as one node that opens.
+
+        Edges from outside end at the group: one to a stage in it would keep that stage from being drawn.
+        """
+        before, outside, first = self._before(after), self._made, len(self._ended)
+        self._made = {}
+        made: list[T] = []
+        ends: list[BaseException] = []
+
+        @task(name=label, task_run_name=label, cache_policy=NO_CACHE, persist_result=False)
+        def group() -> State[Any]:
+            try:
+                made.append(body())
+            except RunHalted as error:
+                ends.append(error)
+                return halted(error)
+            except ReachedUntil as error:
+                ends.append(error)
+            return _of_group(self._ended[first:])
+
+        self._run.started += 1
+        state = group(wait_for=before, return_state=True)
+        # Prefect runs no task after one that is Cancelled, as a group is of which a gate holds a part back.
+        self._made = outside | (dict.fromkeys(self._made, state) if state.is_completed() else {})
+        if ends:
+            raise ends[0]
+        state.result()  # raises the error of the stage that failed
+        return made[0]
+
+    def _before(self, refs: Iterable[ArtifactRef]) -> list[State[bool]]:
+        """Return the tasks that made these artifacts, each once."""
+        return list({self._made[ref.uri].id: self._made[ref.uri] for ref in refs if ref.uri in self._made}.values())
+
+
+def _of_group(stages: Sequence[State[bool]]) -> State[Any]:
+    """Return the state of a group: that of a stage that was held back if there is one; Cached if all its stages were."""
+    for one in stages:
+        if one.is_cancelled():
+            return Cancelled(name=one.name, message=one.message)
+    name = "Cached" if stages and all(one.name == "Cached" for one in stages) else "Completed"
+    return Completed(name=name, message=f"{len(stages)} stages", data=True)
 
 
 def _links(flow_run: FlowRun) -> dict[str, str]:

@@ -10,7 +10,7 @@ from pipelines.prefect_flows.cards import artifact_key
     ("parts", "key"),
     [
         (("stage", "iterative_dpo/round_1/dpo"), "stage-iterative-dpo-round-1-dpo"),
-        (("samples", "PPO"), "samples-ppo"),
+        (("stage", "PPO"), "stage-ppo"),
     ],
 )
 def test_keys_hold_only_what_prefect_accepts(parts: tuple[str, ...], key: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 from pipelines.execution.executor import RunOptions
 from pipelines.execution.listener import Silent
 from pipelines.execution.opening import open_run
+from pipelines.execution.plan import Pipeline
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.services.home import Home
@@ -40,7 +41,19 @@ def diamond(config: PipelineConfig, stages: Stages) -> None:
     stages.run_stage(toy_spec(ToyConfig(kl_coef=0.3), label="alone"), PolicyRef)
 
 
-def run_flow(tmp_path: Path, home: Home) -> str:
+def grouped(config: PipelineConfig, stages: Stages) -> None:
+    """data -> a group of two stages -> a stage after it."""
+    data = stages.run_stage(toy_spec(ToyConfig(trouble="children"), label="data"), PreparedDataRef)
+
+    def body() -> PolicyRef:
+        first = stages.run_stage(toy_spec(ToyConfig(kl_coef=0.1), label="a", inputs={"policy": data}), PolicyRef)
+        return stages.run_stage(toy_spec(ToyConfig(kl_coef=0.2), label="b", inputs={"policy": first}), PolicyRef)
+
+    policy = stages.group("round", body, after=[data])
+    stages.run_stage(toy_spec(ToyConfig(kl_coef=0.3), label="after", inputs={"policy": policy}), PolicyRef)
+
+
+def run_flow(tmp_path: Path, home: Home, pipeline: Pipeline = diamond, *, until: str = "", tasks: int = 4) -> str:
     from prefect import flow
     from prefect.context import FlowRunContext
 
@@ -55,17 +68,24 @@ def run_flow(tmp_path: Path, home: Home) -> str:
         ids.append(context.flow_run.id)
         with open_run(
             load_profile(write_mini(tmp_path)),
-            diamond,
-            RunOptions(),
+            pipeline,
+            RunOptions(until=until),
             home=home,
             tracker=MemoryTracker(),
             listener=Notes(),
         ) as run:
-            run_in_flow(run, diamond)
+            run_in_flow(run, pipeline)
+            assert run.started == tasks
 
     body()
-    settle(ids[0], 4)
+    settle(ids[0], tasks)
     return str(ids[0])
+
+
+def node_names(flow_run: str) -> dict[str, str]:
+    """Return label -> name of the state of a flow run's tasks."""
+    tasks = api("/task_runs/filter", {"flow_runs": {"id": {"any_": [flow_run]}}})
+    return {task["name"]: task["state"]["name"] for task in tasks}
 
 
 def api(path: str, body: dict[str, Any] | None = None) -> Any:
@@ -88,13 +108,56 @@ def test_prefect_shows_the_edges_the_hits_the_plan_and_a_card_per_stage(tmp_path
     labels = {node_id: node["label"] for node_id, node in graph["nodes"]}
     edges = {node["label"]: [labels[parent["id"]] for parent in node["parents"]] for _, node in graph["nodes"]}
     assert edges == {"data": [], "left": ["data"], "right": ["left"], "alone": []}
-    assert "stage-left" in {artifact["key"] for _, node in graph["nodes"] for artifact in node["artifacts"]}
+    cards = {node["label"]: [one["key"] for one in node["artifacts"]] for _, node in graph["nodes"]}
+    assert cards == {name: [f"stage-{name}"] for name in edges}
     assert [artifact["key"] for artifact in graph["artifacts"]] == ["plan"]
 
     for flow_run, name in ((ran, "Completed"), (cached, "Cached")):
         tasks = api("/task_runs/filter", {"flow_runs": {"id": {"any_": [flow_run]}}})
         assert {task["state"]["name"] for task in tasks} == {name}
         assert len(tasks) == 4
+
+
+def test_a_group_is_one_node_that_holds_its_stages(prefect_home: Home, tmp_path: Path) -> None:
+    home = Home(tmp_path / "home").make()
+    ended = run_flow(tmp_path, home, grouped, until="a", tasks=3)
+    assert node_names(ended) == {"data": "Completed", "round": "Completed", "a": "Completed"}
+    flow_run = run_flow(tmp_path, home, grouped, tasks=5)
+    assert node_names(flow_run) == {
+        "data": "Cached",
+        "round": "Completed",
+        "a": "Cached",
+        "b": "Completed",
+        "after": "Completed",
+    }
+    again = run_flow(tmp_path, home, grouped, tasks=5)
+    assert set(node_names(again).values()) == {"Cached"}
+
+    graph = api(f"/flow_runs/{flow_run}/graph-v2")
+    labels = {node_id: node["label"] for node_id, node in graph["nodes"]}
+    edges = {node["label"]: [labels[one["id"]] for one in node["parents"]] for _, node in graph["nodes"]}
+    inside = {node["label"]: [labels[one["id"]] for one in node["encapsulating"]] for _, node in graph["nodes"]}
+    assert edges == {"data": [], "round": ["data"], "a": [], "b": ["a"], "after": ["round"]}
+    assert inside == {"data": [], "round": [], "a": ["round"], "b": ["round"], "after": []}
+
+
+def test_a_group_fails_with_its_stage_and_says_that_a_gate_held_one_back(prefect_home: Home, tmp_path: Path) -> None:
+    from prefect.states import Cancelled, Completed
+
+    from pipelines.prefect_flows.tasks import _of_group
+
+    held = Cancelled(name="Blocked", message="BLOCKED by gate quality")
+    found = _of_group([Completed(name="Cached"), held])
+    assert (found.is_cancelled(), found.name, found.message) == (True, "Blocked", "BLOCKED by gate quality")
+
+    def failing(config: PipelineConfig, stages: Stages) -> None:
+        def body() -> PolicyRef:
+            return stages.run_stage(toy_spec(ToyConfig(trouble="raise:1"), label="broken"), PolicyRef)
+
+        stages.group("round", body, after=[])
+
+    with pytest.raises(Exception, match="step 1 went wrong"):
+        run_flow(tmp_path, Home(tmp_path / "home").make(), failing)
 
 
 def test_a_run_that_is_retried_is_not_taken_for_that_of_the_dead_process(prefect_home: Home, tmp_path: Path) -> None:
