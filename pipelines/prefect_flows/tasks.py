@@ -136,7 +136,8 @@ class TaskRunner:
         self._made = outside | (dict.fromkeys(self._made, state) if state.is_completed() else {})
         if ends:
             raise ends[0]
-        state.result()  # raises the error of the stage that failed
+        if not made:
+            state.result()  # raises the error of the stage that failed
         return made[0]
 
     def _before(self, refs: Iterable[ArtifactRef]) -> list[State[bool]]:

@@ -141,15 +141,32 @@ def test_a_group_is_one_node_that_holds_its_stages(prefect_home: Home, tmp_path:
     assert inside == {"data": [], "round": [], "a": ["round"], "b": ["round"], "after": []}
 
 
-def test_a_group_fails_with_its_stage_and_says_that_a_gate_held_one_back(prefect_home: Home, tmp_path: Path) -> None:
-    from prefect.states import Cancelled, Completed
+def test_a_group_waits_with_the_stage_that_a_gate_holds_back(
+    prefect_home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prefect import flow
 
-    from pipelines.prefect_flows.tasks import _of_group
+    from pipelines.prefect_flows import pipeline_flows
+    from pipelines.prefect_flows.tasks import settle
 
-    held = Cancelled(name="Blocked", message="BLOCKED by gate quality")
-    found = _of_group([Completed(name="Cached"), held])
-    assert (found.is_cancelled(), found.name, found.message) == (True, "Blocked", "BLOCKED by gate quality")
+    monkeypatch.setattr(pipeline_flows, "open_tracker", lambda *_: MemoryTracker())
+    gate = '[[gates]]\nafter = "a"\nmetric = "total"\nop = ">="\nvalue = 100.0\notherwise = "approve"\n'
+    config = load_profile(write_mini(tmp_path, gate), [f'store="{tmp_path}/store"'])
 
+    @flow(name="test-held", persist_result=False)
+    def body() -> Any:
+        return pipeline_flows.run_served(config, grouped, RunOptions())
+
+    state = body(return_state=True)
+    assert state.name == "Waiting" and "WAITING at gate a" in str(state.message)
+    flow_run = state.state_details.flow_run_id
+    assert flow_run is not None
+    settle(flow_run, 5)
+    names = {"data": "Completed", "a": "Completed", "b": "Waiting", "round": "Waiting", "after": "Waiting"}
+    assert node_names(str(flow_run)) == names
+
+
+def test_a_group_fails_with_its_stage(prefect_home: Home, tmp_path: Path) -> None:
     def failing(config: PipelineConfig, stages: Stages) -> None:
         def body() -> PolicyRef:
             return stages.run_stage(toy_spec(ToyConfig(trouble="raise:1"), label="broken"), PolicyRef)
