@@ -1,13 +1,13 @@
 """Publishing: a gate over the report's numbers, a model card, and an entry in the registry by reference.
 
 Every policy that gets here is registered as `candidate`; `champion` moves only when every threshold holds, and never
-back to a policy that was rolled back. A failed
-gate is an outcome, written down like a passed one.
+back to a policy that was rolled back. A failed gate is an outcome, written down like a passed one.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import operator
 import re
 import shutil
@@ -23,6 +23,8 @@ from rlhf_core.store.layout import MANIFEST
 from rlhf_core.tracking.champion_tags import move_tag
 from rlhf_core.types import CHAMPION, PolicyRef, PublishedRef, ReportRef
 from stages.config.publish import ChallengeConfig, GateNote, PublishConfig, Threshold
+
+logger = logging.getLogger(__name__)
 
 OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -79,6 +81,9 @@ def run(
     if passed:
         tags |= move_tag("publish", won(checks))
     version = context.tracker.register(config.name, policy.digest, aliases=aliases, tags=tags, uri=policy.uri)
+    if not passed:
+        failed = conditions([entry for entry in checks if not entry["pass"]])
+        logger.warning("%s: %s version %s is a candidate only, not met: %s", context.label, config.name, version, failed)
     gate = {
         "passed": passed,
         "policy": name,
@@ -187,8 +192,18 @@ def _short(digest: str) -> str:
 
 def won(checks: Sequence[Mapping[str, Any]]) -> str:
     """Return in a line why a policy becomes champion."""
-    held = [f"{entry['metric']} {entry['value']:.4g} {entry['op']} {entry['threshold']:.4g}" for entry in checks]
-    return ", ".join(held) or "no conditions were set"
+    return conditions(checks) or "no conditions were set"
+
+
+def conditions(checks: Sequence[Mapping[str, Any]]) -> str:
+    """Return conditions with the values that they met.
+
+    >>> conditions([{"metric": "gold/low", "value": 0.25, "op": ">", "threshold": 0.5}])
+    'gold/low 0.25 > 0.5'
+    """
+    return ", ".join(
+        f"{entry['metric']} {entry['value']:.4g} {entry['op']} {entry['threshold']:.4g}" for entry in checks
+    )
 
 
 def metric(report: Mapping[str, Any], policy: str, path: str, key: str) -> float:

@@ -233,7 +233,9 @@ def test_nothing_is_registered_if_the_folder_for_the_hub_fails(
     assert shop.tracker.registered == [] and shop.store.pins() == {}
 
 
-def test_a_failed_gate_is_written_down_and_leaves_the_champion_alone(shop: Workshop, inputs: dict[str, Any]) -> None:
+def test_a_failed_gate_is_written_down_and_leaves_the_champion_alone(
+    shop: Workshop, inputs: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     gate, card, decision = publish(shop, inputs, gate=(*GOOD, Threshold(metric="win_rate/low", op=">=", value=0.65)))
     assert gate["passed"] is False
     assert [check["pass"] for check in gate["checks"]] == [True, True, True, False]
@@ -242,6 +244,7 @@ def test_a_failed_gate_is_written_down_and_leaves_the_champion_alone(shop: Works
     assert shop.metrics(decision)["gate/passed"] == 0.0
     assert "Gate: **not passed**" in card
     assert "| win_rate/low | >= 0.65 | 0.6 | **fails** |" in card
+    assert caplog.messages[-1].endswith("is a candidate only, not met: win_rate/low 0.6 >= 0.65")
 
 
 def test_the_card_says_what_the_policy_was_made_from_and_how_good_it_is(shop: Workshop, inputs: dict[str, Any]) -> None:
