@@ -167,9 +167,12 @@ def _sweep_verb(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=LOW..HIGH",
-        help="where --random draws; or KEY=log:LOW..HIGH",
+        help="where --random and --optuna draw; or KEY=log:LOW..HIGH",
     )
-    parser.add_argument("--sweep-seed", type=int, default=0, help="of --random: the same seed draws the same points")
+    parser.add_argument("--optuna", type=int, metavar="N", help="let Optuna choose N points, each from those before")
+    parser.add_argument(
+        "--sweep-seed", type=int, default=0, help="of --random and --optuna: the same seed draws the same points"
+    )
     parser.add_argument(
         "--metric", default="", metavar="[STAGE:]METRIC", help="what decides, such as ppo/gold or reward_model:accuracy"
     )

@@ -18,20 +18,17 @@ from pipelines.execution.opening import plan_run, store_of
 from pipelines.execution.summary import shown_overrides
 from pipelines.execution.sweep import (
     Goal,
-    Point,
     PointResult,
     best_of,
     check_approved,
     check_metric,
     default_goal,
     goal_of,
-    grid_points,
-    keys_of,
-    named,
-    random_points,
     rivals,
     ties,
 )
+from pipelines.execution.sweep_points import Point, grid_points, keys_of, named, random_points
+from pipelines.execution.sweep_search import Search
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig, load_profile, profile_digest
 from pipelines.services.home import Home
@@ -44,17 +41,25 @@ LONGEST_ERROR = 60
 
 def sweep(options: argparse.Namespace) -> int:
     """Run every point, print the table and the best point; return 1 if a point has no result."""
-    points, home = points_of(options), Home.here().make()
+    search, home = search_of(options), Home.here().make()
+    points = points_of(options) if search is None else search.ends()
+    check_swept(options, keys_of(points))
     configs = [load_profile(options.profile, overrides_of(options, point)) for point in points]
     store = store_of(configs[0], home)
     plans = [plan_run(config, lifecycle, run_options(options), store=store) for config in configs]
     labels = list(dict.fromkeys(stage.label for planned in plans for stage in planned))
     policies = configs[0].policies()
-    goal = goal_of(options.metric, options.direction, labels=labels, policies=policies)
-    work = Sweep(options, points, home)
+    goal_of(options.metric, options.direction, labels=labels, policies=policies)  # refuses a wrong one now
+    work = Sweep(options, points, home, search)
+
+    def goal_in(results: Sequence[PointResult]) -> Goal | None:
+        return goal_of(options.metric, options.direction, labels=labels, policies=policies) or default_goal(
+            results, policies, options.direction
+        )
+
     with work.tracked(configs[0], plans):
-        results = work.execute(store)
-        goal = goal or default_goal(results, policies, options.direction)
+        results = work.execute(store, goal_in)
+        goal = goal_in(results)
         rows = rows_of(results, goal)
         say_table(rows, results)  # first: the plot or MLflow may fail
         folder = write(home.root / "sweeps" / work.id, results, goal)
@@ -73,28 +78,42 @@ def sweep(options: argparse.Namespace) -> int:
 
 
 def points_of(options: argparse.Namespace) -> list[Point]:
-    """Return the points that the options describe; raise ConfigError if there are none."""
-    if options.approve and options.force:
-        rule = "would be computed again before and after the question"
-        raise ConfigError(
-            explain("--force", ", ".join(options.force), rule, "sweep with --force first, then with --approve")
-        )
+    """Return the points that the options describe, known before the first one runs."""
     if options.random is None and options.range:
-        raise ConfigError(explain("--range", options.range[0], "needs --random N", "say how many points to draw"))
+        rule = "needs --random N or --optuna N"
+        raise ConfigError(explain("--range", options.range[0], rule, "say how many points to draw"))
     if options.random is not None:
         points = random_points(options.random, options.range, options.grid, seed=options.sweep_seed)
         if len(points) < options.random:
             _say(f"--random {options.random}: only {len(points)} different points were drawn")
     else:
         points = grid_points(options.grid)
-    keys = keys_of(points)
+    return points
+
+
+def search_of(options: argparse.Namespace) -> Search | None:
+    """Return the search that `--optuna` asks for."""
+    if options.optuna is None:
+        return None
+    if options.random is not None:
+        rule = "chooses its points itself"
+        raise ConfigError(explain("--optuna", options.optuna, rule, "leave --random out"))
+    return Search(options.optuna, options.range, options.grid, options.direction, options.sweep_seed)
+
+
+def check_swept(options: argparse.Namespace, keys: Sequence[str]) -> None:
+    """Raise ConfigError for a sweep over nothing, and for options that contradict it."""
+    if options.approve and options.force:
+        rule = "would be computed again before and after the question"
+        raise ConfigError(
+            explain("--force", ", ".join(options.force), rule, "sweep with --force first, then with --approve")
+        )
     if not keys:
-        rule, remedy = "there is nothing to sweep", "add --grid KEY=VALUE,VALUE or --random N --range KEY=LOW..HIGH"
+        rule, remedy = "there is nothing to sweep", "add --grid KEY=VALUE,VALUE, or --random N or --optuna N with --range KEY=LOW..HIGH"
         raise ConfigError(explain("--grid", " ".join(options.grid), rule, remedy))
     for override in options.overrides:
         if override.partition("=")[0].strip() in keys:
             raise ConfigError(explain("--set", override, "this key is swept", "leave it out"))
-    return points
 
 
 # ---------------------------------------------------------------- what is shown and kept

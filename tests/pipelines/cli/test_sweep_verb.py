@@ -170,6 +170,39 @@ def swept(folder: Path, *more: str, grid: str = "ppo.kl_coef=0.1,0.2,0.3") -> li
     return ["sweep", str(write_mini(folder)), "--grid", grid, "--metric", "second:total", *more]
 
 
+def test_optuna_chooses_the_points_and_a_killed_search_finds_its_own_again(
+    small: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["sweep", str(write_mini(tmp_path)), "--optuna", "5", "--range", "ppo.kl_coef=log:0.01..0.5"]
+    words += ["--metric", "second:total"]
+    assert main(words) == 0
+    first = capsys.readouterr().out
+    assert small.computed() == {"first": 1, "second": 5} and small.sweeps[0].status == "FINISHED"
+    assert "point 5 of 5: ppo.kl_coef=" in first and "best: ppo.kl_coef=" in first
+    assert main(words) == 0
+    again = capsys.readouterr().out
+    assert "computed 0 stages (none); 10 were hits" in again
+    assert [line for line in again.splitlines() if line.startswith("best: ")] == [
+        line for line in first.splitlines() if line.startswith("best: ")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--optuna", "3", "--random", "2"], "--optuna = 3: chooses its points itself; leave --random out"),
+        (["--optuna", "3", "--range", "ppo.kl_coef=-1..1"], "ppo.kl_coef"),
+        (["--optuna", "3", "--range", "ppo.kl_coef=0.1..1", "--set", "ppo.kl_coef=0.2"], "this key is swept"),
+        (["--range", "ppo.kl_coef=0.1..1"], "needs --random N or --optuna N"),
+    ],
+)
+def test_a_search_that_cannot_run_is_refused_before_the_first_point(
+    small: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], error: str
+) -> None:
+    assert main(["sweep", str(write_mini(tmp_path)), *words]) == EXIT_REFUSED
+    assert error in " ".join(capsys.readouterr().err.split()) and not small.trackers
+
+
 def test_a_sweep_that_was_killed_goes_on_where_it_was(
     small: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -196,7 +229,7 @@ def test_what_cannot_be_swept_is_refused_before_anything_runs(
     refused = {
         ("--set", "ppo.kl_coef=0.5"): "--set = 'ppo.kl_coef=0.5': this key is swept; leave it out",
         ("--metric", "secnd:total"): "--metric = 'secnd:total': the runs have no stage 'secnd'; did you mean second?",
-        ("--range", "seed=1..9"): "--range = 'seed=1..9': needs --random N; say how many points to draw",
+        ("--range", "seed=1..9"): "--range = 'seed=1..9': needs --random N or --optuna N; say how many points to draw",
     }
     for words, error in refused.items():
         assert main(swept(tmp_path, *words)) == EXIT_REFUSED
