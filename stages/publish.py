@@ -83,7 +83,9 @@ def run(
     version = context.tracker.register(config.name, policy.digest, aliases=aliases, tags=tags, uri=policy.uri)
     if not passed:
         failed = conditions([entry for entry in checks if not entry["pass"]])
-        logger.warning("%s: %s version %s is a candidate only, not met: %s", context.label, config.name, version, failed)
+        logger.warning(
+            "%s: %s version %s is a candidate only, not met: %s", context.label, config.name, version, failed
+        )
     gate = {
         "passed": passed,
         "policy": name,

@@ -18,7 +18,7 @@ PROFILES = {
     "one_node/full": ("cec4fdffe9bd7322", "b37130a8a96d9c4d"),
     "smollm2/full": ("83782bdb8042ce28", "f709ffae50375c17"),
     "smollm2/grpo": ("bfd71a46e4da1f48", "dc28c6d2313e01ce"),
-    "smollm2/instructions": ("ea49bc1ab831071c", "a23028a86dafba7b"),
+    "smollm2/instructions": ("d8534b96cbd034ea", "266121dda93b00ce"),
     "smollm2/instructions_hacked": ("87e968a949a8fb7f", "6a57bb485afaa722"),
     "smollm2/one_word": ("e5c92d0f82f6d2d5", "8fc4cb350cee48b3"),
     "tiny/conditional": ("5c468cf92e9bc1a0", "fbc0faa66eb0e821"),

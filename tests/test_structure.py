@@ -47,6 +47,7 @@ TESTED_THROUGH = {
     "rlhf_core/algorithms/lazy_torch.py": "rlhf_core/algorithms/test_methods.py",
     "rlhf_core/http/body.py": "rlhf_core/rewards/test_server.py",
     "rlhf_core/models/head_pass.py": "rlhf_core/models/test_forward.py",
+    "rlhf_core/data/worlds/instruction_answers.py": "rlhf_core/data/worlds/test_instruction_writer.py",
     "rlhf_core/data/worlds/instruction_phrases.py": "rlhf_core/data/worlds/test_instructions.py",
     "rlhf_core/data/file_types.py": "rlhf_core/data/test_sources.py",
     "rlhf_core/data/values.py": "rlhf_core/data/test_formats.py",

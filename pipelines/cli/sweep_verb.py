@@ -109,7 +109,10 @@ def check_swept(options: argparse.Namespace, keys: Sequence[str]) -> None:
             explain("--force", ", ".join(options.force), rule, "sweep with --force first, then with --approve")
         )
     if not keys:
-        rule, remedy = "there is nothing to sweep", "add --grid KEY=VALUE,VALUE, or --random N or --optuna N with --range KEY=LOW..HIGH"
+        rule, remedy = (
+            "there is nothing to sweep",
+            "add --grid KEY=VALUE,VALUE, or --random N or --optuna N with --range KEY=LOW..HIGH",
+        )
         raise ConfigError(explain("--grid", " ".join(options.grid), rule, remedy))
     for override in options.overrides:
         if override.partition("=")[0].strip() in keys:

@@ -83,6 +83,10 @@ class InstructionsWorld(Config):
     a kind of instruction that no training prompt has."""
     min_words: int = Field(6, ge=1)
     """Number of words of an answer that is one, where no instruction asks for fewer."""
+    demonstrations: int = added_option(0, ge=0)
+    """Number of written answers to training prompts, each of which follows its instructions; 0 makes no such table."""
+    eval_demonstrations: int = added_option(24, ge=1)
+    """Number of held-out ones, if `demonstrations` > 0."""
     kinds: tuple[InstructionKind, ...] = added_option(())
     """Kinds of instructions of the training prompts; all of them if empty. Where they allow no new combination, no
     held-out prompt has one."""

@@ -17,7 +17,7 @@ from itertools import combinations
 from typing import Any
 
 from rlhf_core.config.data import InstructionsWorld
-from rlhf_core.data.tables import Tables, content_id
+from rlhf_core.data.tables import Demonstration, Tables, content_id
 from rlhf_core.data.worlds.instruction_phrases import (
     CLOSERS,
     COUNTS,
@@ -30,6 +30,7 @@ from rlhf_core.data.worlds.instruction_phrases import (
     PHRASES,
     TOPICS,
 )
+from rlhf_core.data.worlds.instruction_writer import write_answer
 from rlhf_core.types import Message, Prompt, derive_seed
 
 SOURCES = ("new_topics", "new_combinations", "new_kinds")
@@ -73,7 +74,22 @@ def make_tables(config: InstructionsWorld, *, seed: int) -> tuple[Tables, dict[s
     for source in sources:
         count = share if held_out else config.eval_prompts - share * (len(sources) - 1)
         held_out += _draw(NEW_TOPICS, kinds[source], source, count, config.min_words, rng)
-    return Tables((), (), (), (), tuple(prompts), tuple(held_out)), {}
+    rng = random.Random(derive_seed(seed, "demonstrations"))
+    wanted = config.demonstrations + (config.eval_demonstrations if config.demonstrations else 0)
+    written = _write(trained, wanted, config.min_words, rng)
+    train, held = written[: config.demonstrations], written[config.demonstrations :]
+    return Tables(tuple(train), tuple(held), (), (), tuple(prompts), tuple(held_out)), {}
+
+
+def _write(kinds: Sequence[Kinds], count: int, min_words: int, rng: random.Random) -> list[Demonstration]:
+    """Return answers to `count` different training prompts; fewer if there are no more."""
+    written: list[Demonstration] = []
+    for prompt in _draw(TOPICS, kinds, "seen", 2 * count, min_words, rng):  # some limits leave no room for an answer
+        question = next(question for question, _ in TOPICS if prompt.messages[0].content.startswith(question))
+        answer = write_answer(question, json.loads(prompt.label)["instructions"], rng)
+        if answer is not None and len(written) < count:
+            written.append(Demonstration(prompt.id, (*prompt.messages, Message("assistant", answer)), prompt.source))
+    return written
 
 
 def allowed(kinds: Kinds) -> bool:

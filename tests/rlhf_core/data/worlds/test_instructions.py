@@ -70,6 +70,19 @@ def test_the_words_of_a_prompt_say_what_its_label_checks(tables: Tables) -> None
             )
 
 
+def test_demonstrations_are_written_by_option_to_training_prompts_and_change_nothing_else(tables: Tables) -> None:
+    world = InstructionsWorld(prompts=500, eval_prompts=100, demonstrations=300)
+    with_demonstrations = make_tables(world, seed=3)[0]
+    assert (with_demonstrations.prompts, with_demonstrations.eval_prompts) == (tables.prompts, tables.eval_prompts)
+    assert not tables.demonstrations and not tables.eval_demonstrations
+    train, held_out = with_demonstrations.demonstrations, with_demonstrations.eval_demonstrations
+    assert (len(train), len(held_out)) == (300, 24)
+    assert len({row.id for row in (*train, *held_out)}) == 324
+    assert {row.source for row in train} == {"instructions/seen"}
+    questions = tuple(question for question, _ in TOPICS)
+    assert all(row.messages[0].content.startswith(questions) for row in (*train, *held_out))
+
+
 def test_one_answer_can_follow_both_of_a_new_pair() -> None:
     text = "Well people use the word good today!"
     options = {"word": "good"}

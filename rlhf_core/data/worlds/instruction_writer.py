@@ -1,0 +1,45 @@
+"""Write answers that follow the instructions of the world of verifiable instructions, as demonstrations."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhf_core.data.worlds.instruction_answers import ANSWERS, BEFORE_CLOSER, WITH_KEYWORD
+
+ATTEMPTS = 40
+"""How often the writer tries; some answers are too long for some limits."""
+
+
+def write_answer(question: str, instructions: Sequence[Mapping[str, Any]], rng: random.Random) -> str | None:
+    """Return an answer to a question that follows all instructions; None if no attempt does.
+
+    >>> write_answer("What is rain?", [{"kind": "lowercase"}, {"kind": "at_most_words", "count": 10}], random.Random(0))
+    'rain is water that falls from clouds.'
+    """
+    asked = {one["kind"]: one for one in instructions}
+    for _ in range(ATTEMPTS):
+        text = _attempt(rng.choice(ANSWERS[question]), asked, rng)
+        if "at_most_words" not in asked or len(text.split()) <= asked["at_most_words"]["count"]:
+            return text
+    return None
+
+
+def _attempt(text: str, asked: Mapping[str, Mapping[str, Any]], rng: random.Random) -> str:
+    """Return `text`, changed for every instruction but the limit of words."""
+    if "keyword" in asked:
+        sentences = [text, rng.choice(WITH_KEYWORD[asked["keyword"]["word"]])]
+        text = " ".join(sentences)
+    if "first_word" in asked:
+        text = f"{asked['first_word']['word']}, {text[0].lower()}{text[1:]}"
+    if "last_word" in asked:
+        text = f"{text.rstrip('.')}, {rng.choice(BEFORE_CLOSER[asked['last_word']['word']])}."
+    if "exclamation" in asked:
+        text = f"{text.rstrip('.')}!"
+    if "no_commas" in asked:
+        text = text.replace(",", "")
+    if "lowercase" in asked:
+        text = text.lower()
+    return json.dumps({asked["json"]["key"]: text}) if "json" in asked else text
