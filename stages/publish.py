@@ -198,13 +198,16 @@ def won(checks: Sequence[Mapping[str, Any]]) -> str:
 
 
 def conditions(checks: Sequence[Mapping[str, Any]]) -> str:
-    """Return conditions with the values that they met.
+    """Return conditions with the values that were found.
 
     >>> conditions([{"metric": "gold/low", "value": 0.25, "op": ">", "threshold": 0.5}])
     'gold/low 0.25 > 0.5'
     """
     return ", ".join(
-        f"{entry['metric']} {entry['value']:.4g} {entry['op']} {entry['threshold']:.4g}" for entry in checks
+        f"{entry['metric']} {entry['value']:.6g} {entry['op']} {entry['threshold']:.6g}"
+        if entry is not ROLLED_BACK
+        else "not rolled back"
+        for entry in checks
     )
 
 

@@ -171,7 +171,7 @@ def _sweep_verb(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--optuna", type=int, metavar="N", help="let Optuna choose N points, each from those before")
     parser.add_argument(
-        "--sweep-seed", type=int, default=0, help="of --random and --optuna: the same seed draws the same points"
+        "--sweep-seed", type=int, help="of --random and --optuna: the same seed draws the same points (default 0)"
     )
     parser.add_argument(
         "--metric", default="", metavar="[STAGE:]METRIC", help="what decides, such as ppo/gold or reward_model:accuracy"

@@ -63,6 +63,7 @@ class Sweep:
         """Return the name of this sweep: the same for the same profile and points."""
         points: list[object] = [list(point) for point in self.points]
         if self.search is not None:
+            points += [*self.search.ranges, *self.search.grids]
             points += [self.search.count, self.search.direction, self.search.seed, self.options.metric]
         return sha256_text(canonical_json([self.options.profile, self.options.overrides, points]))[:8]
 
@@ -88,7 +89,10 @@ class Sweep:
         if self.search is None:
             params["point"] = {str(number + 1): named(point) for number, point in enumerate(self.points)}
         else:
-            params["search"] = {"points": self.search.count, "in": [*self.search.ranges, *self.search.grids]}
+            params["search"] = {
+                "points": self.search.count,
+                "in": shown_overrides((*self.search.ranges, *self.search.grids)),
+            }
         title = f"sweep {' '.join(keys_of(self.points))} ({self.id})"
         self.parent = self.tracker.start(title, run_id=None, params=params, tags={"sweep": self.id})
 

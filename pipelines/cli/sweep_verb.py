@@ -53,9 +53,10 @@ def sweep(options: argparse.Namespace) -> int:
     work = Sweep(options, points, home, search)
 
     def goal_in(results: Sequence[PointResult]) -> Goal | None:
-        return goal_of(options.metric, options.direction, labels=labels, policies=policies) or default_goal(
-            results, policies, options.direction
-        )
+        named_one = goal_of(options.metric, options.direction, labels=labels, policies=policies)
+        if named_one is not None and not any(named_one.of(result) for result in results):
+            check_metric(results, named_one)  # a search would go on without knowing anything
+        return named_one or default_goal(results, policies, options.direction)
 
     with work.tracked(configs[0], plans):
         results = work.execute(store, goal_in)
@@ -65,6 +66,8 @@ def sweep(options: argparse.Namespace) -> int:
         folder = write(home.root / "sweeps" / work.id, results, goal)
         work.record(rows, results, goal, folder)
     _say(f"table and plot: {folder}")
+    if search is not None and len(results) < search.count:
+        _say(f"--optuna {search.count}: only {len(results)} different points were chosen")
     status = EXIT_SOME_FAILED if any(result.error for result in results) else 0
     if goal is None:
         _say("no point has a gold reward or reward-model score: name a number with --metric STAGE:METRIC")
@@ -79,11 +82,16 @@ def sweep(options: argparse.Namespace) -> int:
 
 def points_of(options: argparse.Namespace) -> list[Point]:
     """Return the points that the options describe, known before the first one runs."""
+    if options.random is None and options.sweep_seed is not None:
+        rule = "a grid draws nothing"
+        raise ConfigError(
+            explain("--sweep-seed", options.sweep_seed, rule, "leave it out, or add --random or --optuna")
+        )
     if options.random is None and options.range:
         rule = "needs --random N or --optuna N"
         raise ConfigError(explain("--range", options.range[0], rule, "say how many points to draw"))
     if options.random is not None:
-        points = random_points(options.random, options.range, options.grid, seed=options.sweep_seed)
+        points = random_points(options.random, options.range, options.grid, seed=options.sweep_seed or 0)
         if len(points) < options.random:
             _say(f"--random {options.random}: only {len(points)} different points were drawn")
     else:
@@ -98,7 +106,7 @@ def search_of(options: argparse.Namespace) -> Search | None:
     if options.random is not None:
         rule = "chooses its points itself"
         raise ConfigError(explain("--optuna", options.optuna, rule, "leave --random out"))
-    return Search(options.optuna, options.range, options.grid, options.direction, options.sweep_seed)
+    return Search(options.optuna, options.range, options.grid, options.direction, options.sweep_seed or 0)
 
 
 def check_swept(options: argparse.Namespace, keys: Sequence[str]) -> None:

@@ -78,9 +78,13 @@ class Span:
         return self.written(found)
 
     def written(self, value: float) -> str:
-        """Return a value of this range as it is written in an override."""
+        """Return a value of this range as it is written in an override: with four digits, more where the range is narrow."""
         value = min(max(value, self.low), self.high)
-        return str(int(value)) if self.whole else f"{value:.4g}"
+        if self.whole:
+            return str(int(value))
+        digits = 4 + max(0, math.floor(math.log10(max(abs(self.low), abs(self.high)) / (self.high - self.low))))
+        text = f"{value:.{digits}g}"
+        return text if self.low <= float(text) <= self.high else repr(value)
 
 
 def span_of(text: str) -> Span:

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from optuna.trial import Trial
 
 
+ASKS = 4
+"""How often Optuna is asked for each point that is wanted; in a small space it may choose a point again."""
+
+
 @dataclass
 class Search:
     """A search for the best of `count` points in ranges and lists of values.
@@ -56,7 +60,7 @@ class Search:
         return optuna.create_study(direction="maximize" if self.direction == "max" else "minimize", sampler=sampler)
 
     def ends(self) -> list[Point]:
-        """Return points with both ends of every range and all values of every list: if these load, all points do."""
+        """Return points with both ends of every range and all values of every list, to be checked before the first run."""
         values = [[span.written(span.low), span.written(span.high)] for span in self._spans]
         values += [listed for _, listed in self._choices]
         keys = [span.key for span in self._spans] + [key for key, _ in self._choices]
@@ -72,17 +76,20 @@ class Search:
         store: ArtifactStore,
         goal_in: Callable[[Sequence[PointResult]], Goal | None],
     ) -> list[PointResult]:
-        """Return the result of every point, a point that is chosen twice once.
+        """Return the results of `count` different points; of fewer, where Optuna keeps choosing the same ones.
 
         `goal_in` returns the number that decides, as soon as a result has one. A point without it counts as worse than all that have it.
         """
         results: dict[Point, PointResult] = {}
-        for _ in range(self.count):
+        goal: Goal | None = None
+        for _ in range(ASKS * self.count):
+            if len(results) == self.count:
+                break
             trial = self._study.ask()
             point = self._point(trial)
             if point not in results:
                 results[point] = run_points([point], run_point, store)[0]
-            goal = goal_in(list(results.values()))
+            goal = goal or goal_in(list(results.values()))
             found = goal.finite(results[point]) if goal is not None else None
             self._tell(trial, None if found is None else found.mean)
         return list(results.values())

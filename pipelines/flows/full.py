@@ -130,26 +130,28 @@ def train_reward_models(config: PipelineConfig, stages: Stages, state: Lifecycle
 def learn_from_own_answers(config: PipelineConfig, stages: Stages, state: LifecycleState) -> None:
     """Fine-tune on the best of the policy's own answers, or on all of them conditioned on their scores."""
     if config.rejection_sampling:
+        prompts = part(state.data, "prompts", PromptsRef)
         imitate = partial(
             sample_and_imitate,
             config.rejection_sampling,
             stages,
             policy=state.sft_or_base,
-            prompts=part(state.data, "prompts", PromptsRef),
+            prompts=prompts,
             reward_models=state.reward_models,
         )
-        read = [state.sft_or_base, *state.reward_models.values()]
+        read = [state.sft_or_base, prompts, *state.reward_models.values()]
         state.policies["rejection_sampling"] = stages.group("rejection_sampling", imitate, after=read)
     if config.conditional_sft:
+        prompts = part(state.data, "prompts", PromptsRef)
         condition = partial(
             condition_and_imitate,
             config.conditional_sft,
             stages,
             policy=state.sft_or_base,
-            prompts=part(state.data, "prompts", PromptsRef),
+            prompts=prompts,
             reward_models=state.reward_models,
         )
-        read = [state.sft_or_base, *state.reward_models.values()]
+        read = [state.sft_or_base, prompts, *state.reward_models.values()]
         state.policies["conditional_sft"], rollouts = stages.group("conditional_sft", condition, after=read)
         if config.evaluate:
             ask = partial(ask_conditioned, config.conditional_sft.condition, stages, rollouts)

@@ -7,6 +7,7 @@ import logging
 import re
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import get_args
 from urllib.parse import quote
@@ -18,6 +19,7 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 from prefect.client.orchestration import get_client
+from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, PREFECT_UI_URL, temporary_settings
 
 from pipelines.execution.executor import StageOutcome
@@ -146,7 +148,7 @@ class ProgressCard:
 
 
 def _delete_artifact(key: UUID) -> None:
-    with get_client(sync_client=True) as client:
+    with get_client(sync_client=True) as client, suppress(ObjectNotFound):
         client.delete_artifact(key)
 
 
@@ -161,7 +163,7 @@ def _quietly(call, retries=0, **arguments):  # type: ignore[no-untyped-def]  # f
 
     `retries` is for what is shown once, and would be missing for ever after a moment in which the database was busy.
     """
-    if time.monotonic() < _Away.until:
+    if not retries and time.monotonic() < _Away.until:
         return None
     try:
         with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: retries}):

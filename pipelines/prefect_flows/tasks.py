@@ -90,13 +90,13 @@ class TaskRunner:
             progress = ProgressCard(spec.label)
             try:
                 outcome = run.stage(spec, progress.show)
+                refs.append(outcome.ref)
+                show_stage(spec, outcome)
             except RunHalted as error:
                 halts.append(error)
                 return halted(error)
             finally:
                 progress.close()
-            refs.append(outcome.ref)
-            show_stage(spec, outcome)
             name = "Cached" if outcome.decision.action == "HIT" else "Completed"
             return Completed(name=name, message=f"{outcome.decision.action}: {outcome.decision.reason}", data=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,16 +14,21 @@ ATTEMPTS = 40
 """How often the writer tries; some answers are too long for some limits."""
 
 
-def write_answer(question: str, instructions: Sequence[Mapping[str, Any]], rng: random.Random) -> str | None:
+def write_answer(
+    question: str, instructions: Sequence[Mapping[str, Any]], rng: random.Random, *, min_words: int = 6
+) -> str | None:
     """Return an answer to a question that follows all instructions; None if no attempt does.
+
+    It has `min_words` words, or as many as the instructions allow.
 
     >>> write_answer("What is rain?", [{"kind": "lowercase"}, {"kind": "at_most_words", "count": 10}], random.Random(0))
     'rain is water that falls from clouds.'
     """
     asked = {one["kind"]: one for one in instructions}
+    most = asked["at_most_words"]["count"] if "at_most_words" in asked else sys.maxsize
     for _ in range(ATTEMPTS):
         text = _attempt(rng.choice(ANSWERS[question]), asked, rng)
-        if "at_most_words" not in asked or len(text.split()) <= asked["at_most_words"]["count"]:
+        if min(min_words, most) <= len(text.split()) <= most:
             return text
     return None
 

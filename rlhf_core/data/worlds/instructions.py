@@ -31,6 +31,7 @@ from rlhf_core.data.worlds.instruction_phrases import (
     TOPICS,
 )
 from rlhf_core.data.worlds.instruction_writer import write_answer
+from rlhf_core.errors import ConfigError, explain
 from rlhf_core.types import Message, Prompt, derive_seed
 
 SOURCES = ("new_topics", "new_combinations", "new_kinds")
@@ -77,6 +78,9 @@ def make_tables(config: InstructionsWorld, *, seed: int) -> tuple[Tables, dict[s
     rng = random.Random(derive_seed(seed, "demonstrations"))
     wanted = config.demonstrations + (config.eval_demonstrations if config.demonstrations else 0)
     written = _write(trained, wanted, config.min_words, rng)
+    if len(written) < wanted:
+        rule, remedy = f"these kinds allow {len(written)} with the held-out ones", "ask for fewer, or for more kinds"
+        raise ConfigError(explain("prepare_data.data.demonstrations", config.demonstrations, rule, remedy))
     train, held = written[: config.demonstrations], written[config.demonstrations :]
     return Tables(tuple(train), tuple(held), (), (), tuple(prompts), tuple(held_out)), {}
 
@@ -86,7 +90,7 @@ def _write(kinds: Sequence[Kinds], count: int, min_words: int, rng: random.Rando
     written: list[Demonstration] = []
     for prompt in _draw(TOPICS, kinds, "seen", 2 * count, min_words, rng):  # some limits leave no room for an answer
         question = next(question for question, _ in TOPICS if prompt.messages[0].content.startswith(question))
-        answer = write_answer(question, json.loads(prompt.label)["instructions"], rng)
+        answer = write_answer(question, json.loads(prompt.label)["instructions"], rng, min_words=min_words)
         if answer is not None and len(written) < count:
             written.append(Demonstration(prompt.id, (*prompt.messages, Message("assistant", answer)), prompt.source))
     return written

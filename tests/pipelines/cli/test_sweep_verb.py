@@ -170,14 +170,42 @@ def swept(folder: Path, *more: str, grid: str = "ppo.kl_coef=0.1,0.2,0.3") -> li
     return ["sweep", str(write_mini(folder)), "--grid", grid, "--metric", "second:total", *more]
 
 
-def test_optuna_chooses_the_points_and_a_killed_search_finds_its_own_again(
+def dies_after(count: int, run: Any) -> Any:
+    """Return `run` of a sweep, which is interrupted after so many points."""
+    ran: list[Any] = []
+
+    def dying(sweep: Any, point: Any, listener: Any) -> Any:
+        if len(ran) == count:
+            raise KeyboardInterrupt
+        ran.append(point)
+        return run(sweep, point, listener)
+
+    return dying
+
+
+def test_a_search_without_the_number_that_decides_ends_after_its_first_point(
     small: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["sweep", str(write_mini(tmp_path)), "--optuna", "5", "--range", "ppo.kl_coef=log:0.01..0.5"]
+    assert main([*words, "--metric", "second:totl"]) == EXIT_REFUSED
+    assert "--metric = 'totl': second has no such metric; it has total" in capsys.readouterr().err
+    assert small.computed() == {"first": 1, "second": 1}
+
+
+def test_optuna_chooses_the_points_and_a_killed_search_finds_its_own_again(
+    small: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["sweep", str(write_mini(tmp_path)), "--optuna", "5", "--range", "ppo.kl_coef=log:0.01..0.5"]
     words += ["--metric", "second:total"]
+    with monkeypatch.context() as patch:
+        patch.setattr(sweep_runs.Sweep, "_run", dies_after(3, sweep_runs.Sweep._run))
+        assert main(words) == EXIT_INTERRUPTED
+    assert small.computed() == {"first": 1, "second": 3} and small.sweeps[0].status == "KILLED"
+    capsys.readouterr()
     assert main(words) == 0
     first = capsys.readouterr().out
-    assert small.computed() == {"first": 1, "second": 5} and small.sweeps[0].status == "FINISHED"
+    assert small.computed() == {"first": 1, "second": 5} and small.sweeps[1].status == "FINISHED"
+    assert "computed 2 stages (second 2); 8 were hits" in first
     assert "point 5 of 5: ppo.kl_coef=" in first and "best: ppo.kl_coef=" in first
     assert main(words) == 0
     again = capsys.readouterr().out
@@ -191,7 +219,8 @@ def test_optuna_chooses_the_points_and_a_killed_search_finds_its_own_again(
     ("words", "error"),
     [
         (["--optuna", "3", "--random", "2"], "--optuna = 3: chooses its points itself; leave --random out"),
-        (["--optuna", "3", "--range", "ppo.kl_coef=-1..1"], "ppo.kl_coef"),
+        (["--optuna", "3", "--range", "ppo.kl_coef=-1..1"], "ppo.kl_coef = -1"),
+        (["--grid", "ppo.kl_coef=0.1", "--sweep-seed", "3"], "--sweep-seed = 3: a grid draws nothing"),
         (["--optuna", "3", "--range", "ppo.kl_coef=0.1..1", "--set", "ppo.kl_coef=0.2"], "this key is swept"),
         (["--range", "ppo.kl_coef=0.1..1"], "needs --random N or --optuna N"),
     ],

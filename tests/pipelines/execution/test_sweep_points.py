@@ -59,6 +59,14 @@ def test_a_range_that_cannot_be_read_is_refused(text: str) -> None:
         random_points(2, [text], [], seed=0)
 
 
+@pytest.mark.parametrize("text", ["x=0.5..0.99999", "x=12345.6..12346.2", "x=log:0.00012345..0.00012355", "x=-1..0.5"])
+def test_values_of_narrow_ranges_stay_apart_and_inside(text: str) -> None:
+    span = span_of(text)
+    drawn = {span.draw(random.Random(seed)) for seed in range(50)}
+    assert len(drawn) > 40 and all(span.low <= float(value) <= span.high for value in drawn)
+    assert [float(span.written(end)) for end in (span.low, span.high)] == [span.low, span.high]
+
+
 def test_whole_numbers_are_drawn_alike_often_also_the_ends() -> None:
     drawn = Counter(span_of("steps=1..3").draw(random.Random(seed)) for seed in range(3000))
     assert set(drawn) == {"1", "2", "3"} and all(850 < count < 1150 for count in drawn.values())

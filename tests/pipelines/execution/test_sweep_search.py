@@ -70,7 +70,10 @@ def test_the_same_seed_and_results_give_the_same_points(asked: list[Point]) -> N
     assert all(0.001 <= float(values_of(point)["ppo.kl_coef"]) <= 1 for point in points[0])
 
 
-def test_a_point_that_is_chosen_twice_runs_once(asked: list[Point]) -> None:
+def test_a_point_that_is_chosen_twice_runs_once_and_another_one_is_asked_for(asked: list[Point]) -> None:
+    results = searched(4, ranges=["ppo.epochs=1..2"], grids=["ppo.kl_coef=0.05", "ppo.loss=clip,dapo"])
+    assert len(asked) == len(results) == len(set(asked)) == 4
+    asked.clear()
     results = searched(9, ranges=["ppo.epochs=1..2"], grids=["ppo.kl_coef=0.05", "ppo.loss=clip,dapo"])
     assert len(asked) == len(results) == len(set(asked)) <= 4
 

@@ -16,6 +16,7 @@ from pipelines.execution.opening import open_run
 from pipelines.execution.plan import Pipeline
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import PipelineConfig, load_profile
+from pipelines.services.health import wait_for
 from pipelines.services.home import Home
 from pipelines.services.sign_in import basic
 from rlhf_core.annotation.comparisons import Comparison, write_comparisons
@@ -167,14 +168,21 @@ def test_a_group_waits_with_the_stage_that_a_gate_holds_back(
 
 
 def test_a_group_fails_with_its_stage(prefect_home: Home, tmp_path: Path) -> None:
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.sorting import FlowRunSort
+
     def failing(config: PipelineConfig, stages: Stages) -> None:
         def body() -> PolicyRef:
             return stages.run_stage(toy_spec(ToyConfig(trouble="raise:1"), label="broken"), PolicyRef)
 
         stages.group("round", body, after=[])
 
-    with pytest.raises(Exception, match="step 1 went wrong"):
+    with pytest.raises(ValueError, match="step 1 went wrong"):
         run_flow(tmp_path, Home(tmp_path / "home").make(), failing)
+    with get_client(sync_client=True) as client:
+        (flow_run,) = client.read_flow_runs(sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=1)
+    wait_for(lambda: len(node_names(str(flow_run.id))) == 2, 30)
+    assert node_names(str(flow_run.id)) == {"round": "Failed", "broken": "Failed"}
 
 
 def test_a_run_that_is_retried_is_not_taken_for_that_of_the_dead_process(prefect_home: Home, tmp_path: Path) -> None:

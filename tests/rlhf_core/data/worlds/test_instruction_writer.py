@@ -30,6 +30,14 @@ def test_every_training_prompt_gets_an_answer_that_earns_the_whole_reward_or_non
     assert missing < len(prompts) / 20  # a keyword and a limit of ten words leave little room
 
 
+def test_an_answer_has_the_words_that_make_it_one() -> None:
+    rng = random.Random(0)
+    for question, _ in TOPICS:
+        text = write_answer(question, [{"kind": "lowercase"}], rng, min_words=10)
+        assert text is None or len(words(text)) >= 10
+    assert write_answer("What is rain?", [{"kind": "lowercase"}], rng, min_words=40) is None
+
+
 def test_every_question_has_a_short_and_a_longer_answer_about_it() -> None:
     assert set(ANSWERS) == {question for question, _ in TOPICS}
     for question, about in TOPICS:

@@ -11,6 +11,7 @@ from rlhf_core.config.data import InstructionsWorld
 from rlhf_core.data.tables import Tables
 from rlhf_core.data.worlds.instruction_phrases import EXCLUDES, NEW_KINDS, NEW_PAIRS, NEW_TOPICS, PHRASES, TOPICS
 from rlhf_core.data.worlds.instructions import SOURCES, allowed, make_tables
+from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.library.instructions import CHECKS, follows
 from rlhf_core.types import Prompt
 
@@ -81,6 +82,11 @@ def test_demonstrations_are_written_by_option_to_training_prompts_and_change_not
     assert {row.source for row in train} == {"instructions/seen"}
     questions = tuple(question for question, _ in TOPICS)
     assert all(row.messages[0].content.startswith(questions) for row in (*train, *held_out))
+
+
+def test_more_demonstrations_than_the_kinds_allow_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"prepare_data.data.demonstrations = 480: these kinds allow 128 with"):
+        make_tables(InstructionsWorld(demonstrations=480, kinds=("lowercase",)), seed=3)
 
 
 def test_one_answer_can_follow_both_of_a_new_pair() -> None:
