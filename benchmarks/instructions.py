@@ -161,9 +161,15 @@ def tables(results: Sequence[Result]) -> str:
 
 
 def rows(result: Result) -> list[str]:
-    """Return a row for the base policy and one for the trained policy."""
+    """Return a row for the base policy, for that of SFT if there is one, and for the trained policy."""
     made = []
-    for policy, name, minutes in (("base", "base", ""), ("ppo", result.arm, f"{result.minutes:.0f}")):
+    for policy, name, minutes in (
+        ("base", "base", ""),
+        ("sft", f"{result.arm}: sft", ""),
+        ("ppo", result.arm, f"{result.minutes:.0f}"),
+    ):
+        if policy not in result.figures:
+            continue
         figures = result.figures[policy]
         shares = [_share(figures.get(name)) for name in (*(f"followed/{source}" for source in SOURCES), "answer")]
         made.append(f"| {result.seed} | {name} | {' | '.join(shares)} | {figures['words']:.0f} | {minutes} |")

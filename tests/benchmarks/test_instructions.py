@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.instructions import PROFILES, Result, figures_of, read, side_by_side, tables
 from pipelines.flows.profile import load_profile
-from rlhf_core.data.worlds.instructions import SOURCES
+from rlhf_core.data.worlds.instructions import SOURCES, make_tables
 from rlhf_core.types import Completion, Generation, Message, Prompt
 
 LABEL = json.dumps({"instructions": [{"kind": "no_commas"}], "topic": ["rain"], "min_words": 3})
@@ -38,12 +38,18 @@ def test_the_table_has_the_base_policy_once_for_each_seed(tmp_path: Path) -> Non
     file = tmp_path / "instructions.jsonl"
     figures = {"base": figures_of(ANSWERS), "ppo": figures_of(ANSWERS[:1] * 3 + ANSWERS)}
     samples = side_by_side({"base": ANSWERS, "ppo": ANSWERS})
-    honest = Result(17, "honest", [], figures, samples, 30.4)
-    lines = [replace(honest, minutes=99.0), replace(honest, arm="hacked"), honest, replace(honest, overrides=["a=1"])]
+    honest = Result(17, "honest", [], figures | {"sft": figures["base"]}, samples, 30.4)
+    lines = [
+        replace(honest, minutes=99.0),
+        replace(honest, arm="hacked", figures=figures),
+        honest,
+        replace(honest, overrides=["a=1"]),
+    ]
     file.write_text("".join(json.dumps(asdict(one)) + "\n" for one in lines))
     text = tables(read(file, []))
     assert [line.split(" | ")[1] for line in text.splitlines() if line.startswith("| 17")] == [
         "base",
+        "honest: sft",
         "honest",
         "hacked",
     ]
@@ -52,13 +58,13 @@ def test_the_table_has_the_base_policy_once_for_each_seed(tmp_path: Path) -> Non
     assert tables([]).count("\n") == 1
 
 
-def test_the_hacked_profiles_differ_in_what_hacks_alone() -> None:
+def test_the_hacked_profiles_pay_for_following_alone_and_answer_the_same_held_out_prompts() -> None:
     honest, hacked, one_word = (load_profile(PROFILES[name]) for name in ("honest", "hacked", "one_word"))
     assert honest.ppo is not None and hacked.ppo is not None and one_word.ppo is not None
     assert one_word.ppo.rewards == hacked.ppo.rewards
     assert {monitor.action for monitor in one_word.ppo.monitors} == {"rollback", "stop"}
     assert honest.ppo.kl_coef > hacked.ppo.kl_coef == 0.0
-    same = {"rewards", "kl_coef"}
-    assert honest.ppo.model_dump(exclude=same) == hacked.ppo.model_dump(exclude=same)
-    assert honest.prepare_data == hacked.prepare_data and honest.evaluate == hacked.evaluate
+    assert honest.sft is not None and hacked.sft is one_word.sft is None and hacked.ppo.start_from == "base"
+    held_out = [make_tables(one.prepare_data.data, seed=one.seed)[0].eval_prompts for one in (honest, hacked)]  # type: ignore[arg-type]
+    assert held_out[0] == held_out[1] and honest.evaluate == hacked.evaluate
     assert set(hacked.ppo.rewards.terms) == {"followed"}
