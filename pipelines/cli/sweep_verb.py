@@ -49,14 +49,11 @@ def sweep(options: argparse.Namespace) -> int:
     plans = [plan_run(config, lifecycle, run_options(options), store=store) for config in configs]
     labels = list(dict.fromkeys(stage.label for planned in plans for stage in planned))
     policies = configs[0].policies()
-    goal_of(options.metric, options.direction, labels=labels, policies=policies)  # refuses a wrong one now
+    wanted = goal_of(options.metric, options.direction, labels=labels, policies=policies)
     work = Sweep(options, points, home, search)
 
     def goal_in(results: Sequence[PointResult]) -> Goal | None:
-        named_one = goal_of(options.metric, options.direction, labels=labels, policies=policies)
-        if named_one is not None and not any(named_one.of(result) for result in results):
-            check_metric(results, named_one)  # a search would go on without knowing anything
-        return named_one or default_goal(results, policies, options.direction)
+        return wanted or default_goal(results, policies, options.direction)
 
     with work.tracked(configs[0], plans):
         results = work.execute(store, goal_in)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pipelines.execution.sweep import Direction, Goal, PointResult, Tally, run_points
+from pipelines.execution.sweep import Direction, Goal, PointResult, Tally, check_metric, run_points
 from pipelines.execution.sweep_points import Point, Span, check_keys, choices_of, span_of
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.store.artifacts import ArtifactStore
@@ -90,6 +90,8 @@ class Search:
             if point not in results:
                 results[point] = run_points([point], run_point, store)[0]
             goal = goal or goal_in(list(results.values()))
+            if goal is not None and not any(goal.of(result) for result in results.values()):
+                check_metric(list(results.values()), goal)  # a search without its number would go on blindly
             found = goal.finite(results[point]) if goal is not None else None
             self._tell(trial, None if found is None else found.mean)
         return list(results.values())

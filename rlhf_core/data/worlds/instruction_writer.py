@@ -36,8 +36,7 @@ def write_answer(
 def _attempt(text: str, asked: Mapping[str, Mapping[str, Any]], rng: random.Random) -> str:
     """Return `text`, changed for every instruction but the limit of words."""
     if "keyword" in asked:
-        sentences = [text, rng.choice(WITH_KEYWORD[asked["keyword"]["word"]])]
-        text = " ".join(sentences)
+        text = f"{text} {rng.choice(WITH_KEYWORD[asked['keyword']['word']])}"
     if "first_word" in asked:
         text = f"{asked['first_word']['word']}, {text[0].lower()}{text[1:]}"
     if "last_word" in asked:
