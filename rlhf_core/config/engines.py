@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from rlhf_core.config.precision import DType, dtype_of_gpus
 from rlhf_core.schema.base import OPERATIONAL, Config
 from rlhf_core.schema.secrets import HOLDS_SECRETS
 
-DType = Literal["float32", "bfloat16"]
 Url = Annotated[str, Field(pattern=r"^https?://[^/?#]+$")]
 """Address of a server, without a path."""
 
@@ -93,6 +93,8 @@ class TrainerConfig(Config):
 
     engine: Literal["deepspeed", "torch"] = "deepspeed"
     dtype: DType = "float32"
+    """Precision of the passes; updates are made in float32. `auto` is bfloat16 on GPUs, and on CPUs if the processor of
+    the machine that plans the run multiplies it natively, else float32."""
     zero_stage: Annotated[Literal[0, 1, 2, 3], OPERATIONAL] = 0
     offload_optimizer: Annotated[bool, OPERATIONAL] = False
     micro_batch: Annotated[int, Field(ge=1), OPERATIONAL] = 8
@@ -207,6 +209,7 @@ class VllmSamplerConfig(BaseSamplerConfig):
     module: ClassVar[str] = "rlhf_core.sampling.vllm_sampler"
     type: Literal["vllm"] = "vllm"
     dtype: DType = "float32"
+    """Precision of sampling; `auto` as in `trainer.dtype`."""
     max_model_len: int = Field(256, ge=16)
     tensor_parallel: Annotated[int, Field(ge=1), OPERATIONAL] = 1
     engines: Annotated[int, Field(ge=1), OPERATIONAL] = 1
@@ -240,6 +243,7 @@ class VllmServerSamplerConfig(BaseSamplerConfig):
     token_env: Annotated[str, OPERATIONAL, HOLDS_SECRETS] = ""
     """Environment variable with the servers' `--api-key`."""
     dtype: DType = "float32"
+    """Precision with which the servers were started."""
     max_model_len: int = Field(256, ge=16)
     request_timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 300.0
     """Deadline, in seconds, of one completion, including the wait in the server's queue."""
@@ -264,6 +268,7 @@ class HFSamplerConfig(BaseSamplerConfig):
     module: ClassVar[str] = "rlhf_core.sampling.hf_sampler"
     type: Literal["hf"] = "hf"
     dtype: DType = "float32"
+    """Precision of sampling; `auto` as in `trainer.dtype`."""
     batch_size: Annotated[int, Field(ge=1), OPERATIONAL] = 32
 
 
@@ -315,6 +320,14 @@ class RuntimeConfig(Config):
     def shares_gpus(self) -> bool:
         """Return whether a train worker and an engine share each GPU."""
         return 0 < self.gpus_per_train_worker < 1 and 0 < self.gpus_per_engine < 1
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gpus_have_bfloat16(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        gpus = {"trainer": data.get("gpus_per_train_worker"), "sampler": data.get("gpus_per_engine")}
+        return data | {name: dtype_of_gpus(data[name], gpus[name]) for name in gpus if name in data}
 
     @model_validator(mode="after")
     def _gpus_can_be_dealt_out(self) -> Self:

@@ -1,0 +1,59 @@
+"""`auto` becomes a precision when a configuration is read: that of the GPUs, or what the processor multiplies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.config import precision
+from rlhf_core.config.engines import RuntimeConfig, TrainerConfig, VllmSamplerConfig
+from rlhf_core.config.precision import multiplies_bfloat16
+from rlhf_core.schema.base import keyed
+
+ZEN_4 = "processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512_bf16 avx512vl\n\nprocessor\t: 1\nflags\t\t: fpu avx2\n"
+HASWELL = "processor\t: 0\nmodel name\t: bf16 in a name\nflags\t\t: fpu avx2 fma\nbugs\t\t: bf16\n"
+GRAVITON_3 = "processor\t: 0\nFeatures\t: fp asimd sve i8mm bf16\n"
+
+
+def cpu(folder: Path, text: str) -> Path:
+    file = folder / "cpuinfo"
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.parametrize(("text", "found"), [(ZEN_4, True), (GRAVITON_3, True), (HASWELL, False), ("", False)])
+def test_the_processor_says_whether_it_multiplies_bfloat16(tmp_path: Path, text: str, found: bool) -> None:
+    assert multiplies_bfloat16(cpu(tmp_path, text)) is found
+
+
+def test_a_system_that_says_nothing_computes_in_float32(tmp_path: Path) -> None:
+    assert multiplies_bfloat16(tmp_path / "absent") is False
+
+
+@pytest.mark.parametrize(("native", "dtype"), [(True, "bfloat16"), (False, "float32")])
+def test_auto_is_what_the_processor_multiplies(monkeypatch: pytest.MonkeyPatch, native: bool, dtype: str) -> None:
+    monkeypatch.setattr(precision, "multiplies_bfloat16", lambda: native)
+    runtime = RuntimeConfig.model_validate({"trainer": {"dtype": "auto"}, "sampler": {"type": "hf", "dtype": "auto"}})
+    assert (runtime.trainer.dtype, runtime.sampler.dtype) == (dtype, dtype)
+
+
+def test_auto_is_bfloat16_on_gpus_whatever_plans_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "multiplies_bfloat16", lambda: False)
+    auto = {"trainer": {"dtype": "auto"}, "sampler": {"type": "vllm", "dtype": "auto"}}
+    runtime = RuntimeConfig.model_validate(auto | {"gpus_per_train_worker": 1})
+    assert (runtime.trainer.dtype, runtime.sampler.dtype) == ("bfloat16", "float32")
+    runtime = RuntimeConfig.model_validate(auto | {"gpus_per_engine": 0.5, "gpus_per_train_worker": 0.5})
+    assert (runtime.trainer.dtype, runtime.sampler.dtype) == ("bfloat16", "bfloat16")
+
+
+def test_keys_have_the_precision_and_not_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "multiplies_bfloat16", lambda: True)
+    for kind in (TrainerConfig, VllmSamplerConfig):
+        assert keyed(kind.model_validate({"dtype": "auto"})) == keyed(kind.model_validate({"dtype": "bfloat16"}))
+        assert keyed(kind.model_validate({"dtype": "auto"})) != keyed(kind())
+
+
+def test_another_precision_is_refused() -> None:
+    with pytest.raises(ValueError, match="'float32' or 'bfloat16'"):
+        TrainerConfig.model_validate({"dtype": "float16"})
