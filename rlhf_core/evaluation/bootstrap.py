@@ -6,10 +6,11 @@ them first and pass one value per prompt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlhf_core.errors import DataError, explain
 
@@ -45,14 +46,18 @@ def bootstrap_interval(values: Sequence[float], *, level: float, resamples: int,
                 "leave out failed samples",
             )
         )
-    rng = np.random.default_rng(seed)
-    means = np.empty(resamples)
-    rows = max(1, _CHUNK // numbers.size)
-    for start in range(0, resamples, rows):
-        count = min(rows, resamples - start)
-        means[start : start + count] = numbers[rng.integers(0, numbers.size, size=(count, numbers.size))].mean(axis=1)
+    pieces = resampled_indices(numbers.size, resamples=resamples, seed=seed)
+    means = np.concatenate([numbers[index].mean(axis=1) for index in pieces])
     low, high = (float(np.quantile(means, side)) for side in ((1 - level) / 2, (1 + level) / 2))
     return Interval(float(numbers.mean()), low, high)
+
+
+def resampled_indices(count: int, *, resamples: int, seed: int) -> Iterator[NDArray[np.int64]]:
+    """Yield `resamples` rows of `count` indices drawn with replacement, in pieces that fit into memory."""
+    rng = np.random.default_rng(seed)
+    rows = max(1, _CHUNK // count)
+    for start in range(0, resamples, rows):
+        yield rng.integers(0, count, size=(min(rows, resamples - start), count))
 
 
 def win_rate(ours: Sequence[float], theirs: Sequence[float], *, level: float, resamples: int, seed: int) -> Interval:

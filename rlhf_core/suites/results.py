@@ -17,13 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.errors import DataError, explain
-from rlhf_core.evaluation.bootstrap import Interval
+from rlhf_core.evaluation.bootstrap import Interval, resampled_indices
 from rlhf_core.stage.context import StageContext
 
 LEVEL = 0.95
 RESAMPLES = 2000
-_CHUNK = 2**22
-"""Maximum number of indices drawn at a time (32 MiB)."""
 NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})
 
 
@@ -118,16 +116,9 @@ def weighted_interval(values: NDArray[np.float64], weights: NDArray[np.float64],
     return Interval(float(np.average(values, weights=weights)), low, high)
 
 
-def resampled_indices(count: int, *, seed: int) -> list[NDArray[np.int64]]:
-    """Return RESAMPLES rows of `count` indices drawn with replacement, in pieces that fit into memory."""
-    rng = np.random.default_rng(seed)
-    rows = max(1, _CHUNK // count)
-    return [rng.integers(0, count, size=(min(rows, RESAMPLES - start), count)) for start in range(0, RESAMPLES, rows)]
-
-
 def _resampled(values: NDArray[np.float64], weights: NDArray[np.float64], *, seed: int) -> NDArray[np.float64]:
     products = values * weights
-    pieces = resampled_indices(len(values), seed=seed)
+    pieces = resampled_indices(len(values), resamples=RESAMPLES, seed=seed)
     return np.concatenate([products[index].sum(axis=1) / weights[index].sum(axis=1) for index in pieces])
 
 

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.suites.results import LEVEL, resampled_indices
+from rlhf_core.evaluation.bootstrap import resampled_indices
+from rlhf_core.suites.results import LEVEL, RESAMPLES
 
 RIDGE = (1e-2, 1e-1)
 """Penalties on theta^2 / 2 and phi^2 / 2: without them a policy that always wins has no finite estimate."""
@@ -29,7 +30,7 @@ def length_controlled(
     spread = float(longer.std())
     lengths_1N = np.tanh(longer / spread)[None] if spread > 0 else np.zeros((1, len(wins)))
     centre = float(_rates(wins[None], lengths_1N)[0])
-    pieces = resampled_indices(len(wins), seed=seed)
+    pieces = resampled_indices(len(wins), resamples=RESAMPLES, seed=seed)
     resampled = np.concatenate([_rates(wins[index], lengths_1N[0][index]) for index in pieces])
     low, high = (float(np.quantile(resampled, (1 + side * LEVEL) / 2)) for side in (-1, 1))
     return {"mean": centre, "low": low, "high": high, "prompts": float(len(wins))}
