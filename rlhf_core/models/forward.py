@@ -2,10 +2,10 @@
 
 Legend: N samples, B rows, L positions, H hidden, V vocabulary, T the positions that the loss mask selects.
 
-No attention mask is passed. With right padding, a real token never sees padding under causal attention, so rows with
-one sample run as plain causal attention (the fast kernel). Samples that share a row are separated by their restarting
-`position_ids`, from which transformers builds a block-diagonal causal mask. Neither works for every architecture:
-`check_rows` and `rlhf_core.models.shared_rows` refuse the others.
+With right padding, a real token never sees padding under causal attention, so rows with one sample run as plain causal
+attention (the fast kernel) without a mask. Samples that share a row are separated by their restarting `position_ids`,
+from which transformers builds a block-diagonal causal mask; only samples that share their first tokens need a mask of
+our own. None of it works for every architecture: `check_rows` and `rlhf_core.models.shared_rows` refuse the others.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rlhf_core.models.architecture import check_length
 from rlhf_core.models.batches import TokenBatch
 from rlhf_core.models.head_pass import in_one_call
 from rlhf_core.models.routing import note_routing, routing_arguments
-from rlhf_core.models.shared_rows import check_packing, keeps_apart, shared_rows
+from rlhf_core.models.shared_rows import check_packing, keeps_apart, shared_rows, shares_prefixes
 
 logger = logging.getLogger(__name__)
 
@@ -221,7 +221,8 @@ def _influence(backbone: Any, ids_BL: Tensor, positions_BL: Tensor, *, until: in
 def hidden_states(model: nn.Module, batch: TokenBatch) -> Tensor:
     """Return the backbone's last hidden states `hidden_BLH`. Samples that share a row do not see each other.
 
-    If the lengths of the samples differ much, unpacked rows are computed in fewer, shared rows.
+    If the lengths of the samples differ much, or samples begin with the same tokens, unpacked rows are computed in
+    fewer, shared rows.
     """
     any_model: Any = model
     backbone = any_model.base_model
@@ -230,7 +231,10 @@ def hidden_states(model: nn.Module, batch: TokenBatch) -> Tensor:
     check_length(backbone.config, batch.position_ids_BL)
     routing = routing_arguments()
     # Code that watches the routers expects their logits in the rows of the batch.
-    shared = None if routing or not keeps_apart(backbone.config) else shared_rows(batch)
+    shared = None
+    if not routing and keeps_apart(backbone.config):
+        hidden = backbone.config.get_text_config().hidden_size
+        shared = shared_rows(batch, prefixes_of=hidden if shares_prefixes(backbone.config) else 0)
     ids_BL, positions_BL = batch.token_ids_BL, batch.position_ids_BL
     if shared is not None:
         ids_BL, positions_BL = shared.token_ids_RL, shared.position_ids_RL
@@ -238,15 +242,23 @@ def hidden_states(model: nn.Module, batch: TokenBatch) -> Tensor:
     if (batch.packed or shared is not None) and _is_flash(backbone):
         # The variable-length kernels find sample boundaries only in the position IDs of a single long row.
         ids_BL, positions_BL = ids_BL.reshape(1, -1), positions_BL.reshape(1, -1)
-    output = _run(backbone, ids_BL, positions_BL, routing)
+    output = _run(backbone, ids_BL, positions_BL, routing, mask_B1LL=shared.mask_R1LL if shared else None)
     note_routing(backbone, output, batch)
     hidden_BLH = output.last_hidden_state.reshape(*shape, -1)
     return hidden_BLH if shared is None else shared.restore(hidden_BLH, batch)
 
 
-def _run(backbone: Any, ids_BL: Tensor, positions_BL: Tensor, routing: Mapping[str, bool]) -> Any:
+def _run(
+    backbone: Any,
+    ids_BL: Tensor,
+    positions_BL: Tensor,
+    routing: Mapping[str, bool],
+    *,
+    mask_B1LL: Tensor | None = None,
+) -> Any:
     positions = {"position_ids": positions_BL} if _takes_positions(backbone) else {}
-    return backbone(input_ids=ids_BL, use_cache=False, **positions, **routing)
+    mask = {} if mask_B1LL is None else {"attention_mask": mask_B1LL}
+    return backbone(input_ids=ids_BL, use_cache=False, **positions, **mask, **routing)
 
 
 def _takes_positions(backbone: nn.Module) -> bool:

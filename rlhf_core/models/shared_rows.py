@@ -5,11 +5,16 @@ causal masks. Convolutions, recurrent states and other masks or positions leak s
 for an architecture that is not known to be separable, and its rows are not shared. Shared rows compute the same values
 with less padding.
 
+Samples that begin with the same tokens (the answers to a prompt, the two sides of a pair) can also share those: they
+are computed once, and each sample goes on from there. This needs a mask of our own, so it is done only under sdpa and
+without attention windows.
+
 Legend: B rows of the batch, R rows of the layout, L positions, H hidden.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +23,7 @@ from torch import Tensor
 
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.models.batches import TokenBatch
+from rlhf_core.models.beginnings import LONGEST_BLOCK, Block, common_beginnings
 
 SEPARABLE = frozenset(
     {
@@ -80,7 +86,7 @@ LAYERS = frozenset({"full_attention", "sliding_attention"})
 LONGEST = 4096
 """Maximum length of shared rows. Their attention needs an L x L mask, which costs more than the padding beyond this."""
 WORTHWHILE = 0.9
-"""Rows are shared if at most this fraction of them remains, because a mask is slower than plain causal attention."""
+"""Maximum cost of a layout, relative to the one without it: a mask is slower than plain causal attention."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,8 @@ class SharedRows:
     position_ids_RL: Tensor
     gone_to: Tensor
     """[B * L]: flat index into the shared rows of each position of the batch. Padding has none and reads the first."""
+    mask_R1LL: Tensor | None = None
+    """Whether a position (third dimension) attends to another (fourth); None where `position_ids_RL` say it."""
 
     def restore(self, hidden_RLH: Tensor, batch: TokenBatch) -> Tensor:
         """Return the hidden states in the rows of the batch. Those of padding are meaningless."""
@@ -103,6 +111,19 @@ def keeps_apart(config: Any) -> bool:
     return config.model_type in SEPARABLE and LAYERS.issuperset(types)
 
 
+def shares_prefixes(config: Any) -> bool:
+    """Return whether samples may share their first tokens in a model of this transformers configuration."""
+    return keeps_apart(config) and sees_whole_rows(config) and config._attn_implementation == "sdpa"
+
+
+def sees_whole_rows(config: Any) -> bool:
+    """Return whether no layer has an attention window: a mask of our own would replace it."""
+    text = config.get_text_config()
+    types = getattr(text, "layer_types", None)
+    windowed = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
+    return set(types) == {"full_attention"} if types else not windowed
+
+
 def check_packing(config: Any) -> None:
     """Raise ConfigError if a model of this transformers configuration is not known to keep packed samples separate."""
     if not keeps_apart(config):
@@ -110,28 +131,54 @@ def check_packing(config: Any) -> None:
         raise ConfigError(explain("packing", True, rule, "train without packing (packing = false)"))
 
 
-def shared_rows(batch: TokenBatch) -> SharedRows | None:
-    """Return a layout of `batch` in fewer rows of its longest length, or None if that is impossible or not worthwhile.
+def shared_rows(batch: TokenBatch, *, prefixes_of: int = 0) -> SharedRows | None:
+    """Return a layout of `batch` in fewer rows, or None if that is impossible or not worthwhile.
 
-    Samples are placed first-fit from the longest down, so the layout depends only on the lengths and their order. Use
-    it only for a model for which `keeps_apart` is true.
+    `prefixes_of` is the hidden size of a model for which `shares_prefixes` is true, else 0. Blocks are placed first-fit
+    from the longest down, so the layout depends only on the tokens and their order. Use it only for a model for which
+    `keeps_apart` is true.
     """
     count, length = batch.token_ids_BL.shape
     if batch.packed or count == 1 or length > LONGEST:
         return None
+    single = [Block((row,), 0, taken) for row, _, taken in batch.rows]
+    used, places = _first_fit(single, length)
+    if len(used) > WORTHWHILE * count:
+        used = [length] * count
+    if prefixes_of:
+        rows_of_ids = batch.token_ids_BL.tolist()
+        sequences = [tuple(rows_of_ids[row][:taken]) for row, _, taken in batch.rows]
+        blocks = common_beginnings(sequences, limit=max(length, LONGEST_BLOCK))
+        longest = max(length, *(block.length for block in blocks))
+        rows, block_places = _first_fit(blocks, longest)
+        cost = _cost(len(rows), longest, prefixes_of) / _cost(len(used), length, prefixes_of)
+        if len(blocks) < count and cost <= WORTHWHILE:
+            return _with_prefixes(batch, blocks, block_places, len(rows), longest)
+    return _lay(batch, places, len(used), length) if len(used) < count else None
+
+
+def _cost(rows: int, length: int, hidden: int) -> int:
+    """Return what the layers cost: 24 H^2 operations for a position and 4 H for a pair of them, in units of 4 H."""
+    return rows * length * (6 * hidden + length)
+
+
+def _first_fit(blocks: Sequence[Block], length: int) -> tuple[list[int], dict[int, int]]:
+    """Return the filled length of each row, and the flat place of each block by its first row."""
     used: list[int] = []
     places: dict[int, int] = {}
-    for row, _, taken in sorted(batch.rows, key=lambda span: -span[2]):
-        shared = next((i for i, filled in enumerate(used) if filled + taken <= length), len(used))
+    for block in sorted(blocks, key=lambda block: -block.length):
+        shared = next((i for i, filled in enumerate(used) if filled + block.length <= length), len(used))
         if shared == len(used):
             used.append(0)
-        places[row] = shared * length + used[shared]
-        used[shared] += taken
-    if len(used) > WORTHWHILE * count:
-        return None
-    comes_from = torch.zeros(len(used) * length, dtype=torch.int64)
+        places[block.samples[0]] = shared * length + used[shared]
+        used[shared] += block.length
+    return used, places
+
+
+def _lay(batch: TokenBatch, places: Mapping[int, int], rows: int, length: int) -> SharedRows:
+    comes_from = torch.zeros(rows * length, dtype=torch.int64)
     positions = torch.zeros_like(comes_from)
-    gone_to = torch.zeros(count * length, dtype=torch.int64)
+    gone_to = torch.zeros(batch.token_ids_BL.numel(), dtype=torch.int64)
     # In the order of places, each sample numbers the positions to the end of its row, and the next one overwrites them.
     for row, _, taken in sorted(batch.rows, key=lambda span: places[span[0]]):
         place = places[row]
@@ -139,6 +186,51 @@ def shared_rows(batch: TokenBatch) -> SharedRows | None:
         comes_from[place : place + taken] = torch.arange(row * length, row * length + taken)
         positions[place:end] = torch.arange(end - place)
         gone_to[row * length : row * length + taken] = torch.arange(place, place + taken)
+    return _laid(batch, comes_from, positions, gone_to, rows)
+
+
+def _with_prefixes(
+    batch: TokenBatch, blocks: Sequence[Block], places: Mapping[int, int], rows: int, length: int
+) -> SharedRows:
+    width = batch.token_ids_BL.shape[1]
+    taken = {row: span for row, _, span in batch.rows}
+    comes_from = torch.zeros(rows * length, dtype=torch.int64)
+    positions = torch.zeros_like(comes_from)
+    gone_to = torch.zeros(batch.token_ids_BL.numel(), dtype=torch.int64)
+    # Padding is a block of its own in each row.
+    block_ids = torch.zeros_like(comes_from)
+    sample_ids = torch.zeros_like(comes_from)
+    for number, block in enumerate(blocks, start=1):
+        begin = places[block.samples[0]]
+        place, prefix = begin + block.prefix, block.prefix
+        first = block.samples[0] * width
+        comes_from[begin:place] = torch.arange(first, first + prefix)
+        positions[begin:place] = torch.arange(prefix)
+        block_ids[begin : begin + block.length] = number
+        for sample, row in enumerate(block.samples, start=1):
+            end = place + taken[row] - prefix
+            comes_from[place:end] = torch.arange(row * width + prefix, row * width + taken[row])
+            positions[place:end] = torch.arange(prefix, taken[row])
+            sample_ids[place:end] = sample
+            gone_to[row * width : row * width + prefix] = torch.arange(begin, begin + prefix)
+            gone_to[row * width + prefix : row * width + taken[row]] = torch.arange(place, end)
+            place = end
+    block_RL, sample_RL = block_ids.reshape(rows, length), sample_ids.reshape(rows, length)
+    same_block = block_RL[:, :, None] == block_RL[:, None, :]
+    same_sample = (sample_RL[:, :, None] == sample_RL[:, None, :]) | (sample_RL[:, None, :] == 0)
+    mask_RLL = same_block & same_sample & torch.ones(length, length, dtype=torch.bool).tril()
+    return _laid(batch, comes_from, positions, gone_to, rows, mask_RLL[:, None])
+
+
+def _laid(
+    batch: TokenBatch,
+    comes_from: Tensor,
+    positions: Tensor,
+    gone_to: Tensor,
+    rows: int,
+    mask_R1LL: Tensor | None = None,
+) -> SharedRows:
     device = batch.token_ids_BL.device
-    token_ids_RL = batch.token_ids_BL.flatten()[comes_from.to(device)].reshape(len(used), length)
-    return SharedRows(token_ids_RL, positions.reshape(len(used), length).to(device), gone_to.to(device))
+    token_ids_RL = batch.token_ids_BL.flatten()[comes_from.to(device)].reshape(rows, -1)
+    mask_R1LL = None if mask_R1LL is None else mask_R1LL.to(device)
+    return SharedRows(token_ids_RL, positions.reshape(rows, -1).to(device), gone_to.to(device), mask_R1LL)

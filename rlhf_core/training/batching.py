@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+from rlhf_core.models.beginnings import common_beginnings
 from rlhf_core.types import (
     AnswerSample,
     DistillationSample,
@@ -37,13 +38,24 @@ ROWS = "router/rows"
 """Key of the number of token rows of the whole step in its denominators. A pair has two rows."""
 
 
-def ordered(samples: Sequence[Row]) -> list[int]:
-    """Return the indices of `samples` in the order of micro-batches: longest first, then by token IDs."""
-    keys = [_sides(sample) for sample in samples]
-    return sorted(range(len(samples)), key=lambda index: (-row_length(samples[index]), keys[index]))
+def ordered(samples: Sequence[Row], *, together: bool = False) -> list[int]:
+    """Return the indices of `samples` in the order of micro-batches: longest first, then by token IDs.
+
+    With `together`, samples that begin with the same tokens are neighbors, at the place of the longest of them.
+    """
+    keys = [(-row_length(sample), _sides(sample)) for sample in samples]
+    if not together or any(len(sides) > 1 for _, sides in keys):
+        return sorted(range(len(samples)), key=lambda index: keys[index])
+    blocks = [
+        sorted(block.samples, key=lambda index: keys[index])
+        for block in common_beginnings([sides[0] for _, sides in keys])
+    ]
+    return [index for block in sorted(blocks, key=lambda block: keys[block[0]]) for index in block]
 
 
-def micro_batches(samples: Sequence[Row], *, rows: int, pack_to: int | None, padded_tokens: int = 0) -> list[list[int]]:
+def micro_batches(
+    samples: Sequence[Row], *, rows: int, pack_to: int | None, padded_tokens: int = 0, together: bool = False
+) -> list[list[int]]:
     """Return the indices of each micro-batch in the order of `ordered`.
 
     A micro-batch has at most `rows` samples. With `padded_tokens`, it has as many samples as have at most that number
@@ -52,19 +64,20 @@ def micro_batches(samples: Sequence[Row], *, rows: int, pack_to: int | None, pad
     """
     batches: list[list[int]] = []
     tokens = longest = 0
-    for index in ordered(samples):
+    for index in ordered(samples, together=together and pack_to is None):
         length = row_length(samples[index])
         if pack_to is not None:
             full = tokens + length > rows * pack_to
         elif padded_tokens:
-            full = (len(batches[-1]) + 1) * longest > padded_tokens if batches else True
+            full = (len(batches[-1]) + 1) * max(longest, length) > padded_tokens if batches else True
         else:
             full = len(batches[-1]) >= rows if batches else True
         if full or not batches:
             batches.append([])
-            tokens, longest = 0, length  # the first of a batch is its longest
+            tokens = longest = 0
         batches[-1].append(index)
         tokens += length
+        longest = max(longest, length)
     return batches
 
 

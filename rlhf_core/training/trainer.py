@@ -27,6 +27,7 @@ from rlhf_core.models.export import export_model
 from rlhf_core.models.forward import sequence_scores, step_scores, token_logprobs, token_values
 from rlhf_core.models.lora import merged_state_dict
 from rlhf_core.models.routing import watching
+from rlhf_core.models.shared_rows import shares_prefixes
 from rlhf_core.store.checkpoint_parts import wait_for_parts, write_part
 from rlhf_core.training.batching import Row, is_maximum, micro_batches
 from rlhf_core.training.ema import average_of
@@ -67,6 +68,7 @@ class LocalTrainer:
         self._padded_tokens = config.micro_tokens
         self._router_aux = config.router_aux_coef if self._trained else 0.0
         self._engine = open_engine(spec, optimizer, config) if engine is None else engine
+        self._together = shares_prefixes(self._engine.module.base_model.config)
         self._average = average_of(
             self._engine.module, decay=optimizer.ema_decay if optimizer else 0.0, rank=self._engine.rank
         )
@@ -262,7 +264,9 @@ class LocalTrainer:
 
     def _passes(self, samples: Sequence[Row], *, pack_to: int | None) -> Iterator[list[int]]:
         """Yield the indices of each micro-batch, then empty lists while other ranks are still working."""
-        batches = micro_batches(samples, rows=self._rows, pack_to=pack_to, padded_tokens=self._padded_tokens)
+        batches = micro_batches(
+            samples, rows=self._rows, pack_to=pack_to, padded_tokens=self._padded_tokens, together=self._together
+        )
         # Agreed before the first pass: ZeRO 2 and 3 communicate during passes, and a call in between would deadlock.
         idle = self._engine.passes(len(batches)) - len(batches)
         yield from batches

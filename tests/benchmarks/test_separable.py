@@ -80,7 +80,7 @@ def test_the_list_holds_nothing_that_transformers_does_not_have() -> None:
         ("mistral", "", {"sliding_window": 64}),
         ("gemma2", "", {"sliding_window": 64}),
         ("gemma3_text", "", {"sliding_window": 64}),
-        ("phi3", "window", {"sliding_window": 64}),
+        ("phi3", "", {"sliding_window": 64}),
         ("qwen2", "window", {"sliding_window": 64}),
     ],
 )

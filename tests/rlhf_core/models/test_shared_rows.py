@@ -54,7 +54,7 @@ def small(model_type: str, attention: str = "sdpa") -> Any:
 
 
 def own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "shared_rows", lambda batch: None)
+    monkeypatch.setattr(forward, "shared_rows", lambda batch, prefixes_of: None)
 
 
 def real(hidden_BLH: Tensor, batch: TokenBatch) -> Tensor:
@@ -120,3 +120,119 @@ def test_gradients_are_those_of_a_row_each(monkeypatch: pytest.MonkeyPatch) -> N
     own_rows(monkeypatch)
     for one, other in zip(shared, gradients(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=of_model(SHAPE) * max(1.0, float(other.abs().max())))
+
+
+# ---------------------------------------------------------------- samples that begin alike
+
+
+def answers(*groups: tuple[int, tuple[int, ...]], most: int = 97) -> TokenBatch:
+    """Return the answers of these lengths to prompts of those, in an order that keeps none together."""
+    draw = torch.Generator().manual_seed(12)
+
+    def ids(length: int) -> tuple[int, ...]:
+        return tuple(torch.randint(1, most, (length,), generator=draw).tolist())
+
+    made = []
+    for prompt, lengths in groups:
+        begins = ids(prompt)
+        made += [TokenSample(begins + ids(length), (0,) * prompt + (1,) * length) for length in lengths]
+    return collate(made[::2] + made[1::2], pad_id=0)
+
+
+GROUPS = answers((20, (3, 9, 1, 14)), (11, (5, 2, 8)), (6, (30,)))
+
+
+def seen_masks(model: Any) -> list[Tensor | None]:
+    """Return the list that the masks of the following passes are put into."""
+    masks: list[Tensor | None] = []
+    model.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: masks.append(kwargs.get("attention_mask")), with_kwargs=True
+    )
+    return masks
+
+
+def test_the_answers_to_a_prompt_follow_it_in_one_row() -> None:
+    one, other, third = (5, 6, 7, 8, 1, 2), (5, 6, 7, 8, 3), (9, 9)
+    batch = collate([TokenSample(ids, (0,) + (1,) * (len(ids) - 1)) for ids in (one, third, other)], pad_id=0)
+    layout = shared_rows.shared_rows(batch, prefixes_of=32)
+    assert layout is not None
+    assert layout.mask_R1LL is not None
+    # Two rows of 7, the longest block: 9 9 would not fit after it. Padding reads the first token.
+    assert layout.token_ids_RL.tolist() == [[5, 6, 7, 8, 1, 2, 3], [9, 9, 5, 5, 5, 5, 5]]
+    assert layout.position_ids_RL.tolist() == [[0, 1, 2, 3, 4, 5, 4], [0, 1, 0, 0, 0, 0, 0]]
+    attended = layout.mask_R1LL[0, 0].int().tolist()
+    assert attended[3:] == [[1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0, 1]]
+    assert layout.mask_R1LL[1, 0, 2].int().tolist() == [0, 0, 1, 0, 0, 0, 0]
+    restored = layout.restore(layout.token_ids_RL.unsqueeze(-1), batch)
+    assert torch.equal(real(restored, batch), real(batch.token_ids_BL.unsqueeze(-1), batch))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", ["llama", "olmo2", "qwen3"])
+@pytest.mark.parametrize("batch", [GROUPS, answers((40, (1, 1))), answers((30, (4,) * 8), (30, (5,) * 8))])
+def test_hidden_states_of_shared_beginnings_are_those_of_a_row_each(
+    model_type: str, batch: TokenBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small(model_type)
+    masks = seen_masks(model)
+    shared = real(hidden_states(model, batch), batch)
+    own_rows(monkeypatch)
+    alone = real(hidden_states(model, batch), batch)
+    assert [mask is not None for mask in masks] == [True, False]
+    torch.testing.assert_close(shared, alone, rtol=0, atol=of_model(SHAPE) * float(alone.abs().max()))
+
+
+def test_gradients_of_shared_beginnings_are_those_of_a_row_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gradients() -> list[Tensor]:
+        model = small("llama")
+        masks = seen_masks(model)
+        logprobs_BL, _ = token_logprobs(model, GROUPS, temperature=1.0, with_entropy=False)
+        weights_BL = torch.linspace(-1, 2, logprobs_BL.numel()).reshape_as(logprobs_BL)
+        (logprobs_BL * weights_BL).sum().backward()
+        used.append(masks[0] is not None)
+        return [parameter.grad for parameter in model.parameters()]
+
+    used: list[bool] = []
+    shared = gradients()
+    own_rows(monkeypatch)
+    for one, other in zip(shared, gradients(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=of_model(SHAPE) * max(1.0, float(other.abs().max())))
+    assert used == [True, False]
+
+
+def test_an_answer_does_not_see_the_others_at_all() -> None:
+    model = small("llama")
+    embedded: list[Tensor] = []
+
+    def opened(module: Any, inputs: Any, output: Tensor) -> Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1]
+
+    model.get_input_embeddings().register_forward_hook(opened)
+    logprobs_BL, _ = token_logprobs(model, GROUPS, temperature=1.0, with_entropy=False)
+    layout = shared_rows.shared_rows(GROUPS, prefixes_of=32)
+    assert layout is not None
+    width = GROUPS.token_ids_BL.shape[1]
+    for row, _, length in GROUPS.rows:
+        (gradient_RLH,) = torch.autograd.grad(logprobs_BL[row].sum(), embedded, retain_graph=True)
+        touched = gradient_RLH.abs().sum(-1).flatten().nonzero().flatten().tolist()
+        # The last token is only predicted, so nothing depends on its embedding.
+        assert sorted(touched) == sorted(layout.gone_to[row * width : row * width + length - 1].tolist())
+
+
+@torch.no_grad()
+def test_beginnings_are_not_shared_where_a_mask_would_replace_windows_or_another_kernel_runs() -> None:
+    for model in (small("gemma2"), small("llama", attention="eager")):
+        masks = seen_masks(model)
+        hidden_states(model, GROUPS)
+        assert masks == [None]
+    windowed = small("mistral").config
+    windowed.sliding_window = 8
+    assert not shared_rows.shares_prefixes(windowed)
+    windowed.sliding_window = None
+    assert shared_rows.shares_prefixes(windowed)
+
+
+def test_a_beginning_that_saves_little_is_not_worth_a_mask() -> None:
+    alike = answers((3, (30, 30, 30, 30)))
+    assert shared_rows.shared_rows(alike, prefixes_of=32) is None
