@@ -3,7 +3,8 @@
 Prints a row for each template: one example for a conversation, one for each answer (the template rewrites earlier
 turns), or the reason why it is refused; without reasoning in the answers and with it. Each example is checked: what comes
 before an answer are the tokens that the sampler would receive, and the answer ends with its end-of-turn token. Without
-arguments the templates are small ones with the habits of current models, and those that we ship.
+arguments the templates are small ones with the habits of current models, Llama 4's own one as the installed
+transformers has it, and those that we ship.
 """
 
 from __future__ import annotations
@@ -92,13 +93,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def templates(paths: Sequence[Path]) -> Iterator[tuple[str, str]]:
-    """Yield name and text of the templates in `paths`; without any, those of `HABITS` and those that we ship."""
+    """Yield name and text of the templates in `paths`; without any, those of `HABITS`, Llama 4's and those that we ship."""
     if not paths:
         yield from HABITS.items()
+        yield "Llama 4", llama_4()
         yield from ((f"shipped: {name}", template) for name, template in SHIPPED.items())
     for path in paths:
         for file in sorted(path.glob("*.jinja")) if path.is_dir() else [path]:
             yield file.stem, file.read_text(encoding="utf-8")
+
+
+def llama_4() -> str:
+    """Return the template of Llama 4 from the installed transformers: the only one of a model that it has."""
+    # 10 s: other templates are looked at without it.
+    from transformers.models.llama4.processing_llama4 import chat_template
+
+    return str(chat_template)
 
 
 def outcome(template: str, messages: Sequence[Message]) -> str:

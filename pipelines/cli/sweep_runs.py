@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,9 +18,8 @@ from pipelines.execution.listener import Listener
 from pipelines.execution.opening import open_tracker, plan_run, store_of
 from pipelines.execution.plan import PlannedStage
 from pipelines.execution.summary import shown_overrides
-from pipelines.execution.sweep import Goal, PointResult, Tally, best_of, run_points
+from pipelines.execution.sweep import Goal, GoalIn, PointResult, Points, Tally, best_of
 from pipelines.execution.sweep_points import Point, keys_of, named
-from pipelines.execution.sweep_search import Search
 from pipelines.execution.tracker import Status, Tracker
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig, load_profile
@@ -44,11 +43,8 @@ class Sweep:
     """A sweep at work: what its points share is opened when the first point needs it."""
 
     options: argparse.Namespace
-    points: Sequence[Point]
-    """All points; of a search, those at the ends of its ranges."""
+    points: Points
     home: Home
-    search: Search | None = None
-    """What chooses the points one after the other, if they are not known before."""
     tracker: Tracker | None = None
     """The tracker of the sweep itself; None if nothing is computed and nobody is watching."""
     parent: str = ""
@@ -61,17 +57,14 @@ class Sweep:
     @property
     def id(self) -> str:
         """Return the name of this sweep: the same for the same profile and points."""
-        points: list[object] = [list(point) for point in self.points]
-        if self.search is not None:
-            points += [*self.search.ranges, *self.search.grids]
-            points += [self.search.count, self.search.direction, self.search.seed, self.options.metric]
+        points = self.points.identity(self.options.metric)
         return sha256_text(canonical_json([self.options.profile, self.options.overrides, points]))[:8]
 
     @contextmanager
     def tracked(self, config: PipelineConfig, plans: Sequence[Sequence[PlannedStage]]) -> Iterator[None]:
         """Track the sweep as the parent of its runs, unless there is nothing to compute and nobody is watching."""
         done = all(stage.decision.action == "HIT" and stage.gates_hold for planned in plans for stage in planned)
-        if not done or self.search is not None or is_watched(self.home):
+        if not (done and self.points.known) or is_watched(self.home):
             self._track(config)
         status: Status = "KILLED"
         try:
@@ -85,33 +78,23 @@ class Sweep:
 
     def _track(self, config: PipelineConfig) -> None:
         self.tracker = open_tracker(config, self.home)
-        params: dict[str, object] = {"profile": self.options.profile}
-        if self.search is None:
-            params["point"] = {str(number + 1): named(point) for number, point in enumerate(self.points)}
-        else:
-            params["search"] = {
-                "points": self.search.count,
-                "in": shown_overrides((*self.search.ranges, *self.search.grids)),
-            }
-        title = f"sweep {' '.join(keys_of(self.points))} ({self.id})"
+        params = {"profile": self.options.profile, **self.points.params()}
+        title = f"sweep {' '.join(keys_of(self.points.to_check()))} ({self.id})"
         self.parent = self.tracker.start(title, run_id=None, params=params, tags={"sweep": self.id})
 
-    def execute(
-        self, store: ArtifactStore, goal_in: Callable[[Sequence[PointResult]], Goal | None]
-    ) -> list[PointResult]:
+    def execute(self, store: ArtifactStore, goal_in: GoalIn) -> list[PointResult]:
         """Run all points and return their results; `goal_in` returns what a search goes by."""
         numbers = itertools.count(1)
-        most = len(self.points) if self.search is None else self.search.count
 
         def run_point(point: Point, tally: Tally) -> Mapping[str, ArtifactRef]:
-            console.print(f"point {next(numbers)} of {most}: {named(point)}", highlight=False, markup=False)
+            console.print(
+                f"point {next(numbers)} of {self.points.count}: {named(point)}", highlight=False, markup=False
+            )
             with open_display(console) as display, kept_log(self.home, display):
                 tally.inner = display
                 return self._run(point, tally)
 
-        if self.search is not None:
-            return self.search.run(run_point, store, goal_in)
-        return run_points(self.points, run_point, store)
+        return self.points.run(run_point, store, goal_in)
 
     def _run(self, point: Point, listener: Listener) -> Mapping[str, ArtifactRef]:
         overrides = overrides_of(self.options, point)

@@ -18,7 +18,9 @@ from pipelines.execution.opening import plan_run, store_of
 from pipelines.execution.summary import shown_overrides
 from pipelines.execution.sweep import (
     Goal,
+    Listed,
     PointResult,
+    Points,
     best_of,
     check_approved,
     check_metric,
@@ -41,16 +43,16 @@ LONGEST_ERROR = 60
 
 def sweep(options: argparse.Namespace) -> int:
     """Run every point, print the table and the best point; return 1 if a point has no result."""
-    search, home = search_of(options), Home.here().make()
-    points = points_of(options) if search is None else search.ends()
-    check_swept(options, keys_of(points))
-    configs = [load_profile(options.profile, overrides_of(options, point)) for point in points]
+    points, home = points_of(options), Home.here().make()
+    checked = points.to_check()
+    check_swept(options, keys_of(checked))
+    configs = [load_profile(options.profile, overrides_of(options, point)) for point in checked]
     store = store_of(configs[0], home)
     plans = [plan_run(config, lifecycle, run_options(options), store=store) for config in configs]
     labels = list(dict.fromkeys(stage.label for planned in plans for stage in planned))
     policies = configs[0].policies()
     wanted = goal_of(options.metric, options.direction, labels=labels, policies=policies)
-    work = Sweep(options, points, home, search)
+    work = Sweep(options, points, home)
 
     def goal_in(results: Sequence[PointResult]) -> Goal | None:
         return wanted or default_goal(results, policies, options.direction)
@@ -63,8 +65,8 @@ def sweep(options: argparse.Namespace) -> int:
         folder = write(home.root / "sweeps" / work.id, results, goal)
         work.record(rows, results, goal, folder)
     _say(f"table and plot: {folder}")
-    if search is not None and len(results) < search.count:
-        _say(f"--optuna {search.count}: only {len(results)} different points were chosen")
+    if len(results) < points.count:
+        _say(f"--optuna {points.count}: only {len(results)} different points were chosen")
     status = EXIT_SOME_FAILED if any(result.error for result in results) else 0
     if goal is None:
         _say("no point has a gold reward or reward-model score: name a number with --metric STAGE:METRIC")
@@ -77,8 +79,13 @@ def sweep(options: argparse.Namespace) -> int:
     return status
 
 
-def points_of(options: argparse.Namespace) -> list[Point]:
-    """Return the points that the options describe, known before the first one runs."""
+def points_of(options: argparse.Namespace) -> Points:
+    """Return the points that the options describe: a search with `--optuna`, else a list."""
+    return Listed(listed_points(options)) if options.optuna is None else search_of(options)
+
+
+def listed_points(options: argparse.Namespace) -> list[Point]:
+    """Return the points of a grid, or those that `--random` draws."""
     if options.random is None and options.sweep_seed is not None:
         rule = "a grid draws nothing"
         raise ConfigError(
@@ -96,10 +103,8 @@ def points_of(options: argparse.Namespace) -> list[Point]:
     return points
 
 
-def search_of(options: argparse.Namespace) -> Search | None:
+def search_of(options: argparse.Namespace) -> Search:
     """Return the search that `--optuna` asks for."""
-    if options.optuna is None:
-        return None
     if options.random is not None:
         rule = "chooses its points itself"
         raise ConfigError(explain("--optuna", options.optuna, rule, "leave --random out"))

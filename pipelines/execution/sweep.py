@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 from pipelines.execution.gates import Gatekeeper, Outcome, Verdict, condition
 from pipelines.execution.listener import Listener, Silent
@@ -100,9 +100,7 @@ class Goal:
 
 
 def run_points(
-    points: Sequence[Point],
-    run_point: Callable[[Point, Tally], Mapping[str, ArtifactRef]],
-    store: ArtifactStore,
+    points: Sequence[Point], run_point: Callable[[Point, Tally], Mapping[str, ArtifactRef]], store: ArtifactStore
 ) -> list[PointResult]:
     """Run every point through `run_point`, which returns the artifacts by label; a point that fails stops no other one.
 
@@ -125,6 +123,63 @@ def run_points(
         seconds = time.monotonic() - began
         results.append(PointResult(point, tuple(tally.hits), tuple(tally.computed), seconds, measures, digests, error))
     return results
+
+
+RunPoint: TypeAlias = Callable[[Point, Tally], Mapping[str, ArtifactRef]]
+GoalIn: TypeAlias = Callable[[Sequence[PointResult]], Goal | None]
+"""Returns the number that decides, as soon as a result has one."""
+
+
+class Points(Protocol):
+    """How the points of a sweep come about: all are listed before the first runs, or each is chosen after the one before."""
+
+    @property
+    def count(self) -> int:
+        """The number of points that are wanted."""
+
+    @property
+    def known(self) -> bool:
+        """Whether the runs of the points can be planned before the first one."""
+
+    def to_check(self) -> list[Point]:
+        """Return points whose keys and values are checked before the first run."""
+
+    def identity(self, metric: str) -> list[object]:
+        """Return what distinguishes these points from those of other sweeps, of which `metric` may be a part."""
+
+    def params(self) -> dict[str, object]:
+        """Return what a tracker shows of the points."""
+
+    def run(self, run_point: RunPoint, store: ArtifactStore, goal_in: GoalIn) -> list[PointResult]:
+        """Run the points and return their results."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Points that are known before the first one runs, and run in their order.
+
+    >>> Listed((("seed=1",), ("seed=2",))).params()
+    {'point': {'1': 'seed=1', '2': 'seed=2'}}
+    """
+
+    points: Sequence[Point]
+    known = True
+
+    @property
+    def count(self) -> int:
+        return len(self.points)
+
+    def to_check(self) -> list[Point]:
+        return list(self.points)
+
+    def identity(self, metric: str) -> list[object]:
+        return [list(point) for point in self.points]
+
+    def params(self) -> dict[str, object]:
+        return {"point": {str(number): named(point) for number, point in enumerate(self.points, start=1)}}
+
+    def run(self, run_point: RunPoint, store: ArtifactStore, goal_in: GoalIn) -> list[PointResult]:
+        return run_points(self.points, run_point, store)
 
 
 # ---------------------------------------------------------------- the best one

@@ -6,15 +6,15 @@ tree-structured Parzen estimator (Bergstra et al., "Algorithms for Hyper-Paramet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pipelines.execution.sweep import Direction, Goal, PointResult, Tally, check_metric, run_points
+from pipelines.execution.summary import shown_overrides
+from pipelines.execution.sweep import Direction, Goal, GoalIn, PointResult, RunPoint, check_metric, run_points
 from pipelines.execution.sweep_points import Point, Span, check_keys, choices_of, span_of
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.types import ArtifactRef
 
 if TYPE_CHECKING:
     from optuna.trial import Trial
@@ -36,6 +36,7 @@ class Search:
     grids: Sequence[str]
     direction: Direction = "max"
     seed: int = 0
+    known = False
     _study: Any = field(init=False)
     _spans: list[Span] = field(init=False)
     _choices: list[tuple[str, list[str]]] = field(init=False)
@@ -59,7 +60,7 @@ class Search:
         sampler = optuna.samplers.TPESampler(seed=self.seed, n_startup_trials=max(2, min(10, self.count // 3)))
         return optuna.create_study(direction="maximize" if self.direction == "max" else "minimize", sampler=sampler)
 
-    def ends(self) -> list[Point]:
+    def to_check(self) -> list[Point]:
         """Return points with both ends of every range and all values of every list, to be checked before the first run."""
         values = [[span.written(span.low), span.written(span.high)] for span in self._spans]
         values += [listed for _, listed in self._choices]
@@ -70,12 +71,16 @@ class Search:
             for number in range(most)
         ]
 
-    def run(
-        self,
-        run_point: Callable[[Point, Tally], Mapping[str, ArtifactRef]],
-        store: ArtifactStore,
-        goal_in: Callable[[Sequence[PointResult]], Goal | None],
-    ) -> list[PointResult]:
+    def identity(self, metric: str) -> list[object]:
+        """Return what distinguishes this search from others; other results, of another metric, lead to other points."""
+        ends: list[object] = [list(point) for point in self.to_check()]
+        return [*ends, *self.ranges, *self.grids, self.count, self.direction, self.seed, metric]
+
+    def params(self) -> dict[str, object]:
+        """Return what a tracker shows: how many points are looked for, and where."""
+        return {"search": {"points": self.count, "in": shown_overrides((*self.ranges, *self.grids))}}
+
+    def run(self, run_point: RunPoint, store: ArtifactStore, goal_in: GoalIn) -> list[PointResult]:
         """Return the results of `count` different points; of fewer, where Optuna keeps choosing the same ones.
 
         `goal_in` returns the number that decides, as soon as a result has one. A point without it counts as worse than all that have it.

@@ -27,10 +27,10 @@ def first_error(error: ValidationError, tree: Mapping[str, Any], model: type[Bas
     keys = _real_keys(location, tree)
     dotted = ".".join(keys)
     if first["type"] == "extra_forbidden":
+        others = _types_with(keys, model)
+        if others and len(location) > len(keys):  # pydantic puts the chosen type between table and key
+            return _of_another_type(keys, location[-2], first["input"], others)
         near = _nearest(keys, model)
-        if near == dotted and len(location) > len(keys):  # pydantic puts the chosen type between table and key
-            shown = shown_value(keys[-1], first["input"])
-            return f"{dotted} = {shown}: is not an option of type {location[-2]!r}; remove it, for example with --set {dotted}=none"
         remedy = f"did you mean {near}?" if near not in ("", dotted) else "remove it"
         return f"{dotted} = {shown_value(keys[-1], first['input'])}: unknown key; {remedy}"
     message = first["msg"].removeprefix("Value error, ")
@@ -51,6 +51,29 @@ def shown_value(key: str, value: Any) -> str:
     except RecursionError:  # a dotted key may nest tables arbitrarily deep
         return "{...}"
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]} ..."
+
+
+def _of_another_type(keys: Sequence[str], chosen: int | str, value: Any, others: Sequence[str]) -> str:
+    """Return the error for a key that `others`, types of the same table, have and the `chosen` one has not."""
+    dotted, table = ".".join(keys), ".".join(keys[:-1])
+    named = " and ".join(filter(None, [", ".join(map(repr, others[:-1])), repr(others[-1])]))
+    rule = f"is not an option of type {chosen!r} but of {named}"
+    remove, replace = "remove it", f'choose type = "{others[0]}" for the whole table {table}'
+    if not any(key.isdigit() for key in keys):  # --set reaches no place in a list
+        remove += f", for example with --set {dotted}=none"
+        replace = f"replace the whole table: --set {table}='{{type = \"{others[0]}\", {keys[-1]} = ...}}'"
+    return f"{dotted} = {shown_value(keys[-1], value)}: {rule}; {remove}, or {replace}"
+
+
+def _types_with(keys: Sequence[str], model: type[BaseModel]) -> list[str]:
+    """Return the `type` of each model that can stand at the place of `keys` without the last, and has this last key."""
+    models = [model]
+    for key in keys[:-1]:
+        if not key.isdigit():  # a place in a list, whose models were found with the list
+            fields = [one.model_fields[key].annotation for one in models if key in one.model_fields]
+            models = [found for annotation in fields for found in _models_in(annotation)]
+    found = [one.model_fields for one in models if keys[-1] in one.model_fields and "type" in one.model_fields]
+    return sorted({str(name) for fields in found for name in get_args(fields["type"].annotation)})
 
 
 def _real_keys(location: Sequence[int | str], tree: Any) -> list[str]:

@@ -20,6 +20,7 @@ from prefect.context import FlowRunContext
 from prefect.events.worker import EventsWorker
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, PREFECT_UI_URL, temporary_settings
 from prefect.states import Cancelled, Completed
+from prefect.transactions import CommitMode, transaction
 
 from pipelines.execution.plan import Pipeline, ReachedUntil, expect
 from pipelines.execution.run import PipelineRun, run_stages
@@ -121,13 +122,15 @@ class TaskRunner:
 
         @task(name=label, task_run_name=label, cache_policy=NO_CACHE, persist_result=False)
         def group() -> State[Any]:
-            try:
-                made.append(body())
-            except RunHalted as error:
-                ends.append(error)
-                return halted(error)
-            except ReachedUntil as error:
-                ends.append(error)
+            # Otherwise Prefect shows the stages before one that fails or is interrupted as RolledBack.
+            with transaction(commit_mode=CommitMode.EAGER):
+                try:
+                    made.append(body())
+                except RunHalted as error:
+                    ends.append(error)
+                    return halted(error)
+                except ReachedUntil as error:
+                    ends.append(error)
             return _of_group(self._ended[first:])
 
         self._run.started += 1

@@ -10,8 +10,9 @@ from pydantic import Field
 
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.schema.base import OPERATIONAL, Config
-from rlhf_core.store.fingerprint import hash_files, list_files, tree_digest
+from rlhf_core.store.fingerprint import canonical_json, hash_files, list_files, sha256_text, tree_digest
 from stages.config.evaluate_suite import SuiteName
+from stages.config.harness_files import outside_files
 
 PACKAGE = "lm_eval"
 
@@ -24,7 +25,8 @@ class HarnessSuite(Config):
     tasks: tuple[str, ...] = Field(min_length=1)
     """Names of tasks or groups, of the harness or of `include_path`."""
     include_path: Annotated[str, OPERATIONAL] = ""
-    """Folder with task YAML files, their rows and functions. The content of all its files belongs to the stage's key."""
+    """Folder with task YAML files, their rows and functions. The content of all its files belongs to the stage's key, and
+    that of local files outside of it which they name (`include`, `!function`, `data_files`)."""
     num_fewshot: int = Field(-1, ge=-1)
     """Number of examples before each question; -1 leaves it to the task."""
     limit: int = Field(0, ge=0)
@@ -36,7 +38,7 @@ class HarnessSuite(Config):
 
 
 def content_digests(config: HarnessSuite) -> dict[str, str]:
-    """Return the version of the harness and the digest of `include_path`, for the stage's key.
+    """Return the version of the harness, and the digests of `include_path` and of what it names outside, for the key.
 
     Raises ConfigError if the harness is not installed or the folder is missing.
     """
@@ -53,4 +55,6 @@ def content_digests(config: HarnessSuite) -> dict[str, str]:
             raise ConfigError(explain(key, config.include_path, "is not a folder", "give the folder of the tasks"))
         names = [name for name in list_files(folder) if "__pycache__" not in name.split("/")]
         found["include_path"] = tree_digest(hash_files(folder, names))
+        if outside := outside_files(folder):
+            found["include_path.outside"] = sha256_text(canonical_json(outside))
     return found

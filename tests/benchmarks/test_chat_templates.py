@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks.chat_templates import HABITS, PLAIN, REASONED, end_ids, exact, main, outcome, spans, tokenizer
+from benchmarks.chat_templates import HABITS, PLAIN, REASONED, end_ids, exact, llama_4, main, outcome, spans, tokenizer
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.chat_templates import SHIPPED
+from rlhf_core.types import Message
 
 ONE, EACH = "one example", "an example for each answer"
 
@@ -76,3 +78,30 @@ def test_a_file_of_a_template_has_its_row(tmp_path: Path, capsys: pytest.Capture
     (tmp_path / "mine.jinja").write_text(HABITS["keeps every turn"])
     main([str(tmp_path)])
     assert "| mine | one example | one example |" in capsys.readouterr().out
+
+
+def test_the_template_of_llama_4_keeps_every_turn_and_ends_calls_of_tools() -> None:
+    assert (outcome(llama_4(), PLAIN), outcome(llama_4(), REASONED)) == (ONE, ONE)
+    made = tokenizer(llama_4())
+    made.eos_token = "<|eot|>"
+    chat = ChatTemplate(made, ends=end_ids(made))
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    call = {"type": "function", "id": "1", "function": {"name": "add", "arguments": {"a": 12, "b": 30}}}
+    turns = (
+        Message("system", "Add."),
+        Message("user", "What is 12 + 30?", json.dumps({"tools": [tool]})),
+        Message("assistant", "I add.", json.dumps({"tool_calls": [call]})),
+        Message("tool", "42", json.dumps({"name": "add", "tool_call_id": "1"})),
+        Message("assistant", "It is 42."),
+    )
+    samples = chat.examples(turns, max_length=1 << 20)
+    assert exact(chat, turns, samples)
+    assert [made.decode(said) for _, said in spans(samples[0])] == [
+        '<|python_start|>I add.<|python_end|>{"name": "add", "parameters": {"a": 12, "b": 30}}<|eot|>',
+        "It is 42.<|eot|>",
+    ]
+    # the turns that follow an answer begin after its own end, so an episode goes on with the tokens of a conversation
+    told = chat.turn_ids((Message("user", "And doubled?"),))
+    assert made.decode(told) == (
+        "<|header_start|>user<|header_end|>\n\nAnd doubled?<|eot|><|header_start|>assistant<|header_end|>\n\n"
+    )

@@ -14,7 +14,7 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf_core.config.data import InstructionsWorld
 from rlhf_core.data.tables import Demonstration, Tables, content_id
@@ -67,14 +67,14 @@ def make_tables(config: InstructionsWorld, *, seed: int) -> tuple[Tables, dict[s
         "new_kinds": [(kind,) for kind in NEW_KINDS],
     }
     rng = random.Random(derive_seed(seed, "prompts"))
-    prompts = _draw(TOPICS, trained, "seen", config.prompts, config.min_words, rng)
+    prompts = [one.prompt for one in _draw(TOPICS, trained, "seen", config.prompts, config.min_words, rng)]
     rng = random.Random(derive_seed(seed, "eval_prompts"))
     sources = [source for source in SOURCES if kinds[source]]
     share = config.eval_prompts // len(sources)
     held_out: list[Prompt] = []
     for source in sources:
         count = share if held_out else config.eval_prompts - share * (len(sources) - 1)
-        held_out += _draw(NEW_TOPICS, kinds[source], source, count, config.min_words, rng)
+        held_out += [one.prompt for one in _draw(NEW_TOPICS, kinds[source], source, count, config.min_words, rng)]
     rng = random.Random(derive_seed(seed, "demonstrations"))
     wanted = config.demonstrations + (config.eval_demonstrations if config.demonstrations else 0)
     written = _write(trained, wanted, config.min_words, rng)
@@ -88,8 +88,8 @@ def make_tables(config: InstructionsWorld, *, seed: int) -> tuple[Tables, dict[s
 def _write(kinds: Sequence[Kinds], count: int, min_words: int, rng: random.Random) -> list[Demonstration]:
     """Return answers to `count` different training prompts; fewer if there are no more."""
     written: list[Demonstration] = []
-    for prompt in _draw(TOPICS, kinds, "seen", 2 * count, min_words, rng):  # some limits leave no room for an answer
-        question = next(question for question, _ in TOPICS if prompt.messages[0].content.startswith(question))
+    # some limits leave no room for an answer
+    for question, prompt in _draw(TOPICS, kinds, "seen", 2 * count, min_words, rng):
         answer = write_answer(question, json.loads(prompt.label)["instructions"], rng, min_words=min_words)
         if answer is not None and len(written) < count:
             written.append(Demonstration(prompt.id, (*prompt.messages, Message("assistant", answer)), prompt.source))
@@ -110,6 +110,13 @@ def allowed(kinds: Kinds) -> bool:
 _NEW_PAIRS: set[Kinds] = {tuple(sorted(pair, key=list(PHRASES).index)) for pair in NEW_PAIRS}
 
 
+class Asked(NamedTuple):
+    """A prompt, and the question that it asks without its instructions."""
+
+    question: str
+    prompt: Prompt
+
+
 def _draw(
     topics: Sequence[tuple[str, str]],
     kinds: Sequence[Kinds],
@@ -117,16 +124,17 @@ def _draw(
     count: int,
     min_words: int,
     rng: random.Random,
-) -> list[Prompt]:
+) -> list[Asked]:
     """Return `count` different prompts, every combination of kinds about equally often; fewer if there are no more."""
-    found: dict[str, Prompt] = {}
+    found: dict[str, Asked] = {}
     queue: list[Kinds] = []
     for _ in range(20 * count):  # a prompt that was drawn before is drawn again
         if len(found) == count:
             break
         queue = queue or rng.sample(list(kinds), k=len(kinds))
-        prompt = _prompt(rng.choice(topics), queue.pop(), source, min_words, rng)
-        found.setdefault(prompt.id, prompt)
+        topic = rng.choice(topics)
+        prompt = _prompt(topic, queue.pop(), source, min_words, rng)
+        found.setdefault(prompt.id, Asked(topic[0], prompt))
     return list(found.values())
 
 

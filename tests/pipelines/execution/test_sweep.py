@@ -7,6 +7,7 @@ import pytest
 from pipelines.execution.measures import Measure
 from pipelines.execution.sweep import (
     Goal,
+    Listed,
     PointResult,
     Tally,
     best_of,
@@ -53,6 +54,19 @@ def test_numbers_that_are_not_finite_decide_nothing_and_equal_ones_are_named() -
     assert best_of(broken, GOLD) is None and str(GOLD.of(broken[0])) == "not finite"
     with pytest.raises(ConfigError, match=r"--metric = 'ppo/gold': is not finite at any point"):
         check_metric([*broken, FAILED], GOLD)
+
+
+def test_listed_points_run_in_their_order_whatever_decides(store: ArtifactStore) -> None:
+    listed, ran = Listed([("seed=2",), ("seed=1",)]), []
+
+    def run_point(point: tuple[str, ...], tally: Tally) -> dict[str, ArtifactRef]:
+        ran.append(point)
+        return {}
+
+    results = listed.run(run_point, store, lambda results: None)
+    assert ran == listed.to_check() == [one.point for one in results] == [("seed=2",), ("seed=1",)]
+    assert listed.identity("gold") == listed.identity("length") == [["seed=2"], ["seed=1"]]
+    assert listed.count == 2 and listed.known
 
 
 def test_a_point_that_cannot_be_measured_fails_alone(store: ArtifactStore) -> None:

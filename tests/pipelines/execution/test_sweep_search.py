@@ -80,7 +80,17 @@ def test_a_point_that_is_chosen_twice_runs_once_and_another_one_is_asked_for(ask
 
 def test_the_ends_of_all_ranges_and_all_values_are_checked_first() -> None:
     search = Search(3, ["a=log:0.01..0.5", "b=1..4"], ["c=x,y,z"])
-    assert search.ends() == [("a=0.01", "b=1", "c=x"), ("a=0.5", "b=4", "c=y"), ("a=0.5", "b=4", "c=z")]
+    assert search.to_check() == [("a=0.01", "b=1", "c=x"), ("a=0.5", "b=4", "c=y"), ("a=0.5", "b=4", "c=z")]
+
+
+def test_a_search_is_another_one_with_other_ranges_a_seed_or_a_metric() -> None:
+    search = Search(3, ["a=1..2"], ["c=x"], seed=4)
+    # the name of a sweep's folder and of its run comes from it: it must not change
+    assert search.identity("gold") == [["a=1", "c=x"], ["a=2", "c=x"], "a=1..2", "c=x", 3, "max", 4, "gold"]
+    assert search.params() == {"search": {"points": 3, "in": ["a=1..2", "c=x"]}} and not search.known
+    others = [Search(3, ["a=1..3"], ["c=x"], seed=4), Search(3, ["a=1..2"], ["c=x"], seed=5)]
+    assert all(other.identity("gold") != search.identity("gold") for other in others)
+    assert search.identity("length") != search.identity("gold")
 
 
 def test_a_search_for_nothing_is_refused() -> None:

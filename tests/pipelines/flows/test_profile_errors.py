@@ -16,7 +16,8 @@ SAMPLER_OPTIONS = [
 def test_an_option_of_another_type_is_called_so_and_says_how_to_remove_it() -> None:
     override = "runtime.sampler.type=hf"
     with pytest.raises(
-        ConfigError, match=r"^runtime\.sampler\.max_model_len = 256: is not an option of type 'hf'; remove it"
+        ConfigError,
+        match=r"^runtime\.sampler\.max_model_len = 256: is not an option of type 'hf' but of .*'vllm'.*; remove it",
     ):
         load_profile("tiny/full", [override])
     removed = [f"runtime.sampler.{name}=none" for name in SAMPLER_OPTIONS]
@@ -33,3 +34,28 @@ def test_a_key_that_is_no_option_of_any_type_is_unknown(tmp_path: Path) -> None:
         profile.write_text(text)
         with pytest.raises(ConfigError, match=r"unknown key; (remove it|did you mean)"):
             load_profile(str(profile))
+
+
+def test_an_option_of_another_type_says_which_has_it_and_how_to_choose_that_one(tmp_path: Path) -> None:
+    rows = '[{name = "mine", path = "pairs.jsonl", use = {preferences = 1.0}}]'
+    with pytest.raises(ConfigError) as refused:
+        load_profile("smollm2/full", [f"prepare_data.data.sources={rows}"])
+    assert str(refused.value).endswith(
+        "]: is not an option of type 'support' but of 'files'; remove it, for example with --set prepare_data.data.sources=none, "
+        """or replace the whole table: --set prepare_data.data='{type = "files", sources = ...}'"""
+    )
+    data = load_profile("smollm2/full", [f'prepare_data.data={{type = "files", sources = {rows}}}']).prepare_data
+    assert data is not None and data.data.type == "files"
+
+
+def test_an_option_of_another_type_in_a_list_says_so_without_an_override(tmp_path: Path) -> None:
+    profile = tmp_path / "mine.toml"
+    profile.write_text(
+        'extends = "tiny/full"\n[[evaluate.suites]]\nname = "a"\ntype = "lm_eval"\ntasks = ["t"]\nk = [1]\n'
+    )
+    with pytest.raises(ConfigError) as refused:
+        load_profile(str(profile))
+    assert str(refused.value) == (
+        "evaluate.suites.0.k = [1]: is not an option of type 'lm_eval' but of 'pass_at_k'; remove it, "
+        'or choose type = "pass_at_k" for the whole table evaluate.suites.0'
+    )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import threading
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from pipelines.execution.executor import RunOptions
 from pipelines.execution.listener import Silent
 from pipelines.execution.opening import open_run
 from pipelines.execution.plan import Pipeline
-from pipelines.flows.graph import Stages
+from pipelines.flows.graph import Stages, ungrouped
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.services.health import wait_for
 from pipelines.services.home import Home
@@ -173,6 +176,7 @@ def test_a_group_fails_with_its_stage(prefect_home: Home, tmp_path: Path) -> Non
 
     def failing(config: PipelineConfig, stages: Stages) -> None:
         def body() -> PolicyRef:
+            stages.run_stage(toy_spec(ToyConfig(kl_coef=0.1), label="a"), PolicyRef)
             return stages.run_stage(toy_spec(ToyConfig(trouble="raise:1"), label="broken"), PolicyRef)
 
         stages.group("round", body, after=[])
@@ -181,8 +185,90 @@ def test_a_group_fails_with_its_stage(prefect_home: Home, tmp_path: Path) -> Non
         run_flow(tmp_path, Home(tmp_path / "home").make(), failing)
     with get_client(sync_client=True) as client:
         (flow_run,) = client.read_flow_runs(sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=1)
-    wait_for(lambda: len(node_names(str(flow_run.id))) == 2, 30)
-    assert node_names(str(flow_run.id)) == {"round": "Failed", "broken": "Failed"}
+    ended = {"round": "Failed", "a": "Completed", "broken": "Failed"}
+    wait_for(lambda: node_names(str(flow_run.id)) == ended, 30)
+    assert node_names(str(flow_run.id)) == ended
+
+
+def waiting_in_a_group(before_b: Callable[[], None], file: Path) -> Pipeline:
+    """Return a pipeline whose group has a stage `b` that waits for a file, after `before_b`."""
+
+    def pipeline(config: PipelineConfig, stages: Stages) -> None:
+        def body() -> PolicyRef:
+            first = stages.run_stage(toy_spec(ToyConfig(kl_coef=0.1), label="a"), PolicyRef)
+            if stages.group is not ungrouped:  # not while the pipeline is planned
+                before_b()
+            waits = ToyConfig(kl_coef=0.2, trouble=f"wait:{file}")
+            return stages.run_stage(toy_spec(waits, label="b", inputs={"policy": first}), PolicyRef)
+
+        policy = stages.group("round", body, after=[])
+        stages.run_stage(toy_spec(ToyConfig(kl_coef=0.3), label="after", inputs={"policy": policy}), PolicyRef)
+
+    return pipeline
+
+
+def test_a_budget_that_is_spent_in_a_group_ends_it_and_a_larger_one_goes_on(
+    prefect_home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prefect import flow
+
+    from pipelines.prefect_flows import pipeline_flows
+    from pipelines.prefect_flows.tasks import settle
+
+    monkeypatch.setattr(pipeline_flows, "open_tracker", lambda *_: MemoryTracker())
+    file = tmp_path / "there"
+
+    def run(hours: float, tasks: int) -> tuple[str, str, dict[str, str]]:
+        config = load_profile(write_mini(tmp_path), [f'store="{tmp_path}/store"', f"budget.hours={hours}"])
+
+        @flow(name="test-budget", persist_result=False)
+        def body() -> Any:
+            return pipeline_flows.run_served(config, waiting_in_a_group(lambda: None, file), RunOptions())
+
+        state = body(return_state=True)
+        flow_run = state.state_details.flow_run_id
+        assert flow_run is not None
+        settle(flow_run, tasks)
+        return state.name, str(state.message), node_names(str(flow_run))
+
+    spent = 2.0 / 3600  # seconds: `b` waits for a file that is not there, and its deadline is the budget's
+    name, message, nodes = run(spent, 3)
+    assert name == "OverBudget" and "hours are spent" in message
+    assert nodes == {"a": "Completed", "b": "OverBudget", "round": "OverBudget"}
+    name, _, nodes = run(spent, 3)  # nothing is left at the beginning of `b`
+    assert name == "OverBudget"
+    assert nodes == {"a": "Cached", "b": "OverBudget", "round": "OverBudget"}
+    file.touch()
+    name, _, nodes = run(1.0, 4)
+    assert name == "Completed"
+    assert nodes == {"a": "Cached", "b": "Completed", "round": "Completed", "after": "Completed"}
+
+
+@pytest.mark.parametrize("during", [False, True], ids=["between two stages", "during a stage"])
+def test_an_interrupt_in_a_group_ends_the_run_and_the_next_one_goes_on(
+    prefect_home: Home, tmp_path: Path, during: bool
+) -> None:
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.sorting import FlowRunSort
+
+    file, home = tmp_path / "there", Home(tmp_path / "home").make()
+
+    def interrupt() -> None:
+        if not during:
+            signal.raise_signal(signal.SIGINT)  # the stage before has ended: the next one does not begin
+        else:
+            threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    with pytest.raises(KeyboardInterrupt):
+        run_flow(tmp_path, home, waiting_in_a_group(interrupt, file), tasks=3)
+    with get_client(sync_client=True) as client:
+        (flow_run,) = client.read_flow_runs(sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=1)
+    ended = {"a": "Completed", "b": "Crashed", "round": "Crashed"}
+    wait_for(lambda: node_names(str(flow_run.id)) == ended, 30)  # the server hears of the ends a little later
+    assert node_names(str(flow_run.id)) == ended
+    file.touch()
+    again = run_flow(tmp_path, home, waiting_in_a_group(lambda: None, file), tasks=4)
+    assert node_names(again) == {"a": "Cached", "b": "Completed", "round": "Completed", "after": "Completed"}
 
 
 def test_a_run_that_is_retried_is_not_taken_for_that_of_the_dead_process(prefect_home: Home, tmp_path: Path) -> None:

@@ -1,0 +1,120 @@
+"""Files outside of `include_path` that tasks of the harness read: what `include`, `!function` and rows of data name.
+
+The rules are those of lm_eval 0.4: paths of `include` and modules of `!function` are seen from the YAML file that names
+them, rows from the folder of `dataset_path`, or from the working directory where that is no folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.store.fingerprint import hash_file, hash_tree, list_files, tree_digest
+
+TASKS = ".yaml"
+"""The harness looks for tasks in files with this suffix; a file that they include may have any name."""
+
+
+def outside_files(folder: Path) -> dict[str, str]:
+    """Return the digest of each local file outside of `folder` that a task in it names, directly or by what it includes.
+
+    Names are paths of the YAML files in `folder`, and the references as they are written: a folder that moves with all
+    that it names keeps its digests. What does not exist, Hub datasets and modules of installed packages are left out.
+    """
+    reader = _Reader(folder.resolve())
+    for name in list_files(folder):
+        if name.endswith(TASKS):
+            reader.follow(folder / name, name)
+    return reader.digests
+
+
+class _Reader:
+    """What was found so far."""
+
+    def __init__(self, folder: Path) -> None:
+        self.digests: dict[str, str] = {}
+        self._folder = folder
+
+    def follow(self, file: Path, name: str) -> None:
+        """Note what a task file and all that it includes name."""
+        merged = self._merged(file, name, frozenset())
+        for rows in _rows(merged, ""):
+            self._note(Path(rows), f"{name}: {rows}")
+
+    def _merged(self, file: Path, name: str, above: frozenset[Path]) -> dict[str, Any]:
+        """Return the content of a YAML file over that of the files that it includes, as the harness merges them."""
+        file = file.resolve()
+        if not file.is_file() or file in above:
+            return {}
+        content, functions = _read(file)
+        for function in functions:
+            module = function.rpartition(".")[0].replace(".", "/") + ".py"
+            self._note(file.parent / module, f"{name}: {module}")
+        merged: dict[str, Any] = {}
+        included = content.pop("include", [])
+        for one in included if isinstance(included, list) else [included]:
+            self._note(file.parent / str(one), f"{name}: {one}")
+            merged |= self._merged(file.parent / str(one), f"{name}: {one}", above | {file})
+        return merged | content
+
+    def _note(self, path: Path, name: str) -> None:
+        path = path.resolve()
+        if path.is_relative_to(self._folder):
+            return  # all files there are in the key
+        if path.is_file():
+            self.digests[name] = hash_file(path)
+        elif path.is_dir():
+            self.digests[name] = tree_digest(hash_tree(path))
+
+
+def _read(file: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return the content of a YAML file and the functions that it names; nothing for one that the harness cannot read."""
+    # Not a package of ours: lm_eval needs it, and is installed where a suite of this type is planned.
+    import yaml
+
+    functions: list[str] = []
+
+    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # chosen by the build
+        """YAML with the harness's tag."""
+
+    def function(loader: Any, node: Any) -> str:
+        functions.append(str(node.value))
+        return str(node.value)
+
+    Loader.add_constructor("!function", function)
+    try:
+        content = yaml.load(file.read_bytes(), Loader=Loader)  # a safe loader with one more tag
+    except (yaml.YAMLError, UnicodeDecodeError):
+        return {}, functions
+    return (dict(content) if isinstance(content, Mapping) else {}), functions
+
+
+def _rows(config: Any, dataset: str) -> Iterator[str]:
+    """Yield local files and folders with rows that a task names, or a group in the tasks that it lists."""
+    if isinstance(config, list):
+        for one in config:
+            yield from _rows(one, dataset)
+    if not isinstance(config, Mapping):
+        return
+    dataset = str(config.get("dataset_path") or dataset)
+    if "dataset_path" in config and Path(dataset).exists():
+        yield dataset
+    options = config.get("dataset_kwargs")
+    if isinstance(options, Mapping):
+        base = Path(dataset) if Path(dataset).is_dir() else Path()
+        of_hub = "/" in dataset and not Path(dataset).exists()
+        for named in [*_texts(options.get("data_dir")), *_texts(options.get("data_files"))]:
+            if not of_hub or Path(named).is_absolute():
+                yield from sorted(glob(str(base / named), recursive=True))  # noqa: PTH207  # absolute patterns, too
+    yield from (file for value in config.values() for file in _rows(value, dataset))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield every text in a text, a list or a mapping of splits."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(one)
