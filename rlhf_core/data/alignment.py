@@ -174,28 +174,40 @@ class _Answer:
         text, ends = characters(chat.tokenizer, ids[:-1] if ended else ids)
         return cls(text, ends, ended)
 
-    def places(self, *, strip: bool) -> dict[int, int]:
-        """Return character -> number of tokens that end there or before, without the text's leading white space.
+    def places(self, *, start: int, end: int) -> dict[int, int]:
+        """Return character -> number of tokens that end there or before, counted from `start` and at most to `end`.
 
-        `strip` counts trailing white space to the last character before it. A cut answer has no place at its end.
+        A cut answer has no place at its end.
         """
-        leading = len(self.text) - len(self.text.lstrip())
-        longest = len(self.text.strip()) if strip else len(self.text)
         places: dict[int, int] = {}
-        for number, end in enumerate(self.ends, 1):
-            if end is not None and (self.ended or end < len(self.text)):
-                places[min(max(end - leading, 0), longest)] = number
+        for number, at in enumerate(self.ends, 1):
+            if at is not None and (self.ended or at < len(self.text)):
+                places[min(max(at, start), end) - start] = number
         return places
 
 
 def _common_ends(own: _Answer, theirs: _Answer) -> Iterator[tuple[int, int]]:
     """Yield the numbers of tokens after which both answers have said the same text."""
     same = own.text.strip() == theirs.text.strip()
-    ours, others = own.places(strip=same), theirs.places(strip=same)
-    limit = _common_prefix(own.text.lstrip(), theirs.text.lstrip())
+    (start, end), (teacher_start, teacher_end) = _edges(own.text, theirs.text), _edges(theirs.text, own.text)
+    ours = own.places(start=start, end=end)
+    others = theirs.places(start=teacher_start, end=teacher_end)
+    limit = _common_prefix(own.text[start:end], theirs.text[teacher_start:teacher_end])
     yield from ((ours[at], others[at]) for at in sorted(ours.keys() & others.keys()) if 0 < at <= limit)
     if same and own.ended and theirs.ended:
         yield len(own.ends) + 1, len(theirs.ends) + 1
+
+
+def _edges(text: str, other: str) -> tuple[int, int]:
+    """Return the part of `text` that is compared: without white space at its edges where only that differs from `other`.
+
+    >>> _edges(" It is. ", "It is."), _edges(" It is.", " It is."), _edges(" It is. ", "It was.")
+    ((1, 7), (0, 7), (1, 8))
+    """
+    if text == other:
+        return 0, len(text)
+    start = len(text) - len(text.lstrip())
+    return start, len(text.rstrip()) if text.strip() == other.strip() else len(text)
 
 
 def characters(tokenizer: Any, ids: Sequence[int]) -> tuple[str, tuple[int | None, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -116,7 +117,7 @@ def test_fewer_outcomes_give_a_lower_bound_and_sorting_all_is_never_more_than_ke
             for k in (1, 5, 50, 299, 0):
                 sides = *outcomes(*student, STUDENT_SPANS, k), *outcomes(*teacher, TEACHER_SPANS, k)
                 found.append(uld_loss(*sides, kind=kind, k=k).loss.item())  # type: ignore[arg-type]
-            assert all(few <= more + 1e-12 for few, more in zip(found, found[1:], strict=False))
+            assert all(few <= more + 1e-12 for few, more in itertools.pairwise(found))
             assert 0 < found[-1] <= 2
         assert losses["uld"][-1] <= losses["uld_text"][-1] + 1e-12
 
