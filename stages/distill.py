@@ -108,7 +108,7 @@ def named_teachers(
     """Return the teachers by name, in the order of their weights; ConfigError for one that is missing or not weighted."""
     if not config.teachers:
         return {"teacher": needed(teacher, "teacher", "distillation needs a teacher", context)}
-    for name in config.teachers.keys() ^ teachers.keys():
+    for name in sorted(config.teachers.keys() ^ teachers.keys()):
         rule = f"the teachers are {', '.join(sorted(teachers)) or 'none'}, and each needs a weight"
         remedy = "give as many policies as weights, with the same names"
         raise ConfigError(explain(f"{context.label}.teachers.{name}", config.teachers.get(name), rule, remedy))
