@@ -25,6 +25,7 @@ from pipelines.flows.sections import (
     OfflineDPOConfig,
     PolicyOptimizationConfig,
 )
+from rlhf_core.config.engines import InitModel
 from rlhf_core.config.policy import GROUP_ADVANTAGES, PPOConfig
 from rlhf_core.data.tables import read_preferences, write_preferences
 from rlhf_core.data.worlds.support import gold_reward
@@ -40,6 +41,7 @@ from rlhf_core.types import (
     PromptsRef,
     RewardModelRef,
 )
+from stages.config.distill import DivergenceConfig
 
 PREFERENCE: Mapping[str, dict[str, Any]] = {
     "dpo": {"loss": {"type": "dpo"}},
@@ -174,6 +176,8 @@ def methods(config: PipelineConfig, steps: int) -> dict[str, Method]:
     conditional = conditional.model_copy(update={"generate": own.generate, "score": own.score})
     offline = {"kl_weight": 1.0, "on_policy": False}
     online = {"kl_weight": 1.0, "on_policy": True, "sampling": own.generate.sampling, "eval_fraction": 0.05}
+    two = {"teachers": {"rejection_sampling": 2.0, "sft": 1.0}}
+    across = {"divergence": DivergenceConfig(kind="uld_text", top_k=distill.divergence.top_k)}
     slower = distill.optimizer.model_copy(update={"learning_rate": 5e-4})
     made: dict[str, Method] = {
         "sft/nll": imitating("nll"),
@@ -181,6 +185,8 @@ def methods(config: PipelineConfig, steps: int) -> dict[str, Method]:
         "sft/best of 8": best_of_own,
         "sft/conditional": conditioning(conditional),
         "distill/forward": distilling(distill.model_copy(update=offline)),
+        "distill/two teachers": distilling(distill.model_copy(update=offline | two)),
+        "distill/cross-tokenizer": distilling_across(distill.model_copy(update=across)),
         "distill/own answers": distilling(distill.model_copy(update=online | {"optimizer": slower})),
     }
     made |= {f"dpo/{name}": preferring(section) for name, section in preference_sections(config).items()}
@@ -251,16 +257,39 @@ def conditioning(section: ConditionalSFTConfig) -> Method:
 
 
 def distilling(section: DistillationConfig) -> Method:
-    """Return the distillation of `best_of_own` into the base on demonstrations, or into SFT on its own answers."""
+    """Return the distillation of `best_of_own` into the base on demonstrations, or into SFT on its own answers.
+
+    With weights, the teachers are `best_of_own` (`rejection_sampling`) and SFT (`sft`).
+    """
 
     def learn(config: PipelineConfig, stages: Stages, start: Start) -> Learnt:
-        teacher = best_of_own(config, stages, start).policy
+        best = best_of_own(config, stages, start).policy
+        named = {"rejection_sampling": best, "sft": start.policy}
+        teachers = {name: named[name] for name in section.teachers} or best
         if section.on_policy:
             return Learnt(
-                stages.distill("distill", section, policy=start.policy, teacher=teacher, prompts=start.prompts)
+                stages.distill("distill", section, policy=start.policy, teachers=teachers, prompts=start.prompts)
             )
         data = start.demonstrations
-        return Learnt(stages.distill("distill", section, policy=start.base, teacher=teacher, demonstrations=data))
+        return Learnt(stages.distill("distill", section, policy=start.base, teachers=teachers, demonstrations=data))
+
+    return learn
+
+
+def distilling_across(section: DistillationConfig) -> Method:
+    """Return the distillation into the base of a policy that has imitated with a smaller tokenizer."""
+
+    def learn(config: PipelineConfig, stages: Stages, start: Start) -> Learnt:
+        assert config.sft is not None
+        assert isinstance(config.prepare_data.model, InitModel)
+        smaller = config.prepare_data.model.model_copy(
+            update={"vocab_size": config.prepare_data.model.vocab_size * 3 // 4}
+        )
+        other = config.prepare_data.model_copy(update={"model": smaller})
+        base = part(stages.prepare_data("other/prepare_data", other), "base", PolicyRef)
+        data = start.demonstrations
+        teacher = stages.sft("other/sft", config.sft, policy=base, demonstrations=data)
+        return Learnt(stages.distill("distill", section, policy=start.base, teachers=teacher, demonstrations=data))
 
     return learn
 

@@ -338,21 +338,24 @@ class TopLogprobs:
     """Log-probabilities [T, K] of the full softmax, not renormalized over the K tokens."""
     ids: NDArray[np.int32]
     """Token ids [T, K], or [T, 0] for the whole vocabulary."""
+    token_logprobs: NDArray[np.float32]
+    """Log-probabilities [T] of the masked tokens themselves, whether or not they are among the K."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DistillationSample:
-    """A sequence for distillation with the teacher's distribution at each masked token, in token order."""
+    """A sequence for distillation with each teacher's distribution at each masked token, in token order."""
 
     token_ids: tuple[int, ...]
     loss_mask: tuple[int, ...]
-    teacher: TopLogprobs
+    teachers: tuple[TopLogprobs, ...]
 
     def __post_init__(self) -> None:
-        lengths = (len(self.token_ids), len(self.loss_mask), len(self.teacher.logprobs), len(self.teacher.ids))
-        if lengths != (lengths[0], lengths[0], sum(self.loss_mask), sum(self.loss_mask)):
+        rows = [len(part) for teacher in self.teachers for part in (teacher.logprobs, teacher.ids)]
+        lengths = (len(self.token_ids), len(self.loss_mask), *rows)
+        if lengths != (lengths[0], lengths[0], *(sum(self.loss_mask) for _ in rows)):
             raise ValueError(
-                f"DistillationSample: {lengths}: the mask has one entry per token, the teacher one row per masked token; "
+                f"DistillationSample: {lengths}: the mask has one entry per token, a teacher one row per masked token; "
                 "align them first"
             )
 

@@ -1,33 +1,39 @@
-"""Knowledge distillation: a student policy learns a teacher's distribution at every token, not only the token.
+"""Knowledge distillation: a student policy learns its teachers' distributions at every token, not only the token.
 
-Loss: (1 - a) * CE + a * D(teacher, student), token mean over the whole optimizer step, on assistant tokens; D is the
-forward or reverse KL or the generalised JSD (arXiv 2306.13649 eq. 1). The tokens are those of demonstrations, or
-(`on_policy`) of the student's own answers, drawn anew with its weights of the moment, as GKD does.
+Loss: (1 - a) * CE + a * sum_m w_m D(teacher m, student), token mean over the whole optimizer step, on assistant tokens; D is
+the forward or reverse KL or the generalised JSD (arXiv 2306.13649 eq. 1). Teachers with other tokenizers are compared on
+groups of tokens that spell the same text, by universal logit distillation (arXiv 2402.12030). The tokens are those of
+demonstrations, or (`on_policy`) of the student's own answers, drawn anew with its weights of the moment, as GKD does.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
+from rlhf_core.algorithms.multi_teacher import normalized_weights
 from rlhf_core.config.engines import SamplingConfig
+from rlhf_core.data.alignment import AlignedSample, aligned_answer, aligned_examples
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.holdout import held_out
 from rlhf_core.data.tables import read_demonstrations, read_prompts
 from rlhf_core.errors import ConfigError, DataError, explain
-from rlhf_core.interfaces import Metrics, ModelSpec, Sampler, Trainer
+from rlhf_core.interfaces import Metrics, ModelSpec, Objective, Sampler, Trainer
 from rlhf_core.models.architecture import check_longest
-from rlhf_core.models.vocabulary import shared_vocabulary
+from rlhf_core.models.vocabulary import shared_vocabulary, vocabulary_size
 from rlhf_core.stage.context import StageContext
 from rlhf_core.training.distillation_trainer import DistillationTrainer
 from rlhf_core.training.fit import LookAhead, fit
+from rlhf_core.training.objectives.cross_tokenizer import CrossTokenizerObjective
 from rlhf_core.training.objectives.distillation import DistillationObjective
+from rlhf_core.training.teachers import OtherVocabularies, SameVocabulary, Teachers
 from rlhf_core.types import (
     ArtifactRef,
     DemonstrationsRef,
+    Message,
     PolicyRef,
     Prompt,
     PromptsRef,
@@ -36,6 +42,8 @@ from rlhf_core.types import (
     derive_seed,
 )
 from stages.config.distill import DistillConfig
+
+R = TypeVar("R", bound=ArtifactRef)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,49 +58,38 @@ def run(
     config: DistillConfig,
     *,
     policy: PolicyRef,
-    teacher: PolicyRef,
+    teacher: PolicyRef | None = None,
+    teachers: Mapping[str, PolicyRef] | None = None,
     demonstrations: DemonstrationsRef | None = None,
     prompts: PromptsRef | None = None,
     context: StageContext,
 ) -> PolicyRef:
-    """Teach `policy`, the student, what `teacher` knows, on `demonstrations` or, on-policy, `prompts`."""
-    divergence = config.divergence
-    vocabulary = shared_vocabulary(context.path(policy), context.path(teacher))
-    if divergence.top_k >= vocabulary:
-        rule = f"must be < {vocabulary}, the size of the vocabulary"
-        raise ConfigError(explain(f"{context.label}.divergence.top_k", divergence.top_k, rule, "lower it, or set 0"))
-    objective = DistillationObjective(
-        kind=divergence.kind,
-        jsd_beta=divergence.jsd_beta,
-        temperature=divergence.temperature,
-        kl_weight=config.kl_weight,
-    )
-    chat = ChatTemplate.load(context.path(policy))
-    for ref in (policy, teacher):
+    """Teach `policy`, the student, what `teacher` knows, or all `teachers`, on `demonstrations` or on-policy `prompts`."""
+    named = named_teachers(config, teacher, teachers or {}, context)
+    for ref in (policy, *named.values()):
         if not config.on_policy:
             check_longest(f"{context.label}.max_length", config.max_length, context.path(ref))
         context.tracker.input_model(ref.digest)
-    splits = drawn(config, prompts, context) if config.on_policy else shown(config, chat, demonstrations, context)
+    method = method_of(config, policy, named, context)
+    splits = drawn(config, prompts, context) if config.on_policy else shown(config, method, demonstrations, context)
 
     student_spec = ModelSpec(path=str(context.path(policy)), head="lm", lora=config.lora, seed=context.seed)
-    teacher_spec = ModelSpec(path=str(context.path(teacher)), head="lm", lora=None, seed=context.seed)
+    teacher_specs = [
+        ModelSpec(path=str(context.path(ref)), head="lm", lora=None, seed=context.seed) for ref in named.values()
+    ]
     with ExitStack() as leases:
         look_ahead = None
         if config.on_policy:
             sampler = leases.enter_context(context.runtime.sampler(context.path(policy)))
-            look_ahead = answering(sampler, chat, config.sampling, objective, seed=context.seed)
-        student = DistillationTrainer(
-            leases.enter_context(context.runtime.trainer("policy", student_spec, config.optimizer)),
-            leases.enter_context(context.runtime.trainer("teacher", teacher_spec, None)),
-            k=divergence.top_k,
-            temperature=divergence.temperature,
-            vocabulary=vocabulary,
-        )
+            look_ahead = answering(sampler, method, config.sampling, seed=context.seed)
+        own = leases.enter_context(context.runtime.trainer("policy", student_spec, config.optimizer))
+        trainers = [leases.enter_context(context.runtime.trainer("teacher", spec, None)) for spec in teacher_specs]
+        student = DistillationTrainer(own, method.teachers(trainers))
         result = fit(
             student,
             splits["train"],
             splits["eval"],
-            objective,
+            method.objective,
             optimizer=config.optimizer,
             # The draws are those of all epochs.
             loop=config.loop.model_copy(update={"epochs": 1}) if config.on_policy else config.loop,
@@ -105,22 +102,136 @@ def run(
     return context.commit(PolicyRef, metrics=metrics | result.final)
 
 
+def named_teachers(
+    config: DistillConfig, teacher: PolicyRef | None, teachers: Mapping[str, PolicyRef], context: StageContext
+) -> dict[str, PolicyRef]:
+    """Return the teachers by name, in the order of their weights; ConfigError for one that is missing or not weighted."""
+    if not config.teachers:
+        return {"teacher": needed(teacher, "teacher", "distillation needs a teacher", context)}
+    for name in sorted(config.teachers.keys() ^ teachers.keys()):
+        rule = f"the teachers are {', '.join(sorted(teachers)) or 'none'}, and each needs a weight"
+        remedy = "give as many policies as weights, with the same names"
+        raise ConfigError(explain(f"{context.label}.teachers.{name}", config.teachers.get(name), rule, remedy))
+    return {name: teachers[name] for name in config.teachers}
+
+
+# ---------------------------------------------------------------- the two ways to compare a student with a teacher
+
+
+class Method(Protocol):
+    """How a student is compared with its teachers: what of a conversation it trains on, and the loss."""
+
+    @property
+    def objective(self) -> Objective:
+        """Return the loss."""
+        ...
+
+    @property
+    def chat(self) -> ChatTemplate:
+        """Return the student's template."""
+        ...
+
+    def examples(self, messages: Sequence[Message], *, max_length: int) -> Sequence[Any]:
+        """Return the samples of a demonstration."""
+        ...
+
+    def answer(self, messages: Sequence[Message], own: TokenSample) -> Any | None:
+        """Return the sample of the student's own answer, None if there is nothing to compare."""
+        ...
+
+    def teachers(self, trainers: Sequence[Trainer]) -> Teachers:
+        """Return the teachers in the order of their weights."""
+        ...
+
+
+def method_of(
+    config: DistillConfig, policy: PolicyRef, teachers: Mapping[str, PolicyRef], context: StageContext
+) -> Method:
+    """Return the comparison that the configuration asks for. ConfigError if vocabularies or `top_k` do not allow it."""
+    divergence, weights = config.divergence, normalized_weights(config.teachers or {"teacher": 1.0})
+    student, others = context.path(policy), [context.path(ref) for ref in teachers.values()]
+    chat = ChatTemplate.load(student)
+    method: Method
+    shared = {"temperature": divergence.temperature, "kl_weight": config.kl_weight}
+    if divergence.kind == "uld" or divergence.kind == "uld_text":
+        sizes = [vocabulary_size(folder) for folder in (student, *others)]
+        across = CrossTokenizerObjective(divergence.kind, k=divergence.top_k, weights=weights, **shared)
+        method = AcrossTokenizers(across, chat, [ChatTemplate.load(folder) for folder in others], sizes[1:])
+    else:
+        sizes = [shared_vocabulary(student, folder) for folder in others]
+        one = DistillationObjective(divergence.kind, jsd_beta=divergence.jsd_beta, weights=weights, **shared)
+        method = OneVocabulary(one, chat, divergence.top_k, sizes[0])
+    if divergence.top_k >= min(sizes):
+        rule = f"must be < {min(sizes)}, the size of the vocabulary"
+        raise ConfigError(explain(f"{context.label}.divergence.top_k", divergence.top_k, rule, "lower it, or set 0"))
+    return method
+
+
+@dataclass(frozen=True)
+class OneVocabulary:
+    """A comparison token by token, with teachers that have the student's vocabulary."""
+
+    objective: DistillationObjective
+    chat: ChatTemplate
+    top_k: int
+    vocabulary: int
+
+    def examples(self, messages: Sequence[Message], *, max_length: int) -> list[TokenSample]:
+        """Return the conversation with its answers masked."""
+        return self.chat.examples(messages, max_length=max_length)
+
+    def answer(self, messages: Sequence[Message], own: TokenSample) -> TokenSample:
+        """Return the answer as it is."""
+        return own
+
+    def teachers(self, trainers: Sequence[Trainer]) -> SameVocabulary:
+        """Return the teachers, which read the student's own tokens."""
+        return SameVocabulary(tuple(trainers), self.top_k, self.objective.temperature, self.vocabulary)
+
+
+@dataclass(frozen=True)
+class AcrossTokenizers:
+    """A comparison of groups of tokens, with teachers that have tokenizers and chat templates of their own."""
+
+    objective: CrossTokenizerObjective
+    chat: ChatTemplate
+    chats: Sequence[ChatTemplate]
+    vocabularies: Sequence[int]
+
+    def examples(self, messages: Sequence[Message], *, max_length: int) -> list[AlignedSample]:
+        """Return the conversation in the tokens of each model."""
+        return aligned_examples(self.chat, self.chats, messages, max_length=max_length)
+
+    def answer(self, messages: Sequence[Message], own: TokenSample) -> AlignedSample | None:
+        """Return the answer's text in the tokens of each model."""
+        return aligned_answer(self.chat, self.chats, messages, own)
+
+    def teachers(self, trainers: Sequence[Trainer]) -> OtherVocabularies:
+        """Return the teachers, which read the text in their own tokens."""
+        return OtherVocabularies(
+            tuple(trainers), self.objective.k, self.objective.temperature, tuple(self.vocabularies)
+        )
+
+
+# ---------------------------------------------------------------- data
+
+
 def shown(
-    config: DistillConfig, chat: ChatTemplate, demonstrations: DemonstrationsRef | None, context: StageContext
-) -> dict[str, list[TokenSample]]:
+    config: DistillConfig, method: Method, demonstrations: DemonstrationsRef | None, context: StageContext
+) -> dict[str, list[Any]]:
     """Return the demonstrations by split, their assistant turns masked."""
-    ref = needed(demonstrations, "demonstrations", config, context)
+    ref = needed(demonstrations, "demonstrations", f"on_policy = {on(config)} trains on demonstrations", context)
     context.tracker.dataset("demonstrations", ref.digest, "training")
     splits = {}
     for split in ("train", "eval"):
         rows = read_demonstrations(context.path(ref) / f"{split}.parquet")
-        splits[split] = [one for row in rows for one in chat.examples(row.messages, max_length=config.max_length)]
+        splits[split] = [one for row in rows for one in method.examples(row.messages, max_length=config.max_length)]
     return splits
 
 
 def drawn(config: DistillConfig, prompts: PromptsRef | None, context: StageContext) -> dict[str, list[Draw]]:
     """Return the answers to be sampled: one to each prompt and epoch, and one to each prompt that is held out."""
-    ref = needed(prompts, "prompts", config, context)
+    ref = needed(prompts, "prompts", f"on_policy = {on(config)} trains on prompts", context)
     context.tracker.dataset("prompts", ref.digest, "training")
     rows = read_prompts(context.path(ref))
     if not rows:
@@ -134,17 +245,19 @@ def drawn(config: DistillConfig, prompts: PromptsRef | None, context: StageConte
     }
 
 
-def needed(ref: Any, name: str, config: DistillConfig, context: StageContext) -> ArtifactRef:
+def on(config: DistillConfig) -> str:
+    """Return `on_policy` as a profile has it."""
+    return str(config.on_policy).lower()
+
+
+def needed(ref: R | None, name: str, rule: str, context: StageContext) -> R:
     """Return the input `ref`; ConfigError if it was not given."""
-    if not isinstance(ref, ArtifactRef):
-        rule = f"on_policy = {str(config.on_policy).lower()} trains on {name}"
-        raise ConfigError(explain(f"{context.label}.{name}", None, rule, f"give {name}, or change on_policy"))
+    if ref is None:
+        raise ConfigError(explain(f"{context.label}.{name}", None, rule, f"give {name}, or change what asks for it"))
     return ref
 
 
-def answering(
-    sampler: Sampler, chat: ChatTemplate, sampling: SamplingConfig, objective: DistillationObjective, *, seed: int
-) -> LookAhead:
+def answering(sampler: Sampler, method: Method, sampling: SamplingConfig, *, seed: int) -> LookAhead:
     """Return what lets the student of the moment answer the prompts of a step before it is taught on its answers.
 
     An answer depends on the student's weights and on a seed of its own, and a step asks for all of its answers together: a
@@ -152,15 +265,17 @@ def answering(
     """
     versions = itertools.count(1)
 
-    def answer(student: Trainer, draws: Sequence[Draw]) -> tuple[DistillationObjective, list[TokenSample]]:
+    def answer(student: Trainer, draws: Sequence[Draw]) -> tuple[Objective, list[Any]]:
         sampler.load_weights(student.weights(), version=next(versions))
-        prompts = [chat.prompt_ids(draw.prompt.messages) for draw in draws]
+        prompts = [method.chat.prompt_ids(draw.prompt.messages) for draw in draws]
         seeds = [derive_seed(seed, "distill", draw.prompt.id, draw.number) for draw in draws]
         requests = [SamplingRequest(ids, own) for ids, own in zip(prompts, seeds, strict=True)]
         completions = sampler.generate(requests, sampling)
-        return objective, [
+        answers = [
             TokenSample(ids + made.token_ids, (0,) * len(ids) + (1,) * len(made.token_ids))
             for ids, made in zip(prompts, completions, strict=True)
         ]
+        samples = [method.answer(draw.prompt.messages, own) for draw, own in zip(draws, answers, strict=True)]
+        return method.objective, [sample for sample in samples if sample is not None]
 
     return answer

@@ -367,7 +367,10 @@ _ROWS = (
         config=DistillConfig,
         inputs={
             "policy": Input(kind=PolicyRef, start="prepare_data.base"),
-            "teacher": Input(kind=PolicyRef, start="ppo"),
+            "teacher": Input(kind=PolicyRef, start="ppo", when=lambda config: not config.teachers),
+            "teachers": Input(
+                kind=PolicyRef, start={"sft": "sft", "ppo": "ppo"}, when=lambda config: bool(config.teachers)
+            ),
             "demonstrations": Input(
                 kind=DemonstrationsRef, start="prepare_data.demonstrations", when=lambda config: not config.on_policy
             ),
@@ -378,7 +381,8 @@ _ROWS = (
         section="distill",
         page="distill.md",
         about=(
-            "Distillation of `teacher` into `policy`; `config.on_policy` says whether on `prompts` or on `demonstrations`."
+            "Distillation of `teacher`, or of all `teachers` that have a weight in `config.teachers`, into `policy`; "
+            "`config.on_policy` says whether on `prompts` or on `demonstrations`."
         ),
     ),
     Stage(

@@ -9,6 +9,7 @@ prepare_data -> sft -> reward_model -+-> rejection sampling -+
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -35,6 +36,7 @@ from rlhf_core.types import (
     StepsRef,
 )
 from stages.config.condition import ConditionConfig
+from stages.config.import_policy import ImportPolicyConfig
 
 R = TypeVar("R", bound=ArtifactRef)
 
@@ -218,7 +220,7 @@ def optimize_policy(config: PipelineConfig, stages: Stages, state: LifecycleStat
             config.distill,
             stages,
             policy=state.policies[config.distill.start_from],
-            teacher=state.policies[config.distill.teacher],
+            teachers={name: state.policies[name] for name in config.distill.sections()},
             data=state.data,
         )
 
@@ -256,14 +258,25 @@ def condition_and_imitate(
 
 
 def distill(
-    config: DistillationConfig, stages: Stages, *, policy: PolicyRef, teacher: PolicyRef, data: PreparedDataRef
+    config: DistillationConfig,
+    stages: Stages,
+    *,
+    policy: PolicyRef,
+    teachers: Mapping[str, PolicyRef],
+    data: PreparedDataRef,
 ) -> PolicyRef:
-    """Distill the teacher into the student `policy`, on its own answers to the prompts or on demonstrations."""
+    """Distill the teachers, and those from outside, into the student `policy`, on its own answers or on demonstrations."""
+    outside = {
+        name: stages.import_policy(f"distill/{name}/import", ImportPolicyConfig(model=model))
+        for name, model in config.external.items()
+    }
+    known = {**teachers, **outside}
+    taught_by = {name: known[name] for name in config.teachers} or known[config.teacher]
     if config.on_policy:
         prompts = part(data, "prompts", PromptsRef)
-        return stages.distill("distill", config, policy=policy, teacher=teacher, prompts=prompts)
+        return stages.distill("distill", config, policy=policy, teachers=taught_by, prompts=prompts)
     demonstrations = part(data, "demonstrations", DemonstrationsRef)
-    return stages.distill("distill", config, policy=policy, teacher=teacher, demonstrations=demonstrations)
+    return stages.distill("distill", config, policy=policy, teachers=taught_by, demonstrations=demonstrations)
 
 
 def sample_policies(

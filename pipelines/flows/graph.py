@@ -192,20 +192,13 @@ class Stages:
         config: DistillConfig,
         *,
         policy: PolicyRef,
-        teacher: PolicyRef,
+        teachers: PolicyRef | Mapping[str, PolicyRef],
         demonstrations: DemonstrationsRef | None = None,
         prompts: PromptsRef | None = None,
     ) -> PolicyRef:
-        return self.run(
-            "distill",
-            label,
-            config,
-            PolicyRef,
-            policy=policy,
-            teacher=teacher,
-            demonstrations=demonstrations,
-            prompts=prompts,
-        )
+        given = {"demonstrations": demonstrations, "prompts": prompts}
+        taught_by = {"teacher" if isinstance(teachers, PolicyRef) else "teachers": teachers}
+        return self.run("distill", label, config, PolicyRef, policy=policy, **taught_by, **given)
 
     def dpo(
         self, label: str, config: DPOConfig, *, policy: PolicyRef, reference: PolicyRef, preferences: PreferencesRef

@@ -105,15 +105,8 @@ class PipelineConfig(Config):
                     f"{section}.start_from = {config.start_from!r}: the profile has no [{config.start_from}]; "
                     "add that section or start from 'base'"
                 )
-        if self.distill is not None and self.distill.teacher not in self.policies():
-            raise ValueError(
-                f"distill.teacher = {self.distill.teacher!r}: the profile has no [{self.distill.teacher}]; "
-                "add that section or name another policy"
-            )
-        if self.distill is not None and self.distill.teacher == self.distill.start_from:
-            raise ValueError(
-                f"distill.teacher = {self.distill.teacher!r}: the student starts from the same policy; name another policy"
-            )
+        if self.distill is not None:
+            self._check_teachers(self.distill)
         if self.evaluate is not None:
             reference = self.evaluate.evaluate.reference
             if reference not in self.policies():
@@ -135,6 +128,19 @@ class PipelineConfig(Config):
                 "name one of them"
             )
         return self
+
+    def _check_teachers(self, distill: DistillationConfig) -> None:
+        """Raise ValueError for a teacher that no section makes, and for one that is the student."""
+        for name in distill.sections():
+            key = (
+                f"distill.teachers.{name} = {distill.teachers[name]}"
+                if distill.teachers
+                else f"distill.teacher = {name!r}"
+            )
+            if name not in self.policies():
+                raise ValueError(f"{key}: the profile has no [{name}]; add that section or name another policy")
+            if name == distill.start_from:
+                raise ValueError(f"{key}: the student starts from the same policy; name another policy")
 
     def _check_candidates(self, evaluate: EvaluationConfig) -> None:
         """Raise ValueError for a baseline named like a policy or a stage, and for a judge's opponent that there is not."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -11,7 +11,7 @@ from rlhf_core.config.policy import PPOConfig
 from rlhf_core.schema.base import OPERATIONAL, Config, added_option
 from stages.config.collect_preferences import CollectPreferencesConfig
 from stages.config.condition import ConditionConfig
-from stages.config.distill import DistillConfig
+from stages.config.distill import DistillConfig, TeacherName
 from stages.config.dpo import DPOConfig
 from stages.config.evaluate import EvaluateConfig
 from stages.config.evaluate_harness import HarnessSuite
@@ -24,6 +24,7 @@ from stages.config.select import SelectConfig
 from stages.config.sft import SFTConfig
 
 Start = Literal["base", "sft", "rejection_sampling", "dpo", "iterative_dpo"]
+Teacher = Literal["sft", "rejection_sampling", "dpo", "iterative_dpo", "ppo"]
 POLICY_SECTIONS = ("sft", "rejection_sampling", "conditional_sft", "dpo", "iterative_dpo", "online", "ppo", "distill")
 
 
@@ -138,11 +139,38 @@ class PolicyOptimizationConfig(PPOConfig):
 
 
 class DistillationConfig(DistillConfig):
-    """Distillation, its student and its teacher. On-policy it uses the prompts, otherwise the demonstrations."""
+    """Distillation, its student and its teachers. On-policy it uses the prompts, otherwise the demonstrations."""
 
     start_from: Annotated[Start, OPERATIONAL] = "base"
     """The student. Not part of the key, because the digest of the policy is; the same holds for the teacher."""
-    teacher: Annotated[Literal["sft", "rejection_sampling", "dpo", "iterative_dpo", "ppo"], OPERATIONAL] = "ppo"
+    teacher: Annotated[Teacher, OPERATIONAL] = "ppo"
+    """The teacher, if `teachers` gives no weights to others."""
+    external: Annotated[dict[TeacherName, PretrainedModel], OPERATIONAL] = added_option({})
+    """Policies from outside by name, which `teachers` gives a weight: `big = {path = ...}`, a folder, a Hub name with
+    `revision`, or `package:<python package>/<folder>`, with a chat template. Their tokenizers may be other ones."""
+
+    @model_validator(mode="after")
+    def _external_policies_teach(self) -> DistillationConfig:
+        for name in self.external:
+            if name in get_args(Teacher):
+                raise ValueError(f"external.{name} = {{...}}: is the name of a section; give the policy another name")
+            if name not in self.teachers:
+                raise ValueError(f"external.{name} = {{...}}: has no weight; add teachers.{name} = 1.0")
+        for name, weight in self.teachers.items():
+            if name not in (*get_args(Teacher), *self.external):
+                raise ValueError(
+                    f"teachers.{name} = {weight}: there is no such teacher; name one of {', '.join(get_args(Teacher))}, "
+                    f"or add external.{name}"
+                )
+        return self
+
+    def sections(self) -> list[str]:
+        """Return the sections whose policies are teachers.
+
+        >>> DistillationConfig(teachers={"sft": 1.0, "ppo": 2.0}).sections(), DistillationConfig().sections()
+        (['sft', 'ppo'], ['ppo'])
+        """
+        return [name for name in self.teachers if name not in self.external] if self.teachers else [self.teacher]
 
 
 Suite = Annotated[AnswerSuite | HarnessSuite, Field(discriminator="type")]

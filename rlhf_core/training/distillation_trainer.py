@@ -1,4 +1,4 @@
-"""Train a student on the distributions of a teacher, computed in pieces during training."""
+"""Train a student on what its teachers say of its samples, computed in pieces during training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhf_core.algorithms.output import LossOutput
 from rlhf_core.interfaces import Metrics, Trainer
 from rlhf_core.training.batching import reduce, step_counts
 from rlhf_core.training.objectives.base import TrainingObjective
-from rlhf_core.types import DistillationSample, TokenSample
+from rlhf_core.training.teachers import Teachers
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -61,42 +61,34 @@ def _of_student(
 
 
 class DistillationTrainer:
-    """A `Trainer` of a student on `TokenSample`s, whose targets are the distributions of `teacher` at masked tokens.
+    """A `Trainer` of a student on samples that its `teachers` complete when they are used.
 
-    The teacher computes its `k` most likely tokens (0: all of the `vocabulary`) when a sample is used. The
-    distributions are dropped after use, so that a step or an evaluation of any size holds at most `PIECE_ELEMENTS`
-    log-probs.
+    What the teachers say is dropped after use, so that a step or an evaluation of any size holds at most
+    `PIECE_ELEMENTS` of their log-probs.
     """
 
-    def __init__(self, student: Trainer, teacher: Trainer, *, k: int, temperature: float, vocabulary: int) -> None:
+    def __init__(self, student: Trainer, teachers: Teachers) -> None:
         self._student = student
-        self._teacher = teacher
-        self._k = k
-        self._temperature = temperature
-        self._width = k or vocabulary
+        self._teachers = teachers
 
     def forward_backward(self, samples: Sequence[Any], objective: Any) -> Metrics:
         """Accumulate the gradient over all `samples` of the step and return the metrics."""
         part = PartOfStep(objective, step_counts(objective, samples))
         return reduce(
-            [self._student.forward_backward(self._with_teacher(piece), part) for piece in self._pieces(samples)]
+            [self._student.forward_backward(self._teachers.taught(piece), part) for piece in self._pieces(samples)]
         )
 
     def loss(self, samples: Sequence[Any], objective: Any) -> Metrics:
         """Return the metrics without computing gradients."""
         part = PartOfStep(objective, step_counts(objective, samples))
-        return reduce([self._student.loss(self._with_teacher(piece), part) for piece in self._pieces(samples)])
+        return reduce([self._student.loss(self._teachers.taught(piece), part) for piece in self._pieces(samples)])
 
-    def _with_teacher(self, samples: Sequence[TokenSample]) -> list[DistillationSample]:
-        tops = self._teacher.top_logprobs(samples, k=self._k, temperature=self._temperature)
-        return [DistillationSample(one.token_ids, one.loss_mask, top) for one, top in zip(samples, tops, strict=True)]
-
-    def _pieces(self, samples: Sequence[TokenSample]) -> Iterator[list[TokenSample]]:
+    def _pieces(self, samples: Sequence[Any]) -> Iterator[list[Any]]:
         """Yield lists of consecutive samples with at most `PIECE_ELEMENTS` log-probs, or one sample with more."""
-        piece: list[TokenSample] = []
+        piece: list[Any] = []
         elements = 0
         for sample in samples:
-            size = sum(sample.loss_mask) * self._width
+            size = self._teachers.elements(sample)
             if piece and elements + size > PIECE_ELEMENTS:
                 yield piece
                 piece, elements = [], 0

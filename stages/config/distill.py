@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig, SamplingConfig
 from rlhf_core.config.loop import LoopConfig
-from rlhf_core.schema.base import Config
+from rlhf_core.schema.base import Config, added_option
+
+Uld: TypeAlias = Literal["uld", "uld_text"]
+TeacherName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")]
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class DivergenceConfig(Config):
     """The divergence between student and teacher at a token."""
 
-    kind: Literal["forward", "reverse", "jsd"] = "forward"
-    """Kind of divergence: `forward` covers the teacher's distribution, `reverse` seeks its mode, `jsd` is in between."""
+    kind: Literal["forward", "reverse", "jsd"] | Uld = "forward"
+    """Kind of divergence: `forward` covers the teacher's distribution, `reverse` seeks its mode, `jsd` is in between. For
+    teachers with other tokenizers: `uld` compares sorted probabilities (arXiv 2402.12030), `uld_text` also those of the
+    text itself."""
     jsd_beta: float = Field(0.5, ge=0, le=1)
     """Weight of the teacher in the mixture of `jsd`."""
     temperature: float = Field(1.0, gt=0)
     """Temperature of both distributions; independent of the sampling temperature."""
     top_k: int = Field(64, ge=0)
-    """Number of the teacher's likeliest tokens; all others count as one. 0 uses the whole vocabulary, at its cost."""
+    """Number of the teacher's likeliest tokens, or outcomes for `uld`; all others count as one. 0 uses the whole
+    vocabulary, at its cost."""
 
 
 class DistillConfig(Config):
-    """Distillation of a teacher into a student with the same vocabulary."""
+    """Distillation of one or several teachers into a student."""
 
     divergence: DivergenceConfig = DivergenceConfig()
     kl_weight: float = Field(1.0, ge=0, le=1)
     """Weight a of the divergence in the loss; 1 - a weights the cross-entropy on the demonstrations' tokens."""
+    teachers: dict[TeacherName, Weight] = added_option({})
+    """Weights of several teachers by name, in the place of `teacher`; they are divided by their sum, and 0 only measures.
+    The loss is the weighted sum of the divergences (arXiv 1503.02531, section 1)."""
     on_policy: bool = False
     """Whether the student learns on its own answers to prompts instead of on demonstrations."""
     sampling: SamplingConfig = SamplingConfig()
@@ -37,7 +48,8 @@ class DistillConfig(Config):
     eval_fraction: float = Field(0.05, ge=0, lt=1)
     """Share of the prompts held out for evaluation, if the data are prompts."""
     max_length: int = Field(256, ge=8)
-    """Maximum number of tokens of a demonstration; longer ones are cut, and dropped if no trained token is left."""
+    """Maximum number of tokens of a demonstration, in each tokenizer; longer ones are cut, and dropped if no trained token
+    is left."""
     loop: LoopConfig = LoopConfig(batch_size=32, epochs=1)
     """Training loop; with `on_policy` every epoch draws a new answer to every prompt."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=2e-5)
@@ -51,3 +63,30 @@ class DistillConfig(Config):
                 "leave it at 1"
             )
         return self
+
+    @model_validator(mode="after")
+    def _weights_have_a_sum(self) -> DistillConfig:
+        if self.teachers and not sum(self.teachers.values()) > 0:
+            raise ValueError(
+                f"teachers = {toml(self.teachers)}: the weights add up to 0; give one of them a positive weight"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sorted_probabilities_are_not_all(self) -> DistillConfig:
+        if self.divergence.kind == "uld" and self.kl_weight == 1:
+            instead = "" if self.on_policy else "lower kl_weight, or "
+            raise ValueError(
+                "kl_weight = 1.0: divergence.kind = 'uld' compares sorted probabilities, which do not say which token is meant; "
+                f'{instead}set divergence.kind = "uld_text"'
+            )
+        return self
+
+
+def toml(table: Mapping[str, float]) -> str:
+    """Return a table as a profile has it.
+
+    >>> toml({"sft": 1.0})
+    '{sft = 1.0}'
+    """
+    return "{" + ", ".join(f"{name} = {value}" for name, value in table.items()) + "}"

@@ -20,7 +20,7 @@ from rlhf_core.config.policy import Advantage, PolicyLoss
 from rlhf_core.config.preference import PreferenceLoss
 from rlhf_core.schema.custom import CustomFunction
 from rlhf_core.stage.key import StageSpec
-from rlhf_core.types import ArtifactRef, PolicyRef
+from rlhf_core.types import ArtifactRef, PolicyRef, PreparedDataRef
 from stages.config.distill import DistillConfig
 from stages.sft import SFTConfig
 from tests.support.starts import imagined_start, made
@@ -43,7 +43,8 @@ def test_every_loss_and_estimator_has_a_row() -> None:
     assert {one.loss.type for one in policies} == types_of(PolicyLoss)
     assert {f"sft/{loss}" for loss in get_args(SFTConfig.model_fields["loss"].annotation)} <= set(methods(config, 10))
     assert DistillConfig.model_fields["on_policy"].annotation is bool  # two rows: on demonstrations, on own answers
-    assert {"distill/forward", "distill/own answers", "sft/conditional"} <= set(methods(config, 10))
+    rows = {"distill/forward", "distill/own answers", "distill/two teachers", "distill/cross-tokenizer"}
+    assert rows | {"sft/conditional"} <= set(methods(config, 10))
 
 
 def test_every_policy_method_samples_as_many_rollouts_a_step() -> None:
@@ -89,6 +90,8 @@ def test_every_method_is_wired_to_stages_that_take_what_it_gives() -> None:
         parameters = inspect.signature(importlib.import_module(spec.module).run).parameters
         assert set(spec.inputs) <= set(parameters), spec.label
         called.append(spec.name)
+        if kind is PreparedDataRef:
+            return PreparedDataRef(uri=spec.label, digest=spec.label, base=made(PolicyRef, "another base"))
         return made(kind, spec.label)
 
     config = load_profile("tiny/full")

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from transformers import AutoTokenizer
 
 from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
 from rlhf_core.config.loop import LoopConfig
+from rlhf_core.data.chat import CHATML_LIKE
 from rlhf_core.errors import ConfigError
+from rlhf_core.models.initialise import initialise_llama, train_tokenizer
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef
 from stages.config.distill import DistillConfig, DivergenceConfig
@@ -112,15 +115,158 @@ def test_a_killed_or_stopped_run_ends_with_the_same_bytes(
     assert len(set(digests)) == 1
 
 
-def test_a_teacher_with_another_vocabulary_is_refused(tmp_path: Path, policy: Path) -> None:
-    from rlhf_core.models.initialise import initialise_llama, train_tokenizer
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy with a tokenizer and a chat template of its own, after three epochs of imitation."""
+    root = tmp_path_factory.mktemp("other")
+    folder = other_policy(root / "policy")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = CHATML_LIKE
+    tokenizer.save_pretrained(folder)
+    shop = Workshop(ArtifactStore(root / "store"))
+    inputs = {"policy": shop.store.external(PolicyRef, folder), "demonstrations": demonstrations(shop.store, root)}
+    ref, _ = shop.run("sft", SFTConfig(max_length=48, loop=LoopConfig(batch_size=4, epochs=3), optimizer=FAST), inputs)
+    return shop.store.path(ref)
 
-    other = tmp_path / "other"
-    train_tokenizer(["Words that the student never saw, many of them."] * 5, vocab_size=320, folder=other)
-    initialise_llama(SHAPE, other, seed=7)
-    shop, inputs = shop_and_inputs(tmp_path, policy, other, CONFIG)
-    with pytest.raises(ConfigError, match=r"teacher = .*tokens have other ids than in the student's tokenizer"):
+
+def other_policy(folder: Path) -> Path:
+    train_tokenizer(["It is what it is: 0 to 9, 12, 30 and so on; is it?"] * 5, vocab_size=400, folder=folder)
+    initialise_llama(SHAPE.model_copy(update={"vocab_size": 400}), folder, seed=7)
+    return folder
+
+
+def several(shop: Workshop, inputs: dict[str, Any], teachers: dict[str, Path]) -> dict[str, Any]:
+    """The inputs with several teachers in the place of one."""
+    refs = {name: shop.store.external(PolicyRef, folder) for name, folder in teachers.items()}
+    return {name: ref for name, ref in inputs.items() if name != "teacher"} | {"teachers": refs}
+
+
+ACROSS = CONFIG.model_copy(update={"divergence": DivergenceConfig(kind="uld_text", top_k=16)})
+
+
+@pytest.mark.parametrize(("kind", "kl_weight"), [("uld_text", 1.0), ("uld", 0.6)])
+def test_a_student_comes_nearer_to_a_teacher_with_another_tokenizer(
+    tmp_path: Path, policy: Path, other: Path, kind: Any, kl_weight: float
+) -> None:
+    divergence = DivergenceConfig(kind=kind, top_k=16)
+    config = ACROSS.model_copy(update={"divergence": divergence, "kl_weight": kl_weight})
+    shop, inputs = shop_and_inputs(tmp_path, policy, other, config)
+    _, decision = shop.run("distill", config, inputs)
+    metrics = shop.metrics(decision)
+    assert (metrics["steps"], metrics["train_samples"]) == (12, 24)
+    assert metrics["eval/divergence"] < metrics["before/eval/divergence"] / 2
+    assert metrics["eval/logprob_gap"] < 0.8 * metrics["before/eval/logprob_gap"]
+    assert metrics["eval/nll"] < 0.8 * metrics["before/eval/nll"]  # the teacher has learnt the demonstrations, too
+    assert metrics["eval/aligned"] == 1.0
+
+
+def test_a_student_learns_on_its_own_answers_from_a_teacher_with_another_tokenizer(
+    tmp_path: Path, policy: Path, other: Path
+) -> None:
+    loop = LoopConfig(batch_size=8, epochs=32, eval_every=20)
+    config = ON_POLICY.model_copy(update={"loop": loop, "divergence": ACROSS.divergence})
+    shop, inputs = shop_and_inputs(tmp_path, policy, other, config)
+    _, decision = shop.run("distill", config, inputs)
+    metrics = shop.metrics(decision)
+    assert (metrics["steps"], metrics["train_samples"]) == (20, 160)
+    # Slower than a KL: the gradient of a distance of probabilities vanishes where the student gives a text hardly any.
+    assert metrics["eval/divergence"] < 0.8 * metrics["before/eval/divergence"]
+
+
+def test_a_killed_run_across_tokenizers_ends_with_the_same_bytes(tmp_path: Path, policy: Path, other: Path) -> None:
+    config = ON_POLICY.model_copy(update={"divergence": ACROSS.divergence})
+    shop, inputs = shop_and_inputs(tmp_path / "whole", policy, other, config)
+    whole = shop.run("distill", config, inputs)[0].digest
+    shop, inputs = shop_and_inputs(tmp_path / "killed", policy, other, config)
+    assert killed_and_resumed(shop, "distill", config, inputs, at=3).digest == whole
+
+
+@pytest.mark.parametrize("on_policy", [False, True])
+def test_a_student_comes_nearer_to_the_mixture_of_two_teachers(
+    tmp_path: Path, policy: Path, teacher: Path, on_policy: bool
+) -> None:
+    weights = {"taught": 3.0, "untaught": 1.0}
+    base = (
+        ON_POLICY.model_copy(update={"loop": LoopConfig(batch_size=8, epochs=16, eval_every=20)})
+        if on_policy
+        else CONFIG
+    )
+    config = base.model_copy(update={"teachers": weights})
+    shop, inputs = shop_and_inputs(tmp_path, policy, teacher, config)
+    inputs = several(shop, inputs, {"untaught": policy, "taught": teacher})
+    _, decision = shop.run("distill", config, inputs)
+    metrics = shop.metrics(decision)
+    for when in ("before/eval", "eval"):
+        parts = 0.75 * metrics[f"{when}/divergence/taught"] + 0.25 * metrics[f"{when}/divergence/untaught"]
+        assert metrics[f"{when}/divergence"] == pytest.approx(parts, rel=1e-5)
+    # The student begins as the untaught teacher, and ends between the two.
+    assert metrics["before/eval/divergence/untaught"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["eval/divergence"] < metrics["before/eval/divergence"]
+    assert metrics["eval/divergence/taught"] < metrics["before/eval/divergence/taught"] / 2
+    assert metrics["eval/divergence/untaught"] > 0.01
+
+
+def test_teachers_with_different_tokenizers_teach_one_student(
+    tmp_path: Path, policy: Path, teacher: Path, other: Path
+) -> None:
+    config = ACROSS.model_copy(update={"teachers": {"other": 1.0, "own": 1.0}})
+    shop, inputs = shop_and_inputs(tmp_path, policy, teacher, config)
+    _, decision = shop.run("distill", config, several(shop, inputs, {"own": teacher, "other": other}))
+    metrics = shop.metrics(decision)
+    for name in ("divergence", "divergence/own", "divergence/other"):
+        assert metrics[f"eval/{name}"] < metrics[f"before/eval/{name}"] / 2
+
+
+def test_weights_and_teachers_have_the_same_names(tmp_path: Path, policy: Path) -> None:
+    config = CONFIG.model_copy(update={"teachers": {"one": 1.0, "two": 1.0}})
+    shop, inputs = shop_and_inputs(tmp_path, policy, policy, config)
+    with pytest.raises(
+        ConfigError, match=r"distill\.teachers\.two = 1\.0: the teachers are one, and each needs a weight"
+    ):
+        shop.run("distill", config, several(shop, inputs, {"one": policy}))
+    with pytest.raises(ConfigError, match=r"distill\.teachers\.more = None: the teachers are more, one, two"):
+        shop.run("distill", config, several(shop, inputs, {"one": policy, "two": policy, "more": policy}))
+    del inputs["teacher"]
+    with pytest.raises(ConfigError, match=r"distill\.teacher = None: distillation needs a teacher"):
         shop.run("distill", CONFIG, inputs)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"teachers": {"one": 0.0, "two": 0.0}}, r"teachers = \{one = 0\.0, two = 0\.0\}: the weights add up to 0"),
+        ({"teachers": {"one": -1.0}}, "greater than or equal to 0"),
+        ({"teachers": {"one": float("inf")}}, "finite"),
+        ({"teachers": {"a/b": 1.0}}, "pattern"),
+        ({"divergence": {"kind": "uld"}}, r"kl_weight = 1\.0: .* do not say which token .*; lower kl_weight, or set"),
+        (
+            {"divergence": {"kind": "uld"}, "on_policy": True},
+            r'kl_weight = 1\.0: .*; set divergence\.kind = "uld_text"',
+        ),
+    ],
+)
+def test_senseless_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        DistillConfig.model_validate(options)
+
+
+def test_a_teacher_with_another_vocabulary_is_refused_with_the_way_across(tmp_path: Path, policy: Path) -> None:
+    folder = tmp_path / "other"
+    train_tokenizer(["Words that the student never saw, many of them."] * 5, vocab_size=320, folder=folder)
+    initialise_llama(SHAPE, folder, seed=7)
+    shop, inputs = shop_and_inputs(tmp_path, policy, folder, CONFIG)
+    message = (
+        r"teacher = .*tokens have other ids than in the student's tokenizer.*divergence\.kind = \"uld_text\" or \"uld\""
+    )
+    with pytest.raises(ConfigError, match=message):
+        shop.run("distill", CONFIG, inputs)
+
+
+def test_more_outcomes_than_the_smaller_vocabulary_has_are_refused(tmp_path: Path, policy: Path) -> None:
+    config = ACROSS.model_copy(update={"divergence": DivergenceConfig(kind="uld_text", top_k=320)})
+    shop, inputs = shop_and_inputs(tmp_path, policy, other_policy(tmp_path / "other"), config)
+    with pytest.raises(ConfigError, match=r"distill\.divergence\.top_k = 320: must be < 320, the size of the vocabul"):
+        shop.run("distill", config, inputs)
 
 
 def test_more_likeliest_tokens_than_there_are_is_refused(tmp_path: Path, policy: Path) -> None:

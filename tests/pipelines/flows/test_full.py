@@ -87,6 +87,17 @@ def test_the_student_reads_prompts_on_policy_and_demonstrations_off_it(tmp_path:
     assert set(stages["evaluate"].spec.inputs["generations"]) == {"base", "sft", "distill"}
 
 
+def test_several_teachers_come_from_sections_and_from_outside(tmp_path: Path, policy: Path) -> None:
+    changes = ["distill.teachers={big = 1.0, sft = 3.0}", f"distill.external.big.path={policy}"]
+    stages = {stage.label: stage for stage in plan(load_profile("tiny/distill", changes), ArtifactStore(tmp_path))}
+    inputs = stages["distill"].spec.inputs
+    assert set(inputs) == {"policy", "teachers", "demonstrations"}
+    assert isinstance(inputs["teachers"], dict)
+    assert list(inputs["teachers"]) == ["big", "sft"]
+    assert inputs["teachers"]["big"].parents == () and "distill/big/import" in stages
+    assert stages["distill/big/import"].spec.config.model.path == str(policy)
+
+
 def test_a_process_reward_model_is_offered_to_later_stages_and_not_to_the_report(tmp_path: Path) -> None:
     stages = {stage.label: stage for stage in plan(load_profile("tiny/prm"), ArtifactStore(tmp_path))}
     assert made_by(stages["process_reward_model"], "policy") == "sft"

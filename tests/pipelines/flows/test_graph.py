@@ -206,5 +206,11 @@ def test_only_what_the_configuration_asks_for_is_an_input() -> None:
     on_policy, off_policy = DistillConfig(on_policy=True), DistillConfig()
     assert list(inputs_of(STAGES["distill"], on_policy, given)) == ["policy", "teacher", "prompts"]
     assert list(inputs_of(STAGES["distill"], off_policy, given)) == ["policy", "teacher", "demonstrations"]
+    several = given | {"teachers": {"one": given["teacher"]}}
+    assert list(inputs_of(STAGES["distill"], DistillConfig(teachers={"one": 1.0}), several)) == [
+        "policy",
+        "teachers",
+        "demonstrations",
+    ]
     answers = {"policy": given["policy"], "prompts": given["prompts"], "asked": None}
     assert list(inputs_of(STAGES["generate"], GenerateConfig(), answers)) == ["policy", "prompts"]

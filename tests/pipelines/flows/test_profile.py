@@ -73,6 +73,37 @@ def test_another_type_does_not_inherit_the_options_of_the_one_before(tmp_path: P
     assert config.dpo.loss.model_dump() == {"type": "simpo", "beta": 2.0, "gamma": 1.0}
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["distill.teachers.ppo=1.0"], r"distill\.teachers\.ppo = 1\.0: the profile has no \[ppo\]; add that section"),
+        (["distill.teachers={sft = 1.0, ppo = 2.0}"], r"distill\.teachers\.ppo = 2\.0: the profile has no \[ppo\]"),
+        (
+            ["distill.teachers.sft=1.0", "distill.start_from=sft"],
+            r"teachers\.sft = 1\.0: the student starts from the same",
+        ),
+        (
+            ["distill.teachers.sft=0.0"],
+            r"teachers = \{sft = 0\.0\}: the weights add up to 0; give one of them a positive",
+        ),
+        (["distill.teachers.sft=-1.0"], r"distill\.teachers\.sft"),
+        (["distill.teachers.distill=1.0"], r"teachers\.distill = 1\.0: there is no such teacher; name one of sft, "),
+        (["distill.external.big.path=/big"], r"external\.big = .*: has no weight; add teachers\.big = 1\.0"),
+        (
+            ["distill.external.sft.path=/big", "distill.teachers.sft=1.0"],
+            r"external\.sft = .*: is the name of a section; give the policy another name",
+        ),
+        (
+            ["distill.divergence.kind=uld", "distill.kl_weight=1"],
+            r"kl_weight = 1\.0: .*set divergence\.kind = \"uld_text\"",
+        ),
+    ],
+)
+def test_teachers_are_checked_before_anything_runs(changes: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_profile("tiny/distill", changes)
+
+
 def test_a_student_does_not_start_from_its_teacher() -> None:
     with pytest.raises(ConfigError, match=r"distill\.teacher = 'sft': the student starts from the same policy"):
         load_profile("tiny/distill", ["distill.start_from=sft"])

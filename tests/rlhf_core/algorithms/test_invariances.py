@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rlhf_core.algorithms.distillation import distillation_loss, topk_distillation_loss
+from rlhf_core.algorithms.multi_teacher import multi_teacher_loss
 from rlhf_core.algorithms.output import LossOutput
 from rlhf_core.algorithms.policy.cispo import cispo_loss
 from rlhf_core.algorithms.policy.clip import clipped_policy_loss
@@ -42,6 +43,7 @@ from rlhf_core.algorithms.preference.sppo import sppo_loss
 from rlhf_core.algorithms.process_reward import step_loss
 from rlhf_core.algorithms.reward import bradley_terry_loss
 from rlhf_core.algorithms.supervised import sft_loss
+from rlhf_core.algorithms.uld import uld_loss
 from rlhf_core.algorithms.value import clipped_value_loss
 
 B, L, V, K = 6, 5, 7, 3
@@ -110,6 +112,24 @@ def topk(kind: str) -> Case:
     return Case(partial(topk_distillation_loss, kind=kind), rows, {"tokens": float(B)}, ("logits_TV",))
 
 
+def several_teachers(logits_TV: Tensor, one_teacher_TV: Tensor, two_teacher_TV: Tensor, **counts: float) -> LossOutput:
+    ids = torch.empty(len(logits_TV), 0, dtype=torch.long)
+    given, weights = [(one_teacher_TV, ids), (two_teacher_TV, ids)], (("one", 0.75), ("two", 0.25))
+    return multi_teacher_loss(logits_TV, given, weights, kind="reverse", jsd_beta=0.5, temperature=1.7, **counts)
+
+
+def outcomes() -> tuple[Tensor, Tensor]:
+    """Return the log-prob of a text, and the probabilities of the other outcomes, decreasing; some are left out."""
+    logprobs = normal(B, V + 3).log_softmax(dim=1)
+    return logprobs[:, 0], logprobs[:, 3:].exp().sort(dim=1, descending=True).values
+
+
+SEVERAL_ROWS = {"logits_TV": normal(B, V)} | {
+    f"{name}_teacher_TV": (normal(B, V) / 1.7).log_softmax(dim=1) for name in ("one", "two")
+}
+ULD_ROWS = dict(
+    zip(("text_G", "others_GN", "teacher_text_G", "teacher_others_GN"), outcomes() + outcomes(), strict=True)
+)
 SFT_ROWS = {"logprobs_BL": normal(B, L) - 2, "loss_mask_BL": MASK_BL}
 SFT_TOKENS = {"tokens": TOKENS["num_tokens"]}
 VALUE_ROWS = {name: normal(B, L) for name in ("values", "old_values", "returns")} | {"loss_mask": MASK_BL}
@@ -173,6 +193,9 @@ CASES: dict[str, Case] = {
     "top-k forward": topk("forward"),
     "top-k reverse": topk("reverse"),
     "top-k jsd": topk("jsd"),
+    "several teachers": Case(several_teachers, SEVERAL_ROWS, {"tokens": float(B)}, ("logits_TV",)),
+    "uld": Case(partial(uld_loss, kind="uld", k=3), ULD_ROWS, {"groups": float(B)}, ("text_G", "others_GN")),
+    "uld_text": Case(partial(uld_loss, kind="uld_text", k=0), ULD_ROWS, {"groups": float(B)}, ("text_G", "others_GN")),
 }
 
 MASKED = [name for name, case in CASES.items() if any("mask" in key for key in case.rows)]

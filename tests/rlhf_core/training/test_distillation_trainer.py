@@ -13,6 +13,7 @@ from rlhf_core.training import distillation_trainer
 from rlhf_core.training.distillation_trainer import DistillationTrainer
 from rlhf_core.training.objectives.base import SftObjective
 from rlhf_core.training.objectives.distillation import DistillationObjective
+from rlhf_core.training.teachers import SameVocabulary
 from rlhf_core.training.trainer import LocalTrainer
 from rlhf_core.types import TokenSample
 from tests.rlhf_core.training.conftest import TINY
@@ -27,7 +28,7 @@ def distillation_trainer_of(spec: ModelSpec, optimizer: OptimizerConfig, k: int)
     student, teacher = LocalTrainer(spec, optimizer, TORCH), LocalTrainer(spec, optimizer, TORCH)
     teacher.forward_backward([TokenSample((1, 2, 3), (0, 1, 1))], SftObjective(pack_to=None))
     teacher.optim_step(learning_rate=0.1)
-    return DistillationTrainer(student, teacher, k=k, temperature=1.0, vocabulary=320)
+    return DistillationTrainer(student, SameVocabulary((teacher,), k, 1.0, 320))
 
 
 @pytest.mark.parametrize("k", [0, 8])
@@ -68,11 +69,12 @@ def test_the_teacher_stays_as_it_is(
     policy_spec: ModelSpec, optimizer: OptimizerConfig, token_samples: list[TokenSample]
 ) -> None:
     trainer = distillation_trainer_of(policy_spec, optimizer, 4)
-    before = trainer._teacher.weights().digest
+    (teacher,) = trainer._teachers.trainers
+    before = teacher.weights().digest
     for _ in range(2):
         trainer.forward_backward(token_samples, replace(OBJECTIVE, kl_weight=1.0))
         trainer.optim_step(learning_rate=1e-3)
-    assert trainer._teacher.weights().digest == before != trainer.weights().digest
+    assert teacher.weights().digest == before != trainer.weights().digest
 
 
 def test_a_trainer_says_of_each_sample_what_it_says_of_it_alone(

@@ -77,7 +77,8 @@ def told(sample: TokenSample) -> DistillationSample:
     count = sum(sample.loss_mask)
     ids = np.stack([generator.choice(VOCABULARY, 4, replace=False) for _ in range(count)] or [np.empty(4)])[:count]
     logprobs = np.log(np.tile(np.array([0.4, 0.3, 0.15, 0.1], dtype=np.float32), (count, 1)))
-    return DistillationSample(sample.token_ids, sample.loss_mask, TopLogprobs(logprobs, ids.astype(np.int32)))
+    top = TopLogprobs(logprobs, ids.astype(np.int32), logprobs[:, 0])
+    return DistillationSample(sample.token_ids, sample.loss_mask, (top,))
 
 
 def judged(sample: TokenSample) -> PolicySample:

@@ -39,7 +39,7 @@ def taught(model: nn.Module, samples: list[TokenSample], k: int) -> list[Distill
     reversed_ids = [replace(sample, token_ids=sample.token_ids[::-1]) for sample in samples]
     with torch.no_grad():
         tops = top_logprobs(model, collate(reversed_ids, pad_id=0), k=k, temperature=FORWARD.temperature)
-    return [DistillationSample(one.token_ids, one.loss_mask, top) for one, top in zip(samples, tops, strict=True)]
+    return [DistillationSample(one.token_ids, one.loss_mask, (top,)) for one, top in zip(samples, tops, strict=True)]
 
 
 def gradients(model: nn.Module, batches: list[list[DistillationSample]]) -> Tensor:
@@ -78,10 +78,10 @@ def test_the_loss_is_that_of_the_two_models_own_distributions(
         targets = torch.tensor(sample.token_ids)[torch.tensor(sample.loss_mask) == 1]
         nll -= torch.log_softmax(student, -1).gather(-1, targets[:, None]).sum().item()
         q = torch.log_softmax(student.double() / 0.7, -1)
-        p = torch.from_numpy(sample.teacher.logprobs).double()
+        p = torch.from_numpy(sample.teachers[0].logprobs).double()
         likeliest = p.argmax(-1)
         if k:  # the others as one more token
-            ids = torch.from_numpy(sample.teacher.ids).long()
+            ids = torch.from_numpy(sample.teachers[0].ids).long()
             likeliest = ids[:, 0]
             rest = (q.exp().sum(-1) - q.exp().gather(-1, ids).sum(-1)).log()
             q_top = torch.cat([q.gather(-1, ids), rest[:, None]], -1)
@@ -120,6 +120,6 @@ def test_what_the_student_never_trained_on_has_no_weight(model: nn.Module, token
 
 
 def test_a_teacher_with_too_few_rows_is_refused() -> None:
-    top = TopLogprobs(np.zeros((1, 3), np.float32), np.zeros((1, 3), np.int32))
+    top = TopLogprobs(np.zeros((1, 3), np.float32), np.zeros((1, 3), np.int32), np.zeros(1, np.float32))
     with pytest.raises(ValueError, match="one row per masked token"):
-        DistillationSample((1, 2, 3), (0, 1, 1), top)
+        DistillationSample((1, 2, 3), (0, 1, 1), (top,))

@@ -20,6 +20,7 @@ from rlhf_core.training.distillation_trainer import DistillationTrainer
 from rlhf_core.training.engines.base import open_engine
 from rlhf_core.training.objectives.base import BradleyTerryObjective, SftObjective
 from rlhf_core.training.objectives.distillation import DistillationObjective
+from rlhf_core.training.teachers import SameVocabulary
 from rlhf_core.training.trainer import LocalTrainer
 from rlhf_core.types import PreferenceSample, RewardPair, TokenSample
 from tests.rlhf_core.training.conftest import TINY
@@ -138,7 +139,7 @@ def test_a_distilled_step_in_pieces_has_the_balance_of_the_step_in_one(
         monkeypatch.setattr(distillation_trainer, "PIECE_ELEMENTS", elements)
         engine = open_engine(mixture, OptimizerConfig(), CONFIG)
         student = LocalTrainer(mixture, OptimizerConfig(), CONFIG, engine=engine)
-        taught = DistillationTrainer(student, teacher, k=8, temperature=1.0, vocabulary=320)
+        taught = DistillationTrainer(student, SameVocabulary((teacher,), 8, 1.0, 320))
         metrics = taught.forward_backward(token_samples, objective)
         grads = {name: p.grad for name, p in engine.module.named_parameters() if p.grad is not None}
         metrics["router_aux/eval"] = taught.loss(token_samples, objective)["router_aux"]

@@ -1,0 +1,234 @@
+"""Groups of tokens: every group spells the same text in both tokenizers, and no finer cut would."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.data.alignment import AlignedSample, aligned_answer, aligned_examples, characters
+from rlhf_core.data.chat import CHATML_LIKE, ChatTemplate
+from rlhf_core.types import Message, TokenSample
+from tests.rlhf_core.data.sentencepiece import KINDS, LLAMA2, VICUNA, ZEPHYR, tokenizer_of
+
+ASK, ANSWER = Message("user", "What is 12 + 30?"), Message("assistant", "It is 42, and thank you for writing!")
+THANKS, BYE = Message("user", "Thank you."), Message("assistant", "Hello Maria: äöü, 日本語 and 🙂🙃 too.")
+TURNS = (ASK, ANSWER, THANKS, BYE)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> ChatTemplate:
+    """A tokenizer of up to 1,000 tokens, trained on other texts, with ChatML's line breaks."""
+    from rlhf_core.models.initialise import train_tokenizer  # imports transformers
+
+    folder = tmp_path_factory.mktemp("large")
+    texts = [
+        "It is good and thankful. 日本 and 語 🙂",
+        "writing, written, wrote: and thank you for it!",
+        "Say hello: äöü",
+    ]
+    train_tokenizer(texts * 5, vocab_size=1000, folder=folder)
+    tokenizer = ChatTemplate.load(folder).tokenizer
+    tokenizer.chat_template = CHATML_LIKE
+    return ChatTemplate(tokenizer)
+
+
+def only(samples: list[AlignedSample]) -> AlignedSample:
+    (sample,) = samples
+    return sample
+
+
+def answers(sample: TokenSample | AlignedSample) -> list[list[int]]:
+    """Return the masked tokens of each answer."""
+    found: list[list[int]] = []
+    for before, token, masked in zip((0, *sample.loss_mask), sample.token_ids, sample.loss_mask):
+        found += [[]] if masked and not before else []
+        if masked:
+            found[-1].append(token)
+    return found
+
+
+def text(chat: ChatTemplate, ids: Any) -> str:
+    return str(chat.tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def slow_ends(chat: ChatTemplate, ids: list[int]) -> dict[int, int]:
+    """Return number of characters -> number of tokens with them, by decoding every beginning of the answer from its start."""
+    whole = text(chat, ids)
+    beginnings = {number: text(chat, ids[:number]) for number in range(1, len(ids) + 1)}
+    return {len(said): number for number, said in beginnings.items() if whole.startswith(said) and said}
+
+
+def slow_groups(chats: tuple[ChatTemplate, ChatTemplate], sides: tuple[list[int], list[int]]) -> list[tuple[int, ...]]:
+    """Return the groups of one answer that both tokenizers end with a token of their own."""
+    ours, theirs = (slow_ends(chat, ids[:-1]) for chat, ids in zip(chats, sides, strict=True))
+    ends = [(0, 0), *((ours[at], theirs[at]) for at in sorted(ours.keys() & theirs.keys()))]
+    ends.append((len(sides[0]), len(sides[1])))  # the end-of-turn tokens
+    return [(a, b, c, d) for (a, c), (b, d) in itertools.pairwise(ends)]
+
+
+def test_groups_are_the_finest_that_both_tokenizers_have_in_common(chat: ChatTemplate, large: ChatTemplate) -> None:
+    for chats in ((chat, large), (large, chat)):
+        sample = only(aligned_examples(chats[0], [chats[1]], TURNS, max_length=1000))
+        (teacher,) = sample.teachers
+        expected, first, teacher_first = [], 0, 0
+        for ours, theirs in zip(answers(sample), answers(teacher.sample), strict=True):
+            expected += [
+                (first + a, first + b, teacher_first + c, teacher_first + d)
+                for a, b, c, d in slow_groups(chats, (ours, theirs))
+            ]
+            first, teacher_first = first + len(ours), teacher_first + len(theirs)
+        found = [(one.start, one.end, one.teacher_start, one.teacher_end) for one in teacher.groups]
+        assert found == expected
+        # both kinds of groups occur, and all masked tokens are in one
+        assert {(b - a, d - c) for a, b, c, d in found} >= {(1, 1)}
+        assert any(b - a > 1 for a, b, _, _ in found) and any(d - c > 1 for _, _, c, d in found)
+        assert sum(b - a for a, b, _, _ in found) == sum(sample.loss_mask)
+
+
+def test_the_same_tokenizer_has_a_group_for_each_token_that_ends_a_character(chat: ChatTemplate) -> None:
+    sample = only(aligned_examples(chat, [chat], (ASK, ANSWER), max_length=1000))
+    assert [(one.start, one.end) for one in sample.teachers[0].groups] == [
+        (at, at + 1) for at in range(sum(sample.loss_mask))
+    ]
+
+
+def test_only_answers_are_aligned_and_the_ends_of_turns_with_each_other(
+    chat: ChatTemplate, large: ChatTemplate
+) -> None:
+    sample = only(aligned_examples(chat, [large, chat], TURNS, max_length=1000))
+    own = [token for answer in answers(sample) for token in answer]
+    for teacher, template in zip(sample.teachers, (large, chat), strict=True):
+        theirs = [token for answer in answers(teacher.sample) for token in answer]
+        said = [
+            (text(chat, own[one.start : one.end]), text(template, theirs[one.teacher_start : one.teacher_end]))
+            for one in teacher.groups
+        ]
+        assert all(ours == other for ours, other in said)
+        assert [ours for ours, _ in said].count("<|end|>") == 2
+        assert "".join(ours for ours, _ in said) == f"{ANSWER.content}<|end|>{BYE.content}<|end|>"
+
+
+@pytest.mark.parametrize("template", [LLAMA2, ZEPHYR, VICUNA], ids=["llama2", "zephyr", "vicuna"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokenizers_that_mark_beginnings_are_aligned_too(chat: ChatTemplate, kind: str, template: str) -> None:
+    """Llama 2 writes a space before and after an answer, the others may; it belongs to the first and the last group."""
+    other = ChatTemplate(tokenizer_of(kind, template))
+    for student, teacher in ((chat, other), (other, chat)):
+        sample = only(aligned_examples(student, [teacher], TURNS, max_length=1000))
+        groups = sample.teachers[0].groups
+        assert sum(one.end - one.start for one in groups) == sum(sample.loss_mask)
+        assert groups[-1].teacher_end == sum(sample.teachers[0].sample.loss_mask)
+        own = [token for answer in answers(sample) for token in answer]
+        theirs = [token for answer in answers(sample.teachers[0].sample) for token in answer]
+        for at, one in enumerate(groups):
+            # Every beginning up to a group's end is the same text but for spaces at the edges of answers.
+            said = [text(student, own[: one.end]), text(teacher, theirs[: one.teacher_end])]
+            assert len({x.replace("</s>", "<|end|>").replace(" ", "") for x in said}) == 1, (at, said)
+        assert len(groups) > 30
+
+
+def test_a_cut_answer_has_no_group_at_its_end_and_none_beyond(chat: ChatTemplate, large: ChatTemplate) -> None:
+    whole = only(aligned_examples(chat, [large], (ASK, ANSWER), max_length=1000)).teachers[0].groups
+    length = len(chat.prompt_ids((ASK,))) + 12
+    sample = only(aligned_examples(chat, [large], (ASK, ANSWER), max_length=length))
+    assert sum(sample.loss_mask) == 12
+    cut = sample.teachers[0].groups
+    assert cut == whole[: len(cut)]
+    theirs = sum(sample.teachers[0].sample.loss_mask)  # cut too, after the same number of tokens with its prompt
+    assert [one for one in whole if one.end < 12 and one.teacher_end < theirs] == list(cut)
+    assert whole[-1].end > 12 and theirs < whole[-1].teacher_end and len(cut) > 2
+
+
+def test_an_answer_of_the_students_own_is_the_same_text_for_the_teacher(
+    chat: ChatTemplate, large: ChatTemplate
+) -> None:
+    prompt = chat.prompt_ids((ASK,))
+    said = tuple(chat.tokenizer.encode("Hel", add_special_tokens=False))
+    said += tuple(chat.tokenizer.encode("lo to ", add_special_tokens=False))  # not how the tokenizer would cut it
+    for ids, ended in ((said, False), ((*said, chat.eos_id), True)):
+        own = TokenSample(prompt + ids, (0,) * len(prompt) + (1,) * len(ids))
+        sample = aligned_answer(chat, [large], (ASK,), own)
+        assert sample is not None
+        assert (sample.token_ids, sample.loss_mask) == (own.token_ids, own.loss_mask)
+        (teacher,) = sample.teachers
+        assert text(large, answers(teacher.sample)[0]) == "Hello to <|end|>"
+        assert teacher.sample.token_ids[: len(large.prompt_ids((ASK,)))] == large.prompt_ids((ASK,))
+        assert (teacher.groups[-1].end == len(ids)) == ended
+    assert aligned_answer(chat, [large], (ASK,), TokenSample(prompt, (0,) * len(prompt))) is None
+
+
+def test_bytes_that_are_no_text_are_one_group_up_to_the_next_character(chat: ChatTemplate, large: ChatTemplate) -> None:
+    prompt = chat.prompt_ids((ASK,))
+    start, broken = (tuple(chat.tokenizer.encode(x, add_special_tokens=False)) for x in ("It", "🙂"))
+    ids = (*start, *broken[:1], *start, chat.eos_id)
+    own = TokenSample(prompt + ids, (0,) * len(prompt) + (1,) * len(ids))
+    sample = aligned_answer(chat, [large], (ASK,), own)
+    assert sample is not None
+    groups = sample.teachers[0].groups
+    assert text(large, answers(sample.teachers[0].sample)[0]) == "It\N{REPLACEMENT CHARACTER}It<|end|>"
+    assert groups[-1].end == len(ids) and len(groups) >= 3
+
+
+def test_an_answer_that_ends_at_once_has_the_end_of_turn_in_common(chat: ChatTemplate, large: ChatTemplate) -> None:
+    prompt = chat.prompt_ids((ASK,))
+    own = TokenSample((*prompt, chat.eos_id), (0,) * len(prompt) + (1,))
+    sample = aligned_answer(chat, [large], (ASK,), own)
+    assert sample is not None
+    assert [(one.start, one.end, one.teacher_start, one.teacher_end) for one in sample.teachers[0].groups] == [
+        (0, 1, 0, 1)
+    ]
+
+
+def test_beyond_the_first_character_that_differs_nothing_is_aligned(chat: ChatTemplate) -> None:
+    tokenizer = ChatTemplate.load(Path(chat.tokenizer.name_or_path)).tokenizer
+    tokenizer.chat_template = chat.tokenizer.chat_template.replace(
+        "message['content']", "message['content'] | replace('for', 'FOR')"
+    )
+    shouting = ChatTemplate(tokenizer)
+    sample = only(aligned_examples(chat, [shouting], (ASK, ANSWER), max_length=1000))
+    own = answers(sample)[0]
+    said = text(chat, own[: sample.teachers[0].groups[-1].end])
+    assert ANSWER.content.startswith(said) and said == ANSWER.content.partition("for")[0][: len(said)]
+    assert len(said) > 10
+
+
+def test_a_template_that_rewrites_earlier_turns_makes_a_sample_of_each_answer(chat: ChatTemplate) -> None:
+    tokenizer = ChatTemplate.load(Path(chat.tokenizer.name_or_path)).tokenizer
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '...' if m['role'] == 'assistant' and not loop.last else m['content'] }}"
+        "{{ eos_token }}{% endfor %}"
+    )
+    samples = aligned_examples(chat, [ChatTemplate(tokenizer)], TURNS, max_length=1000)
+    assert [text(chat, answers(one)[0]) for one in samples] == [f"{ANSWER.content}<|end|>", f"{BYE.content}<|end|>"]
+    assert all(sum(one.loss_mask) == one.teachers[0].groups[-1].end for one in samples)
+
+
+def test_a_conversation_without_a_trained_token_in_one_of_the_models_is_left_out(
+    chat: ChatTemplate, large: ChatTemplate
+) -> None:
+    longest = max(len(one.prompt_ids((ASK,))) for one in (chat, large))
+    assert aligned_examples(chat, [large], (ASK, ANSWER), max_length=longest) == []
+
+
+def test_the_characters_of_a_decoder_that_does_not_add_up_are_only_known_at_the_end(chat: ChatTemplate) -> None:
+    class Odd:
+        """Writes as many dots before the text as the square of the number of tokens."""
+
+        def decode(self, ids: list[int], **options: Any) -> str:
+            return "." * len(ids) ** 2 + str(chat.tokenizer.decode(ids))
+
+    ids = chat.tokenizer.encode("It is 42", add_special_tokens=False)
+    whole, ends = characters(Odd(), ids)
+    assert ends[-1] == len(whole) and set(ends[:-1]) == {None}
+    assert characters(chat.tokenizer, ()) == ("", ())
+
+
+def test_masks_decide_what_is_an_answer(chat: ChatTemplate, large: ChatTemplate) -> None:
+    sample = only(aligned_examples(chat, [large], TURNS, max_length=1000))
+    alone = only(aligned_examples(chat, [large], TURNS[:2], max_length=1000))
+    assert sample.teachers[0].groups[: len(alone.teachers[0].groups)] == alone.teachers[0].groups
+    assert replace(sample, teachers=()) != replace(alone, teachers=())
