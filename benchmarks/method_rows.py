@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -28,7 +29,8 @@ from pipelines.flows.sections import (
 from rlhf_core.config.engines import InitModel
 from rlhf_core.config.policy import GROUP_ADVANTAGES, PPOConfig
 from rlhf_core.data.tables import read_preferences, write_preferences
-from rlhf_core.data.worlds.support import gold_reward
+from rlhf_core.data.worlds.support import Facts, gold_components, sum_of
+from rlhf_core.data.worlds.support_phrases import PROBLEMS
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.memory import MemoryTracker
@@ -95,8 +97,26 @@ GROUP = 4
 
 
 def passed(generations: Sequence[Generation]) -> list[float]:
-    """Return 1 for answers with a gold reward above 1, else 0."""
-    return [float(reward > 1) for reward in gold_reward(generations)]
+    """Return 1 for answers with a gold reward above 1, else 0.
+
+    Training prompts carry no facts, so they are read from the customer's words.
+    """
+    return [
+        float(sum_of(gold_components(row.completion.text, facts_in(row.prompt.messages[-1].content))) > 1)
+        for row in generations
+    ]
+
+
+def facts_in(text: str) -> Facts:
+    """Return the facts of a prompt of the support desk.
+
+    >>> facts_in("Maria writes: my blue kettle arrived broken. Reply to her.")
+    Facts(name='Maria', item='blue kettle', problem='broken')
+    """
+    found = re.fullmatch(r"(\w+) writes: my (\w+ \w+) (.+)\. Reply to h(?:er|im)\.", text)
+    assert found is not None, text
+    name, item, wording = found.groups()
+    return Facts(name, item, next(problem for problem, wordings in PROBLEMS.items() if wording in wordings))
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,19 @@ from typing import Any, get_args
 
 import pytest
 
-from benchmarks.method_rows import methods, policy_sections, preference_sections
+from benchmarks.method_rows import facts_in, methods, passed, policy_sections, preference_sections
 from benchmarks.method_steps import STEPPED
 from benchmarks.methods import Result, print_tables
 from benchmarks.seeds import keep, read
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import load_profile
+from rlhf_core.config.data import SupportWorld
 from rlhf_core.config.policy import Advantage, PolicyLoss
 from rlhf_core.config.preference import PreferenceLoss
+from rlhf_core.data.worlds.support import facts_of, make_tables
 from rlhf_core.schema.custom import CustomFunction
 from rlhf_core.stage.key import StageSpec
-from rlhf_core.types import ArtifactRef, PolicyRef, PreparedDataRef
+from rlhf_core.types import ArtifactRef, Completion, Generation, PolicyRef, PreparedDataRef
 from stages.config.distill import DistillConfig
 from stages.sft import SFTConfig
 from tests.support.starts import imagined_start, made
@@ -45,6 +47,19 @@ def test_every_loss_and_estimator_has_a_row() -> None:
     assert DistillConfig.model_fields["on_policy"].annotation is bool  # two rows: on demonstrations, on own answers
     rows = {"distill/forward", "distill/own answers", "distill/two teachers", "distill/cross-tokenizer"}
     assert rows | {"sft/conditional"} <= set(methods(config, 10))
+
+
+def test_the_verifiable_reward_reads_the_facts_that_training_prompts_do_not_carry() -> None:
+    tables, _ = make_tables(SupportWorld(prompts=200, eval_prompts=200), seed=5)
+    assert [facts_in(prompt.messages[-1].content) for prompt in tables.eval_prompts] == [
+        facts_of(prompt) for prompt in tables.eval_prompts
+    ]
+    assert not any(prompt.label for prompt in tables.prompts)
+    prompt = tables.prompts[0]
+    facts = facts_in(prompt.messages[-1].content)
+    replies = [f"Hello {facts.name}, I am sorry to hear that. Thank you for writing.", "Thank you for writing."]
+    answers = [Generation(prompt, (1,), Completion((2,), (0.0,), text, "stop", 0, 0)) for text in replies]
+    assert passed(answers) == [1.0, 0.0]
 
 
 def test_every_policy_method_samples_as_many_rollouts_a_step() -> None:
