@@ -131,10 +131,8 @@ OWN: dict[str, dict[str, Any]] = {
 """What some families need besides."""
 WINDOWED = {"window": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}}
 WINDOWLESS = {"full": {"sliding_window": None}}
-WHOLE = {"full": {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}}
 FURTHER: dict[str, dict[str, dict[str, Any]]] = {
     **dict.fromkeys(("ministral3", "mistral", "mixtral", "phi3", "phimoe", "starcoder2"), WINDOWLESS),
-    **dict.fromkeys(("cohere2", "cwm", "exaone4", "gemma2", "gemma3_text", "ministral", "olmo3"), WHOLE),
     "qwen2": WINDOWED,
     "qwen2_moe": WINDOWED,
     "qwen3": WINDOWED,
@@ -280,12 +278,15 @@ def _measured(verdict: Verdict, config: Any, attention: str, variant: str) -> Ve
             return verdict
         raise
     known: dict[str, Any] = {"check_packing": lambda config: None, "keeps_apart": lambda config: True}
-    with patch.multiple(forward, **known, shares_prefixes=lambda config: False), torch.no_grad():
+    with patch.multiple(forward, **known, prefix_width=lambda config: 0), torch.no_grad():
         packed, padded, reach = measure(model)
     name = f"{attention} {variant}".strip()
     prefixed = {}
     if attention == "sdpa" and sees_whole_rows(config):
-        with patch.multiple(forward, **known, shares_prefixes=lambda config: True), torch.no_grad():
+        with (
+            patch.multiple(forward, **known, prefix_width=lambda config: config.get_text_config().hidden_size),
+            torch.no_grad(),
+        ):
             prefixed[name] = measure_prefixes(model)
     return replace(
         verdict,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_core.config.precision import DType, dtype_of_gpus
+from rlhf_core.config.precision import DType, Precision, dtype_of_gpus
 from rlhf_core.schema.base import OPERATIONAL, Config
 from rlhf_core.schema.secrets import HOLDS_SECRETS
 
@@ -94,7 +95,8 @@ class TrainerConfig(Config):
     engine: Literal["deepspeed", "torch"] = "deepspeed"
     dtype: DType = "float32"
     """Precision of the passes; updates are made in float32. `auto` is bfloat16 on GPUs, and on CPUs if the processor of
-    the machine that plans the run multiplies it natively, else float32."""
+    the machine that plans the run multiplies it natively, else float32. In Python, a `TrainerConfig` that is made before
+    its `RuntimeConfig` knows no GPUs: give it the precision."""
     zero_stage: Annotated[Literal[0, 1, 2, 3], OPERATIONAL] = 0
     offload_optimizer: Annotated[bool, OPERATIONAL] = False
     micro_batch: Annotated[int, Field(ge=1), OPERATIONAL] = 8
@@ -242,7 +244,7 @@ class VllmServerSamplerConfig(BaseSamplerConfig):
     """Folder for weight transfer, which the servers and this run see under the same absolute path."""
     token_env: Annotated[str, OPERATIONAL, HOLDS_SECRETS] = ""
     """Environment variable with the servers' `--api-key`."""
-    dtype: DType = "float32"
+    dtype: Precision = "float32"
     """Precision with which the servers were started."""
     max_model_len: int = Field(256, ge=16)
     request_timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 300.0
@@ -324,10 +326,10 @@ class RuntimeConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _gpus_have_bfloat16(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
+        if not isinstance(data, Mapping):
             return data
         gpus = {"trainer": data.get("gpus_per_train_worker"), "sampler": data.get("gpus_per_engine")}
-        return data | {name: dtype_of_gpus(data[name], gpus[name]) for name in gpus if name in data}
+        return {**data, **{name: dtype_of_gpus(data[name], gpus[name]) for name in gpus if name in data}}
 
     @model_validator(mode="after")
     def _gpus_can_be_dealt_out(self) -> Self:

@@ -39,16 +39,22 @@ def native_dtype(value: Any) -> Any:
 def dtype_of_gpus(table: Any, gpus: Any) -> Any:
     """Return `table` with bfloat16 for a `dtype` of `auto` if it computes on GPUs, whatever processor plans the run.
 
-    >>> dtype_of_gpus({"dtype": "auto"}, 1)
+    `gpus` is a number as it is written, perhaps as text; validation refuses what is none.
+
+    >>> dtype_of_gpus({"dtype": "auto"}, "0.5")
     {'dtype': 'bfloat16'}
     """
-    if isinstance(table, Mapping) and table.get("dtype") == "auto" and gpus:
+    try:
+        uses = float(gpus or 0) > 0
+    except (TypeError, ValueError):
+        uses = False
+    if isinstance(table, Mapping) and table.get("dtype") == "auto" and uses:
         return {**table, "dtype": "bfloat16"}
     return table
 
 
+Precision = Literal["float32", "bfloat16"]
 DType = Annotated[
-    Literal["float32", "bfloat16"],
-    BeforeValidator(native_dtype, json_schema_input_type=Literal["auto", "float32", "bfloat16"]),
+    Precision, BeforeValidator(native_dtype, json_schema_input_type=Literal["auto", "float32", "bfloat16"])
 ]
 """Precision; `auto` is replaced when the configuration is read, so plans and keys have the precision itself."""

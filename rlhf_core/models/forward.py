@@ -27,7 +27,7 @@ from rlhf_core.models.architecture import check_length
 from rlhf_core.models.batches import TokenBatch
 from rlhf_core.models.head_pass import in_one_call
 from rlhf_core.models.routing import note_routing, routing_arguments
-from rlhf_core.models.shared_rows import check_packing, keeps_apart, shared_rows, shares_prefixes
+from rlhf_core.models.shared_rows import check_packing, keeps_apart, prefix_width, shared_rows
 
 logger = logging.getLogger(__name__)
 
@@ -233,8 +233,7 @@ def hidden_states(model: nn.Module, batch: TokenBatch) -> Tensor:
     # Code that watches the routers expects their logits in the rows of the batch.
     shared = None
     if not routing and keeps_apart(backbone.config):
-        hidden = backbone.config.get_text_config().hidden_size
-        shared = shared_rows(batch, prefixes_of=hidden if shares_prefixes(backbone.config) else 0)
+        shared = shared_rows(batch, prefixes_of=prefix_width(backbone.config))
     ids_BL, positions_BL = batch.token_ids_BL, batch.position_ids_BL
     if shared is not None:
         ids_BL, positions_BL = shared.token_ids_RL, shared.position_ids_RL

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.models.batches import TokenBatch
-from rlhf_core.models.beginnings import LONGEST_BLOCK, Block, common_beginnings
+from rlhf_core.models.beginnings import LONGEST, Block, common_beginnings, cost
 
 SEPARABLE = frozenset(
     {
@@ -83,10 +83,11 @@ SEPARABLE = frozenset(
 `python -m benchmarks.separable` proves each of them and tries all architectures of transformers."""
 LAYERS = frozenset({"full_attention", "sliding_attention"})
 """`layer_types` known to separate samples. Some models of an architecture may have other types."""
-LONGEST = 4096
-"""Maximum length of shared rows. Their attention needs an L x L mask, which costs more than the padding beyond this."""
+LAYERS_WITHOUT_WINDOWS = frozenset({"full_attention"})
 WORTHWHILE = 0.9
 """Maximum cost of a layout, relative to the one without it: a mask is slower than plain causal attention."""
+LARGEST_MASK = 2**26
+"""Maximum number of pairs of positions in a mask of our own: 64 MiB."""
 
 
 @dataclass(frozen=True)
@@ -111,17 +112,20 @@ def keeps_apart(config: Any) -> bool:
     return config.model_type in SEPARABLE and LAYERS.issuperset(types)
 
 
-def shares_prefixes(config: Any) -> bool:
-    """Return whether samples may share their first tokens in a model of this transformers configuration."""
-    return keeps_apart(config) and sees_whole_rows(config) and config._attn_implementation == "sdpa"
+def prefix_width(config: Any) -> int:
+    """Return the hidden size of a model in which samples may share their first tokens, and 0 of any other."""
+    shares = keeps_apart(config) and sees_whole_rows(config) and config._attn_implementation == "sdpa"
+    return int(config.get_text_config().hidden_size) if shares else 0
 
 
 def sees_whole_rows(config: Any) -> bool:
-    """Return whether no layer has an attention window: a mask of our own would replace it."""
+    """Return whether surely no layer has an attention window: a mask of our own would replace it.
+
+    Some architectures go by `layer_types`, others by `sliding_window` alone, whatever else the configuration says.
+    """
     text = config.get_text_config()
-    types = getattr(text, "layer_types", None)
-    windowed = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
-    return set(types) == {"full_attention"} if types else not windowed
+    types = getattr(text, "layer_types", None) or ()
+    return not getattr(text, "sliding_window", None) and LAYERS_WITHOUT_WINDOWS.issuperset(types)
 
 
 def check_packing(config: Any) -> None:
@@ -134,7 +138,7 @@ def check_packing(config: Any) -> None:
 def shared_rows(batch: TokenBatch, *, prefixes_of: int = 0) -> SharedRows | None:
     """Return a layout of `batch` in fewer rows, or None if that is impossible or not worthwhile.
 
-    `prefixes_of` is the hidden size of a model for which `shares_prefixes` is true, else 0. Blocks are placed first-fit
+    `prefixes_of` is the `prefix_width` of the model. Blocks are placed first-fit
     from the longest down, so the layout depends only on the tokens and their order. Use it only for a model for which
     `keeps_apart` is true.
     """
@@ -146,20 +150,15 @@ def shared_rows(batch: TokenBatch, *, prefixes_of: int = 0) -> SharedRows | None
     if len(used) > WORTHWHILE * count:
         used = [length] * count
     if prefixes_of:
-        rows_of_ids = batch.token_ids_BL.tolist()
-        sequences = [tuple(rows_of_ids[row][:taken]) for row, _, taken in batch.rows]
-        blocks = common_beginnings(sequences, limit=max(length, LONGEST_BLOCK))
+        tokens = batch.token_ids_BL.tolist()
+        sequences = {row: tuple(tokens[row][:taken]) for row, _, taken in batch.rows}
+        blocks = common_beginnings(list(sequences.values()), hidden=prefixes_of)
         longest = max(length, *(block.length for block in blocks))
         rows, block_places = _first_fit(blocks, longest)
-        cost = _cost(len(rows), longest, prefixes_of) / _cost(len(used), length, prefixes_of)
-        if len(blocks) < count and cost <= WORTHWHILE:
-            return _with_prefixes(batch, blocks, block_places, len(rows), longest)
+        paid = len(rows) * cost(longest, prefixes_of) / (len(used) * cost(length, prefixes_of))
+        if len(blocks) < count and paid <= WORTHWHILE and len(rows) * longest**2 <= LARGEST_MASK:
+            return _with_prefixes(batch, sequences, blocks, block_places, len(rows), longest)
     return _lay(batch, places, len(used), length) if len(used) < count else None
-
-
-def _cost(rows: int, length: int, hidden: int) -> int:
-    """Return what the layers cost: 24 H^2 operations for a position and 4 H for a pair of them, in units of 4 H."""
-    return rows * length * (6 * hidden + length)
 
 
 def _first_fit(blocks: Sequence[Block], length: int) -> tuple[list[int], dict[int, int]]:
@@ -190,10 +189,14 @@ def _lay(batch: TokenBatch, places: Mapping[int, int], rows: int, length: int) -
 
 
 def _with_prefixes(
-    batch: TokenBatch, blocks: Sequence[Block], places: Mapping[int, int], rows: int, length: int
+    batch: TokenBatch,
+    sequences: Mapping[int, tuple[int, ...]],
+    blocks: Sequence[Block],
+    places: Mapping[int, int],
+    rows: int,
+    length: int,
 ) -> SharedRows:
     width = batch.token_ids_BL.shape[1]
-    taken = {row: span for row, _, span in batch.rows}
     comes_from = torch.zeros(rows * length, dtype=torch.int64)
     positions = torch.zeros_like(comes_from)
     gone_to = torch.zeros(batch.token_ids_BL.numel(), dtype=torch.int64)
@@ -201,24 +204,30 @@ def _with_prefixes(
     block_ids = torch.zeros_like(comes_from)
     sample_ids = torch.zeros_like(comes_from)
     for number, block in enumerate(blocks, start=1):
-        begin = places[block.samples[0]]
-        place, prefix = begin + block.prefix, block.prefix
+        begin, prefix = places[block.samples[0]], block.prefix
+        free = begin + prefix
         first = block.samples[0] * width
-        comes_from[begin:place] = torch.arange(first, first + prefix)
-        positions[begin:place] = torch.arange(prefix)
+        comes_from[begin:free] = torch.arange(first, first + prefix)
+        positions[begin:free] = torch.arange(prefix)
         block_ids[begin : begin + block.length] = number
+        begun: dict[tuple[int, ...], int] = {}  # where each sequence goes on after the prefix; equal ones are one
         for sample, row in enumerate(block.samples, start=1):
-            end = place + taken[row] - prefix
-            comes_from[place:end] = torch.arange(row * width + prefix, row * width + taken[row])
-            positions[place:end] = torch.arange(prefix, taken[row])
-            sample_ids[place:end] = sample
+            taken = len(sequences[row])
+            if sequences[row] not in begun:
+                end = free + taken - prefix
+                comes_from[free:end] = torch.arange(row * width + prefix, row * width + taken)
+                positions[free:end] = torch.arange(prefix, taken)
+                sample_ids[free:end] = sample
+                begun[sequences[row]], free = free, end
+            place = begun[sequences[row]]
             gone_to[row * width : row * width + prefix] = torch.arange(begin, begin + prefix)
-            gone_to[row * width + prefix : row * width + taken[row]] = torch.arange(place, end)
-            place = end
-    block_RL, sample_RL = block_ids.reshape(rows, length), sample_ids.reshape(rows, length)
-    same_block = block_RL[:, :, None] == block_RL[:, None, :]
-    same_sample = (sample_RL[:, :, None] == sample_RL[:, None, :]) | (sample_RL[:, None, :] == 0)
-    mask_RLL = same_block & same_sample & torch.ones(length, length, dtype=torch.bool).tril()
+            gone_to[row * width + prefix : row * width + taken] = torch.arange(place, place + taken - prefix)
+    device = batch.token_ids_BL.device
+    block_RL, sample_RL = block_ids.reshape(rows, length).to(device), sample_ids.reshape(rows, length).to(device)
+    mask_RLL = sample_RL[:, :, None] == sample_RL[:, None, :]
+    mask_RLL |= (sample_RL == 0)[:, None, :]
+    mask_RLL &= block_RL[:, :, None] == block_RL[:, None, :]
+    mask_RLL.tril_()
     return _laid(batch, comes_from, positions, gone_to, rows, mask_RLL[:, None])
 
 
@@ -232,5 +241,4 @@ def _laid(
 ) -> SharedRows:
     device = batch.token_ids_BL.device
     token_ids_RL = batch.token_ids_BL.flatten()[comes_from.to(device)].reshape(rows, -1)
-    mask_R1LL = None if mask_R1LL is None else mask_R1LL.to(device)
     return SharedRows(token_ids_RL, positions.reshape(rows, -1).to(device), gone_to.to(device), mask_R1LL)

@@ -2,7 +2,7 @@
 
 Micro-batches depend on the contents of the samples, but not on their order. The log-probs of a set of rollouts are
 therefore computed in the same micro-batches before and during the update, bit for bit, and on one rank the first ratio
-of the policy loss is exactly 1.
+of the policy loss is exactly 1 (to rounding with `router_aux_coef`, whose updates share no rows).
 """
 
 from __future__ import annotations
@@ -38,23 +38,24 @@ ROWS = "router/rows"
 """Key of the number of token rows of the whole step in its denominators. A pair has two rows."""
 
 
-def ordered(samples: Sequence[Row], *, together: bool = False) -> list[int]:
+def ordered(samples: Sequence[Row], *, together: int = 0) -> list[int]:
     """Return the indices of `samples` in the order of micro-batches: longest first, then by token IDs.
 
-    With `together`, samples that begin with the same tokens are neighbors, at the place of the longest of them.
+    With `together`, the width of a model that computes common first tokens once, samples that have them are neighbors,
+    at the place of the longest of them. Those of other ranks are not seen.
     """
     keys = [(-row_length(sample), _sides(sample)) for sample in samples]
     if not together or any(len(sides) > 1 for _, sides in keys):
         return sorted(range(len(samples)), key=lambda index: keys[index])
     blocks = [
         sorted(block.samples, key=lambda index: keys[index])
-        for block in common_beginnings([sides[0] for _, sides in keys])
+        for block in common_beginnings([sides[0] for _, sides in keys], hidden=together)
     ]
     return [index for block in sorted(blocks, key=lambda block: keys[block[0]]) for index in block]
 
 
 def micro_batches(
-    samples: Sequence[Row], *, rows: int, pack_to: int | None, padded_tokens: int = 0, together: bool = False
+    samples: Sequence[Row], *, rows: int, pack_to: int | None, padded_tokens: int = 0, together: int = 0
 ) -> list[list[int]]:
     """Return the indices of each micro-batch in the order of `ordered`.
 
@@ -64,7 +65,7 @@ def micro_batches(
     """
     batches: list[list[int]] = []
     tokens = longest = 0
-    for index in ordered(samples, together=together and pack_to is None):
+    for index in ordered(samples, together=together if pack_to is None else 0):
         length = row_length(samples[index])
         if pack_to is not None:
             full = tokens + length > rows * pack_to

@@ -27,7 +27,7 @@ from rlhf_core.models.export import export_model
 from rlhf_core.models.forward import sequence_scores, step_scores, token_logprobs, token_values
 from rlhf_core.models.lora import merged_state_dict
 from rlhf_core.models.routing import watching
-from rlhf_core.models.shared_rows import shares_prefixes
+from rlhf_core.models.shared_rows import prefix_width
 from rlhf_core.store.checkpoint_parts import wait_for_parts, write_part
 from rlhf_core.training.batching import Row, is_maximum, micro_batches
 from rlhf_core.training.ema import average_of
@@ -68,7 +68,7 @@ class LocalTrainer:
         self._padded_tokens = config.micro_tokens
         self._router_aux = config.router_aux_coef if self._trained else 0.0
         self._engine = open_engine(spec, optimizer, config) if engine is None else engine
-        self._together = shares_prefixes(self._engine.module.base_model.config)
+        self._together = prefix_width(self._engine.module.base_model.config)
         self._average = average_of(
             self._engine.module, decay=optimizer.ema_decay if optimizer else 0.0, rank=self._engine.rank
         )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 
 from rlhf_core.config import precision
-from rlhf_core.config.engines import RuntimeConfig, TrainerConfig, VllmSamplerConfig
+from rlhf_core.config.engines import RuntimeConfig, TrainerConfig, VllmSamplerConfig, VllmServerSamplerConfig
 from rlhf_core.config.precision import multiplies_bfloat16
 from rlhf_core.schema.base import keyed
 
@@ -45,6 +47,20 @@ def test_auto_is_bfloat16_on_gpus_whatever_plans_the_run(monkeypatch: pytest.Mon
     assert (runtime.trainer.dtype, runtime.sampler.dtype) == ("bfloat16", "float32")
     runtime = RuntimeConfig.model_validate(auto | {"gpus_per_engine": 0.5, "gpus_per_train_worker": 0.5})
     assert (runtime.trainer.dtype, runtime.sampler.dtype) == ("bfloat16", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "dtype"), [(0, "float32"), ("0", "float32"), ("0.0", "float32"), ("1", "bfloat16"), (0.5, "bfloat16")]
+)
+def test_the_number_of_gpus_may_be_text(monkeypatch: pytest.MonkeyPatch, gpus: Any, dtype: str) -> None:
+    monkeypatch.setattr(precision, "multiplies_bfloat16", lambda: False)
+    table = MappingProxyType({"gpus_per_train_worker": gpus, "trainer": {"dtype": "auto"}})
+    assert RuntimeConfig.model_validate(table).trainer.dtype == dtype
+
+
+def test_a_server_has_the_precision_that_it_was_started_with() -> None:
+    with pytest.raises(ValueError, match="'float32' or 'bfloat16'"):
+        VllmServerSamplerConfig(urls=("http://node:8000",), weights_folder="/shared", dtype="auto")  # type: ignore[arg-type]
 
 
 def test_keys_have_the_precision_and_not_auto(monkeypatch: pytest.MonkeyPatch) -> None:

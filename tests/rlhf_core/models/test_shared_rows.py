@@ -226,11 +226,76 @@ def test_beginnings_are_not_shared_where_a_mask_would_replace_windows_or_another
         masks = seen_masks(model)
         hidden_states(model, GROUPS)
         assert masks == [None]
-    windowed = small("mistral").config
-    windowed.sliding_window = 8
-    assert not shared_rows.shares_prefixes(windowed)
-    windowed.sliding_window = None
-    assert shared_rows.shares_prefixes(windowed)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "further", "width"),
+    [
+        ("mistral", {"sliding_window": None}, 32),
+        ("mistral", {"sliding_window": 8}, 0),
+        # These architectures use the window whatever else their configuration says.
+        ("mistral", {"sliding_window": 8, "use_sliding_window": False}, 0),
+        ("phi3", {"sliding_window": 8, "layer_types": ["full_attention"] * 2}, 0),
+        ("mixtral", {"sliding_window": 8, "layer_types": ["full_attention"] * 2}, 0),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 8}, 32),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, 0),
+        ("gemma2", {}, 0),
+    ],
+)
+def test_beginnings_are_shared_only_where_surely_no_layer_has_a_window(
+    model_type: str, further: dict[str, Any], width: int
+) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(model_type, hidden_size=32, num_hidden_layers=2, **further)
+    config._attn_implementation = "sdpa"
+    assert shared_rows.prefix_width(config) == width
+
+
+def test_equal_answers_are_computed_once() -> None:
+    one, other = (5, 6, 7, 8, 1, 2), (5, 6, 7, 8, 3)
+    batch = collate([TokenSample(ids, (0,) + (1,) * (len(ids) - 1)) for ids in (one, other, one, one)], pad_id=0)
+    layout = shared_rows.shared_rows(batch, prefixes_of=32)
+    assert layout is not None
+    assert sorted(layout.token_ids_RL.flatten().tolist()) == sorted([5, 6, 7, 8, 1, 2, 3])
+    restored = layout.restore(layout.token_ids_RL.unsqueeze(-1), batch)
+    assert torch.equal(real(restored, batch), real(batch.token_ids_BL.unsqueeze(-1), batch))
+
+
+@torch.no_grad()
+def test_the_order_of_samples_does_not_change_a_bit_even_with_equal_ones() -> None:
+    model = small("llama")
+    draw = torch.Generator().manual_seed(7)
+    texts = [tuple(torch.randint(1, 97, (length,), generator=draw).tolist()) for length in (3, 9, 5)]
+    prompt = tuple(range(1, 16))
+    sequences = [prompt + texts[int(torch.randint(3, (1,), generator=draw))] for _ in range(8)]
+
+    def hidden(order: list[int]) -> list[Tensor]:
+        samples = [TokenSample(sequences[i], (0,) + (1,) * (len(sequences[i]) - 1)) for i in order]
+        # As the trainer does: micro-batches are sorted by content.
+        sorted_ = sorted(range(len(samples)), key=lambda k: (-len(samples[k].token_ids), samples[k].token_ids))
+        batch = collate([samples[k] for k in sorted_], pad_id=0)
+        states = hidden_states(model, batch)
+        found = {order[k]: states[row, : len(samples[k].token_ids)] for row, k in enumerate(sorted_)}
+        return [found[i] for i in range(8)]
+
+    for one, other in zip(hidden(list(range(8))), hidden([5, 2, 7, 0, 3, 6, 1, 4]), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_long_prompt_is_computed_once_where_that_is_cheaper() -> None:
+    """Blocks have no limit of their own: it is the cost of attention that decides."""
+    answers_of = answers((1000, (20,) * 8), most=50_000)
+    layout = shared_rows.shared_rows(answers_of, prefixes_of=576)
+    assert layout is not None
+    assert layout.token_ids_RL.numel() == 1000 + 8 * 20
+    narrow = shared_rows.shared_rows(answers((60, (400,) * 8), most=50_000), prefixes_of=32)
+    assert narrow is None  # attention to 3260 positions would cost more than the prompt
+
+
+def test_a_mask_that_would_be_too_large_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_rows, "LARGEST_MASK", 100)
+    assert shared_rows.shared_rows(answers((20, (3, 4, 5))), prefixes_of=32) is None
 
 
 def test_a_beginning_that_saves_little_is_not_worth_a_mask() -> None:

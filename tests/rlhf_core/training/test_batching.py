@@ -67,14 +67,14 @@ def test_metrics_of_optimizer_steps_are_means_except_maxima() -> None:
 def test_samples_that_begin_alike_come_together_at_the_place_of_the_longest() -> None:
     one, other = (1, 2, 3, 4), (5, 6, 7, 8)
     samples = [sample(*one, 9), sample(*other, 9, 9, 9), sample(7, 7, 7, 7, 7, 7), sample(*other), sample(*one, 8)]
-    assert ordered(samples, together=True) == [1, 3, 2, 4, 0]
+    assert ordered(samples, together=64) == [1, 3, 2, 4, 0]
     assert ordered(samples) == [1, 2, 4, 0, 3]
-    assert micro_batches(samples, rows=2, pack_to=None, together=True) == [[1, 3], [2, 4], [0]]
+    assert micro_batches(samples, rows=2, pack_to=None, together=64) == [[1, 3], [2, 4], [0]]
     # 7 + 7 <= 14 tokens, padded to the longest, which need not be the first
-    assert micro_batches(samples, rows=1, pack_to=None, padded_tokens=14, together=True) == [[1, 3], [2, 4], [0]]
-    assert micro_batches(samples, rows=2, pack_to=7, together=True) == micro_batches(samples, rows=2, pack_to=7)
+    assert micro_batches(samples, rows=1, pack_to=None, padded_tokens=14, together=64) == [[1, 3], [2, 4], [0]]
+    assert micro_batches(samples, rows=2, pack_to=7, together=64) == micro_batches(samples, rows=2, pack_to=7)
 
 
 def test_pairs_stay_in_the_order_of_their_length() -> None:
     pairs = [RewardPair((1, 2, 3), (1, 2), 0.0), RewardPair((4,), (4, 5, 6, 7), 0.0), RewardPair((1, 2), (1,), 0.0)]
-    assert ordered(pairs, together=True) == ordered(pairs) == [1, 0, 2]
+    assert ordered(pairs, together=64) == ordered(pairs) == [1, 0, 2]
