@@ -110,7 +110,7 @@ def aligned_examples(
             for at in turns
         ]
     found = [[sample for sample in row if sample is not None] for row in rows]
-    return [aligned(student, teachers, own, theirs) for own, *theirs in found if len(theirs) == len(teachers)]
+    return [aligned(student, teachers, row[0], row[1:]) for row in found if len(row) == len(chats)]
 
 
 def aligned_answer(

@@ -210,8 +210,13 @@ def test_a_template_that_rewrites_earlier_turns_makes_a_sample_of_each_answer(ch
 def test_a_conversation_without_a_trained_token_in_one_of_the_models_is_left_out(
     chat: ChatTemplate, large: ChatTemplate
 ) -> None:
-    longest = max(len(one.prompt_ids((ASK,))) for one in (chat, large))
-    assert aligned_examples(chat, [large], (ASK, ANSWER), max_length=longest) == []
+    shortest, longest = sorted((chat, large), key=lambda one: len(one.prompt_ids((ASK,))))
+    short, long = (len(one.prompt_ids((ASK,))) for one in (shortest, longest))
+    assert short < long
+    assert only(aligned_examples(shortest, [longest], (ASK, ANSWER), max_length=long + 1)).teachers[0].count > 0
+    for student, teacher in ((shortest, longest), (longest, shortest)):
+        for length in (long, short):  # one of them cut before its answer, both cut
+            assert aligned_examples(student, [teacher], (ASK, ANSWER), max_length=length) == []
 
 
 def test_the_characters_of_a_decoder_that_does_not_add_up_are_only_known_at_the_end(chat: ChatTemplate) -> None:
