@@ -207,13 +207,46 @@ def test_a_template_that_rewrites_earlier_turns_makes_a_sample_of_each_answer(ch
     assert all(sum(one.loss_mask) == one.teachers[0].groups[-1].end for one in samples)
 
 
+CALLS = ZEPHYR.replace(
+    "m['content'] + eos_token", "m['content'] + ('<call>' if m['content'].startswith('CALL') else eos_token)"
+)
+"""Ends tool calls with other text than the end-of-turn token, so that they are not trained."""
+
+
+@pytest.mark.parametrize("template", [CALLS, ZEPHYR, LLAMA2], ids=["no end", "apart", "merged"])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_an_answer_without_a_mask_and_answers_without_a_border_move_no_other_answer(
+    template: str, swapped: bool
+) -> None:
+    """Answers were paired by their order: the second of one tokenizer with the third of the other."""
+    chats = [ChatTemplate(tokenizer_of("bpe-first", one)) for one in (ZEPHYR, template)]
+    student, teacher = reversed(chats) if swapped else chats
+    said = ["CALL: 12 + 30", "It is 42.", "I am sorry.", "Thank you."]
+    turns = [Message("user", "a"), *(Message("assistant", one) for one in said[:1]), Message("user", "b")]
+    turns += [Message("assistant", one) for one in said[1:3]] + [Message("user", "c"), Message("assistant", said[3])]
+    found: list[str] = []
+    for sample in aligned_examples(student, [teacher], turns, max_length=1000):
+        own = [token for answer in answers(sample) for token in answer]
+        theirs = [token for answer in answers(sample.teachers[0].sample) for token in answer]
+        pairs = [
+            (text(student, own[one.start : one.end]), text(teacher, theirs[one.teacher_start : one.teacher_end]))
+            for one in sample.teachers[0].groups
+        ]
+        assert all(ours.strip() == other.strip() for ours, other in pairs)
+        assert sum(one.end - one.start for one in sample.teachers[0].groups) == len(own)
+        found.append("".join(ours for ours, _ in pairs))
+    whole = "".join(found).replace(" ", "")
+    expected = said[1:] if template == CALLS else said
+    assert whole == "".join(f"{one}</s>" for one in expected).replace(" ", "")
+
+
 def test_a_conversation_without_a_trained_token_in_one_of_the_models_is_left_out(
     chat: ChatTemplate, large: ChatTemplate
 ) -> None:
     shortest, longest = sorted((chat, large), key=lambda one: len(one.prompt_ids((ASK,))))
     short, long = (len(one.prompt_ids((ASK,))) for one in (shortest, longest))
     assert short < long
-    assert only(aligned_examples(shortest, [longest], (ASK, ANSWER), max_length=long + 1)).teachers[0].count > 0
+    assert only(aligned_examples(shortest, [longest], (ASK, ANSWER), max_length=long + 1)).loss_mask[long]
     for student, teacher in ((shortest, longest), (longest, shortest)):
         for length in (long, short):  # one of them cut before its answer, both cut
             assert aligned_examples(student, [teacher], (ASK, ANSWER), max_length=length) == []
