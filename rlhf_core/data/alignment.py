@@ -130,7 +130,7 @@ def aligned_answer(
     if not any(own.loss_mask):
         return None
     ((_, answer),) = _runs(own)
-    text = _decode(student.tokenizer, answer[:-1] if answer[-1] == student.eos_id else answer)
+    text = _decode(student.tokenizer, answer[:-1] if answer[-1] in student.ends else answer)
     said = (Message("assistant", text),)
     theirs = [chat.continuation(messages, said, max_length=UNCUT) for chat in teachers]
     found = [sample for sample in theirs if sample is not None]
@@ -176,7 +176,7 @@ class _Answer:
 
     @classmethod
     def of(cls, chat: ChatTemplate, ids: Sequence[int]) -> _Answer:
-        ended = ids[-1] == chat.eos_id
+        ended = ids[-1] in chat.ends
         text, ends = characters(chat.tokenizer, ids[:-1] if ended else ids)
         return cls(text, ends, ended)
 

@@ -161,6 +161,25 @@ def test_an_answer_of_the_students_own_is_the_same_text_for_the_teacher(
     assert aligned_answer(chat, [large], (ASK,), TokenSample(prompt, (0,) * len(prompt))) is None
 
 
+def test_every_declared_end_of_the_student_is_the_end_of_its_answer(large: ChatTemplate) -> None:
+    tokenizer = tokenizer_of("bpe-first", ZEPHYR)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|stop|>"]})
+    stop = tokenizer.convert_tokens_to_ids("<|stop|>")
+    student = ChatTemplate(tokenizer, ends=[stop])
+    assert student.eos_id != stop
+    prompt = student.prompt_ids((ASK,))
+    for end in (student.eos_id, stop):
+        ids = (*tokenizer.encode("It is 42.", add_special_tokens=False), end)
+        own = TokenSample(prompt + ids, (0,) * len(prompt) + (1,) * len(ids))
+        sample = aligned_answer(student, [large], (ASK,), own)
+        assert sample is not None
+        (teacher,) = sample.teachers
+        assert text(large, answers(teacher.sample)[0]) == "It is 42.<|end|>"
+        last = teacher.groups[-1]
+        assert (last.start, last.end) == (len(ids) - 1, len(ids))
+        assert last.teacher_end == sum(teacher.sample.loss_mask)
+
+
 def test_bytes_that_are_no_text_are_one_group_up_to_the_next_character(chat: ChatTemplate, large: ChatTemplate) -> None:
     prompt = chat.prompt_ids((ASK,))
     start, broken = (tuple(chat.tokenizer.encode(x, add_special_tokens=False)) for x in ("It", "🙂"))
