@@ -158,7 +158,10 @@ def method_of(
         across = CrossTokenizerObjective(divergence.kind, k=divergence.top_k, weights=weights, **shared)
         method = AcrossTokenizers(across, chat, [ChatTemplate.load(folder) for folder in others], sizes[1:])
     else:
-        sizes = [shared_vocabulary(student, folder) for folder in others]
+        keys = [
+            f"{context.label}.teachers.{name}" if config.teachers else f"{context.label}.teacher" for name in teachers
+        ]
+        sizes = [shared_vocabulary(student, folder, key=key) for key, folder in zip(keys, others, strict=True)]
         one = DistillationObjective(divergence.kind, jsd_beta=divergence.jsd_beta, weights=weights, **shared)
         method = OneVocabulary(one, chat, divergence.top_k, sizes[0])
     if divergence.top_k >= min(sizes):

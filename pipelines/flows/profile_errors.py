@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -12,6 +12,9 @@ from rlhf_core.secrets.redaction import hidden
 
 _LONGEST_SHOWN = 500
 """Maximum number of characters of a value in an error."""
+
+ANY = "NAME"
+"""A key that the profile chooses."""
 
 
 def first_error(error: ValidationError, tree: Mapping[str, Any], model: type[BaseModel], *, origin: str) -> str:
@@ -91,21 +94,25 @@ def _real_keys(location: Sequence[int | str], tree: Any) -> list[str]:
 
 
 def _nearest(keys: Sequence[str], model: type[BaseModel]) -> str:
-    known = sorted(set(_dotted_names(model)))
-    parent = [name for name in known if name.split(".")[:-1] == list(keys[:-1])]
-    last = {name.split(".")[-1]: name for name in parent}
+    known = {
+        tuple(key if part == ANY else part for part, key in zip(name, (*keys, *name[len(keys) :]), strict=False))
+        for name in _names(model)
+    }
+    last = {name[-1]: ".".join(name) for name in sorted(known) if name[:-1] == tuple(keys[:-1])}
     near = difflib.get_close_matches(keys[-1], last, n=1, cutoff=0.6)
     if near:
         return last[near[0]]
-    anywhere = difflib.get_close_matches(".".join(keys), known, n=1, cutoff=0.6)
+    anywhere = difflib.get_close_matches(".".join(keys), sorted(map(".".join, known)), n=1, cutoff=0.6)
     return anywhere[0] if anywhere else ""
 
 
-def _dotted_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+def _names(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the keys of every option, with `ANY` for the names in a table of models."""
     for name, field in model.model_fields.items():
-        yield prefix + name
+        yield (*above, name)
+        named = (ANY,) if get_origin(field.annotation) is dict else ()
         for inner in _models_in(field.annotation):
-            yield from _dotted_names(inner, f"{prefix}{name}.")
+            yield from _names(inner, (*above, name, *named))
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:

@@ -144,23 +144,28 @@ class DistillationConfig(DistillConfig):
     start_from: Annotated[Start, OPERATIONAL] = "base"
     """The student. Not part of the key, because the digest of the policy is; the same holds for the teacher."""
     teacher: Annotated[Teacher, OPERATIONAL] = "ppo"
-    """The teacher, if `teachers` gives no weights to others."""
+    """The teacher, if there are no `teachers` with weights; one or the other."""
     external: Annotated[dict[TeacherName, PretrainedModel], OPERATIONAL] = added_option({})
     """Policies from outside by name, which `teachers` gives a weight: `big = {path = ...}`, a folder, a Hub name with
     `revision`, or `package:<python package>/<folder>`, with a chat template. Their tokenizers may be other ones."""
 
     @model_validator(mode="after")
     def _external_policies_teach(self) -> DistillationConfig:
+        if self.teachers and self.teacher != type(self).model_fields["teacher"].default:
+            raise ValueError(
+                f"teacher = {self.teacher!r}: is not read beside teachers, which have the weights; remove it (teacher = none "
+                f"with --set), and add teachers.{self.teacher} = 1.0 if it is to teach, too"
+            )
         for name in self.external:
-            if name in get_args(Teacher):
+            if name in ("base", *POLICY_SECTIONS):
                 raise ValueError(f"external.{name} = {{...}}: is the name of a section; give the policy another name")
             if name not in self.teachers:
-                raise ValueError(f"external.{name} = {{...}}: has no weight; add teachers.{name} = 1.0")
+                raise ValueError(f"external.{name} = {{...}}: has no weight; add distill.teachers.{name} = 1.0")
         for name, weight in self.teachers.items():
             if name not in (*get_args(Teacher), *self.external):
                 raise ValueError(
                     f"teachers.{name} = {weight}: there is no such teacher; name one of {', '.join(get_args(Teacher))}, "
-                    f"or add external.{name}"
+                    f"or add distill.external.{name}"
                 )
         return self
 

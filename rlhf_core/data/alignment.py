@@ -97,20 +97,26 @@ def aligned_examples(
 ) -> list[AlignedSample]:
     """Return the conversation as samples that train each assistant turn once, cut to `max_length` tokens of each model.
 
-    One sample, unless a template rewrites earlier turns: then one for each assistant turn. Samples without a trained token
-    in one of the models are left out.
+    One sample, unless a template rewrites earlier turns, or masks fewer answers than there are (it ends one without the
+    end-of-turn token, or writes nothing between two): then one for each assistant turn. Samples without a trained token in
+    one of the models are left out.
     """
     chats = (student, *teachers)
+    turns = [index for index, message in enumerate(messages) if message.role == "assistant"]
     try:
-        rows = [[chat.conversation(messages, max_length=max_length) for chat in chats]]
+        whole = [chat.conversation(messages, max_length=UNCUT) for chat in chats]
+        apart = any(sample is None or len(_runs(sample)) != len(turns) for sample in whole)
     except RewrittenTurns:
-        turns = [index for index, message in enumerate(messages) if message.role == "assistant"]
+        apart = True
+    if apart:
         rows = [
             [chat.continuation(messages[:at], messages[at : at + 1], max_length=max_length) for chat in chats]
             for at in turns
         ]
+    else:
+        rows = [[_cut(sample, max_length) for sample in whole if sample is not None]]
     found = [[sample for sample in row if sample is not None] for row in rows]
-    return [aligned(student, teachers, own, theirs) for own, *theirs in found if len(theirs) == len(teachers)]
+    return [aligned(student, teachers, row[0], row[1:]) for row in found if len(row) == len(chats)]
 
 
 def aligned_answer(
@@ -124,7 +130,7 @@ def aligned_answer(
     if not any(own.loss_mask):
         return None
     ((_, answer),) = _runs(own)
-    text = _decode(student.tokenizer, answer[:-1] if answer[-1] == student.eos_id else answer)
+    text = _decode(student.tokenizer, answer[:-1] if answer[-1] in student.ends else answer)
     said = (Message("assistant", text),)
     theirs = [chat.continuation(messages, said, max_length=UNCUT) for chat in teachers]
     found = [sample for sample in theirs if sample is not None]
@@ -170,7 +176,7 @@ class _Answer:
 
     @classmethod
     def of(cls, chat: ChatTemplate, ids: Sequence[int]) -> _Answer:
-        ended = ids[-1] == chat.eos_id
+        ended = ids[-1] in chat.ends
         text, ends = characters(chat.tokenizer, ids[:-1] if ended else ids)
         return cls(text, ends, ended)
 
@@ -238,6 +244,12 @@ def characters(tokenizer: Any, ids: Sequence[int]) -> tuple[str, tuple[int | Non
 def _common_prefix(one: str, other: str) -> int:
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))
+
+
+def _cut(sample: TokenSample, length: int) -> TokenSample | None:
+    """Return the first `length` tokens of `sample`, None if none of them is trained."""
+    mask = sample.loss_mask[:length]
+    return TokenSample(sample.token_ids[:length], mask) if any(mask) else None
 
 
 def _runs(sample: TokenSample) -> list[tuple[int, tuple[int, ...]]]:

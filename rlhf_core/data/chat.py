@@ -92,7 +92,6 @@ class ChatTemplate:
         """
         self.tokenizer: Any = tokenizer
         self._tools = [dict(tool) for tool in tools]
-        self._ends = frozenset(ends)
         self._recent: dict[str, Ids] = {}
         self._tools_checked: set[tuple[bool, ...]] = set()
         self._marks_beginning = marks_beginning(self.tokenizer)
@@ -112,7 +111,8 @@ class ChatTemplate:
             )
         eos_id = int(self.tokenizer.eos_token_id)
         self.pad_id = eos_id if self.tokenizer.pad_token_id is None else int(self.tokenizer.pad_token_id)
-        self.eos_id = self._end_of_turn(self._ends | {eos_id})
+        self.ends = frozenset({eos_id, *ends})
+        self.eos_id = self._end_of_turn(self.ends)
         self._eos = str(self.tokenizer.convert_ids_to_tokens(self.eos_id))
 
     @classmethod
@@ -126,7 +126,7 @@ class ChatTemplate:
         """Return this template with `tools` (JSON schemas) in its prompts. Raises ConfigError if it omits them."""
         if not tools:
             return self
-        shown = ChatTemplate(self.tokenizer, tools=tools, ends=self._ends)
+        shown = ChatTemplate(self.tokenizer, tools=tools, ends=self.ends)
         if shown.prompt_text(_PROBE[:1]) == self.prompt_text(_PROBE[:1]):
             rule = f"the chat template of {self.tokenizer.name_or_path} does not render tools"
             raise ConfigError(explain("chat_template", len(tools), rule, "give a template that renders `tools`"))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rlhf_core.data.alignment import AlignedSample, CrossTokenizerSample
+from rlhf_core.data.alignment import AlignedSample, AlignedTeacher, CrossTokenizerSample
 from rlhf_core.interfaces import Trainer
 from rlhf_core.training.objectives.cross_tokenizer import teacher_outcomes
 from rlhf_core.types import DistillationSample, TokenSample
@@ -67,6 +67,17 @@ class OtherVocabularies:
         return [CrossTokenizerSample(one.token_ids, one.loss_mask, tuple(outcomes)) for one, *outcomes in rows]
 
     def elements(self, sample: AlignedSample) -> int:
-        """Return the number of log-probs of all teachers at the masked tokens of their own samples."""
+        """Return the number of log-probs of all teachers at the masked tokens of their own samples.
+
+        With k = 0, at least the number of outcomes: every group has as many as the group with most tokens.
+        """
         rows = zip(sample.teachers, self.vocabularies, strict=True)
-        return sum(sum(one.sample.loss_mask) * (self.k + 1 if self.k else size) for one, size in rows)
+        return sum(
+            sum(one.sample.loss_mask) * (self.k + 1) if self.k else max(sum(one.sample.loss_mask), _padded(one)) * size
+            for one, size in rows
+        )
+
+
+def _padded(teacher: AlignedTeacher) -> int:
+    """Return the number of the teacher's tokens if each group had as many as the widest."""
+    return teacher.count * max((one.teacher_end - one.teacher_start for one in teacher.groups), default=0)

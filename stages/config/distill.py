@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -11,7 +12,6 @@ from rlhf_core.config.engines import LoraConfig, OptimizerConfig, SamplingConfig
 from rlhf_core.config.loop import LoopConfig
 from rlhf_core.schema.base import Config, added_option
 
-Uld: TypeAlias = Literal["uld", "uld_text"]
 TeacherName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -19,7 +19,7 @@ Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 class DivergenceConfig(Config):
     """The divergence between student and teacher at a token."""
 
-    kind: Literal["forward", "reverse", "jsd"] | Uld = "forward"
+    kind: Literal["forward", "reverse", "jsd", "uld", "uld_text"] = "forward"
     """Kind of divergence: `forward` covers the teacher's distribution, `reverse` seeks its mode, `jsd` is in between. For
     teachers with other tokenizers: `uld` compares sorted probabilities (arXiv 2402.12030), `uld_text` also those of the
     text itself."""
@@ -69,6 +69,10 @@ class DistillConfig(Config):
         if self.teachers and not sum(self.teachers.values()) > 0:
             raise ValueError(
                 f"teachers = {toml(self.teachers)}: the weights add up to 0; give one of them a positive weight"
+            )
+        if not math.isfinite(sum(self.teachers.values())):
+            raise ValueError(
+                f"teachers = {toml(self.teachers)}: the sum of the weights is too large; give smaller ones"
             )
         return self
 

@@ -13,6 +13,8 @@ from typing import Any
 
 from rlhf_core.store.fingerprint import hash_file, hash_tree, list_files, tree_digest
 
+PYCACHE = "__pycache__"
+"""Folders with this name are not in the digest of `include_path`."""
 TASKS = ".yaml"
 """The harness looks for tasks in files with this suffix; a file that they include may have any name."""
 
@@ -40,7 +42,7 @@ class _Reader:
     def follow(self, file: Path, name: str) -> None:
         """Note what a task file and all that it includes name."""
         merged = self._merged(file, name, frozenset())
-        for rows in _rows(merged, ""):
+        for rows in _rows(merged, "", set()):
             self._note(Path(rows), f"{name}: {rows}")
 
     def _merged(self, file: Path, name: str, above: frozenset[Path]) -> dict[str, Any]:
@@ -61,8 +63,8 @@ class _Reader:
 
     def _note(self, path: Path, name: str) -> None:
         path = path.resolve()
-        if path.is_relative_to(self._folder):
-            return  # all files there are in the key
+        if path.is_relative_to(self._folder) and PYCACHE not in path.relative_to(self._folder).parts:
+            return  # all other files there are in the key
         if path.is_file():
             self.digests[name] = hash_file(path)
         elif path.is_dir():
@@ -86,35 +88,58 @@ def _read(file: Path) -> tuple[dict[str, Any], list[str]]:
     Loader.add_constructor("!function", function)
     try:
         content = yaml.load(file.read_bytes(), Loader=Loader)  # a safe loader with one more tag
-    except (yaml.YAMLError, UnicodeDecodeError):
+    except Exception:  # as the harness, which skips the file: dates that there are not raise ValueError, for example
         return {}, functions
     return (dict(content) if isinstance(content, Mapping) else {}), functions
 
 
-def _rows(config: Any, dataset: str) -> Iterator[str]:
-    """Yield local files and folders with rows that a task names, or a group in the tasks that it lists."""
+def _rows(config: Any, dataset: str, seen: set[tuple[int, str]]) -> Iterator[str]:
+    """Yield local files and folders with rows that a task names, or a group in the tasks that it lists.
+
+    `seen` are the identities of lists and tables, each with its dataset: an alias of YAML may repeat one, or hold itself.
+    """
+    if not isinstance(config, Mapping | list) or (id(config), dataset) in seen:
+        return
+    seen.add((id(config), dataset))
     if isinstance(config, list):
         for one in config:
-            yield from _rows(one, dataset)
-    if not isinstance(config, Mapping):
+            yield from _rows(one, dataset, seen)
         return
     dataset = str(config.get("dataset_path") or dataset)
     if "dataset_path" in config and Path(dataset).exists():
         yield dataset
     options = config.get("dataset_kwargs")
     if isinstance(options, Mapping):
-        base = Path(dataset) if Path(dataset).is_dir() else Path()
-        of_hub = "/" in dataset and not Path(dataset).exists()
-        for named in [*_texts(options.get("data_dir")), *_texts(options.get("data_files"))]:
-            if not of_hub or Path(named).is_absolute():
-                yield from sorted(glob(str(base / named), recursive=True))  # noqa: PTH207  # absolute patterns, too
-    yield from (file for value in config.values() for file in _rows(value, dataset))
+        yield from _named_rows(dataset, options)
+    yield from (file for value in config.values() for file in _rows(value, dataset, seen))
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """Yield every text in a text, a list or a mapping of splits."""
+def _named_rows(dataset: str, options: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what `data_dir` names, and `data_files` in it: the library `datasets` joins them."""
+    base = Path(dataset) if Path(dataset).is_dir() else Path()
+    of_hub = "/" in dataset and not Path(dataset).exists()
+    folder = options.get("data_dir")
+    if isinstance(folder, str):
+        base = (base / folder).expanduser()
+        if not of_hub or base.is_absolute():
+            yield from _matches(base)
+    for named in _texts(options.get("data_files"), set()):
+        file = named.removeprefix("file://")
+        if not of_hub or Path(file).is_absolute():
+            yield from _matches(base / file)
+
+
+def _matches(pattern: Path) -> list[str]:
+    """Return the files and folders that a pattern matches, or that it names as it is."""
+    found = glob(str(pattern), recursive=True)  # noqa: PTH207  # absolute patterns, too
+    return sorted({*found, str(pattern)} if pattern.exists() else found)
+
+
+def _texts(value: Any, seen: set[int]) -> Iterator[str]:
+    """Yield every text in a text, a list or a mapping of splits; `seen` are the identities of those."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, Mapping | list):
+    elif isinstance(value, Mapping | list) and id(value) not in seen:
+        seen.add(id(value))
         for one in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(one)
+            yield from _texts(one, seen)

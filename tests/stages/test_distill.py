@@ -238,6 +238,8 @@ def test_weights_and_teachers_have_the_same_names(tmp_path: Path, policy: Path) 
         ({"teachers": {"one": -1.0}}, "greater than or equal to 0"),
         ({"teachers": {"one": float("inf")}}, "finite"),
         ({"teachers": {"a/b": 1.0}}, "pattern"),
+        ({"teachers": {"one": 1e308, "two": 1e308}}, "the sum of the weights is too large; give smaller ones"),
+        ({"divergence": {"kind": "ULD"}}, r"'forward', 'reverse', 'jsd', 'uld' or 'uld_text'"),
         ({"divergence": {"kind": "uld"}}, r"kl_weight = 1\.0: .* do not say which token .*; lower kl_weight, or set"),
         (
             {"divergence": {"kind": "uld"}, "on_policy": True},
@@ -258,6 +260,9 @@ def test_a_teacher_with_another_vocabulary_is_refused_with_the_way_across(tmp_pa
     message = (
         r"teacher = .*tokens have other ids than in the student's tokenizer.*divergence\.kind = \"uld_text\" or \"uld\""
     )
+    weights = CONFIG.model_copy(update={"teachers": {"own": 1.0, "other": 1.0}})
+    with pytest.raises(ConfigError, match=rf"^distill\.teachers\.other = .*{message.partition('= ')[2]}"):
+        shop.run("distill", weights, several(shop, inputs, {"own": policy, "other": folder}))
     with pytest.raises(ConfigError, match=message):
         shop.run("distill", CONFIG, inputs)
 

@@ -88,7 +88,7 @@ def test_the_student_reads_prompts_on_policy_and_demonstrations_off_it(tmp_path:
 
 
 def test_several_teachers_come_from_sections_and_from_outside(tmp_path: Path, policy: Path) -> None:
-    changes = ["distill.teachers={big = 1.0, sft = 3.0}", f"distill.external.big.path={policy}"]
+    changes = ["distill.teacher=none", "distill.teachers={big = 1.0, sft = 3.0}", f"distill.external.big.path={policy}"]
     stages = {stage.label: stage for stage in plan(load_profile("tiny/distill", changes), ArtifactStore(tmp_path))}
     inputs = stages["distill"].spec.inputs
     assert set(inputs) == {"policy", "teachers", "demonstrations"}

@@ -88,11 +88,16 @@ def test_another_type_does_not_inherit_the_options_of_the_one_before(tmp_path: P
         ),
         (["distill.teachers.sft=-1.0"], r"distill\.teachers\.sft"),
         (["distill.teachers.distill=1.0"], r"teachers\.distill = 1\.0: there is no such teacher; name one of sft, "),
-        (["distill.external.big.path=/big"], r"external\.big = .*: has no weight; add teachers\.big = 1\.0"),
+        (["distill.external.big.path=/big"], r"external\.big = .*: has no weight; add distill\.teachers\.big = 1\.0"),
         (
             ["distill.external.sft.path=/big", "distill.teachers.sft=1.0"],
             r"external\.sft = .*: is the name of a section; give the policy another name",
         ),
+        (
+            ["distill.external.conditional_sft.path=/big", "distill.teachers.conditional_sft=1.0"],
+            r"external\.conditional_sft = .*: is the name of a section; give the policy another name",
+        ),
+        (["distill.teachers.pppo=1.0"], r"teachers\.pppo = 1\.0: .*, or add distill\.external\.pppo"),
         (
             ["distill.divergence.kind=uld", "distill.kl_weight=1"],
             r"kl_weight = 1\.0: .*set divergence\.kind = \"uld_text\"",
@@ -101,7 +106,15 @@ def test_another_type_does_not_inherit_the_options_of_the_one_before(tmp_path: P
 )
 def test_teachers_are_checked_before_anything_runs(changes: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_profile("tiny/distill", changes)
+        load_profile("tiny/distill", ["distill.teacher=none", *changes])
+
+
+def test_a_teacher_beside_teachers_is_refused_and_its_default_is_not() -> None:
+    weights = ["distill.teachers={big = 1.0}", "distill.external.big.path=/big"]
+    with pytest.raises(ConfigError, match=r"distill\.teacher = 'sft': is not read beside teachers.*remove it"):
+        load_profile("tiny/distill", weights)
+    config = load_profile("tiny/distill", ["distill.teacher=none", *weights])
+    assert with_overrides(config, ["seed=8"]).distill == config.distill  # written with all defaults
 
 
 def test_a_student_does_not_start_from_its_teacher() -> None:

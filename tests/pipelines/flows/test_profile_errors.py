@@ -59,3 +59,10 @@ def test_an_option_of_another_type_in_a_list_says_so_without_an_override(tmp_pat
         "evaluate.suites.0.k = [1]: is not an option of type 'lm_eval' but of 'pass_at_k'; remove it, "
         'or choose type = "pass_at_k" for the whole table evaluate.suites.0'
     )
+
+
+def test_an_unknown_key_below_a_name_of_the_profile_is_near_one_with_that_name() -> None:
+    with pytest.raises(
+        ConfigError, match=r"revison = 'a': unknown key; did you mean distill\.external\.big\.revision\?"
+    ):
+        load_profile("tiny/distill", ['distill.external={big = {path = "/x", revison = "a"}}'])

@@ -161,6 +161,25 @@ def test_an_answer_of_the_students_own_is_the_same_text_for_the_teacher(
     assert aligned_answer(chat, [large], (ASK,), TokenSample(prompt, (0,) * len(prompt))) is None
 
 
+def test_every_declared_end_of_the_student_is_the_end_of_its_answer(large: ChatTemplate) -> None:
+    tokenizer = tokenizer_of("bpe-first", ZEPHYR)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|stop|>"]})
+    stop = tokenizer.convert_tokens_to_ids("<|stop|>")
+    student = ChatTemplate(tokenizer, ends=[stop])
+    assert student.eos_id != stop
+    prompt = student.prompt_ids((ASK,))
+    for end in (student.eos_id, stop):
+        ids = (*tokenizer.encode("It is 42.", add_special_tokens=False), end)
+        own = TokenSample(prompt + ids, (0,) * len(prompt) + (1,) * len(ids))
+        sample = aligned_answer(student, [large], (ASK,), own)
+        assert sample is not None
+        (teacher,) = sample.teachers
+        assert text(large, answers(teacher.sample)[0]) == "It is 42.<|end|>"
+        last = teacher.groups[-1]
+        assert (last.start, last.end) == (len(ids) - 1, len(ids))
+        assert last.teacher_end == sum(teacher.sample.loss_mask)
+
+
 def test_bytes_that_are_no_text_are_one_group_up_to_the_next_character(chat: ChatTemplate, large: ChatTemplate) -> None:
     prompt = chat.prompt_ids((ASK,))
     start, broken = (tuple(chat.tokenizer.encode(x, add_special_tokens=False)) for x in ("It", "🙂"))
@@ -207,11 +226,49 @@ def test_a_template_that_rewrites_earlier_turns_makes_a_sample_of_each_answer(ch
     assert all(sum(one.loss_mask) == one.teachers[0].groups[-1].end for one in samples)
 
 
+CALLS = ZEPHYR.replace(
+    "m['content'] + eos_token", "m['content'] + ('<call>' if m['content'].startswith('CALL') else eos_token)"
+)
+"""Ends tool calls with other text than the end-of-turn token, so that they are not trained."""
+
+
+@pytest.mark.parametrize("template", [CALLS, ZEPHYR, LLAMA2], ids=["no end", "apart", "merged"])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_an_answer_without_a_mask_and_answers_without_a_border_move_no_other_answer(
+    template: str, swapped: bool
+) -> None:
+    """Answers were paired by their order: the second of one tokenizer with the third of the other."""
+    chats = [ChatTemplate(tokenizer_of("bpe-first", one)) for one in (ZEPHYR, template)]
+    student, teacher = reversed(chats) if swapped else chats
+    said = ["CALL: 12 + 30", "It is 42.", "I am sorry.", "Thank you."]
+    turns = [Message("user", "a"), *(Message("assistant", one) for one in said[:1]), Message("user", "b")]
+    turns += [Message("assistant", one) for one in said[1:3]] + [Message("user", "c"), Message("assistant", said[3])]
+    found: list[str] = []
+    for sample in aligned_examples(student, [teacher], turns, max_length=1000):
+        own = [token for answer in answers(sample) for token in answer]
+        theirs = [token for answer in answers(sample.teachers[0].sample) for token in answer]
+        pairs = [
+            (text(student, own[one.start : one.end]), text(teacher, theirs[one.teacher_start : one.teacher_end]))
+            for one in sample.teachers[0].groups
+        ]
+        assert all(ours.strip() == other.strip() for ours, other in pairs)
+        assert sum(one.end - one.start for one in sample.teachers[0].groups) == len(own)
+        found.append("".join(ours for ours, _ in pairs))
+    whole = "".join(found).replace(" ", "")
+    expected = said[1:] if template == CALLS else said
+    assert whole == "".join(f"{one}</s>" for one in expected).replace(" ", "")
+
+
 def test_a_conversation_without_a_trained_token_in_one_of_the_models_is_left_out(
     chat: ChatTemplate, large: ChatTemplate
 ) -> None:
-    longest = max(len(one.prompt_ids((ASK,))) for one in (chat, large))
-    assert aligned_examples(chat, [large], (ASK, ANSWER), max_length=longest) == []
+    shortest, longest = sorted((chat, large), key=lambda one: len(one.prompt_ids((ASK,))))
+    short, long = (len(one.prompt_ids((ASK,))) for one in (shortest, longest))
+    assert short < long
+    assert only(aligned_examples(shortest, [longest], (ASK, ANSWER), max_length=long + 1)).loss_mask[long]
+    for student, teacher in ((shortest, longest), (longest, shortest)):
+        for length in (long, short):  # one of them cut before its answer, both cut
+            assert aligned_examples(student, [teacher], (ASK, ANSWER), max_length=length) == []
 
 
 def test_the_characters_of_a_decoder_that_does_not_add_up_are_only_known_at_the_end(chat: ChatTemplate) -> None:

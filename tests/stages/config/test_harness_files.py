@@ -82,6 +82,44 @@ def test_names_are_the_references_so_that_a_folder_can_move(root: Path) -> None:
     assert outside_files(root / "moved" / "tasks") == found
 
 
+ELSEWHERE = {
+    "a folder and files in it": ("dataset_kwargs: {data_dir: ROOT/d, data_files: ../e/*.jsonl}", "e/rows.jsonl"),
+    "a folder in that of the dataset": ("dataset_kwargs: {data_dir: sub, data_files: ../../e/*}", "e/rows.jsonl"),
+    "the folder of the user": ("dataset_kwargs: {data_dir: ~/x}", "home/x/rows.jsonl"),
+    "an address of a file": ("dataset_kwargs: {data_files: {test: 'file://ROOT/a*.jsonl'}}", "ab.jsonl"),
+    "a bracket": ("dataset_kwargs: {data_files: 'ROOT/d[1]/x.jsonl'}", "d[1]/x.jsonl"),
+    "a cache": ("include: __pycache__/base", "tasks/__pycache__/base"),
+    "a function of a cache": ("doc_to_text: !function __pycache__.b.ask", "tasks/__pycache__/b.py"),
+    "a table that holds itself": ("x: &a [*a, {&b y: *a}]\ndataset_kwargs: {data_files: &c [*c, ROOT/r]}", "r"),
+}
+
+
+@pytest.mark.parametrize("case", ELSEWHERE)
+def test_rows_are_found_where_datasets_looks_for_them(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, file = ELSEWHERE[case]
+    dataset = tmp_path / "rows" if "dataset" in case else "json"
+    for name in ("tasks/a.yaml", "rows/sub/test.jsonl", file):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x: 1\n")
+    (tmp_path / "d").mkdir(exist_ok=True)
+    text = f"task: a\ndataset_path: {dataset}\n{task}\n"
+    (tmp_path / "tasks/a.yaml").write_text(text.replace("ROOT", str(tmp_path)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    before = digests(tmp_path)
+    (tmp_path / file).write_text("x: 2\n")
+    assert digests(tmp_path) != before
+
+
+def test_a_file_that_the_harness_skips_is_skipped(root: Path) -> None:
+    expected = outside_files(root / "tasks")
+    for number, text in enumerate(("metadata: {version: 2024-13-45}", "x: !!int ''", "x: !!timestamp now")):
+        (root / "tasks" / f"skipped{number}.yaml").write_text(f"task: a\n{text}\ninclude: ../shared/unnamed.yaml\n")
+    assert outside_files(root / "tasks") == expected
+
+
 def test_a_folder_that_names_nothing_outside_keeps_the_key_that_it_had(root: Path) -> None:
     for name in ("sums.yaml", "group.yaml", "inside"):
         (root / "tasks" / name).unlink()
