@@ -59,7 +59,7 @@ def run(
     *,
     policy: PolicyRef,
     teacher: PolicyRef | None = None,
-    teachers: Mapping[str, PolicyRef] | None = None,
+    teachers: dict[str, PolicyRef] | None = None,
     demonstrations: DemonstrationsRef | None = None,
     prompts: PromptsRef | None = None,
     context: StageContext,
