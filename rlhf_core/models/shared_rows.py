@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.models.batches import TokenBatch
-from rlhf_core.models.beginnings import LONGEST, Block, common_beginnings, cost
+from rlhf_core.models.beginnings import LEAST_SAVED, LONGEST, Block, common_beginnings, cost
 
 SEPARABLE = frozenset(
     {
@@ -84,7 +84,7 @@ SEPARABLE = frozenset(
 LAYERS = frozenset({"full_attention", "sliding_attention"})
 """`layer_types` known to separate samples. Some models of an architecture may have other types."""
 LAYERS_WITHOUT_WINDOWS = frozenset({"full_attention"})
-WORTHWHILE = 0.9
+WORTHWHILE = 1 - LEAST_SAVED
 """Maximum cost of a layout, relative to the one without it: a mask is slower than plain causal attention."""
 LARGEST_MASK = 2**26
 """Maximum number of pairs of positions in a mask of our own: 64 MiB."""
@@ -138,31 +138,30 @@ def check_packing(config: Any) -> None:
 def shared_rows(batch: TokenBatch, *, prefixes_of: int = 0) -> SharedRows | None:
     """Return a layout of `batch` in fewer rows, or None if that is impossible or not worthwhile.
 
-    `prefixes_of` is the `prefix_width` of the model. Blocks are placed first-fit
-    from the longest down, so the layout depends only on the tokens and their order. Use it only for a model for which
-    `keeps_apart` is true.
+    `prefixes_of` is the `prefix_width` of the model. Blocks are placed first-fit from the longest down, so the layout
+    depends only on the tokens and their order. Use it only for a model for which `keeps_apart` is true.
     """
     count, length = batch.token_ids_BL.shape
     if batch.packed or count == 1 or length > LONGEST:
         return None
-    single = [Block((row,), 0, taken) for row, _, taken in batch.rows]
-    used, places = _first_fit(single, length)
-    if len(used) > WORTHWHILE * count:
-        used = [length] * count
+    rows, places = _first_fit([Block((row,), 0, taken) for row, _, taken in batch.rows], length)
+    if rows > WORTHWHILE * count:
+        rows = count
     if prefixes_of:
-        tokens = batch.token_ids_BL.tolist()
-        sequences = {row: tuple(tokens[row][:taken]) for row, _, taken in batch.rows}
-        blocks = common_beginnings(list(sequences.values()), hidden=prefixes_of)
+        sequences = [
+            tuple(ids[:taken]) for ids, (_, _, taken) in zip(batch.token_ids_BL.tolist(), batch.rows, strict=True)
+        ]
+        blocks = common_beginnings(sequences, hidden=prefixes_of)
         longest = max(length, *(block.length for block in blocks))
-        rows, block_places = _first_fit(blocks, longest)
-        paid = len(rows) * cost(longest, prefixes_of) / (len(used) * cost(length, prefixes_of))
-        if len(blocks) < count and paid <= WORTHWHILE and len(rows) * longest**2 <= LARGEST_MASK:
-            return _with_prefixes(batch, sequences, blocks, block_places, len(rows), longest)
-    return _lay(batch, places, len(used), length) if len(used) < count else None
+        block_rows, block_places = _first_fit(blocks, longest)
+        paid = block_rows * cost(longest, prefixes_of) / (rows * cost(length, prefixes_of))
+        if len(blocks) < count and paid <= WORTHWHILE and block_rows * longest**2 <= LARGEST_MASK:
+            return _with_prefixes(batch, sequences, blocks, block_places, block_rows, longest)
+    return _lay(batch, places, rows, length) if rows < count else None
 
 
-def _first_fit(blocks: Sequence[Block], length: int) -> tuple[list[int], dict[int, int]]:
-    """Return the filled length of each row, and the flat place of each block by its first row."""
+def _first_fit(blocks: Sequence[Block], length: int) -> tuple[int, dict[int, int]]:
+    """Return the number of rows that the blocks fill, and the flat place of each block by its first sample."""
     used: list[int] = []
     places: dict[int, int] = {}
     for block in sorted(blocks, key=lambda block: -block.length):
@@ -171,7 +170,7 @@ def _first_fit(blocks: Sequence[Block], length: int) -> tuple[list[int], dict[in
             used.append(0)
         places[block.samples[0]] = shared * length + used[shared]
         used[shared] += block.length
-    return used, places
+    return len(used), places
 
 
 def _lay(batch: TokenBatch, places: Mapping[int, int], rows: int, length: int) -> SharedRows:
@@ -190,7 +189,7 @@ def _lay(batch: TokenBatch, places: Mapping[int, int], rows: int, length: int) -
 
 def _with_prefixes(
     batch: TokenBatch,
-    sequences: Mapping[int, tuple[int, ...]],
+    sequences: Sequence[tuple[int, ...]],
     blocks: Sequence[Block],
     places: Mapping[int, int],
     rows: int,
