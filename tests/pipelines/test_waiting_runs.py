@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -33,11 +32,11 @@ from rlhf_core.types import ComparisonsRef, Message, PolicyRef, PreferencesRef
 from stages.config.collect_preferences import CollectPreferencesConfig
 from stages.table import STAGES
 from tests.pipelines.execution.test_run import directly
+from tests.support.forks import forked
 from tests.support.listener import Notes
 from tests.support.small_pipeline import write_mini
 from tests.support.toy_stage import ToyConfig, toy_spec
 
-FORK = multiprocessing.get_context("fork")
 GATE = '[[gates]]\nafter = "second"\notherwise = "approve"\nname = "quality"\n'
 
 
@@ -73,9 +72,12 @@ class Waiting:
         run_command.run(argparse.Namespace(wait=wait))
         return self.notes.of("started")
 
+    def waits(self) -> None:
+        self.run(wait=True)
+
     def killed_while_it_waits(self) -> None:
         self.looked.unlink(missing_ok=True)
-        process = FORK.Process(target=self.run, kwargs={"wait": True})
+        process = forked(self.waits)
         process.start()
         assert process.pid is not None
         until(self.looked.exists)
@@ -133,7 +135,7 @@ def test_a_run_that_stays_goes_on_when_it_is_answered(
     tmp_path: Path, home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting = Waiting(tmp_path, home, monkeypatch)
-    process = FORK.Process(target=waiting.run, kwargs={"wait": True})
+    process = forked(waiting.waits)
     process.start()
     until(waiting.looked.exists)
     waiting.judge()
@@ -168,7 +170,7 @@ def test_an_answer_stands_wherever_a_later_question_or_answer_is_killed(store: A
 
     if after % 2:  # a question that was answered before; else the very first one
         decisions.decide(decisions.ask(question, run="night", links={}), "approve", reason="fine", by="ada")
-    process = FORK.Process(target=asks_and_answers, args=(after // 2,))
+    process = forked(lambda: asks_and_answers(after // 2))
     process.start()
     process.join()
     assert process.exitcode in (0, -signal.SIGKILL)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shlex
 import signal
-import sys
 from collections.abc import Callable, Mapping
 from multiprocessing.process import BaseProcess
 
 from pipelines.execution.job import main
 from rlhf_core.runtime.jobs import Job, JobServerError, JobState
-
-FORK = multiprocessing.get_context("fork")
+from tests.support.forks import forked
 
 
 class ForkedJobs:
@@ -40,7 +37,8 @@ class ForkedJobs:
         if job_id in self.processes:
             return False
         self.metadata[job_id], self.environment = dict(metadata), dict(environment)
-        process = FORK.Process(target=self._run, args=(shlex.split(command)[-1], dict(environment)))
+        folder = shlex.split(command)[-1]
+        process = forked(lambda: self._run(folder, dict(environment)))
         self.processes[job_id] = None if self.pending else process
         if not self.pending:
             process.start()
@@ -63,9 +61,9 @@ class ForkedJobs:
             if process is not None:
                 process.join()
 
-    def _run(self, folder: str, environment: dict[str, str]) -> None:
+    def _run(self, folder: str, environment: dict[str, str]) -> int:
         os.environ.update(environment)
-        sys.exit(self._body([folder]))
+        return self._body([folder])
 
     def _job(self, job_id: str) -> Job:
         process = self.processes[job_id]

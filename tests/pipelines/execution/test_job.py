@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import multiprocessing
-import sys
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -16,10 +14,9 @@ from pipelines.services.home import Home
 from rlhf_core.stage import stopping
 from rlhf_core.stage.key import StageSpec, Strictness, stage_key
 from rlhf_core.store.artifacts import ArtifactStore
+from tests.support.forks import forked
 from tests.support.small_pipeline import write_mini
 from tests.support.toy_stage import ToyConfig, toy_spec
-
-FORK = multiprocessing.get_context("fork")
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +42,7 @@ def job_of(folder: Path, stage: StageSpec, *, key: str) -> BaseProcess:
 
 
 def process(folder: Path) -> BaseProcess:
-    started = FORK.Process(target=lambda: sys.exit(main([str(folder)])))
+    started = forked(lambda: main([str(folder)]))
     started.start()
     return started
 

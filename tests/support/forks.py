@@ -1,0 +1,33 @@
+"""Forked processes whose exit status is what they did, whatever the tests before them have left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+
+FORK = multiprocessing.get_context("fork")
+
+
+def forked(body: Callable[[], int | None]) -> BaseProcess:
+    """Return a process, not yet started, that ends with the status that `body` returns, or with 1 after a traceback.
+
+    It leaves by `os._exit`: `multiprocessing` runs `threading._shutdown` in the child, where a hook that a library of
+    the parent registered may raise (Prefect's services join threads that a fork does not copy), and then reports 1 in
+    silence, whatever the child had done.
+    """
+    return FORK.Process(target=_leave_with, args=(body,))
+
+
+def _leave_with(body: Callable[[], int | None]) -> None:
+    try:
+        status = body() or 0
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
