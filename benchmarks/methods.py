@@ -27,7 +27,7 @@ from statistics import fmean
 
 from benchmarks.method_rows import Bench, first_pairs, learn, make_start, methods
 from benchmarks.method_steps import STEPPED, judge_of_steps
-from benchmarks.seeds import keep, latest, read, seeds_parser
+from benchmarks.seeds import add_first, keep, latest, read, seeds_parser
 from pipelines.flows.profile import PipelineConfig, load_profile
 
 HEADS = ("gold - sft, mean over seeds", "each seed", "KL to sft", "seconds")
@@ -55,6 +55,7 @@ class Result:
 
 def main() -> int:
     parser = seeds_parser(__doc__)
+    add_first(parser, default=0)
     parser.add_argument("--steps", type=int, default=12, help="of policy optimisation")
     parser.add_argument("--pairs", type=int, default=0, help="of preference losses; 0 takes all")
     parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="methods, as dpo/ipo or 'ppo/*'")
@@ -76,7 +77,7 @@ def train(
     config: PipelineConfig, chosen: Sequence[str], conditions: str, options: argparse.Namespace, file: Path
 ) -> None:
     """Train the chosen methods, seed after seed, and append every result to `file`."""
-    for seed in range(options.seeds):
+    for seed in range(options.first, options.first + options.seeds):
         with Bench.opened(config, options.state) as bench:
             start = make_start(bench)
             if options.pairs:

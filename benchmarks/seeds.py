@@ -29,9 +29,9 @@ def seeds_parser(about: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def add_first(parser: argparse.ArgumentParser) -> None:
-    """Add the first seed, for a benchmark whose seed is that of the profile."""
-    parser.add_argument("--first", type=int, default=17, help="the first seed (default 17, that of the profile)")
+def add_first(parser: argparse.ArgumentParser, default: int = 17) -> None:
+    """Add the first seed; the default is that of the profiles."""
+    parser.add_argument("--first", type=int, default=default, help="the first seed (default %(default)s)")
 
 
 def keep(result: DataclassInstance, file: Path) -> str:

@@ -77,7 +77,7 @@ class InstructionsWorld(Config):
 
     type: Literal["instructions"] = "instructions"
     prompts: int = Field(400, ge=1)
-    """Number of prompts for sampling, with one or two instructions each."""
+    """Number of prompts for sampling, with one to `combined` instructions each."""
     eval_prompts: int = Field(96, ge=3)
     """Number of held-out prompts; a third each are about new topics only, combine instructions in a new way, and have
     a kind of instruction that no training prompt has."""
@@ -87,6 +87,10 @@ class InstructionsWorld(Config):
     """Number of written answers to training prompts, each of which follows its instructions; 0 makes no such table."""
     eval_demonstrations: int = added_option(24, ge=1)
     """Number of held-out ones, if `demonstrations` > 0."""
+    singles: int = added_option(4, ge=1)
+    """How many times as often as a combination a training prompt has one instruction of some kind."""
+    combined: int = added_option(2, ge=1, le=3)
+    """The most instructions of one training prompt."""
     kinds: tuple[InstructionKind, ...] = added_option(())
     """Kinds of instructions of the training prompts; all of them if empty. Where they allow no new combination, no
     held-out prompt has one."""

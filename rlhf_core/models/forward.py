@@ -14,7 +14,6 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.models.architecture import check_length
 from rlhf_core.models.batches import TokenBatch
+from rlhf_core.models.drawn_tokens import logprobs_and_entropy
 from rlhf_core.models.head_pass import in_one_call
 from rlhf_core.models.routing import note_routing, routing_arguments
 from rlhf_core.models.shared_rows import check_packing, keeps_apart, prefix_width, shared_rows
@@ -65,7 +65,7 @@ def token_logprobs(
     hidden_TH = hidden_BLH[rows_T, before_T]
     targets_T = batch.token_ids_BL[rows_T, before_T + 1]
     compute = partial(
-        _chunk_logprobs, temperature=temperature, with_entropy=with_entropy, entropy_gradient=entropy_gradient
+        logprobs_and_entropy, temperature=temperature, with_entropy=with_entropy, entropy_gradient=entropy_gradient
     )
     logprobs_T, entropy_T = _by_chunks(model, hidden_TH, compute, targets_T).unbind(dim=1)
     logprobs_BL = _scatter(logprobs_T, rows_T, before_T + 1, batch)
@@ -302,22 +302,6 @@ def _by_chunks(model: nn.Module, hidden_TH: Tensor, compute: Callable[..., R], *
         return tuple(torch.cat(parts) for parts in zip(*pieces, strict=True))
 
     return in_one_call(any_model.get_output_embeddings(), over_chunks, hidden_TH)
-
-
-def _chunk_logprobs(
-    logits_CV: Tensor, targets_C: Tensor, *, temperature: float, with_entropy: bool, entropy_gradient: bool
-) -> Tensor:
-    """Return log-probabilities and entropies [C, 2], in one tensor as `in_one_call` requires."""
-    if temperature != 1:
-        logits_CV = logits_CV / temperature
-    normalizer_C = torch.logsumexp(logits_CV, dim=-1)
-    logprobs_C = logits_CV.gather(-1, targets_C.unsqueeze(-1)).squeeze(-1) - normalizer_C
-    if not with_entropy:
-        return torch.stack([logprobs_C, torch.zeros_like(normalizer_C)], dim=1)
-    with nullcontext() if entropy_gradient else torch.no_grad():
-        probs_CV = torch.exp(logits_CV - normalizer_C.unsqueeze(-1))
-        entropy_C = normalizer_C - (probs_CV * logits_CV).sum(-1)
-    return torch.stack([logprobs_C, entropy_C], dim=1)
 
 
 def _logits(model: nn.Module, hidden_CH: Tensor) -> Tensor:

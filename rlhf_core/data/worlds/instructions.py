@@ -37,9 +37,6 @@ from rlhf_core.types import Message, Prompt, derive_seed
 SOURCES = ("new_topics", "new_combinations", "new_kinds")
 """Ends of the sources of held-out prompts; training prompts have the source `instructions/seen`."""
 
-SINGLES = 4
-"""How many times as often as a pair a single instruction is asked for."""
-
 Kinds = tuple[str, ...]
 _OPTIONS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "at_most_words": lambda rng: {"count": rng.choice(COUNTS)},
@@ -55,11 +52,10 @@ def make_tables(config: InstructionsWorld, *, seed: int) -> tuple[Tables, dict[s
     """Return the prompts for sampling and the held-out ones, all different."""
     rng = random.Random(derive_seed(seed, "kinds"))
     seen = [kind for kind in PHRASES if kind not in NEW_KINDS and (not config.kinds or kind in config.kinds)]
-    trained: list[Kinds] = [(kind,) for kind in seen for _ in range(SINGLES)]
-    trained += [pair for pair in combinations(seen, 2) if allowed(pair) and pair not in _NEW_PAIRS]
-    triples: list[Kinds] = [
-        three for three in combinations(seen, 3) if allowed(three) and _NEW_PAIRS & set(combinations(three, 2))
-    ]
+    trained: list[Kinds] = [(kind,) for kind in seen for _ in range(config.singles)]
+    for count in range(2, config.combined + 1):
+        trained += [kinds for kinds in combinations(seen, count) if allowed(kinds) and not _is_new(kinds)]
+    triples: list[Kinds] = [three for three in combinations(seen, 3) if allowed(three) and _is_new(three)]
     pairs = sorted(pair for pair in _NEW_PAIRS if set(pair) <= set(seen))
     kinds: dict[str, list[Kinds]] = {
         "new_topics": trained,
@@ -105,6 +101,11 @@ def allowed(kinds: Kinds) -> bool:
     return not any(
         b in EXCLUDES.get(a, frozenset()) or a in EXCLUDES.get(b, frozenset()) for a, b in combinations(kinds, 2)
     )
+
+
+def _is_new(kinds: Kinds) -> bool:
+    """Return whether a pair of these kinds, in the order of `PHRASES`, is for held-out prompts only."""
+    return bool(_NEW_PAIRS & set(combinations(kinds, 2)))
 
 
 _NEW_PAIRS: set[Kinds] = {tuple(sorted(pair, key=list(PHRASES).index)) for pair in NEW_PAIRS}

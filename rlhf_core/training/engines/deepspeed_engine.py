@@ -184,7 +184,7 @@ class DeepSpeedEngine:
         return settings | ({"tensor_parallel": self._parallel} if self._parallel > 1 else {})
 
     def _client_optimizer(self, optimizer: OptimizerConfig, config: TrainerConfig) -> torch.optim.AdamW:
-        fused = self.device.type == "cuda" and not config.offload_optimizer
+        fused = not config.offload_optimizer
         if self._stage > 0:
             return adamw(self.module, optimizer, fused=fused)
         groups = parameter_groups(self.module, weight_decay=optimizer.weight_decay)

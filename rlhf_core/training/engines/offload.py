@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from rlhf_core.training.engines.host_memory import release_freed_memory
+
 
 class HostCopies:
     """Copies in host memory of tensors whose device memory was released.
@@ -85,7 +87,8 @@ def optimizer_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def release_cached() -> None:
-    """Return the freed GPU memory that torch caches to the driver, so that other processes can use it."""
+    """Return the freed memory of the GPU and of the host that this process keeps, so that others can use it."""
+    gc.collect()
+    release_freed_memory()
     if torch.cuda.is_initialized():
-        gc.collect()
         torch.cuda.empty_cache()

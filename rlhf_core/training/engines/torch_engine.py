@@ -43,7 +43,7 @@ class TorchEngine:
         self._optimizer = None
         if optimizer is not None:
             groups = parameter_groups(module, weight_decay=optimizer.weight_decay)
-            self._optimizer = ClippedAdamW(groups, optimizer, fused=device.type == "cuda")
+            self._optimizer = ClippedAdamW(groups, optimizer, fused=True)
 
     def forward(self, compute: Callable[[nn.Module], T]) -> T:
         """Return `compute(module)`."""
