@@ -33,8 +33,9 @@ logger = logging.getLogger(__name__)
 
 R = TypeVar("R", Tensor, tuple[Tensor, ...])
 
-CHUNK_ELEMENTS = 2**24
-"""Maximum number of logits in memory at once: 64 MiB in fp32. Fewer are computed in one chunk."""
+CHUNK_ELEMENTS = 2**25
+"""Maximum number of logits in memory at once: 128 MiB in fp32, and as much for their gradient. Fewer are computed in one
+chunk, and not again in the backward pass."""
 INFLUENCE = 1e-5
 """Maximum influence of later tokens on an earlier state, relative to that of earlier tokens. It is 0 under a mask; sums
 by Fourier transform leave 1e-7, and adding 0.001 of a mean over the row gives 1e-4."""
