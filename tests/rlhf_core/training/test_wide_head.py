@@ -1,6 +1,6 @@
 """ZeRO 3 with a vocabulary of 150,000: ranks whose LM heads have more or less to do make the same collective calls.
 
-At that size the head is computed 111 tokens at a time. Each rank has rows of its own lengths, so their numbers of
+At that size the head is computed 223 tokens at a time. Each rank has rows of its own lengths, so their numbers of
 chunks differ, from rank to rank and from step to step.
 """
 
@@ -30,7 +30,7 @@ from tests.support.tolerances import assert_same_movement, roundings
 PROGRAM = Path(__file__).with_name("wide_head_program.py")
 VOCABULARY = 150_000
 CHUNK = CHUNK_ELEMENTS // VOCABULARY
-LENGTHS = ((40, 230, 10, 30), (120,), (30, 115))
+LENGTHS = ((80, 460, 20, 60), (240,), (60, 230))
 """Of the rows of each step, dealt out in turn: in the second only the first rank has any."""
 ALONE = TrainerConfig(engine="torch", micro_batch=2)
 SHARED = TrainerConfig(engine="deepspeed", zero_stage=3, micro_batch=2)
