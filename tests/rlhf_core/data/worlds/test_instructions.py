@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from itertools import combinations
 
 import pytest
@@ -107,3 +108,16 @@ def test_training_prompts_may_have_some_kinds_only() -> None:
 
     with pytest.raises(ValueError, match="kinds"):
         InstructionsWorld(kinds=("question",))  # type: ignore[arg-type]
+
+
+def test_training_prompts_combine_as_many_instructions_as_they_may(tables: Tables) -> None:
+    world = InstructionsWorld(prompts=500, eval_prompts=100, singles=1, combined=3)
+    combined = make_tables(world, seed=3)[0]
+    new_pairs = {frozenset(pair) for pair in NEW_PAIRS}
+    for made, most, singles in ((tables, 2, 4), (combined, 3, 1)):
+        counts = Counter(tuple(sorted(kinds(prompt))) for prompt in made.prompts)
+        assert {len(one) for one in counts} == set(range(1, most + 1))
+        together = [frozenset(pair) for one in counts for pair in combinations(one, 2)]
+        assert not new_pairs & set(together)
+        often = [[count for one, count in counts.items() if (len(one) == 1) == alone] for alone in (True, False)]
+        assert sum(often[0]) / len(often[0]) == pytest.approx(singles * sum(often[1]) / len(often[1]), rel=0.2)
