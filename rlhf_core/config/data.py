@@ -87,7 +87,7 @@ class InstructionsWorld(Config):
     """Number of written answers to training prompts, each of which follows its instructions; 0 makes no such table."""
     eval_demonstrations: int = added_option(24, ge=1)
     """Number of held-out ones, if `demonstrations` > 0."""
-    singles: int = added_option(4, ge=1)
+    singles: int = added_option(4, ge=1, le=100)
     """How many times as often as a combination a training prompt has one instruction of some kind."""
     combined: int = added_option(2, ge=1, le=3)
     """The most instructions of one training prompt."""

@@ -1,7 +1,8 @@
 """Read the log-probability of a drawn token, and the entropy of the distribution it was drawn from, off its logits.
 
 With a large vocabulary, the time goes into matrices of [tokens, vocabulary] that are written once and read once. The
-formulas of autograd write one for each of their steps; here the forward pass keeps one and the backward pass adds one.
+formulas of autograd write one for each of their steps. Here the forward pass keeps one, and needs another one for the
+entropy; the backward pass adds one, or two where the entropy has a gradient.
 
 Legend: C tokens, V vocabulary.
 """
@@ -23,7 +24,7 @@ def logprobs_and_entropy(
     The entropy has a gradient only with `entropy_gradient`. The gradient has none of its own.
     """
     logprobs_C, entropy_C = _DrawnTokens.apply(logits_CV, targets_C, temperature, with_entropy)
-    if not entropy_gradient:
+    if not (with_entropy and entropy_gradient):
         entropy_C = entropy_C.detach()
     return torch.stack([logprobs_C, entropy_C], dim=1)
 
@@ -36,12 +37,11 @@ class _DrawnTokens(torch.autograd.Function):
     def forward(
         ctx: Any, logits_CV: Tensor, targets_C: Tensor, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
-        scaled_CV = logits_CV if temperature == 1 else logits_CV / temperature
-        every_CV = torch.log_softmax(scaled_CV, dim=-1)
+        every_CV = torch.log_softmax(logits_CV if temperature == 1 else logits_CV / temperature, dim=-1)
         logprobs_C = every_CV.gather(-1, targets_C.unsqueeze(-1)).squeeze(-1)
         entropy_C = torch.zeros_like(logprobs_C)
         if with_entropy:
-            entropy_C = -torch.linalg.vecdot(every_CV.exp(), every_CV)
+            entropy_C = -every_CV.exp().mul_(every_CV).sum(-1)  # a product of matrices would be bfloat16 under autocast
         ctx.save_for_backward(every_CV, targets_C, entropy_C)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)

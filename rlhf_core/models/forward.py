@@ -33,9 +33,11 @@ logger = logging.getLogger(__name__)
 
 R = TypeVar("R", Tensor, tuple[Tensor, ...])
 
-CHUNK_ELEMENTS = 2**25
-"""Maximum number of logits in memory at once: 128 MiB in fp32, and as much for their gradient. Fewer are computed in one
-chunk, and not again in the backward pass."""
+CHUNK_ELEMENTS = 2**24
+"""Maximum number of logits in memory at once: 64 MiB in fp32, and as much for each matrix that is made of them. Fewer are
+computed in one chunk, and not again in the backward pass."""
+LOGPROB_ELEMENTS = 2 * CHUNK_ELEMENTS
+"""The same for log-probabilities, which take few such matrices (`rlhf_core.models.drawn_tokens`)."""
 INFLUENCE = 1e-5
 """Maximum influence of later tokens on an earlier state, relative to that of earlier tokens. It is 0 under a mask; sums
 by Fourier transform leave 1e-7, and adding 0.001 of a mean over the row gives 1e-4."""
@@ -68,7 +70,8 @@ def token_logprobs(
     compute = partial(
         logprobs_and_entropy, temperature=temperature, with_entropy=with_entropy, entropy_gradient=entropy_gradient
     )
-    logprobs_T, entropy_T = _by_chunks(model, hidden_TH, compute, targets_T).unbind(dim=1)
+    both_T2 = _by_chunks(model, hidden_TH, compute, targets_T, elements=LOGPROB_ELEMENTS)
+    logprobs_T, entropy_T = both_T2.unbind(dim=1)
     logprobs_BL = _scatter(logprobs_T, rows_T, before_T + 1, batch)
     return logprobs_BL, _scatter(entropy_T, rows_T, before_T + 1, batch) if with_entropy else None
 
@@ -84,7 +87,7 @@ def over_logits(model: nn.Module, batch: TokenBatch, compute: Callable[..., R], 
     rows_T, before_T = _masked_positions(batch)
     hidden_TH = hidden_states(model, batch)[rows_T, before_T]
     targets_T = batch.token_ids_BL[rows_T, before_T + 1]
-    return _by_chunks(model, hidden_TH, compute, targets_T, *inputs_T)
+    return _by_chunks(model, hidden_TH, compute, targets_T, *inputs_T, elements=CHUNK_ELEMENTS)
 
 
 def token_values(model: nn.Module, batch: TokenBatch) -> Tensor:
@@ -281,9 +284,9 @@ def _scatter(x_T: Tensor, rows_T: Tensor, positions_T: Tensor, batch: TokenBatch
     return zeros_BL.index_put((rows_T, positions_T), x_T)
 
 
-def _by_chunks(model: nn.Module, hidden_TH: Tensor, compute: Callable[..., R], *inputs_T: Tensor) -> R:
+def _by_chunks(model: nn.Module, hidden_TH: Tensor, compute: Callable[..., R], *inputs_T: Tensor, elements: int) -> R:
     any_model: Any = model
-    chunk = max(1, CHUNK_ELEMENTS // any_model.config.get_text_config().vocab_size)
+    chunk = max(1, elements // any_model.config.get_text_config().vocab_size)
 
     def over_chunks(apply: Callable[[Tensor], Tensor], hidden_TH: Tensor) -> R:
         def piece(hidden_CH: Tensor, *inputs_C: Tensor) -> R:

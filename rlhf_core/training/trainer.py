@@ -32,6 +32,7 @@ from rlhf_core.store.checkpoint_parts import wait_for_parts, write_part
 from rlhf_core.training.batching import Row, is_maximum, micro_batches
 from rlhf_core.training.ema import average_of
 from rlhf_core.training.engines.base import Engine, open_engine
+from rlhf_core.training.engines.host_memory import release_if_short
 from rlhf_core.training.engines.offload import HostCopies, release_cached
 from rlhf_core.training.objectives.base import SftObjective, TrainingObjective, unmasked
 from rlhf_core.training.objectives.distillation import top_logprobs
@@ -100,6 +101,7 @@ class LocalTrainer:
         """
         self._check_trained("optim_step")
         grad_norm = self._engine.step(learning_rate)
+        release_if_short()
         skipped = not math.isfinite(grad_norm)
         if self._average and not skipped:
             self._average.update(self._engine.module)

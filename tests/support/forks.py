@@ -25,6 +25,8 @@ def forked(body: Callable[[], int | None]) -> BaseProcess:
 def _leave_with(body: Callable[[], int | None]) -> None:
     try:
         status = body() or 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         traceback.print_exc()
         status = 1

@@ -63,6 +63,41 @@ def test_the_entropy_costs_nothing_unless_it_is_wanted() -> None:
     assert made[:, 1].tolist() == [0.0] * 3
 
 
+def test_autocast_rounds_neither_entropies_nor_gradients() -> None:
+    logits_CV, targets_C = logits_and_targets(6, 2000, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        made = logprobs_and_entropy(logits_CV, targets_C, temperature=0.9, with_entropy=True, entropy_gradient=True)
+    exact = torch.stack(plain(logits_CV.double(), targets_C, temperature=0.9), dim=1)
+    torch.testing.assert_close(made.double(), exact, rtol=0, atol=64 * 16 * EPSILON)
+    (gradient,) = torch.autograd.grad(made.sum(), logits_CV)
+    (expected,) = torch.autograd.grad(exact.sum(), logits_CV)
+    torch.testing.assert_close(gradient, expected, rtol=0, atol=64 * 16 * EPSILON)
+
+
+@pytest.mark.parametrize("entropy_gradient", [True, False])
+def test_tokens_that_cannot_be_drawn_leave_gradients_finite(entropy_gradient: bool) -> None:
+    logits_CV, targets_C = logits_and_targets(4, 9, dtype=torch.float32)
+    banned_V = torch.zeros(9).index_fill(0, torch.tensor([0]), -torch.inf)
+    made = logprobs_and_entropy(
+        logits_CV + banned_V,
+        targets_C.clamp(min=1),
+        temperature=1.0,
+        with_entropy=False,
+        entropy_gradient=entropy_gradient,
+    )
+    (gradient,) = torch.autograd.grad(made.sum(), logits_CV)
+    assert gradient.isfinite().all() and gradient[:, 0].eq(0).all()
+
+
+def test_no_token_is_no_result() -> None:
+    logits_CV = torch.zeros(0, 7, requires_grad=True)
+    made = logprobs_and_entropy(
+        logits_CV, torch.zeros(0, dtype=torch.long), temperature=1.0, with_entropy=True, entropy_gradient=True
+    )
+    made.sum().backward()
+    assert made.shape == (0, 2) and logits_CV.grad is not None
+
+
 def test_a_large_vocabulary_in_float32_loses_no_more_than_its_rounding() -> None:
     logits_CV, targets_C = logits_and_targets(6, 152_000, dtype=torch.float32)
     made = logprobs_and_entropy(logits_CV, targets_C, temperature=1.0, with_entropy=True, entropy_gradient=True)

@@ -149,7 +149,7 @@ def test_gradients_do_not_depend_on_chunks_or_packing(monkeypatch: pytest.Monkey
     model = llama("sdpa")
     whole = gradients(model, collate(samples(), pad_id=0))
     packed = gradients(model, collate(samples(), pad_id=0, pack_to=16))
-    monkeypatch.setattr(forward, "CHUNK_ELEMENTS", 97 * 4)
+    monkeypatch.setattr(forward, "LOGPROB_ELEMENTS", 97 * 4)
     chunked = gradients(model, collate(samples(), pad_id=0))
     assert len(whole) == sum(1 for _ in model.named_parameters())
     for name, gradient in whole.items():
@@ -169,7 +169,7 @@ def test_the_head_never_sees_more_positions_than_a_chunk(monkeypatch: pytest.Mon
         return logits_CV
 
     monkeypatch.setattr(model.lm_head, "forward", watched)
-    monkeypatch.setattr(forward, "CHUNK_ELEMENTS", 97 * 4)
+    monkeypatch.setattr(forward, "LOGPROB_ELEMENTS", 97 * 4)
     batch = collate(samples(), pad_id=0)
     masked = int(batch.loss_mask_BL.sum())
     with torch.no_grad():
@@ -187,7 +187,7 @@ def test_the_head_is_called_once_and_gives_one_tensor_whatever_its_share(
     calls: list[Any] = []
     model.lm_head.register_forward_hook(lambda module, args, output: calls.append(output))
     model.lm_head.register_full_backward_hook(lambda module, inward, outward: calls.append("backward"))
-    monkeypatch.setattr(forward, "CHUNK_ELEMENTS", 97 * 4)
+    monkeypatch.setattr(forward, "LOGPROB_ELEMENTS", 97 * 4)
     batch = collate([TokenSample(tuple(range(1, tokens + 1)), (0, *(1,) * (tokens - 1)))], pad_id=0)
     logprobs_BL, _ = token_logprobs(model, batch, temperature=1.0, with_entropy=tokens > 4)
     logprobs_BL.sum().backward()

@@ -1,6 +1,6 @@
 """ZeRO 3 with a vocabulary of 150,000: ranks whose LM heads have more or less to do make the same collective calls.
 
-At that size the head is computed 223 tokens at a time. Each rank has rows of its own lengths, so their numbers of
+At that size the head is computed 223 tokens at a time, 111 for distillation. Each rank has rows of its own lengths, so their numbers of
 chunks differ, from rank to rank and from step to step.
 """
 
@@ -19,7 +19,7 @@ from rlhf_core.algorithms.correction import CorrectionConfig
 from rlhf_core.algorithms.policy.clip import ClipLoss
 from rlhf_core.config.engines import LoraConfig, TrainerConfig
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.models.forward import CHUNK_ELEMENTS
+from rlhf_core.models.forward import LOGPROB_ELEMENTS
 from rlhf_core.training.batching import reduce
 from rlhf_core.training.objectives.base import PolicyObjective, SftObjective
 from rlhf_core.training.objectives.distillation import DistillationObjective
@@ -29,7 +29,7 @@ from tests.support.tolerances import assert_same_movement, roundings
 
 PROGRAM = Path(__file__).with_name("wide_head_program.py")
 VOCABULARY = 150_000
-CHUNK = CHUNK_ELEMENTS // VOCABULARY
+CHUNK = LOGPROB_ELEMENTS // VOCABULARY
 LENGTHS = ((80, 460, 20, 60), (240,), (60, 230))
 """Of the rows of each step, dealt out in turn: in the second only the first rank has any."""
 ALONE = TrainerConfig(engine="torch", micro_batch=2)
