@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -44,7 +45,7 @@ class HostedModels:
     def release(self, lease: str) -> None:
         """Free the model of `lease`, and its GPU memory for other processes too."""
         self._trainers.pop(lease).close()
-        release_cached()
+        gc.collect()
 
     def rest(self, offload: bool) -> int:
         """Free unused GPU memory; with `offload`, move all models to host memory. Return how many bytes were moved."""
