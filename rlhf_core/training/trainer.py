@@ -32,7 +32,7 @@ from rlhf_core.store.checkpoint_parts import wait_for_parts, write_part
 from rlhf_core.training.batching import Row, is_maximum, micro_batches
 from rlhf_core.training.ema import average_of
 from rlhf_core.training.engines.base import Engine, open_engine
-from rlhf_core.training.engines.host_memory import release_if_short
+from rlhf_core.training.engines.host_memory import keep_freed_memory, release_if_short
 from rlhf_core.training.engines.offload import HostCopies, release_cached
 from rlhf_core.training.objectives.base import SftObjective, TrainingObjective, unmasked
 from rlhf_core.training.objectives.distillation import top_logprobs
@@ -69,6 +69,7 @@ class LocalTrainer:
         self._padded_tokens = config.micro_tokens
         self._router_aux = config.router_aux_coef if self._trained else 0.0
         self._engine = open_engine(spec, optimizer, config) if engine is None else engine
+        self._keeps_memory = self._engine.device.type == "cpu" and keep_freed_memory()
         self._together = prefix_width(self._engine.module.base_model.config)
         self._average = average_of(
             self._engine.module, decay=optimizer.ema_decay if optimizer else 0.0, rank=self._engine.rank
@@ -101,7 +102,8 @@ class LocalTrainer:
         """
         self._check_trained("optim_step")
         grad_norm = self._engine.step(learning_rate)
-        release_if_short()
+        if self._keeps_memory:
+            release_if_short()
         skipped = not math.isfinite(grad_norm)
         if self._average and not skipped:
             self._average.update(self._engine.module)

@@ -38,7 +38,7 @@ class ForkedJobs:
             return False
         self.metadata[job_id], self.environment = dict(metadata), dict(environment)
         folder = shlex.split(command)[-1]
-        process = forked(lambda: self._run(folder, dict(environment)))
+        process = forked(lambda: self._run(folder, self.environment))
         self.processes[job_id] = None if self.pending else process
         if not self.pending:
             process.start()

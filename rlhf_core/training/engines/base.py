@@ -21,7 +21,6 @@ from rlhf_core.models.loading import load_model
 from rlhf_core.models.routing import check_routers
 from rlhf_core.training.distributed import local_device, rank_and_world
 from rlhf_core.training.engines.deepspeed_setup import quiet, set_environment
-from rlhf_core.training.engines.host_memory import keep_freed_memory
 from rlhf_core.training.engines.torch_engine import TorchEngine
 from rlhf_core.training.sequence_parallel import spread
 
@@ -93,8 +92,6 @@ def open_engine(spec: ModelSpec, optimizer: OptimizerConfig | None, config: Trai
     """
     rank, world = rank_and_world()
     device = local_device()
-    if device.type == "cpu":
-        keep_freed_memory()
     if config.zero_stage == 3 and spec.lora is not None and spec.lora.quantise:
         rule, remedy = "ZeRO 3 cannot partition 4-bit weights", "use zero_stage <= 2, or remove it"
         raise ConfigError(explain("lora.quantise", spec.lora.quantise, rule, remedy))

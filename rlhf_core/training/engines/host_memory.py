@@ -1,9 +1,9 @@
 """Keep the host memory that one training step frees for the next one.
 
 glibc returns a freed block of more than 32 MiB to the system at once, and smaller ones when the end of its heap is free.
-A training step on a CPU then writes gigabytes of fresh pages, each of which the system clears first: a tenth of the step
-of a model with 135M parameters. Kept, they stay with the process between its steps, and blocks of many sizes leave gaps:
-with random sizes its memory was up to twice as much. So it goes back where the machine has little left.
+A training step on a CPU then writes gigabytes of fresh pages, each of which the system clears first. Kept, they stay with
+the process between its steps, and blocks of many sizes leave gaps between them, so its memory grows. It goes back where
+the machine has little left.
 """
 
 from __future__ import annotations

@@ -24,6 +24,18 @@ def plain(logits_CV: Tensor, targets_C: Tensor, *, temperature: float) -> tuple[
     return every_CV.gather(1, targets_C[:, None])[:, 0], -(every_CV.exp() * every_CV).sum(-1)
 
 
+def assert_rounded(made: Tensor, exact: Tensor, logits_CV: Tensor) -> None:
+    """Values and gradients are the exact ones up to the rounding of float32.
+
+    The normalizer is at most about log 152,000 + 9 / 2 = 16: a sum of positive terms, in blocks, within some units of
+    16 eps.
+    """
+    torch.testing.assert_close(made.double(), exact, rtol=0, atol=64 * 16 * EPSILON)
+    (gradient,) = torch.autograd.grad(made.sum(), logits_CV)
+    (expected,) = torch.autograd.grad(exact.sum(), logits_CV)
+    torch.testing.assert_close(gradient, expected, rtol=0, atol=64 * 16 * EPSILON)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("entropy_gradient", [True, False])
 def test_gradients_are_those_of_finite_differences_and_of_the_plain_formulas(
@@ -68,10 +80,7 @@ def test_autocast_rounds_neither_entropies_nor_gradients() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         made = logprobs_and_entropy(logits_CV, targets_C, temperature=0.9, with_entropy=True, entropy_gradient=True)
     exact = torch.stack(plain(logits_CV.double(), targets_C, temperature=0.9), dim=1)
-    torch.testing.assert_close(made.double(), exact, rtol=0, atol=64 * 16 * EPSILON)
-    (gradient,) = torch.autograd.grad(made.sum(), logits_CV)
-    (expected,) = torch.autograd.grad(exact.sum(), logits_CV)
-    torch.testing.assert_close(gradient, expected, rtol=0, atol=64 * 16 * EPSILON)
+    assert_rounded(made, exact, logits_CV)
 
 
 @pytest.mark.parametrize("entropy_gradient", [True, False])
@@ -102,11 +111,7 @@ def test_a_large_vocabulary_in_float32_loses_no_more_than_its_rounding() -> None
     logits_CV, targets_C = logits_and_targets(6, 152_000, dtype=torch.float32)
     made = logprobs_and_entropy(logits_CV, targets_C, temperature=1.0, with_entropy=True, entropy_gradient=True)
     exact = torch.stack(plain(logits_CV.double(), targets_C, temperature=1.0), dim=1)
-    # the normalizer is about log 152,000 + 9 / 2 = 16: a sum of positive terms, in blocks, within some units of 16 eps
-    torch.testing.assert_close(made.double(), exact, rtol=0, atol=64 * 16 * EPSILON)
-    (gradient,) = torch.autograd.grad(made.sum(), logits_CV)
-    (expected,) = torch.autograd.grad(exact.sum(), logits_CV)
-    torch.testing.assert_close(gradient, expected, rtol=0, atol=64 * 16 * EPSILON)
+    assert_rounded(made, exact, logits_CV)
 
 
 def test_one_matrix_of_the_vocabulary_is_kept_for_the_backward_pass() -> None:
