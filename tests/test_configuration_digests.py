@@ -24,7 +24,7 @@ PROFILES = {
     "smollm2/one_word": ("e7219afe1520d07c", "8fc4cb350cee48b3"),
     "tiny/conditional": ("5c468cf92e9bc1a0", "fbc0faa66eb0e821"),
     "tiny/distill": ("ccf18c1423c7e128", "959f436b7a78b67f"),
-    "tiny/full": ("bc62bc8ee97cbdfe", "703b60e326131298"),
+    "tiny/full": ("82a956966305edfd", "b7242249ee6bca6a"),
     "tiny/online": ("70cce6f761e90f06", "6ccdde836a3146c9"),
     "tiny/people": ("87071977dd95d9f5", "71c554baaa3b5cfa"),
     "tiny/prm": ("5fd834349dbb6ed7", "30ed789a43b9ec80"),

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import deepspeed
 import torch
 from deepspeed.comm.torch import build_shm_op
+from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils import set_z3_leaf_module
@@ -78,7 +79,7 @@ class DeepSpeedEngine:
             carrier.config = module.config  # DeepSpeed reads the number of heads from it
         with quiet():
             if device.type == "cpu":
-                _build_collectives()
+                _prepare_collectives(self._world)
             join()
             if self._stage == 3:
                 _gather_heads_as_one(module)
@@ -217,11 +218,15 @@ def _gather_heads_as_one(module: nn.Module) -> None:
 
 
 @cache
-def _build_collectives() -> None:
+def _prepare_collectives(world: int) -> None:
     """Compile DeepSpeed's collectives for CPUs once per machine, even if a process was killed while compiling them.
 
+    A single rank has nobody to exchange anything with, so it needs neither them nor the half minute of a C++ compiler.
     torch guards the compiler with a lock file. A killed process leaves it behind, and later ones wait for it forever.
     """
+    if world == 1:
+        deepspeed.ops.__compatible_ops__[ShareMemCommBuilder.NAME] = False
+        return
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     root.mkdir(parents=True, exist_ok=True)
     with (root / ".one-at-a-time").open("w") as ours:

@@ -54,7 +54,7 @@ def runs(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
         port = probe.getsockname()[1]
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     processes = [start(policy_folder, out, SAVED, shared | {"RANK": str(rank)}) for rank in range(2)]
-    processes.append(start(policy_folder, out, ("torch", *SAVED), {}))
+    processes.append(start(policy_folder, out, ("torch", *SAVED), {"TORCH_EXTENSIONS_DIR": str(out / "compiled")}))
     try:
         said = [finish(process) for process in processes]
     finally:
@@ -220,3 +220,10 @@ def test_every_stage_exports_the_same_files(runs: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_deepspeed_says_nothing_when_all_is_well(runs: dict[str, Any]) -> None:
     assert [line for said in runs["said"] for line in said.splitlines() if "deepspeed" in line.lower()] == []
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_single_rank_needs_no_compiler(runs: dict[str, Any]) -> None:
+    """It has nobody to exchange anything with, and the first run of a newcomer need not wait for collectives."""
+    assert not (runs["out"] / "compiled").exists()
