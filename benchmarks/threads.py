@@ -15,13 +15,14 @@ import sys
 import time
 from statistics import median
 
-from rlhf_core.runtime.cluster import IDLE_SPINS, available_cores
+from rlhf_core.processes.idle_threads import idle_threads
+from rlhf_core.runtime.cluster import available_cores
 
 ROUNDS = 6
 STEPS = 20
 CHOICES = {
     "sleep at once": {"OMP_WAIT_POLICY": "PASSIVE"},
-    "ours": {"GOMP_SPINCOUNT": IDLE_SPINS},
+    "ours": idle_threads({}),
     "libgomp's default": {},
 }
 
@@ -35,7 +36,7 @@ def main() -> int:
         print(seconds_a_step())
         return 0
     inherited = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
-    inherited["OMP_NUM_THREADS"] = str(options.threads)
+    inherited |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(options.threads))
     seen: dict[str, list[float]] = {name: [] for name in CHOICES}
     for _ in range(ROUNDS):
         for name, variables in CHOICES.items():

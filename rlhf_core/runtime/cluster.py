@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.errors import ConfigError, explain
+from rlhf_core.processes.idle_threads import idle_threads
 from rlhf_core.runtime.liveness import greet
 
 KERNEL_CHOICES = (
@@ -19,8 +20,6 @@ KERNEL_CHOICES = (
     "MKL_ENABLE_INSTRUCTIONS",
 )
 """Environment variables that pin torch's math libraries to an instruction set; read when the libraries load."""
-IDLE_SPINS = "30000"
-"""How often libgomp's idle threads look for work before they sleep: 0.4 ms on AMD's Zen 4, up to 2 ms elsewhere."""
 
 
 def named_address() -> str:
@@ -41,10 +40,8 @@ def check_address(address: str) -> None:
 def worker_environment(*, threads: int) -> dict[str, str]:
     """Return the environment variables of a worker process.
 
-    Trainer and sampler use the same cores in turn, so idle OpenMP threads must soon sleep. They wait awake for at most a
-    millisecond or so (`IDLE_SPINS`), the time between two operations of a step, because to be woken takes longer than a
-    small operation. Workers of a Ray that somebody else started inherit the environment of its nodes. The variables
-    that choose the math kernels, and therefore how results are rounded, are passed on from this process.
+    Workers of a Ray that somebody else started inherit the environment of its nodes. The variables that choose the math
+    kernels, and therefore how results are rounded, are passed on from this process.
     """
     spec = importlib.util.find_spec("rlhf_core")
     if spec is None or spec.origin is None:
@@ -55,8 +52,7 @@ def worker_environment(*, threads: int) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join([root, *inherited]),
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
-        "GOMP_SPINCOUNT": IDLE_SPINS,
-        "KMP_BLOCKTIME": "1",
+        **idle_threads(),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         **{name: os.environ[name] for name in KERNEL_CHOICES if name in os.environ},

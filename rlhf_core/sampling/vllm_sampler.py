@@ -24,6 +24,7 @@ from rlhf_core.config.engines import SamplingConfig, VllmSamplerConfig
 from rlhf_core.errors import SamplingError, explain
 from rlhf_core.interfaces import DeviceSampler, Probes, SamplerEngine, Transfer, TransferVerb, Weights
 from rlhf_core.processes.identity import interface_towards
+from rlhf_core.processes.idle_threads import idle_threads
 from rlhf_core.sampling.policy_folder import PolicyFolder, architecture
 from rlhf_core.sampling.received_weights import received_tensors
 from rlhf_core.types import Completion, SamplingRequest
@@ -231,7 +232,7 @@ ENGINE = SamplerEngine[VllmSamplerConfig](open=open_sampler, warm=import_vllm, b
 
 def prepare_environment(config: VllmSamplerConfig, *, threads: int) -> None:
     """Set the variables that vLLM reads at import. Must run before the first `import vllm` of the process."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve other processes on the same cores
+    os.environ.update(idle_threads())
     # All processes of an engine are on one machine, so their ports must not be reachable from others.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_towards(LOOPBACK))
     os.environ.setdefault("VLLM_HOST_IP", LOOPBACK)
