@@ -29,6 +29,8 @@ from benchmarks.method_rows import Bench, first_pairs, learn, make_start, method
 from benchmarks.method_steps import STEPPED, judge_of_steps
 from benchmarks.seeds import add_first, keep, latest, read, seeds_parser
 from pipelines.flows.profile import PipelineConfig, load_profile
+from rlhf_core.schema.base import keyed
+from rlhf_core.store.fingerprint import canonical_json, sha256_text
 
 HEADS = ("gold - sft, mean over seeds", "each seed", "KL to sft", "seconds")
 OF_STEPS = {
@@ -61,7 +63,8 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="methods, as dpo/ipo or 'ppo/*'")
     options = parser.parse_args()
     config = load_profile("tiny/full", options.overrides)
-    conditions = f"pairs={options.pairs} steps={options.steps}"
+    profile = sha256_text(canonical_json(keyed(config)))[:8]
+    conditions = f"pairs={options.pairs} steps={options.steps} profile={profile}"
     file = options.state / "methods.jsonl"
     names = [*methods(config, options.steps), "prm"]
     chosen = [name for name in names if any(fnmatchcase(name, pattern) for pattern in options.only)]
