@@ -11,7 +11,6 @@ import contextlib
 import fcntl
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -24,8 +23,6 @@ from rlhf_core.store.layout import disk_full, disk_is_full
 logger = logging.getLogger(__name__)
 
 STALLED_SECONDS = 600.0
-POLITENESS = 10
-"""What writers add to their nice value; a thread at 10 gets a tenth of a core that another one wants, too."""
 _WRITING = ".writing-"
 _FAILED = ".failed-"
 _SLOWEST_POLL = 0.1
@@ -64,7 +61,6 @@ def wait_for_parts(folder: Path, *, stalled_s: float = STALLED_SECONDS) -> None:
 def _write(note: Path, held: BinaryIO, write: Callable[[], None]) -> None:
     # The file, and its lock, is closed after the note is removed: a note without a lock means that its writer died.
     with held:
-        _yield_to_training()
         try:
             write()
         except BaseException as error:
@@ -72,12 +68,6 @@ def _write(note: Path, held: BinaryIO, write: Callable[[], None]) -> None:
             _note_failure(note, held, error)
         else:
             note.unlink(missing_ok=True)
-
-
-def _yield_to_training() -> None:
-    """Give this thread a lower priority: it writes while a training step leaves a core idle, or all wait for it."""
-    if sys.platform == "linux":  # elsewhere `nice` is that of the whole process
-        os.nice(POLITENESS)
 
 
 def _note_failure(note: Path, held: BinaryIO, error: BaseException) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
-import sys
 import threading
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.errors import ArtifactError
-from rlhf_core.store.checkpoint_parts import POLITENESS, wait_for_parts, write_part
+from rlhf_core.store.checkpoint_parts import wait_for_parts, write_part
 
 FORK = multiprocessing.get_context("fork")
 
@@ -30,17 +29,6 @@ def test_waiting_ends_when_every_part_is_whole(tmp_path: Path) -> None:
     threading.Timer(0.05, go.set).start()
     wait_for_parts(tmp_path)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "b", "policy"], "no note is left"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux")
-def test_a_writer_leaves_the_cores_to_training(tmp_path: Path) -> None:
-    def priority() -> int:
-        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-    before, seen = priority(), []
-    write_part(tmp_path, "rank_0", lambda: seen.append(priority()))
-    wait_for_parts(tmp_path)
-    assert seen == [min(before + POLITENESS, 19)] and priority() == before
 
 
 def test_without_parts_there_is_nothing_to_wait_for(tmp_path: Path) -> None:
