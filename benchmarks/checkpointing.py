@@ -4,7 +4,8 @@
     python -m benchmarks.checkpointing --folder /mnt/store --markdown docs/checkpointing.md
 
 The variants run side by side, three times, on Llamas with random weights. `waiting for the disk` is the cost without a
-background thread: copy, files, checksums and seal, one after the other, before the next step.
+background thread: copy, files, checksums and seal, one after the other, before the next step. A checkpoint is written
+while the `steps` of a case are made; the share is what it adds to as many steps as an interval has.
 """
 
 from __future__ import annotations
@@ -38,16 +39,21 @@ OBJECTIVE = SftObjective(pack_to=None)
 
 @dataclass(frozen=True)
 class Case:
-    """A Llama of `hidden` x `layers`, and steps of `rows` samples of `length` tokens."""
+    """A Llama of `hidden` x `layers`, and `steps` steps of `rows` samples of `length` tokens."""
 
     name: str
     hidden: int
     layers: int
     rows: int
     length: int
+    steps: int
 
 
-CASES = (Case("tiny", hidden=64, layers=2, rows=32, length=64), Case("135M", hidden=768, layers=19, rows=1, length=16))
+CASES = (
+    Case("tiny", hidden=64, layers=2, rows=32, length=64, steps=60),
+    Case("135M", hidden=768, layers=19, rows=8, length=128, steps=6),
+    Case("135M, shortest steps", hidden=768, layers=19, rows=1, length=16, steps=50),
+)
 
 
 @dataclass(frozen=True)
@@ -71,33 +77,33 @@ def main() -> None:
     lines = list(HEAD)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         for case in [case for case in CASES if case.name in options.cases]:
-            runs = measure(case, options.interval, Path(folder) / case.name)
-            lines += [
-                line_of(f"{case.name}, run {number}", run, options.interval) for number, run in enumerate(runs, 1)
-            ]
+            runs = measure(case, Path(folder) / case.name)
+            named = [(f"{case.name}, run {number}", run) for number, run in enumerate(runs, 1)]
             median = Measured(*(statistics.median(values) for values in zip(*map(astuple, runs), strict=True)))
-            lines.append(line_of(f"**{case.name}, median**", median, options.interval))
+            lines += [line_of(name, case, run, options.interval) for name, run in named]
+            lines.append(line_of(f"**{case.name}, median**", case, median, options.interval))
             print("\n".join(lines), flush=True)
     if options.markdown:
         options.markdown.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 HEAD = (
-    "| model | a checkpoint | waits for the disk | waits for the copy | bare loop | with one checkpoint | share |",
+    "| model | a checkpoint | waits for the disk | waits for the copy | bare loop | with one checkpoint | share of an interval |",
     "|---|---|---|---|---|---|---|",
 )
 
 
-def line_of(name: str, run: Measured, interval: int) -> str:
-    """Return the line of the table for one repeat; the share is what a checkpoint adds to the bare loop."""
+def line_of(name: str, case: Case, run: Measured, interval: int) -> str:
+    """Return the line of the table for one repeat; the share is what a checkpoint adds to `interval` bare steps."""
+    share = (run.saved - run.bare) / (run.bare / case.steps * interval)
     cells = (
         name, f"{run.megabytes:.1f} MB", f"{run.waits_disk:.3f} s", f"{run.waits_copy:.3f} s",
-        f"{interval} steps: {run.bare:.2f} s", f"{run.saved:.2f} s", f"{run.saved / run.bare - 1:+.1%}",
+        f"{case.steps} steps: {run.bare:.2f} s", f"{run.saved:.2f} s", f"{share:+.1%}",
     )  # fmt: skip
     return f"| {' | '.join(cells)} |"
 
 
-def measure(case: Case, interval: int, folder: Path) -> list[Measured]:
+def measure(case: Case, folder: Path) -> list[Measured]:
     """Return `REPEATS` measurements; what is compared alternates, so that a busy machine is busy for both."""
     with closing(make_trainer(case, folder / "policy")) as trainer:
         checkpoints = Checkpoints(folder / "checkpoints")
@@ -110,8 +116,8 @@ def measure(case: Case, interval: int, folder: Path) -> list[Measured]:
             copy = seconds(lambda: save(trainer, checkpoints))
             checkpoints.settle()
             loops = {
-                "bare": lambda: train(trainer, case, steps=interval),
-                "saved": lambda: train_and_save(trainer, case, checkpoints, steps=interval),
+                "bare": lambda: train(trainer, case, steps=case.steps),
+                "saved": lambda: train_and_save(trainer, case, checkpoints, steps=case.steps),
             }
             order = list(loops) if number % 2 == 0 else list(reversed(loops))
             took = {name: seconds(loops[name]) for name in order}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 from rlhf_core.errors import RlhfError
+from rlhf_core.processes.large_imports import skip_last_collections
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.stage.stopping import RunBlocked, RunOverBudget, StageWaiting
 
@@ -57,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     That is 75 if people are waited for, 77 if a gate blocks, 69 if the budget is spent.
     """
     options = _parser().parse_args(arguments)
+    skip_last_collections()
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         return int(_verb(options)(options) or 0)

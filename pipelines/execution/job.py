@@ -23,6 +23,7 @@ from pipelines.execution.run import PipelineRun
 from pipelines.execution.tracker import Tracker
 from pipelines.services.home import Home
 from rlhf_core.errors import ConfigError, explain
+from rlhf_core.processes.large_imports import skip_last_collections
 from rlhf_core.stage import stopping
 from rlhf_core.stage.decision import target_of
 from rlhf_core.store.artifacts import ArtifactStore
@@ -37,6 +38,7 @@ EXIT = {"done": 0, "failed": 1, "waiting": 75, "stopped": 130}
 def main(arguments: Sequence[str]) -> int:
     """Run the stage whose spec is in the folder, and write its outcome there."""
     (folder,) = map(Path, arguments)
+    skip_last_collections()
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         outcome = run_job(read_spec(folder / SPEC), Reporter(folder))

@@ -10,6 +10,7 @@ from typing import Any
 from rlhf_core.config.engines import AnySamplerConfig, SamplingConfig
 from rlhf_core.errors import SamplingError, explain
 from rlhf_core.interfaces import DeviceSampler, EngineSampler, Probes, Transfer, TransferVerb, Weights
+from rlhf_core.processes.large_imports import large_imports
 from rlhf_core.runtime.connection import own_gpus
 from rlhf_core.runtime.devices import check_gpus
 from rlhf_core.runtime.priority import at_low_priority
@@ -33,7 +34,8 @@ class SampleWorker:
         at_low_priority(self._import_engine)
 
     def _import_engine(self) -> None:
-        sampler_engine(self._config).warm(self._config, threads=self._threads)
+        with large_imports():
+            sampler_engine(self._config).warm(self._config, threads=self._threads)
 
     def pid(self) -> int:
         """Return the process id."""

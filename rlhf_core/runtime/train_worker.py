@@ -11,6 +11,7 @@ from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import ConfigError, TrainingError, explain
 from rlhf_core.interfaces import ModelSpec, RankTrainer, Transfer, Weights
 from rlhf_core.processes.identity import is_loopback, network
+from rlhf_core.processes.large_imports import large_imports
 from rlhf_core.runtime.cluster import free_port
 from rlhf_core.runtime.connection import own_gpus
 from rlhf_core.runtime.devices import check_gpus
@@ -107,7 +108,8 @@ class TrainWorker:
         return host
 
     def _warm(self) -> None:
-        self._models.warm(self._threads)
+        with large_imports():
+            self._models.warm(self._threads)
 
     @cached_property
     def _models(self) -> HostedModels:

@@ -1,0 +1,62 @@
+"""What exists after large imports is left out of collections; what is made later is collected as ever."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+# Each in a process of its own, because what is frozen stays so.
+IMPORTS = """
+import gc
+from rlhf_core.processes.large_imports import large_imports
+
+class Node:
+    def __init__(self):
+        self.itself = self
+
+with large_imports():
+    assert not gc.isenabled()
+    early = Node()
+late = Node()
+assert gc.isenabled()
+seen = gc.get_objects()
+print(any(one is early for one in seen), any(one is late for one in seen))
+del late, seen
+print(gc.collect() > 0)
+"""
+FAILED = """
+import gc
+from rlhf_core.processes.large_imports import large_imports
+
+gc.disable()
+try:
+    with large_imports():
+        raise ImportError("no such library")
+except ImportError as error:
+    print(error, gc.isenabled())
+"""
+ENDING = """
+import atexit, gc
+from rlhf_core.processes.large_imports import skip_last_collections
+
+atexit.register(lambda: print(gc.get_freeze_count() > 0))  # handlers run in reverse: after all of them
+skip_last_collections()
+skip_last_collections()
+atexit.register(lambda: print(gc.get_freeze_count() > 0))
+"""
+
+
+def printed(program: str) -> list[str]:
+    return subprocess.run([sys.executable, "-c", program], check=True, text=True, stdout=subprocess.PIPE).stdout.split()
+
+
+def test_collections_leave_out_what_imports_made_and_nothing_else() -> None:
+    assert printed(IMPORTS) == ["False", "True", "True"]
+
+
+def test_a_failed_import_leaves_the_collector_as_it_was() -> None:
+    assert printed(FAILED) == ["no", "such", "library", "False"]
+
+
+def test_objects_are_left_alone_after_the_handlers_of_all_libraries() -> None:
+    assert printed(ENDING) == ["False", "True"]
