@@ -64,21 +64,33 @@ def make_tables(config: InstructionsWorld, *, seed: int) -> tuple[Tables, dict[s
     }
     rng = random.Random(derive_seed(seed, "prompts"))
     prompts = [one.prompt for one in _draw(TOPICS, trained, "seen", config.prompts, config.min_words, rng)]
+    if len(prompts) < config.prompts:
+        raise _too_few("prompts", config.prompts, f"these kinds allow {len(prompts)}", "more kinds")
     rng = random.Random(derive_seed(seed, "eval_prompts"))
     sources = [source for source in SOURCES if kinds[source]]
     share = config.eval_prompts // len(sources)
     held_out: list[Prompt] = []
     for source in sources:
         count = share if held_out else config.eval_prompts - share * (len(sources) - 1)
-        held_out += [one.prompt for one in _draw(NEW_TOPICS, kinds[source], source, count, config.min_words, rng)]
+        drawn = _draw(NEW_TOPICS, kinds[source], source, count, config.min_words, rng)
+        if len(drawn) < count:
+            rule = f"{count} of them have the source {source}, of which there are {len(drawn)}"
+            raise _too_few("eval_prompts", config.eval_prompts, rule)
+        held_out += [one.prompt for one in drawn]
     rng = random.Random(derive_seed(seed, "demonstrations"))
     wanted = config.demonstrations + (config.eval_demonstrations if config.demonstrations else 0)
     written = _write(trained, wanted, config.min_words, rng)
     if len(written) < wanted:
-        rule, remedy = f"these kinds allow {len(written)} with the held-out ones", "ask for fewer, or for more kinds"
-        raise ConfigError(explain("prepare_data.data.demonstrations", config.demonstrations, rule, remedy))
+        rule = f"these kinds, with min_words = {config.min_words}, allow {len(written)} with the held-out ones"
+        raise _too_few("demonstrations", config.demonstrations, rule, "more kinds", "a smaller min_words")
     train, held = written[: config.demonstrations], written[config.demonstrations :]
     return Tables(tuple(train), tuple(held), (), (), tuple(prompts), tuple(held_out)), {}
+
+
+def _too_few(name: str, asked: int, rule: str, *remedies: str) -> ConfigError:
+    """Return the error for a table that cannot have as many rows as asked for."""
+    remedy = " or ".join(["ask for fewer", *remedies])
+    return ConfigError(explain(f"prepare_data.data.{name}", asked, rule, remedy))
 
 
 def _write(kinds: Sequence[Kinds], count: int, min_words: int, rng: random.Random) -> list[Demonstration]:

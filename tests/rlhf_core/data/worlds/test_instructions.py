@@ -85,9 +85,22 @@ def test_demonstrations_are_written_by_option_to_training_prompts_and_change_not
     assert all(row.messages[0].content.startswith(questions) for row in (*train, *held_out))
 
 
-def test_more_demonstrations_than_the_kinds_allow_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"prepare_data.data.demonstrations = 480: these kinds allow 128 with"):
-        make_tables(InstructionsWorld(demonstrations=480, kinds=("lowercase",)), seed=3)
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"demonstrations": 480}, r"demonstrations = 480: these kinds, with min_words = 6, allow 128 with"),
+        ({"prompts": 400}, r"prompts = 400: these kinds allow 128; ask for fewer or more kinds"),
+        ({"eval_prompts": 1000}, r"eval_prompts = 1000: 500 of them have the source new_topics, of which there are"),
+    ],
+)
+def test_more_rows_than_the_kinds_allow_are_refused(options: dict[str, int], error: str) -> None:
+    with pytest.raises(ConfigError, match=rf"prepare_data\.data\.{error}"):
+        make_tables(InstructionsWorld(**{"kinds": ("lowercase",), "prompts": 100, **options}), seed=3)
+
+
+def test_demonstrations_that_no_written_answer_is_long_enough_for_name_the_number_of_words() -> None:
+    with pytest.raises(ConfigError, match=r"demonstrations = 10: .* min_words = 60, allow \d+ .*a smaller min_words"):
+        make_tables(InstructionsWorld(prompts=20, demonstrations=10, min_words=60), seed=3)
 
 
 def test_one_answer_can_follow_both_of_a_new_pair() -> None:
