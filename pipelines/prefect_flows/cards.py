@@ -19,8 +19,9 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 from prefect.client.orchestration import get_client
+from prefect.context import SettingsContext, get_settings_context
 from prefect.exceptions import ObjectNotFound
-from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, PREFECT_UI_URL, temporary_settings
+from prefect.settings import PREFECT_UI_URL
 
 from pipelines.execution.executor import StageOutcome
 from pipelines.services.flow_runs import FLOW_NAME
@@ -34,7 +35,8 @@ from rlhf_core.types import ArtifactRef
 
 logger = logging.getLogger(__name__)
 
-PROGRESS_EVERY_S = 2.0
+PROGRESS_EVERY_S = 5.0
+"""An update takes a twentieth of a second, in which a stage computes nothing."""
 AWAY_S = 60.0
 
 
@@ -121,7 +123,7 @@ def _answers(form: str, question: Question, run: str, store: str) -> str:
 
 
 class ProgressCard:
-    """A progress bar on the task run, updated at most every two seconds, and taken away when the stage has ended."""
+    """A progress bar on the task run, updated every few seconds, and taken away when the stage has ended."""
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -166,13 +168,20 @@ def _quietly(call, retries=0, **arguments):  # type: ignore[no-untyped-def]  # f
     if not retries and time.monotonic() < _Away.until:
         return None
     try:
-        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: retries}):
+        with _with_retries(retries):
             return call(**arguments)
     except Exception as error:
         _Away.until = time.monotonic() + AWAY_S
         shown = arguments["key"] if "key" in arguments else "progress"
         logger.warning("Prefect could not show %s, trying again in %.0f s: %s", shown, AWAY_S, error)
         return None
+
+
+def _with_retries(retries: int) -> SettingsContext:
+    """Return Prefect's settings with another number of retries. Its own `temporary_settings` checks all settings anew."""
+    active = get_settings_context()
+    client = active.settings.client.model_copy(update={"max_retries": retries})
+    return SettingsContext(profile=active.profile, settings=active.settings.model_copy(update={"client": client}))
 
 
 def _shown(value: StageInput) -> str:

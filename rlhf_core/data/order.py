@@ -6,7 +6,9 @@ The step alone determines the position in the data, so a resumed run needs no cu
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TypeVar
 
 from rlhf_core.types import derive_seed
@@ -28,8 +30,9 @@ def rows_from(first: int, rows: Sequence[T], *, count: int, seed: int) -> list[T
     return [rows[orders[position // size][position % size]] for position in positions]
 
 
-def shuffled(count: int, seed: int) -> list[int]:
+@lru_cache(maxsize=8)  # every step of an epoch asks for its order, and an order of a million rows takes half a second
+def shuffled(count: int, seed: int) -> Sequence[int]:
     """Return the integers 0 ... count - 1 in a random order determined by `seed`."""
-    order = list(range(count))
+    order = array("q", range(count))
     random.Random(seed).shuffle(order)
     return order

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, get_current_settings, temporary_settings
 
 from pipelines.prefect_flows import cards
 from pipelines.prefect_flows.cards import artifact_key
@@ -31,3 +32,17 @@ def test_a_server_that_is_away_is_asked_once_and_not_at_every_step(monkeypatch: 
     for step in range(5):
         card.show(step, 10, "loss 1.0")
     assert asked == ["again"]
+
+
+def test_a_card_asks_as_often_as_said_with_the_other_settings_as_they_are() -> None:
+    before = get_current_settings()
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:4999/api", PREFECT_CLIENT_MAX_RETRIES: 5}):
+
+        def seen() -> tuple[int, str | None]:
+            return PREFECT_CLIENT_MAX_RETRIES.value(), PREFECT_API_URL.value()
+
+        assert [cards._quietly(seen), cards._quietly(seen, 1)] == [
+            (retries, "http://127.0.0.1:4999/api") for retries in (0, 1)
+        ]
+        assert seen() == (5, "http://127.0.0.1:4999/api")
+    assert get_current_settings() == before

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from rlhf_core.data.order import rows_at, shuffled
+from rlhf_core.training.fit import batch_at
 
 ROWS = ["a", "b", "c", "d", "e"]
 
@@ -15,7 +16,7 @@ def test_rows_come_epoch_by_epoch_each_once() -> None:
     assert taken[:5] != taken[5:]
 
 
-def test_the_order_of_an_epoch_is_drawn_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_of_an_epoch_is_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = []
 
     class Counted(random.Random):
@@ -24,10 +25,16 @@ def test_the_order_of_an_epoch_is_drawn_once_per_step(monkeypatch: pytest.Monkey
             drawn.append(seed)
 
     monkeypatch.setattr(random, "Random", Counted)
-    rows_at(1, ROWS, count=4, seed=3)  # rows 4 to 7: the end of one epoch and the start of the next
-    assert len(drawn) == len(set(drawn)) == 2
+    shuffled.cache_clear()
+    for step in range(4):  # rows 0 to 15, of four epochs
+        rows_at(step, ROWS, count=4, seed=3)
+        batch_at(step, ROWS, batch_size=2, seed=3)
+    assert len(drawn) == len(set(drawn)) == 4 + 2
 
 
 def test_an_order_holds_every_position_once_and_depends_on_the_seed() -> None:
     assert sorted(shuffled(50, 1)) == list(range(50))
-    assert shuffled(50, 1) == shuffled(50, 1) != shuffled(50, 2)
+    assert shuffled(50, 1) != shuffled(50, 2)
+    expected = list(range(50))
+    random.Random(1).shuffle(expected)
+    assert list(shuffled(50, 1)) == expected
