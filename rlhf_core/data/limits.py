@@ -101,8 +101,8 @@ def _broken(
     try:
         samples = [chat.continuation(prompt, answer, max_length=_UNLIMITED) for answer in answers]
         length = 0 if answers else len(chat.prompt_ids(prompt))
-        if isinstance(row, Demonstration):
-            chat.examples(row.messages, max_length=_UNLIMITED)  # SFT trains every turn, so each needs a mask
+        if isinstance(row, Demonstration) and any(message.role == "assistant" for message in prompt):
+            chat.examples(row.messages, max_length=_UNLIMITED)  # SFT trains earlier answers, too, so each needs a mask
     except DataError as error:
         return f"chat template: {error}"
     for sample in samples:
