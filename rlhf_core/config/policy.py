@@ -21,7 +21,7 @@ from rlhf_core.config.agents import AgentConfig
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig, SamplingConfig
 from rlhf_core.config.monitors import HeldOutConfig, Monitor, check_watched
 from rlhf_core.config.policy_parts import DynamicSampling, PtxConfig, ReferenceSync
-from rlhf_core.config.rewards import EpisodeReward, Gdpo, RewardsConfig, what_moves_rewards
+from rlhf_core.config.rewards import EpisodeReward, Gdpo, RewardsConfig, what_compares_answers, what_moves_rewards
 from rlhf_core.schema.base import OPERATIONAL, Config, added_option
 
 # ---------------------------------------------------------------- the methods, by their type
@@ -242,7 +242,7 @@ class PPOConfig(Config):
     def _greedy_answers_are_comparable(self) -> PPOConfig:
         if not self.advantage.asks_greedy:
             return self
-        moved = what_moves_rewards(self.rewards)
+        moved, compared = what_moves_rewards(self.rewards), what_compares_answers(self.rewards)
         others = {
             "agent": self.agent is not None,
             "staleness": self.staleness,
@@ -250,9 +250,14 @@ class PPOConfig(Config):
             "dynamic_sampling": self.dynamic_sampling is not None,
         }
         found = [name for name, used in others.items() if used]
-        if moved or found:
+        if moved or compared or found:
             rule = "compares with a greedy answer of the same policy, scored by the same rewards"
-            what = f"{moved} scales rewards by the answers around them" if moved else f"{found[0]} is not made for it"
+            if moved:
+                what = f"{moved} scales rewards by the answers around them"
+            elif compared:
+                what = f"{compared} makes them relative to the answers around them, and a greedy answer is scored alone"
+            else:
+                what = f"{found[0]} is not made for it"
             raise ValueError(f"advantage = {self.advantage.type!r}: {rule}, and {what}; remove one of them")
         return self
 

@@ -382,6 +382,15 @@ def what_moves_rewards(rewards: RewardsConfig) -> str:
     return ""
 
 
+def what_compares_answers(rewards: RewardsConfig) -> str:
+    """Return the first setting that makes the value of a term relative to other answers, or ""."""
+    for name, term in rewards.terms.items():
+        counts = term.weight or term.weight_end
+        if counts and isinstance(term, FunctionReward | RemoteReward) and term.compares != "nothing":
+            return f"rewards.terms.{name}.compares = {term.compares!r}"
+    return ""
+
+
 def _check_cache(compares: Compares, *, cache: bool) -> None:
     if cache and compares != "nothing":
         raise ValueError(

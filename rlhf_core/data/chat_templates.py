@@ -62,7 +62,8 @@ def other_opening(template: str, asked: str, shown: str) -> tuple[str, str]:
 
     `asked` is the text of a conversation with the generation prompt, `shown` the same one with its answer.
     """
-    same = next((at for at, (one, other) in enumerate(zip(asked, shown, strict=False)) if one != other), len(asked))
+    shorter = min(len(asked), len(shown))
+    same = next((at for at, (one, other) in enumerate(zip(asked, shown, strict=False)) if one != other), shorter)
     asks, shows = asked[same:][:40], shown[same:][:40]
     rule = f"asks for an answer with {asks!r} where it shows one with {shows!r}, so there is no exact loss mask"
     shipped = shipped_for(template)

@@ -14,6 +14,9 @@ from rlhf_core.types import Message, Prompt
 Row = TypeVar("Row", Demonstration, Preference, Prompt, SteppedAnswer, Feedback)
 
 _UNLIMITED = 1 << 40
+_PROBE = (Message("user", "Hi"),)
+_REASONING = frozenset({"<think>", "</think>"})
+"""Tokens of some models that an answer may spell: reasoning stays in the answers."""
 
 
 def limit(
@@ -32,7 +35,7 @@ def limit(
     answer is counted by its trained tokens, including the end-of-turn token. Rows whose content spells a control token
     of the tokenizer are dropped, because it would forge turns.
     """
-    control = sorted(chat.tokenizer.all_special_tokens)
+    control = control_tokens(chat)
 
     def kept(rows: Sequence[Row]) -> tuple[Row, ...]:
         good: list[Row] = []
@@ -63,6 +66,19 @@ def limit(
         feedback=kept(tables.feedback),
         eval_feedback=kept(tables.eval_feedback),
     )
+
+
+def control_tokens(chat: ChatTemplate) -> list[str]:
+    """Return the texts of the tokens that only a chat template may write: special ones, ends, and those around turns.
+
+    Most tokenizers give names to a few of their special tokens (`all_special_tokens`). Those of Llama 3 and Gemma 3 leave
+    out tokens around turns, and DeepSeek's around turns are not special. Line breaks are tokens of Gemma's vocabulary.
+    """
+    written = chat.ends.union(chat.prompt_ids(_PROBE))
+    added = chat.tokenizer.added_tokens_decoder.items()
+    found = {token.content for number, token in added if token.special or number in written}
+    spelled = {content for content in found - _REASONING if content.strip()}
+    return sorted(spelled.union(chat.tokenizer.all_special_tokens))
 
 
 def parts(

@@ -52,11 +52,11 @@ def continued(tokenizer: Any, text: str) -> Ids:
 def following(tokenizer: Any, text: str, *, after: int) -> Ids:
     """Return the tokens of `text` after the token `after`, which does not change.
 
-    For some tokenizers a special token ends a text, so they mark the beginning of the text after it.
+    For some tokenizers an added token, special or not, ends a text, so they mark the beginning of the text after it.
     """
-    if marks_beginning(tokenizer) and after in tokenizer.all_special_ids:
-        special = str(tokenizer.convert_ids_to_tokens(after))
-        added = difference(lambda whole: encode(tokenizer, whole), special, text)
+    if marks_beginning(tokenizer) and after in tokenizer.added_tokens_decoder:
+        before = str(tokenizer.convert_ids_to_tokens(after))
+        added = difference(lambda whole: encode(tokenizer, whole), before, text)
         if added is not None:
             return added
     return continued(tokenizer, text)

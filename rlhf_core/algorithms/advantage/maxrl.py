@@ -31,8 +31,9 @@ def mean_normalized(rewards_PG: Tensor) -> Tensor:
     """Return (r - group mean) / group mean, 0 for groups of zeros: arXiv 2602.02710.
 
     With rewards 0 and 1 and K successes in a group of G, the mean over the group of A grad log pi is the mean of
-    grad log pi over the successes minus its mean over all: in expectation the gradient of sum over k = 1..G of
-    -(1 - p)^k / k, the first G terms of log p. DataError for rewards below 0, whose mean is no success rate.
+    grad log pi over the successes minus its mean over all: in expectation the gradient of sum over k = 1..G - 1 of
+    -(1 - p)^k / k, the first G - 1 terms of log p. (The G-th is what groups without a success would add, if grad log pi
+    were subtracted in them, too.) DataError for rewards below 0, whose mean is no success rate.
     """
     if bool((rewards_PG < 0).any()):
         rule = "maxrl divides by the mean reward of a prompt, which must be a rate of success"

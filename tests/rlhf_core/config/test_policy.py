@@ -16,6 +16,8 @@ from rlhf_core.algorithms.policy.gspo import GSPOLoss
 from rlhf_core.config.policy import GROUP_ADVANTAGES, PPOConfig
 from rlhf_core.schema.base import keyed
 
+RELATIVE = {"type": "function", "function": "a.b:c", "compares": "group"}
+
 
 def test_the_default_is_ppo() -> None:
     config = PPOConfig()
@@ -94,6 +96,10 @@ def test_estimators_that_compare_samples_need_two_of_them(kind: Any) -> None:
         (
             {"advantage": "remax", "rewards": {"normalise": "running"}},
             "rewards.normalise = 'running' scales rewards by the answers around them",
+        ),
+        (
+            {"advantage": "remax", "rewards": {"terms": {"won": RELATIVE}}},
+            "rewards.terms.won.compares = 'group' makes them relative to the answers around them",
         ),
         ({"reference_sync": {"every": 2}, "kl_coef": 0.0}, "reference_sync: .* kl_coef = 0 loads none"),
         (

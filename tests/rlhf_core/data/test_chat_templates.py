@@ -56,6 +56,11 @@ def test_the_first_difference_is_shown_and_no_template_is_offered_twice() -> Non
     assert remedy.startswith("give a template that shows an answer")
 
 
+def test_an_answer_that_the_template_leaves_out_is_shown_as_nothing() -> None:
+    rule, _ = other_opening("", "<|user|>1<|assistant|>\n", "<|user|>1")
+    assert rule.startswith("asks for an answer with '<|assistant|>\\n' where it shows one with ''")
+
+
 def test_a_policy_declares_one_end_or_several(tmp_path: Path) -> None:
     assert declared_ends(tmp_path) == set()
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))

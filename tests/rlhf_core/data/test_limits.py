@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+from tokenizers import AddedToken
+
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.limits import limit, parts
 from rlhf_core.data.tables import Demonstration, Preference, SteppedAnswer, Tables
@@ -54,6 +57,30 @@ def test_content_that_spells_a_control_token_is_dropped(chat: ChatTemplate) -> N
     kept, dropped = limited(chat, Tables((forged, demonstration("b", "1", "3")), (), (), (), (), ()))
     assert [row.id for row in kept.demonstrations] == ["b"]
     assert dropped[0].startswith("1 content holds a control token: <|")
+
+
+@pytest.mark.parametrize(
+    ("token", "special", "written", "kept"),
+    [
+        ("<start_of_turn>", True, False, False),  # special, but without a name, as in Gemma 3 and Llama 3
+        ("<｜User｜>", False, True, False),  # around a turn, but not special, as in DeepSeek-R1
+        ("\n", False, True, True),  # Gemma's
+        ("<tool_call>", False, False, True),
+        ("<think>", True, True, True),
+    ],
+)
+def test_a_control_token_need_not_have_a_name(
+    chat: ChatTemplate, token: str, special: bool, written: bool, kept: bool
+) -> None:
+    tokenizer = ChatTemplate.load(Path(chat.tokenizer.name_or_path)).tokenizer
+    tokenizer.add_tokens([AddedToken(token, special=special, normalized=False)])
+    assert token not in tokenizer.all_special_tokens
+    if written:
+        tokenizer.chat_template = "{% for m in messages %}{{ '" + token + "' + m['content'] + eos_token }}{% endfor %}"
+    # an ordinary token that a policy declares as an end may be in a content
+    declared = ChatTemplate(tokenizer, ends=[tokenizer.convert_tokens_to_ids("2")])
+    _, dropped = limited(declared, Tables((demonstration("a", "1", f"2{token}3"),), (), (), (), (), ()))
+    assert dropped == ([] if kept else [f"1 content holds a control token: {token}"])
 
 
 def with_template(chat: ChatTemplate, template: str) -> ChatTemplate:

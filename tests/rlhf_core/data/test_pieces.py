@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.steps import StepSplitter
@@ -160,6 +161,16 @@ def test_text_that_follows_sampled_tokens_gains_no_mark(kind: str) -> None:
         both = first + chat.following_ids(text, after=first[-1])
         assert spelt(chat, both) == f"Hello{text}"
     assert chat.following_ids("\nHello", after=chat.eos_id) == ids(chat, "</s>\nHello")[1:]
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_text_follows_an_added_token_without_a_name_as_in_the_whole_text(kind: str, special: bool) -> None:
+    tokenizer = tokenizer_of(kind, ZEPHYR)
+    tokenizer.add_tokens([AddedToken("<|end|>", special=special, normalized=False)])  # as Phi-3's end of a turn
+    chat, end = ChatTemplate(tokenizer), tokenizer.convert_tokens_to_ids("<|end|>")
+    for text in ("Hello", "\nHello", " Hello"):
+        whole = ids(chat, f"Hello<|end|>{text}")
+        assert chat.following_ids(text, after=end) == whole[whole.index(end) + 1 :]
 
 
 def test_steps_are_found_by_what_they_are_separated_with(kind: str) -> None:

@@ -215,6 +215,23 @@ def test_a_monitor_of_a_metric_that_no_step_has_ends_the_run(tmp_path: Path, pol
         shop.run("ppo", watched(monitors=[{"type": "band", "metric": "rollout/lenght", "low": 1.0}]), inputs)
 
 
+@pytest.mark.parametrize("advantage", ["rloo", "gae"])
+def test_a_first_step_whose_answers_are_all_cut_off_and_masked_does_not_end_the_run(
+    tmp_path: Path, policy: Path, advantage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    shop, inputs = shop_and_inputs(tmp_path, policy)
+    # one token of 320 ends an answer, so that all 8 answers of the first step have two tokens, the limit
+    cut_off: dict[str, Any] = {"sampling": {"max_tokens": 2}, "truncated_answers": "mask", "steps": 1}
+    monitor = {"type": "band", "metric": "policy/entropy", "high": 9.0}
+    shop.run("ppo", watched(monitors=[monitor], advantage={"type": advantage}, **cut_off), inputs)
+    assert series(shop, "rollout/masked") == [1.0]
+    assert series(shop, "policy/entropy") == []
+    assert "no step had the metric policy/entropy" in caplog.text
+    misspelt = {"type": "band", "metric": "rollout/lenght", "high": 9.0}
+    with pytest.raises(ConfigError, match="no step of this run"):
+        shop.run("ppo", watched(monitors=[misspelt], advantage={"type": advantage}, **cut_off), inputs)
+
+
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [

@@ -23,8 +23,7 @@ def test_a_reward_is_measured_in_means_of_its_group() -> None:
 def test_the_expected_gradient_is_that_of_the_first_terms_of_the_log_likelihood(p: float, group: int) -> None:
     """One decision with P(success) = p = sigmoid(theta): grad log pi is 1 - p on a success and -p on a failure.
 
-    The target is d/d theta of -sum over k = 1..G of (1 - p)^k / k = (1 - p) (1 - (1 - p)^G). A group without a success
-    is left out with its baseline, too, which adds E[-(mean of grad log pi); no success] = p (1 - p)^G less.
+    The target is d/d theta of -sum over k = 1..G - 1 of (1 - p)^k / k = (1 - p) (1 - (1 - p)^(G - 1)).
     """
     expected = 0.0
     for outcome in itertools.product([1.0, 0.0], repeat=group):
@@ -32,8 +31,7 @@ def test_the_expected_gradient_is_that_of_the_first_terms_of_the_log_likelihood(
         advantages = mean_normalized(torch.tensor([outcome], dtype=torch.float64))[0].tolist()
         scores = [1 - p if won else -p for won in outcome]
         expected += probability * sum(a * s for a, s in zip(advantages, scores, strict=True)) / group
-    truncated_likelihood = (1 - p) * (1 - (1 - p) ** group)
-    assert expected == pytest.approx(truncated_likelihood - p * (1 - p) ** group, rel=1e-9)
+    assert expected == pytest.approx((1 - p) * (1 - (1 - p) ** (group - 1)), rel=1e-9)
 
 
 def test_rewards_below_zero_are_refused() -> None:
