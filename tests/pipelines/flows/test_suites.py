@@ -124,7 +124,11 @@ def test_baselines_take_part_in_every_suite_and_not_in_the_report_of_evaluate(tm
             {"type": "judge", "judge": {"url": "http://h/v1", "model": "m"}, "against": "champion"},
             r"\[publish.challenge\]",
         ),
-        ({"type": "refusal", "phrases": ["No"]}, "must be text in lower case"),
+        ({"type": "refusal", "phrases": ["No"]}, r"evaluate\.suites\.0\.phrases = 'No': must be text in lower case"),
+        (
+            {"type": "pass_at_k", "function": GOLD, "k": [1, 1]},
+            r"evaluate\.suites\.0\.k = \[1, 1\]: must be different numbers of at least 1; name each once",
+        ),
     ],
 )
 def test_a_suite_that_cannot_work_is_refused_with_the_profile(change: dict[str, Any], rule: str) -> None:
