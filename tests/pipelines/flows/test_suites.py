@@ -125,6 +125,11 @@ def test_baselines_take_part_in_every_suite_and_not_in_the_report_of_evaluate(tm
             r"\[publish.challenge\]",
         ),
         ({"type": "refusal", "phrases": ["No"]}, r"evaluate\.suites\.0\.phrases = 'No': must be text in lower case"),
+        ({"type": "custom", "function": GOLD, "measure": "prompts"}, r"measure = 'prompts': must not be the name of"),
+        (
+            {"type": "pass_at_k", "function": GOLD, "threshold": float("nan")},
+            "threshold = nan: must be a finite number",
+        ),
         (
             {"type": "pass_at_k", "function": GOLD, "k": [1, 1]},
             r"evaluate\.suites\.0\.k = \[1, 1\]: must be different numbers of at least 1; name each once",
