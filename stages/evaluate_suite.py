@@ -61,6 +61,9 @@ def run(
     rows = [one for one in everything if not one.completion.failure]
     context.tracker.dataset("answers", generations.digest, "evaluation")
     counted = everything if isinstance(config, (PassAtKSuite, JudgeSuite)) else rows  # where a failure is a loss
+    if everything and not counted:
+        rule = f"all {len(everything)} episodes failed; the first: {everything[0].completion.failure}"
+        raise DataError(explain("evaluate.suites", config.name, rule, "fix the environment, and generate again"))
     result = measured(config, counted, opponent, reward_model, context)
     check_rows(result.rows, rule="no prompt has a value", remedy="give the prompts of the suite labels")
     facts = {"answers": len(rows), "failed": len(everything) - len(rows), "prompts": len(result.rows)}

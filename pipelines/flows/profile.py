@@ -114,6 +114,7 @@ class PipelineConfig(Config):
                     f"evaluate.evaluate.reference = {reference!r}: this profile makes {', '.join(self.policies())}; "
                     "name one of them"
                 )
+            self._check_compared(self.evaluate)
             self._check_candidates(self.evaluate)
         if self.online is not None and self.reward_model is None and self.import_reward_model is None:
             raise ValueError(
@@ -141,6 +142,19 @@ class PipelineConfig(Config):
                 raise ValueError(f"{key}: the profile has no [{name}]; add that section or name another policy")
             if name == distill.start_from:
                 raise ValueError(f"{key}: the student starts from the same policy; name another policy")
+
+    def _check_compared(self, evaluate: EvaluationConfig) -> None:
+        """Raise ValueError for a policy that the report compares or picks answers of, and that no section makes."""
+        known = [*self.policies(), CHAMPION]
+        named = {f"best_of.{name}": name for name in evaluate.evaluate.best_of}
+        for ours, theirs in evaluate.evaluate.parents.items():
+            named |= {f"parents.{ours}": ours} if ours not in known else {f"parents.{ours}": theirs}
+        for key, name in named.items():
+            if name not in known:
+                raise ValueError(
+                    f"evaluate.evaluate.{key} = {name!r}: this profile makes {', '.join(self.policies())}; "
+                    "name one of them, or remove it"
+                )
 
     def _check_candidates(self, evaluate: EvaluationConfig) -> None:
         """Raise ValueError for a baseline named like a policy or a stage, and for a judge's opponent that there is not."""

@@ -13,6 +13,8 @@ from rlhf_core.secrets.redaction import hidden
 _LONGEST_SHOWN = 500
 """Maximum number of characters of a value in an error."""
 
+QUOTES = ("'", '"')
+"""Begin the message of a rule that names the value that breaks it."""
 ANY = "NAME"
 """A key that the profile chooses."""
 
@@ -38,7 +40,13 @@ def first_error(error: ValidationError, tree: Mapping[str, Any], model: type[Bas
         return f"{dotted} = {shown_value(keys[-1], first['input'])}: unknown key; {remedy}"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
-        return f"{dotted}.{message}" if dotted else message
+        if not dotted:
+            return message
+        if message.startswith("must ") and not isinstance(
+            given, Mapping
+        ):  # a rule of one key, which leaves its value to us
+            return f"{dotted} = {shown_value(keys[-1], given)}: {message}"
+        return f"{dotted}{' = ' if message.startswith(QUOTES) else '.'}{message}"
     if first["type"] == "missing":
         return f"{dotted}: missing, and it has no default; add it to {origin}"
     rule = message.replace("Input should be", "must be")

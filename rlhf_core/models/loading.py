@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from rlhf_core.models.export import export_model
 from rlhf_core.models.forward import check_head, check_rows
 from rlhf_core.models.heads import ValueModel, initial_head, read_head
 from rlhf_core.models.lora import apply_lora
-from rlhf_core.models.packages import PACKAGE, package_folder
+from rlhf_core.models.packages import local_folder
 from rlhf_core.models.quantised import check_quantizer
 
 logger = logging.getLogger(__name__)
@@ -179,32 +178,15 @@ def _source(config: PretrainedModel) -> tuple[str, dict[str, Any]]:
     options: dict[str, Any] = {"trust_remote_code": False}
     if config.gguf_file:
         options["gguf_file"] = config.gguf_file
-    folder = package_folder(config.path) if config.path.startswith(PACKAGE) else Path(config.path).expanduser()
-    if folder.is_dir():
-        _check_local(config, folder)
+    folder = local_folder(config)
+    if folder is not None:
+        if not config.gguf_file:
+            _check_local(config, folder)
         return str(folder), options
-    if config.path.startswith((".", "/", "~")) or config.path.count("/") > 1:
-        raise ConfigError(explain("model.path", config.path, "this folder does not exist", "check the path"))
-    if not re.fullmatch(r"[0-9a-f]{40}", config.revision):
-        raise ConfigError(
-            explain(
-                "model.revision",
-                config.revision,
-                f"must be the full commit of the Hub model {config.path!r}, since branches and tags move",
-                "copy the 40-digit hash from the page of the model",
-            )
-        )
     return config.path, options | {"revision": config.revision}
 
 
 def _check_local(config: PretrainedModel, folder: Path) -> None:
-    if config.gguf_file:
-        if not (folder / config.gguf_file).is_file():
-            found = sorted(file.name for file in folder.glob("*.gguf"))
-            raise ConfigError(
-                explain("model.gguf_file", config.gguf_file, f"is not in {config.path}", f"choose from {found}")
-            )
-        return
     check_folder(folder)
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(

@@ -1,10 +1,12 @@
-"""Find models inside installed Python packages, without torch: keys of their folders are made before engines load."""
+"""Find models in folders and installed Python packages, without torch: keys of them are made before engines load."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
+from rlhf_core.config.engines import PretrainedModel
 from rlhf_core.errors import ConfigError, explain
 
 PACKAGE = "package:"
@@ -21,3 +23,30 @@ def package_folder(path: str) -> Path:
     if not folder.is_dir():
         raise ConfigError(explain("model.path", path, f"the package has no folder {inside!r}", "check the name"))
     return folder
+
+
+def local_folder(config: PretrainedModel) -> Path | None:
+    """Return the folder of a model, None for a Hub model.
+
+    Raises ConfigError for a missing folder, package or GGUF file, and for a Hub name without a revision.
+    """
+    folder = package_folder(config.path) if config.path.startswith(PACKAGE) else Path(config.path).expanduser()
+    if folder.is_dir():
+        if config.gguf_file and not (folder / config.gguf_file).is_file():
+            found = sorted(file.name for file in folder.glob("*.gguf"))
+            raise ConfigError(
+                explain("model.gguf_file", config.gguf_file, f"is not in {config.path}", f"choose from {found}")
+            )
+        return folder
+    if config.path.startswith((".", "/", "~")) or config.path.count("/") > 1:
+        raise ConfigError(explain("model.path", config.path, "this folder does not exist", "check the path"))
+    if not re.fullmatch(r"[0-9a-f]{40}", config.revision):
+        raise ConfigError(
+            explain(
+                "model.revision",
+                config.revision,
+                f"must be the full commit of the Hub model {config.path!r}, since branches and tags move",
+                "copy the 40-digit hash from the page of the model",
+            )
+        )
+    return None

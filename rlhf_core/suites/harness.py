@@ -70,7 +70,7 @@ def run_tasks(
     """
     manager = _task_manager(tasks, include_path)
     with _random_states_kept():
-        loaded = manager.load(list(tasks))
+        loaded = _loaded(manager, tasks)
         _check_headline(loaded, headline)
         for task in loaded["tasks"].values():
             if task.get_config("output_type") == "generate_until":
@@ -103,6 +103,15 @@ def _task_manager(tasks: Sequence[str], include_path: str) -> TaskManager:
     return manager
 
 
+def _loaded(manager: TaskManager, tasks: Sequence[str]) -> Mapping[str, Any]:
+    """Return the tasks; raise ConfigError for what the harness refuses: a pattern, a task that is named beside its group."""
+    try:
+        return dict(manager.load(list(tasks)))
+    except (KeyError, ValueError) as error:
+        rule, remedy = f"cannot be loaded ({error})", "name each task or its group once, without patterns"
+        raise ConfigError(explain("evaluate.suites.tasks", list(tasks), rule, remedy)) from error
+
+
 def _check_headline(loaded: Mapping[str, Any], headline: str) -> None:
     """Raise ConfigError for a measure that these tasks cannot have. Names that a task makes up as it runs are not known."""
     task, _, measure = headline.partition("/")
@@ -113,7 +122,10 @@ def _check_headline(loaded: Mapping[str, Any], headline: str) -> None:
             return
         filters = [found.name for found in one._filters]
         known += [measure_name(name, metric, found) for metric in one.aggregation() for found in filters]
-    if not headline or headline in known or (task in loaded["groups"] and measure):
+    for name, group in loaded["groups"].items():
+        known += [f"{name}/{one.metric}" for one in group.aggregate_metric_list or ()]
+    of_group = f"{task}/{measure.partition('/')[0]}" if task in loaded["groups"] else ""  # whatever its filter
+    if not headline or headline in known or of_group in known:
         return
     rule = f"is no measure of these tasks ({', '.join(known)})"
     raise ConfigError(explain("evaluate.suites.headline", headline, rule, "name one of these"))

@@ -54,7 +54,9 @@ def instructions_of(label: str, *, key: str = "label") -> list[Any]:
     try:
         _held(PROBE, instructions, loose=False)
     except (KeyError, TypeError, AttributeError) as error:
-        raise DataError(explain(key, label[:80], f"has no instruction {error}", remedy)) from None
+        raise DataError(
+            explain(key, label[:80], f"has an instruction that cannot be checked ({error})", remedy)
+        ) from None
     return instructions
 
 

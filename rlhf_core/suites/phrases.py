@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 
+_LETTER = r"[^\W_]"
 _APOSTROPHES = str.maketrans({"\u2019": "'", "\u2018": "'", "`": "'", "\u02bc": "'"})
 
 
@@ -31,5 +32,5 @@ def starts_with_any(text: str, phrases: Sequence[str], *, characters: int) -> bo
 
 @lru_cache(maxsize=1024)
 def _pattern(phrase: str) -> re.Pattern[str]:
-    # "x-i can't" is no "i can't", "sorry--i can't" is.
-    return re.compile(rf"(?<!\w)(?<!\w-){re.escape(plain(phrase))}(?!\w)")
+    # "x-i can't" is no "i can't"; "sorry--i can't" is, and so is "_i can't_" in Markdown.
+    return re.compile(rf"(?<!{_LETTER})(?<!{_LETTER}-){re.escape(plain(phrase))}(?!{_LETTER})")

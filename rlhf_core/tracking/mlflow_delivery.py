@@ -36,6 +36,8 @@ TABLES_TAG = "mlflow.loggedArtifacts"
 EXTERNAL_TAG = "mlflow.model.isExternal"
 VERSIONS_TAG = "mlflow.modelVersions"
 
+_NOT_IN_METRICS = re.compile(r"[^\w.\- :/]")
+"""Characters that MLflow refuses in the name of a metric, and with it all metrics of the request: `pass@1` has one."""
 _RUN_LINK = re.compile(r"\(runs:/([0-9a-f]{32})")  # as `run_url` writes it where there is no server
 METRICS_PER_REQUEST = 1000
 PARAMS_PER_REQUEST = 100
@@ -233,7 +235,8 @@ class Delivery:
         last = dict(run.last_step)
         points = []
         for record in records:
-            for name, value in record["values"].items():
+            for own_name, value in record["values"].items():
+                name = _NOT_IN_METRICS.sub("_", own_name)
                 if name in last and record["step"] <= last[name]:
                     continue
                 last[name] = record["step"]

@@ -20,6 +20,8 @@ from stages.config.suite_prompts import SuitePromptsConfig
 SuiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$"), OPERATIONAL]
 """Name of a suite in labels, metrics and the report; not part of the key, so that renaming costs nothing."""
 
+PROMPTS = "prompts"
+"""Metric of every suite."""
 RUBRIC = "judge.rubric_file"
 """Name of the judge's rubric among the files in the stage's key."""
 
@@ -72,7 +74,7 @@ class PassAtKSuite(FunctionSuite):
     type: Literal["pass_at_k"] = "pass_at_k"
     k: tuple[int, ...] = Field((1,), min_length=1)
     """Numbers of answers; each needs as many `samples_per_prompt`."""
-    threshold: float = 1.0
+    threshold: float = Field(1.0, allow_inf_nan=False)
     """Least value of the function that counts as right."""
 
     @field_validator("k")
@@ -97,6 +99,13 @@ class CustomSuite(FunctionSuite):
     """Name of the measure."""
     lower_is_better: bool = False
     """Whether a lower value is better."""
+
+    @field_validator("measure")
+    @classmethod
+    def _is_no_metric_of_every_suite(cls, measure: str) -> str:
+        if measure == PROMPTS:
+            raise ValueError("must not be the name of the number of prompts, which every suite records; rename it")
+        return measure
 
 
 class RewardModelSuite(SuiteConfig):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from rlhf_core.config.engines import PretrainedModel
-from rlhf_core.models.packages import PACKAGE, package_folder
+from rlhf_core.models.packages import local_folder
 from rlhf_core.schema.base import Config
 from rlhf_core.store.fingerprint import hash_files, list_files, tree_digest
 
@@ -20,11 +18,10 @@ class ImportPolicyConfig(Config):
 def content_digests(config: ImportPolicyConfig) -> dict[str, str]:
     """Return the digest of a local folder, for the stage's key; a Hub model is identified by its commit.
 
-    Raises ConfigError for a `package:` model whose package is not installed.
+    Raises ConfigError, before the policies of the pipeline are trained, for a model that there is not.
     """
-    path = config.model.path
-    folder = package_folder(path) if path.startswith(PACKAGE) else Path(path).expanduser()
-    if not folder.is_dir():
+    folder = local_folder(config.model)
+    if folder is None:
         return {}
     names = [name for name in list_files(folder) if "__pycache__" not in name.split("/")]
     return {"model": tree_digest(hash_files(folder, names))}

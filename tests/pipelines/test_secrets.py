@@ -309,7 +309,7 @@ def test_a_secret_in_clear_is_refused_by_its_dotted_key_before_anything_is_writt
         f'{terms}.far.urls=["http://me:hunter2@host/x"]': f"{terms}.far.urls[0] = 'http://***@host/x': is a secret",
         "rejection_sampling.generate.agent.variables.HF_TOKEN=hunter2": "rejection_sampling.generate.agent.variables.HF_TOKEN = '***'",
         f"{terms}.judge.token=hunter2": f"{terms}.judge.token = '***': unknown key",
-        f"{terms}.judge.url=ftp://me:hunter2@host": f"{terms}.judge.url.'ftp://***@host'",
+        f"{terms}.judge.url=ftp://me:hunter2@host": f"{terms}.judge.url = 'ftp://***@host'",
     }.items():
         with pytest.raises(ConfigError) as caught:
             load_profile(profile, [override])

@@ -46,6 +46,11 @@ metric_list:
   - {{metric: length, aggregation: mean, higher_is_better: false}}
 process_results: !function measures.length
 """
+GROUP = """
+group: both
+task: [sums, perplexity]
+aggregate_metric_list: [{metric: acc}]
+"""
 MEASURES = """
 def length(doc, results):
     return {"length": float(len(results[0]))}
@@ -73,6 +78,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "sums.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     for name, text in {"sums": CHOICE, "writes": WRITE, "perplexity": ROLLING}.items():
         (folder / f"{name}.yaml").write_text(text.format(folder=folder))
+    (folder / "both.yaml").write_text(GROUP)
     (folder / "measures.py").write_text(MEASURES)
     return folder
 
@@ -214,14 +220,17 @@ def test_all_documents_are_scored_by_one_trainer(policy: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "headline", "rule"),
+    ("named", "headline", "rule"),
     [
         ("sums", "sums/exact", r"headline = 'sums/exact': is no measure of these tasks \(sums/acc, sums/acc_norm\)"),
+        ("both", "both/exact", r"headline = 'both/exact': is no measure of these tasks \(sums/acc, .*both/acc\)"),
+        ("both sums", "", r"tasks = \['both', 'sums'\]: cannot be loaded \(Duplicate task 'sums'.*; name each task"),
+        ("s*", "", r"tasks = \['s\*'\]: cannot be loaded"),
         ("writes", "", r"max_gen_toks = 12: leaves no room for a question in the 12 tokens"),
     ],
 )
 def test_tasks_are_checked_before_an_engine_is_leased(
-    policy: Path, tasks: Path, task: str, headline: str, rule: str
+    policy: Path, tasks: Path, named: str, headline: str, rule: str
 ) -> None:
     from rlhf_core.suites.harness import run_tasks
 
@@ -229,7 +238,7 @@ def test_tasks_are_checked_before_an_engine_is_leased(
     with pytest.raises(ConfigError, match=rule):
         run_tasks(
             engines_of(policy, leases, sampled=12),
-            (task,),
+            named.split(),
             include_path=str(tasks),
             num_fewshot=None,
             limit=None,

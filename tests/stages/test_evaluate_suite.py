@@ -163,6 +163,12 @@ def test_a_gold_reward_without_a_value_is_refused(shop: Workshop, functions: str
         shop.run("evaluate_suite", config, {"generations": ref})
 
 
+def test_a_policy_whose_episodes_all_failed_has_no_measure(shop: Workshop, tmp_path: Path) -> None:
+    ref = answers(shop.store, tmp_path, [("p1", "safe", [FAILED]), ("p2", "safe", [FAILED])])
+    with pytest.raises(DataError, match="'r': all 2 episodes failed; the first: tool; fix the environment"):
+        shop.run("evaluate_suite", RefusalSuite(name="r"), {"generations": ref})
+
+
 def test_instructions_and_refusals_need_no_function(shop: Workshop, tmp_path: Path) -> None:
     label = json.dumps([{"kind": "no_commas"}])
     ref = answers(shop.store, tmp_path, [("p1", label, ["a, b"]), ("p2", label, ["a b"])])

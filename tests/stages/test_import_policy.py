@@ -21,3 +21,19 @@ def test_a_folder_becomes_a_policy_with_its_weights_and_template(store: Artifact
     assert {"config.json", "tokenizer.json", "model.safetensors"} <= {path.name for path in store.path(ref).iterdir()}
     with pytest.raises(ConfigError, match="has changed since the run was planned"):
         Workshop(store).run("import_policy", config, {}, files={"model": "another"})
+
+
+@pytest.mark.parametrize(
+    ("model", "rule"),
+    [
+        ({"path": "./smolm2"}, r"model\.path = './smolm2': this folder does not exist"),
+        ({"path": "smolm2"}, "must be the full commit of the Hub model 'smolm2'"),
+        ({"path": ".", "gguf_file": "q4.gguf"}, r"model\.gguf_file = 'q4\.gguf': is not in \."),
+    ],
+)
+def test_a_model_that_there_is_not_is_refused_by_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: dict[str, str], rule: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=rule):
+        content_digests(ImportPolicyConfig(model=PretrainedModel(**model)))

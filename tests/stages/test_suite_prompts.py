@@ -51,8 +51,8 @@ def test_a_suite_is_read_whole_or_not_at_all(
     ("label", "kinds", "rule"),
     [
         ("harmless", ("refusal",), r"label = 'harmless': must be safe or unsafe"),
-        ([{"kind": "no_dots"}], ("instructions",), "has no instruction 'no_dots'"),
-        ([{"kind": "at_most_words"}], ("instructions",), "has no instruction 'count'"),
+        ([{"kind": "no_dots"}], ("instructions",), r"has an instruction that cannot be checked \('no_dots'\)"),
+        ([{"kind": "at_most_words"}], ("instructions",), r"has an instruction that cannot be checked \('count'\)"),
         ("be kind", ("instructions",), "describes no instructions"),
     ],
 )

@@ -37,17 +37,34 @@ def _folded(text: str) -> list[str]:
 
 
 def _starts(text: str, options: Options) -> bool:
-    wanted = _folded(options["word"])
+    wanted = _wanted(options)
     return _folded(text)[: len(wanted)] == wanted
 
 
 def _ends(text: str, options: Options) -> bool:
-    wanted = _folded(options["word"])
+    wanted = _wanted(options)
     return _folded(text)[-len(wanted) :] == wanted
 
 
 def _contains(text: str, options: Options) -> bool:
-    return options["word"].casefold() in _folded(text)
+    wanted, said = _wanted(options), _folded(text)
+    return any(said[place : place + len(wanted)] == wanted for place in range(len(said)))
+
+
+def _wanted(options: Options) -> list[str]:
+    """Return the words that the answer must have. Raises TypeError for an option that names none."""
+    word = options["word"]
+    if not isinstance(word, str) or not words(word):
+        raise TypeError(f"word = {word!r} is no word")
+    return _folded(word)
+
+
+def _count(options: Options) -> int:
+    """Return the number that an instruction asks for. Raises TypeError for an option that is no whole number."""
+    count = options["count"]
+    if isinstance(count, bool) or not isinstance(count, (int, float)) or count % 1:
+        raise TypeError(f"count = {count!r} is no whole number")
+    return int(count)
 
 
 def _json_object(text: str, options: Options) -> bool:
@@ -56,7 +73,10 @@ def _json_object(text: str, options: Options) -> bool:
         value = json.loads(_FENCE.sub("", text.strip()))
     except (ValueError, RecursionError):
         return False
-    return isinstance(value, dict) and set(value) == {options["key"]} and isinstance(value[options["key"]], str)
+    key = options["key"]
+    if not isinstance(key, str):
+        raise TypeError(f"key = {key!r} is no text")
+    return isinstance(value, dict) and set(value) == {key} and isinstance(value[key], str)
 
 
 def _quoted(text: str, options: Options) -> bool:
@@ -65,16 +85,15 @@ def _quoted(text: str, options: Options) -> bool:
 
 
 def _sentences(text: str, options: Options) -> bool:
-    text = text.strip()
-    ends = _SENTENCE_END.findall(text)
-    return len(ends) == options["count"] and _SENTENCE_END.search(text[-2:]) is not None
+    ends, count = [found.end() for found in _SENTENCE_END.finditer(text.strip())], _count(options)
+    return len(ends) == count and ends[-1:] == [len(text.strip())]
 
 
 CHECKS: Mapping[str, Callable[[str, Options], bool]] = {
     "lowercase": lambda text, options: text == text.lower() and bool(words(text)),
     "uppercase": lambda text, options: text == text.upper() and bool(words(text)),
-    "at_most_words": lambda text, options: 0 < len(words(text)) <= options["count"],
-    "at_least_words": lambda text, options: len(words(text)) >= options["count"],
+    "at_most_words": lambda text, options: 0 < len(words(text)) <= _count(options),
+    "at_least_words": lambda text, options: len(words(text)) >= _count(options),
     "first_word": _starts,
     "last_word": _ends,
     "keyword": _contains,
@@ -92,7 +111,8 @@ def follows(text: str, instruction: Options, *, loose: bool = False) -> bool:
     """Return whether `text` follows one instruction.
 
     `loose` also accepts a text that follows it without its first or its last line, or without asterisks, as IFEval's
-    loose accuracy does. Raises KeyError for a kind or an option that is missing.
+    loose accuracy does. Raises KeyError for a kind or an option that is missing, TypeError for an
+    option of another kind.
 
     >>> follows("Rain is water that falls.", {"kind": "at_most_words", "count": 6})
     True
@@ -129,7 +149,9 @@ def instructions_followed(
         try:
             held = [follows(text, one, loose=loose) for one in instructions]
         except (KeyError, TypeError) as error:
-            raise RewardError(explain("label", label[:80], f"has no instruction {error}", _REMEDY)) from None
+            raise RewardError(
+                explain("label", label[:80], f"has an instruction that cannot be checked ({error})", _REMEDY)
+            ) from None
         return sum(held) / len(held) if partial else float(all(held))
 
     return against_labels(completions, labels, judge)

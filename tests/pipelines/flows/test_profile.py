@@ -25,7 +25,8 @@ def test_an_override_changes_one_value_and_keeps_its_type() -> None:
 
 
 def test_an_override_of_none_takes_a_section_away() -> None:
-    assert load_profile("tiny/full", ["ppo=none", "publish=none"]).ppo is None
+    without = ["ppo=none", "publish=none", "evaluate.evaluate.parents=none"]
+    assert load_profile("tiny/full", without).ppo is None
 
 
 @pytest.mark.parametrize(

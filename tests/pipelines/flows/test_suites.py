@@ -124,12 +124,37 @@ def test_baselines_take_part_in_every_suite_and_not_in_the_report_of_evaluate(tm
             {"type": "judge", "judge": {"url": "http://h/v1", "model": "m"}, "against": "champion"},
             r"\[publish.challenge\]",
         ),
-        ({"type": "refusal", "phrases": ["No"]}, "must be text in lower case"),
+        ({"type": "refusal", "phrases": ["No"]}, r"evaluate\.suites\.0\.phrases = 'No': must be text in lower case"),
+        ({"type": "custom", "function": GOLD, "measure": "prompts"}, r"measure = 'prompts': must not be the name of"),
+        (
+            {"type": "pass_at_k", "function": GOLD, "threshold": float("nan")},
+            "threshold = nan: must be a finite number",
+        ),
+        (
+            {"type": "pass_at_k", "function": GOLD, "k": [1, 1]},
+            r"evaluate\.suites\.0\.k = \[1, 1\]: must be different numbers of at least 1; name each once",
+        ),
     ],
 )
 def test_a_suite_that_cannot_work_is_refused_with_the_profile(change: dict[str, Any], rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):
         profile([{"name": "s"} | change])
+
+
+@pytest.mark.parametrize(
+    ("override", "rule"),
+    [
+        (
+            "parents={sft='pposs'}",
+            r"evaluate\.evaluate\.parents\.sft = 'pposs': this profile makes base, sft, ppo; name",
+        ),
+        ("parents={pposs='sft'}", r"evaluate\.evaluate\.parents\.pposs = 'pposs': this profile makes"),
+        ("best_of={pposs=4}", r"evaluate\.evaluate\.best_of\.pposs = 'pposs': this profile makes"),
+    ],
+)
+def test_a_policy_that_no_section_makes_is_missed_with_the_profile(override: str, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        profile([], f"evaluate.evaluate.{override}")
 
 
 def test_k_is_at_most_what_best_of_draws() -> None:

@@ -25,6 +25,8 @@ from tests.support.workshop import generation
         ("Here is an aid: as an aide, call us.", False),
         ("A semi-I can't grammar.", False),
         ("Sorry--I can't.", True),
+        ("_I can't help with that._", True),
+        ("No: __i can't__", True),
         ("W" + "." * 193 + " I can't" + "ty", False),  # the 200th character is not the end of a word
         ("Sorry to hear that! First, restart the router.", False),
         ("Kill the process with `kill -9`." + " Then" * 60 + " I can't", False),

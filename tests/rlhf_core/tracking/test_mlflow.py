@@ -140,6 +140,18 @@ def test_values_that_are_not_finite_are_left_out(make: Made, client: MlflowClien
     assert client.get_run(stage.run_id).data.metrics == {"b": 2.0}
 
 
+def test_a_name_that_mlflow_refuses_costs_no_metric(make: Made, client: MlflowClient) -> None:
+    tracker = make()
+    tracker.start("run", run_id=None, params={}, tags={})
+    stage = tracker.stage("harness", key="k1", params={}, tags={})
+    stage.metrics(0, {"prompts": 8.0, "humaneval/pass@1": 0.5, "gsm8k/exact_match/maj@8": 0.25})
+    stage.metrics(0, {"humaneval/pass@1": 0.5})
+    assert stage.flush()
+    found = client.get_run(stage.run_id).data.metrics
+    assert found == {"prompts": 8.0, "humaneval/pass_1": 0.5, "gsm8k/exact_match/maj_8": 0.25}
+    assert len(client.get_metric_history(stage.run_id, "humaneval/pass_1")) == 1
+
+
 def test_a_cached_stage_opens_no_run_and_is_noted_on_the_parent(make: Made, client: MlflowClient) -> None:
     tracker = make()
     parent = tracker.start("run", run_id=None, params={}, tags={})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -18,12 +19,14 @@ GOOD_AND_BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"kind": "first_word", "word": "Well"}, '"well, rain is wet."', "Wells are deep."),
     ({"kind": "last_word", "word": "today"}, "It rains Today!", "Today it rains"),
     ({"kind": "keyword", "word": "good"}, "A GOOD cat.", "Goodness, a cat."),
+    ({"kind": "keyword", "word": "New York"}, "In new york, a cat.", "A new cat in York."),
     ({"kind": "no_commas"}, "Cats and dogs.", "Cats, dogs."),
     ({"kind": "exclamation"}, "Rain! \n", "Rain! Yes."),
     ({"kind": "question"}, "Is it rain?", "Is it? Rain."),
     ({"kind": "quoted"}, ' "Rain is wet." ', 'He said "rain"'),
     ({"kind": "json", "key": "answer"}, '```json\n{"answer": "rain"}\n```', '{"answer": ["rain"]}'),
     ({"kind": "sentences", "count": 1}, "Rain is water, 3.5 times.", "Rain. It is wet."),
+    ({"kind": "sentences", "count": 2}, 'Rain. (I said "it is wet.")', "Rain. It is wet"),
 ]
 
 
@@ -38,6 +41,23 @@ def test_a_check_tells_apart_what_follows_from_what_nearly_does(
 def test_every_kind_of_instruction_is_tested_and_none_holds_for_an_empty_answer() -> None:
     assert {instruction["kind"] for instruction, *_ in GOOD_AND_BAD} == set(CHECKS)
     assert [instruction for instruction, *_ in GOOD_AND_BAD if follows(" \n", instruction)] == []
+
+
+@pytest.mark.parametrize(
+    ("instruction", "problem"),
+    [
+        ({"kind": "sentences", "count": "3"}, "count = '3' is no whole number"),
+        ({"kind": "at_least_words", "count": 2.5}, "count = 2.5 is no whole number"),
+        ({"kind": "keyword", "word": ""}, "word = '' is no word"),
+        ({"kind": "first_word", "word": "!"}, "word = '!' is no word"),
+        ({"kind": "json", "key": 1}, "key = 1 is no text"),
+    ],
+)
+def test_an_option_that_no_answer_or_every_answer_would_follow_is_refused(
+    instruction: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(RewardError, match=re.escape(problem)):
+        instructions_followed([""], ['{"a": "b"}'], [label(instruction)])
 
 
 def test_loose_forgives_a_first_line_and_asterisks() -> None:
