@@ -2,8 +2,8 @@
 
 A section that a profile leaves out switches that part of the pipeline off. A profile may extend another one: `extends =
 "full.toml"` (a relative path) or `"tiny/full"` (a shipped profile). Tables are merged, everything else is replaced, and
-`"none"` removes a key of any table. Where the other profile has a list of tables (`[[gates]]`), a table changes or removes
-the entries that its keys name (`[gates]`, `quality = "none"`).
+`"none"` removes a key of any table; a misspelt one is an error. Where the other profile has a list of tables (`[[gates]]`),
+a table changes or removes the entries that its keys name (`[gates]`, `quality = "none"`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeGuard
 
 from pydantic import Field, ValidationError, model_validator
 
-from pipelines.flows.profile_errors import first_error, shown_value
+from pipelines.flows.profile_errors import check_removal, first_error, shown_value
 from pipelines.flows.run_rules import BudgetConfig, GateConfig, NotifyConfig
 from pipelines.flows.sections import (
     POLICY_SECTIONS,
@@ -281,12 +281,12 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _merge(base: Mapping[Any, Any], changes: Mapping[Any, Any], path: str = "") -> dict[Any, Any]:
+def _merge(base: Mapping[Any, Any], changes: Mapping[Any, Any], path: tuple[str, ...] = ()) -> dict[Any, Any]:
     merged = dict(base)
     for key, value in changes.items():
-        before, here = merged.get(key), f"{path}.{key}" if path else key
+        before, here = merged.get(key), (*path, str(key))
         if value == "none":
-            merged.pop(key, None)
+            _remove(merged, key, here)
         elif isinstance(value, Mapping) and _is_table_list(before):
             merged[key] = _merge_list(before, value, here)
         elif isinstance(value, Mapping):
@@ -297,18 +297,26 @@ def _merge(base: Mapping[Any, Any], changes: Mapping[Any, Any], path: str = "") 
     return merged
 
 
+def _remove(table: dict[Any, Any], key: Any, path: Sequence[str]) -> None:
+    if key in table:
+        del table[key]
+    else:
+        check_removal(path, table, PipelineConfig)
+
+
 def _is_table_list(value: Any) -> TypeGuard[list[Mapping[str, Any]]]:
     return isinstance(value, list) and bool(value) and all(isinstance(entry, Mapping) for entry in value)
 
 
-def _merge_list(entries: Sequence[Mapping[str, Any]], changes: Mapping[str, Any], path: str) -> list[Any]:
+def _merge_list(entries: Sequence[Mapping[str, Any]], changes: Mapping[str, Any], path: tuple[str, ...]) -> list[Any]:
     """Return a list of tables with changes to those that the keys name; raise ConfigError for a name that none has."""
     names = [next((str(entry[key]) for key in NAMES if key in entry), "") for entry in entries]
+    dotted = ".".join(path)
     for name, value in changes.items():
         if names.count(name) != 1:
             rule = "several entries have this name" if name in names else "no entry of the list has this name"
-            remedy = f"the names are {', '.join(names)}; or give the whole list as [[{path}]]"
-            raise ConfigError(f"{path}.{name} = {shown_value(path, value)}: {rule}; {remedy}")
+            remedy = f"the names are {', '.join(names)}; or give the whole list as [[{dotted}]]"
+            raise ConfigError(f"{dotted}.{name} = {shown_value(dotted, value)}: {rule}; {remedy}")
     named = dict(enumerate(entries))
     changed = _merge(named, {index: changes[name] for index, name in enumerate(names) if name in changes}, path)
     return list(changed.values())
@@ -335,7 +343,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
                 f"{key} = {shown_value(key, value)}: {section} is a value, not a table, and has no keys; remove what follows it"
             )
     if value == "none":
-        tree.pop(last, None)
+        _remove(tree, last, (*sections, last))
     else:
         tree[last] = value
 

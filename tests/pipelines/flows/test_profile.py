@@ -172,7 +172,7 @@ def test_a_profile_takes_a_key_of_any_table_away(tmp_path: Path) -> None:
     child = tmp_path / "child.toml"
     child.write_text(
         f'extends = "mini.toml"\n[ppo.rewards.terms]\nfinished = "none"\nother = {TERM}\n'
-        '[ppo.sampling]\nmax_tokens = "none"\n[ppo.advantage]\ntype = "reinforce++"\nlambda = "none"\n'
+        '[ppo.sampling]\nmax_tokens = "none"\n[ppo.advantage]\ntype = "reinforce++"\ngae_lambda = "none"\n'
     )
     config = load_profile(child)
     assert config.ppo is not None and list(config.ppo.rewards.terms) == ["other"]
@@ -278,3 +278,32 @@ def test_an_override_of_several_lines_is_text_and_changes_nothing_else() -> None
 def test_a_name_too_long_for_the_disk_is_no_profile() -> None:
     with pytest.raises(ConfigError, match="no such file or shipped profile"):
         find_profile("x" * 5000)
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("pppo", "ppo"),
+        ("ppo.kl_ceof", "ppo.kl_coef"),
+        ("ppo.rewards.terms.reward_modl", "ppo.rewards.terms.reward_model"),
+    ],
+)
+def test_a_misspelt_key_is_not_taken_away_in_silence(key: str, meant: str, tmp_path: Path) -> None:
+    error = f"{key} = 'none': there is nothing of this name to take away; did you mean {meant}[?]"
+    with pytest.raises(ConfigError, match=error):
+        load_profile("tiny/full", [f"{key}=none"])
+    path = tmp_path / "mine.toml"
+    path.write_text(f'extends = "tiny/full"\n{key} = "none"\n')
+    with pytest.raises(ConfigError, match=error):
+        load_profile(path)
+
+
+def test_an_option_that_is_not_set_may_be_taken_away(tmp_path: Path) -> None:
+    assert load_profile("tiny/full", ["dpo=none", "ppo.correction=none"]) == load_profile("tiny/full")
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'extends = "tiny/full"\n[ppo.rewards.terms]\n"a.b" = {type = "reward_model", weight_end = "none"}\n'
+    )
+    more = tmp_path / "more.toml"
+    more.write_text('extends = "mine.toml"\n[ppo.rewards.terms]\n"a.b" = "none"\n')
+    assert load_profile(more) == load_profile("tiny/full")
