@@ -46,7 +46,12 @@ def sweep(options: argparse.Namespace) -> int:
     points, home = points_of(options), Home.here().make()
     checked = points.to_check()
     check_swept(options, keys_of(checked))
+    for point in checked:
+        load_profile(
+            options.profile, [*options.overrides, *point]
+        )  # with [publish], as the best point is run in the end
     configs = [load_profile(options.profile, overrides_of(options, point)) for point in checked]
+    check_different(checked, configs)
     store = store_of(configs[0], home)
     plans = [plan_run(config, lifecycle, run_options(options), store=store) for config in configs]
     labels = list(dict.fromkeys(stage.label for planned in plans for stage in planned))
@@ -127,6 +132,19 @@ def check_swept(options: argparse.Namespace, keys: Sequence[str]) -> None:
     for override in options.overrides:
         if override.partition("=")[0].strip() in keys:
             raise ConfigError(explain("--set", override, "this key is swept", "leave it out"))
+
+
+def check_different(points: Sequence[Point], configs: Sequence[PipelineConfig]) -> None:
+    """Raise ConfigError if two points are the same run: such a sweep would compare a number with itself."""
+    first: dict[str, Point] = {}
+    for point, config in zip(points, configs, strict=True):
+        same = first.setdefault(profile_digest(config), point)
+        if same is not point:
+            rule, remedy = (
+                f"is the same run as {named(same)}",
+                "remove one of them; [publish] changes nothing in a sweep",
+            )
+            raise ConfigError(explain("--grid", named(point), rule, remedy))
 
 
 # ---------------------------------------------------------------- what is shown and kept

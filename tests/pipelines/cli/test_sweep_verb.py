@@ -278,6 +278,29 @@ def test_what_cannot_be_swept_is_refused_before_anything_runs(
     assert small.trackers == []
 
 
+def test_what_the_best_point_could_not_be_run_with_is_refused_before_anything_runs(
+    small: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = write_mini(tmp_path, "[publish]\n")
+    words = ["sweep", str(profile), "--grid", "ppo.kl_coef=0.1,0.2", "--metric", "second:total"]
+    assert main([*words, "--set", "publish.polcy=ppo"]) == EXIT_REFUSED
+    assert "publish.polcy = 'ppo': unknown key; did you mean publish.policy?" in capsys.readouterr().err
+    assert main([*words, "--grid", "publish.policy=ppo,pppo"]) == EXIT_REFUSED
+    assert "publish.policy = 'pppo': this profile makes base, sft, ppo" in capsys.readouterr().err
+    assert small.trackers == []
+
+
+@pytest.mark.parametrize("grid", ["ppo.kl_coef=0.1,0.10", "seed=1,1.0", "publish.policy=sft,ppo"])
+def test_points_that_are_the_same_run_are_refused(
+    grid: str, small: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile, (key, _, values) = write_mini(tmp_path, "[publish]\n"), grid.partition("=")
+    first, second = (f"{key}={value}" for value in values.split(","))
+    assert main(["sweep", str(profile), "--grid", grid, "--metric", "second:total"]) == EXIT_REFUSED
+    error = capsys.readouterr().err
+    assert error.startswith(f"--grid = {second!r}: is the same run as {first}") and small.trackers == []
+
+
 def test_the_best_goes_on_once_a_person_has_approved_it(
     small: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
