@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from pipelines.services.policy_server import (
     token_of,
     wait_for_end,
 )
+from pipelines.services.ports import LAST_PORT
 from pipelines.services.registry import tracking_uri
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.store.artifacts import ArtifactStore
@@ -29,6 +31,7 @@ GPU = Path("/dev/nvidiactl")
 
 def serve(options: argparse.Namespace) -> None:
     """Serve a policy until Ctrl-C."""
+    check_numbers(options)
     home, store = Home.here().make(), ArtifactStore(store_folder(options))
     model = served_model(options.policy, options.adapter, store, home)
     check_served(model)
@@ -41,6 +44,17 @@ def serve(options: argparse.Namespace) -> None:
         with suppress(KeyboardInterrupt):
             wait_for_end(note)
     _say(f"the server has ended; its log is {home.logs / 'serve.log'}")
+
+
+def check_numbers(options: argparse.Namespace) -> None:
+    """Raise ConfigError for a port, a length or a size of the cache that cannot be."""
+    if not 1 <= options.port <= LAST_PORT:
+        raise ConfigError(explain("--port", options.port, f"must be 1 to {LAST_PORT}", "name another port"))
+    if options.max_model_len < 0:
+        rule = "must be >= 0"
+        raise ConfigError(explain("--max-model-len", options.max_model_len, rule, "use 0 for as many as the model has"))
+    if not 0 < options.kv_cache_gib < math.inf:
+        raise ConfigError(explain("--kv-cache-gib", options.kv_cache_gib, "must be > 0", "give the size in GiB"))
 
 
 def served_model(policy: str, adapter: str, store: ArtifactStore, home: Home) -> ServedModel:
