@@ -65,7 +65,7 @@ def served_model(policy: str, adapter: str, store: ArtifactStore, home: Home) ->
     ref = find_artifact(store, PolicyRef, champion_digest(policy, store, home) or policy)
     folder = store.path(ref)
     name = policy if not Path(policy).is_dir() else Path(policy).resolve().name
-    return ServedModel(name, ref.digest, folder, _adapter(adapter, store) if adapter else None)
+    return ServedModel(name, ref.digest, folder, _adapter(adapter, ref, store) if adapter else None)
 
 
 def champion_digest(policy: str, store: ArtifactStore, home: Home) -> str:
@@ -84,14 +84,20 @@ def champion_digest(policy: str, store: ArtifactStore, home: Home) -> str:
     return digest
 
 
-def _adapter(named: str, store: ArtifactStore) -> Path:
+def _adapter(named: str, policy: PolicyRef, store: ArtifactStore) -> Path:
     folder = Path(named).expanduser()
     if (folder / "adapter_config.json").is_file():
         return folder.resolve()
-    found = store.path(find_artifact(store, PolicyRef, named)) / "adapter"
+    trained = find_artifact(store, PolicyRef, named)
+    found = store.path(trained) / "adapter"
     if not found.is_dir():
         rule = "this policy was trained without LoRA"
         raise ConfigError(explain("--adapter", named, rule, "name one that has a folder `adapter`"))
+    # Over other weights it would be another policy, which nobody trained or evaluated.
+    began = [one.payload["inputs"]["policy"] for one in store.records() if one.handle.digest == trained.digest]
+    if began and policy.digest not in began:
+        rule = f"was trained over other weights, {began[-1][:12]}"
+        raise ConfigError(explain("--adapter", named, rule, f"serve {began[-1][:12]} with it, or {named} without"))
     return found
 
 
