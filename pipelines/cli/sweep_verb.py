@@ -55,7 +55,7 @@ def sweep(options: argparse.Namespace) -> int:
     store = store_of(configs[0], home)
     plans = [plan_run(config, lifecycle, run_options(options), store=store) for config in configs]
     labels = list(dict.fromkeys(stage.label for planned in plans for stage in planned))
-    policies = configs[0].policies()
+    policies = policies_of(configs)
     wanted = goal_of(options.metric, options.direction, labels=labels, policies=policies)
     work = Sweep(options, points, home)
 
@@ -132,6 +132,12 @@ def check_swept(options: argparse.Namespace, keys: Sequence[str]) -> None:
     for override in options.overrides:
         if override.partition("=")[0].strip() in keys:
             raise ConfigError(explain("--set", override, "this key is swept", "leave it out"))
+
+
+def policies_of(configs: Sequence[PipelineConfig]) -> list[str]:
+    """Return the policies of all points, in the order of the points with the most."""
+    by_count = sorted((config.policies() for config in configs), key=len, reverse=True)
+    return list(dict.fromkeys(name for names in by_count for name in names))
 
 
 def check_different(points: Sequence[Point], configs: Sequence[PipelineConfig]) -> None:

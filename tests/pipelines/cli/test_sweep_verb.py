@@ -17,6 +17,7 @@ from pipelines.execution.executor import RunOptions
 from pipelines.execution.opening import open_run
 from pipelines.execution.plan import Pipeline
 from pipelines.execution.run import run_stages
+from pipelines.execution.sweep import goal_of
 from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import PipelineConfig, load_profile, profile_digest
@@ -299,6 +300,14 @@ def test_points_that_are_the_same_run_are_refused(
     assert main(["sweep", str(profile), "--grid", grid, "--metric", "second:total"]) == EXIT_REFUSED
     error = capsys.readouterr().err
     assert error.startswith(f"--grid = {second!r}: is the same run as {first}") and small.trackers == []
+
+
+def test_policies_that_only_some_points_make_can_decide() -> None:
+    configs = [load_profile("tiny/online", [f"online.rounds={rounds}"]) for rounds in (1, 2)]
+    assert [config.policies()[-1] for config in configs] == ["online_1", "online_2"]
+    assert sweep_verb.policies_of(configs) == configs[1].policies()
+    goal = goal_of("online_2/gold", "max", labels=["evaluate"], policies=sweep_verb.policies_of(configs))
+    assert str(goal) == "online_2/gold"
 
 
 def test_the_best_goes_on_once_a_person_has_approved_it(
