@@ -50,7 +50,7 @@ class Side:
     config: Mapping[str, str] = field(default_factory=dict)
     """Dotted key -> value of a whole profile; empty for an artifact."""
     gone: tuple[str, ...] = ()
-    """Labels of stages whose record or artifact is no longer in the store."""
+    """Labels of stages without a record in the store: it is gone, or the run ended before they were made."""
     digest: str = ""
     """Digest of the artifact; empty for a profile or a run."""
 
@@ -151,7 +151,7 @@ def config_differences(ours: Side, theirs: Side) -> list[tuple[str, str, str]]:
 
 def not_compared(ours: Side, theirs: Side) -> dict[str, str]:
     """Return the stages whose results cannot be compared, with the reason: nobody knows whether they are the same."""
-    found = dict.fromkeys((*ours.gone, *theirs.gone), "its record is gone")
+    found = dict.fromkeys((*ours.gone, *theirs.gone), "the store has no record of it")
     for label, here in ours.stages.items():
         there = theirs.stages.get(label)
         if there is not None and (here.record is None or there.record is None):

@@ -156,10 +156,10 @@ def test_what_is_gone_or_not_made_is_never_called_the_same(
     remove_tree(store.folder(sft.handle.uri))
     left = of_artifact(two[0], ArtifactStore(store.root))
     assert left.gone == ("sft",) and list(left.stages) == ["ppo"]
-    assert stage_differences(ours, left) == [] and not_compared(ours, left) == {"sft": "its record is gone"}
+    assert stage_differences(ours, left) == [] and not_compared(ours, left) == {"sft": "the store has no record of it"}
     _print_stages([], ours, left)
     out = capsys.readouterr().out
-    assert "stages: 1 of 1 are the same" in out and "not compared, its record is gone: sft" in out
+    assert "stages: 1 of 1 are the same" in out and "not compared, the store has no record of it: sft" in out
 
 
 def test_labels_that_repeat_are_told_apart(store: ArtifactStore) -> None:
