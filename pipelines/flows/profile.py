@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ from pipelines.flows.sections import (
     RewardModelSection,
 )
 from rlhf_core.config.engines import RuntimeConfig
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import ConfigError, nearest
 from rlhf_core.schema.base import OPERATIONAL, Config, added_option
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.types import CHAMPION, encodable
@@ -115,6 +116,7 @@ class PipelineConfig(Config):
                     "name one of them"
                 )
             self._check_candidates(self.evaluate)
+            self._check_evaluated(self.evaluate)
         if self.online is not None and self.reward_model is None and self.import_reward_model is None:
             raise ValueError(
                 "online = {...}: its first round scores answers with a reward model; add [reward_model] or "
@@ -122,6 +124,8 @@ class PipelineConfig(Config):
             )
         if self.publish is not None and self.evaluate is None:
             raise ValueError("publish = {...}: its gate reads the report of [evaluate]; add that section")
+        if self.publish is not None and self.evaluate is not None:
+            self._check_compared(self.publish, self.evaluate)
         if self.publish is not None and self.publish.policy not in ("", *self.policies()):
             raise ValueError(
                 f"publish.policy = {self.publish.policy!r}: this profile makes {', '.join(self.policies())}; "
@@ -159,6 +163,34 @@ class PipelineConfig(Config):
                 raise ValueError(f"{key}: there is no such policy; name one of {', '.join(known)}")
             if suite.against == CHAMPION and (self.publish is None or self.publish.challenge is None):
                 raise ValueError(f"{key}: only a run with [publish.challenge] reads the champion; add that section")
+
+    def _check_evaluated(self, evaluate: EvaluationConfig) -> None:
+        """Raise ValueError for a policy of `parents` or `best_of` that no profile makes.
+
+        One whose section or round is taken away may stay: a run that ends before `evaluate` does not ask for it.
+        """
+        known, named = list(dict.fromkeys([*self._evaluated(), *POLICY_SECTIONS])), evaluate.evaluate
+        for key, names in (
+            ("parents", [*named.parents, *named.parents.values()]),
+            ("best_of", list(named.best_of)),
+        ):
+            for name in names:
+                if name not in known and not re.fullmatch(r"online_\d+", name):
+                    rule = f"there is no policy {name!r}; {nearest(name, known)}"
+                    raise ValueError(f"evaluate.evaluate.{key} = {getattr(named, key)}: {rule}")
+
+    def _check_compared(self, publish: PublishConfig, evaluate: EvaluationConfig) -> None:
+        """Raise ValueError for a gate that compares with a policy that the report will not have."""
+        best = [f"best-of-{n} ({name})" for name, n in evaluate.evaluate.best_of.items()]
+        known = [*self._evaluated(), *best]
+        for index, threshold in enumerate(publish.gate):
+            if threshold.than and threshold.than not in known:
+                rule = f"the report has no such policy; {nearest(threshold.than, known)}"
+                raise ValueError(f"publish.gate[{index}].than = {threshold.than!r}: {rule}")
+
+    def _evaluated(self) -> list[str]:
+        challenged = self.publish is not None and self.publish.challenge is not None
+        return [*self.policies(), *([CHAMPION] if challenged else [])]
 
     def policies(self) -> list[str]:
         """Return the names of the policies that this pipeline makes and evaluates, in order."""

@@ -307,3 +307,38 @@ def test_an_option_that_is_not_set_may_be_taken_away(tmp_path: Path) -> None:
     more = tmp_path / "more.toml"
     more.write_text('extends = "mine.toml"\n[ppo.rewards.terms]\n"a.b" = "none"\n')
     assert load_profile(more) == load_profile("tiny/full")
+
+
+@pytest.mark.parametrize(
+    ("override", "error"),
+    [
+        (
+            "evaluate.evaluate.parents={sftt='base'}",
+            r"parents = {'sftt': 'base'}: there is no policy 'sftt'; did you mean",
+        ),
+        ("evaluate.evaluate.parents={sft='bse'}", "there is no policy 'bse'; did you mean base"),
+        ("evaluate.evaluate.best_of={sftt=8}", r"evaluate\.evaluate\.best_of = {'sftt': 8}: there is no policy 'sftt'"),
+        (
+            'publish.gate=[{metric="gold/low", op=">", than="sftt"}]',
+            r"publish\.gate\[0\]\.than = 'sftt': the report has no such policy; did you mean sft",
+        ),
+        (
+            'publish.gate=[{metric="gold/low", op=">", than="champion"}]',
+            "than = 'champion': the report has no such policy",
+        ),
+    ],
+)
+def test_a_policy_that_will_not_be_evaluated_is_refused_before_anything_runs(override: str, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        load_profile("tiny/full", [override])
+
+
+def test_a_gate_may_compare_with_best_of_n_and_with_the_champion_that_is_challenged() -> None:
+    gate = 'publish.gate=[{metric="gold/low", op=">", than="best-of-8 (sft)"}, {metric="kl/mean", op="<", than="champion"}]'
+    config = load_profile("tiny/full", [gate, "publish.challenge={}"])
+    assert config.publish is not None and len(config.publish.gate) == 2
+
+
+def test_the_parents_of_policies_that_are_taken_away_may_stay() -> None:
+    assert load_profile("tiny/online", ["online.rounds=2"]).policies()[-1] == "online_2"
+    assert "ppo" not in load_profile("tiny/full", ["ppo=none", "publish=none"]).policies()
