@@ -65,7 +65,7 @@ def main() -> int:
 
 def measure(seed: int, overrides: Sequence[str], state: Path) -> Result:
     """Run both loops with one seed, and evaluate the policies of all rounds in one report."""
-    config = load_profile("tiny/online", [*overrides, "evaluate.evaluate.parents=none", f"seed={seed}"])
+    config = load_profile("tiny/online", [*overrides, f"seed={seed}"])
     assert config.online is not None
     assert config.evaluate is not None
     with Bench.opened(config, state) as bench:

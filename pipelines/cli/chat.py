@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import httpx
+from pydantic import ValidationError
 from rich.console import Console
 
 from pipelines.cli.common import console, store_folder
@@ -18,6 +19,7 @@ from pipelines.services.health import ServiceError
 from pipelines.services.home import Home
 from pipelines.services.policy_server import serving, token_of
 from rlhf_core.config.engines import HFSamplerConfig, RuntimeConfig, SamplingConfig
+from rlhf_core.errors import ConfigError, explain
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Message, PolicyRef, SamplingRequest
@@ -55,7 +57,7 @@ def talk(options: argparse.Namespace, store: ArtifactStore, console: Console) ->
 @contextmanager
 def open_answer(options: argparse.Namespace, store: ArtifactStore, console: Console) -> Iterator[Answer]:
     """Yield what answers a conversation: the server at a URL, the one of `rlhf serve`, or the policy in this process."""
-    sampling = SamplingConfig(temperature=options.temperature, max_tokens=options.max_tokens)
+    sampling = _sampling(options)
     if options.policy.startswith(("http://", "https://")):
         with served_answer(options.policy, "", options.token_env, sampling) as answer:
             yield answer
@@ -70,6 +72,15 @@ def open_answer(options: argparse.Namespace, store: ArtifactStore, console: Cons
         return
     with own_answer(store, ref, sampling) as answer:
         yield answer
+
+
+def _sampling(options: argparse.Namespace) -> SamplingConfig:
+    try:
+        return SamplingConfig(temperature=options.temperature, max_tokens=options.max_tokens)
+    except ValidationError as error:
+        first = error.errors()[0]
+        option, rule = f"--{str(first['loc'][0]).replace('_', '-')}", first["msg"].replace("Input should", "must")
+        raise ConfigError(explain(option, first["input"], rule, "give another number")) from None
 
 
 @contextmanager
@@ -87,7 +98,7 @@ def served_answer(url: str, model: str, token_env: str, sampling: SamplingConfig
     timeout = httpx.Timeout(ANSWER_TIMEOUT_S, connect=10.0)
     direct = httpx.URL(url).host in LOCAL_HOSTS  # a proxy cannot reach this machine, and must not see the token
     with httpx.Client(headers=headers, timeout=timeout, trust_env=not direct) as client:
-        name = model or str(_asked(client, "GET", f"{base}/models", None)["data"][0]["id"])
+        name = model or _first_model(client, base)
 
         def answer(history: Sequence[Message]) -> str:
             body = {
@@ -100,6 +111,17 @@ def served_answer(url: str, model: str, token_env: str, sampling: SamplingConfig
             return str(answered["choices"][0]["message"]["content"] or "")
 
         yield answer
+
+
+def _first_model(client: httpx.Client, base: str) -> str:
+    listed = _asked(client, "GET", f"{base}/models", None)
+    try:
+        return str(listed["data"][0]["id"])
+    except (KeyError, IndexError, TypeError):
+        rule = "lists no models"
+        raise ServiceError(
+            f"{without_secrets(base)}: {rule}; name an OpenAI-compatible server that serves one"
+        ) from None
 
 
 def _asked(client: httpx.Client, method: str, url: str, body: object) -> Any:

@@ -23,6 +23,7 @@ from pipelines.execution.diff import (
 )
 from pipelines.services.home import Home
 from pipelines.services.registry import tracking_uri
+from rlhf_core.errors import ConfigError, explain
 from rlhf_core.store.artifacts import ArtifactStore
 
 LONGEST_ANSWER = 400
@@ -30,6 +31,8 @@ LONGEST_ANSWER = 400
 
 def diff(options: argparse.Namespace) -> None:
     """Print the differences in configuration, stages, metrics and answers."""
+    if options.samples < 0:
+        raise ConfigError(explain("--samples", options.samples, "must be >= 0", "use 0 to show none"))
     home = Home.here()
     store, uri = ArtifactStore(store_folder(options)), tracking_uri(home)
     ours = side_of(options.a, [], store, home, uri)

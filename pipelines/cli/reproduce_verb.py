@@ -11,6 +11,7 @@ from pipelines.execution.reproduce import Rebuilt, Workshop, ancestors, changes,
 from pipelines.flows.profile import load_profile
 from pipelines.services.home import Home
 from rlhf_core.config.engines import RuntimeConfig
+from rlhf_core.errors import ConfigError, explain
 from rlhf_core.stage.stopping import on_signals
 from rlhf_core.store.artifacts import ArtifactStore
 
@@ -20,7 +21,7 @@ SHOWN_FILES = 5
 
 def reproduce(options: argparse.Namespace) -> int:
     """Run the stages that led to an artifact again; return 1 if the bytes differ."""
-    source = ArtifactStore(store_folder(options))
+    source, runtime = ArtifactStore(store_folder(options)), _runtime(options)
     records = ancestors(options.artifact, source)
     target = records[-1].handle.digest
     folder = Path(options.into).expanduser() if options.into else Home.here().root / "reproduced" / target[:12]
@@ -29,7 +30,7 @@ def reproduce(options: argparse.Namespace) -> int:
     found = [f"{record.label}: {change}" for record in records for change in changes(record)]
     for line in found or ["code and packages: as they were"]:
         _say(line)
-    display, workshop = PlainDisplay(console), Workshop(source, ArtifactStore(folder), _runtime(options))
+    display, workshop = PlainDisplay(console), Workshop(source, ArtifactStore(folder), runtime)
     with on_signals():
         rebuilt = rebuild_all(
             records, workshop, keep_going=options.keep_going, progress=display.progress, done=_say_stage
@@ -38,7 +39,12 @@ def reproduce(options: argparse.Namespace) -> int:
 
 
 def _runtime(options: argparse.Namespace) -> RuntimeConfig:
-    return load_profile(options.profile, options.overrides).runtime if options.profile else RuntimeConfig()
+    if options.profile:
+        return load_profile(options.profile, options.overrides).runtime
+    if options.overrides:
+        rule = "changes a profile, and none is named"
+        raise ConfigError(explain("--set", options.overrides[0], rule, "add --profile PROFILE, or leave it out"))
+    return RuntimeConfig()
 
 
 def _say_stage(one: Rebuilt) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from pipelines.services.policy_server import (
     token_of,
     wait_for_end,
 )
+from pipelines.services.ports import LAST_PORT
 from pipelines.services.registry import tracking_uri
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.store.artifacts import ArtifactStore
@@ -29,6 +31,7 @@ GPU = Path("/dev/nvidiactl")
 
 def serve(options: argparse.Namespace) -> None:
     """Serve a policy until Ctrl-C."""
+    check_numbers(options)
     home, store = Home.here().make(), ArtifactStore(store_folder(options))
     model = served_model(options.policy, options.adapter, store, home)
     check_served(model)
@@ -43,6 +46,17 @@ def serve(options: argparse.Namespace) -> None:
     _say(f"the server has ended; its log is {home.logs / 'serve.log'}")
 
 
+def check_numbers(options: argparse.Namespace) -> None:
+    """Raise ConfigError for a port, a length or a size of the cache that cannot be."""
+    if not 1 <= options.port <= LAST_PORT:
+        raise ConfigError(explain("--port", options.port, f"must be 1 to {LAST_PORT}", "name another port"))
+    if options.max_model_len < 0:
+        rule = "must be >= 0"
+        raise ConfigError(explain("--max-model-len", options.max_model_len, rule, "use 0 for as many as the model has"))
+    if not 0 < options.kv_cache_gib < math.inf:
+        raise ConfigError(explain("--kv-cache-gib", options.kv_cache_gib, "must be > 0", "give the size in GiB"))
+
+
 def served_model(policy: str, adapter: str, store: ArtifactStore, home: Home) -> ServedModel:
     """Return the policy that a name means: `champion`, `champion:MODEL`, a label, a digest or a folder.
 
@@ -51,7 +65,7 @@ def served_model(policy: str, adapter: str, store: ArtifactStore, home: Home) ->
     ref = find_artifact(store, PolicyRef, champion_digest(policy, store, home) or policy)
     folder = store.path(ref)
     name = policy if not Path(policy).is_dir() else Path(policy).resolve().name
-    return ServedModel(name, ref.digest, folder, _adapter(adapter, store) if adapter else None)
+    return ServedModel(name, ref.digest, folder, _adapter(adapter, ref, store) if adapter else None)
 
 
 def champion_digest(policy: str, store: ArtifactStore, home: Home) -> str:
@@ -70,14 +84,20 @@ def champion_digest(policy: str, store: ArtifactStore, home: Home) -> str:
     return digest
 
 
-def _adapter(named: str, store: ArtifactStore) -> Path:
+def _adapter(named: str, policy: PolicyRef, store: ArtifactStore) -> Path:
     folder = Path(named).expanduser()
     if (folder / "adapter_config.json").is_file():
         return folder.resolve()
-    found = store.path(find_artifact(store, PolicyRef, named)) / "adapter"
+    trained = find_artifact(store, PolicyRef, named)
+    found = store.path(trained) / "adapter"
     if not found.is_dir():
         rule = "this policy was trained without LoRA"
         raise ConfigError(explain("--adapter", named, rule, "name one that has a folder `adapter`"))
+    # Over other weights it would be another policy, which nobody trained or evaluated.
+    began = [one.payload["inputs"]["policy"] for one in store.records() if one.handle.digest == trained.digest]
+    if began and policy.digest not in began:
+        rule = f"was trained over other weights, {began[-1][:12]}"
+        raise ConfigError(explain("--adapter", named, rule, f"serve {began[-1][:12]} with it, or {named} without"))
     return found
 
 

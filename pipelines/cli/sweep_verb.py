@@ -46,11 +46,15 @@ def sweep(options: argparse.Namespace) -> int:
     points, home = points_of(options), Home.here().make()
     checked = points.to_check()
     check_swept(options, keys_of(checked))
+    for point in checked:
+        # With [publish], as the best point is run in the end.
+        load_profile(options.profile, [*options.overrides, *point])
     configs = [load_profile(options.profile, overrides_of(options, point)) for point in checked]
+    check_different(checked, configs)
     store = store_of(configs[0], home)
     plans = [plan_run(config, lifecycle, run_options(options), store=store) for config in configs]
     labels = list(dict.fromkeys(stage.label for planned in plans for stage in planned))
-    policies = configs[0].policies()
+    policies = policies_of(configs)
     wanted = goal_of(options.metric, options.direction, labels=labels, policies=policies)
     work = Sweep(options, points, home)
 
@@ -127,6 +131,23 @@ def check_swept(options: argparse.Namespace, keys: Sequence[str]) -> None:
     for override in options.overrides:
         if override.partition("=")[0].strip() in keys:
             raise ConfigError(explain("--set", override, "this key is swept", "leave it out"))
+
+
+def policies_of(configs: Sequence[PipelineConfig]) -> list[str]:
+    """Return the policies of all points, in the order of the points with the most."""
+    by_count = sorted((config.policies() for config in configs), key=len, reverse=True)
+    return list(dict.fromkeys(name for names in by_count for name in names))
+
+
+def check_different(points: Sequence[Point], configs: Sequence[PipelineConfig]) -> None:
+    """Raise ConfigError if two points are the same run: such a sweep would compare a number with itself."""
+    first: dict[str, Point] = {}
+    for point, config in zip(points, configs, strict=True):
+        same = first.setdefault(profile_digest(config), point)
+        if same is not point:
+            rule = f"is the same run as {named(same)}"
+            remedy = "remove one of them; [publish] changes nothing in a sweep"
+            raise ConfigError(explain("--grid", named(point), rule, remedy))
 
 
 # ---------------------------------------------------------------- what is shown and kept

@@ -50,7 +50,7 @@ class Side:
     config: Mapping[str, str] = field(default_factory=dict)
     """Dotted key -> value of a whole profile; empty for an artifact."""
     gone: tuple[str, ...] = ()
-    """Labels of stages whose record or artifact is no longer in the store."""
+    """Labels of stages without a record in the store: it is gone, or the run ended before they were made."""
     digest: str = ""
     """Digest of the artifact; empty for a profile or a run."""
 
@@ -151,7 +151,7 @@ def config_differences(ours: Side, theirs: Side) -> list[tuple[str, str, str]]:
 
 def not_compared(ours: Side, theirs: Side) -> dict[str, str]:
     """Return the stages whose results cannot be compared, with the reason: nobody knows whether they are the same."""
-    found = dict.fromkeys((*ours.gone, *theirs.gone), "its record is gone")
+    found = dict.fromkeys((*ours.gone, *theirs.gone), "the store has no record of it")
     for label, here in ours.stages.items():
         there = theirs.stages.get(label)
         if there is not None and (here.record is None or there.record is None):
@@ -226,12 +226,17 @@ def metric_differences(ours: Side, theirs: Side) -> list[tuple[str, Measure | No
 
 
 def answers(ours: Side, theirs: Side, count: int) -> list[Answer]:
-    """Return the first `count` prompts that both sides answered otherwise, by the last stage that generated on both."""
+    """Return the first `count` prompts that both sides answered otherwise, by the last stage that generated on both.
+
+    Where a stage is on both sides but not made on one, an earlier policy does not answer in its place.
+    """
     here, there = (_generations(side) for side in (ours, theirs))
     shared = [label for label in here if label in there and here[label].digest != there[label].digest]
     pairs = [(here[label], there[label]) for label in reversed(shared)]
     if not pairs and here and there:  # two policies of different stages: what each of them answered last
-        pairs = [(list(here.values())[-1], list(there.values())[-1])]
+        last, their_last = list(here)[-1], list(there)[-1]
+        unknown = not_compared(ours, theirs)
+        pairs = [] if last in unknown or their_last in unknown else [(here[last], there[their_last])]
     for mine, other in pairs:
         found = list(islice(_different(ours.store, mine, theirs.store, other), count))
         if found:

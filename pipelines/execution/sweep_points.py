@@ -108,7 +108,7 @@ def span_of(text: str) -> Span:
 
 def choices_of(grid: str) -> tuple[str, list[str]]:
     key, _, written = grid.partition("=")
-    values = _split(written)
+    values = _split(grid, written)
     if not key.strip() or not all(values):
         remedy = "for example --grid ppo.kl_coef=0.02,0.05,0.1"
         raise ConfigError(explain("--grid", grid, "must read KEY=VALUE,VALUE,...", remedy))
@@ -117,11 +117,13 @@ def choices_of(grid: str) -> tuple[str, list[str]]:
     return key.strip(), values
 
 
-def _split(text: str) -> list[str]:
+def _split(grid: str, text: str) -> list[str]:
     """Return the values of a list; commas inside brackets, braces and quotes separate nothing."""
-    parts, depth, quote = [""], 0, ""
+    parts, depth, quote, escaped = [""], 0, "", False
     for letter in text:
-        if quote:
+        if escaped or (quote == '"' and letter == "\\"):  # \" does not end a text
+            escaped = not escaped
+        elif quote:
             quote = "" if letter == quote else quote
         elif letter in "\"'":
             quote = letter
@@ -131,6 +133,9 @@ def _split(text: str) -> list[str]:
             parts.append("")
         else:
             parts[-1] += letter
+    if quote or depth:
+        rule = f"has {quote or 'a bracket'} without its partner, so that its commas separate nothing"
+        raise ConfigError(explain("--grid", grid, rule, "close it, or put the value in quotes"))
     return [part.strip() for part in parts]
 
 

@@ -313,7 +313,7 @@ def compare_policies(
     """Compare the policies by their answers to the held-out prompts."""
     return stages.evaluate(
         "evaluate",
-        config.evaluate,
+        config.evaluate.of(answers),
         generations=answers,
         reference=policies[config.evaluate.reference],
         reward_model=reward_models["reward_model"] if "reward_model" in reward_models else None,

@@ -2,14 +2,15 @@
 
 A section that a profile leaves out switches that part of the pipeline off. A profile may extend another one: `extends =
 "full.toml"` (a relative path) or `"tiny/full"` (a shipped profile). Tables are merged, everything else is replaced, and
-`"none"` removes a key of any table. Where the other profile has a list of tables (`[[gates]]`), a table changes or removes
-the entries that its keys name (`[gates]`, `quality = "none"`).
+`"none"` removes a key of any table; a misspelt one is an error. Where the other profile has a list of tables (`[[gates]]`),
+a table changes or removes the entries that its keys name (`[gates]`, `quality = "none"`).
 """
 
 from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Annotated, Any, TypeGuard
 
 from pydantic import Field, ValidationError, model_validator
 
-from pipelines.flows.profile_errors import first_error, shown_value
+from pipelines.flows.profile_errors import check_removal, first_error, shown_value
 from pipelines.flows.run_rules import BudgetConfig, GateConfig, NotifyConfig
 from pipelines.flows.sections import (
     POLICY_SECTIONS,
@@ -32,7 +33,7 @@ from pipelines.flows.sections import (
     RewardModelSection,
 )
 from rlhf_core.config.engines import RuntimeConfig
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import ConfigError, nearest
 from rlhf_core.schema.base import OPERATIONAL, Config, added_option
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.types import CHAMPION, encodable
@@ -114,8 +115,8 @@ class PipelineConfig(Config):
                     f"evaluate.evaluate.reference = {reference!r}: this profile makes {', '.join(self.policies())}; "
                     "name one of them"
                 )
-            self._check_compared(self.evaluate)
             self._check_candidates(self.evaluate)
+            self._check_compared(self.evaluate)
         if self.online is not None and self.reward_model is None and self.import_reward_model is None:
             raise ValueError(
                 "online = {...}: its first round scores answers with a reward model; add [reward_model] or "
@@ -123,6 +124,8 @@ class PipelineConfig(Config):
             )
         if self.publish is not None and self.evaluate is None:
             raise ValueError("publish = {...}: its gate reads the report of [evaluate]; add that section")
+        if self.publish is not None and self.evaluate is not None:
+            self._check_gates(self.publish, self.evaluate)
         if self.publish is not None and self.publish.policy not in ("", *self.policies()):
             raise ValueError(
                 f"publish.policy = {self.publish.policy!r}: this profile makes {', '.join(self.policies())}; "
@@ -143,19 +146,6 @@ class PipelineConfig(Config):
             if name == distill.start_from:
                 raise ValueError(f"{key}: the student starts from the same policy; name another policy")
 
-    def _check_compared(self, evaluate: EvaluationConfig) -> None:
-        """Raise ValueError for a policy that the report compares or picks answers of, and that no section makes."""
-        known = [*self.policies(), CHAMPION]
-        named = {f"best_of.{name}": name for name in evaluate.evaluate.best_of}
-        for ours, theirs in evaluate.evaluate.parents.items():
-            named |= {f"parents.{ours}": ours} if ours not in known else {f"parents.{ours}": theirs}
-        for key, name in named.items():
-            if name not in known:
-                raise ValueError(
-                    f"evaluate.evaluate.{key} = {name!r}: this profile makes {', '.join(self.policies())}; "
-                    "name one of them, or remove it"
-                )
-
     def _check_candidates(self, evaluate: EvaluationConfig) -> None:
         """Raise ValueError for a baseline named like a policy or a stage, and for a judge's opponent that there is not."""
         taken = [*self.policies(), CHAMPION, "parent", "suites", "prompts"]
@@ -173,6 +163,35 @@ class PipelineConfig(Config):
                 raise ValueError(f"{key}: there is no such policy; name one of {', '.join(known)}")
             if suite.against == CHAMPION and (self.publish is None or self.publish.challenge is None):
                 raise ValueError(f"{key}: only a run with [publish.challenge] reads the champion; add that section")
+
+    def _check_compared(self, evaluate: EvaluationConfig) -> None:
+        """Raise ValueError for a name in `parents` or `best_of` that no policy has, and for a parent that is not made.
+
+        Those of a policy whose section or round is taken away may stay: it is not compared.
+        """
+        made, compared = self._evaluated(), evaluate.evaluate
+        known = list(dict.fromkeys([*made, *POLICY_SECTIONS]))
+        named = [(f"best_of.{name}", name, known) for name in compared.best_of]
+        for ours, theirs in compared.parents.items():
+            named.append((f"parents.{ours}", ours, known))
+            named.append((f"parents.{ours}", theirs, made if ours in made else known))
+        for key, name, allowed in named:
+            if name not in allowed and not (allowed is known and re.fullmatch(r"online_\d+", name)):
+                near = nearest(name, allowed)
+                raise ValueError(f"evaluate.evaluate.{key} = {name!r}: this profile makes no such policy; {near}")
+
+    def _check_gates(self, publish: PublishConfig, evaluate: EvaluationConfig) -> None:
+        """Raise ValueError for a gate that compares with a policy that the report will not have."""
+        made = self._evaluated()
+        known = [*made, *(f"best-of-{n} ({name})" for name, n in evaluate.evaluate.best_of.items() if name in made)]
+        for index, threshold in enumerate(publish.gate):
+            if threshold.than and threshold.than not in known:
+                rule = f"the report has no such policy; {nearest(threshold.than, known)}"
+                raise ValueError(f"publish.gate[{index}].than = {threshold.than!r}: {rule}")
+
+    def _evaluated(self) -> list[str]:
+        challenged = self.publish is not None and self.publish.challenge is not None
+        return [*self.policies(), *([CHAMPION] if challenged else [])]
 
     def policies(self) -> list[str]:
         """Return the names of the policies that this pipeline makes and evaluates, in order."""
@@ -295,12 +314,12 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _merge(base: Mapping[Any, Any], changes: Mapping[Any, Any], path: str = "") -> dict[Any, Any]:
+def _merge(base: Mapping[Any, Any], changes: Mapping[Any, Any], path: tuple[str, ...] = ()) -> dict[Any, Any]:
     merged = dict(base)
     for key, value in changes.items():
-        before, here = merged.get(key), f"{path}.{key}" if path else key
+        before, here = merged.get(key), (*path, str(key))
         if value == "none":
-            merged.pop(key, None)
+            _remove(merged, key, here)
         elif isinstance(value, Mapping) and _is_table_list(before):
             merged[key] = _merge_list(before, value, here)
         elif isinstance(value, Mapping):
@@ -311,18 +330,26 @@ def _merge(base: Mapping[Any, Any], changes: Mapping[Any, Any], path: str = "") 
     return merged
 
 
+def _remove(table: dict[Any, Any], key: Any, path: Sequence[str]) -> None:
+    if key in table:
+        del table[key]
+    else:
+        check_removal(path, table, PipelineConfig)
+
+
 def _is_table_list(value: Any) -> TypeGuard[list[Mapping[str, Any]]]:
     return isinstance(value, list) and bool(value) and all(isinstance(entry, Mapping) for entry in value)
 
 
-def _merge_list(entries: Sequence[Mapping[str, Any]], changes: Mapping[str, Any], path: str) -> list[Any]:
+def _merge_list(entries: Sequence[Mapping[str, Any]], changes: Mapping[str, Any], path: tuple[str, ...]) -> list[Any]:
     """Return a list of tables with changes to those that the keys name; raise ConfigError for a name that none has."""
     names = [next((str(entry[key]) for key in NAMES if key in entry), "") for entry in entries]
+    dotted = ".".join(path)
     for name, value in changes.items():
         if names.count(name) != 1:
             rule = "several entries have this name" if name in names else "no entry of the list has this name"
-            remedy = f"the names are {', '.join(names)}; or give the whole list as [[{path}]]"
-            raise ConfigError(f"{path}.{name} = {shown_value(path, value)}: {rule}; {remedy}")
+            remedy = f"the names are {', '.join(names)}; or give the whole list as [[{dotted}]]"
+            raise ConfigError(f"{dotted}.{name} = {shown_value(dotted, value)}: {rule}; {remedy}")
     named = dict(enumerate(entries))
     changed = _merge(named, {index: changes[name] for index, name in enumerate(names) if name in changes}, path)
     return list(changed.values())
@@ -349,7 +376,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
                 f"{key} = {shown_value(key, value)}: {section} is a value, not a table, and has no keys; remove what follows it"
             )
     if value == "none":
-        tree.pop(last, None)
+        _remove(tree, last, (*sections, last))
     else:
         tree[last] = value
 

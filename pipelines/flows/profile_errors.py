@@ -8,6 +8,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from rlhf_core.errors import ConfigError
 from rlhf_core.secrets.redaction import hidden
 
 _LONGEST_SHOWN = 500
@@ -42,9 +43,8 @@ def first_error(error: ValidationError, tree: Mapping[str, Any], model: type[Bas
     if first["type"] == "value_error":
         if not dotted:
             return message
-        if message.startswith("must ") and not isinstance(
-            given, Mapping
-        ):  # a rule of one key, which leaves its value to us
+        # A rule of one key leaves its value to us.
+        if message.startswith("must ") and not isinstance(given, Mapping):
             return f"{dotted} = {shown_value(keys[-1], given)}: {message}"
         return f"{dotted}{' = ' if message.startswith(QUOTES) else '.'}{message}"
     if first["type"] == "missing":
@@ -53,6 +53,20 @@ def first_error(error: ValidationError, tree: Mapping[str, Any], model: type[Bas
     value = first["input"]
     shown = shown_value(keys[-1] if keys else "", value) if not isinstance(value, (Mapping, list)) else "{...}"
     return f"{dotted} = {shown}: {rule[0].lower()}{rule[1:]}; change it in {origin} or with --set {dotted}=..."
+
+
+def check_removal(keys: Sequence[str], table: Mapping[Any, Any], model: type[BaseModel]) -> None:
+    """Raise ConfigError unless the last of `keys`, which `table` does not have, is the name of an option.
+
+    Any other name is misspelt: what it should remove would stay.
+    """
+    option = [key for key in keys if not key.isdigit()]  # places in lists
+    if any(_is_name(option, name) for name in _names(model)):
+        return
+    near = difflib.get_close_matches(keys[-1], sorted(map(str, table)), n=1, cutoff=0.6)
+    meant = ".".join([*keys[:-1], near[0]]) if near else _nearest(keys, model)
+    remedy = f"did you mean {meant}?" if meant else "remove it"
+    raise ConfigError(f"{'.'.join(keys)} = 'none': there is nothing of this name to take away; {remedy}")
 
 
 def shown_value(key: str, value: Any) -> str:
@@ -112,6 +126,10 @@ def _nearest(keys: Sequence[str], model: type[BaseModel]) -> str:
         return last[near[0]]
     anywhere = difflib.get_close_matches(".".join(keys), sorted(map(".".join, known)), n=1, cutoff=0.6)
     return anywhere[0] if anywhere else ""
+
+
+def _is_name(keys: Sequence[str], name: Sequence[str]) -> bool:
+    return len(keys) == len(name) and all(part in (key, ANY) for key, part in zip(keys, name, strict=True))
 
 
 def _names(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

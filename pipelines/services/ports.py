@@ -16,6 +16,7 @@ from rlhf_core.processes.private_folder import private_folder
 PREFECT_PORT = 4200
 MLFLOW_PORT = 5000
 PORTS_TRIED = 200
+LAST_PORT = 65535
 
 _CLAIMS: dict[int, IO[str]] = {}
 """Port that this process claimed for a server -> its locked file."""
@@ -27,7 +28,7 @@ def claim_port(wanted: int) -> int:
     A server needs seconds before it listens. Without a claim, two runs that start together would choose the same port,
     and one of them would use the other's server until that ends. A claim ends with `release_port`, or with its process.
     """
-    for port in range(wanted, wanted + PORTS_TRIED):
+    for port in range(wanted, min(wanted + PORTS_TRIED, LAST_PORT + 1)):
         claim = _claim_file(port).open("w")
         try:
             fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)

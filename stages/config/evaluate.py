@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated
 
 from pydantic import Field
@@ -28,3 +29,12 @@ class EvaluateConfig(Config):
     resamples: int = Field(2000, ge=100)
     samples_shown: int = Field(16, ge=0)
     """Number of prompts whose answers are shown side by side."""
+
+    def of(self, policies: Collection[str]) -> EvaluateConfig:
+        """Return this configuration without the parents and best-of rows of policies that are not among `policies`.
+
+        A profile that takes a section of another one away inherits what was said of its policy.
+        """
+        parents = {ours: theirs for ours, theirs in self.parents.items() if ours in policies}
+        best_of = {name: n for name, n in self.best_of.items() if name in policies}
+        return self.model_copy(update={"parents": parents, "best_of": best_of})

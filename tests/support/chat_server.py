@@ -14,6 +14,7 @@ class ChatServer:
 
     def __init__(self) -> None:
         self.says: Callable[[str], str | int] = lambda asked: "Score: 5"
+        self.models = [{"id": "served"}]
         self.requests: list[dict[str, Any]] = []
         self.tokens: list[str | None] = []
         endpoint = self
@@ -21,7 +22,7 @@ class ChatServer:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 endpoint.tokens.append(self.headers["Authorization"])
-                content = json.dumps({"data": [{"id": "served"}]}).encode()
+                content = json.dumps({"data": endpoint.models}).encode()
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()

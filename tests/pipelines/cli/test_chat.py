@@ -13,6 +13,7 @@ from rich.console import Console
 
 from pipelines.cli import chat
 from pipelines.cli.chat import talk
+from pipelines.cli.main import EXIT_REFUSED, main
 from pipelines.services.health import ServiceError
 from pipelines.services.home import Home
 from pipelines.services.policy_server import ServingNote
@@ -60,6 +61,28 @@ def test_the_answer_is_what_the_policy_samples(
 def test_a_policy_that_the_store_has_not_is_an_error(store: ArtifactStore) -> None:
     with pytest.raises(RlhfError, match="ppo"):
         said(store, "ppo", "What is 12 + 30?")
+
+
+def test_a_server_without_models_is_an_error(store: ArtifactStore, server: ChatServer) -> None:
+    server.models = []
+    with pytest.raises(ServiceError, match="lists no models; name an OpenAI-compatible server"):
+        said(store, server.url, "Hi")
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["chat", "sft", "--temperature", "-1"], "--temperature = -1.0: must be greater than or equal to 0"),
+        (["chat", "sft", "--max-tokens", "0"], "--max-tokens = 0: must be greater than or equal to 1"),
+        (["serve", "sft", "--port", "70000"], "--port = 70000: must be 1 to 65535; name another port"),
+        (["serve", "sft", "--port", "0"], "--port = 0: must be 1 to 65535"),
+        (["serve", "sft", "--max-model-len", "-1"], "--max-model-len = -1: must be >= 0"),
+        (["serve", "sft", "--kv-cache-gib", "nan"], "--kv-cache-gib = nan: must be > 0"),
+    ],
+)
+def test_a_number_that_cannot_be_is_refused(words: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == EXIT_REFUSED
+    assert capsys.readouterr().err.startswith(error)
 
 
 def test_a_policy_that_is_served_is_asked_there_with_the_token_of_its_file(

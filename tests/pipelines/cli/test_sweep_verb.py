@@ -17,6 +17,7 @@ from pipelines.execution.executor import RunOptions
 from pipelines.execution.opening import open_run
 from pipelines.execution.plan import Pipeline
 from pipelines.execution.run import run_stages
+from pipelines.execution.sweep import goal_of
 from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import PipelineConfig, load_profile, profile_digest
@@ -276,6 +277,37 @@ def test_what_cannot_be_swept_is_refused_before_anything_runs(
     assert main(swept(tmp_path, grid="ppo.kl_coef=0.1,-1")) == EXIT_REFUSED
     assert capsys.readouterr().err.startswith("ppo.kl_coef = -1: ")
     assert small.trackers == []
+
+
+def test_what_the_best_point_could_not_be_run_with_is_refused_before_anything_runs(
+    small: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = write_mini(tmp_path, "[publish]\n")
+    words = ["sweep", str(profile), "--grid", "ppo.kl_coef=0.1,0.2", "--metric", "second:total"]
+    assert main([*words, "--set", "publish.polcy=ppo"]) == EXIT_REFUSED
+    assert "publish.polcy = 'ppo': unknown key; did you mean publish.policy?" in capsys.readouterr().err
+    assert main([*words, "--grid", "publish.policy=ppo,pppo"]) == EXIT_REFUSED
+    assert "publish.policy = 'pppo': this profile makes base, sft, ppo" in capsys.readouterr().err
+    assert small.trackers == []
+
+
+@pytest.mark.parametrize("grid", ["ppo.kl_coef=0.1,0.10", "seed=1,1.0", "publish.policy=sft,ppo"])
+def test_points_that_are_the_same_run_are_refused(
+    grid: str, small: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile, (key, _, values) = write_mini(tmp_path, "[publish]\n"), grid.partition("=")
+    first, second = (f"{key}={value}" for value in values.split(","))
+    assert main(["sweep", str(profile), "--grid", grid, "--metric", "second:total"]) == EXIT_REFUSED
+    error = capsys.readouterr().err
+    assert error.startswith(f"--grid = {second!r}: is the same run as {first}") and small.trackers == []
+
+
+def test_policies_that_only_some_points_make_can_decide() -> None:
+    configs = [load_profile("tiny/online", [f"online.rounds={rounds}"]) for rounds in (1, 2)]
+    assert [config.policies()[-1] for config in configs] == ["online_1", "online_2"]
+    assert sweep_verb.policies_of(configs) == configs[1].policies()
+    goal = goal_of("online_2/gold", "max", labels=["evaluate"], policies=sweep_verb.policies_of(configs))
+    assert str(goal) == "online_2/gold"
 
 
 def test_the_best_goes_on_once_a_person_has_approved_it(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from pipelines.cli.main import EXIT_REFUSED, main
 from pipelines.execution.diff import (
     Answer,
     Difference,
+    Side,
     answers,
     config_differences,
     first_difference,
@@ -19,6 +21,7 @@ from pipelines.execution.diff import (
     not_compared,
     of_artifact,
     of_planned,
+    of_record,
     side_of,
     stage_differences,
 )
@@ -116,6 +119,22 @@ def test_answers_to_the_same_prompts_stand_side_by_side_where_they_differ(
     assert answers(ours, theirs, 0) == answers(ours, ours, 3) == []
 
 
+def test_an_earlier_policy_does_not_answer_for_one_that_is_not_made(store: ArtifactStore) -> None:
+    made = Made(store)
+    sft = made.commit("sft", {}, None)
+    made.commit("evaluate/sft/generate", {}, sft, GenerationsRef, rows=said("Yes."))
+    ppo = made.commit("ppo", {"kl_coef": 0.05}, sft)
+    made.commit("evaluate/ppo/generate", {}, ppo, GenerationsRef, rows=said("No."))
+    records = {record.label: store.record(record.key) for record in store.records()}
+    stages = {label: of_record(record) for label, record in records.items() if record is not None}
+    planned = {label: replace(stage, record=None) for label, stage in stages.items() if "ppo" in label}
+    whole, half = Side("whole", store, stages), Side("half", store, stages | planned)
+    assert answers(whole, half, 3) == answers(half, whole, 3) == []
+    # Two policies, each with its own evaluation, are compared by what each answered last.
+    ours, theirs = (of_artifact(ref.digest, store) for ref in (sft, ppo))
+    assert answers(ours, theirs, 3) == [Answer("Question 0?", "Yes.", "No.")]
+
+
 def test_profiles_differ_by_their_keys_before_anything_has_run(tmp_path: Path, home: Home) -> None:
     profile, store = str(write_mini(tmp_path)), ArtifactStore(home.store)
     ours = side_of(profile, [], store, home, home.mlflow_uri)
@@ -137,10 +156,10 @@ def test_what_is_gone_or_not_made_is_never_called_the_same(
     remove_tree(store.folder(sft.handle.uri))
     left = of_artifact(two[0], ArtifactStore(store.root))
     assert left.gone == ("sft",) and list(left.stages) == ["ppo"]
-    assert stage_differences(ours, left) == [] and not_compared(ours, left) == {"sft": "its record is gone"}
+    assert stage_differences(ours, left) == [] and not_compared(ours, left) == {"sft": "the store has no record of it"}
     _print_stages([], ours, left)
     out = capsys.readouterr().out
-    assert "stages: 1 of 1 are the same" in out and "not compared, its record is gone: sft" in out
+    assert "stages: 1 of 1 are the same" in out and "not compared, the store has no record of it: sft" in out
 
 
 def test_labels_that_repeat_are_told_apart(store: ArtifactStore) -> None:
@@ -186,5 +205,7 @@ def test_the_command_prints_it_all_and_refuses_what_it_does_not_know(
     assert "stages: 0 of 2 are the same; the first that differs by itself: sft" in out
     assert "sft: sft.rate: 0.1 -> 0.2" in out and "B: Never." in out
     assert "ppo: accuracy  0.5 [0.4, 0.6]  0.75 [0.65, 0.85]" in out
+    assert main(["diff", *two, "--store", str(store.root), "--samples", "-1"]) == EXIT_REFUSED
+    assert "--samples = -1: must be >= 0; use 0 to show none" in capsys.readouterr().err
     assert main(["diff", two[0], "nothing", "--store", str(store.root)]) == EXIT_REFUSED
     assert "'nothing'" in capsys.readouterr().err

@@ -150,6 +150,19 @@ def test_what_cannot_be_made_again_is_refused(
     assert not (made[1].store / "again").exists()
 
 
+def test_changes_of_no_profile_are_refused(made: tuple[Path, Home], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "sft", "--store", str(made[1].store), "--set", "runtime.num_workers=2"]) == EXIT_REFUSED
+    error = "--set = 'runtime.num_workers=2': changes a profile, and none is named; add --profile PROFILE"
+    assert error in capsys.readouterr().err
+
+
+def test_a_misspelt_key_is_refused_before_the_folder_is_claimed(
+    made: tuple[Path, Home], again: Reproduced, tmp_path: Path
+) -> None:
+    status, said = again("sft", "--into", str(tmp_path / "empty"), "--set", "runtme.type=ray")
+    assert status == EXIT_REFUSED and "did you mean runtime?" in said and not (tmp_path / "empty").exists()
+
+
 def test_the_store_of_the_state_folder_is_refused_for_an_artifact_of_another_one(
     made: tuple[Path, Home], again: Reproduced, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

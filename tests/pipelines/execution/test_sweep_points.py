@@ -22,6 +22,10 @@ def test_a_grid_is_the_product_of_its_values_and_lists_stay_whole() -> None:
     ]
 
 
+def test_an_escaped_quote_does_not_end_a_text() -> None:
+    assert grid_points([r'a="say \"hi, you\"","\\",c']) == [(r'a="say \"hi, you\""',), (r'a="\\"',), ("a=c",)]
+
+
 @pytest.mark.parametrize(
     ("grids", "error"),
     [
@@ -29,6 +33,11 @@ def test_a_grid_is_the_product_of_its_values_and_lists_stay_whole() -> None:
         (["a=1,,2"], "must read"),
         (["=1"], "must read"),
         (["a=1,1"], "--grid = 'a=1,1': names a value twice; remove one of them"),
+        (
+            ["a=it's,b"],
+            "--grid = \"a=it's,b\": has ' without its partner, so that its commas separate nothing; close it",
+        ),
+        (["a=[1,2"], "has a bracket without its partner"),
         (["a=1", "a=2"], "--grid = 'a': is swept twice; name each key once"),
     ],
 )

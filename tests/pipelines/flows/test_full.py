@@ -48,6 +48,12 @@ def test_a_section_that_is_missing_is_skipped(tmp_path: Path) -> None:
     assert set(labels["evaluate"].spec.inputs["generations"]) == {"base", "sft", "ppo"}
 
 
+def test_a_policy_that_is_taken_away_is_not_compared(tmp_path: Path) -> None:
+    compared = planned(tmp_path, "ppo=none", "publish=none")["evaluate"].spec.config.model_dump()
+    assert compared["parents"] == {"sft": "base", "rejection_sampling": "sft", "iterative_dpo": "sft"}
+    assert compared["best_of"] == {"sft": 8}
+
+
 def test_the_policy_that_the_profile_names_is_published(tmp_path: Path) -> None:
     assert made_by(planned(tmp_path, "publish.policy=sft")["publish"], "policy") == "sft"
 

@@ -25,8 +25,7 @@ def test_an_override_changes_one_value_and_keeps_its_type() -> None:
 
 
 def test_an_override_of_none_takes_a_section_away() -> None:
-    without = ["ppo=none", "publish=none", "evaluate.evaluate.parents=none"]
-    assert load_profile("tiny/full", without).ppo is None
+    assert load_profile("tiny/full", ["ppo=none", "publish=none"]).ppo is None
 
 
 @pytest.mark.parametrize(
@@ -173,7 +172,7 @@ def test_a_profile_takes_a_key_of_any_table_away(tmp_path: Path) -> None:
     child = tmp_path / "child.toml"
     child.write_text(
         f'extends = "mini.toml"\n[ppo.rewards.terms]\nfinished = "none"\nother = {TERM}\n'
-        '[ppo.sampling]\nmax_tokens = "none"\n[ppo.advantage]\ntype = "reinforce++"\nlambda = "none"\n'
+        '[ppo.sampling]\nmax_tokens = "none"\n[ppo.advantage]\ntype = "reinforce++"\ngae_lambda = "none"\n'
     )
     config = load_profile(child)
     assert config.ppo is not None and list(config.ppo.rewards.terms) == ["other"]
@@ -279,3 +278,80 @@ def test_an_override_of_several_lines_is_text_and_changes_nothing_else() -> None
 def test_a_name_too_long_for_the_disk_is_no_profile() -> None:
     with pytest.raises(ConfigError, match="no such file or shipped profile"):
         find_profile("x" * 5000)
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("pppo", "ppo"),
+        ("ppo.kl_ceof", "ppo.kl_coef"),
+        ("ppo.rewards.terms.reward_modl", "ppo.rewards.terms.reward_model"),
+    ],
+)
+def test_a_misspelt_key_is_not_taken_away_in_silence(key: str, meant: str, tmp_path: Path) -> None:
+    error = f"{key} = 'none': there is nothing of this name to take away; did you mean {meant}[?]"
+    with pytest.raises(ConfigError, match=error):
+        load_profile("tiny/full", [f"{key}=none"])
+    path = tmp_path / "mine.toml"
+    path.write_text(f'extends = "tiny/full"\n{key} = "none"\n')
+    with pytest.raises(ConfigError, match=error):
+        load_profile(path)
+
+
+def test_an_option_that_is_not_set_may_be_taken_away(tmp_path: Path) -> None:
+    assert load_profile("tiny/full", ["dpo=none", "ppo.correction=none"]) == load_profile("tiny/full")
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'extends = "tiny/full"\n[ppo.rewards.terms]\n"a.b" = {type = "reward_model", weight_end = "none"}\n'
+    )
+    more = tmp_path / "more.toml"
+    more.write_text('extends = "mine.toml"\n[ppo.rewards.terms]\n"a.b" = "none"\n')
+    assert load_profile(more) == load_profile("tiny/full")
+
+
+@pytest.mark.parametrize(
+    ("override", "error"),
+    [
+        (
+            "evaluate.evaluate.parents={sftt='base'}",
+            r"parents\.sftt = 'sftt': this profile makes no .*; did you mean sft",
+        ),
+        (
+            "evaluate.evaluate.parents={sft='bse'}",
+            r"parents\.sft = 'bse': this profile makes no such .*did you mean base",
+        ),
+        ("evaluate.evaluate.parents={sft='dpo'}", r"parents\.sft = 'dpo': this profile makes no such policy"),
+        (
+            "evaluate.evaluate.best_of={sftt=8}",
+            r"evaluate\.evaluate\.best_of\.sftt = 'sftt': this profile makes no such",
+        ),
+        (
+            'publish.gate=[{metric="gold/low", op=">", than="sftt"}]',
+            r"publish\.gate\[0\]\.than = 'sftt': the report has no such policy; did you mean sft",
+        ),
+        (
+            'publish.gate=[{metric="gold/low", op=">", than="champion"}]',
+            "than = 'champion': the report has no such policy",
+        ),
+    ],
+)
+def test_a_policy_that_will_not_be_evaluated_is_refused_before_anything_runs(override: str, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        load_profile("tiny/full", [override])
+
+
+def test_a_gate_may_compare_with_best_of_n_and_with_the_champion_that_is_challenged() -> None:
+    gate = 'publish.gate=[{metric="gold/low", op=">", than="best-of-8 (sft)"}, {metric="kl/mean", op="<", than="champion"}]'
+    config = load_profile("tiny/full", [gate, "publish.challenge={}"])
+    assert config.publish is not None and len(config.publish.gate) == 2
+
+
+def test_the_parents_of_policies_that_are_taken_away_may_stay() -> None:
+    assert load_profile("tiny/online", ["online.rounds=2"]).policies()[-1] == "online_2"
+    config = load_profile("tiny/full", ["ppo=none", "publish=none"])
+    assert "ppo" not in config.policies() and "ppo" in config.evaluate.evaluate.parents
+
+
+def test_a_parent_that_is_taken_away_while_its_child_stays_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"parents\.ppo = 'iterative_dpo': this profile makes no such policy"):
+        load_profile("tiny/full", ["iterative_dpo=none", "ppo.start_from=sft"])

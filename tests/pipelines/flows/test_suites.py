@@ -141,22 +141,6 @@ def test_a_suite_that_cannot_work_is_refused_with_the_profile(change: dict[str, 
         profile([{"name": "s"} | change])
 
 
-@pytest.mark.parametrize(
-    ("override", "rule"),
-    [
-        (
-            "parents={sft='pposs'}",
-            r"evaluate\.evaluate\.parents\.sft = 'pposs': this profile makes base, sft, ppo; name",
-        ),
-        ("parents={pposs='sft'}", r"evaluate\.evaluate\.parents\.pposs = 'pposs': this profile makes"),
-        ("best_of={pposs=4}", r"evaluate\.evaluate\.best_of\.pposs = 'pposs': this profile makes"),
-    ],
-)
-def test_a_policy_that_no_section_makes_is_missed_with_the_profile(override: str, rule: str) -> None:
-    with pytest.raises(ConfigError, match=rule):
-        profile([], f"evaluate.evaluate.{override}")
-
-
 def test_k_is_at_most_what_best_of_draws() -> None:
     suite = {"name": "s", "type": "pass_at_k", "function": GOLD, "k": [4]}
     draws = ("evaluate.generate.samples_per_prompt=4", "evaluate.evaluate.best_of={sft=2}")

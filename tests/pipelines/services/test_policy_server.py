@@ -70,6 +70,25 @@ def test_an_adapter_is_served_beside_the_policy(model: ServedModel, tmp_path: Pa
         check_served(ServedModel(model.name, model.digest, model.folder, model.folder))
 
 
+def test_an_adapter_is_refused_over_weights_that_it_was_not_trained_over(home: Home) -> None:
+    store = ArtifactStore(home.store)
+
+    def made(key: str, label: str, start: str) -> PolicyRef:
+        out = home.root / f"out-{label}"
+        (out / "adapter").mkdir(parents=True)
+        (out / "weights.txt").write_text(label)
+        facts = provenance(label=label, payload={"inputs": {"policy": start}})
+        return store.commit(key * 64, out, PolicyRef, children={}, record=facts)
+
+    sft = made("a", "sft", "b" * 64)
+    dpo = made("c", "dpo", sft.digest)
+    made("d", "ppo", dpo.digest)
+    assert served_model("dpo", "ppo", store, home).adapter is not None
+    rule = f"--adapter = 'ppo': was trained over other weights, {dpo.digest[:12]}; serve {dpo.digest[:12]} with it"
+    with pytest.raises(ConfigError, match=rule):
+        served_model("sft", "ppo", store, home)
+
+
 def test_a_policy_without_a_chat_template_is_refused(policy: Path, tmp_path: Path) -> None:
     shutil.copytree(policy, tmp_path / "plain", ignore=shutil.ignore_patterns("chat_template.jinja"))
     check_served(ServedModel("plain", "d", policy))

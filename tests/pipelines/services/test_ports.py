@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import socket
 
-from pipelines.services.ports import claim_port, is_claimed, is_free, release_port
+import pytest
+
+from pipelines.services.health import ServiceError
+from pipelines.services.ports import LAST_PORT, claim_port, is_claimed, is_free, release_port
 
 
 def test_a_taken_port_is_passed_over() -> None:
@@ -11,6 +14,14 @@ def test_a_taken_port_is_passed_over() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         assert claim_port(port) > port
+
+
+def test_no_port_after_the_last_one_is_tried() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", LAST_PORT))
+        taken.listen()
+        with pytest.raises(ServiceError, match=f"port = {LAST_PORT}: "):
+            claim_port(LAST_PORT)
 
 
 def test_a_port_is_given_once_although_nobody_listens_on_it_yet() -> None:
