@@ -215,6 +215,8 @@ class VllmSamplerConfig(BaseSamplerConfig):
     max_model_len: int = Field(256, ge=16)
     tensor_parallel: Annotated[int, Field(ge=1), OPERATIONAL] = 1
     engines: Annotated[int, Field(ge=1), OPERATIONAL] = 1
+    """Number of processes that sample, each with the weights, a KV cache and, on CPU, an equal share of the cores. On a
+    few cores, engines of one thread are faster than one of several: much of a step is Python, which uses one core."""
     max_num_seqs: Annotated[int, Field(ge=1), OPERATIONAL] = 256
     kv_cache_gib: Annotated[float, Field(gt=0), OPERATIONAL] = 1.0
     """Size of the KV cache in GiB, on CPU only."""

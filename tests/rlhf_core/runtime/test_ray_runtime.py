@@ -37,7 +37,7 @@ SAMPLES = [TokenSample(tuple(range(10, 40)), (0,) * 4 + (1,) * 26)]
 CONFIG = RuntimeConfig(
     worker_timeout_s=400,
     trainer=TrainerConfig(engine="torch"),
-    sampler=VllmSamplerConfig(max_model_len=96, kv_cache_gib=0.25),
+    sampler=VllmSamplerConfig(max_model_len=96, kv_cache_gib=0.25, engines=2),  # as the tiny profiles have
 )
 
 
