@@ -21,7 +21,8 @@ class EvaluateConfig(Config):
     """Name in the pipeline of the policy to which KL is measured and, unless `parents` says otherwise, win rates are
     computed against. If the reference input is another evaluated policy, its name is used instead."""
     parents: dict[str, str] = {}
-    """Opponent of each policy in its win rate, by the policy's name."""
+    """Opponent of each policy in its win rate, by the policy's name. A profile that takes a policy away may keep its entry
+    here and in `best_of`."""
     best_of: dict[str, int] = {}
     """Number n by policy: adds a row with the answer that the reward model ranks best among each prompt's first n."""
     level: float = Field(0.95, gt=0, lt=1)
