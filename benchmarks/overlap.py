@@ -1,6 +1,6 @@
 """Measure the seconds of a policy-optimization step, sampled and trained in turn or at once (`staleness` 0 and 1).
 
-    python -m benchmarks.overlap tiny/full --set runtime.cpu_threads=1
+    python -m benchmarks.overlap tiny/full --set runtime.cpu_threads=1 --set runtime.sampler.engines=1
     python -m benchmarks.overlap one_gpu/full --hidden 2048 --layers 16 --groups 64 --members 4 --answer 512
 
 The two run side by side, three times. The engines are those of the profile, on one runtime for all runs. The model is a

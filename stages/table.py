@@ -474,7 +474,7 @@ _ROWS = (
     ),
     Stage(
         name="evaluate_suite",
-        version=1,
+        version=2,
         code="warn",  # judges cost money
         config=evaluate_suite.AnswerSuiteConfig,
         inputs={

@@ -79,7 +79,8 @@ def _sampling(options: argparse.Namespace) -> SamplingConfig:
         return SamplingConfig(temperature=options.temperature, max_tokens=options.max_tokens)
     except ValidationError as error:
         first = error.errors()[0]
-        option, rule = f"--{str(first['loc'][0]).replace('_', '-')}", first["msg"].replace("Input should", "must")
+        option = f"--{str(first['loc'][0]).replace('_', '-')}"
+        rule = first["msg"].removeprefix("Value error, ").replace("Input should", "must")
         raise ConfigError(explain(option, first["input"], rule, "give another number")) from None
 
 

@@ -94,7 +94,8 @@ def _adapter(named: str, policy: PolicyRef, store: ArtifactStore) -> Path:
         rule = "this policy was trained without LoRA"
         raise ConfigError(explain("--adapter", named, rule, "name one that has a folder `adapter`"))
     # Over other weights it would be another policy, which nobody trained or evaluated.
-    began = [one.payload["inputs"]["policy"] for one in store.records() if one.handle.digest == trained.digest]
+    made = [one.payload["inputs"] for one in store.records() if one.handle.digest == trained.digest]
+    began = [inputs["policy"] for inputs in made if "policy" in inputs]
     if began and policy.digest not in began:
         rule = f"was trained over other weights, {began[-1][:12]}"
         raise ConfigError(explain("--adapter", named, rule, f"serve {began[-1][:12]} with it, or {named} without"))

@@ -170,7 +170,8 @@ class PipelineConfig(Config):
         Those of a policy whose section or round is taken away may stay: it is not compared.
         """
         made, compared = self._evaluated(), evaluate.evaluate
-        known = list(dict.fromkeys([*made, *POLICY_SECTIONS]))
+        sections = [name for name in POLICY_SECTIONS if name != "online"]  # whose policies are online_1, online_2, ...
+        known = list(dict.fromkeys([*made, *sections]))
         named = [(f"best_of.{name}", name, known) for name in compared.best_of]
         for ours, theirs in compared.parents.items():
             named.append((f"parents.{ours}", ours, known))
@@ -317,7 +318,8 @@ def _is_file(path: Path) -> bool:
 def _merge(base: Mapping[Any, Any], changes: Mapping[Any, Any], path: tuple[str, ...] = ()) -> dict[Any, Any]:
     merged = dict(base)
     for key, value in changes.items():
-        before, here = merged.get(key), (*path, str(key))
+        before = merged.get(key)
+        here = path if isinstance(key, int) else (*path, str(key))  # a place in a list is no part of an option's name
         if value == "none":
             _remove(merged, key, here)
         elif isinstance(value, Mapping) and _is_table_list(before):
@@ -335,6 +337,17 @@ def _remove(table: dict[Any, Any], key: Any, path: Sequence[str]) -> None:
         del table[key]
     else:
         check_removal(path, table, PipelineConfig)
+
+
+def _has(tree: Any, sections: Sequence[str]) -> bool:
+    """Return whether every section is there, or something else in its place."""
+    for section in sections:
+        if not isinstance(tree, Mapping):
+            return True
+        if section not in tree:
+            return False
+        tree = tree[section]
+    return True
 
 
 def _is_table_list(value: Any) -> TypeGuard[list[Mapping[str, Any]]]:
@@ -369,6 +382,9 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {shown_value('', override)}: must be valid UTF-8; type it again")
     value = _value(key, text)
     *sections, last = key.split(".")
+    if value == "none" and not _has(tree, sections):
+        check_removal((*sections, last), {}, PipelineConfig)  # there is nothing to take away, and nothing is created
+        return
     for section in sections:
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):

@@ -60,8 +60,7 @@ def check_removal(keys: Sequence[str], table: Mapping[Any, Any], model: type[Bas
 
     Any other name is misspelt: what it should remove would stay.
     """
-    option = [key for key in keys if not key.isdigit()]  # places in lists
-    if any(_is_name(option, name) for name in _names(model)):
+    if any(_is_name(keys, name) for name in _names(model)):
         return
     near = difflib.get_close_matches(keys[-1], sorted(map(str, table)), n=1, cutoff=0.6)
     meant = ".".join([*keys[:-1], near[0]]) if near else _nearest(keys, model)

@@ -167,8 +167,8 @@ class SamplingConfig(Config):
         # vLLM raises it to 0.01 (`_MAX_TEMP` of its sampling_params.py) with only a warning.
         if 0 < temperature < LEAST_TEMPERATURE:
             raise ValueError(
-                f"vLLM would sample at {LEAST_TEMPERATURE}, but the trainer would assume {temperature}; set it to "
-                f"0 (greedy) or to {LEAST_TEMPERATURE} or more"
+                f"must be 0 (greedy) or at least {LEAST_TEMPERATURE}: vLLM would sample at {LEAST_TEMPERATURE}, but the "
+                f"trainer would assume {temperature}"
             )
         return temperature
 

@@ -185,9 +185,9 @@ class PatternVerdict(Config):
         try:
             groups = re.compile(pattern).groups
         except re.error as error:
-            raise ValueError(f"is not a regular expression ({error}); fix it") from error
+            raise ValueError(f"must be a regular expression ({error}); fix it") from error
         if groups != 1:
-            raise ValueError(f"has {groups} groups; put exactly one group around the score")
+            raise ValueError(f"must have one group, not {groups}; put it around the score")
         return pattern
 
 

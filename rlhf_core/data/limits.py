@@ -15,7 +15,7 @@ Row = TypeVar("Row", Demonstration, Preference, Prompt, SteppedAnswer, Feedback)
 
 _UNLIMITED = 1 << 40
 _PROBE = (Message("user", "Hi"),)
-_REASONING = frozenset({"<think>", "</think>"})
+_REASONING = frozenset({"<think>", "</think>", "[THINK]", "[/THINK]", "<seed:think>", "</seed:think>"})
 """Tokens of some models that an answer may spell: reasoning stays in the answers."""
 
 

@@ -108,7 +108,9 @@ def _loaded(manager: TaskManager, tasks: Sequence[str]) -> Mapping[str, Any]:
     try:
         return dict(manager.load(list(tasks)))
     except (KeyError, ValueError) as error:
-        rule, remedy = f"cannot be loaded ({error})", "name each task or its group once, without patterns"
+        # The harness reads the tasks' files and data here, too.
+        remedy = "name each task or its group once, without patterns, or mend its files and data"
+        rule = f"cannot be loaded ({error})"
         raise ConfigError(explain("evaluate.suites.tasks", list(tasks), rule, remedy)) from error
 
 

@@ -34,8 +34,10 @@ class EvaluateConfig(Config):
     def of(self, policies: Collection[str]) -> EvaluateConfig:
         """Return this configuration without the parents and best-of rows of policies that are not among `policies`.
 
-        A profile that takes a section of another one away inherits what was said of its policy.
+        A profile that takes a section of another one away inherits what was said of its policy. Without its opponent (the
+        champion, while there is none), a policy is compared with the reference.
         """
-        parents = {ours: theirs for ours, theirs in self.parents.items() if ours in policies}
+        there = [(ours, theirs) for ours, theirs in self.parents.items() if ours in policies]
+        parents = {ours: theirs for ours, theirs in there if theirs in policies}
         best_of = {name: n for name, n in self.best_of.items() if name in policies}
         return self.model_copy(update={"parents": parents, "best_of": best_of})

@@ -342,3 +342,9 @@ def make_reward_model(shop: Workshop, policy: Path, folder: Path) -> Path:
     contract = {"max_length": 64, "eos_token_id": 0, "probe": probe, "probe_scores": scores, "mean": 0.0, "std": 1.0}
     (folder / "contract.json").write_text(json.dumps(contract))
     return folder
+
+
+def test_a_policy_whose_opponent_is_not_there_is_compared_with_the_reference() -> None:
+    config = EvaluateConfig(parents={"sft": "base", "ppo": "champion", "dpo": "sft"}, best_of={"sft": 8, "dpo": 2})
+    assert config.of(["base", "sft", "ppo"]) == EvaluateConfig(parents={"sft": "base"}, best_of={"sft": 8})
+    assert config.of(["base", "sft", "ppo", "champion", "dpo"]) == config

@@ -20,6 +20,7 @@ Options = Mapping[str, Any]
 
 _WORD = re.compile(r"[^\W_]+(?:['’-][^\W_]+)*")
 _SENTENCE_END = re.compile(r"[.!?]+(?:[\"'”’)]*)(?:\s|$)")
+_MARKS = ".,;:!?\"'”’()"
 _FENCE = re.compile(r"^```(?:json)?\s*|\s*```$")
 
 
@@ -54,16 +55,17 @@ def _contains(text: str, options: Options) -> bool:
 def _wanted(options: Options) -> list[str]:
     """Return the words that the answer must have. Raises TypeError for an option that names none."""
     word = options["word"]
-    if not isinstance(word, str) or not words(word):
-        raise TypeError(f"word = {word!r} is no word")
+    # Of "C++" only the C would be looked for.
+    if not isinstance(word, str) or not words(word) or words(word) != [one.strip(_MARKS) for one in word.split()]:
+        raise TypeError(f"word = {word!r} is no word, or has other signs")
     return _folded(word)
 
 
 def _count(options: Options) -> int:
-    """Return the number that an instruction asks for. Raises TypeError for an option that is no whole number."""
+    """Return the number that an instruction asks for. Raises TypeError for an option that is no whole number from 1 on."""
     count = options["count"]
-    if isinstance(count, bool) or not isinstance(count, (int, float)) or count % 1:
-        raise TypeError(f"count = {count!r} is no whole number")
+    if isinstance(count, bool) or not isinstance(count, (int, float)) or count % 1 or count < 1:
+        raise TypeError(f"count = {count!r} is no whole number from 1 on")
     return int(count)
 
 
@@ -149,9 +151,7 @@ def instructions_followed(
         try:
             held = [follows(text, one, loose=loose) for one in instructions]
         except (KeyError, TypeError) as error:
-            raise RewardError(
-                explain("label", label[:80], f"has an instruction that cannot be checked ({error})", _REMEDY)
-            ) from None
+            raise RewardError(_unchecked(label, error)) from None
         return sum(held) / len(held) if partial else float(all(held))
 
     return against_labels(completions, labels, judge)
@@ -169,13 +169,20 @@ def on_topic(
         read = _read(label)
         said = _folded(text)
         about = any(word.startswith(stem.casefold()) for word in said for stem in read["topic"])
-        counts = [one["count"] for one in read["instructions"] if one["kind"] == "at_most_words"]
+        try:
+            counts = [_count(one) for one in read["instructions"] if one["kind"] == "at_most_words"]
+        except (KeyError, TypeError) as error:
+            raise RewardError(_unchecked(label, error)) from None
         return float(about and len(said) >= min([read["min_words"], *counts]))
 
     return against_labels(completions, labels, judge)
 
 
 _REMEDY = "see rlhf_core.rewards.library.instructions for the form of a label"
+
+
+def _unchecked(label: str, error: Exception) -> str:
+    return explain("label", label[:80], f"has an instruction that cannot be checked ({error})", _REMEDY)
 
 
 def _read(label: str) -> dict[str, Any]:

@@ -73,6 +73,7 @@ def test_a_server_without_models_is_an_error(store: ArtifactStore, server: ChatS
     ("words", "error"),
     [
         (["chat", "sft", "--temperature", "-1"], "--temperature = -1.0: must be greater than or equal to 0"),
+        (["chat", "sft", "--temperature", "0.005"], "--temperature = 0.005: must be 0 (greedy) or at least 0.01"),
         (["chat", "sft", "--max-tokens", "0"], "--max-tokens = 0: must be greater than or equal to 1"),
         (["serve", "sft", "--port", "70000"], "--port = 70000: must be 1 to 65535; name another port"),
         (["serve", "sft", "--port", "0"], "--port = 0: must be 1 to 65535"),

@@ -355,3 +355,17 @@ def test_the_parents_of_policies_that_are_taken_away_may_stay() -> None:
 def test_a_parent_that_is_taken_away_while_its_child_stays_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"parents\.ppo = 'iterative_dpo': this profile makes no such policy"):
         load_profile("tiny/full", ["iterative_dpo=none", "ppo.start_from=sft"])
+
+
+def test_taking_away_what_an_absent_section_would_have_creates_no_section() -> None:
+    assert load_profile("tiny/full", ["dpo.loss=none"]).dpo is None
+
+
+def test_a_name_of_digits_is_no_place_in_a_list() -> None:
+    with pytest.raises(ConfigError, match=r"ppo\.rewards\.terms\.7 = 'none': there is nothing of this name"):
+        load_profile("tiny/full", ["ppo.rewards.terms.7=none"])
+
+
+def test_no_policy_is_called_online() -> None:
+    with pytest.raises(ConfigError, match=r"best_of\.online = 'online': this profile makes no such policy"):
+        load_profile("tiny/online", ["evaluate.evaluate.best_of={online=8}"])

@@ -37,7 +37,7 @@ def test_workers_and_micro_batches_are_not_in_the_key_but_precision_and_sampler_
 @pytest.mark.parametrize("temperature", [1e-6, 0.005, 0.0099])
 def test_a_temperature_that_vllm_would_raise_is_refused(temperature: float) -> None:
     with pytest.raises(
-        ValidationError, match=r"vLLM would sample at 0\.01, but the trainer would assume .*; set it to 0 \(greedy\)"
+        ValidationError, match=r"must be 0 \(greedy\) or at least 0\.01: vLLM would sample at 0\.01, but the trainer"
     ):
         SamplingConfig(temperature=temperature)
     assert [SamplingConfig(temperature=given).temperature for given in (0, 0.01)] == [0.0, 0.01]

@@ -80,8 +80,14 @@ def test_where_a_server_runs_is_not_part_of_the_key_and_its_version_is() -> None
         ({"terms": {"judge": JUDGE | {"url": "http://host:99999/v1"}}}, "an invalid port"),
         ({"terms": {"judge": JUDGE | {"template": "How good?"}}}, r"must hold \{completion\}"),
         ({"terms": {"judge": JUDGE | {"low": 3.0, "high": 3.0}}}, "must be below high"),
-        ({"terms": {"judge": JUDGE | {"verdict": {"type": "pattern", "pattern": "score"}}}}, "exactly one"),
-        ({"terms": {"judge": JUDGE | {"verdict": {"type": "pattern", "pattern": "("}}}}, "not a regular expression"),
+        (
+            {"terms": {"judge": JUDGE | {"verdict": {"type": "pattern", "pattern": "score"}}}},
+            "must have one group, not",
+        ),
+        (
+            {"terms": {"judge": JUDGE | {"verdict": {"type": "pattern", "pattern": "("}}}},
+            "must be a regular expression",
+        ),
         ({"terms": {"form": FORM | {"normalise": "group"}}, "composition": {"type": "gdpo"}}, "gdpo normalizes"),
         (
             {

@@ -48,7 +48,9 @@ def test_every_kind_of_instruction_is_tested_and_none_holds_for_an_empty_answer(
     [
         ({"kind": "sentences", "count": "3"}, "count = '3' is no whole number"),
         ({"kind": "at_least_words", "count": 2.5}, "count = 2.5 is no whole number"),
+        ({"kind": "at_least_words", "count": 0}, "count = 0 is no whole number from 1 on"),
         ({"kind": "keyword", "word": ""}, "word = '' is no word"),
+        ({"kind": "keyword", "word": "C++"}, "word = 'C++' is no word, or has other signs"),
         ({"kind": "first_word", "word": "!"}, "word = '!' is no word"),
         ({"kind": "json", "key": 1}, "key = 1 is no text"),
     ],
@@ -58,6 +60,11 @@ def test_an_option_that_no_answer_or_every_answer_would_follow_is_refused(
 ) -> None:
     with pytest.raises(RewardError, match=re.escape(problem)):
         instructions_followed([""], ['{"a": "b"}'], [label(instruction)])
+
+
+def test_the_gate_of_the_topic_refuses_a_count_that_is_no_number() -> None:
+    with pytest.raises(RewardError, match=re.escape("count = '2' is no whole number")):
+        on_topic([""], ["Rain falls."], [label({"kind": "at_most_words", "count": "2"})])
 
 
 def test_loose_forgives_a_first_line_and_asterisks() -> None:
