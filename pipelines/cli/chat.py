@@ -119,10 +119,8 @@ def _first_model(client: httpx.Client, base: str) -> str:
     try:
         return str(listed["data"][0]["id"])
     except (KeyError, IndexError, TypeError):
-        rule = "lists no models"
-        raise ServiceError(
-            f"{without_secrets(base)}: {rule}; name an OpenAI-compatible server that serves one"
-        ) from None
+        remedy = "name an OpenAI-compatible server that serves one"
+        raise ServiceError(f"{without_secrets(base)}: lists no models; {remedy}") from None
 
 
 def _asked(client: httpx.Client, method: str, url: str, body: object) -> Any:

@@ -339,17 +339,6 @@ def _remove(table: dict[Any, Any], key: Any, path: Sequence[str]) -> None:
         check_removal(path, table, PipelineConfig)
 
 
-def _has(tree: Any, sections: Sequence[str]) -> bool:
-    """Return whether every section is there, or something else in its place."""
-    for section in sections:
-        if not isinstance(tree, Mapping):
-            return True
-        if section not in tree:
-            return False
-        tree = tree[section]
-    return True
-
-
 def _is_table_list(value: Any) -> TypeGuard[list[Mapping[str, Any]]]:
     return isinstance(value, list) and bool(value) and all(isinstance(entry, Mapping) for entry in value)
 
@@ -382,10 +371,12 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {shown_value('', override)}: must be valid UTF-8; type it again")
     value = _value(key, text)
     *sections, last = key.split(".")
-    if value == "none" and not _has(tree, sections):
-        check_removal((*sections, last), {}, PipelineConfig)  # there is nothing to take away, and nothing is created
-        return
     for section in sections:
+        if value == "none" and section not in tree:
+            check_removal(
+                (*sections, last), {}, PipelineConfig
+            )  # there is nothing to take away, and nothing is created
+            return
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
             raise ConfigError(
