@@ -55,7 +55,8 @@ def run(config: CollectPreferencesConfig, *, comparisons: ComparisonsRef, contex
     record_table(verdicts, context)
     metrics = counts | verdicts.dropped | headline(report)
     metrics |= {"judgments/trusted": float(len(trusted)), "judgments/all": float(len(judgments))}
-    return context.commit(PreferencesRef, metrics=metrics)
+    by_people = isinstance(config.annotator, FileAnnotator | ReviewAnnotator)
+    return context.commit(PreferencesRef, metrics=metrics, pin="judgments of people" if by_people else "")
 
 
 def judge(

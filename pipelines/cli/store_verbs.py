@@ -40,6 +40,8 @@ def _collect(store: ArtifactStore, options: argparse.Namespace, console: Console
     report = store.gc(options.dry_run, keep_days=options.keep_days)
     for item in report.items:
         print_line(console, str(item))
+    for what, why in report.kept if report.dry_run else ():
+        print_line(console, f"kept       {what}: {why}")
     for found in report.held_back:
         print_line(console, f"not readable: {found}")
     if report.held_back:

@@ -26,6 +26,7 @@ from rlhf_core.stage import stopping
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.stopping import StageWaiting
 from rlhf_core.store.gate_decisions import GateDecisions, Question
+from rlhf_core.store.roots import forget_wait, note_wait
 from rlhf_core.types import ArtifactRef
 
 logger = logging.getLogger(__name__)
@@ -113,6 +114,10 @@ class PipelineRun:
         decisions = GateDecisions(self.context.store.layout)
         decisions.ask(question, run=config.name, profile=profile_digest(config), links=self.links)
 
+    def keys(self) -> list[str]:
+        """Return the keys of the stages that have finished."""
+        return [outcome.decision.key for outcome in self.outcomes.values()]
+
     def _execute(self, spec: StageSpec, show_progress: Progress) -> StageOutcome:
         with self.budget.spending(gpus_of(spec, self.context.config.runtime)) as spent:
             try:
@@ -185,9 +190,12 @@ def run_stages(
         run.gates.check()
         if not options.until:
             run.budget.close()
+            forget_wait(run.context.store.layout, config.name)
         status = "FINISHED"
     except BaseException as error:
         ended = error
+        if isinstance(error, StageWaiting):
+            note_wait(run.context.store.layout, config.name, run.keys())
         if isinstance(error, stopping.RunHalted):
             tracker.tag({"state": error.state, "state.message": str(error)})
         status = "FAILED" if isinstance(error, Exception) else "KILLED"

@@ -193,11 +193,13 @@ class StageContext:
         *,
         children: Mapping[str, tuple[str, type[ArtifactRef]]] = NOTHING,
         metrics: Mapping[str, float] = NOTHING,
+        pin: str = "",
     ) -> R:
         """Move `out` into the store as the artifact of this stage and return its handle.
 
         `children={"base": ("base", PolicyRef)}` sets the field `base` of the handle to a handle of the folder
-        `out/base`. `metrics` are the final numbers, kept in the key record. Raises ArtifactError if an input was found
+        `out/base`. `metrics` are the final numbers, kept in the key record. With a
+        note in `pin` the artifact is pinned: what nobody can make again. Raises ArtifactError if an input was found
         damaged while the stage read it.
         """
         self._run.check_inputs(self.store)
@@ -209,4 +211,5 @@ class StageContext:
             record=self._run.provenance(metrics, self.runtime.engines(), failures.noted(self.work)),
             parents=tuple(dict.fromkeys(ref.digest for ref in self._run.spec.refs())),
             lease=self._run.lease,
+            pin=pin,
         )

@@ -101,9 +101,8 @@ def check_secrets(spec: StageSpec) -> None:
 
 def _take(store: ArtifactStore, spec: StageSpec, target: Target) -> tuple[KeyRecord, Decision] | None:
     record = store.record(target.key)
-    if record is None:
+    if record is None or not store.used(target.key):
         return None
-    store.used(target.key)
     tidy(store, target.key)  # its process may have been killed between writing the record and ending its attempt
     _remember(store, spec, target)
     return record, hit(target, record)
@@ -134,6 +133,7 @@ def _begin(
             resumed_from=decision.step,
             code=target.code,
             known_damage=known_damage,
+            inputs=tuple(ref.uri for ref in spec.refs()),
             forced=force,
             continues=force and not anew,
         )

@@ -11,14 +11,14 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import Field
 
 from rlhf_core.errors import ArtifactError, explain
-from rlhf_core.store import leases, maintenance
+from rlhf_core.store import leases, maintenance, roots
 from rlhf_core.store.damage import findings, quarantine_object
 from rlhf_core.store.fingerprint import FileEntry, hash_files, hash_tree, list_files, sha256_text, tree_digest
 from rlhf_core.store.index import Unreadable
@@ -113,16 +113,18 @@ class ArtifactStore:
         path = self.layout.key(key)
         if not path.exists():
             return None
-        record, damage = self._check(key)
-        if damage:
-            time.sleep(0.05)  # another process may be replacing the damaged object by a sound one
-            record, damage = self._check(key)
-        if record is not None and not damage:
-            return record if self._is_trusted(record) else None
-        logger.warning("store: the artifact of key %s is damaged: %s; moved to quarantine", key[:12], damage)
-        maintenance.set_aside_record(self.layout, key, damage)
-        if record is not None:
-            quarantine_object(self.layout, object_digest(record.handle), damage)
+        record, damage, suspicion = self._check(key)
+        if not damage and not suspicion:
+            return record
+        with leases.alone(self.layout.leases):  # what another process has put in its place meanwhile must stay
+            record, damage, suspicion = self._check(key)
+            if not damage and not suspicion:
+                return record
+            said = f"is damaged: {damage}" if damage else f"counts no more: {suspicion}"
+            logger.warning("store: the artifact of key %s %s; moved to quarantine", key[:12], said)
+            maintenance.set_aside_record(self.layout, key, damage or suspicion)
+            if record is not None and damage:
+                quarantine_object(self.layout, object_digest(record.handle), damage)
         return None
 
     def damage(self, key: str) -> str:
@@ -147,7 +149,11 @@ class ArtifactStore:
             folder = self.layout.object(digest)
             problem = object_damage(folder, deep=False) if folder.exists() else ""
             if problem:
-                quarantine_object(self.layout, digest, problem)
+                with leases.alone(self.layout.leases):
+                    problem = object_damage(folder, deep=False) if folder.exists() else problem
+                    if problem:
+                        quarantine_object(self.layout, digest, problem)
+            if problem:
                 rule = f"is damaged ({problem}) and was moved to quarantine"
                 raise ArtifactError(explain(f"{type(ref).__name__}.uri", ref.uri, rule, "run again to make it again"))
 
@@ -169,12 +175,16 @@ class ArtifactStore:
                 unreadable.append(Unreadable(path, problem))
         return sorted(records, key=lambda record: (record.started, record.key)), unreadable
 
-    def used(self, key: str) -> None:
-        """Mark the record of `key` as just used, so that `gc` keeps it."""
+    def used(self, key: str) -> bool:
+        """Mark the record of `key` as just used, so that `gc` keeps it; return False if it is gone."""
         try:
-            os.utime(self.layout.key(key))
+            with leases.alone(self.layout.leases):
+                os.utime(self.layout.key(key))
+        except FileNotFoundError:
+            return False
         except OSError as error:
             logger.warning("store: could not record the use of key %s: %s", key[:12], error)
+        return True
 
     def external(self, kind: type[R], path: Path) -> R:
         """Return a handle for a user's folder outside the store; unchanged files are hashed only once."""
@@ -210,22 +220,30 @@ class ArtifactStore:
         record: Provenance,
         parents: Sequence[str] = (),
         lease: Lease | None = None,
+        pin: str = "",
     ) -> R:
         """Move the folder `out` into the store, write the record of `key`, and return the handle.
 
         `children` maps a field of `kind` to a folder of `out` and the type of its handle. With a `lease` the record is
-        written only while it is still held. After this call `out` is gone.
+        written only while it is still held. After this call `out` is gone. The object is pinned with the note `pin` if
+        that is not empty. Raises ArtifactError, without a record, if the lease was lost, or the object damaged or removed before its record was written.
         """
         with naming_disk_errors(self.root):
             self.create()
             files = _seal(out)
             handle = _handle(kind, files, children, tuple(parents))
             self._store_object(out, files, object_digest(handle))
-            if lease is not None:
-                lease.check()
-            committed = KeyRecord(key=key, handle=handle, **dict(record))
-            write_json(self.layout.key(key), committed.to_json())
-            self.layout.damage(key).unlink(missing_ok=True)
+            committed = KeyRecord(key=key, handle=handle, **dict(record)).to_json()
+            with leases.alone(self.layout.leases) if lease is None else lease.undisturbed():
+                damage = object_damage(self.layout.object(object_digest(handle)), deep=False)
+                if damage:
+                    raise ArtifactError(
+                        explain("artifact", key[:12], f"changed while it was committed: {damage}", "run again")
+                    )
+                if pin:
+                    roots.write_pin(self.layout, object_digest(handle), pin)
+                write_json(self.layout.key(key), committed)
+                self.layout.damage(key).unlink(missing_ok=True)
         return handle
 
     # ------------------------------------------------------------ upkeep
@@ -236,61 +254,67 @@ class ArtifactStore:
 
     def pin(self, target: str, *, note: str = "") -> None:
         """Protect an object from `gc` until it is unpinned; `target` is a digest, a key or a `store://` uri."""
-        maintenance.pin(self.layout, target, note)
+        roots.pin(self.layout, target, note)
 
     def unpin(self, target: str) -> None:
         """Remove a pin. Raises ArtifactError if there is none."""
-        maintenance.unpin(self.layout, target)
+        roots.unpin(self.layout, target)
 
     def pins(self) -> dict[str, str]:
         """Return the notes of all pins by target."""
-        return maintenance.pins(self.layout)
+        return roots.pins(self.layout)
 
     def gc(self, dry_run: bool, *, keep_days: float = 30.0) -> GcReport:
-        """Remove (or only list) what is reachable from no pin and from no record used in the last `keep_days`.
+        """Remove (or only list) what is reachable from no root and from no record used in the last `keep_days`.
 
-        While a record or a pin cannot be read, what it reaches is unknown: all records and objects are then kept.
+        Roots are pins and what waiting runs need (`rlhf_core.store.roots`). While a record or a root cannot be read,
+        what it reaches is unknown: all records and objects are then kept.
         """
-        records, unreadable = self.scan()
-        return maintenance.collect(self.layout, records, unreadable, dry_run=dry_run, keep_days=keep_days)
+        return maintenance.collect(self.layout, self.scan, dry_run=dry_run, keep_days=keep_days)
 
     # ------------------------------------------------------------ private
 
-    def _check(self, key: str) -> tuple[KeyRecord | None, str]:
+    def _check(self, key: str) -> tuple[KeyRecord | None, str, str]:
+        """Return the record of a key, what is damaged, and why its stage may have read damaged inputs."""
         record, problem = parse_record(self.layout.key(key))
         if record is None:
-            return None, f"its record {problem}" if problem else "its record is missing"
-        return record, object_damage(self.layout.object(object_digest(record.handle)), deep=False)
+            return None, f"its record {problem}" if problem else "", ""
+        damage = object_damage(self.layout.object(object_digest(record.handle)), deep=False)
+        return record, damage, "" if damage else maintenance.suspicion_of(self.layout, record)
 
     def _store_object(self, out: Path, files: Mapping[str, FileEntry], digest: str) -> None:
         write_json(out / MANIFEST, {"schema": 1, "files": {path: _entry(entry) for path, entry in files.items()}})
         target = self.layout.object(digest)
         make_folder(target.parent)
-        try:
-            move(out, target)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-            self._keep_one(out, target)
+        while True:
+            try:
+                move(out, target)
+                break
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+            if self._keep_one(out, target):
+                break
         make_read_only(target)
         fsync_path(target.parent)
 
-    def _keep_one(self, out: Path, target: Path) -> None:
-        """Keep the existing object with the same content and drop `out`, unless the existing one is damaged."""
-        damage = object_damage(target, deep=True)
-        if damage:
-            logger.warning("store: object %s is damaged: %s; replaced", target.name[:12], damage)
-            quarantine_object(self.layout, target.name, damage)
-            move(out, target)
-        else:
-            os.utime(target)  # makes it young, so that gc keeps it until our record is written
+    def _keep_one(self, out: Path, target: Path) -> bool:
+        """Drop `out` in favour of the existing object, or that if it is damaged; False if it has just gone."""
+        with suppress(FileNotFoundError):
+            checked = target.stat().st_ino
+            damage = object_damage(target, deep=True)
+            with leases.alone(self.layout.leases):
+                if target.stat().st_ino != checked:
+                    return False
+                if damage:
+                    logger.warning("store: object %s is damaged: %s; replaced", target.name[:12], damage)
+                    quarantine_object(self.layout, target.name, damage)
+                    move(out, target)
+                    return True
+                os.utime(target)  # makes it young, so that gc keeps it until our record is written
             remove_tree(out)
-
-    def _is_trusted(self, record: KeyRecord) -> bool:
-        said = maintenance.set_aside_suspect(self.layout, record)
-        if said:
-            logger.warning("store: the artifact of key %s (%s): %s", record.key[:12], record.label, said)
-        return not said
+            return True
+        return False
 
     def _check_external(self, ref: ArtifactRef) -> None:
         if self.external(type(ref), Path(ref.uri.removeprefix(_FILE))).digest != ref.digest:

@@ -53,6 +53,8 @@ class Attempt:
     """Whether it was to replace a result, or to start over."""
     halted: bool = False
     """Whether it has saved its work and waits for people, time or money: the same command goes on with it."""
+    inputs: Sequence[str] = ()
+    """Uris of its inputs; empty in files of older versions."""
     continues: bool = False
     """Whether it goes on with a forced attempt that has halted: if it is killed, so does the next one."""
 
@@ -74,6 +76,7 @@ def begin(
     resumed_from: int | None,
     code: Mapping[str, str],
     known_damage: Sequence[str],
+    inputs: Sequence[str] = (),
     forced: bool = False,
     continues: bool = False,
 ) -> Attempt:
@@ -93,6 +96,7 @@ def begin(
         seconds=0.0,
         code=dict(code),
         known_damage=tuple(known_damage),
+        inputs=tuple(inputs),
         forced=forced,
         continues=continues,
     )

@@ -9,21 +9,24 @@ counts. No file is written twice with another content, so a run that asks while 
 from __future__ import annotations
 
 import getpass
-import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from rlhf_core.errors import ArtifactError, explain
 from rlhf_core.store.fingerprint import canonical_json, sha256_text
 from rlhf_core.store.layout import StoreLayout, write_json
+from rlhf_core.store.leases import alone
 from rlhf_core.store.typed_json import Stored, read_stored
 
 Answer = Literal["approve", "reject"]
 QUESTION = "question.json"
 ANSWERS = "answer-*.json"
+_ANSWER = re.compile(r"answer-(\d{1,9})(-.*)?\.json")
 
 S = TypeVar("S", bound=Stored)
 
@@ -138,16 +141,12 @@ class GateDecisions:
         """Add an answer to a question, by the user of this process unless `by` names someone."""
         said = GateAnswer(answer=answer, by=by or user_name(), at=now(), reason=reason)
         folder = self.layout.gates / request.id
-        number = max((_number(path) for path in folder.glob(ANSWERS)), default=0) + 1
-        while True:  # two may answer at once: each number is one answer's
-            try:
-                with (folder / f"answer-{number:06d}.json").open("x", encoding="utf-8") as stream:
-                    stream.write(json.dumps(said.model_dump(), indent=1, sort_keys=True))
-                    stream.flush()
-                    os.fsync(stream.fileno())
-                return said
-            except FileExistsError:
+        with alone(self.layout.leases):  # two may answer at once: each number is one answer's
+            number = max((number for number, _ in _numbered(folder)), default=0) + 1
+            while (folder / f"answer-{number:06d}.json").exists():
                 number += 1
+            write_json(folder / f"answer-{number:06d}.json", said.model_dump())
+        return said
 
     def requests(self) -> list[GateRequest]:
         """Return all questions, the one that was asked last at the end."""
@@ -155,12 +154,13 @@ class GateDecisions:
         return sorted((one for one in found if one is not None), key=lambda one: (one.asked, one.id))
 
     def _answers(self, folder: Path) -> list[GateAnswer]:
-        found = [(_number(path), read_stored(path, GateAnswer)) for path in folder.glob(ANSWERS)]
         # Two files of one number are of an earlier version.
-        ordered = sorted(
-            ((number, answer.at, answer) for number, answer in found if answer is not None), key=lambda one: one[:2]
+        found = sorted(
+            (number, answer.at, path.name, answer)
+            for number, path in _numbered(folder)
+            for answer in [_read_answer(path)]
         )
-        return [answer for _, _, answer in ordered]
+        return [answer for *_, answer in found]
 
     def _read(self, folder: Path, pattern: str, kind: type[S]) -> Iterator[S]:
         for path in sorted(folder.glob(pattern)):
@@ -169,8 +169,22 @@ class GateDecisions:
                 yield content
 
 
-def _number(path: Path) -> int:
-    return int(path.stem.split("-")[1])
+def _numbered(folder: Path) -> Iterator[tuple[int, Path]]:
+    """Yield number and path of each answer. Raises ArtifactError for a file that has another name."""
+    for path in folder.glob(ANSWERS):
+        found = _ANSWER.fullmatch(path.name)
+        if found is None:
+            raise ArtifactError(explain("answer", str(path), "is not named as an answer", "move it out of this folder"))
+        yield int(found[1]), path
+
+
+def _read_answer(path: Path) -> GateAnswer:
+    """Return an answer. Raises ArtifactError if it cannot be read: an earlier answer must not count in its place."""
+    answer = read_stored(path, GateAnswer)
+    if answer is None:
+        rule = "is not a whole answer"
+        raise ArtifactError(explain("answer", str(path), rule, "remove it, and answer again if it was the last one"))
+    return answer
 
 
 def user_name() -> str:

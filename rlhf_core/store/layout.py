@@ -90,6 +90,11 @@ class StoreLayout:
         return self.root / "roots" / "gates"
 
     @property
+    def waits(self) -> Path:
+        """Return the folder of what runs that wait for people need."""
+        return self.root / "roots" / "waits"
+
+    @property
     def externals(self) -> Path:
         return self.root / "roots" / "external"
 

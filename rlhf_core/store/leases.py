@@ -4,11 +4,13 @@ A lease is a small file with its owner's host, boot id, process and a secret tok
 when its owner is a process of this machine that has ended, or when the file was not renewed for too long; then the next
 process takes it over. Clocks jump, and those of two hosts differ. So the age is measured by the clock of the disk, and
 the next process also watches the file for longer than a living owner needs to renew it. A process that lost its lease
-without noticing is stopped by `Lease.check`: before each step, each checkpoint and the record.
+without noticing is stopped by `Lease.check` before each step and each checkpoint. It may be suspended after any check:
+what must not be written by a loser (the record, the history of attempts) is written in `Lease.undisturbed`.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -78,7 +80,7 @@ class Lease:
         return holder is not None and holder.token == self.owner.token
 
     def check(self) -> None:
-        """Raise ArtifactError if another process has taken the lease over; call it before anything is written.
+        """Raise ArtifactError if another process has taken the lease over, as it may right after; see `undisturbed`.
 
         Raises OSError if the lease cannot be read.
         """
@@ -100,7 +102,7 @@ class Lease:
 
         Use it for a few quick changes that must not mix with another process's: all who want a lease wait meanwhile.
         """
-        with _alone(self.folder):
+        with alone(self.folder):
             self.check()
             yield
 
@@ -120,6 +122,30 @@ def hold(folder: Path, key: str, *, on_wait: Callable[[Owner], None] | None = No
         _release(lease)
 
 
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Hold the lock of the store for a few quick changes: leases, records, pins and removals change in it alone.
+
+    The kernel frees the lock of a process that dies. It is not reentrant. Raises ArtifactError if the disk has no locks.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor, probe = (os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666) for _ in range(2))
+    try:
+        try:
+            _lock(descriptor, folder)
+            with suppress(BlockingIOError):
+                fcntl.flock(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                raise OSError(errno.ENOLCK, "a locked file can be locked again")
+        except OSError as error:
+            rule = f"the disk does not support file locks ({error.strerror}), so two runs could compute the same key"
+            remedy = "choose a folder on another disk: set `store` in the profile, or RLHF_HOME"
+            raise ArtifactError(explain("store", str(folder.parent), rule, remedy)) from error
+        yield
+    finally:
+        os.close(probe)
+        os.close(descriptor)
+
+
 def living_owner(folder: Path, key: str) -> Owner | None:
     """Return the owner that computes `key` now, or None."""
     owner = _read(folder, key)
@@ -134,7 +160,7 @@ def sweep(folder: Path) -> list[tuple[str, Owner]]:
     if not folder.is_dir():
         return []
     swept = []
-    with _alone(folder):
+    with alone(folder):
         for path in sorted(folder.glob("*.json")):
             owner = _read(folder, path.stem)
             if owner is not None and is_gone(owner):
@@ -189,7 +215,7 @@ def _acquire(folder: Path, key: str, on_wait: Callable[[Owner], None] | None) ->
     waited = False
     watch = _Watch(lease_file(folder, key))
     while True:
-        with _alone(folder):
+        with alone(folder):
             holder = _read(folder, key)
             if holder is None or is_gone(holder) or (_has_lost(folder, key, holder) and watch.is_over()):
                 if holder is not None:
@@ -235,7 +261,7 @@ class _Watch:
 def _beat(lease: Lease, stop: threading.Event) -> None:
     while not stop.wait(HEARTBEAT_SECONDS):
         try:
-            with _alone(lease.folder):
+            with alone(lease.folder):
                 holder = _read(lease.folder, lease.key)
                 if holder is None or holder.token != lease.owner.token:
                     logger.error("lease %s was taken over by %s", lease.key[:12], holder)
@@ -246,27 +272,10 @@ def _beat(lease: Lease, stop: threading.Event) -> None:
 
 
 def _release(lease: Lease) -> None:
-    with _alone(lease.folder):
+    with alone(lease.folder):
         holder = _read(lease.folder, lease.key)
         if holder is not None and holder.token == lease.owner.token:
             lease_file(lease.folder, lease.key).unlink(missing_ok=True)
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold the lock for changing leases; the kernel frees the lock of a process that dies."""
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        try:
-            _lock(descriptor, folder)
-        except OSError as error:
-            rule = f"the disk does not support file locks ({error.strerror}), so two runs could compute the same key"
-            remedy = "choose a folder on another disk: set `store` in the profile, or RLHF_HOME"
-            raise ArtifactError(explain("store", str(folder.parent), rule, remedy)) from error
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _lock(descriptor: int, folder: Path) -> None:

@@ -1,24 +1,23 @@
-"""Maintain a store: verify objects against their manifests, pin objects, and remove what is unreachable."""
+"""Maintain a store: verify objects against their manifests, and remove what no root reaches."""
 
 from __future__ import annotations
 
 import logging
 import os
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_core.errors import ArtifactError, explain
 from rlhf_core.store.attempts import checkpoints
 from rlhf_core.store.damage import last_good, quarantine_object, suspicion
-from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.index import Unreadable
-from rlhf_core.store.layout import MANIFEST, StoreLayout, folder_bytes, move_aside, read_json, remove_tree, write_json
-from rlhf_core.store.leases import living_owner
+from rlhf_core.store.layout import MANIFEST, StoreLayout, folder_bytes, move_aside, remove_tree, write_json
+from rlhf_core.store.leases import alone, living_owner
 from rlhf_core.store.object_check import object_damage
-from rlhf_core.store.records import KeyRecord
+from rlhf_core.store.records import KeyRecord, parse_record
+from rlhf_core.store.roots import Root, object_of, roots_of
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +53,12 @@ class GcItem:
     path: Path
     bytes: int
     label: str
+    reason: str
+    """Why it is removed."""
 
     def __str__(self) -> str:
-        return f"{self.kind:<10} {self.bytes / 2**20:8.1f} MiB  {self.path}" + (f"  ({self.label})" * bool(self.label))
+        label = f"  ({self.label})" * bool(self.label)
+        return f"{self.kind:<10} {self.bytes / 2**20:8.1f} MiB  {self.path}{label}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,8 @@ class GcReport:
     items: tuple[GcItem, ...]
     dry_run: bool
     held_back: tuple[Unreadable, ...] = ()
+    kept: tuple[tuple[str, str], ...] = ()
+    """Label and key of each result that a root keeps though it was not used for long, and why."""
 
     @property
     def bytes(self) -> int:
@@ -84,26 +88,31 @@ def verify(layout: StoreLayout, records: Sequence[KeyRecord], unreadable: Sequen
     users: dict[str, list[KeyRecord]] = {}
     readers: dict[str, list[KeyRecord]] = {}
     for record in records:
-        users.setdefault(_object_of(record.handle.uri), []).append(record)
-        for digest in {_object_of(uri) for uri in record.inputs}:
+        users.setdefault(object_of(record.handle.uri), []).append(record)
+        for digest in {object_of(uri) for uri in record.inputs}:
             readers.setdefault(digest, []).append(record)
     digests = {path.name for path in layout.objects.glob("*/*")} | set(users)
     damages = []
     for found in unreadable:
-        logger.warning("store: %s; moved to quarantine", found)
-        set_aside_record(layout, found.path.stem, f"its record {found.problem}")
-        damages.append(Damage("", str(found), ()))
+        with alone(layout.leases):  # another process may have replaced it since
+            if parse_record(found.path)[1]:
+                logger.warning("store: %s; moved to quarantine", found)
+                set_aside_record(layout, found.path.stem, f"its record {found.problem}")
+                damages.append(Damage("", str(found), ()))
     for digest in sorted(digests):
-        problem = _hashed(layout.object(digest))
-        if not problem:
+        if not _hashed(layout.object(digest)):
             continue
-        affected = users.get(digest, [])
-        for record in affected:
-            set_aside_record(layout, record.key, problem)
-        quarantine_object(layout, digest, problem)
+        with alone(layout.leases):
+            problem = _hashed(layout.object(digest))
+            affected = [record for record in users.get(digest, []) if layout.key(record.key).exists()]
+            if not problem or not (affected or layout.object(digest).exists()):
+                continue
+            for record in affected:
+                set_aside_record(layout, record.key, problem)
+            quarantine_object(layout, digest, problem)
+            suspects = {reader.label for reader in readers.get(digest, []) if set_aside_suspect(layout, reader)}
         labels = tuple(sorted({record.label for record in affected}))
         logger.warning("store: object %s (%s): %s; moved to quarantine", digest[:12], ", ".join(labels), problem)
-        suspects = {reader.label for reader in readers.get(digest, []) if set_aside_suspect(layout, reader)}
         damages.append(Damage(digest, problem, labels, tuple(sorted(suspects))))
     return damages
 
@@ -120,10 +129,15 @@ def _hashed(folder: Path) -> str:
 
 def set_aside_suspect(layout: StoreLayout, record: KeyRecord) -> str:
     """Move the record into quarantine if its stage may have read damaged inputs; return why, or an empty string."""
-    said = suspicion(layout, record.inputs, known=record.known_damage, started=record.started, seconds=record.seconds)
+    said = suspicion_of(layout, record)
     if said:
         set_aside_record(layout, record.key, said)
     return said
+
+
+def suspicion_of(layout: StoreLayout, record: KeyRecord) -> str:
+    """Return why the stage of a record may have read damaged inputs, or an empty string."""
+    return suspicion(layout, record.inputs, known=record.known_damage, started=record.started, seconds=record.seconds)
 
 
 def set_aside_record(layout: StoreLayout, key: str, problem: str) -> None:
@@ -132,91 +146,71 @@ def set_aside_record(layout: StoreLayout, key: str, problem: str) -> None:
         write_json(layout.damage(key), {"key": key, "problem": problem}, durable=False)
 
 
-# ---------------------------------------------------------------- pins
-
-
-def pin(layout: StoreLayout, target: str, note: str) -> None:
-    """Protect the object or record that `target` (a digest, a key or a uri) names from `gc`."""
-    name = _object_of(target)
-    if not (layout.object(name).is_dir() or layout.key(name).is_file()):
-        raise ArtifactError(
-            explain("pin", target, "is neither an object nor a key of this store", "see `rlhf store ls`")
-        )
-    write_json(_pin_path(layout, name), {"target": name, "note": note})
-
-
-def unpin(layout: StoreLayout, target: str) -> None:
-    """Remove a pin. Raises ArtifactError if there is none."""
-    path = _pin_path(layout, _object_of(target))
-    if not path.exists():
-        raise ArtifactError(explain("unpin", target, "is not pinned", f"the pins are {sorted(pins(layout))}"))
-    path.unlink()
-
-
-def pins(layout: StoreLayout) -> dict[str, str]:
-    """Return the notes of all pins by target."""
-    return _pins(layout)[0]
-
-
-def _pins(layout: StoreLayout) -> tuple[dict[str, str], list[Unreadable]]:
-    found: dict[str, str] = {}
-    unreadable = []
-    for path in sorted(layout.pins.glob("*.json")):
-        table = read_json(path)
-        if table is not None and {"target", "note"} <= table.keys():
-            found[str(table["target"])] = str(table["note"])
-        elif path.exists():
-            unreadable.append(Unreadable(path, "is not a pin"))
-    return found, unreadable
-
-
-def _pin_path(layout: StoreLayout, name: str) -> Path:
-    return layout.pins / f"{sha256_text(name)}.json"
-
-
 # ---------------------------------------------------------------- garbage collection
 
 
 def collect(
     layout: StoreLayout,
-    records: Sequence[KeyRecord],
-    unreadable: Sequence[Unreadable],
+    scan: Callable[[], tuple[list[KeyRecord], list[Unreadable]]],
     *,
     dry_run: bool,
     keep_days: float,
 ) -> GcReport:
-    """Keep what pins and recently used records reach through their inputs, and remove the rest.
+    """Keep what roots and recently used records reach through their inputs, and remove the rest.
 
     A record is removed before its object, so no record points to a missing object. Young objects and attempts of
-    living owners stay; so do all records and objects while a record or a pin is unreadable.
+    living owners stay; so do all records and objects while a record or a root is unreadable. The lock of the store is
+    held until all is decided and out of the way: nothing that another process begins to use meanwhile is removed.
     """
-    if any(living_owner(layout.leases, path.stem) for path in layout.leases.glob("*.json")):
-        keep_days = max(keep_days, KEEP_DAYS_WHILE_RUNNING)
-    horizon = time.time() - keep_days * 86400
-    held_back = (*unreadable, *_pins(layout)[1])
-    items = [] if held_back else _unreached(layout, records, horizon)
-    items.extend(_dead_attempts(layout, records, horizon))
+    with alone(layout.leases) if layout.root.is_dir() and not dry_run else nullcontext():
+        records, unreadable = scan()
+        roots, unreadable_roots = roots_of(layout)
+        held_back = (*unreadable, *unreadable_roots)
+        if any(living_owner(layout.leases, path.stem) for path in layout.leases.glob("*.json")):
+            keep_days = max(keep_days, KEEP_DAYS_WHILE_RUNNING)
+        horizon = time.time() - keep_days * 86400
+        items = [] if held_back else _unreached(layout, records, roots, horizon)
+        items.extend(_dead_attempts(layout, records, roots, horizon))
+        aside = [] if dry_run else [_out_of_the_way(layout, item) for item in items]
     for path in sorted(layout.quarantine.glob("*")):
-        if _modified(path) < horizon:
-            items.append(GcItem("quarantine", path, folder_bytes(path), ""))
+        if path not in aside and _modified(path) < horizon:
+            items.append(GcItem("quarantine", path, folder_bytes(path), "", f"there for {_days(path)}"))
+            aside.append(path)
     if not dry_run:
-        for item in items:
-            remove_tree(item.path)
-    return GcReport(tuple(items), dry_run, held_back)
+        for removed in aside:
+            if removed is not None:
+                remove_tree(removed)
+    kept = () if held_back else tuple(_kept(layout, records, roots, horizon))
+    return GcReport(tuple(items), dry_run, held_back, kept)
 
 
-def _unreached(layout: StoreLayout, records: Sequence[KeyRecord], horizon: float) -> list[GcItem]:
-    live = _reached(layout, records, horizon)
+def _out_of_the_way(layout: StoreLayout, item: GcItem) -> Path | None:
+    """Take an item from its place in one step; return where it is now, to be removed."""
+    if item.kind == "record":
+        item.path.unlink(missing_ok=True)
+        return None
+    return move_aside(item.path, layout.quarantine)
+
+
+def _unreached(
+    layout: StoreLayout, records: Sequence[KeyRecord], roots: Sequence[Root], horizon: float
+) -> list[GcItem]:
+    live = _reached(layout, records, roots, horizon)
     items = [
-        GcItem("record", layout.key(record.key), 0, record.label)
+        GcItem(
+            "record", path, 0, record.label, f"not used for {_days(path)}, and nothing that is kept was made from it"
+        )
         for record in records
-        if record.key not in live.keys and _modified(layout.key(record.key)) < horizon
+        for path in [layout.key(record.key)]
+        if record.key not in live.keys and _modified(path) < horizon
     ]
-    labels = {_object_of(record.handle.uri): record.label for record in records}
+    labels = {object_of(record.handle.uri): record.label for record in records}
     young = time.time() - GRACE_SECONDS
     for path in sorted(layout.objects.glob("*/*")):
         if path.name not in live.objects and _modified(path) < young:
-            items.append(GcItem("object", path, folder_bytes(path), labels.get(path.name, "")))
+            label = labels.get(path.name, "")
+            reason = "its records are removed" if label else "no record leads to it"
+            items.append(GcItem("object", path, folder_bytes(path), label, reason))
     return items
 
 
@@ -226,48 +220,62 @@ class _Reached:
     objects: frozenset[str]
 
 
-def _reached(layout: StoreLayout, records: Sequence[KeyRecord], horizon: float) -> _Reached:
-    pinned = set(pins(layout))
+def _reached(layout: StoreLayout, records: Sequence[KeyRecord], roots: Sequence[Root], horizon: float) -> _Reached:
+    named = {root.target for root in roots}
     makers: dict[str, list[KeyRecord]] = {}
     for record in records:
-        makers.setdefault(_object_of(record.handle.uri), []).append(record)
-    objects = set(pinned)
+        makers.setdefault(object_of(record.handle.uri), []).append(record)
+    objects = set(named)
     keys: set[str] = set()
-    waiting = [
-        record
-        for record in records
-        if record.key in pinned
-        or _object_of(record.handle.uri) in pinned
-        or _modified(layout.key(record.key)) >= horizon
-    ]
+    waiting = [record for record in records if named & _names(record) or _modified(layout.key(record.key)) >= horizon]
     while waiting:
         record = waiting.pop()
         if record.key in keys:
             continue
         keys.add(record.key)
-        for digest in (_object_of(record.handle.uri), *map(_object_of, record.inputs)):
+        for digest in (object_of(record.handle.uri), *map(object_of, record.inputs)):
             objects.add(digest)
             waiting.extend(makers.get(digest, []))
     return _Reached(frozenset(keys), frozenset(objects))
 
 
-def _dead_attempts(layout: StoreLayout, records: Iterable[KeyRecord], horizon: float) -> list[GcItem]:
+def _names(record: KeyRecord) -> set[str]:
+    """Return what a root may call a record by: its key, its object, and the digest of its artifact."""
+    return {record.key, object_of(record.handle.uri), record.handle.digest}
+
+
+def _kept(
+    layout: StoreLayout, records: Sequence[KeyRecord], roots: Sequence[Root], horizon: float
+) -> Iterator[tuple[str, str]]:
+    """Yield label and reason of each record that has not been used for long and that a root keeps."""
+    for record in records:
+        whys = [root.why for root in roots if root.target in _names(record)]
+        if whys and _modified(layout.key(record.key)) < horizon:
+            yield f"{record.label} {record.key[:12]}", "; ".join(dict.fromkeys(whys))
+
+
+def _dead_attempts(
+    layout: StoreLayout, records: Iterable[KeyRecord], roots: Sequence[Root], horizon: float
+) -> list[GcItem]:
     labels = {record.key: record.label for record in records}
+    named = {root.target for root in roots}
     items = []
     for folder in sorted(layout.attempts.glob("*")):
         if living_owner(layout.leases, folder.name) is not None:
             continue
         label = labels.get(folder.name, "")
         newest = max([_modified(path) for path in folder.rglob("*")], default=_modified(folder))
-        if newest < horizon:
-            items.append(GcItem("attempt", folder, folder_bytes(folder), label))
-        elif label and checkpoints(folder).is_dir():  # its result exists: no attempt will resume from these
-            items.append(GcItem("attempt", checkpoints(folder), folder_bytes(checkpoints(folder)), label))
+        if newest < horizon and (label or folder.name not in named):
+            reason = f"not gone on with for {_days(folder)}"
+            items.append(GcItem("attempt", folder, folder_bytes(folder), label, reason))
+        elif label and checkpoints(folder).is_dir():
+            path, reason = checkpoints(folder), "its result exists: no attempt will resume from these"
+            items.append(GcItem("attempt", path, folder_bytes(path), label, reason))
     return items
 
 
-def _object_of(uri: str) -> str:
-    return uri.removeprefix("store://").partition("/")[0]
+def _days(path: Path) -> str:
+    return f"{(time.time() - _modified(path)) / 86400:.0f} days"
 
 
 def _modified(path: Path) -> float:

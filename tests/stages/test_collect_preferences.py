@@ -136,6 +136,7 @@ def test_it_waits_for_people_and_the_same_command_goes_on(tmp_path: Path, store:
     assert {row.chosen[0].content for row in read_preferences(store.path(ref) / "train.parquet")} == {"short"}
     history = attempts.history(store.layout.attempt(decision.key))
     assert [one.status for one in history] == ["interrupted", "interrupted", "committed"]
+    assert store.pins() == {ref.digest: "judgments of people"}
     assert shop.run("collect_preferences", config, inputs)[1].action == "HIT"
 
 

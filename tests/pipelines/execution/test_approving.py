@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -22,6 +23,7 @@ from pipelines.services.waits import may_go_on
 from rlhf_core.errors import ConfigError
 from rlhf_core.stage.stopping import RunBlocked, RunOverBudget, StageWaiting
 from rlhf_core.store.gate_decisions import Asker, GateAnswer, GateDecisions, GateRequest, Question
+from rlhf_core.store.layout import StoreLayout
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import PolicyRef
 from tests.pipelines.execution.test_gates import APPROVE, Trial
@@ -57,7 +59,10 @@ def test_a_run_is_named_by_its_profile_its_name_or_its_flow_run(
     (request,) = requests(home)
     assert f"gate quality, first {request.question.digest[:12]}: approved by " in said and ": good enough" in said
     assert "or with `rlhf resume f1`" in said
+    (wait,) = StoreLayout(home.store).waits.iterdir()
+    assert len(json.loads(wait.read_text())["keys"]) == 2, "the finished stages"
     assert len(trial.run(APPROVE)) == 4
+    assert not wait.exists()
 
 
 def test_a_rejection_ends_the_next_run_as_blocked(trial: Trial) -> None:

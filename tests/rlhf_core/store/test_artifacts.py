@@ -1,16 +1,19 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import multiprocessing
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from rlhf_core.errors import ArtifactError
+from rlhf_core.store import artifacts, leases, maintenance
 from rlhf_core.store.artifacts import ArtifactStore, object_digest
 from rlhf_core.store.fingerprint import FileEntry, hash_files, hash_tree, sha256_text, tree_digest
 from rlhf_core.store.layout import read_json, write_json
@@ -154,6 +157,67 @@ def test_a_commit_without_the_lease_writes_no_record(store: ArtifactStore) -> No
         write_json(store.layout.leases / f"{KEY}.json", stolen)
         with pytest.raises(ArtifactError, match="took the lease over"):
             store.commit(KEY, _out(store, {"a": "1"}), PolicyRef, children={}, record=PROVENANCE, lease=lease)
+    assert store.record(KEY) is None
+
+
+def test_from_the_check_of_the_lease_to_the_record_nobody_takes_it_over(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrote = []
+
+    def write(path: Path, value: dict[str, object]) -> None:
+        if path == store.layout.key(KEY):
+            with (store.layout.leases / ".lock").open() as lock, pytest.raises(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            wrote.append(path)
+        write_json(path, value)
+
+    monkeypatch.setattr(artifacts, "write_json", write)
+    with store.lease(KEY) as lease:
+        store.commit(KEY, _out(store, {"a": "1"}), PolicyRef, children={}, record=PROVENANCE, lease=lease)
+    assert len(wrote) == 1
+
+
+@pytest.mark.parametrize("reader", ["record", "check_inputs", "verify", "commit"])
+def test_who_found_damage_leaves_alone_what_another_process_has_repaired_since(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, reader: str
+) -> None:
+    ref = _commit(store, {"a": "1"})
+    weights = store.path(ref) / "a"
+    _flip(weights, "23")
+    alone, repaired = leases.alone, []
+
+    @contextmanager
+    def late(folder: Path) -> Iterator[None]:
+        """Let another process repair the object before this one gets the lock."""
+        if not repaired:
+            repaired.append(folder)
+            theirs = _out(store, {"a": "1"}, "theirs")
+            store.commit(KEY, theirs, PolicyRef, children={}, record=PROVENANCE)
+        with alone(folder):
+            yield
+
+    for module in (leases, maintenance):
+        monkeypatch.setattr(module, "alone", late)
+    calls: dict[str, Callable[[], object]] = {
+        "record": lambda: store.record(KEY),
+        "check_inputs": lambda: store.check_inputs([ref]),
+        "verify": store.verify,
+        "commit": lambda: _commit(store, {"a": "1"}, sha256_text("other")),
+    }
+    calls[reader]()
+    assert len(repaired) == 1 and weights.read_text() == "1"
+    assert store.record(KEY) is not None and store.verify() == []
+
+
+def test_no_record_is_written_of_an_object_that_is_gone(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(folder: Path) -> None:
+        folder.rename(store.root / "lost")
+        folder.mkdir()
+
+    monkeypatch.setattr(artifacts, "make_read_only", lose)
+    with pytest.raises(ArtifactError, match="changed while it was committed"):
+        _commit(store, {"a": "1"})
     assert store.record(KEY) is None
 
 

@@ -226,15 +226,15 @@ def test_a_lease_of_wrong_types_is_nobodys(tmp_path: Path, name: str) -> None:
         lease.check()
 
 
-def test_a_disk_without_file_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ["No locks available", "a locked file can be locked again"])
+def test_a_disk_without_file_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     def no_locks(descriptor: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
+        if how.startswith("No"):
+            raise OSError(errno.ENOLCK, how)
 
     monkeypatch.setattr(leases.fcntl, "flock", no_locks)
     with (
-        pytest.raises(
-            ArtifactError, match=r"does not support file locks \(No locks available\).*choose a folder on another disk"
-        ),
+        pytest.raises(ArtifactError, match=rf"does not support file locks \({how}\).*choose a folder on another disk"),
         hold(tmp_path / "leases", "k"),
     ):
         pass
@@ -270,7 +270,7 @@ def test_a_long_time_between_two_looks_counts_as_one_heartbeat(tmp_path: Path, m
 
 
 def _change_for_ever(folder: Path) -> None:
-    with leases._alone(folder):
+    with leases.alone(folder):
         (folder / "locked").touch()
         time.sleep(60)
 
