@@ -121,12 +121,16 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A conversation to be answered. `label` is the reference for a verifiable reward (JSON or text)."""
+    """A conversation to be answered. `label` is the reference for a verifiable reward (JSON or text).
+
+    `conversational` (TRL's word) is true if the data had it as a list of turns, not as text.
+    """
 
     id: str
     messages: tuple[Message, ...]
     label: str
     source: str
+    conversational: bool = False
 
 
 @dataclass(frozen=True, slots=True)

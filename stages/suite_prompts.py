@@ -68,7 +68,8 @@ def _prompt(row: Mapping[str, Any], config: SuitePromptsConfig) -> Prompt:
     label = _text(row[config.label]) if config.label in row else ""
     check_label(label, config.label_kinds)
     identity = canonical_json([[[one.role, one.content] for one in messages], label])
-    return Prompt(sha256_text(identity)[:16], messages, label, str(row[config.slice]) if config.slice else ONE_SLICE)
+    part = str(row[config.slice]) if config.slice else ONE_SLICE
+    return Prompt(sha256_text(identity)[:16], messages, label, part, not isinstance(row[config.prompt], str))
 
 
 def check_label(label: str, kinds: Collection[str]) -> None:

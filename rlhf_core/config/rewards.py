@@ -84,7 +84,7 @@ class EpisodeReward(Term):
     type: Literal["episode"] = "episode"
 
 
-FunctionProtocol = Literal["auto", "generations", "columns", "openrlhf", "trl", "trl_text"]
+FunctionProtocol = Literal["auto", "generations", "columns", "openrlhf", "trl", "trl_text", "trl_messages"]
 
 
 class FunctionReward(Term):

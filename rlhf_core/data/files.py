@@ -205,6 +205,7 @@ def _example(content: Content, source: Source, origin: Origin) -> Example:
         judged=content.judged,
         reward=content.reward,
         annotator=pseudonym(content.annotator, source.name),
+        conversational=content.conversational,
     )
 
 
@@ -327,7 +328,10 @@ def _tables(rows: dict[str, list[Example]]) -> tuple[Tables, dict[str, Origin]]:
         )
 
     def prompts(name: str) -> tuple[Prompt, ...]:
-        return tuple(Prompt(identify(row, name, row.prompt), row.prompt, row.label, row.source) for row in rows[name])
+        return tuple(
+            Prompt(identify(row, name, row.prompt), row.prompt, row.label, row.source, row.conversational)
+            for row in rows[name]
+        )
 
     def steps(name: str) -> tuple[SteppedAnswer, ...]:
         return tuple(

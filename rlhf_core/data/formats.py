@@ -54,6 +54,8 @@ class Example:
     reward: float | None = None
     """Reward of the only answer, if the row has one; meaningful only in comparison with rewards of other answers."""
     annotator: str = ""
+    conversational: bool = False
+    """Whether the row has the prompt as a list of turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class Content:
     annotator: str = ""
     tied: int = 0
     """Number of pairs of equally good answers in the row, counted at the first content of the row."""
+    conversational: bool = False
 
 
 def rename(row: Row, columns: Columns) -> dict[str, Any]:
@@ -177,6 +180,7 @@ def contents_of(rows: Sequence[Row], format_name: str, row: Row, *, tied: int) -
         replace(
             _with_tools(_with_system(convert(one, format_name), row), row),
             annotator=values.annotator(one) or values.annotator(row),
+            conversational=format_name == "messages" or not isinstance(row.get("prompt", ""), str),
         )
         for one in rows
     ]

@@ -6,7 +6,7 @@ Every write is atomic and flushed to disk before the file gets its name, so an e
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
 from rlhf_core.errors import DataError, explain
 from rlhf_core.store.layout import fsync_path
-from rlhf_core.types import Message
+from rlhf_core.types import Message, Prompt
 
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 """The column type of a conversation."""
@@ -23,6 +23,8 @@ MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())])
 
 MESSAGES_WITH_TOOLS = pa.list_(pa.struct([*MESSAGES.value_type, ("tool_fields", pa.string())]))
 """The column type of a conversation with tool calls."""
+CONVERSATIONAL = pa.field("conversational", pa.bool_())
+"""Column of prompts, and of answers to them, that is written only if a prompt was a list of turns in the data."""
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
@@ -41,6 +43,11 @@ def tool_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
 def to_messages(rows: list[dict[str, str]]) -> tuple[Message, ...]:
     """Return values of a `MESSAGES` or `MESSAGES_WITH_TOOLS` column as messages."""
     return tuple(Message(**row) for row in rows)
+
+
+def with_conversational(schema: pa.Schema, prompts: Iterable[Prompt]) -> pa.Schema:
+    """Return `schema`, with the column `conversational` if it is true for one of `prompts`."""
+    return schema.append(CONVERSATIONAL) if any(prompt.conversational for prompt in prompts) else schema
 
 
 def write_table(path: Path, schema: pa.Schema, rows: list[dict[str, Any]]) -> None:

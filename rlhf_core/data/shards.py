@@ -14,7 +14,16 @@ from typing import Any
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
-from rlhf_core.data.parquet import MESSAGES, plain_messages, read_table, replace_file, to_messages, write_table
+from rlhf_core.data.parquet import (
+    CONVERSATIONAL,
+    MESSAGES,
+    plain_messages,
+    read_table,
+    replace_file,
+    to_messages,
+    with_conversational,
+    write_table,
+)
 from rlhf_core.errors import DataError, explain
 from rlhf_core.types import ActionSpan, Completion, Generation, Prompt, Rollout
 
@@ -60,8 +69,8 @@ ROLLOUTS_SCHEMA = pa.schema(
         ("score", pa.float64()),
     ]
 )
-SINCE = ("episode_score", "score")
-"""Columns that the earliest shards lack."""
+SINCE = ("episode_score", "score", CONVERSATIONAL.name)
+"""Columns that the earliest shards lack, or all whose prompts were text."""
 
 
 def shard_path(folder: Path, shard: int) -> Path:
@@ -108,13 +117,16 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 def write_generations(folder: Path, shard: int, rows: Sequence[Generation]) -> None:
     """Write one shard of unscored generations."""
-    write_table(shard_path(folder, shard), GENERATIONS_SCHEMA, [_generation_row(row) for row in rows])
+    schema = with_conversational(GENERATIONS_SCHEMA, (row.prompt for row in rows))
+    write_table(shard_path(folder, shard), schema, [_generation_row(row) for row in rows])
 
 
 def read_generations(folder: Path) -> list[Generation]:
     """Return the generations of all shards of `folder`, in order. Raises DataError if there are no shards."""
     return [
-        _generation(row) for path in _some_shards(folder) for row in read_table(path, GENERATIONS_SCHEMA, since=SINCE)
+        _generation(row)
+        for path in _some_shards(folder)
+        for row in read_table(path, GENERATIONS_SCHEMA.append(CONVERSATIONAL), since=SINCE)
     ]
 
 
@@ -122,7 +134,7 @@ def write_rollouts(folder: Path, shard: int, rows: Sequence[Rollout]) -> None:
     """Write one shard of scored rollouts."""
     write_table(
         shard_path(folder, shard),
-        ROLLOUTS_SCHEMA,
+        with_conversational(ROLLOUTS_SCHEMA, (row.prompt for row in rows)),
         [
             _generation_row(row)
             | {
@@ -140,7 +152,7 @@ def read_rollouts(folder: Path) -> list[Rollout]:
     """Return the rollouts of all shards of `folder`, in order. Raises DataError if there are no shards."""
     found = []
     for path in _some_shards(folder):
-        for row in read_table(path, ROLLOUTS_SCHEMA, since=SINCE):
+        for row in read_table(path, ROLLOUTS_SCHEMA.append(CONVERSATIONAL), since=SINCE):
             generation = _generation(row)
             found.append(
                 Rollout(
@@ -170,6 +182,7 @@ def _generation_row(row: Generation | Rollout) -> dict[str, Any]:
         "messages": plain_messages(row.prompt.messages),
         "label": row.prompt.label,
         "source": row.prompt.source,
+        "conversational": row.prompt.conversational,
         "prompt_ids": list(row.prompt_ids),
         "token_ids": list(completion.token_ids),
         "logprobs": list(completion.logprobs),
@@ -186,7 +199,9 @@ def _generation_row(row: Generation | Rollout) -> dict[str, Any]:
 
 def _generation(row: dict[str, Any]) -> Generation:
     return Generation(
-        Prompt(row["prompt_id"], to_messages(row["messages"]), row["label"], row["source"]),
+        Prompt(
+            row["prompt_id"], to_messages(row["messages"]), row["label"], row["source"], bool(row["conversational"])
+        ),
         tuple(row["prompt_ids"]),
         Completion(
             tuple(row["token_ids"]),

@@ -15,12 +15,14 @@ from typing import Any
 import pyarrow as pa  # type: ignore[import-untyped]
 
 from rlhf_core.data.parquet import (
+    CONVERSATIONAL,
     MESSAGES,
     MESSAGES_WITH_TOOLS,
     plain_messages,
     read_table,
     to_messages,
     tool_messages,
+    with_conversational,
     write_table,
 )
 from rlhf_core.types import Message, Prompt
@@ -301,19 +303,17 @@ def read_steps(path: Path) -> list[SteppedAnswer]:
 
 def write_prompts(folder: Path, rows: Iterable[Prompt]) -> None:
     """Write `rows` to `folder/prompts.parquet`."""
+    found = list(rows)
     write_table(
         folder / PROMPTS_FILE,
-        PROMPTS_SCHEMA,
-        [
-            {"id": row.id, "messages": plain_messages(row.messages), "label": row.label, "source": row.source}
-            for row in rows
-        ],
+        with_conversational(PROMPTS_SCHEMA, found),
+        [{**asdict(row), "messages": plain_messages(row.messages)} for row in found],
     )
 
 
 def read_prompts(folder: Path) -> list[Prompt]:
     """Return the rows of `folder/prompts.parquet`, in order."""
     return [
-        Prompt(row["id"], to_messages(row["messages"]), row["label"], row["source"])
-        for row in read_table(folder / PROMPTS_FILE, PROMPTS_SCHEMA)
+        Prompt(row["id"], to_messages(row["messages"]), row["label"], row["source"], bool(row["conversational"]))
+        for row in read_table(folder / PROMPTS_FILE, PROMPTS_SCHEMA.append(CONVERSATIONAL), since=[CONVERSATIONAL.name])
     ]

@@ -37,7 +37,8 @@ class ResultCache:
         prompt, completion = generation.prompt, generation.completion
         content = [
             self._identity,
-            [prompt.id, prompt.source, prompt.label, [(message.role, message.content) for message in prompt.messages]],
+            [prompt.id, prompt.source, prompt.label, [(message.role, message.content) for message in prompt.messages]]
+            + ["conversational"] * prompt.conversational,
             [completion.text, completion.finish_reason, completion.token_ids, sorted(completion.extras.items())],
             [(span.start, span.end, span.reward) for span in completion.spans],
         ]

@@ -6,11 +6,12 @@
 | `openrlhf` | a parameter `queries` | `f(queries, prompts, labels)`, lists of text |
 | `columns` | a parameter `labels`, or `generations` by keyword | `f(prompts=, completions=, labels=, **columns)`, lists of text |
 | `trl` | otherwise one of `prompts`, `completions`, `completion_ids` | `f(prompts=, completions=, completion_ids=, **columns)` |
-| `trl_text` | only by saying so | as `trl`, with text instead of messages |
+| `trl_text`, `trl_messages` | only by configuration | as `trl`, with text, or messages, for every prompt |
 
-In `trl` prompts are lists of messages and each completion is `[{"role": "assistant", "content": text}]`, as TRL does for
-conversations: a prompt is always one here. A function gets the keywords that it names, and all of them if it takes
-`**kwargs`; what is configured as `arguments` comes on top and wins.
+In `trl` prompt and completion are text where the data had the prompt as text, and messages where it had turns, as in
+TRL: the completion is then `[{"role": "assistant", "content": text}]`. A function whose code names `"content"` and that
+raises on text is one for messages, and gets them for every prompt. A function gets the keywords that it names, and all of
+them if it takes `**kwargs`; what is configured as `arguments` comes on top and wins.
 
 Columns come from the prompt's label. If it is a JSON object, each of its fields is a column (None in rows without it).
 `label`, `labels`, `solution` and `answer` are the label itself where the object has no such field. Beside them stand
@@ -27,9 +28,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
 from typing import Any, Literal
 
 from rlhf_core.config.rewards import FunctionProtocol
@@ -37,16 +41,23 @@ from rlhf_core.errors import ConfigError, explain
 from rlhf_core.rewards.outcomes import Logs, RewardOutcome, merged_logs, read_scores
 from rlhf_core.types import Generation, Message
 
-Protocol = Literal["generations", "columns", "openrlhf", "trl", "trl_text"]
+logger = logging.getLogger(__name__)
+
+Protocol = Literal["generations", "columns", "openrlhf", "trl", "trl_text", "trl_messages"]
 
 LABEL_COLUMNS = ("label", "labels", "solution", "answer")
 _TRL = frozenset({"prompts", "completions", "completion_ids"})
+_NOT_TEXT = (TypeError, AttributeError, LookupError, AssertionError)
+"""What code raises that takes text for messages, such as `completion[0]["content"]`."""
 _KEYWORD = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Adapted:
-    """A user's function with its configured arguments, called by its protocol."""
+    """A user's function with its configured arguments, called by its protocol.
+
+    A `trl` function that turns out to read messages has the protocol `trl_messages` from then on.
+    """
 
     function: Callable[..., Any]
     protocol: Protocol
@@ -65,6 +76,22 @@ class Adapted:
         The batches of an async function are under way together. Any other is called outside of the loop, so that it may
         run one of its own.
         """
+        try:
+            return self._outcomes(batches, runner)
+        except _NOT_TEXT as error:
+            if self.protocol != "trl" or not _names_content(self.function):
+                raise
+            self.protocol = "trl_messages"
+            try:
+                found = self._outcomes(batches, runner)
+            except Exception:
+                self.protocol = "trl"
+                raise error from None
+        name = getattr(self.function, "__name__", type(self.function).__name__)
+        logger.warning("%s reads messages: it gets them for prompts that are text, too; TRL would give it text", name)
+        return found
+
+    def _outcomes(self, batches: Sequence[Sequence[Generation]], runner: asyncio.Runner) -> list[RewardOutcome]:
         if not self.is_async:
             return [self._outcome(batch, runner) for batch in batches]
 
@@ -100,8 +127,8 @@ class Adapted:
                     "labels": [one.prompt.label for one in generations],
                     "generations": list(generations),
                 }
-            case "trl" | "trl_text":
-                given = columns_of(generations) | _trl_arguments(generations, text=self.protocol == "trl_text")
+            case "trl" | "trl_text" | "trl_messages":
+                given = columns_of(generations) | _trl_arguments(generations, self.protocol)
                 given = given | {"trainer_state": None, "log_extra": logged.column, "log_metric": logged.metric}
         return self.function(**{**self._accepted(given), **self.arguments})
 
@@ -218,16 +245,45 @@ class _Logged:
         return merged_logs(self._parts)
 
 
-def _trl_arguments(generations: Sequence[Generation], *, text: bool) -> dict[str, Any]:
-    if text:
-        return {
-            "prompts": [prompt_text(one.prompt.messages) for one in generations],
-            "completions": [one.completion.text for one in generations],
-        }
-    return {
-        "prompts": [_plain(one.prompt.messages) for one in generations],
-        "completions": [[{"role": "assistant", "content": one.completion.text}] for one in generations],
-    }
+def _trl_arguments(generations: Sequence[Generation], protocol: Protocol) -> dict[str, Any]:
+    talks = [protocol == "trl_messages" or (protocol == "trl" and one.prompt.conversational) for one in generations]
+    prompts, completions = [], []
+    for one, talk in zip(generations, talks, strict=True):
+        prompts.append(_plain(one.prompt.messages) if talk else prompt_text(one.prompt.messages))
+        text = one.completion.text
+        completions.append([{"role": "assistant", "content": text}] if talk else text)
+    return {"prompts": prompts, "completions": completions}
+
+
+def _names_content(function: Callable[..., Any]) -> bool:
+    """Return whether the code of `function` names `"content"`, or that of a function beside it that it calls.
+
+    Beside it are its module, its class, and modules in the same folder or below.
+    """
+    plain: Any = inspect.unwrap(getattr(function, "func", function))
+    plain = plain if hasattr(plain, "__code__") else inspect.unwrap(type(plain).__call__)
+    if not hasattr(plain, "__code__"):  # no Python
+        return False
+    folder = Path(plain.__code__.co_filename).parent
+    waiting, seen = [plain], set()
+    while waiting:
+        one = inspect.unwrap(waiting.pop())
+        codes = [one.__code__]
+        for code in codes:
+            codes += [const for const in code.co_consts if isinstance(const, CodeType)]
+        if one.__code__ in seen or not Path(one.__code__.co_filename).is_relative_to(folder):
+            continue
+        seen.add(one.__code__)
+        named = {name for code in codes for name in code.co_names}
+        used = [one.__globals__[name] for name in named if name in one.__globals__]
+        words = [const for code in codes for const in code.co_consts] + used + list(one.__defaults__ or ())
+        words += [key for word in words if isinstance(word, tuple) for key in word]  # the keys of a table
+        if any(isinstance(word, str) and word == "content" for word in words):
+            return True
+        owners = [*(value for value in used if inspect.ismodule(value)), type(function)]
+        used += [getattr(owner, name) for owner in owners for name in named if hasattr(owner, name)]
+        waiting += [value for value in used if inspect.isfunction(value)]
+    return False
 
 
 def _plain(messages: Sequence[Message]) -> list[dict[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections import defaultdict
@@ -21,6 +22,7 @@ from rlhf_core.config.rewards import (
     WeightedSum,
     what_moves_rewards,
 )
+from rlhf_core.errors import explain
 from rlhf_core.interfaces import Metrics
 from rlhf_core.rewards.batches import BatchedReward
 from rlhf_core.rewards.composition import compose, in_group
@@ -33,6 +35,8 @@ from rlhf_core.store.failures import Counts
 from rlhf_core.types import Generation, RewardModelRef, Rollout
 
 __all__ = ["Scorer", "check_reward_models", "component_means", "open_scorer", "overlong_penalties"]
+
+logger = logging.getLogger(__name__)
 
 NO_REWARD = "no reward applies"
 _NOT_IN_A_NAME = re.compile(r"[^\w\-. ]")
@@ -55,12 +59,15 @@ class Scorer:
         )
         self._logs: dict[str, tuple[float, int]] = {}
         self._failed: dict[str, tuple[int, int]] = {}
+        self._ranges: dict[str, tuple[float, float, int]] = {}
+        self._constant: set[str] = set()
 
     def at_step(self, step: int) -> None:
         """Weigh the terms as at `step` of policy optimization, and begin its logs."""
         self._step = step
         self._logs = {}
         self._failed = {}
+        self._ranges = {}
 
     def __call__(self, generations: Sequence[Generation]) -> list[Rollout]:
         """Return one rollout per generation, in order; RewardError names the reward and the prompt.
@@ -103,8 +110,20 @@ class Scorer:
         return Scorer(self._config.model_copy(update=plain), self._rewards)
 
     def logs(self) -> Metrics:
-        """Return what the rewards logged in this step: means, and for terms that may fail the share that did."""
-        return {name: total / count for name, (total, count) in self._logs.items() if count}
+        """Return what the rewards logged in this step: means, and for terms that may fail the share that did.
+
+        `reward_constant/<term>` is 1 if all answers of the step got one value from the term, and 0 otherwise. A term that
+        becomes constant is a warning in the log: nothing can be learned from it.
+        """
+        constant = {name: low == high for name, (low, high, count) in self._ranges.items() if count > 1}
+        for name in (name for name, same in constant.items() if same and name not in self._constant):
+            low, _, count = self._ranges[name]
+            rule = f"is what each of the {count} answers of this step got, so nothing can be learned from this term"
+            remedy = "check what its function reads (docs/score.md) and whether the policy can earn it"
+            logger.warning(explain(f"rewards.terms.{name}", low, rule, remedy))
+        self._constant = {name for name in self._constant | set(constant) if constant.get(name, True)}
+        means = {name: total / count for name, (total, count) in self._logs.items() if count}
+        return means | {_metric("reward_constant", name): float(same) for name, same in constant.items()}
 
     def failed(self) -> Counts:
         """Return how many of how many answers failed in this step: episodes, as `agent`, and each `rewards.terms.<name>`."""
@@ -113,14 +132,16 @@ class Scorer:
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must keep (JSON)."""
         terms = {name: asdict(normalizer) for name, normalizer in self._of_terms.items()}
-        return {"normaliser": asdict(self._normalizer), "terms": terms, "logs": self._logs, "failed": self._failed}
+        kept = {"normaliser": asdict(self._normalizer), "terms": terms, "logs": self._logs, "failed": self._failed}
+        return kept | {"ranges": self._ranges}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`; that of an earlier version does not say what failed."""
+        """Go on from `state`; that of an earlier version does not say what failed, nor which values there were."""
         self._normalizer = RunningNormalizer(**state["normaliser"])
         self._of_terms = {name: RunningNormalizer(**kept) for name, kept in state["terms"].items()}
         self._logs = {name: (total, count) for name, (total, count) in state["logs"].items()}
         self._failed = {path: (failed, of) for path, (failed, of) in state.get("failed", {}).items()}
+        self._ranges = {name: (low, high, count) for name, (low, high, count) in state.get("ranges", {}).items()}
 
     def _outcomes(self, generations: Sequence[Generation]) -> dict[str, RewardOutcome]:
         """Return the outcome of each reward; those in other processes run concurrently, and beside the models here."""
@@ -206,6 +227,10 @@ class Scorer:
     def _keep_logs(self, outcomes: Mapping[str, RewardOutcome]) -> None:
         found: list[Logs] = [self._logs]
         for name, outcome in outcomes.items():
+            values = [value for value in outcome.values if value is not None]
+            if values:
+                low, high, count = self._ranges.get(name, (math.inf, -math.inf, 0))
+                self._ranges[name] = (min(low, *values), max(high, *values), count + len(values))
             found.append({_metric("reward_extra", name, key): value for key, value in outcome.logs.items()})
             reward = self._rewards[name]
             if isinstance(reward, BatchedReward) and reward.on_failure == "invalid":

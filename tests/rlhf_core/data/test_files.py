@@ -49,6 +49,27 @@ def test_one_source_serves_several_tables_and_no_prompt_is_in_two(tmp_path: Path
     assert origins[prompt.id] == Origin(path, int(prompt.label) + 1)
 
 
+@pytest.mark.parametrize(
+    ("row", "conversational"),
+    [
+        ({"prompt": "Hi"}, False),
+        ({"prompt": "Hi", "system": "Be brief."}, False),
+        ({"prompt": "Hi", "completion": [{"role": "assistant", "content": "Hello."}]}, False),
+        ({"question": "Hi", "answer": "Hello."}, False),
+        ({"prompt": [{"role": "user", "content": "Hi"}]}, True),
+        ({"prompt": [{"from": "human", "value": "Hi"}], "completion": "Hello."}, True),
+        ({"messages": [{"role": "user", "content": "Hi"}]}, True),
+        ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]}, True),
+    ],
+)
+def test_a_prompt_is_conversational_where_the_row_has_it_as_turns(
+    tmp_path: Path, row: dict[str, Any], conversational: bool
+) -> None:
+    source = {"name": "q", "path": write(tmp_path / "q.jsonl", [row]), "use": {"prompts": 1.0}}
+    tables = tables_of(sources=[source])[0]
+    assert [prompt.conversational for prompt in tables.prompts] == [conversational]
+
+
 def test_splits_do_not_depend_on_the_seed_and_the_order_does(tmp_path: Path) -> None:
     use = {"demonstrations": 0.5, "prompts": 0.5}
     config = {"sources": [{"name": "q", "path": write(tmp_path / "q.jsonl", questions(100)), "use": use}]}

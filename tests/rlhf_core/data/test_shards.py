@@ -39,7 +39,8 @@ def test_generations_of_all_shards_come_back_in_order(tmp_path: Path) -> None:
 
 
 def test_rollouts_come_back_with_exact_logprobs_and_components(tmp_path: Path) -> None:
-    rows = [Rollout(PROMPT, (1, 2), COMPLETION, 1 / 7, {"b": 2.0, "a": -1.0}), Rollout(PROMPT, (), EPISODE, 0.0, {})]
+    turns = replace(PROMPT, conversational=True)
+    rows = [Rollout(turns, (1, 2), COMPLETION, 1 / 7, {"b": 2.0, "a": -1.0}), Rollout(PROMPT, (), EPISODE, 0.0, {})]
     write_rollouts(tmp_path, 0, rows)
     assert read_rollouts(tmp_path) == rows
 

@@ -46,8 +46,11 @@ def test_preferences_come_back(tmp_path: Path) -> None:
 
 
 def test_prompts_come_back(tmp_path: Path) -> None:
-    write_prompts(tmp_path, [PROMPT])
-    assert read_prompts(tmp_path) == [PROMPT]
+    for rows in ([PROMPT], [PROMPT, replace(PROMPT, conversational=True)]):
+        write_prompts(tmp_path, rows)
+        assert read_prompts(tmp_path) == rows
+        names = pq.read_schema(tmp_path / "prompts.parquet").names  # tables of text keep their bytes
+        assert ("conversational" in names) == (len(rows) > 1)
 
 
 def test_a_table_names_its_columns_and_no_other_table_is_taken_for_it(tmp_path: Path) -> None:

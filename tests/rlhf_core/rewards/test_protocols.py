@@ -20,8 +20,8 @@ from rlhf_core.types import ActionSpan, Completion, Generation, Message, Prompt
 from rlhf_core.user_code.loading import load_callable
 
 
-def generation(text: str, label: str = "4", *, asked: str = "2+2?") -> Generation:
-    prompt = Prompt("p0", (Message("user", asked),), label, "sums")
+def generation(text: str, label: str = "4", *, asked: str = "2+2?", conversational: bool = False) -> Generation:
+    prompt = Prompt("p0", (Message("user", asked),), label, "sums", conversational)
     return Generation(prompt, (1, 2), Completion((3, 9), (-0.5, -0.1), text, "stop", 0, 7))
 
 
@@ -262,16 +262,62 @@ class Weighted:
         return [self.factor * len(c[0]["content"]) for c in completions]
 
 doubled = Weighted(2.0)
-
-def on_text(prompts, completions, **kwargs):
-    return [float(len(p) + len(c)) for p, c in zip(prompts, completions)]
 '''
+
+
+TEXT_OR_MESSAGES = """
+from turn_texts import words
+
+def quickstart(completions, **kwargs):
+    return [len(set(c)) for c in completions]
+
+def length(completions, log_extra, **kwargs):
+    log_extra("length", [len(c) for c in completions])
+    return [float(len(c)) for c in completions]
+
+def with_prompts(prompts, completions, solution, **kwargs):
+    return [float(len(p) + len(c) + len(s)) for p, c, s in zip(prompts, completions, solution)]
+
+async def later(completions, **kwargs):
+    return [float(len(c)) for c in completions]
+
+def first_letter(completions, **kwargs):
+    return [float(c[0] == "A") for c in completions]
+
+def judged(completions, ask=lambda messages: {"message": {"content": messages[0]["content"]}}, **kwargs):
+    return [float(len(ask([{"role": "user", "content": "Rate: " + c}])["message"]["content"])) for c in completions]
+
+def any_type(completions, **kwargs):
+    return [float(isinstance(c, str)) for c in completions]
+
+def reads_turns(completions, **kwargs):
+    return [float(len(c[0]["content"])) for c in completions]
+
+async def reads_turns_later(completions, **kwargs):
+    return [float(len(c[-1].get("content"))) for c in completions]
+
+def reads_turns_elsewhere(prompts, completions, **kwargs):
+    return [float(words(p + c)) for p, c in zip(prompts, completions)]
+
+class Reads:
+    def _text(self, turns):
+        return turns[-1]["content"]
+    def __call__(self, completions, **kwargs):
+        return [float(len(self._text(c))) for c in completions]
+
+reads = Reads()
+"""
+HELPERS = """
+def words(turns):
+    return sum(len(turn["content"].split()) for turn in turns)
+"""
 
 
 @pytest.fixture(scope="module")
 def trl(tmp_path_factory: pytest.TempPathFactory) -> str:
     file = tmp_path_factory.mktemp("trl") / "trl_rewards.py"
-    file.write_text(TRL)
+    file.write_text(TRL + TEXT_OR_MESSAGES)
+    (file.parent / "turn_texts.py").write_text(HELPERS)
     return str(file)
 
 
@@ -286,17 +332,47 @@ def test_trl_functions_of_other_shapes(trl: str) -> None:
     thought = generation("<think>hm</think>4")
     assert scored(load_callable("function", f"{trl}:think_format"), thought, generation("4")).values == (1.0, 0.0)
     assert scored(load_callable("function", f"{trl}:overlong"), thought).values == (-1.0,)
-    assert scored(
-        load_callable("function", f"{trl}:by_level"), generation("4", '{"level": 3}'), generation("4")
-    ).values == (
-        3.0,
-        None,
-    )
+    given = generation("4", '{"level": 3}', conversational=True), generation("4", conversational=True)
+    assert scored(load_callable("function", f"{trl}:by_level"), *given).values == (3.0, None)
     assert scored(load_callable("function", f"{trl}:doubled"), generation("444")).values == (6.0,)
 
 
-def test_a_trl_function_for_plain_text_says_so(trl: str) -> None:
-    assert scored(load_callable("function", f"{trl}:on_text"), generation("444"), protocol="trl_text").values == (7.0,)
+@pytest.mark.parametrize(
+    ("name", "of_text", "of_turns"),
+    [
+        ("quickstart", 3.0, TypeError),  # TRL's quickstart: set() of messages, which it is handed there too
+        ("length", 4.0, 1.0),
+        ("with_prompts", 9.0, 3.0),
+        ("later", 4.0, 1.0),
+        ("first_letter", 1.0, 0.0),
+        ("judged", 10.0, TypeError),  # it names "content", and reads text all the same
+        ("any_type", 1.0, 0.0),
+        ("reads_turns", 4.0, 4.0),
+        ("reads_turns_later", 4.0, 4.0),
+        ("reads_turns_elsewhere", 2.0, 2.0),
+        ("reads", 4.0, 4.0),
+    ],
+)
+def test_trl_functions_get_text_where_prompts_are_text_and_messages_where_they_are_turns(
+    trl: str, name: str, of_text: float, of_turns: Any
+) -> None:
+    function = load_callable("function", f"{trl}:{name}")
+    text, turns = generation("ABBC"), generation("ABBC", conversational=True)
+    assert scored(function, text).values == (of_text,)
+    if of_turns is TypeError:
+        with pytest.raises(TypeError):
+            scored(function, turns)
+    else:
+        assert scored(function, turns).values == scored(function, text, protocol="trl_messages").values == (of_turns,)
+
+
+def test_a_function_that_fails_on_one_text_is_not_taken_for_one_that_reads_messages() -> None:
+    def first_letter(completions: list[str], **kwargs: Any) -> list[float]:
+        return [float(c[0] == "A") for c in completions]
+
+    with pytest.raises(IndexError):
+        scored(first_letter, generation("A"), generation(""))
+    assert scored(first_letter, generation("A", conversational=True), protocol="trl_text").values == (1.0,)
 
 
 # ---------------------------------------------------------------- telling them apart
@@ -327,7 +403,7 @@ def test_a_function_of_no_protocol_is_refused() -> None:
 
 def test_a_label_cannot_take_the_place_of_a_completion() -> None:
     def reward(completions: list[Any], completion_ids: list[Any], **kwargs: Any) -> list[float]:
-        assert completions == [[{"role": "assistant", "content": "4"}]]
+        assert completions == ["4"]
         assert completion_ids == [[3, 9]]
         return [1.0]
 

@@ -236,11 +236,28 @@ def test_the_normaliser_of_a_term_and_the_logs_of_the_step_go_on_from_a_checkpoi
         one.at_step(0)
         one(answers(1, 3))
     second.restore(json.loads(json.dumps(first.state())))
-    assert second.logs() == whole.logs() == {"reward_extra/part/seen": 3.0, "reward_failed/part": 0.5}
+    expected = {"reward_extra/part/seen": 3.0, "reward_failed/part": 0.5, "reward_constant/length": 0.0}
+    assert second.logs() == whole.logs() == expected
     whole.at_step(1)
     second.at_step(1)
     assert second.logs() == {}
     assert second(answers(5)) == whole(answers(5))
+
+
+def test_a_term_that_is_constant_over_a_step_is_a_warning_by_name_once_and_a_metric(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    scorer = Scorer(RewardsConfig(terms=TERMS), {"length": length, "constant": constant})
+    for step, (batches, equal) in enumerate(
+        [([(2,), (4,)], (0.0, 1.0)), ([(3, 3)], (1.0, 1.0)), ([(3,)], ()), ([(3, 3), (3,)], (1.0, 1.0))]
+    ):
+        scorer.at_step(step)
+        for lengths in batches:  # of a step that samples in rounds
+            scorer(answers(*lengths))
+        found = scorer.logs()
+        assert tuple(found.get(f"reward_constant/{name}") for name in TERMS if equal) == equal
+    warned = [record.getMessage().partition(":")[0] for record in caplog.records]
+    assert warned == ["rewards.terms.constant = 0.5", "rewards.terms.length = 3.0"]
 
 
 @pytest.mark.parametrize(
