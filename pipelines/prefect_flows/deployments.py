@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -71,6 +71,12 @@ def deployments() -> list[Any]:
         _deploy(approval_flow.approve, "approve", {}),
         *(_deploy(flow, name, parameters) for name, (flow, parameters) in forms.items()),
     ]
+
+
+@cache
+def initial_parameters() -> dict[str, dict[str, Any]]:
+    """Return deployment name -> parameters of its form: the build step of `prefect.yaml`, for work pools."""
+    return {deployment.name: deployment.parameters for deployment in deployments()}
 
 
 def stage_parameters(profile: PipelineConfig) -> dict[str, tuple[Flow[..., Any], dict[str, Any]]]:

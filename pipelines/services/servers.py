@@ -77,6 +77,7 @@ def up(home: Home, *, foreground: bool, new_auth: bool = False) -> Services:
 
 
 def _check_user_servers(home: Home) -> None:
+    user_settings.check_databases()
     api, tracking = user_prefect(home), user_settings.remote_tracking_uri()
     if api:
         connect_user_prefect(home, api)
@@ -152,6 +153,7 @@ class PrivateServer:
 @contextmanager
 def private_server(home: Home) -> Iterator[PrivateServer]:
     """Start a Prefect server without waiting for it; it stops when the block, or this process, ends."""
+    user_settings.check_databases()
     home.make()
     port = claim_port(PREFECT_PORT)
     log = home.logs / "prefect_run.log"

@@ -16,6 +16,7 @@ from typing import Any
 from dotenv import dotenv_values
 
 from rlhf_core.errors import ConfigError, explain
+from rlhf_core.secrets.redaction import shown
 
 OWN = "RLHF_OWN_SETTINGS"
 """Environment variable with the settings that `rlhf` gave to its own processes, to tell them from the user's."""
@@ -26,6 +27,7 @@ _DATABASE = {
     for name in ("CONNECTION_URL", "DRIVER")
     for part in ("SERVER", "API")
 }
+_PREFECT_DRIVERS = ("postgresql+asyncpg:", "sqlite+aiosqlite:")
 _REMOTE_TRACKERS = ("http://", "https://", "databricks")
 
 
@@ -48,6 +50,30 @@ def remote_tracking_uri() -> str:
 def tracking_store() -> str:
     """Return the database or folder that the user set for MLflow's runs, or ""; it may contain a password."""
     return "" if remote_tracking_uri() else _tracking_uri()
+
+
+def check_databases() -> None:
+    """Raise ConfigError if a database that the user set, for Prefect's runs or MLflow's, has a driver that cannot serve it.
+
+    A server with such a setting ends a while after its start, with the reason somewhere in its log.
+    """
+    for name in (name for name, key in _DATABASE.items() if key == "connection_url"):
+        url = _setting((name,), ("server", "database", "connection_url"))
+        if url and not url.startswith(_PREFECT_DRIVERS):
+            remedy = "write it as postgresql+asyncpg://... or sqlite+aiosqlite:///..."
+            raise ConfigError(explain(name, shown(url), "Prefect uses asynchronous drivers", remedy))
+    store = tracking_store()
+    if "://" not in store or store.startswith("file:"):
+        return
+    from sqlalchemy.engine import make_url  # half a second, which only users with a database of their own wait
+
+    try:
+        make_url(store).get_dialect().import_dbapi()
+    except ModuleNotFoundError as error:
+        remedy = "pip install 'rlhf-lifecycle[server]' has the one for postgresql://"
+        raise ConfigError(
+            explain("MLFLOW_TRACKING_URI", shown(store), f"its driver {error.name} is not installed", remedy)
+        ) from None
 
 
 def profiles_path() -> Path:

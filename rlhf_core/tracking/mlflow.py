@@ -7,8 +7,9 @@
     stage.finish("FINISHED")
     tracker.finish("FINISHED", note="")
 
-Nothing here raises for a server that is slow or down: every record goes through an `Outbox`. The step from which on a
-resumed stage records again is taken from MLflow itself, per metric, so charts have no saw-tooth.
+Nothing here raises for a server that is slow or down: every record goes through an `Outbox`. Only `start` raises, for a
+server that refuses this user. The step from which on a resumed stage records again is taken from MLflow itself, per
+metric, so charts have no saw-tooth.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ class MlflowTracker:
     def start(self, name: str, *, run_id: str | None, params: Mapping[str, Any], tags: Mapping[str, str]) -> str:
         """Open the parent run, or reopen `run_id`; return its id ("" while the server is away).
 
-        Runs of killed processes of this machine that are still RUNNING are ended as KILLED.
+        Runs of killed processes of this machine that are still RUNNING are ended as KILLED. Raises TrackingError if the
+        server refuses this user or cannot be used at all: the run would train for hours and record nothing.
         """
         self._append(
             "open_run", self._token, run_id=run_id or "", name=name, params=redaction.flatten(params),
@@ -100,6 +102,12 @@ class MlflowTracker:
         )  # fmt: skip
         if self._outbox.flush(OPEN_SECONDS, retry=True):
             self._reconcile()
+        refused = self._outbox.refused
+        if refused is not None:
+            self.finish("FAILED", note=str(refused))
+            raise TrackingError(
+                f"MLFLOW_TRACKING_URI = {refused}; without MLFLOW_TRACKING_URI, runs are tracked in the state folder"
+            )
         return self.run_id
 
     def stage(

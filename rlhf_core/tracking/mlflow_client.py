@@ -25,7 +25,7 @@ _SETTINGS = {  # short: a server that is down must be noticed in seconds, and we
 
 
 class TrackingError(RlhfError, RuntimeError):
-    """MLflow could not answer a user's command. Trackers of runs never raise it: they record later."""
+    """MLflow could not answer a user's command, or refuses a run at its start. Later in a run, records wait instead."""
 
 
 def import_mlflow() -> Any:

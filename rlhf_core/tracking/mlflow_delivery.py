@@ -18,7 +18,7 @@ from typing import Any
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.tracking import redaction
 from rlhf_core.tracking.mlflow_client import get_run, import_mlflow, open_client, run_url
-from rlhf_core.tracking.outbox import Record, Unreachable
+from rlhf_core.tracking.outbox import Record, Refused, Unreachable
 from rlhf_core.tracking.policy_reference import folder_of, save_model_file
 
 logger = logging.getLogger(__name__)
@@ -97,6 +97,9 @@ class Delivery:
             else:
                 getattr(self, f"_{records[0]['op']}")(client, records[0])
         except Exception as error:
+            opens = self._client is None or records[0]["op"] == "open_run"
+            if opens and (why := _why_refused(error)):
+                raise Refused(f"{without_secrets(self._uri)} {why}") from error
             if self._may_recover(error, records[0]):
                 raise Unreachable(f"{without_secrets(self._uri)} does not answer ({_first_line(error)})") from error
             logger.warning(
@@ -356,6 +359,16 @@ class Delivery:
 def registry_name(name: str) -> str:
     """Return `name` with the characters that the registry refuses replaced."""
     return re.sub(r"[/:]", "-", name)
+
+
+def _why_refused(error: Exception) -> str:
+    """Return why a first contact failed, with a remedy, if waiting cannot help; "" if the server may just be away."""
+    if getattr(error, "error_code", "") in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
+        remedy = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, of a user who may write there"
+        return f"refuses this user ({without_secrets(_first_line(error))}); {remedy}"
+    if isinstance(error, ModuleNotFoundError):
+        return f"needs the package {error.name}; pip install 'rlhf-lifecycle[server]' has those for PostgreSQL"
+    return ""
 
 
 def _experiment_id(client: Any, name: str, artifact_root: Path | None) -> str:

@@ -32,6 +32,10 @@ class Unreachable(Exception):
     """The server could not be reached; the same records are retried later."""
 
 
+class Refused(Unreachable):
+    """The server cannot be used with these settings (credentials, a driver that is missing) until somebody changes them."""
+
+
 class Outbox:
     """An ordered queue of records, backed by a file.
 
@@ -52,6 +56,7 @@ class Outbox:
         self._done = 0
         self._tries = 0
         self._offline = False
+        self._refused: Refused | None = None
         self._hurry = False
         self._closing = False
         self._condition = threading.Condition()
@@ -63,6 +68,11 @@ class Outbox:
     def offline(self) -> bool:
         """Return whether the last delivery found no server."""
         return self._offline
+
+    @property
+    def refused(self) -> Refused | None:
+        """Return why the last delivery was refused, until the server accepts one."""
+        return self._refused
 
     def append(self, record: Record) -> None:
         """Queue `record` (JSON-able); returns at once."""
@@ -168,7 +178,7 @@ class Outbox:
                 self._done += done
                 if self._offline:
                     logger.info("tracking: the server answers again")
-                    self._offline = False
+                    self._offline, self._refused = False, None
                 if not self._queue:
                     self._file.truncate(0)
                 self._condition.notify_all()
@@ -180,6 +190,7 @@ class Outbox:
             if not self._offline and error is not None:
                 logger.warning("tracking: %s; records are kept in %s and sent later", error, self._path)
             self._offline = True
+            self._refused = error if isinstance(error, Refused) else None
             self._tries += 1
             self._condition.notify_all()
 

@@ -70,6 +70,7 @@ def declared() -> dict[str, dict[str, Any]]:
     found, actions = _load_deploy_configs_and_actions(CHECKOUT / "prefect.yaml", console=Console(file=said))
     assert said.getvalue() == "", "Prefect skips a file that it finds fault with, and says so"
     assert [list(step) for step in actions["pull"]] == [["prefect.deployments.steps.set_working_directory"]]
+    assert [list(step) for step in actions["build"]] == [["pipelines.prefect_flows.deployments.initial_parameters"]]
     names = [one["name"] for one in found]
     assert len(names) == len(set(names))
     return {one["name"]: one for one in found}
@@ -87,6 +88,7 @@ def test_prefect_yaml_declares_the_deployments_that_are_served_with_the_same_flo
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))  # Prefect puts a file's folder first, and ours has a `profile.py`
     from prefect.flows import load_flow_from_entrypoint
+    from prefect.utilities.templating import apply_values
 
     wanted = {one.name: one for one in deployments.deployments()}
     found = declared()
@@ -94,7 +96,8 @@ def test_prefect_yaml_declares_the_deployments_that_are_served_with_the_same_flo
     for name, one in found.items():
         file, _, function = one["entrypoint"].partition(":")
         assert f"{file.removesuffix('.py').replace('/', '.')}.{function}" == wanted[name].entrypoint
-        assert one.get("parameters", {}) == {}, "they come with `--params`"
+        filled = apply_values(one.get("parameters") or {}, deployments.initial_parameters())  # as the build step does
+        assert filled == wanted[name].parameters
     for name in ("full", "process-reward-model"):  # one of each file, since a file is run anew for each
         flow = load_flow_from_entrypoint(str(CHECKOUT / found[name]["entrypoint"]))
         assert flow.name == wanted[name].flow_name

@@ -99,7 +99,7 @@ def test_the_auth_string_stays_until_a_new_one_is_asked_for_while_nothing_runs(
     assert home.prefect_auth_string == second
 
 
-@pytest.mark.parametrize("uri", ["postgresql://me:hunter2@db:5432/mlflow", "sqlite:///mine.db", "mlruns"])
+@pytest.mark.parametrize("uri", ["postgresql+asyncpg://me:hunter2@db:5432/mlflow", "sqlite:///mine.db", "mlruns"])
 def test_a_tracking_database_of_the_users_is_what_our_mlflow_server_shows_and_no_password_is_on_its_command_line(
     home: Home, monkeypatch: pytest.MonkeyPatch, uri: str
 ) -> None:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,33 @@ def test_a_database_of_the_users_is_what_a_server_of_ours_is_started_with(
     assert given[name] == POSTGRES
     assert [value for key, value in given.items() if key.endswith("DATABASE_CONNECTION_URL")] == [POSTGRES]
     assert POSTGRES not in given[user_settings.OWN]
+
+
+@pytest.mark.parametrize(
+    ("name", "url", "rule"),
+    [
+        (DATABASE, "postgresql://me:hunter2@db/prefect", "write it as postgresql\\+asyncpg"),
+        (DATABASE, "sqlite:///mine.db", "write it as postgresql\\+asyncpg"),
+        (
+            "PREFECT_API_DATABASE_CONNECTION_URL",
+            "postgresql+psycopg2://me:hunter2@db/p",
+            "write it as postgresql\\+asyncpg",
+        ),
+        ("MLFLOW_TRACKING_URI", "mysql+pymysql://me:hunter2@db/mlflow", "driver pymysql is not installed; pip install"),
+        (DATABASE, POSTGRES, ""),
+        ("MLFLOW_TRACKING_URI", "sqlite:///mine.db", ""),
+        ("MLFLOW_TRACKING_URI", "file:///runs", ""),
+        ("MLFLOW_TRACKING_URI", "mlruns", ""),
+    ],
+)
+def test_a_database_that_no_server_can_open_is_refused_before_one_is_started(
+    monkeypatch: pytest.MonkeyPatch, name: str, url: str, rule: str
+) -> None:
+    monkeypatch.setenv(name, url)
+    refused = pytest.raises(ConfigError, match=f"^{name} = .*{rule}") if rule else nullcontext()
+    with refused as raised:
+        user_settings.check_databases()
+    assert "hunter2" not in str(raised)
 
 
 def test_the_tests_own_server_runs_on_no_database_of_whoever_runs_them(

@@ -7,8 +7,10 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -362,6 +364,60 @@ def test_a_password_in_the_address_is_not_told(tmp_path: Path, caplog: pytest.Lo
     tracker.start("run", run_id=None, params={}, tags={})
     tracker.finish("FINISHED", note="")
     assert "does not answer" in caplog.text and "hunter2" not in caplog.text
+
+
+@pytest.fixture
+def refusing() -> Iterator[str]:
+    """A server that everybody may ask for experiments with the status in its path, and nobody may create runs at."""
+
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status = int(self.path.split("/")[1])
+            reads = status == 200
+            body = (
+                b'{"experiment": {"experiment_id": "1", "name": "rlhf", "lifecycle_stage": "active"}}'
+                if reads
+                else b"no"
+            )
+            self._answer(status, body)
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            if self.path.endswith("runs/search"):
+                self._answer(200, b'{"runs": []}')
+            else:
+                self._answer(403, b"Permission denied")
+
+        def _answer(self, status: int, body: bytes) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://me:hunter2@127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("uri", "rule"),
+    [
+        ("{server}/401", "refuses this user .*401.*; set MLFLOW_TRACKING_USERNAME"),
+        ("{server}/403", "refuses this user .*403.*; set MLFLOW_TRACKING_USERNAME"),
+        ("{server}/200", "refuses this user .*403.*; set MLFLOW_TRACKING_USERNAME"),  # may read, may not create a run
+        ("mysql+pymysql://me:hunter2@127.0.0.1/mlflow", "needs the package pymysql"),
+    ],
+)
+def test_a_server_that_will_never_record_ends_a_run_at_its_start(
+    refusing: str, uri: str, rule: str, tmp_path: Path
+) -> None:
+    tracker = MlflowTracker(uri.format(server=refusing), experiment="rlhf", artifact_root=None, spool=tmp_path)
+    with pytest.raises(TrackingError, match=f"^MLFLOW_TRACKING_URI = .*{rule}.*state folder$") as raised:
+        tracker.start("run", run_id=None, params={}, tags={})
+    assert "hunter2" not in str(raised.value)
 
 
 def test_a_server_that_hangs_costs_a_run_seconds_and_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
