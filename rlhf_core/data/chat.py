@@ -26,7 +26,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core.data.chat_templates import declared_ends, other_opening
+from rlhf_core.data.chat_templates import Decoder, declared_ends, other_opening
 from rlhf_core.data.pieces import Ids, continued, difference, encode, following, marks_beginning
 from rlhf_core.data.tool_rendering import Rows, left_out, speaks_and_calls, template_rows
 from rlhf_core.errors import ConfigError, DataError, explain
@@ -114,6 +114,7 @@ class ChatTemplate:
         self.ends = frozenset({eos_id, *ends})
         self.eos_id = self._end_of_turn(self.ends)
         self._eos = str(self.tokenizer.convert_ids_to_tokens(self.eos_id))
+        self.decode = Decoder(self.tokenizer, ends=self.ends)
 
     @classmethod
     def load(cls, folder: Path) -> ChatTemplate:
@@ -225,10 +226,6 @@ class ChatTemplate:
         text, said = (text for text, _ in self._segments((ask, reply), answers_from=0)[:2])
         tokens = self._after(text, said)
         return self._encode(text) + tokens[: len(tokens) - tokens[::-1].index(self.eos_id)]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids` without special tokens."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def preview(self, sample: TokenSample) -> str:
         """Return the text of `sample`, special tokens included, with each run of trained tokens inside 【 】."""

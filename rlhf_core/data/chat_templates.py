@@ -1,4 +1,4 @@
-"""Templates for models whose own one has no exact loss masks, and the tokens that a model declares as ends of a turn.
+"""Templates for models whose own one has no exact loss masks; which tokens are turns, and which are an answer's own.
 
 A template may rewrite earlier turns (it drops their reasoning, say): each answer is then an example of its own. What
 cannot be trained on is a template that asks for an answer with other text than it shows one with: the policy would be
@@ -8,9 +8,12 @@ trained on tokens that follow another prompt than the sampler's. For these model
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 DEEPSEEK_R1 = (
     "{{ bos_token }}{% for message in messages %}"
@@ -42,6 +45,8 @@ _MARKS = {
 }
 """The tokens that a template here writes: a model's own one must have all of them."""
 
+_IN_ANSWERS = re.compile(r"think|thought|reason|channel|message|call|function|action|answer|tool.?sep|python", re.I)
+
 _CLOSES_REASONING = re.compile(r"""\{\{-?\s*['"]</think>""")
 """DeepSeek-V3.1 has the tokens of R1 and opens every answer with `</think>`, as no template here does."""
 
@@ -70,6 +75,62 @@ def other_opening(template: str, asked: str, shown: str) -> tuple[str, str]:
     if shipped and template != SHIPPED[shipped]:
         return rule, f'set prepare_data.chat_template = "{shipped}", which shows an answer as it asks for one'
     return rule, "give a template that shows an answer as it asks for one (prepare_data.chat_template)"
+
+
+class Decoder:
+    """Decodes tokens to a text for people, rewards and files.
+
+    It leaves out what has no meaning there: begin, end and padding tokens, the ends that a policy declares, and the
+    special tokens that its chat template writes around turns. Others are part of the answer: tokens around reasoning
+    and tool calls. `shown` are the ids of these special tokens.
+    """
+
+    def __init__(self, tokenizer: Any, *, ends: Iterable[int] = ()) -> None:
+        """Render short conversations with the chat template of `tokenizer`, if it has one, to find what it writes."""
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder.items()
+        special = {number for number, token in added if token.special}.union(tokenizer.all_special_ids)
+        around = {number for number in _written(tokenizer) if not is_content(_token(tokenizer, number))}
+        self._hidden = special & around.union(structure(tokenizer, ends))
+        self.shown = frozenset(special - self._hidden)
+
+    def __call__(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`."""
+        if self.shown.isdisjoint(ids):
+            return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+        kept = [number for number in ids if number not in self._hidden]
+        return str(self._tokenizer.decode(kept, skip_special_tokens=False))
+
+
+def is_content(token: str) -> bool:
+    """Return whether a token stands, by its name, around reasoning or a tool call: an answer may spell it.
+
+    >>> [is_content(token) for token in ("[THINK]", "<|channel|>", "<tool_call>", "<|im_end|>", "[TOOL_RESULTS]")]
+    [True, True, True, False, False]
+    """
+    return bool(_IN_ANSWERS.search(token))
+
+
+def structure(tokenizer: Any, ends: Iterable[int]) -> set[int]:
+    """Return the ids that are never content, whatever their names: begin, end, padding and the declared `ends`."""
+    named = (getattr(tokenizer, f"{role}_token_id", None) for role in ("bos", "eos", "pad", "cls", "sep"))
+    return {number for number in named if number is not None}.union(ends)
+
+
+def _written(tokenizer: Any) -> set[int]:
+    """Return the ids that the chat template writes around the turns of a conversation, as far as it renders one."""
+    turns = [{"role": role, "content": "Hi"} for role in ("system", "user", "assistant", "user")]
+    found: set[int] = set()
+    for rows in (turns, turns[1:], turns[1:2]):  # templates may refuse the first turn, or all but one
+        # They raise errors of their own; without a template there is nothing to be found.
+        with contextlib.suppress(Exception):
+            text = tokenizer.apply_chat_template(rows, tokenize=False, add_generation_prompt=rows[-1]["role"] == "user")
+            found.update(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return found
+
+
+def _token(tokenizer: Any, number: int) -> str:
+    return str(tokenizer.convert_ids_to_tokens(number))
 
 
 def declared_ends(policy: Path) -> set[int]:

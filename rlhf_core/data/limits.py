@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.data.chat_templates import is_content, structure
 from rlhf_core.data.tables import Demonstration, Feedback, Preference, SteppedAnswer, Tables
 from rlhf_core.data.validation import DropReport, Origin
 from rlhf_core.errors import DataError
@@ -15,8 +16,6 @@ Row = TypeVar("Row", Demonstration, Preference, Prompt, SteppedAnswer, Feedback)
 
 _UNLIMITED = 1 << 40
 _PROBE = (Message("user", "Hi"),)
-_REASONING = frozenset({"<think>", "</think>", "[THINK]", "[/THINK]", "<seed:think>", "</seed:think>"})
-"""Tokens of some models that an answer may spell: reasoning stays in the answers."""
 
 
 def limit(
@@ -73,12 +72,16 @@ def control_tokens(chat: ChatTemplate) -> list[str]:
 
     Most tokenizers give names to a few of their special tokens (`all_special_tokens`). Those of Llama 3 and Gemma 3 leave
     out tokens around turns, and DeepSeek's around turns are not special. Line breaks are tokens of Gemma's vocabulary.
+    Tokens around reasoning and tool calls are an answer's own, whether they are special or not.
     """
     written = chat.ends.union(chat.prompt_ids(_PROBE))
+    never = structure(chat.tokenizer, chat.ends)
     added = chat.tokenizer.added_tokens_decoder.items()
-    found = {token.content for number, token in added if token.special or number in written}
-    spelled = {content for content in found - _REASONING if content.strip()}
-    return sorted(spelled.union(chat.tokenizer.all_special_tokens))
+    found = {number: token.content for number, token in added if token.special or number in written}
+    found |= zip(chat.tokenizer.all_special_ids, chat.tokenizer.all_special_tokens, strict=True)
+    return sorted(
+        {text for number, text in found.items() if text.strip() and (number in never or not is_content(text))}
+    )
 
 
 def parts(

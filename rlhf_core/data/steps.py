@@ -22,6 +22,7 @@ class StepSplitter:
     def __init__(self, chat: ChatTemplate, separator: str) -> None:
         self._separator = separator
         self._tokenizer: Any = chat.tokenizer
+        self._shown = chat.decode.shown
         self._texts: dict[int, str] = {}
         probe = encode(self._tokenizer, f"a{separator}b")
         if not separator or len(self.ends(probe)) != 2:
@@ -62,5 +63,6 @@ class StepSplitter:
 
     def _text(self, token: int) -> str:
         if token not in self._texts:
-            self._texts[token] = token_text(self._tokenizer, token, skip_special_tokens=True)
+            hidden = token not in self._shown
+            self._texts[token] = token_text(self._tokenizer, token, skip_special_tokens=hidden)
         return self._texts[token]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rlhf_core.config.engines import HFSamplerConfig, SamplingConfig
+from rlhf_core.data.chat_templates import Decoder
 from rlhf_core.errors import SamplingError, explain
 from rlhf_core.interfaces import EngineSampler, ModelSpec, SamplerEngine, Transfer, Weights
 from rlhf_core.models.architecture import caps_attention, length_limit, read_config
@@ -41,8 +42,9 @@ class HFSampler:
         self._model: Any = load_model(
             spec, dtype=config.dtype, attention=attention, gradient_checkpointing=False, device=device
         )
-        self._tokenizer = load_tokenizer(policy)
-        self._stops = stop_token_ids(policy, tokenizer_eos=self._tokenizer.eos_token_id)
+        tokenizer = load_tokenizer(policy)
+        self._stops = stop_token_ids(policy, tokenizer_eos=tokenizer.eos_token_id)
+        self._decoder = Decoder(tokenizer, ends=self._stops)
         self._batch_size = config.batch_size
         self._version = 0
 
@@ -143,7 +145,7 @@ class HFSampler:
         return Completion(
             token_ids=tuple(row.token_ids),
             logprobs=tuple(row.logprobs),
-            text=self._tokenizer.decode(row.token_ids, skip_special_tokens=True),
+            text=self._decoder(row.token_ids),
             finish_reason=finish_reason(row.token_ids[-1], self._stops),
             policy_version=self._version,
             seed=row.request.seed,

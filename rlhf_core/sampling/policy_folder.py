@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from rlhf_core.config.engines import SamplingConfig
+from rlhf_core.data.chat_templates import Decoder
 from rlhf_core.errors import ConfigError, SamplingError, explain
 from rlhf_core.sampling.requests import check_logprobs, check_requests, finish_reason, stop_token_ids
 from rlhf_core.types import Completion, SamplingRequest
@@ -25,7 +26,7 @@ class PolicyFolder:
     """A policy that a vLLM engine serves; `stops` are the ids that end an answer."""
 
     path: Path
-    tokenizer: Any
+    decode: Callable[[Sequence[int]], str]
     stops: tuple[int, ...]
     vocab_size: int
     max_model_len: int
@@ -48,7 +49,7 @@ class PolicyFolder:
         check_longest("runtime.sampler.max_model_len", max_model_len, policy)
         tokenizer = load_tokenizer(policy)
         stops = stop_token_ids(policy, tokenizer_eos=tokenizer.eos_token_id)
-        return cls(policy, tokenizer, stops, int(text_config["vocab_size"]), max_model_len)
+        return cls(policy, Decoder(tokenizer, ends=stops), stops, int(text_config["vocab_size"]), max_model_len)
 
     def check(self, requests: Sequence[SamplingRequest], sampling: SamplingConfig) -> None:
         """Raise SamplingError, naming the request, if one does not fit."""
@@ -71,7 +72,7 @@ class PolicyFolder:
         return Completion(
             token_ids=token_ids,
             logprobs=logprobs,
-            text=self.tokenizer.decode(token_ids, skip_special_tokens=True),
+            text=self.decode(token_ids),
             finish_reason=finish_reason(token_ids[-1], self.stops),
             policy_version=version,
             seed=request.seed,

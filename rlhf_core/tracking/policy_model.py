@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlhf_core.data.chat_templates import Decoder, declared_ends
 from rlhf_core.errors import ArtifactError, explain
 from rlhf_core.tracking.policy_reference import REFERENCE
 
@@ -24,6 +25,7 @@ class PolicyModel:
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        self.decoder = Decoder(self.tokenizer, ends=declared_ends(folder))
         self.model: Any = AutoModelForCausalLM.from_pretrained(
             str(folder), local_files_only=True, use_safetensors=True, dtype="auto"
         ).eval()
@@ -41,7 +43,7 @@ class PolicyModel:
             list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
         out = self.model.generate(**encoded, **params)
-        return str(self.tokenizer.decode(out[0, encoded["input_ids"].shape[1] :], skip_special_tokens=True))
+        return self.decoder(out[0, encoded["input_ids"].shape[1] :].tolist())
 
 
 def conversations(model_input: Any) -> list[list[Mapping[str, str]]]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import ConfigError, DataError
@@ -124,6 +125,34 @@ def test_the_preview_marks_what_is_trained(chatml: ChatTemplate) -> None:
 
 def test_decoding_leaves_special_tokens_out(chat: ChatTemplate) -> None:
     assert chat.decode(conversation(chat, USER, ANSWER).token_ids) == "What is 12 + 30?42"
+
+
+@pytest.mark.parametrize(
+    ("token", "shown"),
+    [
+        *(
+            (token, True)
+            for token in ("<think>", "</think>", "[THINK]", "<tool_call>", "<|channel|>", "<|python_tag|>")
+        ),
+        *((token, True) for token in ("<｜tool▁calls▁begin｜>", "<|END_THINKING|>", "<file_sep>")),
+        *((token, False) for token in ("<start_of_turn>", "<|system|>", "<|eom|>")),
+    ],
+)
+def test_a_text_shows_the_special_tokens_that_are_an_answers_own(chat: ChatTemplate, token: str, shown: bool) -> None:
+    tokenizer = ChatTemplate.load(Path(chat.tokenizer.name_or_path)).tokenizer
+    names = ["<think>", "<|channel|>", "<start_of_turn>", "<|eom|>", token]
+    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    tokenizer.chat_template = (  # it writes the channel of every answer
+        "{% for m in messages %}{{ '<start_of_turn><|' + m['role'] + '|>' }}"
+        "{{ '<|channel|>final' if m['role'] == 'assistant' else '' }}{{ m['content'] + eos_token }}{% endfor %}"
+        "{{ '<start_of_turn><|assistant|><|channel|>final' if add_generation_prompt else '' }}"
+    )
+    number = tokenizer.convert_tokens_to_ids(token)
+    own = ChatTemplate(tokenizer, ends=[tokenizer.convert_tokens_to_ids("<|eom|>")])
+    ids = [number, *chat.tokenizer("12")["input_ids"], number, tokenizer.eos_token_id, tokenizer.pad_token_id]
+    assert own.decode(ids) == (f"{token}12{token}" if shown else "12")
+    if shown:  # what was shown is tokenized as it was sampled
+        assert own.tokenizer(own.decode(ids), add_special_tokens=False)["input_ids"] == ids[:-2]
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(chat: ChatTemplate) -> None:

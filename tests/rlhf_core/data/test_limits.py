@@ -67,6 +67,9 @@ def test_content_that_spells_a_control_token_is_dropped(chat: ChatTemplate) -> N
         ("\n", False, True, True),  # Gemma's
         ("<tool_call>", False, False, True),
         ("<think>", True, True, True),
+        ("<tool_call>", True, False, True),
+        ("<|channel|>", True, True, True),
+        ("[TOOL_RESULTS]", True, False, False),
     ],
 )
 def test_a_control_token_need_not_have_a_name(
