@@ -63,6 +63,7 @@ TESTED_THROUGH = {
     "rlhf_core/store/typed_json.py": "rlhf_core/store/test_records.py",
     "rlhf_core/tracking/policy_model.py": "rlhf_core/tracking/test_policy_reference.py",
     "pipelines/cli/serve_verb.py": "pipelines/services/test_policy_server.py",
+    "rlhf_core/user_code/sources.py": "rlhf_core/user_code/test_dependencies.py",
     "rlhf_core/tracking/champion_tags.py": "rlhf_core/tracking/test_champions.py",
     "rlhf_core/suites/harness.py": "stages/test_evaluate_harness.py",
     "rlhf_core/suites/harness_results.py": "stages/test_evaluate_harness.py",

@@ -16,7 +16,8 @@ from pipelines.flows.profile import load_profile
 from pipelines.services.home import Home
 from rlhf_core.stage.decision import target_of
 from rlhf_core.stage.key import Strictness
-from rlhf_core.user_code.dependencies import DECLARATION, unseen_reads
+from rlhf_core.user_code.dependencies import unseen_reads
+from rlhf_core.user_code.sources import DECLARATION
 
 
 def plan(options: argparse.Namespace) -> None:

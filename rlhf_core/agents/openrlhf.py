@@ -29,7 +29,7 @@ from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.data.pieces import encode, following
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.types import plain_text
-from rlhf_core.user_code.loading import load_file
+from rlhf_core.user_code.loading import NO_DIGESTS, UserFile
 
 MODULES = ("openrlhf", "openrlhf.utils", "openrlhf.utils.agent", "openrlhf.utils.logging_utils")
 
@@ -216,8 +216,8 @@ class StepFunction(AgentInstanceBase):
     this: the file's globals are the state of one episode.
     """
 
-    def __init__(self, file: Path) -> None:
-        self._step = load_file("agent.file", file).step
+    def __init__(self, file: UserFile) -> None:
+        self._step = file.run().step
         names = inspect.signature(self._step).parameters.values()
         self._takes_sampling = any(one.kind is one.VAR_KEYWORD or one.name == "sampling_params" for one in names)
 
@@ -353,21 +353,21 @@ Play: TypeAlias = Callable[[str, str, SamplingParams, LLMEngine], Coroutine[Any,
 """(prompt, label, sampling_params, llm_engine) -> what an executor says of an episode."""
 
 
-def open_executor(config: OpenRLHFAgent, *, tokenizer: str) -> Program:
+def open_executor(config: OpenRLHFAgent, *, tokenizer: str, code: Mapping[str, str] = NO_DIGESTS) -> Program:
     """Load the file and return its executor, or its `step`, as a program; ConfigError if it has neither.
 
     One executor plays all episodes.
     """
     provide_modules()
-    path = Path(config.file)
-    module = load_file("agent.file", path)
+    file = UserFile("agent.file", Path(config.file), code=code)
+    module = file.run()
     if hasattr(module, "AgentExecutor"):
         _check_constructor(config, module.AgentExecutor)
         loaded = load_tokenizer(Path(tokenizer))
         play = _executor_play(config, module.AgentExecutor, loaded)
     elif inspect.iscoroutinefunction(getattr(module, "step", None)):
         loaded = load_tokenizer(Path(tokenizer))
-        play = _step_play(config, path, loaded)
+        play = _step_play(config, file, loaded)
     else:
         rule = "defines neither a class AgentExecutor nor a function `async def step(observation, action, label, **kwargs)`"
         raise ConfigError(explain("agent.file", config.file, rule, "name the file of --agent_func_path"))
@@ -420,9 +420,9 @@ def _executor_play(config: OpenRLHFAgent, kind: type[AgentExecutorBase], tokeniz
     return play
 
 
-def _step_play(config: OpenRLHFAgent, path: Path, tokenizer: Any) -> Play:
+def _step_play(config: OpenRLHFAgent, file: UserFile, tokenizer: Any) -> Play:
     async def instance() -> StepFunction:
-        return StepFunction(path)
+        return StepFunction(file)
 
     async def play(prompt: str, label: str, params: SamplingParams, llm_engine: LLMEngine) -> Mapping[str, Any]:
         return await play_instance(

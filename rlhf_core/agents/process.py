@@ -24,7 +24,7 @@ from rlhf_core.config.agents import AgentConfig
 from rlhf_core.errors import AgentError, ConfigError, explain
 from rlhf_core.processes.child import kill_group
 from rlhf_core.user_code.dependencies import check_files
-from rlhf_core.user_code.loading import search_path
+from rlhf_core.user_code.sources import search_path
 
 START_TIMEOUT_S = 300.0
 """For the interpreter and the imports of the user's module, which may be torch on a busy machine."""

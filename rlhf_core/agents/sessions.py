@@ -27,7 +27,7 @@ from rlhf_core.config.agents import (
     VerifiersAgent,
 )
 from rlhf_core.types import plain_text
-from rlhf_core.user_code.loading import load_callable
+from rlhf_core.user_code.loading import NO_DIGESTS, load_callable
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +72,20 @@ class EnvironmentSession:
             await resolved(self._environment.close())
 
 
-def open_sessions(config: AgentConfig, *, tokenizer: str) -> Sessions:
-    """Load the user's code; ConfigError if it cannot be. `tokenizer` is a folder, read only by agents that tokenize."""
+def open_sessions(config: AgentConfig, *, tokenizer: str, code: Mapping[str, str] = NO_DIGESTS) -> Sessions:
+    """Load the user's code; ConfigError if it cannot be, or has another digest than in `code`.
+
+    `tokenizer` is a folder, read only by agents that tokenize.
+    """
     # Agents that talk over HTTP are imported when one is wanted: each takes 0.3 s, and a plain environment starts in 0.5 s.
     match config:
         case EnvironmentAgent():
-            make = load_callable("agent.environment", config.environment)
+            make = load_callable("agent.environment", config.environment, code=code)
             return Sessions(partial(EnvironmentSession, partial(make, **config.arguments)))
         case OpenRLHFAgent():
-            return Sessions(partial(ProgramSession, open_executor(config, tokenizer=tokenizer)))
+            return Sessions(partial(ProgramSession, open_executor(config, tokenizer=tokenizer, code=code)))
         case ToolsAgent():
-            tools = load_tools(config.tools)
+            tools = load_tools(config.tools, code=code)
             functions = {name: tool.function for name, tool in tools.items()}
             make = partial(ToolEnvironment, functions, max_tool_calls=config.max_tool_calls)
             return Sessions(partial(EnvironmentSession, make), tools=tuple(tool.schema for tool in tools.values()))

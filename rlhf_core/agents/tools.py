@@ -17,7 +17,7 @@ from rlhf_core.agents.environment import StepResult
 from rlhf_core.errors import ConfigError, explain, nearest
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.types import encodable
-from rlhf_core.user_code.loading import load_callables
+from rlhf_core.user_code.loading import NO_DIGESTS, load_callables
 
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
@@ -106,12 +106,12 @@ def as_text(result: Any) -> str:
     return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
 
 
-def load_tools(specs: Sequence[str]) -> dict[str, Tool]:
+def load_tools(specs: Sequence[str], *, code: Mapping[str, str] = NO_DIGESTS) -> dict[str, Tool]:
     """Return name -> tool; ConfigError if a function has no types, or a docstring that does not describe its arguments."""
     from transformers.utils import get_json_schema  # 1.7 s, and only this function needs it
 
     tools: dict[str, Tool] = {}
-    for spec, function in zip(specs, load_callables("agent.tools", specs), strict=True):
+    for spec, function in zip(specs, load_callables("agent.tools", specs, code=code), strict=True):
         try:
             schema = get_json_schema(function)
         except Exception as error:  # TypeHintParsingException, DocstringParsingException

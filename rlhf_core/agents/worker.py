@@ -56,7 +56,7 @@ def main(beacon: int) -> None:
     config, tokenizer, functions = pickle.load(requests)
     try:
         check_functions(functions, key="agent")
-        sessions = open_sessions(with_secrets(config, "agent"), tokenizer=tokenizer)
+        sessions = open_sessions(with_secrets(config, "agent"), tokenizer=tokenizer, code=functions)
         check_functions(functions, key="agent")
     except ConfigError as error:
         _send(answers, ("refused", str(error)))

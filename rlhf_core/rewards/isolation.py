@@ -23,7 +23,7 @@ from rlhf_core.rewards.batches import cut
 from rlhf_core.rewards.outcomes import BatchFailed, RewardOutcome, check_length, joined_scores, merged_logs
 from rlhf_core.rewards.worker import WorkerSettings
 from rlhf_core.types import Generation
-from rlhf_core.user_code.loading import search_path
+from rlhf_core.user_code.sources import search_path
 
 START_TIMEOUT_S = 120.0
 """For the interpreter and the imports of the function's module."""

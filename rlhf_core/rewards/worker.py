@@ -44,9 +44,9 @@ def main(function: str, settings: WorkerSettings) -> None:
     start_guard()
     answers, requests = take_standard_streams()
     try:
-        check_functions(settings.code, key="function")
         arguments = resolved(settings.arguments, "arguments")
-        reward = adapt(load_callable("function", function), protocol=settings.protocol, arguments=arguments)
+        loaded = load_callable("function", function, code=settings.code)
+        reward = adapt(loaded, protocol=settings.protocol, arguments=arguments)
         check_functions(settings.code, key="function")
     except ConfigError as error:
         _send(answers, "refused", str(error))

@@ -1,42 +1,36 @@
-"""Load the functions and classes that a configuration names: `package.module:name` or `path/to/file.py:name`."""
+"""Load the functions and classes that a configuration names: `package.module:name` or `path/to/file.py:name`.
+
+Each load has fresh modules of the user's code, compiled from the bytes that were hashed: two files whose helpers have the
+same name, and a helper that is edited between two stages of one process, do not meet.
+"""
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-import os
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from rlhf_core.errors import ConfigError, explain, nearest
+from rlhf_core.user_code.modules import Modules
 
-_ADDED: set[str] = set()
-
-
-def search_path() -> list[str]:
-    """Return the folders in which user modules are searched, both for the key and by the processes that run them.
-
-    They always include the working folder, however this process was started. The folder of a user's file comes last.
-    """
-    return [*(entry or os.curdir for entry in sys.path if entry not in _ADDED), os.curdir]
+NO_DIGESTS: Mapping[str, str] = MappingProxyType({})
 
 
-def load_callable(key: str, spec: str) -> Any:
-    """Return the function or class that `spec` names.
+def load_callable(key: str, spec: str, *, code: Mapping[str, str] = NO_DIGESTS) -> Any:
+    """Return the function or class that `spec` names, from fresh modules.
 
     Raises ConfigError, naming the configuration's `key` and the nearest name, if the module, file or name does not
-    exist or is not callable.
+    exist or is not callable, or if its code has another digest than in `code`.
 
     >>> load_callable("function", "rlhf_core.rewards.verifiable:exact_match").__name__
     'exact_match'
     """
-    return load_callables(key, [spec])[0]
+    return load_callables(key, [spec], code=code)[0]
 
 
-def load_callables(key: str, specs: Sequence[str]) -> list[Any]:
+def load_callables(key: str, specs: Sequence[str], *, code: Mapping[str, str] = NO_DIGESTS) -> list[Any]:
     """Return the callable for each of `specs`, as `load_callable`; specs of one file share one module and its state."""
     modules: dict[str, ModuleType] = {}
     found = []
@@ -46,42 +40,48 @@ def load_callables(key: str, specs: Sequence[str]) -> list[Any]:
             raise ConfigError(explain(key, spec, "must read module:name or file.py:name", "add the name"))
         if location not in modules:
             from_file = location.endswith(".py")
-            modules[location] = load_file(key, Path(location)) if from_file else _load_module(key, spec, location)
+            modules[location] = (
+                UserFile(key, Path(location), code=code).run() if from_file else _load_module(key, spec, location, code)
+            )
         found.append(_named(key, spec, modules[location]))
     return found
 
 
-def load_file(key: str, path: Path) -> ModuleType:
-    """Return a fresh module from the file `path`, which may import from its folder. Raises ConfigError if it fails."""
-    if not path.is_file():
-        files = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        rule = f"there is no file {path} (seen from {Path.cwd()})"
-        raise ConfigError(explain(key, str(path), rule, nearest(path.name, files)))
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
-        _ADDED.add(folder)
-    name = f"file_{path.stem}"
-    module_spec = importlib.util.spec_from_file_location(name, path)
-    assert module_spec is not None and module_spec.loader is not None  # a .py file always has a loader
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module  # dataclasses in the file look themselves up there
-    try:
-        module_spec.loader.exec_module(module)
-    except Exception as error:
-        raise ConfigError(explain(key, str(path), f"importing it fails: {error!r}", "fix the file")) from error
-    return module
+class UserFile:
+    """A file of the user's with the modules that it imports; it may import from its folder.
+
+    Raises ConfigError if the file does not exist, or has another digest than in `code`.
+    """
+
+    def __init__(self, key: str, path: Path, *, code: Mapping[str, str] = NO_DIGESTS) -> None:
+        if not path.is_file():
+            files = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
+            rule = f"there is no file {path} (seen from {Path.cwd()})"
+            raise ConfigError(explain(key, str(path), rule, nearest(path.name, files)))
+        self._key, self._path = key, path
+        self._modules = Modules(key, str(path), code=code)
+
+    def run(self) -> ModuleType:
+        """Return a fresh module of the file; a second one shares what it imports. Raises ConfigError if it fails."""
+        try:
+            return self._modules.run()
+        except Exception as error:
+            raise ConfigError(
+                explain(self._key, str(self._path), f"importing it fails: {error!r}", "fix the file")
+            ) from error
 
 
-def _load_module(key: str, spec: str, location: str) -> ModuleType:
+def _load_module(key: str, spec: str, location: str, code: Mapping[str, str]) -> ModuleType:
     try:
-        return importlib.import_module(location)
+        return Modules(key, location, code=code).import_module(location)
     except ModuleNotFoundError as error:
         # A module that exists but imports something missing is a different mistake.
         if error.name is None or not (location == error.name or location.startswith(f"{error.name}.")):
             raise ConfigError(explain(key, spec, f"importing {location} needs {error.name}", "install it")) from error
         remedy = nearest(location.rpartition(".")[2], _siblings(location))
         raise ConfigError(explain(key, spec, f"there is no module {error.name}", remedy)) from None
+    except ConfigError:
+        raise
     except Exception as error:
         raise ConfigError(explain(key, spec, f"importing {location} fails: {error!r}", "fix the module")) from error
 

@@ -226,7 +226,7 @@ def test_code_that_is_nested_deeply_has_a_digest(folder: Path) -> None:
 
 def test_a_module_is_read_once_until_it_changes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     user_code(f"{folder}/reward.py:reward")
-    monkeypatch.setattr("rlhf_core.user_code.dependencies._code_digest", lambda content: 1 / 0)
+    monkeypatch.setattr("rlhf_core.user_code.sources._code_digest", lambda content: 1 / 0)
     user_code(f"{folder}/reward.py:reward")
     edit("constants.py", "1", "2")(folder)
     with pytest.raises(ZeroDivisionError):

@@ -1,0 +1,197 @@
+"""The modules of one load of user code: fresh, compiled from the bytes that were hashed, found by their own imports alone.
+
+A module keeps its name in `sys.modules`, where `pickle`, `dataclasses` and `typing` look it up, unless another load has
+taken it: then it is `name__2`. Which module a name means is decided by who imports: import statements and `__import__`
+in user code go through `Modules`, which stands in the builtins of its modules.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import importlib.abc
+import sys
+from collections.abc import Mapping, Sequence
+from functools import wraps
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
+from itertools import chain, count
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from rlhf_core.errors import ConfigError, explain
+from rlhf_core.user_code.sources import (
+    ADDED,
+    PROGRAM_PACKAGES,
+    Place,
+    changed,
+    digest_of,
+    in_folders,
+    is_users_own,
+    locate,
+    reached_from,
+    search_folders,
+)
+
+_TAKEN: dict[str, tuple[Modules, Place]] = {}
+"""Name in `sys.modules`, without dots -> the load that it belongs to, and where the module lies."""
+_COMPILED: dict[Path, str] = {}
+"""Compiled module -> digest of the file that this process has loaded, or is about to."""
+
+
+class Modules:
+    """The modules of the user's that one file or module, at `location`, is and imports.
+
+    ConfigError if a function in `code` that lies there has another digest, or if it needs a compiled module of which this
+    process has loaded another version.
+    """
+
+    def __init__(self, key: str, location: str, *, code: Mapping[str, str]) -> None:
+        reached = reached_from(location)
+        for spec, digest in code.items():
+            if Path(spec.rpartition(":")[0]) == Path(location) and digest_of(reached, key=key) != digest:
+                raise changed(key, spec)
+        for module in (one for one in reached if one.path.suffix != ".py"):
+            if _COMPILED.setdefault(module.path, module.source.digest) != module.source.digest:
+                rule = "is compiled, and this process has loaded another version of it"
+                raise ConfigError(explain(key, str(module.path), rule, "run again in a new process"))
+        self._file = Path(location) if location.endswith(".py") else None
+        self._sources = {module.path.resolve(): module.source for module in reached}
+        self._path = list(sys.path)
+        self._added: list[str] = []
+        self._names: dict[str, str] = {}
+        self.builtins = {**vars(builtins), "__import__": self._import}
+        _install()
+        if self._file is not None:
+            self._add(str(self._file.resolve().parent))
+            self._name = self._take(f"file_{self._file.stem}", Place(self._file))
+        for module in reached[self._file is not None :]:
+            self._top(module.name.partition(".")[0])  # before anyone else imports it, such as pickle
+
+    def run(self) -> ModuleType:
+        """Return a new module of the file; a second one shares what the first has imported."""
+        spec = _FINDER.find_spec(self._name)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[self._name] = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        self._keep_path()
+        return module
+
+    def import_module(self, name: str) -> ModuleType:
+        """Return the module of this load that `name` means, or a module that is not the user's."""
+        module = importlib.import_module(self.named(name))
+        self._keep_path()
+        return module
+
+    def named(self, name: str) -> str:
+        """Return the name in `sys.modules` of what an import here calls `name`."""
+        top, dot, rest = name.partition(".")
+        return f"{self._top(top)}{dot}{rest}"
+
+    def content(self, path: Path) -> bytes:
+        """Return the bytes of a file as they were hashed, or as they are if the key does not see it."""
+        source = self._sources.get(path.resolve())
+        return path.read_bytes() if source is None else source.content
+
+    def _import(
+        self, name: str, globals: Any = None, locals: Any = None, fromlist: Sequence[str] = (), level: int = 0
+    ) -> ModuleType:
+        return __import__(name if level else self.named(name), globals, locals, fromlist, level)
+
+    def _top(self, name: str) -> str:
+        if name in _TAKEN and _TAKEN[name][0] is self:
+            return name  # as pickle writes it
+        if name not in self._names:
+            # What somebody else has imported is no module of a load: a package under development that the program uses.
+            shared = name in PROGRAM_PACKAGES or (name in sys.modules and name not in _TAKEN)
+            place = Place(None) if shared else locate(name, search_folders(self._file, self._added))
+            if place == Place(None):
+                return name  # not remembered: the code may add a folder to the path, and try again
+            self._names[name] = self._take(name, place) if _is_fresh(place) else name
+        return self._names[name]
+
+    def _take(self, name: str, place: Place) -> str:
+        names = chain([name], (f"{name}__{number}" for number in count(2)))
+        free = next(one for one in names if one not in _TAKEN and one not in sys.modules)
+        _TAKEN[free] = (self, place)
+        return free
+
+    def _keep_path(self) -> None:
+        """Keep what the code has added to the path to this load."""
+        for entry in sys.path:
+            if entry not in self._path and entry not in ADDED:
+                self._add(entry)
+
+    def _add(self, entry: str) -> None:
+        if entry not in sys.path:
+            sys.path.append(entry)
+            ADDED.add(entry)
+        elif entry not in self._path:
+            ADDED.add(entry)
+        self._added.append(entry)
+
+
+def _is_fresh(place: Place) -> bool:
+    """Return whether a module is the user's, and can be loaded twice: a compiled one cannot."""
+    if place.file is not None:
+        return place.file.suffix == ".py" and is_users_own(place.file)
+    return all(map(is_users_own, place.folders))
+
+
+class _Loader(SourceFileLoader):
+    """Compiles the bytes that were hashed, whatever byte code lies beside the file."""
+
+    def __init__(self, name: str, path: str, modules: Modules) -> None:
+        super().__init__(name, path)
+        self._modules = modules
+
+    def get_code(self, fullname: str) -> CodeType:
+        code: CodeType = self.source_to_code(self._modules.content(Path(self.path)), self.path)
+        return code
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module)["__builtins__"] = self._modules.builtins
+        super().exec_module(module)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the modules of all loads by their names in `sys.modules`."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        top, _, _ = fullname.partition(".")
+        if top not in _TAKEN:
+            return None
+        modules, place = _TAKEN[top]
+        if path is not None:
+            place = in_folders(fullname.rpartition(".")[2], [Path(folder) for folder in path])
+        if place.file is None:
+            spec = ModuleSpec(fullname, None, is_package=True) if place.folders else None
+            if spec is not None:
+                spec.submodule_search_locations = [str(folder) for folder in place.folders]
+            return spec
+        if place.file.suffix != ".py":
+            return spec_from_file_location(fullname, place.file)
+        return spec_from_file_location(fullname, place.file, loader=_Loader(fullname, str(place.file), modules))
+
+
+_FINDER = _Finder()
+_import_module = importlib.import_module
+
+
+@wraps(_import_module)
+def _import_module_of_caller(name: str, package: str | None = None) -> ModuleType:
+    modules = getattr(sys._getframe(1).f_builtins["__import__"], "__self__", None)
+    if isinstance(modules, Modules):
+        name = name if name.startswith(".") else modules.named(name)
+        package = package and modules.named(package)
+    return _import_module(name, package)
+
+
+def _install() -> None:
+    """Make imports see the modules of loads."""
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
+        importlib.import_module = _import_module_of_caller

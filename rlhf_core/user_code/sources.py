@@ -1,0 +1,337 @@
+"""Find and read the modules of a user: those that are neither in the standard library, nor in installed packages, nor in
+this program. They change between runs without a change of version. Nothing is imported for it.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import io
+import os
+import sys
+import sysconfig
+import tokenize
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+from rlhf_core.errors import ConfigError, explain, nearest
+from rlhf_core.store.fingerprint import (
+    OUR_PACKAGES,
+    canonical_json,
+    functions_of,
+    hash_file,
+    hash_tree,
+    imported_names,
+    parse_source,
+    sha256_text,
+    top_level_names,
+    tree_digest,
+)
+
+ENVIRONMENT = "env:"
+DECLARATION = "DEPENDS_ON"
+"""Name by which a user's module declares what else decides its results: `DEPENDS_ON = ("answers.json", "env:MODEL")`.
+Files and folders are relative to the module's own folder."""
+PROGRAM_PACKAGES = (*OUR_PACKAGES, "pipelines")
+ADDED: set[str] = set()
+"""Entries of `sys.path` that loading a user's file has added: its folder, and what its code added."""
+
+READS = {
+    "open": "reads files",
+    "read_text": "reads files",
+    "read_bytes": "reads files",
+    "environ": "reads environment variables",
+    "getenv": "reads environment variables",
+    "import_module": "imports modules by a computed name",
+    "__import__": "imports modules by a computed name",
+    "exec": "runs code from text",
+}
+_LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING)
+_SPACE = (tokenize.INDENT, tokenize.DEDENT, tokenize.NEWLINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The analysis of one user file: the digest of its code, its imports, declarations and undeclared reads."""
+
+    digest: str
+    content: bytes
+    """The bytes that were hashed, and from which the module is compiled; empty where nothing is."""
+    imports: tuple[str, ...]
+    declared: tuple[str, ...]
+    reads: tuple[tuple[str, int], ...]
+    """Name and line of each use of something beyond the code, such as `open`."""
+    names: frozenset[str] | None
+    """Names at its top level; None if this Python cannot parse the file."""
+    functions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UserModule:
+    """A user module. `name` has no folder, so that the same file under another path is the same code."""
+
+    name: str
+    path: Path
+    source: Source
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a module lies: its file (None: a namespace package) and the folders of its submodules."""
+
+    file: Path | None
+    folders: tuple[Path, ...] = ()
+
+
+def search_path(own: Sequence[str] = ()) -> list[str]:
+    """Return the folders in which user modules are searched, both for the key and by the processes that run them.
+
+    They always include the working folder, however this process was started. What loading a user's file has added is left
+    out, but for the entries in `own`. The folder of a user's file comes last.
+    """
+    entries = [entry or os.curdir for entry in sys.path if entry not in ADDED or entry in own]
+    return [*entries, os.curdir]
+
+
+def search_folders(file: Path | None, own: Sequence[str] = ()) -> list[Path]:
+    """Return the folders, in Python's order, in which the imports of a user's `file`, or of a module, are searched."""
+    folders = [Path(entry) for entry in search_path(own)]
+    return folders + ([file.resolve().parent] if file is not None else [])
+
+
+def user_modules(spec: str, *, key: str = "callable") -> list[UserModule]:
+    """Return the module that `spec` names, followed by all user modules that it imports, transitively."""
+    place, _, function = spec.rpartition(":")
+    if not place or not function.isidentifier():
+        raise ConfigError(explain(key, spec, "must read module:function or file.py:function", "add the name"))
+    modules = reached_from(place)
+    if not modules:
+        raise ConfigError(explain(key, spec, f"{place} does not exist", "fix the module name or the path"))
+    _check_function(spec, modules[0], key)
+    return modules
+
+
+def reached_from(location: str) -> list[UserModule]:
+    """Return the module at `location`, `file.py` or `package.module`, with the user modules that it imports; [] if there
+    is no such file."""
+    from_file = location.endswith(".py")
+    search = search_folders(Path(location) if from_file else None)
+    path = Path(location) if from_file else find(location, search)
+    if path is None or not path.is_file():
+        return []
+    name = "" if from_file else location
+    first = UserModule(path.name if from_file else location, path, _source(path, name))
+    found = {path.resolve(): first}
+    # Importing a.b.c runs a and a.b before it.
+    waiting = list(_own((*_parents(name), *first.source.imports), search))
+    while waiting:
+        name, imported = waiting.pop()
+        if imported.resolve() in found:
+            continue
+        module = UserModule(name, imported, _source(imported, name))
+        found[imported.resolve()] = module
+        waiting += _own(module.source.imports, search)
+    return [first, *sorted(list(found.values())[1:], key=lambda module: module.name)]
+
+
+def digest_of(modules: Sequence[UserModule], *, key: str) -> str:
+    """Return the digest of the code of `modules` and of what they declare."""
+    return sha256_text(canonical_json(code_of(modules, key=key)))
+
+
+def code_of(modules: Sequence[UserModule], *, key: str) -> dict[str, str]:
+    """Return the digests by module, file or variable. Raises ConfigError for a declared file that does not exist."""
+    found: dict[str, str] = {}
+    for module in modules:
+        found[module.name] = module.source.digest
+        for entry in module.source.declared:
+            found[f"{module.name}: {entry}"] = _declared_digest(module, entry, key)
+    return dict(sorted(found.items()))
+
+
+def changed(key: str, name: str) -> ConfigError:
+    """Return the error for a function or file that is no longer that of the stage's key."""
+    rule = "its code, or what it depends on, has changed since the stage began, and the result would mix both versions"
+    return ConfigError(explain(key, name, rule, "run again to use the new version, or restore the old one to resume"))
+
+
+def _check_function(spec: str, module: UserModule, key: str) -> None:
+    place, _, function = spec.rpartition(":")
+    names = module.source.names
+    if names is None:
+        parse_source(module.path.read_bytes(), str(module.path))  # raises, and says what is wrong with it
+    elif function not in names and "*" not in names:
+        remedy = nearest(function, module.source.functions)
+        raise ConfigError(explain(key, spec, f"{place} has no {function}", remedy))
+
+
+# ---------------------------------------------------------------- where modules lie
+
+
+def find(name: str, search: Sequence[Path]) -> Path | None:
+    """Return the file of a module; None if it has none (a namespace package, a built-in module, a zip file)."""
+    top, *rest = name.split(".")
+    place = locate(top, search)
+    for part in rest:
+        if place.file is not None and not is_users_own(place.file):
+            return place.file  # nothing below an installed package is the user's
+        place = in_folders(part, place.folders)
+    return place.file
+
+
+def locate(top: str, search: Sequence[Path]) -> Place:
+    """Return where a module without dots lies, as an import finds it; `Place(None)` if nowhere."""
+    if top in sys.builtin_module_names:
+        return Place(None)
+    place = in_folders(top, search)
+    return place if place.file or place.folders else _by_finders(top)  # editable installs have finders of their own
+
+
+def in_folders(part: str, folders: Sequence[Path]) -> Place:
+    """Return where the module `part` lies in the first of the folders that has it."""
+    spaces = []
+    for folder in folders:
+        package = folder / part / "__init__.py"
+        if package.is_file():
+            return Place(package, (package.parent,))
+        for suffix in (*EXTENSION_SUFFIXES, ".py"):
+            if (folder / f"{part}{suffix}").is_file():
+                return Place(folder / f"{part}{suffix}")
+        if (folder / part).is_dir():
+            spaces.append(folder / part)
+    return Place(None, tuple(spaces))
+
+
+def is_users_own(path: Path) -> bool:
+    """Return whether a file is neither of the interpreter nor of an installed package."""
+    resolved = path.resolve()
+    if {"site-packages", "dist-packages"} & set(resolved.parts):
+        return False
+    return not any(resolved.is_relative_to(folder) for folder in _installed())
+
+
+def _own(names: Sequence[str], search: Sequence[Path]) -> Iterator[tuple[str, Path]]:
+    """Yield name and file of the user modules among the imported `names`."""
+    for name in names:
+        if name.split(".")[0] not in PROGRAM_PACKAGES:
+            path = find(name, search)
+            if path is not None and is_users_own(path):
+                yield name, path
+
+
+def _by_finders(top: str) -> Place:
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return Place(None)
+    if spec is None:
+        return Place(None)
+    origin = Path(spec.origin) if spec.origin and Path(spec.origin).is_file() else None
+    return Place(origin, tuple(Path(folder) for folder in spec.submodule_search_locations or ()))
+
+
+@lru_cache(maxsize=1)
+def _installed() -> tuple[Path, ...]:
+    places = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return tuple({Path(place).resolve() for place in places if place})
+
+
+def _parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:depth]) for depth in range(1, len(parts))]
+
+
+# ---------------------------------------------------------------- what is in them
+
+
+def _source(path: Path, name: str) -> Source:
+    if path.suffix != ".py":
+        return Source(file_digest(path), b"", (), (), (), None, ())
+    # Read each time, and not known by its status: an edit may keep size and time.
+    return _analysed(path, name, path.read_bytes())
+
+
+def file_digest(path: Path) -> str:
+    """Return the digest of a file, which is read again when its status has changed."""
+    status = path.stat()
+    return _hashed(path, (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+
+
+@lru_cache(maxsize=8192)
+def _hashed(path: Path, status: tuple[int, ...]) -> str:
+    return hash_file(path)
+
+
+@lru_cache(maxsize=8192)
+def _analysed(path: Path, name: str, content: bytes) -> Source:
+    """Return the analysis of a file with this content."""
+    try:
+        tree = parse_source(content, str(path))
+        digest = _code_digest(content)
+    except (ConfigError, ValueError, RecursionError, tokenize.TokenError):
+        # Written for another Python: a file that cannot be parsed counts with all its bytes.
+        return Source(hashlib.sha256(content).hexdigest(), content, (), (), (), None, ())
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    reads = tuple((name, line) for name, line in _names(tree) if name in READS)
+    imports = tuple(sorted(imported_names(tree, package) - {""}))
+    names = frozenset(top_level_names(tree))
+    return Source(digest, content, imports, _declared(tree, path), reads, names, tuple(functions_of(tree)))
+
+
+def _code_digest(content: bytes) -> str:
+    """Return a digest of the code that ignores comments and line layout."""
+    tokens = tokenize.tokenize(io.BytesIO(content).readline)
+    kept = [[token.type, "" if token.type in _SPACE else token.string] for token in tokens if token.type not in _LAYOUT]
+    return sha256_text(canonical_json(kept))
+
+
+def _names(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Yield the names that the code uses, as variables or attributes, with their lines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.Attribute):
+            yield node.attr, node.lineno
+
+
+# ---------------------------------------------------------------- what they declare
+
+
+def _declared(tree: ast.Module, path: Path) -> tuple[str, ...]:
+    """Return the entries of `DEPENDS_ON`. Raises ConfigError if it is not one literal list of strings."""
+    bindings = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == DECLARATION]
+    bindings = [node for node in bindings if isinstance(node.ctx, ast.Store)]
+    values = [node.value for node in tree.body if _binds(node) and isinstance(node, (ast.Assign, ast.AnnAssign))]
+    if not bindings:
+        return ()
+    items = (
+        values[0].elts if len(values) == len(bindings) == 1 and isinstance(values[0], (ast.Tuple, ast.List)) else None
+    )
+    texts = [item.value for item in items or () if isinstance(item, ast.Constant) and isinstance(item.value, str)]
+    if items is None or len(texts) < len(items):
+        example = f'write it once, at the top level: {DECLARATION} = ("answers.json", "env:MODEL")'
+        rule = "must be a plain list of texts"
+        raise ConfigError(explain(f"{path.name}: {DECLARATION}", f"line {bindings[0].lineno}", rule, example))
+    return tuple(texts)
+
+
+def _binds(node: ast.stmt) -> bool:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return any(isinstance(target, ast.Name) and target.id == DECLARATION for target in targets)
+
+
+def _declared_digest(module: UserModule, entry: str, key: str) -> str:
+    if entry.startswith(ENVIRONMENT):
+        value = os.environ.get(entry.removeprefix(ENVIRONMENT))
+        return "unset" if value is None else sha256_text(value)
+    path = module.path.parent / entry
+    if path.is_file():
+        return hash_file(path)
+    if path.is_dir():
+        return tree_digest(hash_tree(path))
+    rule = f"{module.path.name} depends on {entry}, which is not in {module.path.resolve().parent}"
+    raise ConfigError(explain(key, module.path.name, rule, f"fix {DECLARATION}, or add the file"))
