@@ -9,7 +9,7 @@ from pathlib import Path
 from uuid import UUID
 
 from httpx import TransportError
-from prefect import flow
+from prefect import flow, tags
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext, refresh_global_settings_context
 from prefect.exceptions import CancelledRun
@@ -22,6 +22,7 @@ from pipelines.prefect_flows.waiting import halted
 from pipelines.services.flow_runs import FLOW_NAME
 from pipelines.services.health import ServiceError
 from pipelines.services.servers import PrivateServer
+from rlhf_core.processes.identity import user_name
 from rlhf_core.secrets.redaction import shown
 from rlhf_core.stage.stopping import RunHalted
 
@@ -59,7 +60,8 @@ def run_flow(
     try:
         strict = (options.strict_code, options.strict_env)
         parameters = (whereabouts(options.profile), options.overrides, options.until, options.force, *strict)
-        full(*parameters)
+        with tags(f"user:{user_name()}"):
+            full(*parameters)
     except CancelledRun:
         if not halts:
             raise

@@ -34,6 +34,7 @@ from pipelines.prefect_flows import approval_flow, pipeline_flows, stage_flows
 from pipelines.prefect_flows.waiting import keep_resuming
 from pipelines.services.flow_runs import home_tag, interrupt, reconcile
 from pipelines.services.home import Home
+from rlhf_core.processes.identity import user_name
 from stages.table import STAGES
 
 logger = logging.getLogger(__name__)
@@ -199,7 +200,10 @@ def main(mark: Path) -> None:
     reconcile()
     runner = InterruptingRunner(limit=RUNS_AT_ONCE, query_seconds=POLL_S)
     for deployment in deployments():
-        deployment.tags = [tag]  # inherited by its runs, so that they are known to be ours before they start
+        deployment.tags = [
+            tag,
+            f"user:{user_name()}",
+        ]  # inherited by its runs, so that they are known to be ours before they start
         runner.add_deployment(deployment)
     log = mark.parent / "logs" / "reconcile.log"
     threading.Thread(target=_keep_true, args=(log,), daemon=True, name="reconcile").start()

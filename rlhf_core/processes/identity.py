@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import ipaddress
 import os
 import socket
@@ -28,6 +29,14 @@ def network() -> str:
     namespace_file = Path("/proc/self/ns/net")
     namespace = str(namespace_file.readlink()) if namespace_file.is_symlink() else ""
     return f"{boot_id or host} {namespace}"
+
+
+def user_name() -> str:
+    """Return the name of the user of this process."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container may have no name for its user
+        return f"user {os.getuid()}"
 
 
 def is_loopback(host: str) -> bool:

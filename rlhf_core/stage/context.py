@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 from rlhf_core.errors import ArtifactError, explain
 from rlhf_core.interfaces import Runtime, StageTracker
+from rlhf_core.processes.identity import user_name
 from rlhf_core.schema.base import Config
 from rlhf_core.schema.custom import CustomFunction
 from rlhf_core.stage import stopping
@@ -83,6 +84,7 @@ class RunningAttempt:
             metrics={name: float(value) for name, value in metrics.items()},
             engines=engines,
             environment=environment(),
+            user=user_name(),
             started=self.attempt.started,
             seconds=round(self.earlier_seconds + self.seconds(), 3),
             tracking=dict(self.tracking),

@@ -8,8 +8,6 @@ counts. No file is written twice with another content, so a run that asks while 
 
 from __future__ import annotations
 
-import getpass
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from rlhf_core.errors import ArtifactError, explain
+from rlhf_core.processes.identity import user_name
 from rlhf_core.store.fingerprint import canonical_json, sha256_text
 from rlhf_core.store.layout import StoreLayout, write_json
 from rlhf_core.store.leases import alone
@@ -185,14 +184,6 @@ def _read_answer(path: Path) -> GateAnswer:
         rule = "is not a whole answer"
         raise ArtifactError(explain("answer", str(path), rule, "remove it, and answer again if it was the last one"))
     return answer
-
-
-def user_name() -> str:
-    """Return the name of the user of this process."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container may have no name for its user
-        return f"user {os.getuid()}"
 
 
 def now() -> str:

@@ -64,6 +64,8 @@ class Provenance(BaseModel):
     metrics: dict[str, float]
     engines: dict[str, str]
     environment: dict[str, str]
+    user: str = ""
+    """Name of the user whose process computed it; "" in records of earlier versions."""
     started: str
     """Start of the last attempt as ISO 8601 in UTC."""
     seconds: float

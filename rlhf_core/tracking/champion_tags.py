@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from datetime import UTC, datetime
 
-from rlhf_core.store.gate_decisions import user_name
+from rlhf_core.processes.identity import user_name
 
 TAG = "champion."
 """Beginning of the tags that say when a version became champion."""

@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from rlhf_core.processes.identity import user_name
 from rlhf_core.store import leases
 from rlhf_core.store.leases import Owner
 
+USER_TAG = "mlflow.user"
+"""Tag that MLflow's page shows as the user of a run."""
 _FIELDS = ("host", "boot_id", "pid_namespace", "pid", "pid_started")
 
 
 def tags() -> dict[str, str]:
     """Return the tags of a run that this process drives."""
     process = leases.ourselves()
-    return {f"owner.{name}": str(getattr(process, name)) for name in _FIELDS}
+    return {f"owner.{name}": str(getattr(process, name)) for name in _FIELDS} | {USER_TAG: user_name()}
 
 
 def from_tags(values: Mapping[str, str]) -> Owner | None:

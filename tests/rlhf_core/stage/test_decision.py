@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
+from rlhf_core.processes.identity import user_name
 from rlhf_core.secrets.redaction import ErrorWithoutSecrets, know
 from rlhf_core.stage import context
 from rlhf_core.stage import decision as deciding
@@ -333,6 +334,7 @@ def test_a_resume_says_that_the_code_has_changed_and_the_record_names_both(
     _run(store, spec)
     record = store.record(stage_key(spec))
     assert record is not None and list(record.earlier_code) == ["drifting"]
+    assert record.user == user_name()
     assert record.earlier_code["drifting"] != record.code["drifting"]
     stage_file.write_text(before)
     _run(store, spec, force=True)  # a new beginning owes nothing to the attempts before

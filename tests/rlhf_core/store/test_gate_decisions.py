@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_core.processes.identity import user_name
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.gate_decisions import GateAnswer, GateDecisions, Question, user_name
+from rlhf_core.store.gate_decisions import GateAnswer, GateDecisions, Question
 from rlhf_core.store.layout import write_json
 
 CONDITION = {"after": "sft", "metric": "loss", "op": "<", "value": 1.0, "name": "quality"}

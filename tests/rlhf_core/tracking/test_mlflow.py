@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import shutil
 import socket
@@ -71,6 +72,7 @@ def test_a_pipeline_is_a_parent_run_and_a_stage_a_run_below_it(make: Made, clien
     child = client.get_run(stage.run_id)
     assert (child.info.run_name, child.info.status) == ("sft", "FINISHED")
     assert child.data.tags["mlflow.parentRunId"] == parent
+    assert run.data.tags["mlflow.user"] == child.data.tags["mlflow.user"] == getpass.getuser()
     assert child.data.params == {"loop.epochs": "2"}
 
 
