@@ -9,9 +9,8 @@
 | `trl_text`, `trl_messages` | only by configuration | as `trl`, with text, or messages, for every prompt |
 
 In `trl` prompt and completion are text where the data had the prompt as text, and messages where it had turns, as in
-TRL: the completion is then `[{"role": "assistant", "content": text}]`. A function whose code names `"content"` and that
-raises on text is one for messages, and gets them for every prompt. A function gets the keywords that it names, and all of
-them if it takes `**kwargs`; what is configured as `arguments` comes on top and wins.
+TRL: the completion is then `[{"role": "assistant", "content": text}]`. A function gets the keywords that it names, and all
+of them if it takes `**kwargs`; what is configured as `arguments` comes on top and wins.
 
 Columns come from the prompt's label. If it is a JSON object, each of its fields is a column (None in rows without it).
 `label`, `labels`, `solution` and `answer` are the label itself where the object has no such field. Beside them stand
@@ -28,20 +27,15 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import CodeType
 from typing import Any, Literal
 
 from rlhf_core.config.rewards import FunctionProtocol
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError, RewardError, explain
 from rlhf_core.rewards.outcomes import Logs, RewardOutcome, merged_logs, read_scores
 from rlhf_core.types import Generation, Message
-
-logger = logging.getLogger(__name__)
 
 Protocol = Literal["generations", "columns", "openrlhf", "trl", "trl_text", "trl_messages"]
 
@@ -52,12 +46,9 @@ _NOT_TEXT = (TypeError, AttributeError, LookupError, AssertionError)
 _KEYWORD = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Adapted:
-    """A user's function with its configured arguments, called by its protocol.
-
-    A `trl` function that turns out to read messages has the protocol `trl_messages` from then on.
-    """
+    """A user's function with its configured arguments, called by its protocol."""
 
     function: Callable[..., Any]
     protocol: Protocol
@@ -71,7 +62,7 @@ class Adapted:
         )
 
     def outcomes(self, batches: Sequence[Sequence[Generation]], runner: asyncio.Runner) -> list[RewardOutcome]:
-        """Return the outcome of each batch; whatever the function raises goes through.
+        """Return the outcome of each batch; whatever the function raises goes through, with a hint where it read text.
 
         The batches of an async function are under way together. Any other is called outside of the loop, so that it may
         run one of its own.
@@ -79,17 +70,12 @@ class Adapted:
         try:
             return self._outcomes(batches, runner)
         except _NOT_TEXT as error:
-            if self.protocol != "trl" or not _names_content(self.function):
+            if self.protocol != "trl" or all(one.prompt.conversational for batch in batches for one in batch):
                 raise
-            self.protocol = "trl_messages"
-            try:
-                found = self._outcomes(batches, runner)
-            except Exception:
-                self.protocol = "trl"
-                raise error from None
-        name = getattr(self.function, "__name__", type(self.function).__name__)
-        logger.warning("%s reads messages: it gets them for prompts that are text, too; TRL would give it text", name)
-        return found
+            remedy = "if the function reads messages, set protocol = 'trl_messages'"
+            raise RewardError(
+                f"{type(error).__name__}: {error}; it was given text, as by TRL, since prompts are text: {remedy}"
+            ) from error
 
     def _outcomes(self, batches: Sequence[Sequence[Generation]], runner: asyncio.Runner) -> list[RewardOutcome]:
         if not self.is_async:
@@ -253,37 +239,6 @@ def _trl_arguments(generations: Sequence[Generation], protocol: Protocol) -> dic
         text = one.completion.text
         completions.append([{"role": "assistant", "content": text}] if talk else text)
     return {"prompts": prompts, "completions": completions}
-
-
-def _names_content(function: Callable[..., Any]) -> bool:
-    """Return whether the code of `function` names `"content"`, or that of a function beside it that it calls.
-
-    Beside it are its module, its class, and modules in the same folder or below.
-    """
-    plain: Any = inspect.unwrap(getattr(function, "func", function))
-    plain = plain if hasattr(plain, "__code__") else inspect.unwrap(type(plain).__call__)
-    if not hasattr(plain, "__code__"):  # no Python
-        return False
-    folder = Path(plain.__code__.co_filename).parent
-    waiting, seen = [plain], set()
-    while waiting:
-        one = inspect.unwrap(waiting.pop())
-        codes = [one.__code__]
-        for code in codes:
-            codes += [const for const in code.co_consts if isinstance(const, CodeType)]
-        if one.__code__ in seen or not Path(one.__code__.co_filename).is_relative_to(folder):
-            continue
-        seen.add(one.__code__)
-        named = {name for code in codes for name in code.co_names}
-        used = [one.__globals__[name] for name in named if name in one.__globals__]
-        words = [const for code in codes for const in code.co_consts] + used + list(one.__defaults__ or ())
-        words += [key for word in words if isinstance(word, tuple) for key in word]  # the keys of a table
-        if any(isinstance(word, str) and word == "content" for word in words):
-            return True
-        owners = [*(value for value in used if inspect.ismodule(value)), type(function)]
-        used += [getattr(owner, name) for owner in owners for name in named if hasattr(owner, name)]
-        waiting += [value for value in used if inspect.isfunction(value)]
-    return False
 
 
 def _plain(messages: Sequence[Message]) -> list[dict[str, str]]:

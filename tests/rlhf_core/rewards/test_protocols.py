@@ -7,13 +7,14 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlhf_core.config.rewards import FunctionProtocol
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards.outcomes import RewardOutcome
 from rlhf_core.rewards.protocols import adapt, prompt_text
 from rlhf_core.types import ActionSpan, Completion, Generation, Message, Prompt
@@ -266,8 +267,6 @@ doubled = Weighted(2.0)
 
 
 TEXT_OR_MESSAGES = """
-from turn_texts import words
-
 def quickstart(completions, **kwargs):
     return [len(set(c)) for c in completions]
 
@@ -296,9 +295,6 @@ def reads_turns(completions, **kwargs):
 async def reads_turns_later(completions, **kwargs):
     return [float(len(c[-1].get("content"))) for c in completions]
 
-def reads_turns_elsewhere(prompts, completions, **kwargs):
-    return [float(words(p + c)) for p, c in zip(prompts, completions)]
-
 class Reads:
     def _text(self, turns):
         return turns[-1]["content"]
@@ -307,34 +303,32 @@ class Reads:
 
 reads = Reads()
 """
-HELPERS = """
-def words(turns):
-    return sum(len(turn["content"].split()) for turn in turns)
-"""
+
+
+turns = partial(generation, conversational=True)
 
 
 @pytest.fixture(scope="module")
 def trl(tmp_path_factory: pytest.TempPathFactory) -> str:
     file = tmp_path_factory.mktemp("trl") / "trl_rewards.py"
     file.write_text(TRL + TEXT_OR_MESSAGES)
-    (file.parent / "turn_texts.py").write_text(HELPERS)
     return str(file)
 
 
 def test_a_trl_function_gets_messages_columns_and_its_loggers(trl: str) -> None:
-    given = [generation("so 4"), generation("so 5"), generation("?", "four"), generation("7", '{"solution": "7"}')]
+    given = [turns("so 4"), turns("so 5"), turns("?", "four"), turns("7", '{"solution": "7"}')]
     outcome = scored(load_callable("function", f"{trl}:accuracy"), *given)
     assert outcome.values == (1.0, 0.0, None, 1.0)
     assert outcome.logs == {"length": (10.0, 4), "accuracy": (0.5, 1)}  # the column of text is left out
 
 
 def test_trl_functions_of_other_shapes(trl: str) -> None:
-    thought = generation("<think>hm</think>4")
-    assert scored(load_callable("function", f"{trl}:think_format"), thought, generation("4")).values == (1.0, 0.0)
+    thought = turns("<think>hm</think>4")
+    assert scored(load_callable("function", f"{trl}:think_format"), thought, turns("4")).values == (1.0, 0.0)
     assert scored(load_callable("function", f"{trl}:overlong"), thought).values == (-1.0,)
-    given = generation("4", '{"level": 3}', conversational=True), generation("4", conversational=True)
+    given = turns("4", '{"level": 3}'), turns("4")
     assert scored(load_callable("function", f"{trl}:by_level"), *given).values == (3.0, None)
-    assert scored(load_callable("function", f"{trl}:doubled"), generation("444")).values == (6.0,)
+    assert scored(load_callable("function", f"{trl}:doubled"), turns("444")).values == (6.0,)
 
 
 @pytest.mark.parametrize(
@@ -347,32 +341,26 @@ def test_trl_functions_of_other_shapes(trl: str) -> None:
         ("first_letter", 1.0, 0.0),
         ("judged", 10.0, TypeError),  # it names "content", and reads text all the same
         ("any_type", 1.0, 0.0),
-        ("reads_turns", 4.0, 4.0),
-        ("reads_turns_later", 4.0, 4.0),
-        ("reads_turns_elsewhere", 2.0, 2.0),
-        ("reads", 4.0, 4.0),
+        ("reads_turns", RewardError, 4.0),
+        ("reads_turns_later", RewardError, 4.0),
+        ("reads", RewardError, 4.0),
     ],
 )
 def test_trl_functions_get_text_where_prompts_are_text_and_messages_where_they_are_turns(
-    trl: str, name: str, of_text: float, of_turns: Any
+    trl: str, name: str, of_text: Any, of_turns: Any
 ) -> None:
     function = load_callable("function", f"{trl}:{name}")
-    text, turns = generation("ABBC"), generation("ABBC", conversational=True)
-    assert scored(function, text).values == (of_text,)
+    text, talk = generation("ABBC"), turns("ABBC")
+    if of_text is RewardError:
+        with pytest.raises(RewardError, match=r"Error: .*it was given text, as by TRL.*set protocol = 'trl_messages'"):
+            scored(function, text)
+    else:
+        assert scored(function, text).values == (of_text,)
     if of_turns is TypeError:
         with pytest.raises(TypeError):
-            scored(function, turns)
+            scored(function, talk)
     else:
-        assert scored(function, turns).values == scored(function, text, protocol="trl_messages").values == (of_turns,)
-
-
-def test_a_function_that_fails_on_one_text_is_not_taken_for_one_that_reads_messages() -> None:
-    def first_letter(completions: list[str], **kwargs: Any) -> list[float]:
-        return [float(c[0] == "A") for c in completions]
-
-    with pytest.raises(IndexError):
-        scored(first_letter, generation("A"), generation(""))
-    assert scored(first_letter, generation("A", conversational=True), protocol="trl_text").values == (1.0,)
+        assert scored(function, talk).values == scored(function, text, protocol="trl_messages").values == (of_turns,)
 
 
 # ---------------------------------------------------------------- telling them apart
