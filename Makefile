@@ -14,7 +14,7 @@ demo: install            ## the whole lifecycle on this machine, then the result
 
 test: install            ## every test; TESTS=tests/pipelines for some, WORKERS=1 for one after the other
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1 DO_NOT_TRACK=1 RAY_USAGE_STATS_ENABLED=0 \
-	  $(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile $(TESTS)
+	  $(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 # Rooms whose tests import neither torch nor an engine, or import it once.
 FAST = test_structure.py test_docs_site.py pipelines/execution/test_plan.py pipelines/flows pipelines/importers \
