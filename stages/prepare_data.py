@@ -139,7 +139,7 @@ def _base_model(config: PrepareDataConfig, tables: Tables, folder: Path, *, seed
     """Write the base model to `folder`: initialized from nothing, or a pretrained one in one common layout."""
     template = _template(config.chat_template)
     if isinstance(config.model, PretrainedModel):
-        materialize(config.model, folder, chat_template=template)
+        materialize(config.model, folder, chat_template=template, add_bos=config.chat_template == CHATML_TEMPLATE)
         return
     if template is not None:
         raise ConfigError(

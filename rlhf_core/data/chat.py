@@ -1,4 +1,4 @@
-"""Convert conversations to tokens; the only module that renders chat templates and makes loss masks.
+"""Convert conversations to tokens; the only module that makes loss masks.
 
 A conversation is split into segments where each answer begins (after its generation prompt) and where it ends, and no
 token crosses a border between segments. Prompts are split at their earlier answers in the same way. The tokens before
@@ -21,14 +21,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.data.chat_templates import Decoder, declared_ends, other_opening
 from rlhf_core.data.pieces import Ids, continued, difference, encode, following, marks_beginning
-from rlhf_core.data.tool_rendering import Rows, left_out, speaks_and_calls, template_rows
+from rlhf_core.data.tool_rendering import Renderer
 from rlhf_core.errors import ConfigError, DataError, explain
 from rlhf_core.types import Message, TokenSample
 
@@ -51,9 +50,6 @@ Roles are ordinary text and a turn ends with the tokenizer's own EOS, so no toke
 
 _REMEMBERED = 32
 """Number of texts whose tokens are cached; a prompt has three texts for each earlier answer."""
-
-_TODAY = datetime(2024, 7, 26)
-"""Date that templates print as today's (the same as in Llama 3), so that tokens do not depend on the day of a run."""
 
 _PROBE = (Message("user", "Hi"), Message("assistant", "Hello"))
 _ANSWERED = (Message("user", "Hi"), Message("assistant", "An-answer-like-no-other"))
@@ -91,9 +87,7 @@ class ChatTemplate:
         at which sampling stops; the first of them in an answer is `eos_id`.
         """
         self.tokenizer: Any = tokenizer
-        self._tools = [dict(tool) for tool in tools]
         self._recent: dict[str, Ids] = {}
-        self._tools_checked: set[tuple[bool, ...]] = set()
         self._marks_beginning = marks_beginning(self.tokenizer)
         name = str(self.tokenizer.name_or_path)
         if not self.tokenizer.chat_template:
@@ -112,6 +106,8 @@ class ChatTemplate:
         eos_id = int(self.tokenizer.eos_token_id)
         self.pad_id = eos_id if self.tokenizer.pad_token_id is None else int(self.tokenizer.pad_token_id)
         self.ends = frozenset({eos_id, *ends})
+        self._eos = ""  # not known before the first answer is rendered
+        self._renderer = Renderer(self.tokenizer, tools=tools)
         self.eos_id = self._end_of_turn(self.ends)
         self._eos = str(self.tokenizer.convert_ids_to_tokens(self.eos_id))
         self.decode = Decoder(self.tokenizer, ends=self.ends)
@@ -243,41 +239,7 @@ class ChatTemplate:
     # ------------------------------------------------------------ private
 
     def _render(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
-        rows, tools = template_rows(messages)
-        if any(message.tool_fields for message in messages):
-            self._check_tools(rows, tools)
-        return self._apply(rows, [*self._tools, *tools], generation_prompt)
-
-    def _apply(self, rows: Rows, tools: list[dict[str, Any]], generation_prompt: bool) -> str:
-        try:
-            # An argument of this name replaces the clock that transformers passes to templates.
-            return str(
-                self.tokenizer.apply_chat_template(
-                    rows,
-                    tools=tools or None,
-                    tokenize=False,
-                    add_generation_prompt=generation_prompt,
-                    strftime_now=_TODAY.strftime,
-                )
-            )
-        except Exception as error:  # templates raise their own errors, e.g. for an unsupported system turn
-            roles = [row["role"] for row in rows]
-            raise DataError(
-                explain("messages.role", roles, f"the chat template rejects them ({error})", "change the turns")
-            ) from error
-
-    def _check_tools(self, rows: Rows, tools: Sequence[dict[str, Any]]) -> None:
-        """Raise ConfigError if the template leaves out tools, calls or results, which would not be trained on."""
-        calls, results = any("tool_calls" in row for row in rows), any(row["role"] == "tool" for row in rows)
-        used = (bool(tools), calls, speaks_and_calls(rows), results)
-        if used in self._tools_checked:
-            return
-        missing = left_out(rows, tools, self._apply, self._eos)
-        if missing:
-            rule = f"the template does not render {missing}, so conversations with tools cannot be trained on"
-            remedy = "give a template that does (prepare_data.chat_template), or leave these rows out of the source"
-            raise ConfigError(explain("chat_template", str(self.tokenizer.name_or_path), rule, remedy))
-        self._tools_checked.add(used)
+        return self._renderer(messages, generation_prompt=generation_prompt, eos=self._eos)
 
     def _after_answer(self, rendered: str) -> str | None:
         """Return the text after the end of the answer of `_ANSWERED`, or None if the answer is missing."""

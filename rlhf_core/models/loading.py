@@ -79,10 +79,14 @@ def load_tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def materialize(config: PretrainedModel, folder: Path, *, chat_template: str | None = None) -> None:
+def materialize(
+    config: PretrainedModel, folder: Path, *, chat_template: str | None = None, add_bos: bool = False
+) -> None:
     """Write the model of `config` to `folder` in Hugging Face layout: safetensors, tokenizer, chat template.
 
-    `chat_template` replaces the tokenizer's own template, or supplies a missing one.
+    `chat_template` replaces the tokenizer's own template, or supplies a missing one. With `add_bos` it begins with what
+    the tokenizer puts before every text (BOS), if it does: rendered conversations are tokenized without that, and the
+    model was trained with it.
 
     Ensures that the padding token differs from the end token, because a reward is read at the last token that is not
     padding. Raises ConfigError for a missing folder, package or Hub model, a Hub name without a revision, weights that
@@ -91,7 +95,7 @@ def materialize(config: PretrainedModel, folder: Path, *, chat_template: str | N
     source, options = _source(config)
     tokenizer = _fetch(AutoTokenizer, config, source, options)
     if chat_template is not None:
-        tokenizer.chat_template = chat_template
+        tokenizer.chat_template = (_opening(tokenizer) if add_bos else "") + chat_template
     if not tokenizer.chat_template:
         raise ConfigError(
             explain("model.path", config.path, "its tokenizer has no chat template", "set prepare_data.chat_template")
@@ -213,6 +217,13 @@ def _fetch(auto: Any, config: PretrainedModel, source: str, options: dict[str, A
         )
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(explain("model.path", config.path, f"could not be loaded ({reason})", remedy)) from error
+
+
+def _opening(tokenizer: Any) -> str:
+    """Return the tokens that `tokenizer` puts before a text as the beginning of a chat template; "" if there are none."""
+    plain, whole = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
+    start = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
+    return "".join("{{ " + json.dumps(token) + " }}" for token in tokenizer.convert_ids_to_tokens(whole[:start]))
 
 
 def _ensure_padding(model: Any, tokenizer: Any) -> None:

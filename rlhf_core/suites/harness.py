@@ -27,6 +27,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from lm_eval.tasks import TaskManager
 
 from rlhf_core.config.engines import SamplingConfig
+from rlhf_core.data.tool_rendering import Renderer, as_parts
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.interfaces import Sampler, Trainer
 from rlhf_core.suites.harness_results import measure_name
@@ -215,7 +216,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         """Return a conversation as the policy's chat template renders it."""
         return str(
             self.tokenizer.apply_chat_template(
-                chat_history,
+                as_parts(chat_history) if Renderer(self.tokenizer).in_parts else chat_history,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=not add_generation_prompt,

@@ -13,19 +13,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import torch
+from transformers import AutoModelForCausalLM
 
-from rlhf_core.data.chat_templates import Decoder, declared_ends
+from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import ArtifactError, explain
 from rlhf_core.tracking.policy_reference import REFERENCE
+from rlhf_core.types import Message
 
 
 class PolicyModel:
     """A policy that answers conversations."""
 
     def __init__(self, folder: Path) -> None:
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        self.decoder = Decoder(self.tokenizer, ends=declared_ends(folder))
+        self.chat = ChatTemplate.load(folder)
         self.model: Any = AutoModelForCausalLM.from_pretrained(
             str(folder), local_files_only=True, use_safetensors=True, dtype="auto"
         ).eval()
@@ -39,11 +40,10 @@ class PolicyModel:
         return [self._answer(messages, dict(params or {})) for messages in conversations(model_input)]
 
     def _answer(self, messages: Sequence[Mapping[str, str]], params: dict[str, Any]) -> str:
-        encoded = self.tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        out = self.model.generate(**encoded, **params)
-        return self.decoder(out[0, encoded["input_ids"].shape[1] :].tolist())
+        turns = [Message(one["role"], one["content"]) for one in messages]
+        prompt = torch.tensor([self.chat.prompt_ids(turns)])
+        out = self.model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **params)
+        return self.chat.decode(out[0, prompt.shape[1] :].tolist())
 
 
 def conversations(model_input: Any) -> list[list[Mapping[str, str]]]:

@@ -108,6 +108,41 @@ def test_a_template_that_leaves_tools_out_is_refused(chatml: ChatTemplate) -> No
         chatml.conversation(without_tools, max_length=4096)
 
 
+PARTS = (  # as multimodal models have it: a text is a sequence of characters, none of which has a type
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}{% for part in m['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}{{ '<|end|>' }}{% endfor %}"
+    "{{ '<|assistant|>' if add_generation_prompt }}"
+)
+STRICT = "{% for m in messages if m['content'] is string %}{{ raise_exception('parts, please') }}{% endfor %}" + PARTS
+FIRST = PARTS.replace("{% for part in m['content'] %}", "{% for part in m['content'][:1] %}")
+SAID = (Message("system", "Add."), Message("user", "12 + 30?"), Message("assistant", "42"))
+
+
+@pytest.mark.parametrize("text", [PARTS, STRICT, FIRST])
+def test_a_template_that_shows_only_parts_gets_them(chat: ChatTemplate, chat_folder: Path, text: str) -> None:
+    parts = template(chat_folder, text)
+    assert sample_of(parts, SAID) == sample_of(chat, SAID)
+    assert parts.prompt_ids(SAID[:2]) == chat.prompt_ids(SAID[:2])
+    assert parts.turn_ids(SAID[1:2]) == chat.turn_ids(SAID[1:2])
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant"])
+@pytest.mark.parametrize("text", ["{{ m['content'] }}", "{{ m['content'][0]['text'] }}"])
+def test_a_template_that_leaves_out_the_words_of_a_role_is_refused(chat_folder: Path, role: str, text: str) -> None:
+    silent = (
+        "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}{% if m['role'] != '"
+        + role
+        + "' %}"
+        + text
+        + "{% endif %}"
+        "{{ '<|end|>' }}{% endfor %}{{ '<|assistant|>' if add_generation_prompt }}"
+    )
+    with pytest.raises(ConfigError, match=f"does not render the words of the role {role}.*prepare_data.chat_template"):
+        template(chat_folder, silent).conversation(SAID, max_length=64)
+    if role == "system":
+        assert template(chat_folder, silent).conversation(SAID[1:], max_length=64)
+
+
 def test_demonstrations_keep_tool_calls_and_other_tables_keep_their_bytes(tmp_path: Path) -> None:
     plain = Demonstration("d", (Message("user", "Hi"), Message("assistant", "Hello.")), "s")
     rows = [plain, Demonstration("t", TALK, "s")]

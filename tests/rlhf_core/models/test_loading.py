@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from rlhf_core.config.engines import LoraConfig, PretrainedModel
 from rlhf_core.errors import ConfigError
@@ -90,6 +92,23 @@ def test_materialise_copies_a_folder_with_its_tokenizer_and_template(tiny_llama:
     chat = [{"role": "user", "content": "What is 12?"}]
     ids = [load_tokenizer(f).apply_chat_template(chat)["input_ids"] for f in (tiny_llama, tmp_path / "out")]
     assert ids[0] == ids[1] and ids[0][0] == 1
+
+
+@pytest.mark.parametrize("begins", [["<|pad|>"], ["<|pad|>", "<|system|>"], []])
+def test_a_template_for_any_tokenizer_begins_with_what_the_tokenizer_puts_before_a_text(
+    tiny_llama: Path, tmp_path: Path, begins: list[str]
+) -> None:
+    shutil.copytree(tiny_llama, tmp_path / "in")
+    tokenizer = Tokenizer.from_file(str(tmp_path / "in/tokenizer.json"))
+    tokens = [(token, tokenizer.token_to_id(token)) for token in begins]
+    tokenizer.post_processor = TemplateProcessing(single=[*begins, "$A"], special_tokens=tokens) if begins else None
+    tokenizer.save(str(tmp_path / "in/tokenizer.json"))
+    model, template = PretrainedModel(path=str(tmp_path / "in")), "{{ messages[0]['content'] }}"
+    for folder, add_bos in (("with", True), ("without", False)):
+        materialize(model, tmp_path / folder, chat_template=template, add_bos=add_bos)
+        own = load_tokenizer(tmp_path / folder)
+        rendered = own.apply_chat_template([{"role": "user", "content": "Hi"}])["input_ids"]
+        assert rendered == own("Hi", add_special_tokens=add_bos)["input_ids"]
 
 
 def test_materialise_twice_gives_the_same_bytes(tiny_llama: Path, tmp_path: Path) -> None:
